@@ -37,7 +37,6 @@
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
 #include "kernels/global_norm.cuh"  // global_norm
-#include "kernels/initial.cuh"      // initial_normals
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/linear.cuh"       // linear_forward, linear_backward_input, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers

@@ -1,6 +1,7 @@
 // The kernels that are compiled ahead of time: those of the presets, of the tensors that a preset overrides, and of
 // both kinds of gradient; with weights in spans, the pass before the step as well. All of it follows from the rows of
 // PRESETS (table.cuh); NVRTC compiles every other combination when it is first asked for.
+#include <tuple>
 #include <utility>
 
 #include "kernel.cuh"
@@ -8,45 +9,23 @@
 #include "storage.h"
 #include "table.cuh"
 
-// The type of a row, by its index in the table. Each expansion of a row counts __COUNTER__ up by one.
-template <int INDEX>
-struct RuleType;
-template <int INDEX>
-struct WeightsType;
-template <int INDEX>
-struct StateType;
+// The types of the tables' rows in order; the last one is of a state that the rule does not keep.
+#define RULE_TYPE(NAME, NOTE, SLOWER, ...) __VA_ARGS__,
+#define STORAGE_TYPE(NAME, NOTE, ...) __VA_ARGS__,
+typedef std::tuple<OPTIM_ALL_RULES(RULE_TYPE) None> RuleTypes;
+typedef std::tuple<OPTIM_WEIGHTS(STORAGE_TYPE) None> WeightsTypes;
+typedef std::tuple<OPTIM_STATES(STORAGE_TYPE) None> StateTypes;
 
-constexpr int RULE_BASE = __COUNTER__ + 1;
-#define RULE_TYPE(NAME, NOTE, SLOWER, TYPE)    \
-    template <>                                \
-    struct RuleType<__COUNTER__ - RULE_BASE> { \
-        typedef TYPE Type;                     \
-    };
-OPTIM_ALL_RULES(RULE_TYPE)
-constexpr int WEIGHTS_BASE = __COUNTER__ + 1;
-#define WEIGHTS_TYPE(NAME, NOTE, ...)                \
-    template <>                                      \
-    struct WeightsType<__COUNTER__ - WEIGHTS_BASE> { \
-        typedef __VA_ARGS__ Type;                    \
-    };
-OPTIM_WEIGHTS(WEIGHTS_TYPE)
-constexpr int STATE_BASE = __COUNTER__ + 1;
-#define STATE_TYPE(NAME, NOTE, ...)              \
-    template <>                                  \
-    struct StateType<__COUNTER__ - STATE_BASE> { \
-        typedef __VA_ARGS__ Type;                \
-    };
-OPTIM_STATES(STATE_TYPE)
-
-// A state that the rule does not keep.
-template <>
-struct StateType<-1> {
-    typedef None Type;
-};
+// The type of row INDEX, or for -1 the last one.
+template <class Types, int INDEX>
+using TypeOf =
+    typename std::tuple_element<(size_t)(INDEX >= 0 ? INDEX : (int)std::tuple_size<Types>::value - 1), Types>::type;
 
 // The v of a preset's rule.
 template <class Rule, int V, bool BY_ROWS = Rule::ROWS != ROWS_NONE>
-struct StateVType : StateType<V> {};
+struct StateVType {
+    typedef TypeOf<StateTypes, V> Type;
+};
 template <class Rule, int V>
 struct StateVType<Rule, V, true> {
     typedef NumbersOf<Rule> Type;
@@ -88,9 +67,9 @@ struct PresetTypes {
     static constexpr int M = name_index(STATE_NAMES, ROW.m), V = name_index(STATE_NAMES, ROW.v);
     static_assert(RULE >= 0 && WEIGHTS >= 0 && M >= 0 && (V >= 0 || same_name(ROW.v, "none")),
                   "a preset names full names of rows of the tables");
-    typedef typename RuleType<RULE>::Type Rule;
-    typedef typename WeightsType<WEIGHTS>::Type Weights;
-    typedef typename StateType<M>::Type StateM;
+    typedef TypeOf<RuleTypes, RULE> Rule;
+    typedef TypeOf<WeightsTypes, WEIGHTS> Weights;
+    typedef TypeOf<StateTypes, M> StateM;
     typedef typename StateVType<Rule, V>::Type StateV;
 };
 
@@ -100,16 +79,14 @@ struct BuiltInRow {
     const void* measure[2];    // the pass before the step, with fp32 and bf16 gradients; null: there is none
 };
 
+typedef Elementwise<Fp32, NEAREST> Fp32s;
+typedef Elementwise<Bf16, NEAREST> Bf16s;
+
 // The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
-template <class Types, class Copy>
-const void* step_kernel([[maybe_unused]] bool bf16_gradients) {
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+const void* step_kernel() {
 #ifdef __CUDACC__
-    typedef Elementwise<Fp32, NEAREST> Fp32s;
-    typedef Elementwise<Bf16, NEAREST> Bf16s;
-    return bf16_gradients ? (const void*)optim_step_kernel<typename Types::Rule, typename Types::Weights,
-                                                           typename Types::StateM, typename Types::StateV, Copy, Bf16s>
-                          : (const void*)optim_step_kernel<typename Types::Rule, typename Types::Weights,
-                                                           typename Types::StateM, typename Types::StateV, Copy, Fp32s>;
+    return (const void*)optim_step_kernel<Rule, Weights, M, V, Copy, Grads>;
 #else
     return PRESETS;
 #endif
@@ -128,57 +105,42 @@ const void* measure_kernel() {
     return PRESETS;
 }
 
-// A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
-// overrides give another rule have the kernel of another preset.
-template <class Types, class Grads>
-const void* moment_kernel() {
-#ifdef __CUDACC__
-    return (const void*)optim_step_kernel<typename Types::Rule, Elementwise<Fp32, NEAREST>, typename Types::StateM,
-                                          typename Types::StateV, None, Grads>;
-#else
-    return PRESETS;
-#endif
-}
-
-template <class Weights, class Copy>
-const void* apply_kernel() {
-#ifdef __CUDACC__
-    return (const void*)optim_step_kernel<MatrixApply, Weights, None, None, Copy, Elementwise<Fp32, NEAREST>>;
-#else
-    return PRESETS;
-#endif
-}
-
 // The matmuls read weights that are stored as bf16 as they are, so these never have a copy.
 template <class Weights>
 constexpr bool is_copied = !same_name("BF16", Weights::STREAM[0].dtype);
 
+// A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
+// overrides give another rule have the kernel of another preset.
 template <int PRESET, bool OVERRIDDEN>
 static BuiltInRow built_in_row() {
     typedef PresetTypes<PRESET, OVERRIDDEN> Types;
-    if constexpr (Types::Rule::MATRIX == MATRIX_NONE) {
-        BuiltInRow row = {Types::RULE, Types::WEIGHTS, Types::M, Types::V, {}, {}};
-        row.measure[0] = measure_kernel<Types, Elementwise<Fp32, NEAREST>>();
-        row.measure[1] = measure_kernel<Types, Elementwise<Bf16, NEAREST>>();
-        for (int grads = 0; grads < 2; grads++) {
-            row.kernel[0][grads] = step_kernel<Types, None>(grads == 1);
-            if constexpr (is_copied<typename Types::Weights>) {
-                row.kernel[1][grads] = step_kernel<Types, Elementwise<Bf16, NEAREST>>(grads == 1);
-            }
+    typedef typename Types::Rule Rule;
+    typedef typename Types::StateM M;
+    typedef typename Types::StateV V;
+    if constexpr (Rule::MATRIX == MATRIX_NONE) {
+        typedef typename Types::Weights Weights;
+        BuiltInRow row = {Types::RULE, Types::WEIGHTS,
+                          Types::M,    Types::V,
+                          {},          {measure_kernel<Types, Fp32s>(), measure_kernel<Types, Bf16s>()}};
+        row.kernel[0][0] = step_kernel<Rule, Weights, M, V, None, Fp32s>();
+        row.kernel[0][1] = step_kernel<Rule, Weights, M, V, None, Bf16s>();
+        if constexpr (is_copied<Weights>) {
+            row.kernel[1][0] = step_kernel<Rule, Weights, M, V, Bf16s, Fp32s>();
+            row.kernel[1][1] = step_kernel<Rule, Weights, M, V, Bf16s, Bf16s>();
         }
         return row;
     } else if constexpr (!OVERRIDDEN) {
         BuiltInRow row = {Types::RULE, name_index(WEIGHTS_NAMES, "fp32"), Types::M, Types::V, {}, {}};
-        row.kernel[0][0] = moment_kernel<Types, Elementwise<Fp32, NEAREST>>();
-        if constexpr (Types::Rule::MATRIX < MATRIX_GALORE) {
-            row.kernel[0][1] = moment_kernel<Types, Elementwise<Bf16, NEAREST>>();
-        }
+        row.kernel[0][0] = step_kernel<Rule, Fp32s, M, V, None, Fp32s>();
+        if constexpr (Rule::MATRIX < MATRIX_GALORE) row.kernel[0][1] = step_kernel<Rule, Fp32s, M, V, None, Bf16s>();
         return row;
     } else {
         typedef typename PresetTypes<PRESET, false>::Weights Weights;
         BuiltInRow row = {-1, PresetTypes<PRESET, false>::WEIGHTS, -1, -1, {}, {}};
-        row.kernel[0][0] = apply_kernel<Weights, None>();
-        if constexpr (is_copied<Weights>) row.kernel[1][0] = apply_kernel<Weights, Elementwise<Bf16, NEAREST>>();
+        row.kernel[0][0] = step_kernel<MatrixApply, Weights, None, None, None, Fp32s>();
+        if constexpr (is_copied<Weights>) {
+            row.kernel[1][0] = step_kernel<MatrixApply, Weights, None, None, Bf16s, Fp32s>();
+        }
         return row;
     }
 }

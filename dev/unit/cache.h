@@ -66,6 +66,16 @@ inline void cache_leave(CacheFolder* folder) {
     setting_leave(&folder->setting);
 }
 
+// A case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels in the folder `cache`.
+#define CACHE_TEST(KIND, NAME)                                           \
+    static void with_cache_##NAME(Test* test, const CacheFolder& cache); \
+    KIND(NAME) {                                                         \
+        CacheFolder cache = cache_enter();                               \
+        with_cache_##NAME(test, cache);                                  \
+        cache_leave(&cache);                                             \
+    }                                                                    \
+    static void with_cache_##NAME(Test* test, [[maybe_unused]] const CacheFolder& cache)
+
 // ./train, beside this program, with its two streams into `output`; returns its exit code.
 inline int run_train(const char* words, char* output, size_t bytes) {
     char command[12000];

@@ -17,8 +17,7 @@ static const char* const unsigned_format =
     "OPTIM_FORMAT(\"unit8\", \"for v\", Elementwise<Unit8, NEAREST>)\n";
 
 // An elementwise format without a sign serves v and is refused for m, in --m and in --override.
-JIT_TEST(defaults_unsigned_elementwise_is_not_for_m) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
     Folder folder = folder_new(test);
     char text[1024], error[4096];
     const struct {
@@ -41,5 +40,4 @@ JIT_TEST(defaults_unsigned_elementwise_is_not_for_m) {
         if (row.holds) expect(strstr(error, row.holds), "\"%s\" should hold \"%s\"", error, row.holds);
     }
     folder_end(test, folder);
-    cache_leave(&cache);
 }

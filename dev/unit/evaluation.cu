@@ -286,9 +286,7 @@ TEST(evaluation_scores) {
     note_worst(test, worst);
 }
 
-TEST(evaluation_scores_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(evaluation_scores_gpu) {
     score_case(test, &worst, &dev, 13, 21, 128);
     score_case(test, &worst, &dev, 70, 50257, 50304);
     gather_case<float>(test, &dev);
@@ -300,7 +298,6 @@ TEST(evaluation_scores_gpu) {
     matmul_forward_cpu(want, nullptr, inp.host, wte.host, nullptr, R, C, Vp);
     check_output(test, &worst, &dev, "logits", &logits, nullptr, want, product_bound(C, 1),
                  [&] { score_logits<bf16>(&dev, logits.device, inp.device, wte.device, R, C, Vp); });
-    note_worst(test, worst);
 }
 
 // ./train --eval.

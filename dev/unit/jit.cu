@@ -139,19 +139,17 @@ JIT_TEST(jit_compiles_where_there_is_no_device) {
     }
 }
 
-JIT_TEST(jit_failure_shows_its_log) {
+CACHE_TEST(JIT_TEST, jit_failure_shows_its_log) {
     static char error[JIT_ERROR_BYTES];
-    CacheFolder folder = cache_enter();
     JitImage image;
     expect(!jit_get("optim_step_kernel<NoSuchRule>", "sm_90", &image, error), "compiled");
     expect(strstr(error, "NoSuchRule") && strstr(error, "error"), "%s", error);
     expect(!image.symbol && !image.image, "an image of what failed");
-    expect(folder_files(folder.path, false) == 0, "a failure was kept");
+    expect(folder_files(cache.path, false) == 0, "a failure was kept");
     expect(!jit_get("optim_step_kernel<AdamW>", "sm_12345", &image, error), "compiled");
     expect(!jit_get("", "sm_90", &image, error, "\n#line 7 \"mine.cuh\"\nint x = no_such_name;\n"), "compiled");
     expect(strstr(error, "mine.cuh(7)") && strstr(error, "no_such_name"), "%s", error);
-    expect(folder_files(folder.path, false) == 0, "a failure was kept");
-    cache_leave(&folder);
+    expect(folder_files(cache.path, false) == 0, "a failure was kept");
 }
 
 TEST(jit_key_names_all_that_decides) {

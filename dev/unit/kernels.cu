@@ -364,14 +364,11 @@ void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     array_free(dev, &x), array_free(dev, &out), array_free(dev, &d);
 }
 
-TEST(gelu_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(gelu_gpu) {
     for (int64_t n : {1, 7, 8, 2049, 1000003}) {
         gelu_gpu_case<float>(test, &worst, &dev, n);
         gelu_gpu_case<bf16>(test, &worst, &dev, n);
     }
-    note_worst(test, worst);
 }
 
 template <typename X>
@@ -413,14 +410,11 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
 const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
                                    {40, 1032}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192}};
 
-TEST(layernorm_forward_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(layernorm_forward_gpu) {
     for (auto& shape : LAYERNORM_SHAPES) {
         layernorm_forward_gpu_case<float>(test, &worst, &dev, shape[0], shape[1]);
         layernorm_forward_gpu_case<bf16>(test, &worst, &dev, shape[0], shape[1]);
     }
-    note_worst(test, worst);
 }
 
 template <typename X, typename G>
@@ -470,9 +464,7 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
     device_free(dev, scratch);
 }
 
-TEST(layernorm_backward_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(layernorm_backward_gpu) {
     for (auto& shape : LAYERNORM_SHAPES) {
         for (int accumulate = 0; accumulate < 2; accumulate++) {
             layernorm_backward_gpu_case<float, float>(test, &worst, &dev, shape[0], shape[1], accumulate);
@@ -480,7 +472,6 @@ TEST(layernorm_backward_gpu) {
             layernorm_backward_gpu_case<bf16, bf16>(test, &worst, &dev, shape[0], shape[1], accumulate);
         }
     }
-    note_worst(test, worst);
 }
 
 #ifdef __CUDACC__
@@ -725,14 +716,11 @@ const int MATMUL_SHAPES[][3] = {{1, 64, 64},       {3, 8, 24},        {37, 64, 2
                                 {37, 64, 50304},   {1000, 768, 2304}, {1000, 1600, 6400}, {37, 5120, 1288},
                                 {3000, 456, 1544}, {3000, 1544, 456}};
 
-TEST(matmul_forward_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(matmul_forward_gpu) {
     for (auto& s : MATMUL_SHAPES) {
         matmul_forward_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
         matmul_forward_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
     }
-    note_worst(test, worst);
 }
 
 TEST(matmul_backward_gpu) {
@@ -838,9 +826,7 @@ void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int
     positions_free(&p);
 }
 
-TEST(embedding_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(embedding_gpu) {
     const int shapes[][5] = {{1, 1, 8, 256, 256},         {3, 37, 64, 256, 256},    {16, 256, 768, 256, 256},
                              {8, 256, 128, 50257, 50304}, {5, 100, 1600, 257, 384}, {2, 64, 5120, 1000, 1024}};
     for (auto& s : shapes) {
@@ -848,7 +834,6 @@ TEST(embedding_gpu) {
         embedding_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
         embedding_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 1.0);
     }
-    note_worst(test, worst);
 }
 
 template <typename G>
@@ -874,14 +859,11 @@ void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t 
     device_free(dev, scratch), device_free(dev, result);
 }
 
-TEST(global_norm_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(global_norm_gpu) {
     for (int64_t n : {1, 7, 1000, 1000003, 30000000}) {
         global_norm_gpu_case<float>(test, &worst, &dev, n);
         global_norm_gpu_case<bf16>(test, &worst, &dev, n);
     }
-    note_worst(test, worst);
 }
 
 // Arrays of more than 2^31 elements: the last rows, which 32-bit indices would miss.

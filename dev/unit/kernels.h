@@ -37,6 +37,17 @@ inline void note_worst(Test* test, double worst) {
     snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
 }
 
+// A case on a GPU, `dev`; it ends with the largest error, `worst`, as a multiple of the bound.
+#define OPERATOR_TEST(NAME)                                              \
+    static void operator_##NAME(Test* test, Device& dev, double& worst); \
+    TEST(NAME) {                                                         \
+        Device dev = test_device(true);                                  \
+        double worst = 0.0;                                              \
+        operator_##NAME(test, dev, worst);                               \
+        note_worst(test, worst);                                         \
+    }                                                                    \
+    static void operator_##NAME(Test* test, Device& dev, double& worst)
+
 // A sum of K products of a uniform and another of the given scale, of mean size scale / 4. Each addition rounds by half
 // an epsilon of the sum so far, which is of the size of sqrt(K) products: sqrt(K) such errors of random sign make
 // epsilon * K * scale / 6 as the standard deviation, of which six are allowed.

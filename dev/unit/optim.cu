@@ -339,8 +339,8 @@ static int launches_of_step(const OptimConfig* config) {
     return (int)nodes;
 }
 
-// A step of all tensors is one launch, and nothing else that the device does, but for scales of whole tensors, which one
-// before it measures and one after it settles; with other formats for some tensors it is two.
+// A step of all tensors is one launch, and nothing else that the device does, but for scales of whole tensors, which
+// one before it measures and one after it settles; with other formats for some tensors it is two.
 TEST(optim_step_is_one_launch_gpu) {
     for (const char* preset : all_presets.name) {
         OptimConfig config = preset_config(preset, "bf16", "none");

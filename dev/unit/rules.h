@@ -42,13 +42,3 @@ inline void expect_refusal(Test* test, OptimConfig config, const char* begin, co
     expect(!optim_resolve(&config, error, sizeof(error)), "resolved");
     expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds) && !strchr(error, '\n'), "%s", error);
 }
-
-// A case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels.
-#define CACHE_TEST(KIND, NAME)                 \
-    static void with_cache_##NAME(Test* test); \
-    KIND(NAME) {                               \
-        CacheFolder folder = cache_enter();    \
-        with_cache_##NAME(test);               \
-        cache_leave(&folder);                  \
-    }                                          \
-    static void with_cache_##NAME(Test* test)

@@ -380,9 +380,7 @@ void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C
     free(want), free(fc);
 }
 
-TEST(sampling_matmul_rows_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(sampling_matmul_rows_gpu) {
     const int shapes[][2] = {{64, 64}, {768, 2304}, {3072, 768}, {1600, 6400}, {192, 384}};
     for (const auto& shape : shapes) {
         for (int N : {1, 2, 8, 9, 31, 33, 64, 65}) {
@@ -390,7 +388,6 @@ TEST(sampling_matmul_rows_gpu) {
             matmul_rows_case<float>(test, &worst, &dev, N, shape[0], shape[1], N % 2 == 0);
         }
     }
-    note_worst(test, worst);
 }
 
 // Scores of order 1 to 8 standard deviations; out is a mean of values below 1.
@@ -420,16 +417,13 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     free(want), free(want_cache), free(before);
 }
 
-TEST(sampling_attention_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(sampling_attention_gpu) {
     for (int T : {3, 7, 64, 257, 1024, 1500}) {
         attention_decode_case<bf16>(test, &worst, &dev, 3, 64, T);
         attention_decode_case<bf16>(test, &worst, &dev, 2, 128, T);
         attention_decode_case<float>(test, &worst, &dev, 3, 64, T);
         attention_decode_case<float>(test, &worst, &dev, 2, 128, T);
     }
-    note_worst(test, worst);
 }
 
 TEST(sampling_draw_gpu) {

@@ -38,8 +38,7 @@ static const char BUILT_IN_TABLES[] =
     "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
     "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n";
 
-JIT_TEST(user_format_may_have_built_in_tables) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_may_have_built_in_tables) {
     Folder folder = folder_new(test);
     put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
     const char* moments[][2] = {{"a", "b"}, {"c", "fp32"}, {"e", "b"}, {"d", "fp32"}, {"f", "g"}};
@@ -47,11 +46,9 @@ JIT_TEST(user_format_may_have_built_in_tables) {
         OptimConfig config = asked(in(folder, "tables.cuh"), moment[0], moment[1]);
         resolve(test, &config);
     }
-    cache_leave(&cache);
 }
 
-JIT_TEST(user_format_example) {
-    CacheFolder folder = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_example) {
     static char error[JIT_ERROR_BYTES];
     OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
     if (resolve(test, &config) && resolve(test, &same)) {
@@ -81,12 +78,10 @@ JIT_TEST(user_format_example) {
     for (int c = file ? fgetc(file) : EOF; c != EOF; c = fgetc(file)) lines += c == '\n';
     if (file) fclose(file);
     expect(lines > 10 && lines < 40, "the example has %d lines", lines);
-    cache_leave(&folder);
 }
 
 // Scales of tensors, rows and columns: what the host must know of them is read too.
-JIT_TEST(user_format_spans) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_spans) {
     Folder folder = folder_new(test);
     put_text(test, in(folder, "spans.cuh"),
              "OPTIM_FORMAT(\"one\", \"\", Spans<E4m3, SPAN_TENSOR, NEAREST>)\n"
@@ -101,11 +96,9 @@ JIT_TEST(user_format_spans) {
         expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
                (long long)want.states);
     }
-    cache_leave(&cache);
 }
 
-JIT_TEST(user_format_lists) {
-    CacheFolder folder = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_lists) {
     char* text[2] = {nullptr, nullptr};
     size_t bytes = 0;
     for (int own = 0; own < 2; own++) {
@@ -119,7 +112,6 @@ JIT_TEST(user_format_lists) {
     double each = 0;
     expect(row && sscanf(row, " my8/64 %d %d %lf", &bits, &block, &each) == 3, "%s", row ? row : "no row");
     expect(bits == 8 && block == 64 && each == 1.062, "%d bits, block %d, %g bytes", bits, block, each);
-    cache_leave(&folder);
 }
 
 static void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
@@ -130,8 +122,7 @@ static void expect_refusal(Test* test, OptimConfig config, const char* begin, co
            holds);
 }
 
-JIT_TEST(user_format_refusals) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_refusals) {
     Folder folder = folder_new(test);
     const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
     const struct {
@@ -185,11 +176,9 @@ JIT_TEST(user_format_refusals) {
     put_text(test, in(folder, "unsigned.cuh"), text);
     expect_refusal(test, asked(in(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
     expect(folder_files(cache.path, false) > 0, "what compiles is kept");
-    cache_leave(&cache);
 }
 
-JIT_TEST(user_format_enters_the_content_address) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_enters_the_content_address) {
     Folder folder = folder_new(test);
     const char* path = in(folder, "mine.cuh");
     char expression[2048], first[4352], second[4352];
@@ -208,7 +197,6 @@ JIT_TEST(user_format_enters_the_content_address) {
                "no path");
     }
     expect(strcmp(first, second) != 0, "the address is the same after the file was changed");
-    cache_leave(&cache);
 }
 
 // A file that names "mine/32"; `text` stands in its body.
@@ -224,8 +212,7 @@ static OptimConfig changed_file(Test* test, const char* path, const char* text, 
     return config;
 }
 
-JIT_TEST(user_format_sums) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_sums) {
     Folder folder = folder_new(test);
     char sums[256], want[256];
     const char* body = "struct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};";
@@ -248,7 +235,6 @@ JIT_TEST(user_format_sums) {
     OptimConfig plain = asked(in(folder, "mine.cuh"), "fp32", "fp32");
     if (resolve(test, &plain)) user_sums(&plain, sums, sizeof(sums));
     expect(!*sums, "%s, and none is used", sums);
-    cache_leave(&cache);
 }
 
 static const void* zeros(void* context, const char*, const char*, int64_t) {
@@ -273,8 +259,7 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     optim_free(optim);
 }
 
-JIT_TEST(user_format_changed_is_refused) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
     Folder folder = folder_new(test);
     char sums[256], now[256];
     const char* path = in(folder, "mine.cuh");
@@ -286,7 +271,6 @@ JIT_TEST(user_format_changed_is_refused) {
     }
     config = changed_file(test, path, "struct Mine : Lin8 {\n    static constexpr int MORE = 1;\n};", now, sizeof(now));
     expect_load_refused(test, &config, sums, "--format that holds its mine/32 has been changed since");
-    cache_leave(&cache);
 }
 
 TEST(user_format_tables_compile) {
@@ -335,18 +319,15 @@ static void expect_run(Test* test, const FormatRun& run) {
     remove_runs(test, folder);
 }
 
-JIT_TEST(user_format_command_line) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_command_line) {
     const FormatRun runs[] = {{"--list-formats", example(), "my8/64:sr", 0},
                               {"--list-formats", "/nowhere/mine.cuh", "cannot open /nowhere/mine.cuh", 2},
                               {"--list-formats", "README.md", "NVRTC could not compile it", 2}};
     for (const FormatRun& run : runs) expect_run(test, run);
-    cache_leave(&cache);
 }
 
 // Refused before the file is read or NVRTC is asked for, whether it is installed or not.
-TEST(user_format_on_the_cpu) {
-    CacheFolder cache = cache_enter();
+CACHE_TEST(TEST, user_format_on_the_cpu) {
     const char* says = "is compiled for a GPU, and this run is on the CPU; type --format ''";
     const FormatRun runs[] = {{"--device cpu --m my8", example(), says, 2},
                               {"--device cpu --v my8/64:sr --dry-run", example(), says, 2},
@@ -357,7 +338,6 @@ TEST(user_format_on_the_cpu) {
         for (const FormatRun& run : runs) expect_run(test, run);
         setting_leave(&setting);
     }
-    cache_leave(&cache);
 }
 
 // On a GPU.
