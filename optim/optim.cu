@@ -363,7 +363,8 @@ const char* optim_source(const OptimConfig* config) {
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    const bool scaled = config_scaled(config), placed = config->placed;
+    // The first kernel of a rule that reads matrices takes an arena of gradients and writes one of directions.
+    const bool scaled = config_scaled(config), placed = config->placed && !rows->rule->matrix;
     snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s%s%s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
              scaled ? ">" : "", rows->weights->type, rows->m->type, rows->v->type,
              rows_copy(config, rows, compute)->type, placed ? "Placed<" : "", rows->grads->type, placed ? ">" : "");
@@ -815,8 +816,16 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     }
 }
 
+// Has the arguments name the tiles of a chunk alone.
+static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
+    arguments->tiles += chunk->tile;
+    arguments->tile_count = chunk->tiles;
+    if (arguments->places) arguments->places += chunk->tile;
+}
+
 // The step of a rule that projects gradients (matrix/low_rank.h), a chunk of matrices at a time.
-static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
+static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+                            const MatrixStep* its) {
     const MatrixWork* work = &launch->matrix;
     const LaunchPlan* plan = launch->plan;
     const Device* dev = optim->dev;
@@ -826,13 +835,13 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
                                 arguments->grad_scale};
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
-        const bool fused = low_rank_fuses(dev, chunk);
+        const bool fused = low_rank_fuses(dev, chunk->fits);
         StepArguments moment = *arguments, apply = *arguments;
         // What pads a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
         if (work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
-        if (!fused || low_rank_refreshes(&plan->config, arguments->step)) low_rank_gradients(dev, work, i, &grads);
-        low_rank_project(dev, &plan->config, work, i, basis, arguments->step, &grads, fused);
+        if (!fused || low_rank_refreshes(its->config, its->step)) low_rank_gradients(dev, work, i, &grads);
+        low_rank_project(dev, its->config, work, i, basis, its->step, &grads, fused);
         moment.tiles = work->low_tiles + chunk->low_tile;
         moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
         moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
@@ -840,17 +849,17 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
         moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
         moment.copy = none;
+        moment.places = nullptr;
         moment.grad_scale = work->unit;
         const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
-        for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
+        for (Hyper& hyper : moment.group) hyper = hyper_create(its->config, &rate, 1.0, its->step);
         kernel_run(optim, &launch->kernel, &moment);
         if (fused) {
-            low_rank_apply(dev, &plan->config, work, i, basis, arguments, grads.is_bf16);
+            low_rank_apply(dev, its->config, work, i, basis, arguments, its->places, grads.is_bf16);
             continue;
         }
-        low_rank_update(dev, &plan->config, work, i, basis);
-        apply.tiles = launch->tiles + chunk->tile;
-        apply.tile_count = chunk->tiles;
+        low_rank_update(dev, its->config, work, i, basis);
+        chunk_tiles(chunk, &apply);
         apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -858,21 +867,24 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     }
 }
 
-// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time.
-static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
+// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time. The arguments name all of the
+// launch's tiles.
+static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+                            const MatrixStep* its) {
     const MatrixWork* work = &launch->matrix;
     const Streams none = {nullptr, nullptr}, scratch = {work->scratch, nullptr};
     matrix_begin(optim->dev, work, arguments->grad_scale);
-    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments);
+    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments, its);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;
-        moment.tiles = apply.tiles = launch->tiles + chunk->tile;
-        moment.tile_count = apply.tile_count = chunk->tiles;
+        chunk_tiles(chunk, &moment);
+        chunk_tiles(chunk, &apply);
         moment.weights = from_begin(launch->kernel.rows.weights, scratch, chunk->begin);
         moment.copy = none;
+        moment.places = nullptr;
         kernel_run(optim, &launch->kernel, &moment);
-        matrix_update(optim->dev, &launch->plan->config, work, i, (const float*)launch->v.extra, launch->v.next);
+        matrix_update(optim->dev, its->config, work, i, (const float*)launch->v.extra, launch->v.next);
         apply.grads = from_begin(launch->apply.rows.grads, scratch, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -906,7 +918,8 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     launch_arrays(optim, launch, arguments);
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
+    const MatrixStep matrices = {&launch->plan->config, step, nullptr};
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
     launch_passes(optim, launch, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments);
 }
@@ -921,6 +934,18 @@ void optim_passes(const Optim* optim, int launch, const void* grads, StepArgumen
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
     launch_arrays(optim, &optim->launch[launch], arguments);
     launch_tiles(optim, &optim->launch[launch], arguments);
+}
+
+const MatrixWork* optim_matrix_work(const Optim* optim, int launch) {
+    return &optim->launch[launch].matrix;
+}
+
+void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments,
+                    const MatrixStep* its) {
+    const Launch* of = &optim->launch[launch];
+    arguments->grads = from_begin(of->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
+    launch_arrays(optim, of, arguments);
+    launch_matrices(optim, of, arguments, its);
 }
 
 void optim_settle(const Optim* optim, const float* grad_scale) {
