@@ -178,10 +178,13 @@ static const Setting setting_texts[] = {{"preset", offsetof(OptimConfig, preset)
                                         {"ns_coefficients", offsetof(OptimConfig, ns_coefficients)},
                                         {"rank_basis", offsetof(OptimConfig, rank_basis)},
                                         {"decay_mode", offsetof(OptimConfig, decay_mode)}};
-static const Setting setting_numbers[] = {
-    {"lr_max", offsetof(OptimConfig, lr_max)},         {"beta3", offsetof(OptimConfig, beta3)},
-    {"alpha", offsetof(OptimConfig, alpha)},           {"momentum", offsetof(OptimConfig, momentum)},
-    {"rank_scale", offsetof(OptimConfig, rank_scale)}, {"clip_update", offsetof(OptimConfig, clip_update)}};
+static const Setting setting_numbers[] = {{"lr_max", offsetof(OptimConfig, lr_max)},
+                                          {"beta3", offsetof(OptimConfig, beta3)},
+                                          {"alpha", offsetof(OptimConfig, alpha)},
+                                          {"momentum", offsetof(OptimConfig, momentum)},
+                                          {"rank_scale", offsetof(OptimConfig, rank_scale)},
+                                          {"clip_update", offsetof(OptimConfig, clip_update)},
+                                          {"limit_growth", offsetof(OptimConfig, limit_growth)}};
 static const Setting setting_counts[] = {{"ramp", offsetof(OptimConfig, ramp)},
                                          {"ns_steps", offsetof(OptimConfig, ns_steps)},
                                          {"rank", offsetof(OptimConfig, rank)},
@@ -235,9 +238,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, stacked, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, ns_steps, "
-            "ns_coefficients, "
-            "rank, rank_gap, rank_scale, rank_basis and element",
+            "formats, stacked, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, "
+            "limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
 }
@@ -372,12 +374,28 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     for (size_t t = 0; t < count; t++) optim->local[t].offset += optim->element;
 }
 
+// Refuses limits on updates that the decay, which each step's groups bring, is a part of.
+static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
+    for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
+        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        if (rule->decoupled || plan->launch[i].tiles == 0) continue;
+        user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
+                   rule->name);
+    }
+}
+
 // Refuses cuts through what a rule or a format needs whole.
 static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
         const Rows rows = config_rows(&plan->launch[plan->launch_of[t]].config);
         if (!is_cut(tensor) || tensor->count == 0) continue;
+        if (optim->config.limit_growth > 0.0f) {
+            user_error(
+                "limit_growth reads whole tensors, and %s is cut at element %lld; keep it whole, or leave "
+                "limit_growth out",
+                tensor->name, (long long)tensor->first);
+        }
         const bool on_rows =
             optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
         if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
@@ -435,6 +453,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
         if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
     }
     require_weights(optim, plan);
+    require_decoupled(optim, plan);
     require_whole_tensors(optim, plan);
     optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
     optim_describe(config, optim->describe, sizeof(optim->describe));

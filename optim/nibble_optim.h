@@ -42,7 +42,7 @@ typedef struct {
 // options:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
 //     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum,
-//                 clip_update, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
+//                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
 //                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others

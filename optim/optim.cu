@@ -776,9 +776,9 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
 }
 
 // The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
-// They take the tensors that lie in tiles `tile` to `tile_end` of the launch's list.
-static void launch_passes(const Optim* optim, const Launch* launch, int64_t tile, int64_t tile_end,
-                          const StepArguments* arguments, int64_t step) {
+// They take the tensors that lie in tiles `tile` to `tile_end` of the launch's list. `config` has the step's betas.
+static void launch_passes(const Optim* optim, const Launch* launch, const OptimConfig* config, int64_t tile,
+                          int64_t tile_end, const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
     const int64_t begin = launch->plan->run.begin;
     const RowRange range = row_range(plan, begin + tile * TILE_ELEMENTS, begin + tile_end * TILE_ELEMENTS);
@@ -786,7 +786,7 @@ static void launch_passes(const Optim* optim, const Launch* launch, int64_t tile
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
-            its.group[group] = hyper_create(&launch->plan->config, &settings, 1.0, step);
+            its.group[group] = hyper_create(config, &settings, 1.0, step);
         }
         pass_run(optim, launch, range, plan->pass[i], &its, step);
     }
@@ -920,15 +920,16 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     arguments->tile_count = count;
     const MatrixStep matrices = {&launch->plan->config, step, nullptr};
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
-    launch_passes(optim, launch, first, first + count, arguments, step);
+    launch_passes(optim, launch, &launch->plan->config, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments);
 }
 
-void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step) {
+void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,
+                  StepArguments* arguments, int64_t step) {
     const Launch* its = &optim->launch[launch];
     arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
-    launch_passes(optim, its, 0, its->plan->tiles, arguments, step);
+    launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {

@@ -23,7 +23,7 @@ struct PlacedPointers {
 // Tiles with the same constants: one launch.
 struct PlacedRun {
     int launch;
-    bool by_rows, matrix;  // the launch's rule reads rows, or matrices
+    bool has_passes, matrix;  // the launch has passes before its step, or its rule reads matrices
     int64_t first, tiles;
     int group[STEP_GROUPS], settings[STEP_GROUPS];  // the caller's group and the plan's
     int groups;
@@ -134,7 +134,7 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     const OptimParts parts = tables->parts = optim_parts(optim);
     const size_t count = (size_t)parts.count;
     const float scalars[2] = {1.0f, 1.0f};
-    for (int i = 0; i < parts.plan->launches; i++) assert(!config_scaled(&parts.plan->launch[i].config));
+    assert(!parts.config->scale_by_rms);
     tables->optim = optim;
     tables->tensor = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
     if (count > 0) memcpy(tables->tensor, tensors, count * sizeof(PlacedTensor));
@@ -192,9 +192,9 @@ struct PlacedBuild {
 };
 
 // True if a launch needs all of its tensors in each step.
-static bool launch_is_whole(const Rows* rows) {
+static bool launch_is_whole(const OptimConfig* config, const Rows* rows) {
     const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
-    return reads_whole(rows->rule) || spans;
+    return config_reads_whole(config) || spans;
 }
 
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
@@ -246,7 +246,7 @@ static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int gr
                          int64_t whole_slot) {
     const OptimTensor* tensor = &tables->parts.tensors[t];
     const PlacedTensor* placed = &tables->tensor[t];
-    const bool whole = run->by_rows || run->matrix, fused = is_fused(tables, t);
+    const bool whole = run->has_passes || run->matrix, fused = is_fused(tables, t);
     const unsigned char unaligned = tables->unaligned[t];
     const int64_t tiles = tensor_padded(tensor) / TILE_ELEMENTS, first = tensor->offset / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
@@ -275,16 +275,16 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const LaunchPlan* plan = &parts->plan->launch[launch];
     const Rows rows = config_rows(&plan->config);
     bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
-    const bool matrix = rows.rule->matrix != MATRIX_NONE;
+    const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = config_reads_whole(&plan->config);
     int64_t whole_slot = 0;
-    if (launch_is_whole(&rows)) require_all(tables, launch, &rows);
-    if (reads_whole(rows.rule)) {
+    if (launch_is_whole(&plan->config, &rows)) require_all(tables, launch, &rows);
+    if (whole) {
         tables->whole_at[launch] = build->grads_slots;
         whole_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
         build->grads_slots += (int32_t)plan->tiles;
     }
     for (bool more = true; more;) {
-        PlacedRun run = {launch, rows.rule->by_rows && !matrix, matrix, build->tiles, 0, {}, {}, 0};
+        PlacedRun run = {launch, whole && !matrix, matrix, build->tiles, 0, {}, {}, 0};
         more = false;
         for (int t = 0; t < parts->count; t++) {
             const int group = tables->group_of[t];
@@ -510,40 +510,45 @@ static void run_step(const PlacedTables* tables, const PlacedRun* run, const Pla
     optim_launch(tables->optim, run->launch, &arguments);
 }
 
-// True if the run is the first one of a launch whose rule reads rows.
+// True if the run is the first one of a launch with passes.
 static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
-    return run->by_rows && (run == tables->run || run[-1].launch != run->launch);
+    return run->has_passes && (run == tables->run || run[-1].launch != run->launch);
 }
 
-// The passes of a launch, before its first run. They read no learning rate and no decay, and the other constants are
-// the same for all tensors (require_same_constants).
+// The passes of a launch, before its first run. They read no learning rate and no decay that a caller gives, and the
+// other constants are the same for all tensors (require_same_constants).
 static void run_passes(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
     const Plan* plan = tables->parts.plan;
     const LaunchPlan* launch = &plan->launch[run->launch];
     const PlacedGroup* group = &step->group[run->group[0]];
+    const OptimConfig own = run_config(&launch->config, group);
     StepArguments arguments = step_arguments(tables, step, scale);
     for (int i = 0; i < plan->groups; i++) {
         arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step->step);
     }
-    optim_passes(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, own_step(group, step));
+    optim_passes(tables->optim, run->launch, &own, whole_grads(tables, run->launch), &arguments, own_step(group, step));
 }
 
-// Refuses tensors of a rule that reads rows or matrices with different betas or numbers of steps: it takes them all
-// together.
+// Refuses tensors with different constants or numbers of steps where a step takes them all together.
 static void require_same_constants(const PlacedTables* tables, const PlacedStep* step) {
     const PlacedGroup* first = nullptr;
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
         if (run_has_passes(tables, run) || run->matrix) first = &step->group[run->group[0]];
-        for (int g = 0; g < run->groups && (run->by_rows || run->matrix); g++) {
+        for (int g = 0; g < run->groups && (run->has_passes || run->matrix); g++) {
             const PlacedGroup* group = &step->group[run->group[g]];
-            if (group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->step == first->step) continue;
+            const OptimConfig* config = &tables->parts.plan->launch[run->launch].config;
+            const bool same = group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->eps == first->eps;
+            if (same && group->step == first->step) continue;
             user_error(
-                "%s reads whole %s and its tensors were given betas (%g, %g) at step %lld and (%g, %g) at step %lld; "
-                "give them the same betas and step them together, or override the rule of some",
-                tables->parts.plan->launch[run->launch].config.rule, run->matrix ? "matrices" : "rows",
-                (double)first->beta1, (double)first->beta2, (long long)first->step, (double)group->beta1,
-                (double)group->beta2, (long long)group->step);
+                "%s reads whole %s and its tensors were given betas (%g, %g), eps %g at step %lld and (%g, %g), %g at "
+                "step %lld; give them the same betas and eps and step them together, or override the rule of some",
+                config->limit_growth > 0.0f ? "limit_growth" : config->rule,
+                run->matrix                   ? "matrices"
+                : config->limit_growth > 0.0f ? "tensors"
+                                              : "rows",
+                (double)first->beta1, (double)first->beta2, (double)first->eps, (long long)first->step,
+                (double)group->beta1, (double)group->beta2, (double)group->eps, (long long)group->step);
         }
     }
 }

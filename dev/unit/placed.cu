@@ -13,6 +13,7 @@ static const OptimTensor shapes[TENSORS] = {
 
 struct Case {
     const char *preset, *rule, *weights, *m, *v, *overrides;
+    float growth = 0.0f;
 };
 
 static const Case cases[] = {
@@ -41,12 +42,19 @@ static const Case cases[] = {
     {"", "fira", "bf16:sr", "fp32", "fp32", ""},
     {"", "apollo", "bf16:kahan", "dyn8:sr", "sqrt8", ""},
     {"", "apollo-mini", "bf16:sr", "fp32", "fp32", ""},
+    {"adamw8", "", "", "", "", "", 1.01f},
+    {"adamw4l", "", "", "", "", "ln*: m=fp32 lr=0.5", 1.2f},
+    {"came8", "", "", "", "", "", 1.01f},
+    {"", "rmnp", "bf16:sr", "dyn8", "", "", 1.05f},
+    {"", "ademamix", "bf16+8:sr", "dyn8", "udyn8", "", 1.1f},
+    {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", "", 1.01f},
 };
 
 static OptimConfig case_config(const Case* its, OptimType compute, const char* grads) {
     OptimConfig config = {its->preset, its->rule, its->weights, grads, its->m, its->v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
     config.overrides = its->overrides;
     config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9, config.rank_gap = 2;
+    config.limit_growth = its->growth;
     if (compute == OPTIM_FP32) config.weights = "fp32";
     char error[4096];
     if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
@@ -329,6 +337,8 @@ TEST(placed_kernels_compile) {
         {"optim_step_kernel", "sm_90", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
         {"optim_step_kernel", "sm_90", {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}},
         {"optim_sums_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
+        {"optim_sums_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
     };
     static char step[4096], expression[4200], error[JIT_ERROR_BYTES];

@@ -72,8 +72,8 @@ class Plain:
         self.handle = nibble_optim.Handle({"device": "cpu", "parameters": "fp32", **settings}, tensors)
         self.group_of = array.array("i", [0] * len(lengths))
 
-    def step(self, number, lr=1e-2, decay=0.1, missing=(), betas=(0.9, 0.95), eps=1e-8):
-        grads = [floats([((5 * i + number) % 13 - 6) / 9 for i in range(len(w))]) for w in self.weights]
+    def step(self, number, lr=1e-2, decay=0.1, missing=(), betas=(0.9, 0.95), eps=1e-8, scale=1):
+        grads = [floats([((5 * i + number) % 13 - 6) / 9 * scale for i in range(len(w))]) for w in self.weights]
         address = lambda x: ctypes.addressof(x)
         self.handle.step(array.array("Q", map(address, self.weights)),
                          array.array("Q", [0 if t in missing else address(g) for t, g in enumerate(grads)]),
@@ -229,13 +229,34 @@ def library_part_of_a_model_has_its_noise():
 
 
 @test
+def library_limit_growth():
+    """A tensor's update grows by no more than the factor from step to step; without it, it does."""
+    most = {}
+    for limit in (0, 1):
+        plain = Plain([(20, 30), 7], preset="adamw32", limit_growth=limit)
+        norms, before = [], list(plain.weights[0])
+        for number in range(1, 9):
+            plain.step(number, decay=0.0, scale=1 if number < 6 else 100)
+            norms.append(sum((a - b) ** 2 for a, b in zip(plain.weights[0], before)) ** 0.5)
+            before = list(plain.weights[0])
+        most[limit] = max(b / a for a, b in zip(norms, norms[1:]))
+    assert most[1] < 1 + 1e-4 and most[0] > 1.02, most
+    raises(ValueError, "takes all tensors or none", lambda: plain.step(9, missing=[1]))
+    raises(ValueError, "adds the decay to the gradient", lambda: Plain([5], rule="adam", limit_growth=1.01))
+    raises(ValueError, "norm of their own", lambda: Plain([(5, 5)], rule="muon", limit_growth=1.01))
+    raises(ValueError, "reads whole tensors",
+           lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
+
+
+@test
 def library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"parameters": "fp16"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "t0 is a vector"),
-                            ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"stacked": "t0"}, "a pattern"),
+                            ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
+                            ({"stacked": "t0"}, "a pattern"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
     raises(MemoryError, "allocate gave no memory", lambda: nibble_optim.Handle({}, [("t", 1, 5, 0, -1)], lambda _: 0))
@@ -479,6 +500,24 @@ def torch_missing_gradients_and_new_groups():
                 p.grad = torch.full_like(p, 0.25)
             o.step()
         assert all(torch.equal(p, q) for p, q in zip(list(model.parameters()) + [extra], again))
+
+
+@test
+def torch_limit_growth():
+    for device in DEVICES:
+        runs = []
+        for _ in range(2):
+            model = model_of(device, torch.bfloat16)
+            runs.append((model, make(model, preset="adamw8", limit_growth=1.001)))
+        train(*runs[0], 1, 3)
+        runs[1][0].load_state_dict(runs[0][0].state_dict())
+        runs[1][1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
+        for run in runs:
+            train(*run, 4, 6)
+        assert same(runs[0][0], runs[1][0])
+        free = model_of(device, torch.bfloat16)
+        train(free, make(free, preset="adamw8"), 1, 6)
+        assert not same(free, runs[0][0]), "nothing was limited"
 
 
 @test
