@@ -64,7 +64,7 @@ DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
 RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
 # The two that take longest come first, so that nothing waits for them at the end.
 LONG := optim/table.cu optim/built_in.cu
-OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(LONG) $(filter-out $(LONG) optim/nibble_optim.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
+OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(LONG) $(filter-out $(LONG) optim/nibble_optim.cu optim/loaded_cublaslt.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
                  $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
 SHARED_OBJECTS := $(OPTIM_OBJECTS) $(DATA_OBJECTS) $(RANKS_OBJECTS) $(BUILD)/corpus.o
@@ -136,9 +136,10 @@ $(BUILD)/optim/%.o: optim/%.c
 	$(CC) $(CFLAGS) -c -o $@ $<
 
 # The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
-# export nothing but nibble_optim.h. Its kernels are compiled by NVRTC, so none is built in, and it needs no cuBLASLt.
+# export nothing but nibble_optim.h. Its step's kernels are compiled by NVRTC, so none is built in, and it opens cuBLASLt
+# only for rules that read matrices.
 LIB := $(BUILD)/lib
-LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(filter-out $(foreach o,built_in matrix low_rank saved release offload decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out $(foreach o,built_in saved release offload decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
                $(patsubst %,$(LIB)/data/%.o,errors files memory text)
 comma := ,
 LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)

@@ -10,7 +10,7 @@
 #include <setjmp.h>
 #include <stddef.h>
 
-#include "matrix/low_rank.h"
+#include "loaded_cublaslt.h"
 #include "placed.h"
 
 #define NIBBLE_API extern "C" __attribute__((visibility("default")))
@@ -57,49 +57,9 @@ const void* built_in_kernel(const Rows*, bool) {
     return nullptr;
 }
 
-// Rules that read matrices need cuBLASLt, which the library does not link. These functions replace matrix/matrix.cu and
-// low_rank.cu.
-[[noreturn]] static void matrices_refused(const char* rule) {
-    user_error("%s reads whole matrices, which the library does not step; take ./train, or a rule such as adamw", rule);
+const void* built_in_measure(const Rows*) {
+    return nullptr;
 }
-
-MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor*, int) {
-    matrices_refused(plan->launch[index].config.rule);
-}
-
-LowShape low_shape(const OptimConfig* config, int64_t, int64_t) {
-    matrices_refused(config->rule);
-}
-
-void matrix_plan_free(MatrixPlan*) {}
-
-bool newton_schulz_coefficients(const char*, int, NewtonSchulz*) {
-    return true;
-}
-
-void matrix_begin(const Device*, const MatrixWork*, const float*) {}
-
-void matrix_update(const Device*, const OptimConfig*, const MatrixWork*, int, const float*, float*) {}
-
-void matrix_low_tiles(const Plan*, int, const OptimTensor*, int, Tile*) {}
-
-bool low_rank_fuses(const Device*, const OptimConfig*, const MatrixWork*) {
-    return false;
-}
-
-bool low_rank_refreshes(const OptimConfig*, int64_t) {
-    return false;
-}
-
-void low_rank_project(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*, int64_t,
-                      const LowGradients*, bool) {}
-
-void low_rank_update(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*) {}
-
-void low_rank_apply(const Device*, const OptimConfig*, const MatrixWork*, int, const Streams*, const StepArguments*,
-                    bool) {}
-
-void low_rank_gradients(const Device*, const MatrixWork*, int, const LowGradients*) {}
 
 // Calls the function and turns an error in it into a status and a sentence.
 template <class Function>
@@ -133,8 +93,9 @@ struct NibbleOptim {
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count): what is kept beside the parameter has to be made from it
     int count;
+    const char* stacked;  // of the settings, or null
     int64_t element, end;
-    char* text[32];  // the settings' values, which the configuration points to
+    char* text[64];  // the settings' values, which the configuration points to
     int texts;
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
     void* context;
@@ -182,6 +143,7 @@ static void gpu_open(NibbleOptim* optim) {
     int major = 0, minor = 0;
     optim->dev.gpu = true;
     check(cudaDeviceGetAttribute(&optim->dev.sm_count, cudaDevAttrMultiProcessorCount, optim->gpu));
+    check(cudaDeviceGetAttribute(&optim->dev.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, optim->gpu));
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, optim->gpu));
     check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, optim->gpu));
     optim->dev.compute = 10 * major + minor;
@@ -217,12 +179,20 @@ static const Setting setting_texts[] = {{"preset", offsetof(OptimConfig, preset)
                                         {"v", offsetof(OptimConfig, v)},
                                         {"overrides", offsetof(OptimConfig, overrides)},
                                         {"formats", offsetof(OptimConfig, formats)},
+                                        {"ns_coefficients", offsetof(OptimConfig, ns_coefficients)},
+                                        {"rank_basis", offsetof(OptimConfig, rank_basis)},
                                         {"decay_mode", offsetof(OptimConfig, decay_mode)}};
 static const Setting setting_numbers[] = {{"lr_max", offsetof(OptimConfig, lr_max)},
                                           {"beta3", offsetof(OptimConfig, beta3)},
                                           {"alpha", offsetof(OptimConfig, alpha)},
                                           {"momentum", offsetof(OptimConfig, momentum)},
-                                          {"clip_update", offsetof(OptimConfig, clip_update)}};
+                                          {"rank_scale", offsetof(OptimConfig, rank_scale)},
+                                          {"clip_update", offsetof(OptimConfig, clip_update)},
+                                          {"limit_growth", offsetof(OptimConfig, limit_growth)}};
+static const Setting setting_counts[] = {{"ramp", offsetof(OptimConfig, ramp)},
+                                         {"ns_steps", offsetof(OptimConfig, ns_steps)},
+                                         {"rank", offsetof(OptimConfig, rank)},
+                                         {"rank_gap", offsetof(OptimConfig, rank_gap)}};
 
 static const char** config_text(OptimConfig* config, const Setting& setting) {
     return (const char**)((char*)config + setting.at);
@@ -251,6 +221,10 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
         if (strcmp(key, setting.key) == 0) *config_number(config, setting) = (float)setting_number(key, value);
         if (strcmp(key, setting.key) == 0) return;
     }
+    for (const Setting& setting : setting_counts) {
+        if (strcmp(key, setting.key) == 0) *(int64_t*)((char*)config + setting.at) = setting_count(key, value);
+        if (strcmp(key, setting.key) == 0) return;
+    }
     if (strcmp(key, "device") == 0) {
         setting_device(optim, value);
     } else if (strcmp(key, "parameters") == 0) {
@@ -259,16 +233,17 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
             user_error("parameters: \"%s\" were found; an optimizer takes fp32 or bf16", value);
         }
         optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
+    } else if (strcmp(key, "stacked") == 0) {
+        optim->stacked = value;
     } else if (strcmp(key, "seed") == 0) {
         config->seed = (uint64_t)setting_count(key, value);
-    } else if (strcmp(key, "ramp") == 0) {
-        config->ramp = setting_count(key, value);
     } else if (strcmp(key, "element") == 0) {
         optim->element = setting_count(key, value);
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, seed, decay_mode, lr_max, beta3, alpha, momentum, clip_update, ramp and element",
+            "formats, stacked, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, "
+            "limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
 }
@@ -293,7 +268,6 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
     if (optim->element % TILE_ELEMENTS != 0)
         user_error("element: %lld is no multiple of 2048", (long long)optim->element);
     if (!optim_resolve(config, error, 16384)) user_error("%s", error);
-    if (find_row(rule_table(), config->rule)->matrix) matrices_refused(config->rule);
     free(error);
 }
 
@@ -330,6 +304,42 @@ static bool is_cut(const NibbleTensor* tensor) {
     return tensor->count >= 0 && tensor->count < tensor->rows * tensor->cols;
 }
 
+// Refuses cut tensors of rules that read matrices.
+static void require_whole_matrices(const NibbleOptim* optim, const OptimTensor* whole) {
+    Plan* plan = plan_ranges(&optim->config, whole, optim->count);
+    for (int t = 0; t < optim->count; t++) {
+        const char* rule = plan->launch[plan->launch_of[t]].config.rule;
+        if (!find_row(rule_table(), rule)->matrix || !is_cut(&optim->tensor[t])) continue;
+        user_error(
+            "%s reads whole matrices, and %s is sharded; keep it whole (replicated), or give it a rule such as adamw",
+            rule, optim->tensor[t].name);
+    }
+    plan_free(plan);
+}
+
+// How many matrices a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
+static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
+    int parts = 1;
+    for (const char *at = stacked ? stacked : "", *end; *at; at = *end ? end + 1 : end) {
+        end = at + strcspn(at, ";");
+        while (*at == ' ') at++;
+        const char* colon = at + strcspn(at, ":;");
+        char* rest = nullptr;
+        const long number = *colon == ':' ? strtol(colon + 1, &rest, 10) : 0;
+        if (number < 1 || number > 1024 || rest + strspn(rest, " ") != end) {
+            user_error("stacked: \"%.*s\" was found; type a pattern of names and a number, say c_attn.weight:3",
+                       (int)(end - at), at);
+        }
+        for (const char *p = at, *stop; p < colon && tensor->rows > 1; p = stop + 1) {
+            stop = p + strcspn(p, "|:");
+            if (pattern_matches(p, stop, tensor->name)) parts = (int)number;
+        }
+    }
+    if (tensor->rows % parts == 0) return parts;
+    user_error("stacked: %s has %lld rows, which are no %d equal matrices", tensor->name, (long long)tensor->rows,
+               parts);
+}
+
 constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
 
 static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
@@ -347,8 +357,9 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
         if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
         elements += (double)tensor->rows * (double)tensor->cols;
         if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
-        whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0};
+        whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0, stacked_parts(optim->stacked, tensor)};
         optim->local[t] = tensor_local(tensor);
+        optim->local[t].parts = is_cut(tensor) ? 1 : whole[t].parts;
         optim->stale[t] = true;
     }
     optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
@@ -358,8 +369,23 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
         optim->placed[t] = {tensor->count < 0 ? tensor->rows * tensor->cols : tensor->count, head,
                             optim->element + whole[t].offset + (tensor->count < 0 ? 0 : tensor->first - head)};
     }
+    require_whole_matrices(optim, whole);
     free(whole);
-    optim_layout(optim->local, optim->count, &optim->config);
+    // The arena here begins where its tensors do in the model, so that no two have the same noise.
+    OptimConfig* config = &optim->config;
+    config->begin = optim->element;
+    config->end = optim->element + optim_layout(optim->local, optim->count, config);
+    for (size_t t = 0; t < count; t++) optim->local[t].offset += optim->element;
+}
+
+// Refuses limits on updates that the decay, which each step's groups bring, is a part of.
+static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
+    for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
+        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        if (rule->decoupled || plan->launch[i].tiles == 0) continue;
+        user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
+                   rule->name);
+    }
 }
 
 // Refuses cuts through what a rule or a format needs whole.
@@ -368,6 +394,12 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
         const NibbleTensor* tensor = &optim->tensor[t];
         const Rows rows = config_rows(&plan->launch[plan->launch_of[t]].config);
         if (!is_cut(tensor) || tensor->count == 0) continue;
+        if (optim->config.limit_growth > 0.0f) {
+            user_error(
+                "limit_growth reads whole tensors, and %s is cut at element %lld; keep it whole, or leave "
+                "limit_growth out",
+                tensor->name, (long long)tensor->first);
+        }
         const bool on_rows =
             optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
         if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
@@ -420,7 +452,12 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     const int before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
     const Plan* plan = optim_parts(optim->optim).plan;
+    for (int i = 0; i < plan->launches; i++) {
+        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
+    }
     require_weights(optim, plan);
+    require_decoupled(optim, plan);
     require_whole_tensors(optim, plan);
     optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
     optim_describe(config, optim->describe, sizeof(optim->describe));
@@ -430,6 +467,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
 static void optim_unmake(NibbleOptim* optim) {
     placed_free(optim->tables);
     optim_free(optim->optim);
+    products_close(&optim->dev);
     for (Block *block = optim->blocks, *next; block; block = next) {
         next = block->next;
         device_free(&optim->dev, block->memory);
@@ -566,17 +604,19 @@ static OptimStream stream_of(const NibbleOptim* optim, const Place* place, const
 // Finds state number `index` of a tensor; returns how many states precede it, that is `index` unless there are fewer.
 static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
     const OptimTensor* local = &optim->local[tensor];
+    const Plan* plan = optim_parts(optim->optim).plan;
     int number = 0;
     for (int slot = 0; slot < SLOTS; slot++) {
-        const Place place = plan_place(optim_parts(optim->optim).plan, tensor, (Slot)slot);
+        const Place place = plan_place(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
             const OptimStream stream = stream_of(optim, &place, info);
             if (!stream.data || number++ != index) continue;
-            const bool run = info.span == SPAN_RUN;
-            const int64_t at = run ? stream_bytes(info, local->offset - place.begin) : place.at * 4,
-                          bytes = run ? stream_bytes(info, tensor_padded(local)) : span_numbers(info.span, local) * 4;
-            *state = {"", info.dtype, (char*)stream.data + at, bytes, run ? info.run : 0, info.bits};
+            const OptimTensor* kept = &plan->kept[tensor][slot];  // of another shape with projected gradients
+            const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
+            const int64_t at = run ? stream_bytes(info, kept->offset - place.begin) : place.at * 4,
+                          bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
+            *state = {"", info.dtype, (char*)stream.data + at, bytes, run && same ? info.run : 0, info.bits};
             stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
             return index;
         }

@@ -30,8 +30,8 @@ typedef struct NibbleOptim NibbleOptim;
 // A parameter. If other processes hold parts of it, elements `first` to `first` + `count` - 1 (row by row) lie here;
 // a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
 // is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
-// block that is cut: each of its parts has a scale of its own. Rules that read rows take no part, except adam-mini
-// (cuts at rows).
+// block that is cut: each of its parts has a scale of its own. Rules that read rows or matrices take no part, except
+// adam-mini (cuts at rows).
 typedef struct {
     const char* name;    // for overrides and messages
     int64_t rows, cols;  // of the whole tensor; 1 row for a vector
@@ -41,11 +41,15 @@ typedef struct {
 // Makes an optimizer. `settings` ends with a null and has texts "key=value", whose values are those of ./train's
 // options:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
-//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, momentum,
-//                 clip_update, ramp, seed
+//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum,
+//                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
+//     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
+//                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others
 //     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before
-//     them
+//                 them
+// Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: NIBBLE_CUBLASLT, or one that the loader finds.
+// They update matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias" have adamw already).
 // Without `weights`, parameters of fp32 are stored as they are and those of bf16 as the preset says. `tensors` are
 // copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
 // there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
@@ -57,7 +61,7 @@ void nibble_optim_free(NibbleOptim* optim);
 // Constants that tensors share.
 typedef struct {
     double lr, weight_decay;
-    float beta1, beta2, eps;  // rmnp and normuon-lite have the setting momentum in beta1's place
+    float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place
     int64_t step;             // of these tensors, from 1, for bias corrections
 } NibbleGroup;
 
@@ -85,7 +89,7 @@ typedef struct {
     const char* dtype;  // safetensors' name: "U8", "BF16", "F32", ...
     void* data;         // device memory
     int64_t bytes;
-    int64_t run;  // elements that share a number; 0: the numbers belong to whole rows, columns or tensors
+    int64_t run;  // elements that share a number; 0: the numbers belong to whole rows, columns, tensors or projections
     int bits;     // of a number; 4: two to a byte, the first in the upper half. 0 with arrays, which have no run
 } NibbleState;
 

@@ -350,7 +350,8 @@ const char* optim_source(const OptimConfig* config) {
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    const bool scaled = config_scaled(config), placed = config->placed;
+    // The first kernel of a rule that reads matrices takes an arena of gradients and writes one of directions.
+    const bool scaled = config_scaled(config), placed = config->placed && !rows->rule->matrix;
     snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s%s%s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
              scaled ? ">" : "", rows->weights->type, rows->m->type, rows->v->type,
              rows_copy(config, rows, compute)->type, placed ? "Placed<" : "", rows->grads->type, placed ? ">" : "");
@@ -775,9 +776,9 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
 }
 
 // The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
-// They take the tensors that lie in tiles `tile` to `tile_end` of the launch's list.
-static void launch_passes(const Optim* optim, const Launch* launch, int64_t tile, int64_t tile_end,
-                          const StepArguments* arguments, int64_t step) {
+// They take the tensors that lie in tiles `tile` to `tile_end` of the launch's list. `config` has the step's betas.
+static void launch_passes(const Optim* optim, const Launch* launch, const OptimConfig* config, int64_t tile,
+                          int64_t tile_end, const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
     const int64_t begin = launch->plan->run.begin;
     const RowRange range = row_range(plan, begin + tile * TILE_ELEMENTS, begin + tile_end * TILE_ELEMENTS);
@@ -785,7 +786,7 @@ static void launch_passes(const Optim* optim, const Launch* launch, int64_t tile
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
-            its.group[group] = hyper_create(&launch->plan->config, &settings, 1.0, step);
+            its.group[group] = hyper_create(config, &settings, 1.0, step);
         }
         pass_run(optim, launch, range, plan->pass[i], &its, step);
     }
@@ -804,8 +805,16 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     kernel_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
+// Has the arguments name the tiles of a chunk alone.
+static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
+    arguments->tiles += chunk->tile;
+    arguments->tile_count = chunk->tiles;
+    if (arguments->places) arguments->places += chunk->tile;
+}
+
 // The step of a rule that projects gradients (matrix/low_rank.h), a chunk of matrices at a time.
-static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
+static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+                            const MatrixStep* its) {
     const MatrixWork* work = &launch->matrix;
     const LaunchPlan* plan = launch->plan;
     const Device* dev = optim->dev;
@@ -820,8 +829,8 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
         if (work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
-        if (!fused || low_rank_refreshes(&plan->config, arguments->step)) low_rank_gradients(dev, work, i, &grads);
-        low_rank_project(dev, &plan->config, work, i, basis, arguments->step, &grads, fused);
+        if (!fused || low_rank_refreshes(its->config, its->step)) low_rank_gradients(dev, work, i, &grads);
+        low_rank_project(dev, its->config, work, i, basis, its->step, &grads, fused);
         moment.tiles = work->low_tiles + chunk->low_tile;
         moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
         moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
@@ -829,17 +838,17 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
         moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
         moment.copy = none;
+        moment.places = nullptr;
         moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
         const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
-        for (Hyper& hyper : moment.group) hyper = hyper_create(&plan->config, &rate, 1.0, arguments->step);
+        for (Hyper& hyper : moment.group) hyper = hyper_create(its->config, &rate, 1.0, its->step);
         kernel_run(optim, &launch->kernel, &moment);
         if (fused) {
-            low_rank_apply(dev, &plan->config, work, i, basis, arguments, grads.is_bf16);
+            low_rank_apply(dev, its->config, work, i, basis, arguments, its->places, grads.is_bf16);
             continue;
         }
-        low_rank_update(dev, &plan->config, work, i, basis);
-        apply.tiles = launch->tiles + chunk->tile;
-        apply.tile_count = chunk->tiles;
+        low_rank_update(dev, its->config, work, i, basis);
+        chunk_tiles(chunk, &apply);
         apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -847,21 +856,24 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     }
 }
 
-// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time.
-static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments) {
+// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time. The arguments name all of the
+// launch's tiles.
+static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+                            const MatrixStep* its) {
     const MatrixWork* work = &launch->matrix;
     const Streams none = {nullptr, nullptr}, scratch = {work->scratch, nullptr};
     matrix_begin(optim->dev, work, arguments->grad_scale);
-    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments);
+    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments, its);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;
-        moment.tiles = apply.tiles = launch->tiles + chunk->tile;
-        moment.tile_count = apply.tile_count = chunk->tiles;
+        chunk_tiles(chunk, &moment);
+        chunk_tiles(chunk, &apply);
         moment.weights = from_begin(launch->kernel.rows.weights, scratch, chunk->begin);
         moment.copy = none;
+        moment.places = nullptr;
         kernel_run(optim, &launch->kernel, &moment);
-        matrix_update(optim->dev, &launch->plan->config, work, i, (const float*)launch->v.extra, launch->v.next);
+        matrix_update(optim->dev, its->config, work, i, (const float*)launch->v.extra, launch->v.next);
         apply.grads = from_begin(launch->apply.rows.grads, scratch, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -895,21 +907,35 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     launch_arrays(optim, launch, arguments);
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments);
-    launch_passes(optim, launch, first, first + count, arguments, step);
+    const MatrixStep matrices = {&launch->plan->config, step, nullptr};
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
+    launch_passes(optim, launch, &launch->plan->config, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments);
 }
 
-void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step) {
+void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,
+                  StepArguments* arguments, int64_t step) {
     const Launch* its = &optim->launch[launch];
     arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
-    launch_passes(optim, its, 0, its->plan->tiles, arguments, step);
+    launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
     launch_arrays(optim, &optim->launch[launch], arguments);
     launch_tiles(optim, &optim->launch[launch], arguments);
+}
+
+const MatrixWork* optim_matrix_work(const Optim* optim, int launch) {
+    return &optim->launch[launch].matrix;
+}
+
+void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments,
+                    const MatrixStep* its) {
+    const Launch* of = &optim->launch[launch];
+    arguments->grads = from_begin(of->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
+    launch_arrays(optim, of, arguments);
+    launch_matrices(optim, of, arguments, its);
 }
 
 void optim_settle(const Optim* optim, const float* grad_scale) {

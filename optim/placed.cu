@@ -12,6 +12,7 @@ struct PlacedTile {
     uint32_t tensor;
     int32_t weights_slot, grads_slot;  // of the arena beside, or -1: in place
     uint16_t begin, end;               // the tile's elements that the caller's tensor has
+    const void* update;                // what the kernel takes for its gradient, of a rule that reads matrices
 };
 
 struct PlacedPointers {
@@ -22,7 +23,7 @@ struct PlacedPointers {
 // Tiles with the same constants: one launch.
 struct PlacedRun {
     int launch;
-    bool by_rows;  // the launch's rule reads rows
+    bool has_passes, matrix;  // the launch has passes before its step, or its rule reads matrices
     int64_t first, tiles;
     int group[STEP_GROUPS], settings[STEP_GROUPS];  // the caller's group and the plan's
     int groups;
@@ -45,13 +46,16 @@ struct PlacedTables {
     PlacedPointers* pointers;  // (count) of the last step
     int* group_of;             // (count) of the last step; -1: no gradient
     unsigned char* unaligned;  // (count) of the last step: bit 0 the weights, bit 1 the gradients
+    int32_t* first_slot;       // (count) of the weights of a tensor's first tile, or -1
+    int* number_of;            // (count) of a tensor's constants among those of its run
     bool built;
     PlacedRun* run;
     int runs;
     int64_t tiles, staged;
-    Tile* step_tiles;  // device memory (tiles)
-    int64_t* rows_at;  // (launches): where the gradients of a rule that reads rows begin, in tiles of the arena beside
-    float* scalars;    // device: 1, and the scale of a step
+    Tile* step_tiles;   // device memory (tiles)
+    int64_t* whole_at;  // (launches): where the gradients of a rule that reads rows or matrices begin, in tiles of the
+                        // arena beside
+    float* scalars;     // device: 1, and the scale of a step
     PlacedView view;
 };
 
@@ -66,6 +70,7 @@ OPTIM_INLINE void placed_place(const PlacedView& view, int64_t t) {
         weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
     }
     if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
+    if (tile.update) grads = (const char*)tile.update;
     view.places[t] = {weights, grads, tile.element};
 }
 
@@ -129,14 +134,16 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     const OptimParts parts = tables->parts = optim_parts(optim);
     const size_t count = (size_t)parts.count;
     const float scalars[2] = {1.0f, 1.0f};
-    for (int i = 0; i < parts.plan->launches; i++) assert(!config_scaled(&parts.plan->launch[i].config));
+    assert(!parts.config->scale_by_rms);
     tables->optim = optim;
     tables->tensor = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
     if (count > 0) memcpy(tables->tensor, tensors, count * sizeof(PlacedTensor));
     tables->pointers = (PlacedPointers*)memory_zero(count, sizeof(PlacedPointers));
     tables->group_of = (int*)memory_zero(count, sizeof(int));
     tables->unaligned = (unsigned char*)memory_zero(count, 1);
-    tables->rows_at = (int64_t*)memory_zero(LAUNCHES, sizeof(int64_t));
+    tables->first_slot = (int32_t*)memory_zero(count, sizeof(int32_t));
+    tables->number_of = (int*)memory_zero(count, sizeof(int));
+    tables->whole_at = (int64_t*)memory_zero(LAUNCHES, sizeof(int64_t));
     tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
     copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
@@ -167,7 +174,9 @@ void placed_free(PlacedTables* tables) {
     free(tables->pointers);
     free(tables->group_of);
     free(tables->unaligned);
-    free(tables->rows_at);
+    free(tables->first_slot);
+    free(tables->number_of);
+    free(tables->whole_at);
     free(tables);
 }
 
@@ -183,9 +192,9 @@ struct PlacedBuild {
 };
 
 // True if a launch needs all of its tensors in each step.
-static bool launch_is_whole(const Rows* rows) {
+static bool launch_is_whole(const OptimConfig* config, const Rows* rows) {
     const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
-    return rows->rule->by_rows || spans;
+    return config_reads_whole(config) || spans;
 }
 
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
@@ -213,22 +222,44 @@ static int run_group(PlacedRun* run, int group, int settings) {
     return run->groups++;
 }
 
-// Adds the tiles of one tensor.
-static void build_tensor(const PlacedTables* tables, PlacedBuild* build, int t, int group, bool by_rows,
-                         int64_t rows_slot) {
+// True if a tensor's weights are updated as a matrix, not by tiles (the fused way of low_rank.h).
+static bool is_fused(const PlacedTables* tables, int t) {
+    const OptimParts* parts = &tables->parts;
+    const int launch = parts->plan->launch_of[t];
+    const OptimConfig* config = &parts->plan->launch[launch].config;
+    return is_low_rank(find_row(rule_table(), config->rule)) &&
+           low_rank_fuses(parts->dev, config, optim_matrix_work(tables->optim, launch));
+}
+
+// The directions of a launch's tile of this number, whose place updates take; null with rules that read no matrices.
+static const float* update_of(const PlacedTables* tables, int launch, int64_t tile) {
+    const MatrixWork* work = optim_matrix_work(tables->optim, launch);
+    for (int i = 0; i < work->plan.chunks; i++) {
+        const MatrixChunk* chunk = &work->plan.chunk[i];
+        if (tile < chunk->tile + chunk->tiles) return work->scratch + (tile - chunk->tile) * TILE_ELEMENTS;
+    }
+    return nullptr;
+}
+
+// Adds the tiles of one tensor. `whole_slot` is where the first tile of an arena of the gradients would lie.
+static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int group, const PlacedRun* run,
+                         int64_t whole_slot) {
     const OptimTensor* tensor = &tables->parts.tensors[t];
     const PlacedTensor* placed = &tables->tensor[t];
+    const bool whole = run->has_passes || run->matrix, fused = is_fused(tables, t);
     const unsigned char unaligned = tables->unaligned[t];
     const int64_t tiles = tensor_padded(tensor) / TILE_ELEMENTS, first = tensor->offset / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from;
-        PlacedTile tile = {from, placed->element + i * TILE_ELEMENTS, (uint32_t)t, -1, -1, 0, 0};
+        PlacedTile tile = {from, placed->element + i * TILE_ELEMENTS, (uint32_t)t, -1, -1, 0, 0, nullptr};
         tile.begin = (uint16_t)(from < 0 ? -from : 0);
         tile.end = (uint16_t)(left < TILE_ELEMENTS ? left : TILE_ELEMENTS);
         const bool partly = tile.end - tile.begin < TILE_ELEMENTS;
-        if (partly || (unaligned & 1)) tile.weights_slot = build->weights_slots++;
-        if (by_rows) {
-            tile.grads_slot = (int32_t)(rows_slot + first + i);
+        if ((partly && !fused) || (unaligned & 1)) tile.weights_slot = build->weights_slots++;
+        if (i == 0) tables->first_slot[t] = tile.weights_slot;
+        if (run->matrix) tile.update = update_of(tables, run->launch, build->tiles - run->first);
+        if (whole) {
+            tile.grads_slot = (int32_t)(whole_slot + first + i);
         } else if (partly || (unaligned & 2)) {
             tile.grads_slot = build->grads_slots++;
         }
@@ -244,15 +275,16 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const LaunchPlan* plan = &parts->plan->launch[launch];
     const Rows rows = config_rows(&plan->config);
     bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
-    int64_t rows_slot = 0;
-    if (launch_is_whole(&rows)) require_all(tables, launch, &rows);
-    if (rows.rule->by_rows) {
-        tables->rows_at[launch] = build->grads_slots;
-        rows_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
+    const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = config_reads_whole(&plan->config);
+    int64_t whole_slot = 0;
+    if (launch_is_whole(&plan->config, &rows)) require_all(tables, launch, &rows);
+    if (whole) {
+        tables->whole_at[launch] = build->grads_slots;
+        whole_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
         build->grads_slots += (int32_t)plan->tiles;
     }
     for (bool more = true; more;) {
-        PlacedRun run = {launch, rows.rule->by_rows, build->tiles, 0, {}, {}, 0};
+        PlacedRun run = {launch, whole && !matrix, matrix, build->tiles, 0, {}, {}, 0};
         more = false;
         for (int t = 0; t < parts->count; t++) {
             const int group = tables->group_of[t];
@@ -261,10 +293,15 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
             more = more || number < 0;
             if (number < 0) continue;
             done[t] = true;
-            build_tensor(tables, build, t, number, rows.rule->by_rows, rows_slot);
+            tables->number_of[t] = number;
+            build_tensor(tables, build, t, number, &run, whole_slot);
         }
         run.tiles = build->tiles - run.first;
         if (run.tiles == 0) break;
+        if (more && matrix) {
+            user_error("%s takes all its matrices together, and they were given more than %d learning rates and decays",
+                       rows.rule->name, STEP_GROUPS);
+        }
         tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
         tables->run[tables->runs++] = run;
     }
@@ -388,10 +425,16 @@ static const float* tables_scale(const PlacedTables* tables, const PlacedStep* s
     return scale;
 }
 
-static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
+// A launch's configuration, with a group's betas.
+static OptimConfig run_config(const OptimConfig* config, const PlacedGroup* group) {
     OptimConfig own = *config;
     own.beta2 = group->beta2, own.eps = group->eps;
     if (!has_momentum(find_row(rule_table(), config->rule))) own.beta1 = group->beta1;
+    return own;
+}
+
+static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
+    const OptimConfig own = run_config(config, group);
     const Settings used = {settings->lr, settings->decay < 0.0 ? group->decay : settings->decay};
     return hyper_create(&own, &used, group->lr, group->step > 0 ? group->step : step);
 }
@@ -405,7 +448,8 @@ static StepArguments step_arguments(const PlacedTables* tables, const PlacedStep
     return arguments;
 }
 
-static void run_step(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step,
+                                   const float* scale) {
     const Plan* plan = tables->parts.plan;
     StepArguments arguments = step_arguments(tables, step, scale);
     arguments.tiles = tables->step_tiles + run->first;
@@ -415,44 +459,96 @@ static void run_step(const PlacedTables* tables, const PlacedRun* run, const Pla
         arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
                                        &plan->group[run->settings[i]], step->step);
     }
+    return arguments;
+}
+
+// The gradients of a rule that reads rows or matrices, as an arena that begins where the plan does.
+static const char* whole_grads(const PlacedTables* tables, int launch) {
+    const Plan* plan = tables->parts.plan;
+    const int64_t first = tables->whole_at[launch] * TILE_ELEMENTS - (plan->launch[launch].run.begin - plan->begin);
+    return tables->view.grads + first * tables->view.grad_bytes;
+}
+
+// Where the weights of a launch's matrices lie: beside, if they are not aligned.
+static LowPlace* low_places(const PlacedTables* tables, int launch) {
+    const OptimParts* parts = &tables->parts;
+    const PlacedView* view = &tables->view;
+    const MatrixPlan* matrices = &optim_matrix_work(tables->optim, launch)->plan;
+    LowPlace *places = (LowPlace*)memory_zero((size_t)matrices->matrices + 1, sizeof(LowPlace)), *to = places;
+    for (int t = 0; t < parts->count; t++) {
+        const OptimTensor* tensor = &parts->tensors[t];
+        const int64_t slot = tables->first_slot[t], bytes = tensor->rows / tensor->parts * tensor->cols;
+        if (parts->plan->launch_of[t] != launch) continue;
+        char* weights =
+            slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
+        for (int part = 0; part < tensor->parts; part++) {
+            *to++ = {weights + part * bytes * view->weight_bytes, tables->number_of[t]};
+        }
+    }
+    return places;
+}
+
+static int64_t own_step(const PlacedGroup* group, const PlacedStep* step) {
+    return group->step > 0 ? group->step : step->step;
+}
+
+// The whole step of a rule that reads matrices.
+static void run_matrices(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+    const PlacedGroup* group = &step->group[run->group[0]];  // whose betas all have (require_same_constants)
+    const OptimParts* parts = &tables->parts;
+    OptimConfig own = run_config(&parts->plan->launch[run->launch].config, group);
+    StepArguments arguments = run_arguments(tables, run, step, scale);
+    LowPlace* places = low_places(tables, run->launch);
+    const MatrixStep its = {&own, own_step(group, step), places};
+    optim_matrices(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
+    free(places);
+}
+
+static void run_step(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+    if (run->matrix) return run_matrices(tables, run, step, scale);
+    StepArguments arguments = run_arguments(tables, run, step, scale);
     optim_launch(tables->optim, run->launch, &arguments);
 }
 
-// True if the run is the first one of a launch whose rule reads rows.
+// True if the run is the first one of a launch with passes.
 static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
-    return run->by_rows && (run == tables->run || run[-1].launch != run->launch);
+    return run->has_passes && (run == tables->run || run[-1].launch != run->launch);
 }
 
-// The passes of a launch, before its first run. They read no learning rate and no decay, and the other constants are
-// the same for all tensors (require_same_constants).
+// The passes of a launch, before its first run. They read no learning rate and no decay that a caller gives, and the
+// other constants are the same for all tensors (require_same_constants).
 static void run_passes(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
     const Plan* plan = tables->parts.plan;
     const LaunchPlan* launch = &plan->launch[run->launch];
     const PlacedGroup* group = &step->group[run->group[0]];
+    const OptimConfig own = run_config(&launch->config, group);
     StepArguments arguments = step_arguments(tables, step, scale);
     for (int i = 0; i < plan->groups; i++) {
         arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step->step);
     }
-    const int64_t first = tables->rows_at[run->launch] * TILE_ELEMENTS - (launch->run.begin - plan->begin);
-    optim_passes(tables->optim, run->launch, tables->view.grads + first * tables->view.grad_bytes, &arguments,
-                 group->step > 0 ? group->step : step->step);
+    optim_passes(tables->optim, run->launch, &own, whole_grads(tables, run->launch), &arguments, own_step(group, step));
 }
 
-// Refuses tensors of a rule that reads rows with different betas or numbers of steps: its passes take them all
-// together.
+// Refuses tensors with different constants or numbers of steps where a step takes them all together.
 static void require_same_constants(const PlacedTables* tables, const PlacedStep* step) {
     const PlacedGroup* first = nullptr;
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
-        if (run_has_passes(tables, run)) first = &step->group[run->group[0]];
-        for (int g = 0; g < run->groups && run->by_rows; g++) {
+        if (run_has_passes(tables, run) || run->matrix) first = &step->group[run->group[0]];
+        for (int g = 0; g < run->groups && (run->has_passes || run->matrix); g++) {
             const PlacedGroup* group = &step->group[run->group[g]];
-            if (group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->step == first->step) continue;
+            const OptimConfig* config = &tables->parts.plan->launch[run->launch].config;
+            const bool same = group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->eps == first->eps;
+            if (same && group->step == first->step) continue;
             user_error(
-                "%s reads whole rows and its tensors were given betas (%g, %g) at step %lld and (%g, %g) at step %lld; "
-                "give them the same betas and step them together, or override the rule of some",
-                tables->parts.plan->launch[run->launch].config.rule, (double)first->beta1, (double)first->beta2,
-                (long long)first->step, (double)group->beta1, (double)group->beta2, (long long)group->step);
+                "%s reads whole %s and its tensors were given betas (%g, %g), eps %g at step %lld and (%g, %g), %g at "
+                "step %lld; give them the same betas and eps and step them together, or override the rule of some",
+                config->limit_growth > 0.0f ? "limit_growth" : config->rule,
+                run->matrix                   ? "matrices"
+                : config->limit_growth > 0.0f ? "tensors"
+                                              : "rows",
+                (double)first->beta1, (double)first->beta2, (double)first->eps, (long long)first->step,
+                (double)group->beta1, (double)group->beta2, (double)group->eps, (long long)group->step);
         }
     }
 }

@@ -6,11 +6,12 @@
 // beside the tensors, because the copy engine or the passes cannot read it in place:
 //     tiles that are not whole, at the end of a tensor or at a cut          4 to 8 KB a tensor
 //     tensors that do not begin at a multiple of 16 bytes                   the whole tensor
-//     gradients of a rule that reads rows                                   the whole tensor
+//     gradients of a rule that reads rows or matrices, or of --limit-growth the whole tensor
 //
 // A step costs three short kernels besides optim_step's work, and an upload of 16 bytes a tensor if an address has
 // changed. If other tensors have gradients than in the last step, or other groups, 40 bytes a tile are uploaded.
 #pragma once
+#include "matrix/low_rank.h"
 #include "plan.h"
 
 // The facts about a tensor that no step changes. A tensor is cut if other processes hold parts of it: then `count` of
@@ -44,15 +45,26 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
 void placed_free(PlacedTables* tables);
 
 // One step, on the stream of the optimizer's device. Reports through user_error, before anything changes, if some
-// tensors of a rule that reads rows, or of formats whose scales are of whole tensors, have a gradient and others none,
-// or if tensors of a rule that reads rows have different betas or have taken different numbers of steps.
+// tensors of a rule that reads rows or matrices, or of formats whose scales are of whole tensors, have a gradient and
+// others none, or if tensors of such a rule have different betas or have taken different numbers of steps.
 void placed_step(PlacedTables* tables, const PlacedStep* step);
 
 // The parts of optim_step, for these steps. Both set the arrays that `arguments` needs besides tiles and places.
-// optim_passes runs the passes of a rule that reads rows; they read `grads`, an arena, and the constants in the order
-// of the plan's groups. `step` counts the tensors' own steps. A launch without passes does not need the call.
-void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, int64_t step);
+// optim_passes runs the passes of a rule that reads rows and of --limit-growth; they read `grads`, an arena, and the
+// constants in the order of the plan's groups. `config` is the launch's, with the betas of this step, and `step` counts
+// the tensors' own steps. A launch without passes does not need the call.
+void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,
+                  StepArguments* arguments, int64_t step);
 // Updates the tiles that `arguments` names; a launch's passes come before its first tiles.
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments);
+// The whole step of a launch whose rule reads matrices, over an arena `grads`. The arguments name all tiles of the
+// launch, in the arena's order, and constants; the gradients of their places lie in the scratch.
+struct MatrixStep {
+    const OptimConfig* config;  // the launch's, with the betas of this step
+    int64_t step;               // counts the tensors' own steps
+    const LowPlace* places;     // as low_rank_apply takes them
+};
+void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const MatrixStep* its);
+const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
 // Ends a step, after all launches.
 void optim_settle(const Optim* optim, const float* grad_scale);

@@ -1,18 +1,19 @@
 // Tests of steps over tensors of the caller's own (optim/placed.h): the same bits as the arenas that ./train steps.
 #include "../../optim/jit.h"
 #include "../../optim/placed.h"
-#include "presets.h"
+#include "../../optim/table.cuh"
 #include "rules.h"
 
-constexpr int TENSORS = 5, STEPS = 3;
-static const OptimTensor shapes[TENSORS] = {{"wte.weight", 37, 129, true, 0},
-                                            {"h.0.ln_1.weight", 1, 300, false, 0},
-                                            {"h.0.mlp.c_fc.weight", 64, 64, true, 0},
-                                            {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
-                                            {"ln_f.weight", 1, 2500, false, 0}};
+constexpr int TENSORS = 7, STEPS = 3;
+static const OptimTensor shapes[TENSORS] = {
+    {"wte.weight", 37, 129, true, 0},          {"h.0.ln_1.weight", 1, 300, false, 0},
+    {"h.0.mlp.c_fc.weight", 64, 64, true, 0},  {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
+    {"ln_f.weight", 1, 2500, false, 0},        {"h.0.attn.c_attn.weight", 96, 40, true, 0, 3},
+    {"h.0.mlp.c_proj.weight", 20, 51, true, 0}};
 
 struct Case {
     const char *preset, *rule, *weights, *m, *v, *overrides;
+    float growth = 0.0f;
 };
 
 static const Case cases[] = {
@@ -32,12 +33,28 @@ static const Case cases[] = {
     {"", "rmnp", "bf16:sr", "dyn8", "", ""},
     {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""},
     {"", "adamw", "e4m3/tensor+fp32", "e4m3/tensor", "fp32", ""},
+    {"", "muon", "bf16+16", "de4/32@dq8", "", "wte: wd=0.3"},
+    {"", "muon", "e4m3:sr", "dyn8/rank1", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8 v=fp32"},
+    {"", "normuon", "bf16:sr", "dyn8", "", "c_proj.weight: lr=0.5 wd=0.3"},
+    {"", "galore", "bf16:sr", "dyn8", "udyn8", ""},
+    {"", "galore", "fp32", "bf16:sr", "fp32", "wte: wd=0.3"},
+    {"", "galore", "bf16+fp32", "fp32", "fp32", ""},
+    {"", "fira", "bf16:sr", "fp32", "fp32", ""},
+    {"", "apollo", "bf16:kahan", "dyn8:sr", "sqrt8", ""},
+    {"", "apollo-mini", "bf16:sr", "fp32", "fp32", ""},
+    {"adamw8", "", "", "", "", "", 1.01f},
+    {"adamw4l", "", "", "", "", "ln*: m=fp32 lr=0.5", 1.2f},
+    {"came8", "", "", "", "", "", 1.01f},
+    {"", "rmnp", "bf16:sr", "dyn8", "", "", 1.05f},
+    {"", "ademamix", "bf16+8:sr", "dyn8", "udyn8", "", 1.1f},
+    {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", "", 1.01f},
 };
 
 static OptimConfig case_config(const Case* its, OptimType compute, const char* grads) {
     OptimConfig config = {its->preset, its->rule, its->weights, grads, its->m, its->v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
     config.overrides = its->overrides;
-    config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9;
+    config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9, config.rank_gap = 2;
+    config.limit_growth = its->growth;
     if (compute == OPTIM_FP32) config.weights = "fp32";
     char error[4096];
     if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
@@ -201,12 +218,11 @@ static void compare_case(Test* test, const Case* its, OptimType compute, const c
 }
 
 TEST_BOTH(placed_same_as_arenas) {
-    constexpr int OWN = sizeof(cases) / sizeof(cases[0]);
+    constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]), OWN = sizeof(cases) / sizeof(cases[0]);
     int compared = 0;
-    for (int i = 0; i < ELEMENT_PRESETS + OWN; i++) {
-        const Case preset = {all_presets.name[i < ELEMENT_PRESETS ? i : 0], "", "", "", "", ""};
-        const Case* its = i < ELEMENT_PRESETS ? &preset : &cases[i - ELEMENT_PRESETS];
-        if (find_row(rule_table(), case_config(its, OPTIM_BF16, "bf16").rule)->matrix) continue;
+    for (int i = 0; i < PRESET_COUNT + OWN; i++) {
+        const Case preset = {PRESETS[i < PRESET_COUNT ? i : 0].name, "", "", "", "", ""};
+        const Case* its = i < PRESET_COUNT ? &preset : &cases[i - PRESET_COUNT];
         // Weights of fp32, which overrides of weights do not leave alone.
         const bool fp32 = i % 3 == 2 && !strstr(its->overrides, "weights=");
         compare_case(test, its, fp32 ? OPTIM_FP32 : OPTIM_BF16, i % 2 ? "fp32" : "bf16", i % 4 == 3 ? 1 : 0, gpu);
@@ -297,9 +313,21 @@ TEST(placed_kernels_compile) {
         {"optim_step_kernel", "sm_90", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
         {"optim_step_kernel", "sm_90", {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}},
         {"optim_sums_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
+        {"optim_sums_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
     };
     static char step[4096], expression[4200], error[JIT_ERROR_BYTES];
+    // The second kernel of rules that read matrices, whose updates have places.
+    const Case muon = {"muon8", "", "", "", "", ""};
+    const OptimConfig matrices = case_config(&muon, OPTIM_BF16, "bf16");
+    const Rows rows = config_rows(&matrices), apply = apply_rows(&rows);
+    JitImage second;
+    snprintf(expression, sizeof(expression), "optim_step_kernel<%s, %s, %s, %s, %s, Placed<%s>>", apply.rule->type,
+             apply.weights->type, apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
+    const bool built = jit_compile(expression, "sm_90", &second, error);
+    expect(built, "%s: %s", expression, error);
+    if (built) jit_free(&second);
     for (const Kernel& kernel : kernels) {
         OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
         config.placed = true;

@@ -72,8 +72,8 @@ class Plain:
         self.handle = nibble_optim.Handle({"device": "cpu", "parameters": "fp32", **settings}, tensors)
         self.group_of = array.array("i", [0] * len(lengths))
 
-    def step(self, number, lr=1e-2, decay=0.1, missing=(), betas=(0.9, 0.95), eps=1e-8):
-        grads = [floats([((5 * i + number) % 13 - 6) / 9 for i in range(len(w))]) for w in self.weights]
+    def step(self, number, lr=1e-2, decay=0.1, missing=(), betas=(0.9, 0.95), eps=1e-8, scale=1):
+        grads = [floats([((5 * i + number) % 13 - 6) / 9 * scale for i in range(len(w))]) for w in self.weights]
         address = lambda x: ctypes.addressof(x)
         self.handle.step(array.array("Q", map(address, self.weights)),
                          array.array("Q", [0 if t in missing else address(g) for t, g in enumerate(grads)]),
@@ -154,13 +154,109 @@ def library_rule_that_reads_rows_takes_all_tensors():
     assert plain.bytes() != before
 
 
+MATRIX_RULES = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini")
+
+
+@test
+def library_rules_that_read_matrices():
+    shapes = [(50, 100), (33, 20), (8, 300)]
+    for rule in MATRIX_RULES:
+        runs = [Plain(shapes, rule=rule, m="dyn8", rank_gap=2, seed=3) for _ in range(3)]
+        for number in range(1, 5):
+            for run in runs[:2]:
+                run.step(number)
+            if number == 2:
+                runs[2].handle.load(runs[0].handle.save())
+                for to, source in zip(runs[2].weights, runs[0].weights):
+                    ctypes.memmove(to, source, ctypes.sizeof(to))
+            if number > 2:
+                runs[2].step(number)
+        assert runs[0].bytes() == runs[1].bytes() == runs[2].bytes(), rule
+        before = runs[0].bytes()
+        raises(ValueError, "takes all tensors or none", lambda: runs[0].step(5, missing=[1]))
+        assert runs[0].bytes() == before, rule
+        raises(ValueError, "t is sharded", lambda: nibble_optim.Handle({"rule": rule}, [("t", 8, 300, 0, 1200)]))
+
+
+@test
+def library_muon_by_hand():
+    """One singular value: u of rank 1 has the orthogonal factor u / ||u||, which five steps bring near."""
+    plain = Plain([(40, 30)], rule="muon", m="fp32", overrides="none", ns_coefficients="polar-express", ns_steps=8)
+    before = list(plain.weights[0])
+    x, y = [((3 * i) % 7 - 3) / 5 for i in range(40)], [((4 * i) % 9 - 4) / 7 for i in range(30)]
+    grad = floats([a * b for a in x for b in y])
+    plain.handle.step(array.array("Q", [ctypes.addressof(plain.weights[0])]),
+                      array.array("Q", [ctypes.addressof(grad)]), plain.group_of,
+                      [(1e-2, 0.1, 0.9, 0.95, 1e-8, 1)], 1)
+    length = sum(g * g for g in grad) ** 0.5
+    for b, w, g in zip(before, plain.weights[0], grad):
+        want = b * (1 - 1e-2 * 0.1) - 1e-2 * 0.2 * 40 ** 0.5 * g / length
+        assert abs(w - want) < 1e-2 * 0.2 * 40 ** 0.5 * 0.02 * abs(g) / length + 1e-6, (w, want)
+
+
+@test
+def library_stacked_matrices():
+    """Three matrices in one tensor step as three tensors."""
+    for rule in ("muon", "normuon", "fira"):
+        one = Plain([(96, 64)], rule=rule, m="fp32", stacked="wte:5; t*: 3")
+        three = Plain([(32, 64)] * 3, rule=rule, m="fp32")  # of a whole tile each: they lie where the parts of one do
+        for t in range(3):
+            ctypes.memmove(three.weights[t], ctypes.byref(one.weights[0], t * 8192), 8192)
+        for number in range(1, 4):
+            grads = floats([((5 * i + number) % 13 - 6) / 9 for i in range(96 * 64)])
+            for run, size in ((one, 0), (three, 8192)):
+                at = [ctypes.addressof(grads) + size * t for t in range(len(run.weights))]
+                run.handle.step(array.array("Q", map(ctypes.addressof, run.weights)), array.array("Q", at),
+                                run.group_of, [(1e-2, 0.1, 0.9, 0.95, 1e-8, number)], number)
+        assert bytes(one.weights[0]) == b"".join(map(bytes, three.weights)), rule
+    raises(ValueError, "no 3 equal matrices", lambda: Plain([(32, 40)], rule="muon", stacked="t0:3"))
+
+
+@test
+def library_part_of_a_model_has_its_noise():
+    """A tensor's projection and noise depend on where it lies in the model, not on who steps it."""
+    shapes = [(33, 20), (8, 300)]
+    both = Plain(shapes, rule="apollo", m="fp32", seed=3)
+    parts = [Plain(shapes[1:], rule="apollo", m="fp32", seed=3, element=element)
+             for element in (both.handle.element(1), 0)]
+    for number in range(1, 4):
+        for t, part in enumerate(parts):
+            if number == 1:
+                ctypes.memmove(part.weights[0], both.weights[1], ctypes.sizeof(both.weights[1]))
+            part.step(number)
+        both.step(number)
+    assert bytes(both.weights[1]) == bytes(parts[0].weights[0]) != bytes(parts[1].weights[0])
+
+
+@test
+def library_limit_growth():
+    """A tensor's update grows by no more than the factor from step to step; without it, it does."""
+    most = {}
+    for limit in (0, 1):
+        plain = Plain([(20, 30), 7], preset="adamw32", limit_growth=limit)
+        norms, before = [], list(plain.weights[0])
+        for number in range(1, 9):
+            plain.step(number, decay=0.0, scale=1 if number < 6 else 100)
+            norms.append(sum((a - b) ** 2 for a, b in zip(plain.weights[0], before)) ** 0.5)
+            before = list(plain.weights[0])
+        most[limit] = max(b / a for a, b in zip(norms, norms[1:]))
+    assert most[1] < 1 + 1e-4 and most[0] > 1.02, most
+    raises(ValueError, "takes all tensors or none", lambda: plain.step(9, missing=[1]))
+    raises(ValueError, "adds the decay to the gradient", lambda: Plain([5], rule="adam", limit_growth=1.01))
+    raises(ValueError, "norm of their own", lambda: Plain([(5, 5)], rule="muon", limit_growth=1.01))
+    raises(ValueError, "reads whole tensors",
+           lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
+
+
 @test
 def library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"parameters": "fp16"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
-                            ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "whole matrices"),
+                            ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "t0 is a vector"),
+                            ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
+                            ({"stacked": "t0"}, "a pattern"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
     raises(MemoryError, "allocate gave no memory", lambda: nibble_optim.Handle({}, [("t", 1, 5, 0, -1)], lambda _: 0))
@@ -261,16 +357,19 @@ def same(a, b):
 
 
 def make(model, **settings):
-    return nibble_optim.Optimizer(model.parameters(), **{"lr": 1e-2, "seed": 1, **settings})
+    named = settings.get("preset") in MATRIX_PRESETS  # their names say that biases are adamw's
+    return nibble_optim.Optimizer(list(model.named_parameters()) if named else model.parameters(),
+                                  **{"lr": 1e-2, "seed": 1, **settings})
 
 
 PRESETS = ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e", "adafactor8", "came8", "rmnp4")
+MATRIX_PRESETS = ("muon", "muon8", "muon4", "galore8", "apollo-mini")
 
 
 def each_kind():
     for device in DEVICES:
         for dtype in (torch.float32, torch.bfloat16):
-            for preset in PRESETS:
+            for preset in PRESETS + MATRIX_PRESETS:
                 yield device, dtype, preset
 
 
@@ -289,10 +388,13 @@ def torch_close_to_adamw():
 def torch_losses_fall_in_every_format():
     for device, dtype, preset in each_kind():
         model = model_of(device, dtype)
-        optimizer = make(model, preset=preset)
+        matrices = preset in MATRIX_PRESETS  # whose updates do not shrink with the gradient: lr has to
+        optimizer = make(model, preset=preset, lr=2e-2 if matrices else 1e-2)
         x, y = batch(model, 1)
         losses = []
-        for _ in range(40):
+        for number in range(160 if matrices else 40):
+            if matrices:
+                optimizer.param_groups[0]["lr"] = 2e-2 * (1 - number / 160)
             optimizer.zero_grad()
             loss = ((model(x) - y) ** 2).mean()
             loss.backward()
@@ -398,6 +500,64 @@ def torch_missing_gradients_and_new_groups():
                 p.grad = torch.full_like(p, 0.25)
             o.step()
         assert all(torch.equal(p, q) for p, q in zip(list(model.parameters()) + [extra], again))
+
+
+@test
+def torch_limit_growth():
+    for device in DEVICES:
+        runs = []
+        for _ in range(2):
+            model = model_of(device, torch.bfloat16)
+            runs.append((model, make(model, preset="adamw8", limit_growth=1.001)))
+        train(*runs[0], 1, 3)
+        runs[1][0].load_state_dict(runs[0][0].state_dict())
+        runs[1][1].load_state_dict(copy.deepcopy(runs[0][1].state_dict()))
+        for run in runs:
+            train(*run, 4, 6)
+        assert same(runs[0][0], runs[1][0])
+        free = model_of(device, torch.bfloat16)
+        train(free, make(free, preset="adamw8"), 1, 6)
+        assert not same(free, runs[0][0]), "nothing was limited"
+
+
+@test
+def torch_matrices_and_the_rest():
+    """Groups for a rule of matrices and for what it leaves; a new group; a schedule; resumed to the bit."""
+    def build(model):
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        return nibble_optim.Optimizer([{"params": matrices, "preset": "muon4"},
+                                       {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 1e-3}],
+                                      preset="adamw8", lr=2e-2, seed=2, rank_gap=2)
+
+    def steps(model, optimizer, first, last, extra=None):
+        for number in range(first, last + 1):
+            optimizer.param_groups[0]["lr"] = 2e-2 / number
+            x, y = batch(model, number)
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+            if extra is not None:
+                extra.grad = torch.sin(number + torch.arange(64.0 * 40, device=x.device).view(64, 40) ** 2)
+            optimizer.step()
+
+    for device in DEVICES:
+        a = model_of(device, torch.bfloat16)
+        optimizer = build(a)
+        steps(a, optimizer, 1, 2)
+        lines = " ".join(optimizer.describe())
+        assert lines.count("muon") == 1 and lines.count("adamw") == 1, lines
+        extra = torch.nn.Parameter(torch.ones(64, 40, device=device))
+        optimizer.add_param_group({"params": [extra], "preset": "galore8"})
+        steps(a, optimizer, 3, 3, extra)
+        assert (extra != 1).any()
+        b, again = copy.deepcopy(a), torch.nn.Parameter(extra.detach().clone())
+        second = build(b)
+        second.add_param_group({"params": [again], "preset": "galore8"})
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        steps(a, optimizer, 4, 6, extra)
+        steps(b, second, 4, 6, again)
+        assert same(a, b) and torch.equal(extra, again), device
+    model = model_of()
+    raises(ValueError, "is a vector", lambda: train(model, make(model, rule="muon"), 1, 1))
 
 
 @test

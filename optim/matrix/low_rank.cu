@@ -477,13 +477,18 @@ static LowWeights low_weights(const OptimConfig* config) {
 }
 
 template <LowWeights KIND>
-static void apply_fused(const Device* dev, const LowMatrix* l, const StepArguments* apply, float scale,
-                        const float* unit, bool is_bf16) {
+static void apply_fused(const Device* dev, const LowMatrix* l, const StepArguments* apply, const LowPlace* place,
+                        float scale, const float* unit, bool is_bf16) {
     const Matrix* m = l->shape;
     typedef typename ApplySink<KIND>::Code Code;
-    const ApplySink<KIND> sink = {(Code*)apply->weights.codes,
-                                  (uint16_t*)apply->copy.codes,
-                                  apply->group[m->group],
+    Code* weights = (Code*)apply->weights.codes;
+    uint16_t* copy = (uint16_t*)apply->copy.codes;
+    // A matrix of the caller's own, as if it lay in an arena.
+    if (place && copy) copy = (uint16_t*)place->weights - m->element;
+    if (place && !apply->copy.codes) weights = (Code*)place->weights - m->element;
+    const ApplySink<KIND> sink = {weights,
+                                  copy,
+                                  apply->group[place ? place->group : m->group],
                                   apply->seed.seed,
                                   apply->step,
                                   scale,
@@ -525,18 +530,19 @@ static float rank_scale(const OptimConfig* config) {
 }
 
 void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                    const Streams* basis, const StepArguments* apply, bool is_bf16) {
+                    const Streams* basis, const StepArguments* apply, const LowPlace* places, bool is_bf16) {
 #ifdef __CUDACC__
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const auto run = low_weights(config) == LOW_FP32   ? apply_fused<LOW_FP32>
                      : low_weights(config) == LOW_BF16 ? apply_fused<LOW_BF16>
                                                        : apply_fused<LOW_BF16_SR>;
     for (int i = 0; i < taken->matrices; i++) {
-        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);
-        run(dev, &l, apply, rank_scale(config), work->unit, is_bf16);
+        const int number = taken->matrix + i;
+        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[number], basis);
+        run(dev, &l, apply, places ? &places[number] : nullptr, rank_scale(config), work->unit, is_bf16);
     }
 #else
-    (void)dev, (void)config, (void)work, (void)chunk, (void)basis, (void)apply, (void)is_bf16;
+    (void)dev, (void)config, (void)work, (void)chunk, (void)basis, (void)apply, (void)places, (void)is_bf16;
 #endif
 }
 

@@ -57,15 +57,22 @@ bool low_rank_refreshes(const OptimConfig* config, int64_t step);
 // matrix's bits do not depend on which others a rank keeps.
 bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work);
 
+// The place of a matrix's weights, in the matmuls' type, if they are in a tensor of the caller's own (placed.h), and
+// the number of its constants.
+struct LowPlace {
+    void* weights;  // aligned to 16 bytes
+    int group;
+};
+
 // Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
 // those in work->scratch.
 void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
                       const Streams* basis, int64_t step, const LowGradients* grads, bool fused);
 
-// The second half of a fused step: updates the weights that `apply` names from work->direction. `is_bf16`: the
-// gradients are.
+// The second half of a fused step: updates the weights that `apply` names from work->direction, or those at `places`,
+// one for each of the launch's matrices, unless it is null. `is_bf16`: the gradients are.
 void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                    const Streams* basis, const StepArguments* apply, bool is_bf16);
+                    const Streams* basis, const StepArguments* apply, const LowPlace* places, bool is_bf16);
 
 // Turns work->direction, N, and the gradients into the updates, in work->scratch.
 void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,

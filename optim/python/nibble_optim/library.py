@@ -44,10 +44,11 @@ def _find():
     raise OSError("libnibble_optim.so was not found in the package nibble_optim; install its wheel, or type make lib")
 
 
-def _load_nvrtc():
-    """Loads NVRTC from PyPI's nvidia packages, where the loader does not look; then the library finds it."""
+def _load(name, package):
+    """Loads one of CUDA's libraries from PyPI's nvidia packages, where the loader does not look; then libnibble_optim
+    finds it."""
     for folder in sys.path:
-        for pattern in ("nvidia/cu13/lib/libnvrtc.so.1[23]", "nvidia/cuda_nvrtc/lib/libnvrtc.so.1[23]"):
+        for pattern in (f"nvidia/cu13/lib/{name}.so.1[23]", f"nvidia/{package}/lib/{name}.so.1[23]"):
             for path in sorted(glob.glob(os.path.join(folder, pattern)), reverse=True):
                 try:
                     return ctypes.CDLL(path)
@@ -84,7 +85,7 @@ def library():
     """The library, opened at the first call."""
     global _library
     if _library is None:
-        _load_nvrtc()
+        _load("libnvrtc", "cuda_nvrtc")
         _library = _open()
     return _library
 
@@ -101,6 +102,8 @@ class Handle:
 
     def __init__(self, settings, tensors, allocate=None, stream=None):
         self.library, self.handle = library(), c_void_p()
+        if str(settings.get("device")).startswith("cuda") and "torch" not in sys.modules:  # torch has loaded its own
+            _load("libcublasLt", "cublas")
         self.error = ctypes.create_string_buffer(ERROR_BYTES)
         texts = [f"{key}={value}".encode() for key, value in settings.items() if value is not None]
         array = (Tensor * max(len(tensors), 1))(*[(name.encode(), *rest) for name, *rest in tensors])

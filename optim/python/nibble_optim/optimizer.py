@@ -108,7 +108,7 @@ class _Part:
         self.by_rows = [{name for name, *_, run, bits in self.handle.states(t) if self._row_bytes(t, run, bits)}
                         for t in range(len(params))]
         # The library's copy of a parameter must be made again when other code has written the parameter.
-        self.watched = any(name not in ("m", "v", "slow") and not name.startswith(("m.", "v.", "slow."))
+        self.watched = any(name.split(".")[0] not in ("m", "v", "slow", "basis", "norms")
                            for views in self.views for name in views)
         self.versions, self.own_counters = None, None
 
@@ -323,9 +323,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
-                 beta3=None, alpha=None, ramp=None, momentum=None, clip_update=None, min_quantized=0):
+                 beta3=None, alpha=None, ramp=None, momentum=None, clip_update=None, limit_growth=None, stacked=None,
+                 ns_steps=None, ns_coefficients=None, rank=None, rank_gap=None, rank_scale=None, rank_basis=None, min_quantized=0):
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
-                            beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update)
+                            beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update,
+                            limit_growth=limit_growth,
+                            stacked=stacked, ns_steps=ns_steps, ns_coefficients=ns_coefficients, rank=rank,
+                            rank_gap=rank_gap, rank_scale=rank_scale, rank_basis=rank_basis)
         self._min_quantized = min_quantized  # smaller tensors, as a whole, keep m and v in fp32
         self._begin()
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
