@@ -118,7 +118,7 @@ inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* d
 
 // Scratch memory of the backward pass, known without a GPU too, for the plan of one that is not there.
 
-// What lies in the scratch memory of the backward pass: {ticket, flags}, D, dq_sum.
+// The parts of the backward pass's scratch memory: {ticket, flags}, D, dq_sum.
 struct AttentionScratch {
     int64_t flags;   // bytes of the ticket (the first 256) and of the flags, one per 32 queries of a head
     int64_t D;       // bytes
@@ -139,7 +139,7 @@ struct HopperBackwardScratch {
     int64_t flags, rows, dq_sum, bytes;  // bytes: of all
 };
 
-// Of 16 tokens, rows of column sums.
+// The number of rows of column sums, one for every 16 tokens.
 inline int64_t hopper_backward_strips(int B, int T) {
     return B * ceil_div(T, 16);
 }
@@ -677,7 +677,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     store_rows<HS>(to + 2 * C, 3 * C, T - key, own, dv, 1.0f, 1.0f);
 }
 
-// By mma.sync, on any GPU.
+// Runs the forward pass by mma.sync, on any GPU.
 template <int HS>
 inline void attention_forward_mma(const Device* dev, bf16* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
                                   const bf16* qkv /*(B,T,3C)*/, int B, int T, int NH) {
@@ -740,7 +740,7 @@ inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch
     check_launch();
 }
 
-// By FFMA or mma.sync, on any GPU.
+// Runs the backward pass by FFMA or mma.sync, on any GPU.
 template <typename X, int HS>
 inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
                                    const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/,
@@ -762,7 +762,7 @@ inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char
     }
 }
 
-// Whether the backward pass can write dqkv as codes.
+// True if the code was built with a backward pass that writes dqkv as codes for this GPU.
 template <int HS>
 bool attention_backward_codes_built(const Device* dev) {
     static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false, true>>);
@@ -820,7 +820,7 @@ void attention_backward(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, void* scra
     attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, false);
 }
 
-// Whether attention_backward_bias can write codes here.
+// True if attention_backward_bias can write codes here.
 inline bool attention_backward_codes([[maybe_unused]] const Device* dev, [[maybe_unused]] int C,
                                      [[maybe_unused]] int NH) {
 #ifdef __CUDACC__

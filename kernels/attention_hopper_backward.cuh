@@ -55,7 +55,7 @@ struct HopperBackwardShape {
     static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
 
-// What the trainer runs: the faster direction of each, by up to 20 %.
+// The shapes that the trainer runs: each takes the direction that is faster for it, by up to 20 %.
 template <int HS, bool UNEVEN = false, bool CODES = false>
 using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, HS == 64, UNEVEN, CODES>;
 
@@ -100,13 +100,13 @@ __device__ __forceinline__ int hopper_backward_last(const HopperBackwardArgument
     return Shape::UP ? a.query_tiles - 1 : key_tile * Shape::BN / Shape::BM;
 }
 
-// How many tiles of keys add their share of dq of a tile of queries before this one does.
+// The number of tiles of keys that add their share of dq of a tile of queries before this one does.
 template <typename Shape>
 __device__ __forceinline__ int hopper_backward_before(int key_tile, int query_tile) {
     return Shape::UP ? query_tile * Shape::BM / Shape::BN - key_tile : key_tile;
 }
 
-// Whether no one adds after this one.
+// True if no tile adds after this one.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_final(int key_tile, int query_tile) {
     return Shape::UP ? key_tile == 0 : query_tile * Shape::BM / Shape::BN == key_tile;
@@ -124,8 +124,8 @@ __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, H
 }
 
 // One arrival a warp, after all of its threads, where only wgmma reads or stmatrix writes what the barrier is about.
-// What threads load themselves (lse, D, `drawn`) each of them gives back: racecheck follows no __syncwarp to an
-// arrival.
+// Each thread gives back what it has loaded itself (lse, D, `drawn`), since racecheck does not follow a __syncwarp to
+// an arrival.
 __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(barrier));
@@ -327,7 +327,8 @@ __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
                  : "memory");
 }
 
-// Where a warp's results leave through shared memory, 16 rows of 64 at a time; `turn` alternates between two places.
+// The place in shared memory through which a warp's results leave, 16 rows of 64 at a time; `turn` alternates between
+// two of them.
 struct HopperBackwardExit {
     const CUtensorMap* map;  // of dqkv, in boxes of 16 rows
     uint32_t place;

@@ -31,7 +31,7 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// What may be left out, to see what it gives.
+// Parts of the method that a bench can leave out, to see what each gives.
 enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, HALF = 4, KEEP = 8 };
 
 template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_>
@@ -50,7 +50,7 @@ struct HopperForwardShape {
     static_assert(SHARED <= 226 * 1024);
 };
 
-// What the trainer runs.
+// The shapes that the trainer runs.
 using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | TURNS | HALF | KEEP>;
 using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | TURNS | HALF | KEEP>;
 
@@ -340,7 +340,7 @@ struct HopperForwardWalk {
     int diagonal;  // the first query's column in it
 };
 
-// What a warpgroup keeps of the rings.
+// A warpgroup's place in the rings.
 template <typename Shape>
 struct HopperConsumer {
     static constexpr int CONSUMERS = Shape::CONSUMERS;

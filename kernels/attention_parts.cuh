@@ -1,4 +1,4 @@
-// What the attention kernels have in common, whatever instructions they are made of.
+// The parts that all attention kernels share, whatever instructions they are made of.
 #pragma once
 
 #include "common.cuh"

@@ -16,6 +16,8 @@
 // exponential a logit: the first pass leaves it in the logit's place as fp16, by 2^15 over the largest that the warp
 // has seen, and the second multiplies. So kept, an exponential has 11 bits, 3 more than the gradient, down to 2^-29 of
 // the largest, and is 0 below 2^-40 of it. In all 10 instructions a logit.
+//
+// With --head fp8 the kernel writes the gradient as codes of e5m2 (fp8_codes.cuh) instead of in place in bf16.
 #pragma once
 #include <assert.h>
 
@@ -348,8 +350,8 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
 #endif
 }
 
-// Whether a row of Vp fits, and the code was built for this GPU: from PTX for an older one the kernel is empty and has
-// no shared memory.
+// True if a row of Vp fits and the code was built for this GPU. Built from PTX for an older one, the kernel is empty
+// and has no shared memory.
 inline bool classifier_resident_fits(const Device* dev, int Vp) {
     if (dev->compute < 90 || Vp < 16384 || Vp > CLASSIFIER_CHUNKS * CLASSIFIER_CHUNK) return false;
     cudaFuncAttributes attributes;

@@ -1,4 +1,4 @@
-// What every operator and the trainer share: the device, its memory, the check of library calls, the element types,
+// The base of every operator and the trainer: the device, its memory, the check of library calls, the element types,
 // 16-byte vectors and the few reductions.
 // An operator `op` in kernels/op.cuh has one launcher, `op_forward(dev, ...)`, that runs either the CUDA kernel on
 // dev->stream or, when dev->gpu is false, the plain C version `op_forward_cpu` beside it (fp32 only). X is the element
@@ -252,7 +252,7 @@ inline void device_close(Device* dev) {
     check(cudaStreamDestroy(dev->stream));
 }
 
-// What device_alloc takes for `bytes`.
+// The bytes that device_alloc takes for `bytes`.
 inline int64_t aligned_bytes(int64_t bytes) {
     return (bytes + 255) / 256 * 256;
 }

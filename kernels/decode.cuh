@@ -31,7 +31,7 @@ struct DecodeShape {
 // blocks, ln_f.weight, ln_f.bias; of X each, a matrix being (outputs, inputs).
 enum DecodeTensor { LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, FCPROJW, FCPROJB, DECODE_TENSORS };
 
-// What the caller does on the way.
+// The caller's part of the work, as functions.
 struct DecodeCalls {
     void* context;
     // Part `part` of the weights is used next: a layer, or L, the embeddings, or L + 1, the last layernorm. A layer and
@@ -343,7 +343,7 @@ inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t lengt
     return goes_on;
 }
 
-// What is continued: each of `count` prompts `each` times by up to `length` tokens.
+// The prompts to be continued: each of `count`, `each` times, by up to `length` tokens.
 struct DecodePrompts {
     int* const* tokens;
     const int* lengths;  // (count) of the prompts

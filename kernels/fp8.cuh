@@ -35,7 +35,7 @@
 constexpr int FP8_HISTORY = 16;
 constexpr int FP8_TILE = 128;  // rows and columns of a block's tile
 
-// What a cast does to a value before it is rounded: nothing; gelu(x); x * gelu'(pre_gelu).
+// A cast may change a value before it rounds it: not at all; to gelu(x); to x * gelu'(pre_gelu).
 enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
 
 // All scales of a model. A slot is a tensor: input, weight or output gradient of a linear layer.
@@ -192,8 +192,8 @@ __device__ inline void fp8_transpose(uint32_t (&column)[4], uint32_t a, uint32_t
     column[2] = __byte_perm(ab2, cd2, 0x5410), column[3] = __byte_perm(ab2, cd2, 0x7632);
 }
 
-// Where the codes of column c, rows 4g to 4g + 3 of a tile lie: moved so that neither the threads that write (16
-// eights of columns, two g) nor those that read (all g of a column) meet in a bank.
+// The place of the codes of column c, rows 4g to 4g + 3 of a tile. It is permuted so that neither the threads that
+// write (16 eights of columns, two g) nor those that read (all g of a column) meet in a bank.
 __device__ inline int fp8_place(int c, int g) {
     return c * 32 + (g ^ (2 * (c / 8)));
 }

@@ -12,7 +12,7 @@
 
 enum Fp8Type { FP8_E4M3, FP8_E5M2 };
 
-// Where a kernel writes codes by rows instead of its values in bf16. rows NULL: it writes its values.
+// The place where a kernel writes codes by rows instead of its values in bf16. With rows NULL it writes its values.
 struct Fp8Codes {
     uint8_t* rows;
     const float* scale;   // device scalar
@@ -33,7 +33,7 @@ __device__ inline uint32_t fp8_pair(float low, float high, bool e5m2) {
                 : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
 }
 
-// What a thread has seen of a tensor.
+// The part of a tensor's counters that one thread has seen.
 struct Fp8Seen {
     float magnitude;
     uint32_t saturated;
@@ -71,7 +71,7 @@ __device__ inline void fp8_add_seen(uint32_t* found, uint32_t* saturated, uint32
     if (bits > *(volatile uint32_t*)found) atomicMax(found, bits);
 }
 
-// By all threads of a block.
+// Adds what the threads of a block have seen. All of them call it.
 __device__ inline void fp8_tell(uint32_t* found, uint32_t* saturated, Fp8Seen own) {
     const float most = block_max(own.magnitude);
     const int count = __syncthreads_count(own.saturated > 0);
@@ -79,7 +79,7 @@ __device__ inline void fp8_tell(uint32_t* found, uint32_t* saturated, Fp8Seen ow
     if (threadIdx.x == 0) fp8_add_seen(found, saturated, __float_as_uint(most), 0);
 }
 
-// By all lanes of a warp that ends: for kernels with few warps.
+// The same for the lanes of a warp, which all call it at their end: for kernels with few warps.
 __device__ inline void fp8_tell_warp(const Fp8Codes& codes, Fp8Seen own) {
     const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(own.magnitude));
     const uint32_t count = __reduce_add_sync(0xffffffffu, own.saturated);

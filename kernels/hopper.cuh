@@ -63,7 +63,8 @@ __device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
     return (uint32_t)(row * PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4));
 }
 
-// By the thread that made the barriers, before the __syncthreads() after which others, and the copy engine, use them.
+// The thread that made the barriers calls this before the __syncthreads() after which others, and the copy engine, use
+// them.
 __device__ __forceinline__ void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();

@@ -21,6 +21,9 @@
 //
 // The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
 // column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
+//
+// With --matmul fp8 a linear layer reads both results as codes of 8 bits: forward's `out`, and the dinp that backward
+// leaves. The kernels then write these codes too, or instead (fp8_codes.cuh), so that no pass only rounds.
 #pragma once
 #include <assert.h>
 
@@ -234,7 +237,7 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (CODES) fp8_tell(codes.found, codes.saturated, seen);
 }
 
-// Where vector v of a thread of the backward kernel begins in a row: its vectors are a block's width apart.
+// The column in which vector v of a thread of the backward kernel begins: its vectors are a block's width apart.
 template <typename X>
 __device__ inline int layernorm_column(int v) {
     return (threadIdx.x + v * blockDim.x) * Vec<X>::size;
@@ -429,8 +432,8 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
 }
 #endif
 
-// Of the backward kernel: channels a thread, threads of a block, blocks, stages of a block's ring, its bytes of shared
-// memory. As many blocks as find room at once, where a thread has 8 channels.
+// The backward kernel's launch: channels a thread, threads of a block, blocks, stages of a block's ring, its bytes of
+// shared memory. Where a thread has 8 channels there are as many blocks as find room at once.
 struct LayernormShape {
     int columns, threads, blocks, stages, bytes;
 };
@@ -464,7 +467,8 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
     int vecs = C / Vec<X>::size;
     if (N == 0) return;
     if (vecs <= 32 * 8) {
-        // By the vectors of a lane: registers that a shorter row does not need would keep other warps out.
+        // The kernel is chosen by the vectors of a lane, since registers that a shorter row does not need would keep
+        // other warps out.
         int lane_vecs = (int)ceil_div(vecs, 32);
         auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3, CODES>
                       : lane_vecs == 4 ? layernorm_forward_kernel<X, 4, CODES>

@@ -42,7 +42,7 @@ struct LinearWeight {
 // In the functions that a layer has, `slot` is the number of the first.
 constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
 
-// For the kernel that makes the tensor of slot `own`: where its codes go, if it is to write any.
+// Tells the kernel that makes the tensor of slot `own` where its codes go, if it is to write any.
 inline Fp8Codes linear_codes(const Fp8Use* use, int own, uint8_t* rows, Fp8Type type, bool made) {
     if (!made) return {};
     const Fp8* f = use->scales;

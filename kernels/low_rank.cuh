@@ -32,9 +32,10 @@ struct LowOperand {
     static constexpr int CHUNK = 16 / (int)sizeof(E), DEPTH = LP_LINE / (int)sizeof(E);
 };
 
-// Where in a tile the 16-byte chunk of an operand lies. K along a row: `row` is of M or N and a row 128 bytes. K down
-// the rows: `row` is of K and panels of 128 bytes lie one after another. Chunks of a row are permuted so that what a
-// warp reads at a time lies in different banks; fp32 with K down the rows is read word by word, four rows at a time.
+// The place in a tile of a 16-byte chunk of an operand. With K along a row, `row` is of M or N and a row has 128 bytes.
+// With K down the rows, `row` is of K and panels of 128 bytes lie one after another. Chunks of a row are permuted so
+// that what a warp reads at a time lies in different banks; fp32 with K down the rows is read word by word, four rows
+// at a time.
 template <typename E, bool DOWN>
 __device__ __forceinline__ uint32_t lp_place(int row, int chunk) {
     if (!DOWN) return (uint32_t)(row * LP_LINE + ((chunk ^ (row & 7)) << 4));
@@ -321,7 +322,8 @@ struct LowStore {
     __device__ void take(int row, int column, float4 x, Old) const { *(float4*)(low + row * cols + column) = x; }
 };
 
-// How many blocks share a tile of a projection: what keeps the multiprocessors, with room for two blocks each, busiest.
+// The number of blocks that share a tile of a projection: the one that keeps the multiprocessors, which have room for
+// two blocks each, busiest.
 inline int low_slices(const Device* dev, int64_t tiles, int64_t steps) {
     int best = 1;
     double least = INFINITY;

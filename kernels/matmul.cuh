@@ -69,7 +69,7 @@ int matmul_bias_slices(const Device* dev, int OC) {
     return slices < 1 ? 1 : slices;
 }
 
-// Of matmul_gelu.cuh's backward product.
+// The scratch of matmul_gelu.cuh's backward product.
 inline int64_t matmul_gelu_scratch_bytes(int64_t N, int C) {
     return ceil_div(N, 64) * C * (int64_t)sizeof(float);
 }

@@ -136,7 +136,7 @@ __device__ __forceinline__ void mg_slopes(uint32_t (&y)[4], const uint32_t (&wor
     }
 }
 
-// What a thread of a warpgroup that multiplies works with.
+// The state of a thread in a warpgroup that multiplies.
 struct MatmulGeluWork {
     const MatmulGeluMaps* maps;
     MatmulGeluShape shape;
@@ -289,7 +289,7 @@ __device__ __forceinline__ void mg_place_bias(const MatmulGeluWork& w) {
     group_sync(1 + w.group, 128);
 }
 
-// Which tile comes after this one: said in the course of the product, where nobody waits for the divisions.
+// Finds the tile after this one, in the course of the product, where nobody waits for the divisions.
 __device__ __forceinline__ void mg_look_ahead(MatmulGeluWork& w) {
     int index = w.index + (int)gridDim.x;
     w.more = index < w.shape.tiles;
@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_consta
 #endif
 }
 
-// Whether these kernels run here, and the result has tiles for every multiprocessor.
+// True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int depth) {
     int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
     if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)

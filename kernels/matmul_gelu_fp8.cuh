@@ -7,11 +7,10 @@
 //
 // Bytes an element of the result: forward writes 2 + 1 + 1, backward reads 2 and writes 1 + 1; product and cast move 6
 // and
-// 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups do nothing but
-// multiply, and two take GELU, make codes and transpose them, 4 x 8 elements a thread at a time, as fp8_cast_kernel
-// does. The tile passes between them through shared memory in four panels of 64 columns, each with barriers of its own,
-// so that both sides work all the time. The two that make codes take turns with the panels: while one computes, the
-// other stores.
+// 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups only multiply, and
+// two take GELU, make codes and transpose them, 4 x 8 elements a thread at a time. The tile passes between them through
+// shared memory in four panels of 64 columns, each with barriers of its own, so that both sides work all the time. The
+// two that make codes take turns with the panels: while one computes, the other stores.
 //
 // Tile 128 x 256, 64 rows a multiplying warpgroup, in two products of 128 columns: one of 256 would need more registers
 // than a block of this size can be compiled with. Shared memory, 226 KB: 3 stages of A (128 x 128 codes) and B (256 x
@@ -38,7 +37,7 @@ struct MatmulGeluFp8Maps {
     CUtensorMap a, b, pre;
 };
 
-// What both sides work with.
+// The arguments that both sides work with.
 struct MatmulGeluFp8 {
     MatmulGeluShape shape;  // its depth is in codes
     const bf16* bias;       // (columns), forward
@@ -78,7 +77,7 @@ __device__ __forceinline__ int mq_steps(const MatmulGeluShape& shape) {
     return (shape.depth + MQ_DEPTH - 1) / MQ_DEPTH;
 }
 
-// What the thread that orders copies knows: the next step of this block's tiles, and its stage.
+// The state of the thread that orders copies: the next step of this block's tiles, and its stage.
 struct MatmulGeluFp8Orders {
     const MatmulGeluFp8Maps* maps;
     MatmulGeluFp8Ring ring;  // the stages begin empty
@@ -215,7 +214,7 @@ __device__ __forceinline__ void mq_put_sums(float* sums, float (&sum)[8], int la
         *(float4*)(sums + lane * 8 + j) = make_float4(sum[j], sum[j + 1], sum[j + 2], sum[j + 3]);
 }
 
-// What leaves a team's buffers: codes by columns of a panel, and backward the column sums of its 128 rows.
+// Sends out a team's buffers: codes by columns of a panel, and backward the column sums of its 128 rows.
 template <bool BACKWARD>
 __device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* words, const float* sums, int row,
                                         int column, int thread) {
@@ -230,7 +229,7 @@ __device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* 
     w.partial[(int64_t)(row / MG_ROWS) * w.shape.columns + column + thread] = total;
 }
 
-// What a thread of a team works with. It has 8 columns of 4 rows of a panel, and of the 4 rows 64 further down.
+// The state of a thread of a team, which has 8 columns of 4 rows of a panel, and of the 4 rows 64 further down.
 struct MatmulGeluFp8Maker {
     int team, thread, eight, group;
     float scale, largest;
@@ -239,7 +238,7 @@ struct MatmulGeluFp8Maker {
     Fp8Seen seen;
 };
 
-// Of its first element in the result.
+// The index in the result of the thread's first element.
 __device__ __forceinline__ int64_t mq_place(const MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, MatmulGeluTile tile,
                                             int panel, int half) {
     return (int64_t)(tile.row + 4 * (m.group + 16 * half)) * w.shape.columns + tile.column + panel * 64 + m.eight * 8;
@@ -368,7 +367,7 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
 #endif
 }
 
-// Whether these kernels run here, and the result has tiles for every multiprocessor.
+// True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
     const int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
     if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
@@ -386,7 +385,7 @@ void matmul_gelu_fp8_launch(const Device* dev, const MatmulGeluFp8Maps* maps, co
     check_launch();
 }
 
-// What a product is given: codes of the result by rows and by columns (of `out.type`), and the scales of the operands.
+// The codes of a product's result by rows and by columns (of `out.type`), and the scales of its operands.
 struct MatmulGeluCodes {
     Fp8Codes out;
     uint8_t* transposed;

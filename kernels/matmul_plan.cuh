@@ -65,7 +65,8 @@ inline void matmul_point(MatmulPlan* plan, const MatmulPointers* pointers) {
 constexpr int MATMUL_CANDIDATES = 16;
 constexpr double MATMUL_SEARCH_FLOPS = 4e9;  // smaller products keep the first proposal
 
-// What cuBLASLt proposes for a plan, its best guess first: at most `most` algorithms, 0 when it has none.
+// Asks cuBLASLt for algorithms for a plan, its best guess first. Returns their number: at most `most`, 0 if it has
+// none.
 inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLtMatmulAlgo_t* algorithms, int most) {
     cublasLtMatmulPreference_t preference;
     check(cublasLtMatmulPreferenceCreate(&preference));
@@ -214,7 +215,7 @@ inline float matmul_time(const Device* dev, const MatmulPlan* plan, const Matmul
     return ms;
 }
 
-// Of what a product has written.
+// A hash of what a product has written.
 inline unsigned long long matmul_hash(const Device* dev, const MatmulTrial* trial) {
     unsigned long long hash;
     device_zero(dev, trial->hash, sizeof(hash));

@@ -51,7 +51,7 @@ inline void symmetric_product_cpu(const SymmetricProduct* p, float* d, const flo
     }
 }
 
-// How the tiles of a launch are numbered.
+// The numbers of a launch's tiles.
 
 constexpr int SP_ROWS = 128, SP_COLUMNS = 256, SP_HALF = 128;
 
@@ -172,7 +172,7 @@ __device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricMaps*
     }
 }
 
-// What a thread of a warpgroup that multiplies works with.
+// The state of a thread in a warpgroup that multiplies.
 struct SymmetricWork {
     const SymmetricMaps* maps;
     SymmetricShape shape;
@@ -413,8 +413,8 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
     }
 }
 
-// Whether our kernel runs here; the same for any batch, since bits may not depend on it. c goes with one kind of
-// product alone, so that the others keep within their registers.
+// True if our kernel runs here. The batch has no say, since bits may not depend on it. c goes with one kind of product
+// alone, so that the others keep within their registers.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
     static const bool built = hopper_kernel_is_built(symmetric_product_kernel<0, 0>);
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&

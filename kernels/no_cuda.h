@@ -1,5 +1,5 @@
-// What the C++ compiler needs in place of CUDA's headers where there is no toolkit: the types that structs hold, bf16
-// on the host, and the calls that only a run on a GPU makes. The files' CUDA halves stand in #ifdef
+// The C++ compiler's stand-in for CUDA's headers where there is no toolkit: the types that structs hold, bf16 on the
+// host, and the calls that only a run on a GPU makes. The files' CUDA halves stand in #ifdef
 // __CUDACC__. The program first asks how many GPUs there are; here that fails, so none of the other calls is ever
 // reached.
 #pragma once

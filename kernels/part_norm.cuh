@@ -31,7 +31,7 @@ struct PartGrads {
     int count;
 };
 
-// How to clip, and what is read and written: all pointers are device memory.
+// The kind of clipping, and the memory that is read and written, all of it on the device.
 struct PartClip {
     ClipBy by;
     float clip;

@@ -62,8 +62,8 @@ __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity
     return done != 0;
 }
 
-// What this thread wrote to shared memory before is visible to the copy engine and to wgmma after, and what it read is
-// read before they write there; a barrier must follow [Memory Consistency Model: Proxies; membar/fence].
+// Makes what this thread wrote to shared memory before visible to the copy engine and to wgmma after, and has its reads
+// end before they write there; a barrier must follow [Memory Consistency Model: Proxies; membar/fence].
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

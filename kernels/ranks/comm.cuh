@@ -1,4 +1,4 @@
-// What several ranks, one a GPU, tell each other on the device: bytes from every rank to every other (comm_exchange).
+// Exchange between ranks, one a GPU, on the device: bytes go from every rank to every other (comm_exchange).
 // Averaging gradients and gathering weights are made of it in shard.cuh.
 //
 // On GPUs, on a stream of its own beside the device's, it is the copy engines between those of one machine that reach
@@ -298,7 +298,8 @@ inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
              1e-9 * comm->rate);
 }
 
-// What is exchanged from here on comes after what the device's stream has been given so far, and the reverse.
+// Exchanges from here on come after the work that the device's stream has been given so far; the next function does the
+// reverse.
 inline void comm_after_device(const Comm* comm) {
     if (comm->stand_in) return;
     check(cudaEventRecord(comm->event, comm->dev->stream));
@@ -388,7 +389,7 @@ inline void comm_try(const Comm* comm, double patience) {
     free(pieces), free(host);
 }
 
-// Of exchanges of 16 MiB with each other rank, the best of a few, on an idle device.
+// The rate of exchanges of 16 MiB with each other rank: the best of a few, on an idle device.
 inline double comm_rate(const Comm* comm) {
     constexpr int64_t PIECE = 16 << 20;
     CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
@@ -415,7 +416,7 @@ inline double comm_rate(const Comm* comm) {
     return (double)((comm->world - 1) * PIECE) / seconds[0];
 }
 
-// What tells one GPU of all machines from another.
+// The identity of a GPU among those of all machines.
 struct GpuCard {
     char machine[64];
     cudaUUID_t gpu;

@@ -193,7 +193,7 @@ static void set_variable(const char* name, int number) {
     setenv(name, text, 1);
 }
 
-// What a rank that has ended makes of the code that the run ends with: a signal, which is why the others stopped, goes
+// Returns the code that the run ends with, now that a rank has ended. A signal, which is why the others stopped, goes
 // before their codes.
 static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
     if (!WIFSIGNALED(status)) return code ? code : WEXITSTATUS(status);
@@ -376,7 +376,8 @@ static void peer_lost(LaunchWatch* watch, int r, const char* how) {
     const Peer* peer = &watch->peers[r];
     snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host,
              peer->pid, how);
-    // Of a rank that --gpus made, the process that waits tells how it ended; without rank 0 the first that is left.
+    // If --gpus made the rank, the process that waits for it tells how it ended; without rank 0 the first that is left
+    // does.
     bool ended = strncmp(how, "has ended", 9) == 0;
     bool other = watch->rank > 0 && watch->local_rank > 0 && watch->rank > 1;
     end_all(watch, 1, text, other || (ended && watch->forked));
@@ -527,7 +528,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     return true;
 }
 
-// What ranks tell each other.
+// Messages between ranks.
 
 // The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
 __attribute__((noreturn)) static void wait_for_end(void) {

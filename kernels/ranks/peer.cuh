@@ -27,7 +27,7 @@ struct Peers {
     CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 };
 
-// What a rank tells the others of its mailbox.
+// A rank's message to the others about its mailbox.
 struct PeerCard {
     char machine[64];
     cudaIpcMemHandle_t handle;
@@ -48,8 +48,8 @@ inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-// What comes after on the stream reads what the sender wrote before it raised the count, two remote writes: the wait
-// flushes where the GPU can; elsewhere it is the fence in the sender's write_value that orders them.
+// Work that comes after on the stream reads what the sender wrote before it raised the count. These are two remote
+// writes: the wait flushes where the GPU can; elsewhere the fence in the sender's write_value orders them.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
     check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags));
 }
@@ -58,8 +58,8 @@ inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* 
     check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
 }
 
-// What is sent from here on comes after what the stream has been given, until peers_join, from which the stream goes on
-// when it is sent.
+// Sends from here on come after the work that the stream has been given. From peers_join on the stream waits until they
+// are over.
 inline void peers_fork(const Peers* peers, cudaStream_t stream) {
     check(cudaEventRecord(peers->event, stream));
     check(cudaStreamWaitEvent(peers->out, peers->event, 0));
@@ -97,7 +97,7 @@ inline bool peers_bind(Peers* peers) {
            driver_bind("cuStreamWriteValue32", &peers->write_value);
 }
 
-// Whether a stream may write and wait for counts here: a driver may have the functions and refuse them (before CUDA 12
+// True if a stream may write and wait for counts here. A driver may have the functions and refuse them (before CUDA 12
 // unless a parameter of its module allows them; some virtual GPUs). `count` is 0 and stays so.
 inline bool peers_probe(const Peers* peers, const uint32_t* count) {
     return peers->write_value(nullptr, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
@@ -108,7 +108,7 @@ inline unsigned peers_wait_flags(int can_flush) {
     return CU_STREAM_WAIT_VALUE_GEQ | (can_flush ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u);
 }
 
-// What identifies this machine since it was started.
+// An identity of this machine since it was started.
 inline void peer_machine(char (&text)[64]) {
     memset(text, 0, sizeof(text));
     FILE* file = fopen("/proc/sys/kernel/random/boot_id", "r");

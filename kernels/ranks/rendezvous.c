@@ -261,7 +261,7 @@ static bool challenge(Door* door, Greeting* greeting) {
     out->accepted = ours && draw_random(out->random);
     greeting->challenged = true;
     greeting->bytes = 0;
-    // What is sent here fits into the buffer of a new connection; if not, the other side is of no use.
+    // This message fits into the buffer of a new connection; if it does not, the other side is of no use.
     return send_all(greeting->socket, out, sizeof(*out)) && out->accepted;
 }
 
@@ -443,7 +443,7 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
 
 // The other ranks.
 
-// What a rank has met on its way to rank 0.
+// A rank's experience on its way to rank 0.
 typedef struct {
     double deadline;     // of all its tries
     int unknown;         // what getaddrinfo last said of the host; 0: it has an address

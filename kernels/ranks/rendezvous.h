@@ -1,4 +1,4 @@
-// How the ranks of a run find each other (launch.h says who they are). Rank 0 listens at the address that MASTER_ADDR
+// The ranks of a run find each other here (launch.h says who they are). Rank 0 listens at the address that MASTER_ADDR
 // names, and at no other; each other rank connects to it once for every channel.
 //
 // Both sides prove that they know the secret of the run before either believes the other:

@@ -132,7 +132,7 @@ inline bool shard_splits(const Shard* s, ShardMode mode) {
     return s && s->mode >= mode;
 }
 
-// Whether this memory, of gradients or weights, is the packed one.
+// True if this memory, of gradients or weights, is the packed one.
 inline bool shard_is_packed(const Shard* s, const void* memory) {
     return s && memory &&
            ((memory == s->grads && (s->mode >= SHARD_GRADS || s->releases)) ||
@@ -162,7 +162,7 @@ __host__ __device__ inline float shard_decode(const char* tile, int i) {
     return __bfloat162float(((const bf16*)tile)[i]);
 }
 
-// Where the contributions of the ranks to a slice lie: `mine` of this rank, that of rank r at others + r * stride.
+// The ranks' contributions to a slice: `mine` is this rank's, and that of rank r lies at others + r * stride.
 struct Contributions {
     const char *mine, *others;
     int64_t stride, tile_bytes;
@@ -613,7 +613,8 @@ inline void shard_send_scalars(Shard* s, float* scalars) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// What has been sent becomes the loss of the step, NaN where a rank has bad data, and its flags, the same on all ranks.
+// Turns what the ranks have sent into the loss of the step, NaN where a rank has bad data, and its flags, the same on
+// all ranks.
 inline void shard_join_scalars(Shard* s, float* scalars) {
     device_after_comm(&s->comm);
 #ifdef __CUDACC__
@@ -868,7 +869,7 @@ inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes
     if (sender) device_sync(dev);
 }
 
-// Whether this device memory has the same bytes on all ranks. Bytes: all of it to the host, once.
+// True if this device memory has the same bytes on all ranks. Bytes: all of it to the host, once.
 inline bool shard_equal(Shard* s, const void* data, int64_t bytes) {
     constexpr int64_t PIECE = 16 << 20;
     char* host = (char*)memory_take(PIECE);
@@ -899,7 +900,7 @@ inline void shard_collect(Shard* s, void* values, int64_t begin, int64_t n, int 
     }
 }
 
-// What a checkpoint holds is unsharded: its arrays are the ranks' one after another.
+// A checkpoint is unsharded: its arrays are the ranks' one after another.
 struct ShardArray {
     char name[160], dtype[8];
     int64_t elements;
