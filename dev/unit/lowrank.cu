@@ -46,9 +46,8 @@ static void read_basis(LowRun* run, const OptimStream* stream, int64_t bytes) {
 
 // Five steps with run->config, whose gradients are fp32 or bf16.
 static void low_steps(LowRun* run, const Shape& s, bool gpu) {
-    char error[1024];
-    if (!optim_resolve(&run->config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    device_open(&run->dev, gpu, 0);
+    run->config = resolved(run->config);
+    run->dev = test_device(gpu);
     run->tensor = {"h.0.w", s.rows, s.cols, true, 0};
     const int64_t elements = optim_layout(&run->tensor, 1, &run->config);
     run->optim = optim_create(&run->dev, &run->config, &run->tensor, 1, OPTIM_FP32);

@@ -15,9 +15,7 @@ constexpr float LR = 0.02f;
 
 static OptimConfig matrix_config(const char* rule, const char* weights, const char* m) {
     OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
-    char error[1024];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
+    return resolved(config);
 }
 
 // Gradients of one size, since a bound of matrices is of norms; some matrix of them is zero in the first step.
@@ -214,8 +212,7 @@ TEST(matrix_parts_are_matrices) {
     OptimConfig config = matrix_config("muon", "fp32", "fp32");
     static float got[2][MOST];
     for (int split = 0; split < 2; split++) {
-        Device dev;
-        device_open(&dev, false, 0);
+        Device dev = test_device(false);
         OptimTensor tensor[3];
         const int count = split ? 3 : 1;
         for (int t = 0; t < count; t++) tensor[t] = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};
