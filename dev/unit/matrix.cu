@@ -111,9 +111,7 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     }
     expect(worst <= 1.0, "%s, %s: %g of the bound", config->rule, config->ns_coefficients, worst);
     expect(worst > 1e-5 && share < 0.5, "%s: the bound tells nothing, %g and %g", config->rule, worst, share);
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g of the bound, which is %.1g of the steps",
-             used ? ", " : "", config->rule, worst, share);
+    note(test, "%s %.2g of the bound, which is %.1g of the steps", config->rule, worst, share);
     run_close(&run);
 }
 

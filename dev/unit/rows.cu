@@ -184,8 +184,7 @@ static void check_case(Test* test, const RowCase* c) {
     }
     expect(worst <= 1.0 && worst > 1e-4, "%s, m %s, growth %g: %g of the bound", c->rule, c->m, (double)c->growth,
            worst);
-    const size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g", used ? ", " : "of bound: ", c->rule, worst);
+    note(test, "%s %.2g of the bound", c->rule, worst);
     expect_planned(test, &run, c->rule);
     run_close(&run);
 }
