@@ -428,9 +428,7 @@ TEST(model_same_result_gpu) {
 }
 
 TEST(model_cpu_gpu) {
-    Device cpu, gpu;
-    device_open(&cpu, false, 0);
-    device_open(&gpu, true, 0);
+    Device cpu = test_device(false), gpu = test_device(true);
     for (const Small& small : SMALL) {
         double loss;
         Setup setup = small_setup(&small, OPTIM_FP32, false);
@@ -587,9 +585,7 @@ TEST(model_init) {
 }
 
 TEST(model_init_gpu) {
-    Device cpu, gpu;
-    device_open(&cpu, false, 0);
-    device_open(&gpu, true, 0);
+    Device cpu = test_device(false), gpu = test_device(true);
     for (const char* weights : {"fp32", "lin8:sr", "bf16+16", "e4m3/tensor+fp32"}) {
         Setup setup = INITIAL;
         setup.weights = weights;
@@ -812,8 +808,7 @@ TEST_BOTH(model_spills) {
 
 // Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots.
 TEST(memory_plan_offload) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     const Setup setup = {{5, 128, 2, 64, 128, 128}, 2, 64,        OPTIM_FP32, false,
                          RECOMPUTE_BLOCK,           0, "bf16:sr", "fp32",     "dyn8/256"};
     MemoryPlan plan[2];
@@ -842,8 +837,7 @@ TEST(memory_plan_offload) {
 
 // The room that a checkpoint is promised is what its files hold, but for padding, in every format of weights.
 TEST(memory_plan_files) {
-    Device dev;
-    device_open(&dev, false, 0);
+    Device dev = test_device(false);
     for (const char* weights : {"fp32", "bf16+fp32", "bf16:sr", "bf16+8", "lin8:sr", "e4m3:ef", "e4m3/tensor+fp32"}) {
         Setup setup = INITIAL;
         setup.weights = weights;

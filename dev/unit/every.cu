@@ -100,7 +100,7 @@ static OptimType compute_of(int k) {
 // Compiles the kernels of the first `count` configurations into the cache, on all cores; with bf16_too also those that
 // compute_of leaves out.
 static void compile_all(Test* test, const Configs* all, int count, bool bf16_too) {
-    const Device gpu = open_device(true);
+    const Device gpu = test_device(true);
     int bad = in_processes(test, (bf16_too ? 2 : 1) * count, [&](int i) {
         static char error[JIT_ERROR_BYTES];
         char expression[2048], architecture[32];

@@ -76,9 +76,8 @@ static void fall(const Device* dev, float beta2, Fall* falls) {
     Optim* optim[NAMES];
     OptimTensor tensor = {"wte.weight", ROWS, COLUMNS, false, 0};
     for (int k = 0; k < NAMES; k++) {
-        OptimConfig config = {"", "", "fp32", "fp32", "fp32", rows[k].name, 0.9f, beta2, 1e-8f, 0.0f, 77};
-        char error[4096];
-        if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+        const OptimConfig config =
+            resolved({"", "", "fp32", "fp32", "fp32", rows[k].name, 0.9f, beta2, 1e-8f, 0.0f, 77});
         optim_layout(&tensor, 1);
         optim[k] = optim_create(dev, &config, &tensor, 1, OPTIM_FP32);
     }

@@ -674,7 +674,7 @@ TEST(formats_packed_codes_equal_the_portable_gpu) {
                 {"sqrt8", packed_kernel<Sqrt8>},
                 {"lin4", packed_kernel<Lin4>},
                 {"sqrt4", packed_kernel<Sqrt4>}};
-    const Device gpu = open_device(true);
+    const Device gpu = test_device(true);
     if (gpu.compute < 90) skip("needs compute capability 9.0");
     for (const auto& row : rows) {
         unsigned long long count[2], *total = (unsigned long long*)device_alloc(&gpu, sizeof(count));
@@ -711,7 +711,7 @@ __global__ void fast_arithmetic_kernel(unsigned long long* wrong) {
 }
 
 TEST(formats_fast_arithmetic_is_exact_gpu) {
-    const Device gpu = open_device(true);
+    const Device gpu = test_device(true);
     unsigned long long* wrong = (unsigned long long*)device_alloc(&gpu, 16);
     unsigned long long count[2] = {1, 1};
     device_zero(&gpu, wrong, 16);

@@ -277,8 +277,7 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
 }
 
 TEST(fp8_made_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
         for (int C : {64, 384, 768, 1024, 1280, 1600, 2048, 2560, 6400}) check_made_layernorm(test, &dev, 272, C, type);
         if (!attention_backward_codes(&dev, 128, 2)) continue;
@@ -624,8 +623,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
 }
 
 TEST(fp8_gelu_products_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0;
     if (!matmul_gelu_fp8_fits(&dev, 4096, 3072, 768)) skip("needs compute capability 9.0 and a build for it");
     check_forward_gelu(test, &worst, &dev, 2048, 400, 2304);

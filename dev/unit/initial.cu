@@ -14,8 +14,7 @@ static float want_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
 // Draws n elements on a device and compares them with the definition; returns how many were doubtful.
 static int64_t check_normals(Test* test, bool gpu, int64_t n, int64_t first, uint64_t tensor) {
     constexpr float deviation = 0.02f;
-    Device dev;
-    device_open(&dev, gpu, 0);
+    Device dev = test_device(gpu);
     float *to = (float*)device_alloc(&dev, n * 4), *got = (float*)malloc((size_t)n * 4);
     uint32_t* list = (uint32_t*)device_alloc(&dev, NORMAL_LIST_BYTES);
     initial_normals(&dev, to, n, 5, tensor, first, deviation, list);

@@ -195,9 +195,7 @@ static void check_nearest(Test* test, const char* name) {
             }
         }
     }
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s: %lld of %lld not the nearest in double",
-             used ? ", " : "", name, (long long)other, (long long)elements);
+    note(test, "%s: %lld of %lld not the nearest in double", name, (long long)other, (long long)elements);
 }
 
 TEST(logs_nearest_against_search) {

@@ -1,7 +1,7 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones.
 #include "../../optim/matrix/low_rank.h"
-#include "rules.h"
+#include "steps.h"
 
 constexpr int STEPS = 5, MOST_LOW = 64 * 48;
 constexpr float LR = 0.02f;
@@ -22,59 +22,46 @@ static double low_gradient(int step, const Shape& s, int i) {
 }
 
 struct LowRun {
-    Device dev;
     OptimConfig config;
-    OptimTensor tensor;
-    Optim* optim;
     float p[MOST_LOW], q[MOST_LOW];  // weights and basis after the steps
 };
 
 // The codes of the basis, and after them the scales of lin8, become numbers.
-static void read_basis(LowRun* run, const OptimStream* stream, int64_t bytes) {
-    char* host = (char*)malloc((size_t)bytes);
-    copy_to_host(&run->dev, host, stream->data, bytes);
+static void read_basis(LowRun* low, const Run* run, const OptimStream* stream) {
+    const char* host = (const char*)to_host(run, stream->data, stream->elements * stream->element_bytes);
     const int64_t n = stream->elements < MOST_LOW ? stream->elements : MOST_LOW;
     const bool scales = !is(stream->name, "basis");
     for (int64_t i = 0; i < n && !scales; i++) {
-        if (is(run->config.rank_basis, "fp32")) run->q[i] = ((float*)host)[i];
-        if (is(run->config.rank_basis, "bf16")) run->q[i] = Bf16::decode(((uint16_t*)host)[i]);
-        if (is(run->config.rank_basis, "lin8")) run->q[i] = (float)((int)((uint8_t*)host)[i] - 127);
+        if (is(low->config.rank_basis, "fp32")) low->q[i] = ((const float*)host)[i];
+        if (is(low->config.rank_basis, "bf16")) low->q[i] = Bf16::decode(((const uint16_t*)host)[i]);
+        if (is(low->config.rank_basis, "lin8")) low->q[i] = (float)((int)((const uint8_t*)host)[i] - 127);
     }
-    for (int64_t i = 0; i < MOST_LOW && scales; i++) run->q[i] *= i / 256 < n ? ((float*)host)[i / 256] : 0.0f;
-    free(host);
+    for (int64_t i = 0; i < MOST_LOW && scales; i++) low->q[i] *= i / 256 < n ? ((const float*)host)[i / 256] : 0.0f;
+    free((void*)host);
 }
 
-// Five steps with run->config, whose gradients are fp32 or bf16.
-static void low_steps(LowRun* run, const Shape& s, bool gpu) {
-    char error[1024];
-    if (!optim_resolve(&run->config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    device_open(&run->dev, gpu, 0);
-    run->tensor = {"h.0.w", s.rows, s.cols, true, 0};
-    const int64_t elements = optim_layout(&run->tensor, 1, &run->config);
-    run->optim = optim_create(&run->dev, &run->config, &run->tensor, 1, OPTIM_FP32);
-    const bool is_bf16 = is(run->config.grads, "bf16");
-    float *values = (float*)calloc((size_t)elements, sizeof(float)), half = 0.5f;
-    float *grads = (float*)device_alloc(&run->dev, elements * 4), *scale = (float*)device_alloc(&run->dev, 4);
-    for (int i = 0; i < s.rows * s.cols; i++) values[i] = start(i);
-    optim_set_weights(run->optim, 0, values);
-    copy_to_device(&run->dev, scale, &half, 4);
-    for (int step = 1; step <= STEPS; step++) {
-        for (int i = 0; i < s.rows * s.cols; i++) values[i] = (float)low_gradient(step, s, i);
-        for (int64_t i = 0; i < elements && is_bf16; i++) ((uint16_t*)values)[i] = Bf16::encode(values[i]);
-        copy_to_device(&run->dev, grads, values, elements * (is_bf16 ? 2 : 4));
-        optim_step(run->optim, grads, scale, LR, step);
+static Shape stepped;  // the shape of given_gradient's matrix
+
+static float given_gradient(int64_t step, int, int64_t i) {
+    return (float)low_gradient((int)step, stepped, (int)i);
+}
+
+// Five steps with low->config, whose gradients are fp32 or bf16.
+static void low_steps(LowRun* low, const Shape& s, bool gpu) {
+    const OptimTensor tensor = {"h.0.w", s.rows, s.cols, true, 0};
+    Run run;
+    Steps how;
+    stepped = s;
+    low->config = resolved(low->config);
+    how.lr = LR, how.given = given_gradient;
+    run_open(&run, &low->config, &tensor, 1, OPTIM_FP32, gpu);
+    run_steps(&run, 1, STEPS, how);
+    optim_get_weights(run.optim, 0, low->p);
+    for (int i = 0; i < optim_stream_count(run.optim); i++) {
+        const OptimStream stream = optim_stream(run.optim, i);
+        if (strncmp(stream.name, "basis", 5) == 0) read_basis(low, &run, &stream);
     }
-    optim_get_weights(run->optim, 0, run->p);
-    for (int i = 0; i < optim_stream_count(run->optim); i++) {
-        OptimStream stream = optim_stream(run->optim, i);
-        const int64_t bytes = stream.elements * stream.element_bytes;
-        if (strncmp(stream.name, "basis", 5) == 0) read_basis(run, &stream, bytes);
-    }
-    free(values);
-    device_free(&run->dev, grads);
-    device_free(&run->dev, scale);
-    optim_free(run->optim);
-    device_close(&run->dev);
+    run_close(&run);
 }
 
 static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu, const char* basis = "fp32") {

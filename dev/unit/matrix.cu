@@ -15,9 +15,7 @@ constexpr float LR = 0.02f;
 
 static OptimConfig matrix_config(const char* rule, const char* weights, const char* m) {
     OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
-    char error[1024];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
+    return resolved(config);
 }
 
 // Gradients of one size, since a bound of matrices is of norms; some matrix of them is zero in the first step.
@@ -113,9 +111,7 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     }
     expect(worst <= 1.0, "%s, %s: %g of the bound", config->rule, config->ns_coefficients, worst);
     expect(worst > 1e-5 && share < 0.5, "%s: the bound tells nothing, %g and %g", config->rule, worst, share);
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g of the bound, which is %.1g of the steps",
-             used ? ", " : "", config->rule, worst, share);
+    note(test, "%s %.2g of the bound, which is %.1g of the steps", config->rule, worst, share);
     run_close(&run);
 }
 
@@ -214,8 +210,7 @@ TEST(matrix_parts_are_matrices) {
     OptimConfig config = matrix_config("muon", "fp32", "fp32");
     static float got[2][MOST];
     for (int split = 0; split < 2; split++) {
-        Device dev;
-        device_open(&dev, false, 0);
+        Device dev = test_device(false);
         OptimTensor tensor[3];
         const int count = split ? 3 : 1;
         for (int t = 0; t < count; t++) tensor[t] = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};

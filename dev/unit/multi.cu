@@ -214,9 +214,7 @@ static void check_memory(Test* test, int ranks, const char* mode) {
     double planned = memory_of(run, "planned_bytes"), used = memory_of(run, "used_bytes");
     expect(planned > 0 && fabs(used / planned - 1) <= 0.03, "%d ranks, %s: planned %.0f MiB, in use %.0f", ranks, mode,
            planned / (1 << 20), used / (1 << 20));
-    size_t told = strlen(test->note);
-    snprintf(test->note + told, sizeof(test->note) - told, "%s%d %s %.4f", told ? ", " : "used / planned: ", ranks,
-             mode, used / planned);
+    note(test, "%d %s: %.4f of the plan", ranks, mode, used / planned);
 }
 
 TEST_ALONE(multi_memory_gpu) {
@@ -321,8 +319,7 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
             worst = fmax(worst, multiple);
         }
     }
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%.2g of the bound", used ? ", " : "", worst);
+    note(test, "%.2g of the bound", worst);
 }
 
 #define DESCENT "--rule sgd --beta1 0 --m fp32 --v none"
@@ -428,9 +425,7 @@ static void check_comm(Test* test, bool gpu) {
         expect(strcmp(rounded.text[60], exact.text[60]) != 0, "%s: nothing was rounded", format);
         expect(difference < 0.1, "%s: the last 20 losses are %.3f above those of unrounded gradients", format,
                difference);
-        size_t used = strlen(test->note);
-        snprintf(test->note + used, sizeof(test->note) - used, "%s%s %+.4f",
-                 used ? ", " : "loss of the last 20 steps: ", format, difference);
+        note(test, "loss of the last 20 steps with %s %+.4f", format, difference);
     }
 }
 

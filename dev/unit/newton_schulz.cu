@@ -200,8 +200,7 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
 }
 
 TEST(symmetric_product_gpu) {
-    Device dev;
-    device_open(&dev, true, 0);
+    Device dev = test_device(true);
     double worst = 0.0;
     const int64_t sizes[][2] = {{768, 768}, {520, 1288}, {1288, 520}, {456, 456}, {64, 512}, {776, 1024}};
     for (const auto& size : sizes) {

@@ -97,8 +97,7 @@ TEST_BOTH(part_norm) {
                              {"by tensor", CLIP_TENSOR, 1.5f, 2, 900, -1},
                              {"an infinite gradient", CLIP_TENSOR, 1.5f, 2, 900, 1},
                              {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1}};
-    Device dev;
-    device_open(&dev, gpu, 0);
+    Device dev = test_device(gpu);
     for (const PartCase& row : rows) check_part(test, &dev, row);
     check_end(test, &dev);
     device_close(&dev);

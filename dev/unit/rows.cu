@@ -28,13 +28,11 @@ static const RowCase cases[] = {
 
 static OptimConfig case_config(const RowCase* c, const char* weights, const char* m) {
     OptimConfig config = make_config(c->rule, weights, strcmp(c->m, "none") ? m : "fp32");
-    char error[1024];
     config.m = strcmp(c->m, "none") ? m : "none";
     config.overrides = "none";
     config.limit_growth = c->growth, config.clip_update = c->clip;
     config.scale_by_rms = c->by_rms, config.relative_steps = c->relative;
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
+    return resolved(config);
 }
 
 // A tensor in double precision.
@@ -186,10 +184,8 @@ static void check_case(Test* test, const RowCase* c) {
     }
     expect(worst <= 1.0 && worst > 1e-4, "%s, m %s, growth %g: %g of the bound", c->rule, c->m, (double)c->growth,
            worst);
-    const size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2g", used ? ", " : "of bound: ", c->rule, worst);
-    const OptimBytes plan = optim_bytes(&config, run.tensor, TENSORS, OPTIM_FP32), real = optim_allocated(run.optim);
-    expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", c->rule);
+    note(test, "%s %.2g of the bound", c->rule, worst);
+    expect_planned(test, &run, c->rule);
     run_close(&run);
 }
 

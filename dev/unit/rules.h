@@ -16,15 +16,20 @@ inline bool keeps_v(const char* rule) {
     return find_row(rule_table(), rule)->keeps_v;
 }
 
+// A configuration whose names are filled in; ends the test if it is refused.
+inline OptimConfig resolved(OptimConfig config) {
+    char error[4096];
+    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    return config;
+}
+
 inline OptimConfig make_config(const char* rule, const char* weights, const char* state) {
     const char* v = keeps_v(rule) ? state : "";
     OptimConfig config = {"", rule, weights, "fp32", state, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
     config.beta3 = 0.999f;
     config.alpha = 4.0f;
     config.ramp = 12;
-    char error[512];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
+    return resolved(config);
 }
 
 inline float start(int64_t i) {

@@ -38,7 +38,7 @@ static void many_steps(Optim* optim, const Device* dev, int64_t begin, int64_t e
 }
 
 TEST(shards_beyond_2_31_elements_gpu) {
-    const Device gpu = open_device(true), cpu = open_device(false);
+    const Device gpu = test_device(true), cpu = test_device(false);
     for (const char* preset : {"adamw8", "adamw4"}) {
         const OptimConfig config = preset_config(preset, "bf16");
         OptimTensor tensor = {"tensor", 1, MANY, true, 0};

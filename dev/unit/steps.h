@@ -34,12 +34,6 @@ struct Steps {
     void* context = nullptr;
 };
 
-inline Device open_device(bool gpu) {
-    Device dev;
-    device_open(&dev, gpu, 0);
-    return dev;
-}
-
 inline float run_start(int t, int64_t i) {
     return start(t * 1000000 + i);
 }
@@ -53,13 +47,6 @@ inline float run_gradient(const OptimTensor* tensor, int64_t step, int t, int64_
     if (!how.spread) return g;
     int exponent = (int)(i / tensor->cols % 5) - (int)(i % tensor->cols % 11);
     return ldexpf(g, exponent + (t % 3 == 2 ? (int)(30.0f * test_uniform(2001, i)) : 0));
-}
-
-// A configuration whose names are filled in; ends the test if it is refused.
-inline OptimConfig resolved(OptimConfig config) {
-    char error[4096];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
 }
 
 inline OptimConfig preset_config(const char* preset, const char* grads, const char* overrides = "") {
@@ -80,7 +67,7 @@ inline OptimConfig states_config(const char* rule, const char* weights, const ch
 inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
                      bool gpu = false) {
     memset((void*)run, 0, sizeof(*run));
-    run->dev = open_device(gpu);
+    run->dev = test_device(gpu);
     run->config = *config, run->count = count, run->compute = compute;
     memcpy(run->tensor, tensors, (size_t)count * sizeof(*tensors));
     run->elements = optim_layout(run->tensor, count, config);

@@ -12,9 +12,7 @@ constexpr int STATES = sizeof(state_names) / sizeof(state_names[0]);
 
 static OptimConfig table_config(const char* preset, const char* weights, const char* m, const char* v) {
     OptimConfig config = {preset, "", weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
-    char error[4096];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    return config;
+    return resolved(config);
 }
 
 static const FormatRow* state_row(const char* name) {
