@@ -23,7 +23,7 @@
 // column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
 //
 // With --matmul fp8 a linear layer reads both results as codes of 8 bits: forward's `out`, and the dinp that backward
-// leaves. The kernels then write these codes too, or instead (fp8_codes.cuh), so that no pass only rounds.
+// leaves. Forward then writes codes instead of `out`, and backward writes both (fp8_codes.cuh), so no pass only rounds.
 #pragma once
 #include <assert.h>
 

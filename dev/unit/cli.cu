@@ -449,6 +449,40 @@ FOLDER_TEST(cli_fit) {
     }
 }
 
+// The plan of --memory is the one of the card itself, kind by kind; only the driver's share is assumed there. The sizes
+// of some scratch buffers go by the GPU, so a Hopper card of 132 multiprocessors is wanted.
+TEST(cli_plan_of_a_card_gpu) {
+    if (getenv("NIBBLE_SANITIZE")) skip("processes of its own");
+    const char* const options[] = {"--matmul fp8 --head fp8", "--preset muon8 --recompute block",
+                                   "--preset adamw4l --matmul bf16 --recompute gelu"};
+    for (const char* more : options) {
+        double gib[2][6];
+        for (int real = 0; real < 2; real++) {
+            Child child = new_child();
+            child.gpu = real == 1;
+            start(
+                &child,
+                "--dry-run --model gpt2 --data %s/text.txt --steps 1 --batch 8 --tokens-per-step 8192 --release off %s "
+                "%s",
+                work_folder(), more, real ? "--device gpu" : "--memory 70G");
+            finish(&child);
+            expect_code(child, 0);
+            const char *line = strstr(OUT(child), " memory "), *device = strstr(OUT(child), " device ");
+            if (real && (!device || (!strstr(device, "H100 80GB HBM3") && !strstr(device, "NVIDIA H200")))) {
+                skip("needs an H100 or H200 with 132 multiprocessors");
+            }
+            double* at = gib[real];
+            expect(line &&
+                       sscanf(line, " memory weights %lf states %lf gradients %lf activations %lf other %lf driver %lf",
+                              at, at + 1, at + 2, at + 3, at + 4, at + 5) == 6,
+                   "no plan: %s", OUT(child));
+        }
+        for (int i = 0; i < 5; i++)
+            expect(gib[0][i] == gib[1][i], "%s: kind %d: %g, %g", more, i, gib[0][i], gib[1][i]);
+        expect(fabs(gib[0][5] - gib[1][5]) < 0.25, "%s: driver %g, %g", more, gib[0][5], gib[1][5]);
+    }
+}
+
 TEST(cli_too_little_memory_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("a process of its own");
     const char* work = work_folder();
