@@ -4,9 +4,8 @@
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "../../optim/user.h"
-#include "cache.h"
 #include "data.h"
-#include "test.h"
+#include "steps.h"
 
 static const char* example() {
     static char path[2100];
@@ -114,7 +113,7 @@ CACHE_TEST(JIT_TEST, user_format_lists) {
     expect(bits == 8 && block == 64 && each == 1.062, "%d bits, block %d, %g bytes", bits, block, each);
 }
 
-static void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
+static void refuses(Test* test, OptimConfig config, const char* begin, const char* holds) {
     static char error[DATA_ERROR_BYTES];
     error[0] = 0;
     expect(!optim_resolve(&config, error, sizeof(error)), "resolved, and should be refused: %s", holds);
@@ -151,30 +150,30 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
         const char* path = in(folder, file.name);
         snprintf(text, sizeof(text), file.text, type);
         put_text(test, path, text);
-        expect_refusal(test, asked(path, "fp32", "fp32"), "--format", file.holds);
-        expect_refusal(test, asked(path, "fp32", "fp32"), "--format", file.name);
+        refuses(test, asked(path, "fp32", "fp32"), "--format", file.holds);
+        refuses(test, asked(path, "fp32", "fp32"), "--format", file.name);
     }
-    expect_refusal(test, asked(in(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
-    expect_refusal(test, asked(folder.path, "", ""), "--format: ", "not a regular file");
+    refuses(test, asked(in(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
+    refuses(test, asked(folder.path, "", ""), "--format: ", "not a regular file");
     // A name that another file of the list has, and the second file's own lines.
     char both[4200], text[1024];
     snprintf(text, sizeof(text), "\n\nOPTIM_FORMAT(\"my8/64\", \"x\", %s)", type);
     put_text(test, in(folder, "other.cuh"), text);
     snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "other.cuh"));
-    expect_refusal(test, asked(both, "", ""), "--format: ", "other.cuh names a format \"my8/64\", and so does");
+    refuses(test, asked(both, "", ""), "--format: ", "other.cuh names a format \"my8/64\", and so does");
     snprintf(both, sizeof(both), "%s,%s", example(), example());
-    expect_refusal(test, asked(both, "", ""), "--format: ", "type one of them alone");
+    refuses(test, asked(both, "", ""), "--format: ", "type one of them alone");
     snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "error.cuh"));
-    expect_refusal(test, asked(both, "", ""), "--format ", "error.cuh(5): error");
+    refuses(test, asked(both, "", ""), "--format ", "error.cuh(5): error");
     // Names that are refused, or need the option.
     OptimConfig weights = asked(example(), "", "");
     weights.weights = "my8/64";
-    expect_refusal(test, weights, "--weights: \"my8/64\"", "--m and --v only");
-    expect_refusal(test, asked("", "my8", ""), "--m: \"my8\" is not known", "needs --format FILE.cuh");
-    expect_refusal(test, asked(example(), "my7", ""), "--m: \"my7\" is not known", "the files given name no such");
+    refuses(test, weights, "--weights: \"my8/64\"", "--m and --v only");
+    refuses(test, asked("", "my8", ""), "--m: \"my8\" is not known", "needs --format FILE.cuh");
+    refuses(test, asked(example(), "my7", ""), "--m: \"my7\" is not known", "the files given name no such");
     snprintf(text, sizeof(text), "OPTIM_FORMAT(\"u/64\", \"x\", Blocks<Ulin8, 64, ScaleFp32, NEAREST>)");
     put_text(test, in(folder, "unsigned.cuh"), text);
-    expect_refusal(test, asked(in(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
+    refuses(test, asked(in(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
     expect(folder_files(cache.path, false) > 0, "what compiles is kept");
 }
 
@@ -342,76 +341,34 @@ CACHE_TEST(TEST, user_format_on_the_cpu) {
 
 // On a GPU.
 
-constexpr int TENSORS = 3;
-
-// All streams after some steps, caller frees.
-static char* run_steps(const Device* dev, const OptimConfig* config, int64_t* bytes) {
-    OptimTensor tensors[TENSORS] = {{"a", 33, 129, true, 0}, {"b", 1, 31, false, 0}, {"c", 64, 64, true, 0}};
-    int64_t elements = optim_layout(tensors, TENSORS, config);
-    Optim* optim = optim_create(dev, config, tensors, TENSORS, OPTIM_BF16);
-    float* values = (float*)malloc((size_t)elements * sizeof(float));
-    uint16_t* narrow = (uint16_t*)calloc((size_t)elements, sizeof(uint16_t));
-    void* grads = device_alloc(dev, elements * 2);
-    float *scale = (float*)device_alloc(dev, 4), one = 1.0f;
-    copy_to_device(dev, scale, &one, 4);
-    for (int64_t i = 0; i < elements; i++) values[i] = test_uniform(3, i);
-    for (int t = 0; t < TENSORS; t++) optim_set_weights(optim, t, values + tensors[t].offset);
-    for (int step = 1; step <= 6; step++) {
-        for (int t = 0; t < TENSORS; t++) {
-            for (int64_t i = 0; i < tensors[t].rows * tensors[t].cols; i++) {
-                int64_t element = tensors[t].offset + i;
-                float g = ldexpf(test_uniform((uint64_t)(10 + step), element), (int)(8 * test_uniform(4, element)));
-                uint32_t word;
-                memcpy(&word, &g, 4);
-                narrow[element] = (uint16_t)(word >> 16);
-            }
-        }
-        copy_to_device(dev, grads, narrow, elements * 2);
-        optim_step(optim, grads, scale, 1e-2f, step);
+// Six steps on a GPU with moments of these formats leave the bytes that the built-in ones leave.
+static void expect_equal_runs(Test* test, const char* formats, const char* m, const char* v, const char* built_in_m,
+                              const char* built_in_v) {
+    const OptimTensor tensors[] = {{"a", 33, 129, true, 0}, {"b", 1, 31, false, 0}, {"c", 64, 64, true, 0}};
+    OptimConfig config[] = {asked(formats, m, v), asked("", built_in_m, built_in_v)};
+    if (!resolve(test, &config[0]) || !resolve(test, &config[1])) return;
+    Run run[2];
+    for (int k = 0; k < 2; k++) {
+        run_open(&run[k], &config[k], tensors, 3, OPTIM_BF16, true);
+        run_steps(&run[k], 1, 6);
     }
-    *bytes = 0;
-    for (int s = 0; s < optim_stream_count(optim); s++) {
-        *bytes += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
-    }
-    char* all = (char*)malloc((size_t)*bytes);
-    int64_t used = 0;
-    for (int s = 0; s < optim_stream_count(optim); s++) {
-        OptimStream stream = optim_stream(optim, s);
-        copy_to_host(dev, all + used, stream.data, stream.elements * stream.element_bytes);
-        used += stream.elements * stream.element_bytes;
-    }
-    device_free(dev, grads), device_free(dev, scale);
-    optim_free(optim);
-    return all;
+    const char* where = difference(&run[0], &run[1]);
+    expect(!where, "%s, %s: %s", config[0].m, config[0].v, where);
+    for (Run& each : run) run_close(&each);
 }
 
-static void expect_equal_runs(Test* test, const Device* dev, const char* formats, const char* m, const char* v,
-                              const char* built_in_m, const char* built_in_v) {
-    OptimConfig mine = asked(formats, m, v), theirs = asked("", built_in_m, built_in_v);
-    if (!resolve(test, &mine) || !resolve(test, &theirs)) return;
-    int64_t bytes[2], differ = 0;
-    char *got = run_steps(dev, &mine, &bytes[0]), *want = run_steps(dev, &theirs, &bytes[1]);
-    for (int64_t i = 0; i < bytes[0] && i < bytes[1]; i++) differ += got[i] != want[i];
-    expect(bytes[0] == bytes[1] && differ == 0, "%s, %s: %lld of %lld bytes differ", mine.m, mine.v, (long long)differ,
-           (long long)bytes[1]);
-}
-
-JIT_TEST(user_format_equals_built_in_gpu) {
-    Device gpu;
-    device_open(&gpu, true, 0);
-    CacheFolder cache = cache_enter();
+CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
     Folder folder = folder_new(test);
-    expect_equal_runs(test, &gpu, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
-    expect_equal_runs(test, &gpu, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
+    expect_equal_runs(test, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
+    expect_equal_runs(test, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
     // Tables that a thread of the GPU fills, against those that the host fills: 8 bits and 4, to nearest and not.
     put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
     const char* tables = in(folder, "tables.cuh");
-    expect_equal_runs(test, &gpu, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
-    expect_equal_runs(test, &gpu, tables, "c", "fp32", "de4/128:sr", "fp32");
-    expect_equal_runs(test, &gpu, tables, "e", "b", "soft8/32", "udyn8/128:sr");
-    expect_equal_runs(test, &gpu, tables, "d", "fp32", "nf4@bf16", "fp32");
-    expect_equal_runs(test, &gpu, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
-    cache_leave(&cache);
+    expect_equal_runs(test, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
+    expect_equal_runs(test, tables, "c", "fp32", "de4/128:sr", "fp32");
+    expect_equal_runs(test, tables, "e", "b", "soft8/32", "udyn8/128:sr");
+    expect_equal_runs(test, tables, "d", "fp32", "nf4@bf16", "fp32");
+    expect_equal_runs(test, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
 }
 
 TEST(user_format_trains_and_resumes_gpu) {
