@@ -287,4 +287,4 @@ help:
 FORCE:
 .PHONY: all lib wheel install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
--include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d $(BUILD)/*/*/*/*.d)

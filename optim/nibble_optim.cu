@@ -229,6 +229,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
             user_error("parameters: \"%s\" were found; an optimizer takes fp32 or bf16", value);
         }
         optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
+    } else if (strcmp(key, "capturable") == 0) {
+        config->replays = setting_count(key, value) > 0;
     } else if (strcmp(key, "stacked") == 0) {
         optim->stacked = value;
     } else if (strcmp(key, "seed") == 0) {
@@ -238,7 +240,7 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, stacked, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, "
+            "formats, stacked, capturable, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, "
             "limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
@@ -556,12 +558,28 @@ static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
     }
 }
 
+// Refuses to take over a parameter's value in a CUDA graph, which would do so in each replay.
+static void require_no_capture([[maybe_unused]] const NibbleOptim* optim, [[maybe_unused]] int tensor) {
+#ifdef __CUDACC__
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (optim->dev.gpu) check(cudaStreamIsCapturing(optim->dev.stream, &status));
+    if (status == cudaStreamCaptureStatusNone) return;
+    user_error("%s is new to the optimizer, or others have written it; take a step before the capture",
+               optim->tensor[tensor].name);
+#endif
+}
+
+NIBBLE_API NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error) {
+    return on_device(optim, stream, error, [&] { *step = placed_clock(optim->tables); });
+}
+
 NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error) {
     static_assert(sizeof(NibbleGroup) == sizeof(PlacedGroup), "the same members");
     return on_device(optim, step->stream, error, [&] {
         step_check(optim, step);
         for (int t = 0; t < optim->count; t++) {
             if (!optim->stale[t] || !step->grads[t]) continue;
+            require_no_capture(optim, t);
             if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);
             optim->stale[t] = false;
         }

@@ -154,7 +154,8 @@ struct StepKernel {
     int threads, shared_bytes;
     const void* built_in;  // on a GPU, or null: then jit
     JitKernel jit;
-    bool measures;  // a pass comes before it, for formats in spans
+    JitKernel replayed;  // with arguments in device memory, of steps that may be captured
+    bool measures;       // a pass comes before it, for formats in spans
     JitKernel measure;
     int measure_threads, measure_shared_bytes;
 };
@@ -543,6 +544,18 @@ static Streams from_begin(const FormatRow* format, const Streams& streams, int64
     return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
+// Makes the kernel for steps in CUDA graphs, of launches whose step is one kernel.
+static void replayed_create(Optim* optim, int index) {
+    Launch* launch = &optim->launch[index];
+    StepKernel* kernel = &launch->kernel;
+    const Rows* rows = &launch->rows;
+    const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
+    if (!optim->config.replays || !optim->dev->gpu || launch->plan->tiles == 0 || spans) return;
+    if (rows->rule->matrix || launch->passes.plan.passes > 0) return;
+    jit_create(optim->dev, &launch->plan->config, optim->compute, rows, "optim_replayed_kernel", &kernel->replayed);
+    jit_shared_bytes(&kernel->replayed, kernel->shared_bytes);
+}
+
 // Allocates and names the moments of launch `index`, and gets its kernel.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
@@ -566,6 +579,7 @@ static void launch_create(Optim* optim, int index) {
     const Rows first = first_rows(&planned->config);
     kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
     rows_create(optim, index);
+    replayed_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
 }
 
@@ -930,6 +944,21 @@ void optim_passes(const Optim* optim, int launch, const OptimConfig* config, con
     arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
     launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
+}
+
+void optim_arguments(const Optim* optim, int launch, StepArguments* arguments) {
+    launch_arrays(optim, &optim->launch[launch], arguments);
+}
+
+bool optim_replays(const Optim* optim, int launch) {
+    return optim->launch[launch].kernel.replayed.function != nullptr;
+}
+
+void optim_launch_replayed(const Optim* optim, int launch, const StepArguments* arguments, int64_t tiles) {
+    const StepKernel* kernel = &optim->launch[launch].kernel;
+    void* pointers[] = {&arguments};
+    jit_launch(&kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, kernel->threads, kernel->shared_bytes,
+               pointers, optim->dev->stream);
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {

@@ -337,6 +337,8 @@ TEST(placed_kernels_compile) {
         {"optim_step_kernel", "sm_90", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
         {"optim_step_kernel", "sm_90", {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}},
         {"optim_sums_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_replayed_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
+        {"optim_replayed_kernel", "sm_90", {"adamw4l", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_sums_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},

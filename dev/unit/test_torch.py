@@ -229,6 +229,15 @@ def library_part_of_a_model_has_its_noise():
 
 
 @test
+def library_clock():
+    plain = Plain([40], preset="adamw8", capturable=1)
+    assert plain.handle.clock() == 0
+    for number in (1, 2, 7):
+        plain.step(number)
+        assert plain.handle.clock() == number
+
+
+@test
 def library_limit_growth():
     """A tensor's update grows by no more than the factor from step to step; without it, it does."""
     most = {}
@@ -500,6 +509,65 @@ def torch_missing_gradients_and_new_groups():
                 p.grad = torch.full_like(p, 0.25)
             o.step()
         assert all(torch.equal(p, q) for p, q in zip(list(model.parameters()) + [extra], again))
+
+
+@test
+def torch_cuda_graph():
+    """Replays of a captured training step, with a learning rate that changes, are the steps that follow; so are eager
+    steps between replays."""
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    rate = lambda number: 1e-2 / number
+    for dtype in (torch.float32, torch.bfloat16):
+        for preset in ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e"):
+            lr = torch.tensor(1e-2, device="cuda")
+            a, b = model_of("cuda", dtype), model_of("cuda", dtype)
+            first, second = make(a, preset=preset, lr=lr, capturable=True), make(b, preset=preset)
+            x, y = batch(a, 1)
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+            def step(model, optimizer):
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for number in range(1, 4):
+                    lr.fill_(rate(number))
+                    step(a, first)
+            torch.cuda.current_stream().wait_stream(stream)
+            first.zero_grad()
+            with torch.cuda.graph(graph):
+                step(a, first)
+            for number in range(4, 12):
+                lr.fill_(rate(number))
+                if number == 8:
+                    step(a, first)
+                else:
+                    graph.replay()
+            for number in range(1, 12):
+                second.param_groups[0]["lr"] = float(torch.tensor(rate(number)))
+                step(b, second)
+            assert same(a, b), (dtype, preset)
+            saved, want = first.state_dict(), second.state_dict()
+            assert saved["param_groups"][0]["steps"] == want["param_groups"][0]["steps"] == 11
+            for i, states in want["state"].items():
+                assert all(torch.equal(value, saved["state"][i][name]) for name, value in states.items()), (preset, i)
+    model = model_of("cuda")
+    for settings, kind, words in [({"preset": "adamw8"}, RuntimeError, "capturable=True"),
+                                  ({"preset": "came8", "capturable": True}, ValueError, "more than one kernel"),
+                                  ({"preset": "adamw16", "capturable": True}, RuntimeError, "before any was taken")]:
+        optimizer, graph = make(model, **settings), torch.cuda.CUDAGraph()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if settings["preset"] != "adamw16":
+            optimizer.step()
+
+        def captured():
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        raises(kind, words, captured)
 
 
 @test
