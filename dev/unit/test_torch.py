@@ -848,8 +848,13 @@ def torch_converts_train_checkpoints():
     program = ROOT / "train"
     if not program.exists():
         raise Skip("no ./train")
+    for preset in ("adamw8", "muon8", "galore8"):
+        converts(program, preset)
+
+
+def converts(program, preset):
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run([program, "--device", "cpu", "--preset", "adamw8", "--steps", "2", "--val-every", "0",
+        run = subprocess.run([program, "--device", "cpu", "--preset", preset, "--steps", "2", "--val-every", "0",
                               "--sample-every", "0", "--run", f"{folder}/run"], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder)
         assert run.returncode == 0, run.stderr
@@ -864,9 +869,10 @@ def torch_converts_train_checkpoints():
                  for kind in ("weight", "bias")]
         names = ["wte.weight", "wpe.weight", *(f"h.{i}.{b}" for i in range(layers) for b in block), "ln_f.weight",
                  "ln_f.bias"]
-        params = [torch.nn.Parameter(torch.zeros(header[prefix + name]["shape"], dtype=torch.bfloat16))
-                  for name in names]
-        optimizer = nibble_optim.Optimizer(params, preset="adamw8", seed=1)
+        # Linear weights are (outputs, inputs) in ./train and in torch; the file has GPT-2's order, the other one.
+        shapes = [header[prefix + name]["shape"][::-1 if "c_" in name else 1] for name in names]
+        params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+        optimizer = nibble_optim.Optimizer(list(zip(names, params)), preset=preset, seed=1, stacked="c_attn.weight:3")
         for p in params:
             p.grad = torch.zeros_like(p)
         optimizer.step()
