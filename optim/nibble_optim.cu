@@ -89,6 +89,7 @@ struct NibbleOptim {
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count): what is kept beside the parameter has to be made from it
     int count;
+    bool releases;        // each tensor is an optimizer of its own, stepped in the backward pass
     const char* stacked;  // of the settings, or null
     int64_t element, end;
     char* text[64];  // the settings' values, which the configuration points to
@@ -231,6 +232,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
         optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
     } else if (strcmp(key, "capturable") == 0) {
         config->replays = setting_count(key, value) > 0;
+    } else if (strcmp(key, "releases") == 0) {
+        optim->releases = setting_count(key, value) > 0;
     } else if (strcmp(key, "stacked") == 0) {
         optim->stacked = value;
     } else if (strcmp(key, "seed") == 0) {
@@ -240,7 +243,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, stacked, capturable, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, "
+            "formats, stacked, capturable, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
+            "clip_update, "
             "limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
@@ -442,6 +446,10 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     if (optim->gpu >= 0) gpu_open(optim);
     tensors_take(optim, tensors);
     OptimConfig* config = &optim->config;
+    char why[256];
+    if (optim->releases && !optim_releases(config, optim->local, optim->count, why, sizeof(why))) {
+        user_error("%s; step after the backward pass", why);
+    }
     config->weight_decay = -1.0f;  // a step's groups say
     config->allocate = states_allocate;
     config->allocator = optim;

@@ -45,6 +45,8 @@ typedef struct {
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named
+//     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and
+//                 wants rules refused that take matrices together and need buffers for them
 //     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
 //                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others
 //     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before

@@ -626,6 +626,8 @@ def torch_matrices_and_the_rest():
         assert same(a, b) and torch.equal(extra, again), device
     model = model_of()
     raises(ValueError, "is a vector", lambda: train(model, make(model, rule="muon"), 1, 1))
+    backward = make(model, preset="muon").step_in_backward()
+    raises(ValueError, "takes all matrices", lambda: train(model, backward, 1, 1))
 
 
 @test

@@ -431,6 +431,8 @@ class Optimizer(torch.optim.Optimizer):
         settings = self._settings(group, small=params[0].numel() < self._min_quantized)
         if params[0].dtype is torch.bfloat16 and self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
+        if self._apart:
+            settings["releases"] = 1
         part = _Part(self, params, settings, grads, self._end if element is None else element)
         self._place(part)
         self._parts.append(part)
