@@ -598,6 +598,7 @@ struct Replay {
     int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
     int groups;
 };
+static_assert(sizeof(Replay) <= 4096, "a kernel's arguments");
 
 // grid: 1, block: any from STEP_GROUPS on.
 __global__ void placed_replay_kernel(const __grid_constant__ Replay replay, const int64_t* clock, StepArguments* to) {
