@@ -105,7 +105,7 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.
-HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list optim override plan resolve user)
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,bytes convert decoded jit list optim override plan resolve user)
 $(HOST_ONLY): CUDA_ARCH :=
 $(HOST_ONLY): CUDA_PTX := 80
 
@@ -287,4 +287,4 @@ help:
 FORCE:
 .PHONY: all lib wheel install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
--include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d)
+-include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d $(BUILD)/*/*/*/*.d)

@@ -1,5 +1,6 @@
 // The constants of a step (rules/hyper.cuh): bias corrections, schedulers, decay. The host computes them in double with
-// operations that IEEE 754 defines and rounds once, so that every machine finds the same.
+// operations that IEEE 754 defines and rounds once, so that every machine finds the same. In a CUDA graph the device
+// does (placed.h).
 #pragma once
 #include "optim.h"
 #include "rules/hyper.cuh"
@@ -10,7 +11,7 @@ struct Settings {
 };
 
 // base^exponent by squaring: products alone, so the same bits on every machine, which a library's pow does not promise.
-inline double power(double base, int64_t exponent) {
+OPTIM_INLINE double power(double base, int64_t exponent) {
     double result = 1.0;
     for (; exponent > 0; exponent /= 2, base *= base) {
         if (exponent % 2) result *= base;
@@ -19,7 +20,7 @@ inline double power(double base, int64_t exponent) {
 }
 
 // ln(x) for x > 0, and exp(y), by their series, for the same reason.
-inline double logarithm(double x) {
+OPTIM_INLINE double logarithm(double x) {
     double z = (x - 1.0) / (x + 1.0), term = z, sum = z;
     for (int k = 3; fabs(term) > 1e-17 * fabs(sum); k += 2) {
         term *= z * z;
@@ -28,7 +29,7 @@ inline double logarithm(double x) {
     return 2.0 * sum;
 }
 
-inline double exponential(double y) {
+OPTIM_INLINE double exponential(double y) {
     int halvings = 0;
     for (; fabs(y) > 0.25; y *= 0.5) halvings++;
     double term = y, sum = y;  // exp(y) - 1; doubling y makes it sum * (sum + 2)
@@ -40,47 +41,71 @@ inline double exponential(double y) {
     return 1.0 + sum;
 }
 
+// What the constants of all steps are made from.
+struct HyperSource {
+    float beta1, beta2, beta3, alpha, eps, lr_max;
+    int64_t ramp;
+    Settings settings;
+    bool independent, adafactor;
+    bool keeps_m;  // only adafactor can do without
+};
+
+inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
+    const RuleRow* rule = find_row(rule_table(), config->rule);
+    const bool adafactor = rule && rule->rows == ROWS_ADAFACTOR;
+    return {config->beta1,
+            config->beta2,
+            config->beta3,
+            config->alpha,
+            config->eps,
+            config->lr_max,
+            config->ramp,
+            *settings,
+            strcmp(config->decay_mode, "independent") == 0,
+            adafactor,
+            !adafactor || strcmp(config->m, none_row()->name) != 0};
+}
+
 // AdEMAMix's schedulers: alpha rises linearly, beta3 from beta1 so that 1 / ln(beta3) does, which is its half-life.
-inline void ramp_create(const OptimConfig* config, int64_t step, double* beta3, double* alpha) {
-    *beta3 = config->beta3, *alpha = config->alpha;
-    if (step >= config->ramp) return;
-    double done = (double)step / (double)config->ramp;
+OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* beta3, double* alpha) {
+    *beta3 = from.beta3, *alpha = from.alpha;
+    if (step >= from.ramp) return;
+    double done = (double)step / (double)from.ramp;
     *alpha *= done;
-    if (config->beta3 <= config->beta1 || config->beta3 <= 0.0f) return;
-    double start = config->beta1 > 0.0f ? 1.0 / logarithm(config->beta1) : 0.0;
-    *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(config->beta3)));
+    if (from.beta3 <= from.beta1 || from.beta3 <= 0.0f) return;
+    double start = from.beta1 > 0.0f ? 1.0 / logarithm(from.beta1) : 0.0;
+    *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(from.beta3)));
 }
 
 // 1 / sqrt(1 - beta^step), by which the root of an average that began at 0 is multiplied.
-inline double bias_root(double beta, int64_t step) {
+OPTIM_INLINE double bias_root(double beta, int64_t step) {
     return 1.0 / sqrt(1.0 - power(beta, step));
 }
 
 // Adafactor's 1 - beta2: step^-0.8. The logarithm's series wants an argument near 1.
-inline double adafactor_rest(int64_t step) {
+OPTIM_INLINE double adafactor_rest(int64_t step) {
     int halvings = 0;
     double x = 1.0 / (double)step;
     for (; x < 0.75; x *= 2.0) halvings++;
     return step > 1 ? exponential(0.8 * (logarithm(x) + halvings * logarithm(0.5))) : 1.0;
 }
 
-inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
-    double beta1 = config->beta1, beta2 = config->beta2, beta3, alpha;
-    bool independent = strcmp(config->decay_mode, "independent") == 0;
-    double bias1 = 1.0 - power(beta1, step), lr = rate * settings->lr;
-    double decay_rate = independent ? rate / (double)config->lr_max : lr;
-    ramp_create(config, step, &beta3, &alpha);
+OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t step) {
+    double beta1 = from.beta1, beta2 = from.beta2, beta3, alpha;
+    double bias1 = 1.0 - power(beta1, step), lr = rate * from.settings.lr;
+    double decay_rate = from.independent ? rate / (double)from.lr_max : lr;
+    ramp_create(from, step, &beta3, &alpha);
     Hyper hyper;
     hyper.lr = (float)lr;
-    hyper.keep = (float)(1.0 - decay_rate * settings->decay);
-    hyper.decay = (float)settings->decay;
+    hyper.keep = (float)(1.0 - decay_rate * from.settings.decay);
+    hyper.decay = (float)from.settings.decay;
     hyper.step_size = (float)(lr / bias1);
-    hyper.beta1 = config->beta1;
+    hyper.beta1 = from.beta1;
     hyper.rest1 = (float)(1.0 - beta1);
-    hyper.beta2 = config->beta2;
+    hyper.beta2 = from.beta2;
     hyper.rest2 = (float)(1.0 - beta2);
     hyper.root2 = (float)bias_root(beta2, step);
-    hyper.eps = config->eps;
+    hyper.eps = from.eps;
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
@@ -88,14 +113,17 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     // error of the first tens of steps comes back, since their bias1 is smaller than that of later steps. The lower
     // limit is for rates that end near 0: without it m would hold errors that no later step can pay back.
     double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step)),
-           min = 0.01 * config->lr_max * settings->lr;
+           min = 0.01 * from.lr_max * from.settings.lr;
     ahead = ahead > min ? ahead : min;
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
-    const RuleRow* rule = find_row(rule_table(), config->rule);
-    if (rule && rule->rows == ROWS_ADAFACTOR) {
+    if (from.adafactor) {
         hyper.rest2 = (float)adafactor_rest(step);
         hyper.root2 = 1.0f;
-        if (strcmp(config->m, none_row()->name) == 0) hyper.rest1 = 1.0f;
+        if (!from.keeps_m) hyper.rest1 = 1.0f;
     }
     return hyper;
+}
+
+inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
+    return hyper_create(hyper_source(config, settings), rate, step);
 }

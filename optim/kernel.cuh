@@ -730,11 +730,9 @@ __device__ __forceinline__ void registers_set() {
 }
 #endif
 
-// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: step_shared_bytes;
-// deterministic.
+// The kernels of the step.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
-    optim_step_kernel(const __grid_constant__ StepArguments step) {
+__device__ __forceinline__ void step_run(const StepArguments& step) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr StepShape SHAPE = Layout::SHAPE;
     const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
@@ -794,6 +792,22 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
                                                       nullptr, grad_scale, thread, turn);
     }
 #endif
+}
+
+// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: step_shared_bytes;
+// deterministic.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
+    optim_step_kernel(const __grid_constant__ StepArguments step) {
+    step_run<Rule, Weights, M, V, Copy, Grads>(step);
+}
+
+// The same with arguments from device memory, which a CUDA graph changes from replay to replay
+// (placed.h).
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
+    optim_replayed_kernel(const StepArguments* step) {
+    step_run<Rule, Weights, M, V, Copy, Grads>(*step);
 }
 
 // The weights as the model sees them, rounded to nearest into the type that the matmuls read.

@@ -93,6 +93,7 @@ struct NibbleOptim {
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count): what is kept beside the parameter has to be made from it
     int count;
+    bool releases;        // each tensor is an optimizer of its own, stepped in the backward pass
     const char* stacked;  // of the settings, or null
     int64_t element, end;
     char* text[64];  // the settings' values, which the configuration points to
@@ -233,6 +234,10 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
             user_error("parameters: \"%s\" were found; an optimizer takes fp32 or bf16", value);
         }
         optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
+    } else if (strcmp(key, "capturable") == 0) {
+        config->replays = setting_count(key, value) > 0;
+    } else if (strcmp(key, "releases") == 0) {
+        optim->releases = setting_count(key, value) > 0;
     } else if (strcmp(key, "stacked") == 0) {
         optim->stacked = value;
     } else if (strcmp(key, "seed") == 0) {
@@ -242,7 +247,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, stacked, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, clip_update, "
+            "formats, stacked, capturable, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
+            "clip_update, "
             "limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
@@ -444,6 +450,10 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     if (optim->gpu >= 0) gpu_open(optim);
     tensors_take(optim, tensors);
     OptimConfig* config = &optim->config;
+    char why[256];
+    if (optim->releases && !optim_releases(config, optim->local, optim->count, why, sizeof(why))) {
+        user_error("%s; step after the backward pass", why);
+    }
     config->weight_decay = -1.0f;  // a step's groups say
     config->allocate = states_allocate;
     config->allocator = optim;
@@ -560,12 +570,28 @@ static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
     }
 }
 
+// Refuses to take over a parameter's value in a CUDA graph, which would do so in each replay.
+static void require_no_capture([[maybe_unused]] const NibbleOptim* optim, [[maybe_unused]] int tensor) {
+#ifdef __CUDACC__
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (optim->dev.gpu) check(cudaStreamIsCapturing(optim->dev.stream, &status));
+    if (status == cudaStreamCaptureStatusNone) return;
+    user_error("%s is new to the optimizer, or others have written it; take a step before the capture",
+               optim->tensor[tensor].name);
+#endif
+}
+
+NIBBLE_API NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error) {
+    return on_device(optim, stream, error, [&] { *step = placed_clock(optim->tables); });
+}
+
 NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error) {
     static_assert(sizeof(NibbleGroup) == sizeof(PlacedGroup), "the same members");
     return on_device(optim, step->stream, error, [&] {
         step_check(optim, step);
         for (int t = 0; t < optim->count; t++) {
             if (!optim->stale[t] || !step->grads[t]) continue;
+            require_no_capture(optim, t);
             if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);
             optim->stale[t] = false;
         }

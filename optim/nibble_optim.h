@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define NIBBLE_OPTIM_VERSION 1
+#define NIBBLE_OPTIM_VERSION 2
 #define NIBBLE_ERROR_BYTES 32768
 
 typedef enum {
@@ -44,6 +44,9 @@ typedef struct {
 //     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum,
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
+//     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named
+//     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and
+//                 wants rules refused that take matrices together and need buffers for them
 //     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
 //                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others
 //     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before
@@ -63,6 +66,7 @@ typedef struct {
     double lr, weight_decay;
     float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place
     int64_t step;             // of these tensors, from 1, for bias corrections
+    const float* lr_at;       // on the device: a captured step reads lr here in each replay; null: lr as it is now
 } NibbleGroup;
 
 typedef struct {
@@ -77,6 +81,14 @@ typedef struct {
 } NibbleStep;
 
 NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error);
+
+// With the setting capturable=1, a step may be captured in a CUDA graph once a step with the same tensors and groups
+// has been taken. Each replay is the step after the last one: the optimizer counts them on the device, for the noise
+// and the bias corrections. Gradients and parameters are those of the capture, and so are the groups' constants, but
+// for lr_at. nibble_optim_clock waits for the stream and returns the number of the last step, with which the caller
+// goes on counting after replays. Rules that read rows or matrices, scales of whole tensors and limit_growth are
+// refused.
+NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
 // Tells the optimizer that the caller has written to a parameter. The next step makes what it keeps beside the
 // parameter (a master, codes) from the new values.

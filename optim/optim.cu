@@ -7,6 +7,7 @@
 
 #include <assert.h>
 
+#include "bytes.h"
 #include "jit.h"
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
@@ -20,99 +21,11 @@
 
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
-// Sizes.
-
-// With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
-// the numbers of whole tensors are not.
-static bool on_host(bool offload, const StreamInfo& stream) {
-    return offload && stream.span == SPAN_RUN;
-}
-
-static int64_t format_bytes(const FormatRow* format, const ArenaRun* run, bool offload = false, bool of_host = false) {
-    int64_t bytes = 0;
-    for (const StreamInfo& stream : format->stream) {
-        if (on_host(offload, stream) == of_host) bytes += aligned_bytes(run_bytes(run, stream));
-    }
-    return bytes;
-}
-
-// Bytes that a storage needs beside its arrays: constants and, for spans, the next numbers and the places of its tiles.
-static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
-    int64_t bytes = aligned_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
-    if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + aligned_bytes(span_bytes(run, format_span(format))) +
-           aligned_bytes(tiles * (int64_t)sizeof(SpanTile));
-}
-
-static bool serves_directly(const FormatRow* weights, OptimType compute) {
-    return strcmp(weights->stream[0].dtype, compute_row(compute)->stream[0].dtype) == 0;
-}
-
 // The copy that a step on a GPU writes beside the weights: bf16 or none. An fp32 copy, which only --matmul fp32 needs,
 // is made by a separate kernel, so that the built-in kernels serve there too.
 static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* weights, OptimType compute) {
     const bool copies = config->keeps_copy && compute == OPTIM_BF16 && !serves_directly(weights, compute);
     return copies ? compute_row(OPTIM_BF16) : none_row();
-}
-
-// Bytes of the tile table and of each launch's counter of tiles.
-static int64_t tiles_bytes(int64_t tiles) {
-    return tiles * (int64_t)sizeof(Tile) + LAUNCHES * (int64_t)sizeof(uint32_t);
-}
-
-// Bytes of the buffers of a rule that reads matrices.
-static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
-    MatrixPlan its = matrix_plan(plan, launch, tensors, count);
-    const int64_t bytes = aligned_bytes(its.matrices * (int64_t)sizeof(Matrix)) + aligned_bytes(its.scratch) +
-                          aligned_bytes(its.work) + aligned_bytes(its.sums) + aligned_bytes(sizeof(float)) +
-                          2 * aligned_bytes(its.low) + aligned_bytes(its.low_tiles);
-    matrix_plan_free(&its);
-    return bytes;
-}
-
-// Bytes of what the passes of a launch use.
-static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
-    RowPlan its = row_plan(plan, launch, tensors, count);
-    const bool any = its.passes > 0;
-    const int64_t bytes =
-        aligned_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + aligned_bytes(its.parts * (int64_t)sizeof(float));
-    row_plan_free(&its);
-    return any ? bytes : 0;
-}
-
-// Bytes of the factors of the tiles, if a launch has some.
-static int64_t factors_bytes(const Plan* plan) {
-    bool any = false;
-    for (int i = 0; i < plan->launches; i++) any = any || config_scaled(&plan->launch[i].config);
-    return any ? (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float) : 0;
-}
-
-OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
-    Plan* plan = plan_ranges(config, tensors, count);
-    OptimBytes bytes = {0, 0, 0, aligned_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
-    for (int i = 0; i < plan->weights_count; i++) {
-        const FormatRow* weights = find_row(weights_table(), plan->weights[i].format);
-        const ArenaRun* run = &plan->weights[i].run;
-        bytes.weights += format_bytes(weights, run);
-        const bool copies = config->keeps_copy && !serves_directly(weights, compute);
-        bytes.compute += copies ? format_bytes(compute_row(compute), run) : 0;
-        bytes.tables += format_table_bytes(weights, run);
-    }
-    for (int i = 0; i < plan->launches; i++) {
-        Rows rows = config_rows(&plan->launch[i].config);
-        for (int slot = SLOT_M; slot < SLOTS; slot++) {
-            const FormatRow* format = slot_format(&plan->launch[i].config, &rows, (Slot)slot);
-            const ArenaRun* run = &plan->launch[i].kept[slot];
-            bytes.states += format_bytes(format, run, config->offload);
-            bytes.host += format_bytes(format, run, config->offload, true);
-            bytes.tables += format_table_bytes(format, run);
-        }
-        bytes.tables += rows_bytes(plan, i, tensors, count);
-        if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
-    }
-    bytes.tables += aligned_bytes(factors_bytes(plan));
-    plan_free(plan);
-    return bytes;
 }
 
 // The optimizer itself.
@@ -137,7 +50,8 @@ struct StepKernel {
     Rows rows;
     int64_t grid;
     Kernel step;
-    bool measures;  // a pass comes before it, for formats in spans
+    Kernel replayed;  // with arguments in device memory, of steps that may be captured
+    bool measures;    // a pass comes before it, for formats in spans
     Kernel measure;
 };
 
@@ -390,8 +304,9 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     }
 }
 
-static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, StepArguments* arguments) {
-    void* pointers[] = {arguments};
+// argument: the kernel's only one, StepArguments or, of one that is replayed, their address.
+static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
+    void* pointers[] = {argument};
     if (kernel->built_in) {
         check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), pointers,
                                (size_t)kernel->shared_bytes, dev->stream));
@@ -534,6 +449,18 @@ static Streams from_begin(const FormatRow* format, const Streams& streams, int64
     return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
+// Makes the kernel for steps in CUDA graphs, of launches whose step is one kernel.
+static void replayed_create(Optim* optim, int index) {
+    Launch* launch = &optim->launch[index];
+    StepKernel* kernel = &launch->kernel;
+    const Rows* rows = &launch->rows;
+    const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
+    if (!optim->config.replays || !optim->dev->gpu || launch->plan->tiles == 0 || spans) return;
+    if (rows->rule->matrix || launch->passes.plan.passes > 0) return;
+    kernel_make(optim->dev, &launch->plan->config, optim->compute, rows, "optim_replayed_kernel", nullptr,
+                kernel->step.threads, kernel->step.shared_bytes, &kernel->replayed);
+}
+
 // Allocates and names the moments of launch `index`, and gets its kernel.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
@@ -557,6 +484,7 @@ static void launch_create(Optim* optim, int index) {
     const Rows first = first_rows(&planned->config);
     kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
     rows_create(optim, index);
+    replayed_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
 }
 
@@ -919,6 +847,19 @@ void optim_passes(const Optim* optim, int launch, const OptimConfig* config, con
     arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
     launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
+}
+
+void optim_arguments(const Optim* optim, int launch, StepArguments* arguments) {
+    launch_arrays(optim, &optim->launch[launch], arguments);
+}
+
+bool optim_replays(const Optim* optim, int launch) {
+    return optim->launch[launch].kernel.replayed.jit.function != nullptr;
+}
+
+void optim_launch_replayed(const Optim* optim, int launch, const StepArguments* arguments, int64_t tiles) {
+    const StepKernel* kernel = &optim->launch[launch].kernel;
+    kernel_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &arguments);
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {

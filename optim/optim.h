@@ -64,6 +64,7 @@ struct OptimConfig {
     bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool offload = false;         // the states lie in host memory, from where the caller brings them (offload.h)
+    bool replays = false;         // of placed steps: they may be captured in CUDA graphs
     bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
     // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
     // memory stays the caller's. Null: the optimizer allocates and frees.

@@ -56,6 +56,9 @@ struct PlacedTables {
     int64_t* whole_at;  // (launches): where the gradients of a rule that reads rows or matrices begin, in tiles of the
                         // arena beside
     float* scalars;     // device: 1, and the scale of a step
+    int64_t* clock;     // device: the number of the last step
+    bool captured;      // a graph may change the places behind our back
+    StepArguments* replayed;  // device memory (runs): what a graph's kernels read
     PlacedView view;
 };
 
@@ -146,6 +149,8 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     tables->whole_at = (int64_t*)memory_zero(LAUNCHES, sizeof(int64_t));
     tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
     copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
+    tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
+    device_zero(parts.dev, tables->clock, sizeof(int64_t));
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
     tables->view.grad_bytes = config_rows(parts.config).grads->stream[0].bits / 8;
     tables->view.pointers = (PlacedPointers*)device_alloc(parts.dev, (int64_t)(count * sizeof(PlacedPointers)) + 1);
@@ -155,10 +160,13 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
 static void tables_clear(PlacedTables* tables) {
     const Device* dev = tables->parts.dev;
     PlacedView* view = &tables->view;
-    void* device[] = {view->tile, view->places, view->beside, view->weights, view->grads, tables->step_tiles};
-    for (void* memory : device) device_free(dev, memory);
+    void* device[] = {view->tile,  view->places,       view->beside,    view->weights,
+                      view->grads, tables->step_tiles, tables->replayed};
+    for (void* memory : device) {
+        if (!tables->captured) device_free(dev, memory);  // a graph may still use them
+    }
     view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
-    view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
+    view->weights = view->grads = nullptr, tables->step_tiles = nullptr, tables->replayed = nullptr;
     free(tables->run);
     tables->run = nullptr;
     tables->runs = 0;
@@ -169,6 +177,7 @@ void placed_free(PlacedTables* tables) {
     if (!tables) return;
     tables_clear(tables);
     device_free(tables->parts.dev, tables->scalars);
+    device_free(tables->parts.dev, tables->clock);
     device_free(tables->parts.dev, tables->view.pointers);
     free(tables->tensor);
     free(tables->pointers);
@@ -339,6 +348,9 @@ static void tables_build(PlacedTables* tables) {
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
     device_zero(dev, view->grads, grads);  // tiles between the rows of tensors, which nothing brings
+    if (parts->config->replays) {
+        tables->replayed = (StepArguments*)device_alloc(dev, tables->runs * (int64_t)sizeof(StepArguments));
+    }
     free(build.step_tile);
     free(build.tile);
     free(build.beside);
@@ -348,9 +360,9 @@ static void tables_build(PlacedTables* tables) {
 // The step.
 
 // Takes over what this step says of each tensor. Builds the tables if another set of tensors, groups or alignments
-// needs them. Returns whether an address has changed.
-static bool tables_update(PlacedTables* tables, const PlacedStep* step) {
-    bool same = tables->built, moved = !same;
+// needs them, which cannot be done during a capture. Returns whether an address has changed.
+static bool tables_update(PlacedTables* tables, const PlacedStep* step, bool capturing) {
+    bool same = tables->built, moved = !same || tables->captured;
     for (int t = 0; t < tables->parts.count; t++) {
         const int64_t shift = -tables->tensor[t].head;
         const void* grads = tables->tensor[t].count > 0 ? step->grads[t] : nullptr;
@@ -365,19 +377,54 @@ static bool tables_update(PlacedTables* tables, const PlacedStep* step) {
         tables->unaligned[t] = unaligned;
         tables->pointers[t] = now;
     }
+    if (!same && capturing) {
+        tables->built = false;
+        user_error(
+            "a step is captured that differs from the last one in the tensors with gradients, their types or "
+            "groups; take such a step before the capture");
+    }
     if (!same) tables_build(tables);
     return moved || !same;
 }
 
+#ifdef __CUDACC__
+constexpr int POINTERS_AT_ONCE = 128;
+
+struct PointersPart {
+    PlacedPointers pointers[POINTERS_AT_ONCE];
+    int first, count;
+};
+
+// grid: 1, block: POINTERS_AT_ONCE.
+__global__ void placed_pointers_kernel(const __grid_constant__ PointersPart part, PlacedPointers* to) {
+    if ((int)threadIdx.x < part.count) to[part.first + threadIdx.x] = part.pointers[threadIdx.x];
+}
+
+// The addresses go into the graph itself, since the host's array changes.
+static void pointers_capture(const PlacedTables* tables) {
+    const int count = tables->parts.count;
+    for (int first = 0; first < count; first += POINTERS_AT_ONCE) {
+        PointersPart part = {};
+        part.first = first, part.count = count - first < POINTERS_AT_ONCE ? count - first : POINTERS_AT_ONCE;
+        memcpy(part.pointers, tables->pointers + first, (size_t)part.count * sizeof(PlacedPointers));
+        placed_pointers_kernel<<<1, POINTERS_AT_ONCE, 0, tables->parts.dev->stream>>>(part, tables->view.pointers);
+        check_launch();
+    }
+}
+#endif
+
 // Has the tiles' places follow the addresses.
-static void tables_places(PlacedTables* tables) {
+static void tables_places(PlacedTables* tables, [[maybe_unused]] bool capturing) {
     const Device* dev = tables->parts.dev;
     const PlacedView view = tables->view;
     const int64_t bytes = tables->parts.count * (int64_t)sizeof(PlacedPointers);
 #ifdef __CUDACC__
     if (dev->gpu) {
-        // From pageable memory: the call returns when the host's array may change.
-        check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
+        if (capturing) {
+            pointers_capture(tables);
+        } else {  // from pageable memory: the call returns when the host's array may change
+            check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
+        }
         placed_places_kernel<<<(unsigned)ceil_div(tables->tiles, 256), 256, 0, dev->stream>>>(view, tables->tiles);
         check_launch();
         return;
@@ -433,10 +480,14 @@ static OptimConfig run_config(const OptimConfig* config, const PlacedGroup* grou
     return own;
 }
 
-static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
+static HyperSource run_source(const OptimConfig* config, const PlacedGroup* group, const Settings* settings) {
     const OptimConfig own = run_config(config, group);
     const Settings used = {settings->lr, settings->decay < 0.0 ? group->decay : settings->decay};
-    return hyper_create(&own, &used, group->lr, group->step > 0 ? group->step : step);
+    return hyper_source(&own, &used);
+}
+
+static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
+    return hyper_create(run_source(config, group, settings), group->lr, group->step > 0 ? group->step : step);
 }
 
 // The arguments that all launches of a step have in common.
@@ -510,6 +561,101 @@ static void run_step(const PlacedTables* tables, const PlacedRun* run, const Pla
     optim_launch(tables->optim, run->launch, &arguments);
 }
 
+// Steps in CUDA graphs.
+
+static bool is_capturing(const Device* dev) {
+#ifdef __CUDACC__
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (dev->gpu) check(cudaStreamIsCapturing(dev->stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+#else
+    (void)dev;
+    return false;
+#endif
+}
+
+static void require_replays(const PlacedTables* tables) {
+    if (!tables->parts.config->replays) {
+        user_error("a step is captured in a CUDA graph, and the optimizer was made without capturable=1");
+    }
+    for (int i = 0; i < tables->runs; i++) {
+        const OptimConfig* config = &tables->parts.plan->launch[tables->run[i].launch].config;
+        if (optim_replays(tables->optim, tables->run[i].launch)) continue;
+        user_error(
+            "%s with m %s and v %s takes more than one kernel, which no CUDA graph repeats here; step outside of "
+            "the graph, or take a rule of single elements with formats in blocks, and no limit_growth",
+            config->rule, config->m, config->v);
+    }
+}
+
+#ifdef __CUDACC__
+// The arguments of a run, and what their constants come from in each replay.
+struct Replay {
+    StepArguments step;
+    HyperSource source[STEP_GROUPS];
+    double rate[STEP_GROUPS];
+    const float* rate_at[STEP_GROUPS];  // or null
+    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
+    int groups;
+};
+static_assert(sizeof(Replay) <= 4096, "a kernel's arguments");
+
+// grid: 1, block: any from STEP_GROUPS on.
+__global__ void placed_replay_kernel(const __grid_constant__ Replay replay, const int64_t* clock, StepArguments* to) {
+    const uint32_t* from = (const uint32_t*)&replay.step;
+    for (int i = threadIdx.x; i < (int)(sizeof(StepArguments) / 4); i += blockDim.x) ((uint32_t*)to)[i] = from[i];
+    __syncthreads();
+    const int64_t now = *clock + 1;
+    const int group = threadIdx.x;
+    if (group == 0) to->step = (uint32_t)now;
+    if (group >= replay.groups) return;
+    const double rate = replay.rate_at[group] ? (double)*replay.rate_at[group] : replay.rate[group];
+    to->group[group] = hyper_create(replay.source[group], rate, now - replay.lag[group]);
+}
+
+// grid: 1, block: 1. Sets the clock, or advances it if `step` is 0.
+__global__ void placed_clock_kernel(int64_t* clock, int64_t step) {
+    *clock = step > 0 ? step : *clock + 1;
+}
+
+static void run_replayed(const PlacedTables* tables, int index, const PlacedStep* step, const float* scale) {
+    const PlacedRun* run = &tables->run[index];
+    const Plan* plan = tables->parts.plan;
+    Replay replay = {};
+    replay.step = run_arguments(tables, run, step, scale);
+    optim_arguments(tables->optim, run->launch, &replay.step);
+    replay.groups = run->groups;
+    for (int i = 0; i < run->groups; i++) {
+        const PlacedGroup* group = &step->group[run->group[i]];
+        replay.source[i] = run_source(&plan->launch[run->launch].config, group, &plan->group[run->settings[i]]);
+        replay.rate[i] = group->lr, replay.rate_at[i] = group->lr_at;
+        replay.lag[i] = step->step - own_step(group, step);
+    }
+    placed_replay_kernel<<<1, 128, 0, tables->parts.dev->stream>>>(replay, tables->clock, tables->replayed + index);
+    check_launch();
+    optim_launch_replayed(tables->optim, run->launch, tables->replayed + index, run->tiles);
+}
+#endif
+
+// The clock after step number `step`, or one step later if it is 0.
+static void clock_set(const PlacedTables* tables, int64_t step) {
+#ifdef __CUDACC__
+    const Device* dev = tables->parts.dev;
+    if (dev->gpu) {
+        placed_clock_kernel<<<1, 1, 0, dev->stream>>>(tables->clock, step);
+        check_launch();
+        return;
+    }
+#endif
+    *tables->clock = step > 0 ? step : *tables->clock + 1;
+}
+
+int64_t placed_clock(const PlacedTables* tables) {
+    int64_t clock;
+    copy_to_host(tables->parts.dev, &clock, tables->clock, sizeof(clock));
+    return clock;
+}
+
 // True if the run is the first one of a launch with passes.
 static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
     return run->has_passes && (run == tables->run || run[-1].launch != run->launch);
@@ -554,17 +700,26 @@ static void require_same_constants(const PlacedTables* tables, const PlacedStep*
 }
 
 void placed_step(PlacedTables* tables, const PlacedStep* step) {
-    const bool moved = tables_update(tables, step);
+    const bool capturing = is_capturing(tables->parts.dev), moved = tables_update(tables, step, capturing);
     if (tables->tiles == 0) return;
-    if (moved) tables_places(tables);
+    if (capturing) require_replays(tables);
+    if (moved || capturing) tables_places(tables, capturing);
+    tables->captured = tables->captured || capturing;
     require_same_constants(tables, step);
     const float* scale = tables_scale(tables, step);
     tables_move(tables, BRING);
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
+#ifdef __CUDACC__
+        if (capturing) {
+            run_replayed(tables, i, step, scale);
+            continue;
+        }
+#endif
         if (run_has_passes(tables, run)) run_passes(tables, run, step, scale);
         run_step(tables, run, step, scale);
     }
-    optim_settle(tables->optim, scale);
+    if (!capturing) optim_settle(tables->optim, scale);
     tables_move(tables, RETURN);
+    if (tables->parts.config->replays) clock_set(tables, capturing ? 0 : step->step);
 }

@@ -9,7 +9,12 @@
 //     gradients of a rule that reads rows or matrices, or of --limit-growth the whole tensor
 //
 // A step costs three short kernels besides optim_step's work, and an upload of 16 bytes a tensor if an address has
-// changed. If other tensors have gradients than in the last step, or other groups, 40 bytes a tile are uploaded.
+// changed. If other tensors have gradients than in the last step, or other groups, 48 bytes a tile are uploaded.
+//
+// A step may be captured in a CUDA graph if the configuration says `replays`, after a step with the same tensors. What
+// changes from step to step then comes from device memory: a kernel computes the constants (constants.h) for the step
+// that a clock there counts, and leaves the arguments where the step's kernel reads them. Only rules of single elements
+// with formats in blocks have a step of one kernel, which this needs.
 #pragma once
 #include "matrix/low_rank.h"
 #include "plan.h"
@@ -25,7 +30,8 @@ struct PlacedTensor {
 struct PlacedGroup {
     double lr, decay;
     float beta1, beta2, eps;
-    int64_t step;  // counts from 1, for the bias corrections
+    int64_t step;                  // counts from 1, for the bias corrections
+    const float* lr_at = nullptr;  // device scalar that steps in a CUDA graph take for lr, or null
 };
 
 struct PlacedStep {
@@ -49,6 +55,9 @@ void placed_free(PlacedTables* tables);
 // others none, or if tensors of such a rule have different betas or have taken different numbers of steps.
 void placed_step(PlacedTables* tables, const PlacedStep* step);
 
+// The number of the last step, which replays of a graph raise; waits for the stream. 0 before the first.
+int64_t placed_clock(const PlacedTables* tables);
+
 // The parts of optim_step, for these steps. Both set the arrays that `arguments` needs besides tiles and places.
 // optim_passes runs the passes of a rule that reads rows and of --limit-growth; they read `grads`, an arena, and the
 // constants in the order of the plan's groups. `config` is the launch's, with the betas of this step, and `step` counts
@@ -66,5 +75,10 @@ struct MatrixStep {
 };
 void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const MatrixStep* its);
 const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
+// The parts of a launch in a CUDA graph: the arrays that its arguments need, and the kernel that reads the arguments
+// from device memory. optim_replays says whether there is one.
+void optim_arguments(const Optim* optim, int launch, StepArguments* arguments);
+bool optim_replays(const Optim* optim, int launch);
+void optim_launch_replayed(const Optim* optim, int launch, const StepArguments* arguments, int64_t tiles);
 // Ends a step, after all launches.
 void optim_settle(const Optim* optim, const float* grad_scale);

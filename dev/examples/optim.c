@@ -36,7 +36,8 @@ static void train(NibbleOptim* optim, int first, int last) {
     const int group_of[] = {0, 1};
     for (int step = first; step <= last; step++) {
         const double lr = 0.02 * (1.0 - (double)step / (STEPS + 1));
-        const NibbleGroup groups[] = {{lr, 0.01, 0.9f, 0.95f, 1e-8f, step}, {lr, 0.0, 0.9f, 0.95f, 1e-8f, step}};
+        const NibbleGroup groups[] = {{lr, 0.01, 0.9f, 0.95f, 1e-8f, step, NULL},
+                                      {lr, 0.0, 0.9f, 0.95f, 1e-8f, step, NULL}};
         const NibbleStep now = {weights, grads, group_of, groups, NULL, NULL, step, NULL};
         distance();
         require(nibble_optim_step(optim, &now, error));

@@ -136,22 +136,20 @@ static void run_close(Run* run) {
     device_close(&run->dev);
 }
 
-// One step; of a placed run without the tensors of `missing`, a bit each.
-static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = false, bool bad_scale = false) {
-    const float* scale = run->scalars + (bad_scale ? 1 : 0);
+static void put_grads(Run* run, int step) {
     for (int t = 0; t < TENSORS; t++) {
         char* to = run->tables ? run->grads[t] : run->arena + run->tensor[t].offset * run->bytes[1];
         put(run, to, run->bytes[1], length(t), slope, step, t);
     }
-    if (!run->tables) {
-        optim_step(run->optim, run->arena, scale, 1e-2f, step);
-        device_sync(&run->dev);
-        return;
-    }
+}
+
+static void run_placed(Run* run, int step, unsigned missing, bool found_inf, const float* scale,
+                       const float* lr_at = nullptr) {
     const void* grads[TENSORS];
     int group_of[TENSORS];
     const double lr = 1e-2f, decay = 0.1f;
-    const PlacedGroup group[] = {{lr, 0.0, 0.9f, 0.95f, 1e-8f, step}, {lr, decay, 0.9f, 0.95f, 1e-8f, step}};
+    const PlacedGroup group[] = {{lr, 0.0, 0.9f, 0.95f, 1e-8f, step, lr_at},
+                                 {lr, decay, 0.9f, 0.95f, 1e-8f, step, lr_at}};
     for (int t = 0; t < TENSORS; t++) {
         grads[t] = missing >> t & 1u ? nullptr : run->grads[t];
         group_of[t] = shapes[t].decay ? 1 : 0;
@@ -159,6 +157,17 @@ static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = 
     const PlacedStep placed = {
         (void**)run->weights, grads, group_of, group, scale, run->scalars + (found_inf ? 3 : 2), step};
     placed_step(run->tables, &placed);
+}
+
+// One step; of a placed run without the tensors of `missing`, a bit each.
+static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = false, bool bad_scale = false) {
+    const float* scale = run->scalars + (bad_scale ? 1 : 0);
+    put_grads(run, step);
+    if (run->tables) {
+        run_placed(run, step, missing, found_inf, scale);
+    } else {
+        optim_step(run->optim, run->arena, scale, 1e-2f, step);
+    }
     device_sync(&run->dev);
 }
 
@@ -299,6 +308,63 @@ TEST_BOTH(placed_cut_tensor) {
     run_close(&whole);
 }
 
+// Replays of a captured step are the steps that follow, with a learning rate from device memory, and so is a step after
+// them.
+#ifdef __CUDACC__
+static void graph_case(Test* test, const Case* its) {
+    OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
+    Run plain, run;
+    run_open(&plain, &config, OPTIM_BF16, true, true, 1);
+    config.replays = true;
+    run_open(&run, &config, OPTIM_BF16, true, true, 1);
+    const float rate = 1e-2f;
+    float* lr = (float*)device_alloc(&run.dev, sizeof(rate));
+    copy_to_device(&run.dev, lr, &rate, sizeof(rate));
+    for (int step = 1; step <= 2; step++) run_step(&plain, step), run_step(&run, step);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    check(cudaStreamBeginCapture(run.dev.stream, cudaStreamCaptureModeThreadLocal));
+    run_placed(&run, 3, 0, false, run.scalars, lr);
+    check(cudaStreamEndCapture(run.dev.stream, &graph));
+    check(cudaGraphInstantiate(&exec, graph, 0));
+    for (int step = 3; step <= 7; step++) {
+        run_step(&plain, step);
+        if (step == 5 || step == 7) {
+            run_step(&run, step);
+            continue;
+        }
+        put_grads(&run, step);
+        check(cudaGraphLaunch(exec, run.dev.stream));
+    }
+    expect(placed_clock(run.tables) == 7, "%s: the clock is at %lld", config.rule, (long long)placed_clock(run.tables));
+    const char* name = "";
+    for (int t = 0; t < TENSORS; t++) {
+        char a[20000], b[20000];
+        copy_to_host(&plain.dev, a, plain.weights[t], length(t) * 2);
+        copy_to_host(&run.dev, b, run.weights[t], length(t) * 2);
+        expect(memcmp(a, b, (size_t)length(t) * 2) == 0, "%s%s: %s differs", its->preset, config.rule, shapes[t].name);
+    }
+    expect(states_same(&plain, &run, &name), "%s%s: %s differs", its->preset, config.rule, name);
+    check(cudaGraphExecDestroy(exec));
+    check(cudaGraphDestroy(graph));
+    device_free(&run.dev, lr);
+    run_close(&plain);
+    run_close(&run);
+}
+#endif
+
+TEST(placed_graph_gpu) {
+#ifdef __CUDACC__
+    static const Case graphs[] = {{"adamw8", "", "", "", "", ""},
+                                  {"adamw8e", "", "", "", "", ""},
+                                  {"", "adamw", "bf16+16", "bf16:sr", "fp32", "*.bias|ln*: lr=0.5; wte: wd=0.3"},
+                                  {"", "ademamix", "bf16+8:sr", "soft8", "sqrt8", ""}};
+    for (const Case& its : graphs) graph_case(test, &its);
+#else
+    (void)test;
+#endif
+}
+
 // NVRTC compiles these kernels, with and without a copy, on old and new architectures.
 TEST(placed_kernels_compile) {
     if (!jit_available()) skip("no libnvrtc");
@@ -313,6 +379,8 @@ TEST(placed_kernels_compile) {
         {"optim_step_kernel", "sm_90", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
         {"optim_step_kernel", "sm_90", {"", "adam-mini", "bf16+16", "bf16:sr", "", ""}},
         {"optim_sums_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_replayed_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
+        {"optim_replayed_kernel", "sm_90", {"adamw4l", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_sums_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},

@@ -229,6 +229,15 @@ def library_part_of_a_model_has_its_noise():
 
 
 @test
+def library_clock():
+    plain = Plain([40], preset="adamw8", capturable=1)
+    assert plain.handle.clock() == 0
+    for number in (1, 2, 7):
+        plain.step(number)
+        assert plain.handle.clock() == number
+
+
+@test
 def library_limit_growth():
     """A tensor's update grows by no more than the factor from step to step; without it, it does."""
     most = {}
@@ -503,6 +512,65 @@ def torch_missing_gradients_and_new_groups():
 
 
 @test
+def torch_cuda_graph():
+    """Replays of a captured training step, with a learning rate that changes, are the steps that follow; so are eager
+    steps between replays."""
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    rate = lambda number: 1e-2 / number
+    for dtype in (torch.float32, torch.bfloat16):
+        for preset in ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e"):
+            lr = torch.tensor(1e-2, device="cuda")
+            a, b = model_of("cuda", dtype), model_of("cuda", dtype)
+            first, second = make(a, preset=preset, lr=lr, capturable=True), make(b, preset=preset)
+            x, y = batch(a, 1)
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+            def step(model, optimizer):
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).mean().backward()
+                optimizer.step()
+
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for number in range(1, 4):
+                    lr.fill_(rate(number))
+                    step(a, first)
+            torch.cuda.current_stream().wait_stream(stream)
+            first.zero_grad()
+            with torch.cuda.graph(graph):
+                step(a, first)
+            for number in range(4, 12):
+                lr.fill_(rate(number))
+                if number == 8:
+                    step(a, first)
+                else:
+                    graph.replay()
+            for number in range(1, 12):
+                second.param_groups[0]["lr"] = float(torch.tensor(rate(number)))
+                step(b, second)
+            assert same(a, b), (dtype, preset)
+            saved, want = first.state_dict(), second.state_dict()
+            assert saved["param_groups"][0]["steps"] == want["param_groups"][0]["steps"] == 11
+            for i, states in want["state"].items():
+                assert all(torch.equal(value, saved["state"][i][name]) for name, value in states.items()), (preset, i)
+    model = model_of("cuda")
+    for settings, kind, words in [({"preset": "adamw8"}, RuntimeError, "capturable=True"),
+                                  ({"preset": "came8", "capturable": True}, ValueError, "more than one kernel"),
+                                  ({"preset": "adamw16", "capturable": True}, RuntimeError, "before any was taken")]:
+        optimizer, graph = make(model, **settings), torch.cuda.CUDAGraph()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if settings["preset"] != "adamw16":
+            optimizer.step()
+
+        def captured():
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        raises(kind, words, captured)
+
+
+@test
 def torch_limit_growth():
     for device in DEVICES:
         runs = []
@@ -558,6 +626,8 @@ def torch_matrices_and_the_rest():
         assert same(a, b) and torch.equal(extra, again), device
     model = model_of()
     raises(ValueError, "is a vector", lambda: train(model, make(model, rule="muon"), 1, 1))
+    backward = make(model, preset="muon").step_in_backward()
+    raises(ValueError, "takes all matrices", lambda: train(model, backward, 1, 1))
 
 
 @test
@@ -780,8 +850,13 @@ def torch_converts_train_checkpoints():
     program = ROOT / "train"
     if not program.exists():
         raise Skip("no ./train")
+    for preset in ("adamw8", "muon8", "galore8"):
+        converts(program, preset)
+
+
+def converts(program, preset):
     with tempfile.TemporaryDirectory() as folder:
-        run = subprocess.run([program, "--device", "cpu", "--preset", "adamw8", "--steps", "2", "--val-every", "0",
+        run = subprocess.run([program, "--device", "cpu", "--preset", preset, "--steps", "2", "--val-every", "0",
                               "--sample-every", "0", "--run", f"{folder}/run"], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=folder)
         assert run.returncode == 0, run.stderr
@@ -796,9 +871,10 @@ def torch_converts_train_checkpoints():
                  for kind in ("weight", "bias")]
         names = ["wte.weight", "wpe.weight", *(f"h.{i}.{b}" for i in range(layers) for b in block), "ln_f.weight",
                  "ln_f.bias"]
-        params = [torch.nn.Parameter(torch.zeros(header[prefix + name]["shape"], dtype=torch.bfloat16))
-                  for name in names]
-        optimizer = nibble_optim.Optimizer(params, preset="adamw8", seed=1)
+        # Linear weights are (outputs, inputs) in ./train and in torch; the file has GPT-2's order, the other one.
+        shapes = [header[prefix + name]["shape"][::-1 if "c_" in name else 1] for name in names]
+        params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+        optimizer = nibble_optim.Optimizer(list(zip(names, params)), preset=preset, seed=1, stacked="c_attn.weight:3")
         for p in params:
             p.grad = torch.zeros_like(p)
         optimizer.step()

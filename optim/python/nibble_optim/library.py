@@ -6,7 +6,7 @@ import os
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
-VERSION = 1
+VERSION = 2
 ERROR_BYTES = 32768
 
 
@@ -16,7 +16,7 @@ class Tensor(ctypes.Structure):
 
 class Group(ctypes.Structure):
     _fields_ = [("lr", c_double), ("weight_decay", c_double), ("beta1", c_float), ("beta2", c_float), ("eps", c_float),
-                ("step", c_int64)]
+                ("step", c_int64), ("lr_at", c_void_p)]
 
 
 class Step(ctypes.Structure):
@@ -64,6 +64,7 @@ def _open():
             ("create", status, [POINTER(handle), POINTER(c_char_p), POINTER(Tensor), c_int, ALLOCATE, c_void_p,
                                 c_void_p, error]),
             ("free", None, [handle]), ("step", status, [handle, POINTER(Step), error]),
+            ("clock", status, [handle, POINTER(c_int64), c_void_p, error]),
             ("weights_changed", None, [handle, c_int]), ("arrays", c_int, [handle]),
             ("array", status, [handle, c_int, POINTER(State), error]), ("states", c_int, [handle, c_int]),
             ("state", status, [handle, c_int, c_int, POINTER(State), error]), ("bytes", c_int64, [handle]),
@@ -119,11 +120,11 @@ class Handle:
             self.handle = None
 
     def set_groups(self, groups):
-        """Groups as tuples (lr, weight_decay, beta1, beta2, eps, step)."""
+        """Groups as tuples (lr, weight_decay, beta1, beta2, eps, step), and the address of lr or None."""
         if self.groups is None or len(self.groups) != len(groups):
             self.groups = (Group * len(groups))()
         for to, values in zip(self.groups, groups):
-            to.lr, to.weight_decay, to.beta1, to.beta2, to.eps, to.step = values
+            to.lr, to.weight_decay, to.beta1, to.beta2, to.eps, to.step, to.lr_at = (*values, None)[:7]
 
     def step(self, weights, grads, group_of, groups, step, stream=None, grad_scale=None, found_inf=None):
         """weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i')."""
@@ -135,6 +136,12 @@ class Handle:
         status = self.library.nibble_optim_step(self.handle, ctypes.byref(now), self.error)
         if status:
             check(status, self.error)
+
+    def clock(self, stream=None):
+        """The number of the last step, those of replayed graphs included; waits for the stream."""
+        step = c_int64()
+        check(self.library.nibble_optim_clock(self.handle, ctypes.byref(step), stream, self.error), self.error)
+        return step.value
 
     def states(self, tensor):
         """The states of a tensor: (name, dtype, address, bytes, run, bits) each."""

@@ -23,6 +23,10 @@ def _is_dtensor(tensor):
     return hasattr(tensor, "_local_tensor")
 
 
+def _is_capturing():
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def _local(tensor):
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
@@ -228,29 +232,48 @@ class _Part:
             self.grads_at, self.grads_where = found, addresses
         return found, kept
 
-    def constants(self, grads, groups, all_together):
+    def constants(self, grads, groups, all_together, captured):
         """What each group's tensors share, a group for each age as well; and the group of each tensor."""
         if all_together:
             age = self.age[0] + 1
-            return [self._constants(groups[g], age) for g in self.used], self.group_of
+            return [self._constants(groups[g], age, captured) for g in self.used], self.group_of
         number, group_of = {}, []
         for t, grad in enumerate(grads):
             key = (self.groups[t], self.age[t] + 1)
             group_of.append(number.setdefault(key, len(number)) if grad is not None else 0)
-        return [self._constants(groups[g], age) for g, age in number], array.array("i", group_of)
+        return [self._constants(groups[g], age, captured) for g, age in number], array.array("i", group_of)
 
     @staticmethod
-    def _constants(group, age):
+    def _constants(group, age, captured):
         beta1, beta2 = group["betas"]
-        return (float(group["lr"]), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"]), age)
+        lr, lr_at = group["lr"], None
+        if captured and isinstance(lr, torch.Tensor) and lr.is_cuda:
+            if lr.dtype is not torch.float32:
+                raise TypeError(f"lr is a tensor of {lr.dtype}, and a CUDA graph reads float32; make it one")
+            lr, lr_at = 0.0, lr.data_ptr()
+        return (float(lr), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"]), age, lr_at)
 
-    def step(self, grads, groups, step):
-        """grads: one for each parameter, or None. groups: the optimizer's."""
+    def catch_up(self):
+        """Counts the steps of replayed graphs, which took the parameters of the capture."""
+        clock = self.handle.clock(self.stream()) if self.captured else self.clock
+        for t in self.captured:
+            self.age[t] += clock - self.clock
+        for step, age in zip(self.steps, self.age):
+            step.fill_(age)
+        self.clock = clock
+
+    def step(self, grads, groups, step, captured=False):
+        """grads: one for each parameter, or None. groups: the optimizer's. captured: into a CUDA graph; nothing happens
+        yet."""
         addresses, kept = self.find_grads(grads)
         self.find_weights()
         all_together = self.together and (addresses is self.grads_at or 0 not in addresses)
-        constants, group_of = self.constants(grads, groups, all_together)
+        constants, group_of = self.constants(grads, groups, all_together, captured)
         self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
+        if captured:
+            self.captured = [t for t, grad in enumerate(grads) if grad is not None]
+            return
+        self.clock = step
         if all_together:
             self.age = [self.age[0] + 1] * len(grads)
             self.steps[0].fill_(self.age[0])
@@ -284,7 +307,7 @@ class _Part:
 
     def publish(self, state, ages):
         """Enters the states of all parameters, which have taken so many steps, into the optimizer's."""
-        self.state, self.age = state, list(ages)
+        self.state, self.age, self.clock, self.captured = state, list(ages), 0, []
         self.together = len(set(self.age)) == 1
         self.steps = [torch.tensor(float(age)) for age in (self.age[:1] if self.together else self.age)]
         for t, p in enumerate(self.params):
@@ -323,11 +346,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
-                 beta3=None, alpha=None, ramp=None, momentum=None, clip_update=None, limit_growth=None, stacked=None,
-                 ns_steps=None, ns_coefficients=None, rank=None, rank_gap=None, rank_scale=None, rank_basis=None, min_quantized=0):
+                 beta3=None, alpha=None, ramp=None, momentum=None, clip_update=None, limit_growth=None, capturable=False,
+                 stacked=None, ns_steps=None, ns_coefficients=None, rank=None, rank_gap=None, rank_scale=None,
+                 rank_basis=None, min_quantized=0):
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
                             beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update,
-                            limit_growth=limit_growth,
+                            limit_growth=limit_growth, capturable=1 if capturable else None,
                             stacked=stacked, ns_steps=ns_steps, ns_coefficients=ns_coefficients, rank=rank,
                             rank_gap=rank_gap, rank_scale=rank_scale, rank_basis=rank_basis)
         self._min_quantized = min_quantized  # smaller tensors, as a whole, keep m and v in fp32
@@ -408,6 +432,8 @@ class Optimizer(torch.optim.Optimizer):
         settings = self._settings(group, small=params[0].numel() < self._min_quantized)
         if params[0].dtype is torch.bfloat16 and self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
+        if self._apart:
+            settings["releases"] = 1
         part = _Part(self, params, settings, grads, self._end if element is None else element)
         self._place(part)
         self._parts.append(part)
@@ -444,6 +470,9 @@ class Optimizer(torch.optim.Optimizer):
     def _step(self, params, grads):
         if len(self._part_of) < len(params) or self._apart:
             self._make_missing(params, grads)
+        captured = _is_capturing()
+        if not captured:
+            self._catch_up()
         groups, step, stepped = self.param_groups, self.param_groups[0]["steps"] + 1, False
         given = None if params is self._flat else dict(zip(params, grads))
         for part in self._parts if given is None else {id(self._part_of[p][0]): self._part_of[p][0]
@@ -454,11 +483,12 @@ class Optimizer(torch.optim.Optimizer):
                 its = grads if part.whole else [grads[i] for i in part.places]
             if all(g is None for g in its):
                 continue
-            if part.gpu and torch.cuda.is_current_stream_capturing():
+            if part.gpu and captured and not self._shared["capturable"]:
                 raise RuntimeError("a step was captured into a CUDA graph, which would repeat this step's learning "
-                                   "rate and noise; capture forward and backward, and step outside of the graph")
-            part.step(its, groups, max(part.age) + 1 if self._apart else step)
-            stepped = True
+                                   "rate and noise; make the optimizer with capturable=True, or step outside of the "
+                                   "graph")
+            part.step(its, groups, max(part.age) + 1 if self._apart else step, part.gpu and captured)
+            stepped = stepped or not captured
         if stepped:
             for group in groups:
                 group["steps"] = step if not self._apart else max(max(part.age) for part in self._parts)
@@ -467,10 +497,25 @@ class Optimizer(torch.optim.Optimizer):
         new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
         if any(g.layout is not torch.strided for _, g in new):
             raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
+        if new and _is_capturing():
+            raise RuntimeError("a step was captured into a CUDA graph before any was taken; take some before")
         if new:
             self._make_parts(*zip(*new))
 
+    def _catch_up(self):
+        """Counts the steps that replayed graphs have taken."""
+        captured = [part for part in self._parts if part.captured]
+        for part in captured:
+            part.catch_up()
+        if captured and not self._apart:
+            for group in self.param_groups:
+                group["steps"] = max(part.clock for part in captured)
+
     # States.
+
+    def state_dict(self):
+        self._catch_up()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict):
         """Takes states that state_dict gave, to the bit; they must be of the same formats."""
@@ -537,6 +582,7 @@ class Optimizer(torch.optim.Optimizer):
         part.handle.loaded()
 
     def __getstate__(self):
+        self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
                 "_bf16_weights": self._bf16_weights}
 
