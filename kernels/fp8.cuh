@@ -140,9 +140,7 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
                             bool accumulate) {
     float* x = (float*)memory_take(rows * depth * sizeof(float));
     float* y = (float*)memory_take(cols * depth * sizeof(float));
-    // A power of two, which rounds nothing; but weights with a master of fp32 may have any scale, which then rounds
-    // once where the two are multiplied, and each element of x once.
-    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];
+    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];  // a power of two: it rounds nothing
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * inverse;
 #pragma omp parallel for schedule(static)
@@ -155,9 +153,9 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
     free(x), free(y);
 }
 
-// Scales of a step, from the history; nothing has been found yet. Of a tensor that is stored as codes, the largest
-// magnitude counts as the largest that such codes hold, from which any rank can tell the scale (fp8_agree), and a run
-// that goes on with another storage its first one.
+// Scales of a step, from the history; nothing has been found yet. A tensor that is stored as codes has their scale. The
+// largest magnitude that such codes can hold stands for its own: any rank can compute the scale from that (fp8_agree),
+// and so can a run that resumes with another storage.
 inline void fp8_begin_cpu(Fp8* f, int slot) {
     const Fp8Type type = slot % 3 == 2 ? f->gradients : FP8_E4M3;
     float most = 0.0f;
@@ -505,7 +503,7 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
 }
 
 // Between fp8_begin and the first micro-batch, where each rank has the scales of some stored tensors and all ranks now
-// have the same `found`: the scales that the codes have, if they are powers of two.
+// have the same `found`: sets the scales of these tensors, which are powers of two.
 inline void fp8_agree(const Device* dev, Fp8* f) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots; slot++) {

@@ -30,7 +30,7 @@ struct Arena {
     bool grads_bf16;   // G: of gradients is bf16, otherwise float
     ClipBy clip_by;
     bool releases;  // gradients are released
-    // arena_spread sets this.
+    // arena_spread sets these.
     int64_t lent_bytes;  // of the room that arena_lend is given
     bool scales_apart;   // some matrices have codes that products could read, and each rank has those of its own alone
     // arena_open and arena_begin set these.
@@ -77,7 +77,7 @@ void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // of the weights they gather decoded ones, so there it is NULL.
 const uint8_t* arena_codes(const Arena* arena, int t);
 // Where the optimizer keeps the numbers of these codes' scales (optim_codes), by slot, into device memory; NULL: this
-// rank has none. Where decoded weights are gathered, too.
+// rank has none. It is filled where ranks gather decoded weights, too, since fp8_begin wants the scales there.
 void arena_scales(const Arena* arena, const float** to, int slots);
 // Room of lent_bytes in which such matrices are decoded from here on, for passes that read all weights from arena_at;
 // NULL: they are no longer, and arena_at is NULL for them.

@@ -35,9 +35,11 @@ static void* library_open() {
                                         "/usr/local/cuda/lib64/libcublasLt.so"};
     const char* own = getenv("NIBBLE_CUBLASLT");
     if (own && *own) return dlopen(own, RTLD_NOW | RTLD_LOCAL);
-    for (const char* name : names) {
-        void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-        if (library) return library;
+    for (int flag : {RTLD_NOLOAD, 0}) {  // the one that the process has, torch's, say, before others
+        for (const char* name : names) {
+            void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL | flag);
+            if (library) return library;
+        }
     }
     return nullptr;
 }

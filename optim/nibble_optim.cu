@@ -676,8 +676,10 @@ struct StatesHeader {
 static StatesHeader states_header(const NibbleOptim* optim) {
     StatesHeader header = {"nibble states 1", "", text_hash("", 0), 0};
     const OptimConfig* config = &optim->config;
-    snprintf(header.text, sizeof(header.text), "rule %s, weights %s, m %s, v %s, overrides %.600s", config->rule,
-             config->weights, config->m, config->v, config->overrides);
+    const char* stacked = optim->stacked ? optim->stacked : "";
+    snprintf(header.text, sizeof(header.text), "rule %s, weights %s, m %s, v %s, overrides %.600s%s%.200s",
+             config->rule, config->weights, config->m, config->v, config->overrides, *stacked ? ", stacked " : "",
+             stacked);
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
         const int64_t shape[] = {tensor->rows, tensor->cols, tensor->first, tensor->count, (int64_t)header.tensors};

@@ -48,7 +48,8 @@ typedef struct {
 //     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and
 //                 wants rules refused that take matrices together and need buffers for them
 //     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
-//                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others
+//                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others.
+//                 A pattern that matches none of these tensors is ignored: it may be meant for another group's
 //     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before
 //                 them
 // Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: NIBBLE_CUBLASLT, or one that the loader finds.

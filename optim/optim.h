@@ -108,8 +108,9 @@ constexpr int OPTIM_STREAMS = 108;  // at most
 // match no tensor, are too many or do not go together.
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config = nullptr);
 
-// Moves cuts between shards out of tensors whose rule reads whole rows or matrices, to the nearer end of the tensor;
-// other cuts stay. `cut` has `cuts` elements of the arena, in rising order.
+// Moves cuts between shards out of tensors whose rule or formats read whole tensors, to the nearer end of the tensor,
+// or to the end of the first one, so that the first shard holds something; other cuts stay. `cut` has `cuts` elements
+// of the arena, in rising order.
 void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts);
 
 // Checks every name and value of the configuration and fills in what the preset gives. Returns false, with one sentence

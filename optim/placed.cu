@@ -284,7 +284,7 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const LaunchPlan* plan = &parts->plan->launch[launch];
     const Rows rows = config_rows(&plan->config);
     bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
-    const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = config_reads_whole(&plan->config);
+    const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
     if (launch_is_whole(&plan->config, &rows)) require_all(tables, launch, &rows);
     if (whole) {

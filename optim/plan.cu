@@ -240,6 +240,8 @@ void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count
         if (!config_reads_whole(&plan->launch[plan->launch_of[t]].config)) continue;
         for (int i = 0; i < cuts; i++) {
             if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
+            // A first shard that ends at 0 would be taken for the whole arena.
+            if (i > 0 && cut[i] == 0 && begin == 0) cut[i] = end;
         }
     }
     plan_free(plan);

@@ -8,8 +8,12 @@ bool config_scaled(const OptimConfig* config) {
     return config->limit_growth > 0.0f || by_rms;
 }
 
+bool update_reads_whole(const OptimConfig* config) {
+    return config->limit_growth > 0.0f || reads_whole(find_row(rule_table(), config->rule));
+}
+
 bool config_reads_whole(const OptimConfig* config) {
-    if (config->limit_growth > 0.0f || reads_whole(find_row(rule_table(), config->rule))) return true;
+    if (update_reads_whole(config)) return true;
     const Rows rows = config_rows(config);
     return measured(rows.weights) || measured(rows.m) || measured(rows.v);
 }

@@ -24,7 +24,9 @@ bool measured(const FormatRow* format) {
 }
 
 bool format_is_operand(const FormatRow* weights) {
-    return strcmp(weights->stream[0].dtype, "F8_E4M3") == 0 && format_span(weights) == SPAN_TENSOR;
+    bool alone = true;  // a master copy goes with scales that are no powers of two
+    for (int i = 1; i < 3; i++) alone = alone && (weights->stream[i].bits == 0 || weights->stream[i].span != SPAN_RUN);
+    return alone && strcmp(weights->stream[0].dtype, "F8_E4M3") == 0 && format_span(weights) == SPAN_TENSOR;
 }
 
 int64_t span_numbers(Span span, const OptimTensor* tensor) {

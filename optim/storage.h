@@ -76,6 +76,8 @@ bool measured(const FormatRow* format);
 
 // True if a launch's step reads whole tensors, by its rule, for its formats' scales or for --limit-growth.
 bool config_reads_whole(const OptimConfig* config);
+// The same of the update alone, without the formats, some of which measure whole tensors.
+bool update_reads_whole(const OptimConfig* config);
 
 // The storages of the two steps of a rule that reads matrices: from the gradient to its direction, which takes the
 // weights' place in fp32; and from the update, which takes the gradient's place, to the weights.

@@ -475,7 +475,7 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
 TEST(fp8_stored_weights) {
     Device dev = test_device(false);
     double worst = 0;
-    for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef", "e4m3/tensor+fp32"}) {
+    for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"}) {
         check_stored<float>(test, &worst, &dev, weights, 48, 80, 64);
     }
     note_worst(test, worst);
@@ -687,7 +687,7 @@ TEST_BOTH(fp8_runs) {
 // what is recomputed nor a validation, which decodes them, changes a bit.
 TEST_BOTH(fp8_stored_runs) {
     const char* work = work_folder();
-    for (const char* weights : {"e4m3/tensor:ef", "e4m3/tensor:sr", "e4m3/tensor+fp32"}) {
+    for (const char* weights : {"e4m3/tensor:ef", "e4m3/tensor:sr"}) {
         const int base = (int)strcspn(strchr(weights, '/') + 1, ":+") + 6;
         char options[128], name[64];
         double loss[4];

@@ -195,6 +195,18 @@ def library_muon_by_hand():
 
 
 @test
+def library_tensor_scales_of_two_groups():
+    """Scales of whole tensors are no reason for equal betas."""
+    plain = Plain([(40, 33), (33, 40)], rule="adamw", m="dyn8/rank1", v="fp32")
+    plain.group_of = array.array("i", [0, 1])
+    grads = [floats([0.01] * len(w)) for w in plain.weights]
+    plain.handle.step(array.array("Q", map(ctypes.addressof, plain.weights)),
+                      array.array("Q", map(ctypes.addressof, grads)), plain.group_of,
+                      [(1e-2, 0.0, 0.9, 0.95, 1e-8, 1), (1e-2, 0.0, 0.9, 0.99, 1e-8, 1)], 1)
+    assert all(abs(w[0] - (7 * 0 + 3 * t) % 11 / 7 + 5 / 7 + 1e-2) < 1e-4 for t, w in enumerate(plain.weights))
+
+
+@test
 def library_stacked_matrices():
     """Three matrices in one tensor step as three tensors."""
     for rule in ("muon", "normuon", "fira"):
@@ -209,6 +221,8 @@ def library_stacked_matrices():
                 run.handle.step(array.array("Q", map(ctypes.addressof, run.weights)), array.array("Q", at),
                                 run.group_of, [(1e-2, 0.1, 0.9, 0.95, 1e-8, number)], number)
         assert bytes(one.weights[0]) == b"".join(map(bytes, three.weights)), rule
+    saved = Plain([(96, 64)], rule="muon", m="fp32", stacked="t*:3").handle.save()
+    raises(ValueError, "stacked t*:3", lambda: Plain([(96, 64)], rule="muon", m="fp32").handle.load(saved))
     raises(ValueError, "no 3 equal matrices", lambda: Plain([(32, 40)], rule="muon", stacked="t0:3"))
 
 
