@@ -1339,8 +1339,7 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     const Model* m = run->model;
     StepReport step = {};
     step.loss = scalars[SCALAR_LOSS], step.norm = scalars[SCALAR_NORM], step.lr = lr, step.gpu = m->dev->gpu;
-    // Of a token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
-    step.flops = 6.0 * (double)m->parameters + 6.0 * m->config.L * (double)m->config.C * m->T;
+    step.flops = gpt2_flops(m->parameters, m->config.L, m->config.C, m->T);
     step.peak = ranks_of(m) * device_peak(m->dev, m->arena.type == OPTIM_FP32);
     step.memory = run->memory, step.used = run->folder.state.step == timer->first + 1 ? memory_used(m->dev) : 0;
     step.parts_left = m->arena.release ? scalars[SCALAR_LEFT] : 0;

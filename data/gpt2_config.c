@@ -330,3 +330,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     free(text);
     return ok;
 }
+
+double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t tokens) {
+    return 6.0 * (double)parameters + 6.0 * (double)layers * (double)channels * (double)tokens;
+}

@@ -26,6 +26,8 @@ bool gpt2_size_check(const char* size, char* error);  // false with a sentence w
 // Makes the size of --size, if it was typed, the name of --model. Refuses it beside what it chooses.
 bool gpt2_take_size(const OptionTable* table, void* fields, bool* given, char* error);
 const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
+// FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
+double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t tokens);
 
 // The shape in FOLDER/config.json, each number from 1 to that of `max`. False and a sentence when it is no GPT-2, or a
 // variant of it.

@@ -475,7 +475,7 @@ static void bench(const Device* dev, Ceilings ceilings, const Options* base, con
         "%.0f tokens/s",
         name, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0],
         ms[STEPS - 1], STEPS, rate);
-    if (peak > 0) printf(", mfu %.1f %%", 100 * rate * flops_per_token(&m) / peak);
+    if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.config.L, m.config.C, m.T) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, loss %.3f\n", queued, clock,
            (double)(total - available) / (1 << 30), loss);
     Account account = {dev, ceilings, median, 0, 0, false};
