@@ -449,8 +449,9 @@ FOLDER_TEST(cli_fit) {
     }
 }
 
-// The plan of --memory is the one of the card itself, kind by kind; only the driver's share is assumed there. The sizes
-// of some scratch buffers go by the GPU, so a Hopper card of 132 multiprocessors is wanted.
+// The plan of --memory is the one of the card itself, kind by kind. Only the driver's share is assumed there, and on a
+// card it counts what tests beside this one hold. The sizes of some scratch buffers go by the GPU, so a Hopper card of
+// 132 multiprocessors is wanted.
 TEST(cli_plan_of_a_card_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of its own");
     const char* const options[] = {"--matmul fp8 --head fp8", "--preset muon8 --recompute block",
@@ -479,7 +480,6 @@ TEST(cli_plan_of_a_card_gpu) {
         }
         for (int i = 0; i < 5; i++)
             expect(gib[0][i] == gib[1][i], "%s: kind %d: %g, %g", more, i, gib[0][i], gib[1][i]);
-        expect(fabs(gib[0][5] - gib[1][5]) < 0.25, "%s: driver %g, %g", more, gib[0][5], gib[1][5]);
     }
 }
 
