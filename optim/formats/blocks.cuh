@@ -17,11 +17,12 @@
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
 // UNITS * LARGEST by rounding errors at most. It may also have
-//     SIGNED, ROOT, UNITS    false without negative levels; true if the root of x is stored; y counts in 1/UNITS of the
-//     scale Table, fill(table)     what it looks up, in shared memory on a GPU Stochastic             the format that
-//     stores with noise: the same codes, another table BIAS                   what nearest and stochastic add to a
-//     code, above its bits, where arithmetic leaves it MAX, OF_POWERS         the limit of block_max; true if scales
-//     must be powers of two
+//     SIGNED, ROOT           false without negative levels; true if the root of x is stored
+//     UNITS                  y counts in 1 / UNITS of the scale
+//     Table, fill(table)     what it looks up, in shared memory on a GPU
+//     Stochastic             the format that stores with noise: the same codes, another table
+//     BIAS                   what nearest and stochastic add to a code, above its bits, where arithmetic leaves it
+//     MAX, OF_POWERS         the limit of block_max; true if scales must be powers of two
 // and, to be faster on a GPU,
 //     IN_UPPER_BITS          nearest_word and stochastic_word, which leave codes in the upper bits of words
 //     HARDWARE, PAIRS        decode2 and nearest2; a PairTable and unit_of

@@ -2,11 +2,11 @@
 // directions of its shorter side, the rows of Q (r x m); r is --rank, or a quarter of the shorter side.
 //     R >= C:  low = G Q^T  (R x r),  back: N Q          R < C:  low = Q G  (r x C),  back: Q^T N
 // Adam on low, in any format in blocks, gives N (rules/lowrank.cuh). A channel is an index of the longer side.
-//     galore (Zhao et al., arXiv 2403.03507)   U = s N Q;  Q the leading singular directions of G, every --rank-gap
-//     fira (Chen et al., 2410.01623)           U = s N Q + phi (G - low Q) / limit,  phi_i = ||N_i|| / (||low_i|| +
-//     1e-8) apollo (Zhu et al., 2412.05270)          U = sqrt(s) phi G / limit;  Q of normal numbers of variance 1 / r
-//     apollo-mini                              the same with r = 1 and one phi, ||N|| / (||low|| + 1e-8), for the
-//     matrix
+//     galore       U = s N Q;  Q the leading singular directions of G, every --rank-gap steps
+//     fira         U = s N Q + phi (G - low Q) / limit,  phi_i = ||N_i|| / (||low_i|| + 1e-8)
+//     apollo       U = sqrt(s) phi G / limit;  Q of normal numbers of variance 1 / r
+//     apollo-mini  the same with r = 1 and one phi, ||N|| / (||low|| + 1e-8), for the matrix
+// galore is of Zhao et al., arXiv 2403.03507; fira of Chen et al., 2410.01623; apollo of Zhu et al., 2412.05270.
 // s is --rank-scale. U is as one matrix for R >= C; phi multiplies rows there and columns otherwise. The limit keeps
 // the norm of what it divides from growing by more than 1.01 a step: with `now` that norm and `last` the norm kept,
 //     limit = max(now / (last + 1e-8), 1.01) / 1.01,  last = now / limit;   1 where last is 0 (nothing was there)
