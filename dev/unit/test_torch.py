@@ -742,10 +742,13 @@ def torch_grad_scaler_skips_steps():
 
 @test
 def torch_mistakes_are_exceptions():
-    p = torch.nn.Parameter(torch.ones(4))
+    p, q = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(12, 8))
+    q.grad = torch.ones_like(q)
     for kind, words, function in [
             (ValueError, "did you mean adamw8?", lambda: nibble_optim.Optimizer([p], preset="adamw9")),
             (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p], lr=-1.0)),
+            (ValueError, "c_atn.weight matches no parameter", lambda: nibble_optim.Optimizer(
+                [("h.0.c_attn.weight", q)], rule="muon", stacked="c_attn.*:3; c_atn.weight:3").step()),
             (ValueError, "betas: 1", lambda: nibble_optim.Optimizer([p], betas=(1.0, 0.9))),
             (TypeError, "float64", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.double())])),
             (TypeError, "float16", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.half())]))]:

@@ -6,6 +6,7 @@ Each state belongs to one parameter and depends on the whole tensor alone, also 
 import array
 import itertools
 import math
+import re
 from collections import defaultdict
 from copy import deepcopy
 
@@ -411,10 +412,21 @@ class Optimizer(torch.optim.Optimizer):
             names = group.get("param_names")
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
+        self._check_stacked()
         self._group_of = dict(zip(self._flat, self._flat_group))
         self._place_of = {p: i for i, p in enumerate(self._flat)}
         for part in self._parts:
             self._place(part)
+
+    def _check_stacked(self):
+        """Refuses a pattern of `stacked` that no name matches, as `overrides` does: from the name's beginning or a dot
+        up to its end or a dot."""
+        for text in re.split(r"[;|]", re.sub(r":[^;]*", "", self._shared["stacked"] or "")):
+            pattern = re.escape(text.strip()).replace(r"\*", ".*").replace(r"\?", ".")
+            match = re.compile(rf"(.*\.)?{pattern}(\..*)?", re.DOTALL).fullmatch
+            if pattern and not any(map(match, self._names.values())):
+                raise ValueError(f"stacked: {text.strip()} matches no parameter; type a name such as "
+                                 f"{next(iter(self._names.values()))}, of model.named_parameters()")
 
     def _place(self, part):
         places = [self._place_of[p] for p in part.params]
