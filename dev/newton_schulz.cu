@@ -226,8 +226,8 @@ static void give(const Device* dev, const Variant* v, const Matrices* m, const f
     if (!v->is_half) scaled(dev, (bf16*)to, values, n, 1.0f);
 }
 
-// Whether what ships is at most twice as far from float64 as the plain form in bf16, which trains. The Gram form on the
-// library's products may be further: it is here for its time.
+// True if the form that ships is at most twice as far from float64 as the plain form in bf16, which trains. The Gram
+// form on the library's products may be further: it is here for its time.
 static bool polar_is_right(const Device* dev, const char* coefficients, int rows, int cols) {
     const OptimConfig config = config_of(coefficients);
     const int64_t size = (int64_t)rows * cols;

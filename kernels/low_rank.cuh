@@ -53,7 +53,7 @@ struct LowCopy {
     int m, k, limit, depth;
     uint32_t place;
 
-    // From row `first` of `limit` on, and from K on.
+    // The copy begins at row `first` of `limit` and at column its_k.
     __device__ __forceinline__ LowCopy(const E* x, int first, int its_limit, int its_k, int its_depth) {
         const int row = threadIdx.x / ACROSS, chunk = threadIdx.x % ACROSS;
         all = x, limit = its_limit, depth = its_depth;

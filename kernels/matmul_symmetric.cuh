@@ -1,7 +1,7 @@
 // The products of Newton-Schulz (optim/matrix/newton_schulz.cuh), most of whose results are symmetric. For each of
 // `batch` matrices, row-major and one after another without gaps:
 //     d = alpha op(a) op(b) + beta c + gamma I          op(a) (rows, depth), op(b) (depth, cols), c and d (rows, cols)
-// Of a symmetric result the elements on and below the diagonal are computed and the others are their mirror images. The
+// If the result is symmetric, the elements on and below the diagonal are computed; the others mirror them. The
 // plain C version, in fp32, defines that. On a GPU elements are fp16 and sums fp32.
 //
 // Kernel for sm_90a: half the work of a symmetric result is left out. Its tiles are 128 x 256: a tile whose right half
@@ -10,7 +10,7 @@
 // all whole tiles of a launch first and then all halves, in an order that turns back at each end (0 1 2 2 1 0 0 ...),
 // so that blocks which took one more before take one less after: with 24 matrices of 768 a launch lasts two tiles.
 //
-// As in matmul_gelu.cuh a warpgroup (64 x 256 sums of a tile) only rounds a finished tile to fp16, in half as many
+// A warpgroup (64 x 256 sums of a tile) does as in matmul_gelu.cuh: it rounds a finished tile to fp16, in half as many
 // registers, and sends it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
 // cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
 // and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
@@ -457,7 +457,7 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
     check_launch();
 }
 
-// On a GPU. d is none of the others. Dimensions are multiples of 8.
+// Launches the product on a GPU. d is none of the others. Dimensions are multiples of 8.
 inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
                               const __half* c) {
     if (p->batch == 0) return;

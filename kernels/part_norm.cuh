@@ -100,7 +100,7 @@ __global__ static void part_norm_finish_kernel(PartClip c, const double* pieces,
     if (threadIdx.x == 0) part_norm_result(c, square, count);
 }
 
-// From the squares of tiles: those of tensor t are parts[first[t]] to parts[first[t + 1]]. Grid 1, block
+// The squares of tiles by tensor: those of tensor t are parts[first[t]] to parts[first[t + 1]]. Grid 1, block
 // GLOBAL_NORM_THREADS. Deterministic.
 struct PartTiles {
     int64_t first[PART_TENSORS + 1];

@@ -76,8 +76,8 @@ void* arena_at(const Arena* arena, void* memory, int t, int64_t element_bytes);
 // The codes of a matrix that products read as it is stored; NULL: they read what arena_at says. Where ranks keep parts
 // of the weights they gather decoded ones, so there it is NULL.
 const uint8_t* arena_codes(const Arena* arena, int t);
-// Where the optimizer keeps the numbers of these codes' scales (optim_codes), by slot, into device memory; NULL: this
-// rank has none. It is filled where ranks gather decoded weights, too, since fp8_begin wants the scales there.
+// Writes the addresses of the numbers of these codes' scales (optim_codes) into device memory, by slot; NULL where this
+// rank has none. Ranks that gather decoded weights get them too, since fp8_begin wants the scales there.
 void arena_scales(const Arena* arena, const float** to, int slots);
 // Room of lent_bytes in which such matrices are decoded from here on, for passes that read all weights from arena_at;
 // NULL: they are no longer, and arena_at is NULL for them.

@@ -1,4 +1,4 @@
-// What an optimizer's arrays and tables take, as its creation allocates them and optim_bytes plans them.
+// Sizes of an optimizer's arrays and tables. Its creation allocates by them, and optim_bytes plans by them.
 #pragma once
 #include "plan.h"
 #include "rows.h"

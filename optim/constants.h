@@ -41,7 +41,7 @@ OPTIM_INLINE double exponential(double y) {
     return 1.0 + sum;
 }
 
-// What the constants of all steps are made from.
+// The numbers from which the constants of any step are computed.
 struct HyperSource {
     float beta1, beta2, beta3, alpha, eps, lr_max;
     int64_t ramp;

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "bytes.h"
 #include "plan.h"
 #include "storage.h"
 
@@ -24,7 +25,7 @@ enum DecodedKind { AS_STORED, DECODED, OPERAND };
 
 static DecodedKind decoded_kind(const Plan* plan, const DecodedModel* model, int t) {
     const FormatRow* weights = config_rows(&plan->launch[plan->launch_of[t]].config).weights;
-    if (strcmp(weights->stream[0].dtype, compute_row(model->compute)->stream[0].dtype) == 0) return AS_STORED;
+    if (serves_directly(weights, model->compute)) return AS_STORED;
     return model->slot && model->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 

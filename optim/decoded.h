@@ -28,7 +28,7 @@ inline int decoded_final(int layers) {
     return layers + 1;
 }
 
-// What a model's tensors are to it.
+// A model's tensors, as decoding sees them.
 struct DecodedModel {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count) the part of each
@@ -51,7 +51,8 @@ void decoded_close(Decoded* decoded);
 // The codes of an operand; NULL for other tensors.
 const uint8_t* decoded_codes(const Decoded* decoded, int tensor);
 
-// From here on operands are decoded, too, into `room` of DecodedBytes.lent; NULL: no longer, and the room is free.
+// Has operands decoded too from here on, into `room`, of DecodedBytes.lent bytes. With NULL they no longer are, and the
+// room is free.
 void decoded_lend(Decoded* decoded, void* room);
 
 // The place of a tensor's weights in the compute type once its part has been asked for. It does not change, but for

@@ -1,5 +1,5 @@
-// See loaded_cublaslt.h. Looks for libcublasLt at NIBBLE_CUBLASLT, then under its usual names, which also finds one
-// that the process has loaded (torch's).
+// See loaded_cublaslt.h. This looks for libcublasLt at NIBBLE_CUBLASLT, or else takes the one that the process has
+// loaded (torch's, say), or else one that is found under the usual names.
 #include "loaded_cublaslt.h"
 
 #ifdef __CUDACC__
@@ -44,7 +44,7 @@ static void* library_open() {
     return nullptr;
 }
 
-// Without a library if it is not there, or lacks a function.
+// Loads the functions. The result has no library if there is none or it lacks one of them.
 static Cublaslt cublaslt_load() {
     Cublaslt its = {};
     void* library = library_open();

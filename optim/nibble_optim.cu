@@ -248,8 +248,7 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
             "formats, stacked, capturable, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
-            "clip_update, "
-            "limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
+            "clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
 }
@@ -323,7 +322,7 @@ static void require_whole_matrices(const NibbleOptim* optim, const OptimTensor* 
     plan_free(plan);
 }
 
-// How many matrices a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
+// Returns the number of matrices that a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
 static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
     int parts = 1;
     for (const char *at = stacked ? stacked : "", *end; *at; at = *end ? end + 1 : end) {

@@ -520,7 +520,7 @@ static const char* whole_grads(const PlacedTables* tables, int launch) {
     return tables->view.grads + first * tables->view.grad_bytes;
 }
 
-// Where the weights of a launch's matrices lie: beside, if they are not aligned.
+// Returns the places of the weights of a launch's matrices: beside, if they are not aligned.
 static LowPlace* low_places(const PlacedTables* tables, int launch) {
     const OptimParts* parts = &tables->parts;
     const PlacedView* view = &tables->view;

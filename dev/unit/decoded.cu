@@ -58,13 +58,20 @@ static void expect_part(Test* test, const Run* copy, const Run* run, const Decod
     }
 }
 
-static void check_decoded(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
+// Opens a run with a copy of the whole model and one without, whose configuration it returns.
+static OptimConfig open_both(Run* copy, Run* run, const char* weights, const char* overrides, OptimType compute,
+                             bool gpu) {
     OptimConfig config = make_config("adamw", weights, "fp32");
     config.overrides = overrides;
-    Run copy, run;
-    run_open(&copy, &config, model, COUNT, compute, gpu);
+    run_open(copy, &config, model, COUNT, compute, gpu);
     config.keeps_copy = false;
-    run_open(&run, &config, model, COUNT, compute, gpu);
+    run_open(run, &config, model, COUNT, compute, gpu);
+    return config;
+}
+
+static void check_decoded(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
+    Run copy, run;
+    const OptimConfig config = open_both(&copy, &run, weights, overrides, compute, gpu);
     const DecodedModel its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
     Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
     Steps how = plain_steps(), by_parts = how;
@@ -119,12 +126,8 @@ static void expect_codes(Test* test, const Run* copy, const Run* run, const Deco
 }
 
 static void check_operands(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
-    OptimConfig config = make_config("adamw", weights, "fp32");
-    config.overrides = overrides;
     Run copy, run;
-    run_open(&copy, &config, model, COUNT, compute, gpu);
-    config.keeps_copy = false;
-    run_open(&run, &config, model, COUNT, compute, gpu);
+    open_both(&copy, &run, weights, overrides, compute, gpu);
     int slot[COUNT];
     for (int t = 0; t < COUNT; t++) slot[t] = strstr(model[t].name, "c_fc") != nullptr;
     const DecodedModel its = {run.tensor, part, slot, COUNT, LAYERS, compute},

@@ -99,20 +99,26 @@ def library_adamw_by_hand():
     assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
 
 
+def same_again_and_resumed(shapes, **settings):
+    """Three runs that end with the same bytes, of which the third goes on from what the first saved after step 2."""
+    runs = [Plain(shapes, seed=3, **settings) for _ in range(3)]
+    for number in range(1, 5):
+        for run in runs[:2]:
+            run.step(number)
+        if number == 2:
+            runs[2].handle.load(runs[0].handle.save())
+            for to, source in zip(runs[2].weights, runs[0].weights):
+                ctypes.memmove(to, source, ctypes.sizeof(to))
+        if number > 2:
+            runs[2].step(number)
+    assert runs[0].bytes() == runs[1].bytes() == runs[2].bytes(), settings
+    return runs
+
+
 @test
 def library_same_bits_again_and_resumed():
     for preset in ("adamw32", "adamw8", "adamw4", "adamw4d", "flash24", "adafactor8", "came8", "rmnp4"):
-        runs = [Plain([(50, 100), 1, 2048, 300], preset=preset, seed=3) for _ in range(3)]
-        for number in range(1, 5):
-            for run in runs[:2]:
-                run.step(number)
-            if number == 2:
-                runs[2].handle.load(runs[0].handle.save())
-                for to, source in zip(runs[2].weights, runs[0].weights):
-                    ctypes.memmove(to, source, ctypes.sizeof(to))
-            if number > 2:
-                runs[2].step(number)
-        assert runs[0].bytes() == runs[1].bytes() == runs[2].bytes(), preset
+        same_again_and_resumed([(50, 100), 1, 2048, 300], preset=preset)
 
 
 @test
@@ -161,17 +167,7 @@ MATRIX_RULES = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini")
 def library_rules_that_read_matrices():
     shapes = [(50, 100), (33, 20), (8, 300)]
     for rule in MATRIX_RULES:
-        runs = [Plain(shapes, rule=rule, m="dyn8", rank_gap=2, seed=3) for _ in range(3)]
-        for number in range(1, 5):
-            for run in runs[:2]:
-                run.step(number)
-            if number == 2:
-                runs[2].handle.load(runs[0].handle.save())
-                for to, source in zip(runs[2].weights, runs[0].weights):
-                    ctypes.memmove(to, source, ctypes.sizeof(to))
-            if number > 2:
-                runs[2].step(number)
-        assert runs[0].bytes() == runs[1].bytes() == runs[2].bytes(), rule
+        runs = same_again_and_resumed(shapes, rule=rule, m="dyn8", rank_gap=2)
         before = runs[0].bytes()
         raises(ValueError, "takes all tensors or none", lambda: runs[0].step(5, missing=[1]))
         assert runs[0].bytes() == before, rule

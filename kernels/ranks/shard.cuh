@@ -8,8 +8,8 @@
 // Parts are equal runs of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses.
 // Embeddings and the last layernorm are always whole where the matmuls read them.
 //
-// Where a step is taken inside the backward pass (optim/release.h), gradients are packed in every mode: two layers take
-// turns. The sums lie there, too, and a layer is stepped when its room is wanted.
+// If steps are taken inside the backward pass (optim/release.h), gradients are packed in every mode and two layers take
+// turns. The sums lie there too, and a layer is stepped when its room is wanted.
 //
 // The sum of a layer's gradients, called a bucket, while the backward pass is at the layer before: in pieces of at most
 // `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and in),

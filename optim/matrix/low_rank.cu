@@ -25,7 +25,7 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
     const int64_t side = rows < cols ? rows : cols;
     int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
     if (rank > side) rank = side;
-    // In whole blocks of what has nothing else there, so that no block belongs to two matrices.
+    // A basis fills whole blocks, so that no block belongs to two matrices.
     const int64_t basis = rule == MATRIX_GALORE ? ceil_div(rank * side, BASIS_BLOCK) * BASIS_BLOCK
                                                 : (rule == MATRIX_FIRA ? rank * side : 0) + 1;
     return {rank, rows >= cols ? rows : rank, rows >= cols ? rank : cols, basis};

@@ -98,8 +98,8 @@ T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Symmetr
 }
 
 #ifdef __CUDACC__
-// As the optimizer takes it on a GPU, in fp16. Which form depends on the shape alone, so the bits do not depend on the
-// batch.
+// The form that the optimizer takes on a GPU, in fp16. The shape alone decides which it is, so the bits do not depend
+// on the batch.
 inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, __half* x, __half* y, __half* squares,
                                  int64_t rows, int64_t cols, int64_t count) {
     const int64_t side = rows < cols ? rows : cols;
