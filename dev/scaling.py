@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Steps of whole training runs on 1, 2, 4, ... GPUs, with every --shard: a Markdown table.
 
-    dev/scaling.py [--sizes gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4] [--gpus 1,2,4] [--shard none,states,grads,weights]
+    dev/scaling.py [--sizes gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4] [--gpus 1,2,4,8] [--shard none,states,grads,weights]
 
 A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same in every column. The tokens are random
 (Zipf-like); nothing is validated or sampled. A run ends when its steps are done, before it would save. ms is the median
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
-all at the same time, and ms of one GPU is their mean. GiB is the plan, and beside it the most that nvidia-smi has shown on
-the first GPU, less what was in use before the run, and the ratio of the two. A run that dies is a row with its last
-words; the others go on, and the exit status is 1; it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are
-not as they should be.
+all at the same time, and ms of one GPU is their mean. Runs that need fewer GPUs than there are share the machine: each
+has GPUs of its own. GiB is the plan, and beside it the most that nvidia-smi has shown on the first GPU of a run, less
+what was in use before the run, and the ratio of the two. A run that dies is a row with its last words; the others go on,
+and the exit status is 1; it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are not as they should be.
 
-With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on four GPUs take
-longer than a machine that is lent for minutes runs one command. Options of ./train may follow.
+With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on eight GPUs take
+longer than a machine that is lent for minutes runs one command. NIBBLE_NCCL=libnccl.so.2 measures NCCL in place of the
+copy engines. Options of ./train may follow.
 """
 import argparse
 import array
@@ -88,14 +89,20 @@ class Run:
         except OSError:
             return []
 
-    def finish(self):
-        """Median seconds of a step, GiB as planned and as seen, and the last loss."""
-        while self.child.poll() is None and len(self.trained()) < self.steps:
-            time.sleep(0.2)
-            self.seen = max(self.seen, memory_in_use(self.gpu) - self.before)
-        train = self.trained()[:self.steps]
+    def end(self):
         self.child.kill()  # ranks end with the process that made them
         self.child.wait()
+
+    def finish(self):
+        """Median seconds of a step, GiB as planned and as seen, and the last loss."""
+        while self.child.poll() is None:
+            done = len(self.trained()) >= self.steps
+            self.seen = max(self.seen, memory_in_use(self.gpu) - self.before)
+            if done:
+                break
+            time.sleep(0.2)
+        train = self.trained()[:self.steps]
+        self.end()
         self.output.seek(0)
         output = self.output.read()
         end = time.monotonic() + 60
@@ -124,15 +131,15 @@ class Kept:
             except (OSError, ValueError, TypeError) as error:
                 raise Problem("--keep %s: %s; give another file, or remove it to begin anew" % (path, error)) from None
 
-    def get(self, key, measure):
-        text = json.dumps(key)
-        if text not in self.found:
-            self.found[text] = measure()
-            if self.path:
-                with open(self.path + ".tmp", "w") as file:
-                    file.writelines("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items())
-                os.replace(self.path + ".tmp", self.path)
-        return self.found[text]
+    def get(self, key):
+        return self.found.get(json.dumps(key))
+
+    def put(self, key, found):
+        self.found[json.dumps(key)] = found
+        if self.path:
+            with open(self.path + ".tmp", "w") as file:
+                file.writelines("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items())
+            os.replace(self.path + ".tmp", self.path)
 
 
 def numbers(name, texts):
@@ -145,7 +152,7 @@ def numbers(name, texts):
 def options_read():
     parser = Parser(prog="scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4")
-    parser.add_argument("--gpus", help="default: those of 1, 2 and 4 that there are")
+    parser.add_argument("--gpus", help="default: those of 1, 2, 4 and 8 that there are")
     parser.add_argument("--shard", default="none,states,grads,weights")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--skip", type=int, default=6)
@@ -155,7 +162,7 @@ def options_read():
     options, options.more = parser.parse_known_args()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     options.names = visible.split(",") if visible else ask_gpus("index")
-    counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4").split(","))
+    counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4,8").split(","))
     options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
     if max(options.counts) > len(options.names):
         raise Problem("--gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
@@ -170,41 +177,62 @@ def options_read():
     return options
 
 
+def at_once(kept, wanted, start):
+    """Measures what is not kept, all at the same time: wanted has (key, what `start` takes to make a Run). Returns for
+    each what finish() returned, or what it raised where its run died."""
+    found = [kept.get(key) for key, _ in wanted]
+    runs = []
+    try:
+        for its, (_, arguments) in zip(found, wanted):
+            runs.append(None if its else start(*arguments))
+        for i, run in enumerate(runs):
+            try:
+                if run:
+                    found[i] = run.finish()
+                    kept.put(wanted[i][0], found[i])
+            except Died as died:
+                found[i] = died
+        return found
+    finally:
+        for run in runs:
+            if run:
+                run.end()
+
+
 def table_rows(options, kept, folder, size):
     """The rows of a size, as texts."""
     with open(options.trainer, "rb") as file:
         program = hashlib.sha256(file.read()).hexdigest()[:16]
     way = [os.environ.get(name, "") for name in ("NIBBLE_NCCL", "NCCL_P2P_DISABLE")]
-    about = [program, *size, options.seq, options.steps, options.skip, options.more, *way]
-    names, start = options.names[:max(options.counts)], "| %s, %d x %d | %%d | %%s |" % size
+    about = [program, *size, options.seq, options.steps, options.skip, options.more]
+    names, beginning = options.names[:max(options.counts)], "| %s, %d x %d | %%d | %%s |" % size
 
-    def each_alone():
-        runs = [Run(options, folder, size, [name], "none") for name in names]
-        try:
-            return [run.finish() for run in runs]
-        finally:
-            for run in runs:
-                run.child.kill()
-                run.child.wait()
+    def start(gpus, shard):
+        return Run(options, folder, size, gpus, shard)
 
-    try:
-        alone = kept.get([*about, names, "alone"], each_alone)
-    except Died as died:
-        yield start % (1, "-") + " died: %s |" % died
+    def row(gpus, shard, found, share):
+        if isinstance(found, Died):
+            return beginning % (gpus, shard) + " died: %s |" % found
+        seconds, plan, seen, loss = found
+        return beginning % (gpus, shard) + " %.1f | %.0f | %.1f %% | %.2f | %.2f | %.3f | %.4f |" % (
+            1e3 * seconds, size[1] * options.seq * size[2] * gpus / seconds, 100 * gpus / seconds / share,
+            plan, seen, seen / plan, loss)
+
+    alone = at_once(kept, [([*about, name, "alone"], ([name], "none")) for name in names], start)
+    dead = [one for one in alone if isinstance(one, Died)]
+    if dead:
+        yield row(1, "-", dead[0], 0)
         return
+    if 1 in options.counts:
+        mean = statistics.mean(one[0] for one in alone)
+        yield row(1, "-", [mean, *alone[0][1:]], 1 / mean)
     for gpus in options.counts:
-        for shard in options.shard.split(",") if gpus > 1 else ["-"]:
-            try:
-                found = [statistics.mean(one[0] for one in alone), *alone[0][1:]] if gpus == 1 else kept.get(
-                    [*about, names[:gpus], shard], lambda: Run(options, folder, size, names[:gpus], shard).finish())
-            except Died as died:
-                yield start % (gpus, shard) + " died: %s |" % died
-                continue
-            seconds, plan, seen, loss = found
-            share = sum(1 / one[0] for one in alone[:gpus]) if gpus > 1 else 1 / seconds
-            yield start % (gpus, shard) + " %.1f | %.0f | %.1f %% | %.2f | %.2f | %.3f | %.4f |" % (
-                1e3 * seconds, size[1] * options.seq * size[2] * gpus / seconds, 100 * gpus / seconds / share,
-                plan, seen, seen / plan, loss)
+        shards, room = options.shard.split(",") if gpus > 1 else [], len(names) // gpus
+        for first in range(0, len(shards), room):
+            wanted = [([*about, *way, names[i * gpus:(i + 1) * gpus], shard], (names[i * gpus:(i + 1) * gpus], shard))
+                      for i, shard in enumerate(shards[first:first + room])]
+            for i, found in enumerate(at_once(kept, wanted, start)):
+                yield row(gpus, shards[first + i], found, sum(1 / one[0] for one in alone[i * gpus:(i + 1) * gpus]))
 
 
 def main():

@@ -461,9 +461,9 @@ TEST(exchange_own_card_gpu) {
 
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    if (!gpus_reach_each_other_asked_apart(4)) skip("these GPUs do not reach each other's memory");
+    if (!gpus_reach_each_other_asked_apart(8)) skip("these GPUs do not reach each other's memory");
     char text[4096];
-    for (int ranks : {2, 3, 4}) {
+    for (int ranks : {2, 3, 4, 8}) {
         int code = run_ranks(ranks, peers_main, text, sizeof(text));
         expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
     }

@@ -15,13 +15,16 @@ static int gpu_count() {
     return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
-// A case on `ranks` GPUs: 4, or 2 where there are not as many.
+// The GPUs that a case uses: 8, or 4 or 2 where there are not as many.
+static int ranks_on_gpus() { return gpu_count() < 4 ? 2 : gpu_count() < 8 ? 4 : 8; }
+
+// A case on `ranks` GPUs.
 #define GPUS_TEST(NAME)                                                \
     static void on_gpus_##NAME(Test* test, int ranks);                 \
     TEST(NAME) {                                                       \
         if (getenv("NIBBLE_SANITIZE")) skip("processes of their own"); \
         if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());     \
-        const int ranks = gpu_count() < 4 ? 2 : 4;                     \
+        const int ranks = ranks_on_gpus();                             \
         note(test, "%d GPUs", ranks);                                  \
         on_gpus_##NAME(test, ranks);                                   \
     }                                                                  \
@@ -222,7 +225,7 @@ TEST_ALONE(multi_memory_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer takes memory");
     check_memory(test, 1, "none");
     for (const char* mode : modes) {
-        if (gpu_count() >= 2) check_memory(test, gpu_count() < 4 ? 2 : 4, mode);
+        if (gpu_count() >= 2) check_memory(test, ranks_on_gpus(), mode);
     }
 }
 

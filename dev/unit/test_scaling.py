@@ -68,7 +68,7 @@ def test_goes_on_after_a_kill(case):
     command = ["--sizes", "nano:1:1", "--shard", "none,grads", "--keep", keep, "--trainer", trainer]
     first, _ = case.table(*command, status=1)
     assert first[2] == ["nano, 1 x 1", "2", "grads", "died: ended without a word"], first
-    assert len(keep.read_text().split("\n")) == 3 and len(seen.read_text().split("\n")) == 5, seen.read_text()
+    assert len(keep.read_text().split("\n")) == 4 and len(seen.read_text().split("\n")) == 5, seen.read_text()
     (case.folder / "mended").touch()
     (case.folder / "kept.tmp").write_text('[["cut sh')  # by a kill while it was written
     second, _ = case.table(*command)
