@@ -16,7 +16,9 @@ static int gpu_count() {
 }
 
 // The GPUs that a case uses: 8, or 4 or 2 where there are not as many.
-static int ranks_on_gpus() { return gpu_count() < 4 ? 2 : gpu_count() < 8 ? 4 : 8; }
+static int ranks_on_gpus() {
+    return gpu_count() < 4 ? 2 : gpu_count() < 8 ? 4 : 8;
+}
 
 // A case on `ranks` GPUs.
 #define GPUS_TEST(NAME)                                                \

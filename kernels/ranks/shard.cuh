@@ -788,30 +788,58 @@ inline void shard_loss(Shard* s, float* scalars) {
 
 // Weights.
 
-// The weights of a run of the arena, element x to weights[x + shift], from those who keep them to all: one exchange, in
-// which every rank sends at the same time.
-inline void shard_gather_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
-    int64_t size = s->weight_bytes, me = s->comm.rank;
-    Overlap mine = shard_overlap(begin, end, s->cut[me], s->cut[me + 1]);
-    const char* from = (const char*)s->kept_weights + (mine.begin - s->cut[me]) * size;
+// Slice r of a run of the arena.
+inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
+    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
+    return {begin + slice_begin(tiles, r, s->comm.world) * TILE_ELEMENTS,
+            begin + slice_begin(tiles, r + 1, s->comm.world) * TILE_ELEMENTS};
+}
+
+// The weights of a run of the arena, element x to weights[x + shift], go from those who keep them to all in two
+// exchanges. Most layers lie in the part of one rank. If that rank sent n elements to each of the others, its link
+// would carry (W-1) n elements while the other links are idle. So the owners deal the run out first: rank r gets slice
+// r. Then each rank sends its slice to those who do not own it. No rank sends more than 2 n (W-1)/W elements.
+inline void shard_deal_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+    const int64_t size = s->weight_bytes, me = s->comm.rank;
+    const char* kept = (const char*)s->kept_weights - s->cut[me] * size;
+    char* weights = (char*)s->weights + shift * size;
+    const Overlap mine = shard_overlap(begin, end, s->cut[me], s->cut[me + 1]);
+    const Overlap own = shard_slice(s, begin, end, s->comm.rank);
     for (int r = 0; r < s->comm.world; r++) {
-        Overlap o = shard_overlap(begin, end, s->cut[r], s->cut[r + 1]);
-        s->sends[r] = {(void*)from, (mine.end - mine.begin) * size};
-        s->receives[r] = {(char*)s->weights + (o.begin + shift) * size, (o.end - o.begin) * size};
+        const Overlap slice = shard_slice(s, begin, end, r);
+        const Overlap out = shard_overlap(slice.begin, slice.end, mine.begin, mine.end);
+        const Overlap in = shard_overlap(own.begin, own.end, s->cut[r], s->cut[r + 1]);
+        s->sends[r] = {(void*)(kept + out.begin * size), (out.end - out.begin) * size};
+        s->receives[r] = {weights + in.begin * size, (in.end - in.begin) * size};
     }
-    comm_copy(&s->comm, s->receives[me].data, from, s->sends[me].bytes);
+    comm_copy(&s->comm, weights + mine.begin * size, kept + mine.begin * size, (mine.end - mine.begin) * size);
+    comm_exchange(&s->comm, s->sends, s->receives);
+}
+
+inline void shard_spread_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+    const int64_t size = s->weight_bytes;
+    char* weights = (char*)s->weights + shift * size;
+    const auto piece = [&](int of, int to) {
+        const Overlap slice = shard_slice(s, begin, end, of);
+        const bool owns = s->cut[to] <= slice.begin && slice.end <= s->cut[to + 1];
+        return CommPiece{weights + slice.begin * size, owns ? 0 : (slice.end - slice.begin) * size};
+    };
+    const int me = s->comm.rank;
+    for (int r = 0; r < s->comm.world; r++) s->sends[r] = piece(me, r), s->receives[r] = piece(r, me);
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
 // A bucket's weights from those who keep them to all, beside the device's stream.
 inline void shard_gather(Shard* s, int bucket) {
     const ShardBucket* b = &s->bucket[bucket];
-    comm_group(&s->comm, true);
-    for (int i = 0; i < b->runs; i++) {
-        const ShardRun* run = &b->run[i];
-        shard_gather_run(s, run->begin, run->end, s->mode >= SHARD_WEIGHTS ? run->at - run->begin : 0);
+    for (const auto gather : {shard_deal_run, shard_spread_run}) {
+        comm_group(&s->comm, true);
+        for (int i = 0; i < b->runs; i++) {
+            const ShardRun* run = &b->run[i];
+            gather(s, run->begin, run->end, s->mode >= SHARD_WEIGHTS ? run->at - run->begin : 0);
+        }
+        comm_group(&s->comm, false);
     }
-    comm_group(&s->comm, false);
     if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
 }
 
@@ -821,7 +849,8 @@ inline void shard_publish(Shard* s) {
     comm_after_device(&s->comm);
     s->held[0] = s->held[1] = -1;
     if (s->late && s->mode < SHARD_WEIGHTS) {
-        shard_gather_run(s, 0, s->cut[s->comm.world], 0);
+        shard_deal_run(s, 0, s->cut[s->comm.world], 0);
+        shard_spread_run(s, 0, s->cut[s->comm.world], 0);
         device_after_comm(&s->comm);
         return;
     }
