@@ -34,7 +34,8 @@ static void spread_ranks(const Arena* a, OptimConfig* config) {
     }
     s->gradient_bytes = a->grads_bf16 ? 2 : 4;
     s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
-    s->chunk = a->dev->gpu ? 8192 : 64;
+    const int64_t slice = PEER_PART / (TILE_ELEMENTS * s->gradient_bytes);  // tiles
+    s->chunk = !a->dev->gpu ? 64 : ranks * slice < 8192 ? ranks * slice : 8192;
     shard_plan(s, tensors, a->count, a->layers, a->elements);
     optim_cuts(config, a->tensors, a->count, s->cut, ranks + 1);
     if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[s->comm.rank], config->end = s->cut[s->comm.rank + 1];

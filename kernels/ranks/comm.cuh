@@ -9,6 +9,7 @@
 // Where there is no GPU, ranks of one machine exchange through a shared mapping: a stand-in for the tests
 // (NIBBLE_STAND_IN=1), so that all that is above this file runs without GPUs. It is synchronous and not fast.
 #pragma once
+#include <assert.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -338,6 +339,30 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
         }
     }
     check(nccl_status(comm, comm->nccl.group_end()));
+}
+
+// As comm_exchange, for pieces of at most PEER_PART bytes that are read once: copy engines leave them where they
+// arrived, receives[r].data is set to that place, and no bytes are copied. What reads them is queued on the comm's
+// stream before comm_return.
+inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
+    if (!comm->peers) {
+        comm_exchange(comm, sends, receives);
+        return;
+    }
+    peers_fork(comm->peers, comm->stream);
+    for (int i = 1; i < comm->world; i++) {
+        int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
+        assert(sends[to].bytes <= PEER_PART && receives[from].bytes <= PEER_PART);
+        peer_send(comm->peers, sends[to].data, sends[to].bytes, 0, to);
+        if (receives[from].bytes > 0) receives[from].data = peer_take(comm->peers, comm->stream, from);
+    }
+    peers_join(comm->peers, comm->stream);
+}
+
+inline void comm_return(const Comm* comm, const CommPiece* receives) {
+    for (int r = 0; r < comm->world && comm->peers; r++) {
+        if (r != comm->rank && receives[r].bytes > 0) peer_give_back(comm->peers, comm->stream, r);
+    }
 }
 
 // Between these the exchanges are one launch of NCCL's; elsewhere it changes nothing.

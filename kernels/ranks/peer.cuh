@@ -3,8 +3,9 @@
 // so lengthens each that it meets by up to its own length; a copy engine costs them some memory bandwidth.
 //
 // Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
-// part into its slot at the receiver and raises the receiver's `arrived`; the receiver copies it to its place and
-// raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART for every other.
+// part into its slot at the receiver and raises the receiver's `arrived`; the receiver reads it there, or copies it to
+// its place, and raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART
+// for every other.
 #pragma once
 #include "../common.cuh"
 
@@ -82,14 +83,23 @@ inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64
     peer_raise(peers, peers->out, &peer_counts(peers, to)->arrived[peers->rank], count + 1);
 }
 
+// The next part from a rank, in its slot, for what is queued on the stream from here until peer_give_back.
+inline char* peer_take(const Peers* peers, cudaStream_t stream, int from) {
+    const uint32_t count = peers->received[from]++;
+    peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
+    return peer_slot(peers, peers->rank, from, count);
+}
+
+inline void peer_give_back(const Peers* peers, cudaStream_t stream, int from) {
+    peer_raise(peers, stream, &peer_counts(peers, from)->taken[peers->rank], peers->received[from]);
+}
+
 inline void peer_receive(const Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
-    uint32_t count = peers->received[from]++;
-    peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
-    check(cudaMemcpyAsync((char*)data + at, peer_slot(peers, peers->rank, from, count), (size_t)part,
-                          cudaMemcpyDeviceToDevice, stream));
-    peer_raise(peers, stream, &peer_counts(peers, from)->taken[peers->rank], count + 1);
+    const char* slot = peer_take(peers, stream, from);
+    check(cudaMemcpyAsync((char*)data + at, slot, (size_t)part, cudaMemcpyDeviceToDevice, stream));
+    peer_give_back(peers, stream, from);
 }
 
 inline bool peers_bind(Peers* peers) {

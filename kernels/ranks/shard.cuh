@@ -96,9 +96,9 @@ struct Shard {
     int layers;
     int64_t* place;  // (tensors): first element in packed memory: two layers that take turns, then the rest
     int64_t packed;  // its elements
-    int64_t chunk;   // tiles of a bucket that are exchanged at a time
+    int64_t chunk;   // tiles of a bucket that are exchanged at a time; a slice of them has at most PEER_PART bytes
     int gradient_bytes, weight_bytes;  // of an element
-    char *outgoing, *incoming;         // encoded slices on their way; chunk tiles each
+    char *outgoing, *incoming;         // slices on their way, where they are encoded or copied; chunk tiles each
     void* grads;                       // the trainer's: arena, or packed
     void* kept_grads;                  // sums of the part, from cut[rank] on
     void* weights;                     // in the matmuls' type: arena, packed, or the optimizer's
@@ -162,15 +162,17 @@ __host__ __device__ inline float shard_decode(const char* tile, int i) {
     return __bfloat162float(((const bf16*)tile)[i]);
 }
 
-// The ranks' contributions to a slice: `mine` is this rank's, and that of rank r lies at others + r * stride.
+// The ranks' contributions to a slice: `mine` is this rank's, and that of rank r lies at from[r], or at others +
+// r * stride where others is not NULL.
 struct Contributions {
     const char *mine, *others;
     int64_t stride, tile_bytes;
     int rank, world;
+    const char* from[PEER_MOST] = {};
 };
 
 __host__ __device__ inline const char* contribution(const Contributions& c, int r, int64_t tile) {
-    return (r == c.rank ? c.mine : c.others + r * c.stride) + tile * c.tile_bytes;
+    return (r == c.rank ? c.mine : c.others ? c.others + r * c.stride : c.from[r]) + tile * c.tile_bytes;
 }
 
 template <typename G, CommFormat FORMAT>
@@ -478,9 +480,12 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
         sends[r] = {codes + first * tile_bytes, (slice_begin(tiles, r + 1, world) - first) * tile_bytes};
         receives[r] = {s->incoming + r * stride, mine_tiles * tile_bytes};
     }
-    comm_exchange(&s->comm, sends, receives);
-    Contributions c = {codes + mine * tile_bytes, s->incoming, stride, tile_bytes, me, world};
+    comm_borrow(&s->comm, sends, receives);
+    const bool many = world > PEER_MOST;
+    Contributions c = {codes + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
+    for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
     shard_sum<G, FORMAT>(dev, s->comm.stream, local + begin + mine * TILE_ELEMENTS, c, mine_tiles);
+    comm_return(&s->comm, receives);
 }
 
 // The sums of the slices to all ranks.
@@ -519,13 +524,14 @@ void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) 
         receives[r] = {s->incoming + used, (into[r].end - into[r].begin) * (int64_t)sizeof(G)};
         used += receives[r].bytes;
     }
-    comm_exchange(&s->comm, sends, receives);
+    comm_borrow(&s->comm, sends, receives);
     for (int r = 0; r < world; r++) {
         G* kept = s->releases ? local + into[r].begin : (G*)s->kept_grads + into[r].begin - s->cut[me];
         const G* sum = r == me ? local + into[r].begin : (const G*)receives[r].data;
         if (kept == sum) continue;
         shard_keep<G>(s->comm.dev, s->comm.stream, kept, sum, into[r].end - into[r].begin, add);
     }
+    comm_return(&s->comm, receives);
 }
 
 template <typename G>
