@@ -6,7 +6,8 @@
 A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same in every column. The tokens are random
 (Zipf-like); nothing is validated or sampled. A run ends when its steps are done, before it would save. ms is the median
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
-all at the same time, and ms of one GPU is their mean. Runs that need fewer GPUs than there are share the machine: each
+all at the same time, and ms of one GPU is their mean. In its row the share is what ranks reach that exchange nothing
+and wait for the slowest GPU. Runs that need fewer GPUs than there are share the machine: each
 has GPUs of its own. GiB is the plan, and beside it the most that nvidia-smi has shown on the first GPU of a run, less
 what was in use before the run, and the ratio of the two. A run that dies is a row with its last words; the others go on,
 and the exit status is 1; it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are not as they should be.
@@ -225,7 +226,8 @@ def table_rows(options, kept, folder, size):
         return
     if 1 in options.counts:
         mean = statistics.mean(one[0] for one in alone)
-        yield row(1, "-", [mean, *alone[0][1:]], 1 / mean)
+        slowest, sum_of_rates = max(one[0] for one in alone), sum(1 / one[0] for one in alone)
+        yield row(1, "-", [mean, *alone[0][1:]], sum_of_rates / len(alone) * slowest / mean)
     for gpus in options.counts:
         shards, room = options.shard.split(",") if gpus > 1 else [], len(names) // gpus
         for first in range(0, len(shards), room):
