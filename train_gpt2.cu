@@ -57,9 +57,9 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 // The values, by type; the table says what each means.
 struct Options {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
-        *decay_mode, *ns_coefficients, *rank_basis, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
-        *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
-        *resume, *device, *save, *sample, *completion;
+        *decay_mode, *ns_coefficients, *nesterov, *rank_basis, *adafactor_lr, *clip_by, *on_nonfinite, *schedule,
+        *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval,
+        *eval_out, *run, *resume, *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
         print_every, save_every, keep, seed, memory, fit;
@@ -110,6 +110,7 @@ static const Option OPTIONS[] = {
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
+    {"nesterov", CHOICE, AT(nesterov), "on", 0, 0, "on|off", "", "their step follows m and the gradient; off: m alone"},
     {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "their polynomials"},
     {"rank", INT, AT(rank), "0", 0, 65536, "N", "", "galore, fira, apollo: rank of the moments; 0: shorter side / 4"},
@@ -189,7 +190,8 @@ static OptimConfig optim_config_of(const Options* o) {
     c.weight_decay = (float)o->weight_decay, c.decay_mode = o->decay_mode, c.lr_max = (float)o->lr;
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
-    c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
+    c.momentum = (float)o->momentum, c.nesterov = strcmp(o->nesterov, "on") == 0;
+    c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
     c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale, c.rank_basis = o->rank_basis;
     c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
     const bool both = strcmp(o->adafactor_lr, "paper") == 0;

@@ -53,6 +53,7 @@ struct OptimConfig {
     bool keeps_copy = true;      // a copy, in the compute type, of all weights that the matmuls cannot read as they are
                                  // stored; false: the caller decodes them in pieces (decoded.h)
     float momentum = 0.95f;      // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
+    bool nesterov = true;        // and their direction looks ahead: g + momentum (m - g); false: it is m
     int64_t ns_steps = 5;        // and steps of Newton-Schulz, with coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
     const char* rank_basis = "fp32";  // of galore: how its directions are stored, fp32, bf16 or lin8 in blocks of 256

@@ -28,6 +28,7 @@ struct Hyper {
     float eps;
     float beta3, rest3;  // for the slow average at this step
     float alpha;         // its weight at this step, times 1 - beta1^step
+    float look;          // of the direction: beta1, or 1 with --nesterov off
     float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
 };
 
@@ -64,9 +65,10 @@ OPTIM_INLINE float average_square(float a, float x, float rest) {
     return exact_fma(rest, exact_fma(x, x, -a), a);
 }
 
-// The direction of Nesterov's momentum: g + beta1 (m - g), m the new average.
+// The direction of Nesterov's momentum, g + look (m - g), m the new average. With look 1 it is m, but for a rounding to
+// 2^-24 of the larger of m and g.
 OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
-    return average(g, m, hyper.beta1);
+    return average(g, m, hyper.look);
 }
 
 // A rule whose update has a factor for each tensor, and its constants.
