@@ -130,3 +130,9 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
 inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
     return hyper_create(hyper_source(config, settings), rate, step);
 }
+
+// The factor with which m of a launch takes gradients before the step (rules/fold.cuh); 0: it does not.
+inline float launch_fold(const OptimConfig* launch) {
+    const Settings settings = {1.0, 0.0};
+    return find_row(rule_table(), launch->rule)->fold(hyper_create(launch, &settings, 1.0, 1));
+}

@@ -68,7 +68,8 @@ struct Launch {
     StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
     StepKernel apply;   // and from the updates to the weights
     MatrixWork matrix;
-    RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
+    StepKernel fold;  // before the step: gradients into m
+    RowWork passes;   // before the step, of a rule that reads rows and of --limit-growth
 };
 
 struct Optim {
@@ -228,7 +229,7 @@ static void tiles_create(Optim* optim) {
 
 // The copy of the weights that a kernel writes: a direction, in the weights' place, has none.
 static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, OptimType compute) {
-    return rows->rule->matrix ? none_row() : step_copy(config, rows->weights, compute);
+    return rows->rule->matrix || rows->weights == none_row() ? none_row() : step_copy(config, rows->weights, compute);
 }
 
 // The text of the user's own formats, for NVRTC; "" if the combination has none.
@@ -483,6 +484,11 @@ static void launch_create(Optim* optim, int index) {
     launch->at[2] = from_begin(launch->rows.m, launch->slow, planned->run.begin);
     const Rows first = first_rows(&planned->config);
     kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
+    const Rows fold = fold_rows(&launch->rows);
+    OptimConfig config = planned->config;
+    config.limit_growth = 0.0f;  // of the update, which a fold does not make
+    const bool folds = config.folds && launch_fold(&config) > 0.0f;
+    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, planned->tiles);
     rows_create(optim, index);
     replayed_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
@@ -928,29 +934,54 @@ void optim_step_end(Optim* optim) {
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
 
+// The first of some tensors, and those behind it that follow each other both in the arena and in their gradients'
+// memory, which take one launch.
+struct TensorRun {
+    const Launch* launch;
+    Streams grads;
+    int64_t first, tiles;  // of the launch's list
+    int count;             // tensors
+};
+
+static TensorRun tensor_run(const Optim* optim, const int* tensor, const void* const* grads, int count) {
+    const Plan* plan = optim->plan;
+    const int l = plan->launch_of[tensor[0]];
+    const Launch* launch = &optim->launch[l];
+    const int64_t element = launch->rows.grads->stream[0].bits / 8, begin = optim->tensors[tensor[0]].offset;
+    const char* base = (const char*)grads[0] - begin * element;
+    int64_t end = begin;
+    int n = 0;
+    for (; n < count && plan->launch_of[tensor[n]] == l && optim->tensors[tensor[n]].offset == end; n++) {
+        if ((const char*)grads[n] - end * element != base) break;
+        end += tensor_padded(&optim->tensors[tensor[n]]);
+    }
+    const int64_t first = plan_clamp(plan, begin), tiles = (plan_clamp(plan, end) - first) / TILE_ELEMENTS;
+    return {launch, {(void*)base, nullptr}, (first - launch->plan->run.begin) / TILE_ELEMENTS, tiles, n};
+}
+
 void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         float lr, int64_t step) {
-    const FormatRow* format = optim->launch[0].rows.grads;
-    const int64_t element = format->stream[0].bits / 8;
     for (int i = 0; i < count;) {
-        const int l = optim->plan->launch_of[tensor[i]];
-        const Launch* launch = &optim->launch[l];
-        const int64_t begin = optim->tensors[tensor[i]].offset;
-        const int from = i;
-        const char* base = (const char*)grads[i] - begin * element;
-        int64_t end = begin;
-        // Tensors that follow each other both in the arena and in their gradients' memory take one launch.
-        for (; i < count && optim->plan->launch_of[tensor[i]] == l && optim->tensors[tensor[i]].offset == end &&
-               (const char*)grads[i] - end * element == base;
-             i++) {
-            end += tensor_padded(&optim->tensors[tensor[i]]);
-        }
-        StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
-        arguments.grads = {(void*)base, nullptr};
-        const int64_t kept = plan_clamp(optim->plan, begin), kept_end = plan_clamp(optim->plan, end);
-        launch_step(optim, launch, (kept - launch->plan->run.begin) / TILE_ELEMENTS, (kept_end - kept) / TILE_ELEMENTS,
-                    &arguments, step);
-        for (int t = from; t < i; t++) settle_tensor(optim, tensor[t], grad_scale);
+        const TensorRun run = tensor_run(optim, tensor + i, grads + i, count - i);
+        StepArguments arguments = step_arguments(optim, run.launch, grad_scale, lr, step);
+        arguments.grads = run.grads;
+        launch_step(optim, run.launch, run.first, run.tiles, &arguments, step);
+        for (const int end = i + run.count; i < end; i++) settle_tensor(optim, tensor[i], grad_scale);
+    }
+}
+
+void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
+                        int64_t step, int number) {
+    for (int i = 0; i < count;) {
+        const TensorRun run = tensor_run(optim, tensor + i, grads + i, count - i);
+        StepArguments arguments = step_arguments(optim, run.launch, grad_scale, 0.0f, step);
+        for (Hyper& hyper : arguments.group) hyper.lr = launch_fold(&run.launch->plan->config);
+        launch_arrays(optim, run.launch, &arguments);
+        arguments.seed = optim->config.seed + ((uint64_t)number << 53);  // seeds of the trainer are smaller
+        arguments.grads = run.grads, arguments.copy = {nullptr, nullptr}, arguments.factor = nullptr;
+        arguments.tiles = run.launch->tiles + run.first, arguments.tile_count = run.tiles;
+        if (run.tiles > 0) kernel_run(optim, &run.launch->fold, &arguments);
+        i += run.count;
     }
 }
 

@@ -41,6 +41,7 @@ struct RuleRow {
     bool divides;       // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
     double slower;      // adamw's usual learning rate over this rule's
+    float (*fold)(const Hyper& hyper);  // with which m may take gradients before the step; 0: it may not
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 
@@ -85,6 +86,8 @@ Rows moment_rows(const Rows* rows);
 // True for a rule whose moments are those of a projected gradient, which takes the place of the gradient.
 bool is_low_rank(const RuleRow* rule);
 Rows apply_rows(const Rows* rows);
+// And of what takes the gradients of a micro-batch into m (rules/fold.cuh).
+Rows fold_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
 const void* built_in_kernel(const Rows* rows, bool copy);

@@ -54,7 +54,14 @@ struct RuleDefaults {
     static constexpr bool SCALED = false;       // each tensor's update has a factor
     static constexpr bool LEAVES_REST = false;  // vectors and embeddings have adamw unless --override says otherwise
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
+    // The factor with which m may take gradients before the step (fold.cuh); 0: the step needs more of them than m has.
+    static OPTIM_INLINE float fold(const Hyper&) { return 0.0f; }
 };
+
+// The factor of a step that makes beta m + rest g of m.
+OPTIM_INLINE float fold_factor(float rest, float beta) {
+    return beta > 0.0f ? rest / beta : 0.0f;
+}
 
 // a + rest (x - a), and a + rest (x^2 - a).
 OPTIM_INLINE float average(float a, float x, float rest) {
