@@ -376,14 +376,14 @@ bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int coun
     plan_free(plan);
     if (rule) {
         snprintf(error, error_bytes,
-                 "the step of the rule %s needs more of the gradients of several micro-batches than m can take, unlike "
-                 "that of sgd, of lion with --beta1 as --beta2, and of rmnp and normuon-lite with --nesterov off",
+                 "with several micro-batches a step, gradients are kept in m alone, and %s's step needs more, unlike "
+                 "sgd's, lion's with --beta1 as --beta2, and rmnp's and normuon-lite's with --nesterov off",
                  rule->name);
     } else if (m) {
-        snprintf(
-            error, error_bytes,
-            "m takes the gradients of several micro-batches, and %s would lose small ones, unlike fp32 and bf16:sr",
-            m->name);
+        snprintf(error, error_bytes,
+                 "with several micro-batches a step, m takes the gradients of each, and %s would lose small ones, "
+                 "unlike fp32 and bf16:sr",
+                 m->name);
     }
     return !rule && !m;
 }

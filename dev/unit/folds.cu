@@ -235,19 +235,19 @@ TEST(folds_only_where_m_says_all) {
         bool nesterov;
         const char* says;  // or null: it may
     } rows[] = {{"sgd", "fp32", "", 0.9f, 0.95f, true, nullptr},
-                {"sgd", "fp32", "", 0.0f, 0.95f, true, "the rule sgd"},
+                {"sgd", "fp32", "", 0.0f, 0.95f, true, "sgd's step needs more"},
                 {"sgd", "bf16", "", 0.9f, 0.95f, true, "bf16 would lose"},
                 {"sgd", "dyn8:sr", "", 0.9f, 0.95f, true, "dyn8/256:sr would lose"},
                 {"sgd", "fp16:sr", "wte|ln*: rule=adamw v=fp32", 0.9f, 0.95f, true, nullptr},
                 {"lion", "fp32", "", 0.95f, 0.95f, true, nullptr},
-                {"lion", "fp32", "", 0.9f, 0.95f, true, "the rule lion"},
+                {"lion", "fp32", "", 0.9f, 0.95f, true, "lion's step needs more"},
                 {"rmnp", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "the rule rmnp"},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "the rule rmnp"},
+                {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "rmnp's step needs more"},
+                {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "rmnp's step needs more"},
                 {"normuon-lite", "fp32", "", 0.9f, 0.95f, false, nullptr},
-                {"adamw", "fp32", "", 0.9f, 0.95f, false, "the rule adamw"},
-                {"nadamw", "fp32", "", 0.9f, 0.95f, false, "the rule nadamw"},
-                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "the rule adamw"}};
+                {"adamw", "fp32", "", 0.9f, 0.95f, false, "adamw's step needs more"},
+                {"nadamw", "fp32", "", 0.9f, 0.95f, false, "nadamw's step needs more"},
+                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw's step needs more"}};
     const bool folds[COUNT] = {false, false, true, true};
     for (const auto& row : rows) {
         OptimConfig config = make_config(row.rule, "fp32", "fp32");
