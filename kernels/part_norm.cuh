@@ -59,8 +59,8 @@ __host__ __device__ inline void part_norm_result(const PartClip& c, const double
 }
 
 // The end of a step: scalars[1], the norm of all parts that were stepped, and scalars[2], 1 or, if nothing changed,
-// NaN, as global_norm leaves them; *left_alone, the number of parts that were not stepped; and *last for the next step.
-// scalars[0] is the loss; square: (parts).
+// NaN, as global_norm leaves them; *left_alone, the number of parts that were not stepped; last[0] for the next step;
+// and last[1], 1 or, if any part was left alone, NaN. scalars[0] is the loss; square: (parts).
 __host__ __device__ inline void part_norm_end(float* scalars, float* left_alone, float* last, const double* square,
                                               int parts) {
     double sum = 0.0;
@@ -73,7 +73,8 @@ __host__ __device__ inline void part_norm_end(float* scalars, float* left_alone,
     scalars[1] = stepped ? (float)sqrt(sum) : NAN;
     scalars[2] = stepped ? 1.0f : NAN;
     *left_alone = (float)(parts - stepped);
-    if (stepped) *last = scalars[1];
+    if (stepped) last[0] = scalars[1];
+    last[1] = stepped == parts ? 1.0f : NAN;
 }
 
 // scratch: GLOBAL_NORM_CPU_PARTS doubles.

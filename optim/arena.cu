@@ -67,20 +67,28 @@ static bool may_fold(const Arena* a, const OptimConfig* config, char* reason, si
     return may;
 }
 
+// True if some rule takes all matrices of a shape together, so that their gradients are released into m.
+static bool steps_together(const Arena* a, const OptimConfig* config) {
+    char reason[512];
+    return !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+}
+
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        bool asked, char* why, size_t why_bytes) {
-    const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro;
+    const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro, together = steps_together(a, config);
+    const char* when = several ? "with several micro-batches a step, " : "";
     char reason[512];
-    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason))) {
-        snprintf(why, why_bytes, "%s; leave %s out", reason, by_parts ? "--clip-by" : "--release");
-        if (by_parts) user_error("--clip-by %s: %s", a->clip_by == CLIP_TENSOR ? "tensor" : "last", why);
-    } else if (several && !asked) {
-        snprintf(why, why_bytes, "it changes the roundings of a step of several micro-batches; type --release on");
-    } else if (several && !may_fold(a, config, reason, sizeof(reason))) {
-        snprintf(why, why_bytes, "%s; type --tokens-per-step %lld", reason, (long long)micro);
-    } else if (clip > 0 && several) {
-        snprintf(why, why_bytes, "--clip %g needs a norm of all micro-batches, which are not kept; type --clip 0",
-                 clip);
+    if (together && by_parts) {
+        optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+        user_error("--clip-by %s: %s; leave --clip-by out", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
+    } else if ((several || together) && !asked) {
+        snprintf(why, why_bytes, "it changes roundings; type --release on");
+    } else if ((several || together) && !may_fold(a, config, reason, sizeof(reason))) {
+        char leave[64] = "leave --release out";
+        if (!together) snprintf(leave, sizeof(leave), "type --tokens-per-step %lld", (long long)micro);
+        snprintf(why, why_bytes, "%s%s; %s", when, reason, leave);
+    } else if (clip > 0 && (several || together)) {
+        snprintf(why, why_bytes, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
     } else if (clip > 0 && !by_parts) {
         snprintf(why, why_bytes, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
     } else {
@@ -91,8 +99,8 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
 
 void arena_release(Arena* a, OptimConfig* config, bool several) {
     a->releases = true;
-    a->folds = config->folds = several;
-    if (!a->shard || !several) return;
+    a->folds = config->folds = several || steps_together(a, config);
+    if (!a->shard || !a->folds) return;
     ShardTensor* tensors = shard_tensors(a);
     shard_places(a->shard, tensors, a->count, a->layers);
     free(tensors);
@@ -350,7 +358,7 @@ void arena_step(Arena* a, float* scalars, void* scratch) {
     if (a->release) {
         if (!a->stepping) arena_agree(a);  // which also waits for the last sums
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) arena_step_part(a, part);
-        release_end(a->release, scalars, SCALAR_LEFT);
+        release_end(a->release, scalars, SCALAR_LEFT, &a->step);
         optim_step_end(a->optim);
     } else {
         named(a->dev, "gradient norm");

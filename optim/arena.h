@@ -31,7 +31,7 @@ struct Arena {
     ClipBy clip_by;
     // arena_release sets these.
     bool releases;  // gradients are released
-    bool folds;     // and go into m from each micro-batch
+    bool folds;     // and those of matrices go into m
     // arena_spread sets these.
     int64_t lent_bytes;  // of the room that arena_lend is given
     bool scales_apart;   // some matrices have codes that products could read, and each rank has those of its own alone

@@ -216,11 +216,16 @@ void optim_step_end(Optim* optim);
 void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         int64_t step, int number);
 
+// Tensors of rules that read whole matrices are stepped all together, after one optim_step_tensors for each, which only
+// takes its gradients into m. Where grad_scale is NaN or infinite, they stay as they are, with what m has taken.
+void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_t step);
+
 // Can m of the tensors for which folds[t] holds take the gradients of several micro-batches? False with a reason.
 bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
                  size_t error_bytes);
 
-// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read matrices.
+// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read matrices, whose
+// tensors need optim_folds.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes);
 
 // The stored streams, in a fixed order.

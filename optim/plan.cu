@@ -360,34 +360,6 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     return ok;
 }
 
-bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
-                 size_t error_bytes) {
-    Plan* plan = plan_ranges(config, tensors, count);
-    const RuleRow* rule = nullptr;
-    const FormatRow* m = nullptr;
-    for (int t = 0; t < count && !rule && !m; t++) {
-        const OptimConfig* its = &plan->launch[plan->launch_of[t]].config;
-        const Rows rows = config_rows(its);
-        const int bits = rows.m->stream[0].bits;
-        if (!folds[t]) continue;
-        if (launch_fold(its) == 0.0f) rule = rows.rule;
-        if (bits < 16 || (bits == 16 && !strstr(rows.m->name, ":sr"))) m = rows.m;
-    }
-    plan_free(plan);
-    if (rule) {
-        snprintf(error, error_bytes,
-                 "with several micro-batches a step, gradients are kept in m alone, and %s's step needs more, unlike "
-                 "sgd's, lion's with --beta1 as --beta2, and rmnp's and normuon-lite's with --nesterov off",
-                 rule->name);
-    } else if (m) {
-        snprintf(error, error_bytes,
-                 "with several micro-batches a step, m takes the gradients of each, and %s would lose small ones, "
-                 "unlike fp32 and bf16:sr",
-                 m->name);
-    }
-    return !rule && !m;
-}
-
 const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot) {
     if (slot == SLOT_M) return rows->m;
     if (slot == SLOT_V) return rows->v;

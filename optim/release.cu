@@ -18,7 +18,7 @@ struct Release {
     ClipBy by;
     bool grads_bf16;
     double* square;        // (parts) device memory
-    float *factor, *last;  // (PART_TENSORS), scalar: device memory
+    float *factor, *last;  // (PART_TENSORS), (2) as part_norm_end leaves them: device memory
     void* scratch;         // of the norm; with a shard a double for each tile of the largest part
 };
 
@@ -75,7 +75,7 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
 
 // Bytes of the one allocation: squares, factors, last, scratch.
 static int64_t numbers_bytes(int parts) {
-    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float) + 4;
+    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 2) * (int64_t)sizeof(float);
 }
 
 static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
@@ -169,8 +169,9 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
     offload_give(r->offload, part);
 }
 
-void release_end(Release* r, float* scalars, int left_alone) {
+void release_end(Release* r, float* scalars, int left_alone, const ReleaseStep* step) {
     part_norm_finish(r->dev, scalars, scalars + left_alone, r->last, r->square, r->parts);
+    optim_step_matrices(r->optim, r->last + 1, step->lr, step->step);
 }
 
 float release_last(const Release* r) {

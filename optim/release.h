@@ -40,7 +40,7 @@ struct ReleaseModel {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count)
     int count, layers;
-    Optim* optim;      // optim_releases holds
+    Optim* optim;      // optim_releases holds, or optim_folds
     Offload* offload;  // has the states where they are in host memory, else NULL
     Shard* shard;      // what the ranks share; NULL: this is the only one
 };
@@ -65,9 +65,10 @@ struct ReleaseStep {
 // ranks step all parts in one order.
 void release_part(Release* release, int part, const void* grads, const int64_t* place, const ReleaseStep* step);
 
-// After all parts: scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number
+// After all parts: steps the matrices of rules that read whole ones, unless some part was left alone; and writes
+// scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number
 // of parts that kept their weights. Device memory; scalars[0] is the loss.
-void release_end(Release* release, float* scalars, int left_alone);
+void release_end(Release* release, float* scalars, int left_alone, const ReleaseStep* step);
 
 // The norm that the next step clips by, for a checkpoint; 0: there was no step.
 float release_last(const Release* release);

@@ -136,6 +136,18 @@ struct OptimParts {
 };
 OptimParts optim_parts(const Optim* optim);
 
+// Some tiles of a launch, and where the arena of their gradients would begin.
+struct TileRun {
+    int launch;
+    Streams grads;
+    int64_t first, tiles;  // of the launch's list
+};
+// The step of these tiles, and the same of what takes their gradients into m (optim_fold_tensors, whose `number` this
+// is). A tensor's step ends once all its tiles are stepped.
+void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step);
+void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number);
+void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
+
 // The states of a launch that its step reads and writes: m, v, and the slow average of rules that keep one. Formats are
 // none_row() where there is no such state.
 constexpr int OPTIM_KEPT = 3;

@@ -174,6 +174,8 @@ static const char* const REFUSED[] = {
     "--release on --seq 32 --batch 2 --tokens-per-step 128 --rule sgd",
     "--release on --clip 0 --seq 32 --batch 2 --tokens-per-step 128 --rule rmnp",
     "--release on --clip 0 --rule normuon",
+    "--release on --rule muon --nesterov off",
+    "--release on --clip 0 --rule muon --nesterov off --m soft8",
     "--size 30",
     "--size 1M",
     "--size 900B",

@@ -75,18 +75,18 @@ static void finish(Run* run, int step) {
     device_free(&run->dev, grads), device_free(&run->dev, scale);
 }
 
-// What m takes, by hand: m + c g, stored as the format stores it.
-static void fold_by_hand(const Run* run, void* m, int step, int micro) {
+// What m, of so many elements from the arena's first on, takes by hand: m + c g, stored as the format stores it.
+static void fold_by_hand(const Run* run, void* m, int64_t elements, int step, int micro, int number) {
     const FormatRow *format = find_row(state_table(), run->config.m),
                     *from = find_row(grads_table(), run->config.grads);
     const float beta = 0.95f, rest = (float)(1.0 - (double)beta),
                 c = (is(run->config.rule, "sgd") ? 1.0f : rest) / beta;
     void *device = micro_gradients(run, step, micro), *grads = to_host(run, device, run->elements * 4);
-    for (int64_t at = 0; at < run->elements; at += TILE_ELEMENTS) {
+    for (int64_t at = 0; at < elements; at += TILE_ELEMENTS) {
         float g[TILE_ELEMENTS], x[TILE_ELEMENTS];
         const Streams state = {(char*)m + at * format->stream[0].bits / 8, nullptr},
                       its = {(char*)grads + at * from->stream[0].bits / 8, nullptr};
-        const NoiseKey key = {run->config.seed + ((uint64_t)micro << 53), (uint32_t)step, NOISE_M, at};
+        const NoiseKey key = {run->config.seed + ((uint64_t)number << 53), (uint32_t)step, NOISE_M, at};
         from->load(its, 0, g, TILE_ELEMENTS, NoiseKey{});
         format->load(state, 0, x, TILE_ELEMENTS, NoiseKey{});
         for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = fmaf(c, g[i] * 0.5f, x[i]);
@@ -109,7 +109,7 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
         void* want = run_array(&folded, "m");
         for (int micro = 1; micro < MICRO; micro++) {
             fold(&folded, step, micro);
-            fold_by_hand(&folded, want, step, micro);
+            fold_by_hand(&folded, want, m.elements, step, micro, micro);
         }
         void* got = run_array(&folded, "m");
         expect(memcmp(want, got, (size_t)(m.elements * m.element_bytes)) == 0, "%s, m %s: m of step %d", c->rule, c->m,
@@ -126,6 +126,56 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
 TEST_BOTH(folds_by_their_formula) {
     if (gpu && !jit_available()) skip("libnvrtc was not found");
     for (const Case& c : cases) check_formula(test, &c, gpu);
+}
+
+// Rules that read matrices take all gradients into m, and step after them as if they were given a gradient of 0.
+static void check_matrices(Test* test, const char* rule, const char* state, bool gpu) {
+    OptimConfig config = make_config(rule, "bf16:sr", "fp32");
+    config.m = state, config.nesterov = false, config.momentum = 0.95f, config.folds = true;
+    config = resolved(config);
+    Run folded, plain;
+    run_open(&folded, &config, model, COUNT, OPTIM_BF16, gpu);
+    config.folds = false;
+    run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
+    expect_planned(test, &folded, rule);
+    OptimStream m, its;
+    expect(find_stream(&folded, "m", &m) && folded.tensor[2].offset == 0, "%s: matrices come first", rule);
+    const float factors[] = {0.5f, 1.0f};
+    float* scale = (float*)device_alloc(&folded.dev, sizeof(factors));
+    void* zeros = device_alloc(&folded.dev, folded.elements * 4);
+    copy_to_device(&folded.dev, scale, factors, sizeof(factors));
+    device_zero(&folded.dev, zeros, folded.elements * 4);
+    for (int step = 1; step <= STEPS; step++) {
+        run_copy(&folded, &plain);
+        void *want = run_array(&folded, "m"), *grads = micro_gradients(&folded, step, MICRO);
+        for (int micro = 1; micro < MICRO; micro++) {
+            fold(&folded, step, micro, 0.5f, 2);
+            fold_by_hand(&folded, want, m.elements, step, micro, micro);
+        }
+        fold_by_hand(&folded, want, m.elements, step, MICRO, 2047);
+        find_stream(&plain, "m", &its);
+        copy_to_device(&plain.dev, its.data, want, m.elements * m.element_bytes);
+        for (int t = 0; t < COUNT; t++) {
+            const void *at = (const float*)grads + folded.tensor[t].offset, *none = zeros;
+            optim_step_tensors(folded.optim, &t, t < 2 ? &none : &at, 1, scale, 1e-2f, step);
+        }
+        optim_step_matrices(folded.optim, scale + 1, 1e-2f, step);
+        optim_step(plain.optim, zeros, scale + 1, 1e-2f, step);
+        const char* where = difference(&folded, &plain);
+        expect(!where, "%s, m %s: step %d: %s", rule, state, step, where);
+        device_sync(&folded.dev);
+        device_free(&folded.dev, grads);
+        free(want);
+    }
+    device_free(&folded.dev, scale), device_free(&folded.dev, zeros);
+    run_close(&folded), run_close(&plain);
+}
+
+TEST_BOTH(folds_of_matrices) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
+    for (const char* rule : {"muon", "normuon"}) {
+        for (const char* m : {"fp32", "bf16:sr"}) check_matrices(test, rule, m, gpu);
+    }
 }
 
 // m of a tensor after three steps, from the sums of the gradients, in double: m = beta m + rest sum. Each micro-batch
@@ -235,19 +285,22 @@ TEST(folds_only_where_m_says_all) {
         bool nesterov;
         const char* says;  // or null: it may
     } rows[] = {{"sgd", "fp32", "", 0.9f, 0.95f, true, nullptr},
-                {"sgd", "fp32", "", 0.0f, 0.95f, true, "sgd's step needs more"},
+                {"sgd", "fp32", "", 0.0f, 0.95f, true, "sgd needs more"},
                 {"sgd", "bf16", "", 0.9f, 0.95f, true, "bf16 would lose"},
                 {"sgd", "dyn8:sr", "", 0.9f, 0.95f, true, "dyn8/256:sr would lose"},
                 {"sgd", "fp16:sr", "wte|ln*: rule=adamw v=fp32", 0.9f, 0.95f, true, nullptr},
                 {"lion", "fp32", "", 0.95f, 0.95f, true, nullptr},
-                {"lion", "fp32", "", 0.9f, 0.95f, true, "lion's step needs more"},
+                {"lion", "fp32", "", 0.9f, 0.95f, true, "lion needs more"},
                 {"rmnp", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "rmnp's step needs more"},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "rmnp's step needs more"},
+                {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "rmnp needs more"},
+                {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "rmnp needs more"},
                 {"normuon-lite", "fp32", "", 0.9f, 0.95f, false, nullptr},
-                {"adamw", "fp32", "", 0.9f, 0.95f, false, "adamw's step needs more"},
-                {"nadamw", "fp32", "", 0.9f, 0.95f, false, "nadamw's step needs more"},
-                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw's step needs more"}};
+                {"muon", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
+                {"normuon", "fp32", "", 0.9f, 0.95f, true, "normuon needs more"},
+                {"galore", "fp32", "", 0.9f, 0.95f, false, "galore needs more"},
+                {"adamw", "fp32", "", 0.9f, 0.95f, false, "adamw needs more"},
+                {"nadamw", "fp32", "", 0.9f, 0.95f, false, "nadamw needs more"},
+                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw needs more"}};
     const bool folds[COUNT] = {false, false, true, true};
     for (const auto& row : rows) {
         OptimConfig config = make_config(row.rule, "fp32", "fp32");
@@ -266,12 +319,16 @@ TEST(folds_only_where_m_says_all) {
 JIT_TEST(folds_compile_at_run_time) {
     static char error[JIT_ERROR_BYTES];
     for (const Case& c : cases) {
-        char expression[1024];
-        JitImage image;
-        snprintf(expression, sizeof(expression), "optim_step_kernel<Fold, None, %s, None, None, %s>",
-                 find_row(state_table(), c.m)->type, find_row(grads_table(), c.grads)->type);
-        const bool good = jit_compile(expression, "sm_90", &image, error);
-        expect(good, "%s: %s", expression, error);
-        if (good) jit_free(&image);
+        char fold[1024], matrices[1024];
+        const char *m = find_row(state_table(), c.m)->type, *grads = find_row(grads_table(), c.grads)->type;
+        snprintf(fold, sizeof(fold), "optim_step_kernel<Fold, None, %s, None, None, %s>", m, grads);
+        snprintf(matrices, sizeof(matrices),
+                 "optim_step_kernel<Muon, Elementwise<Fp32, NEAREST>, %s, None, None, None>", m);
+        for (const char* each : {fold, matrices}) {
+            JitImage image;
+            const bool good = jit_compile(each, "sm_90", &image, error);
+            expect(good, "%s: %s", each, error);
+            if (good) jit_free(&image);
+        }
     }
 }

@@ -74,18 +74,18 @@ static void check_part(Test* test, const Device* dev, const PartCase& row) {
 static void check_end(Test* test, const Device* dev) {
     const struct {
         double square[3];
-        float norm, factor, left, last;
-    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5}, {{9, NAN, 16}, 5, 1, 1, 5}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7}};
-    float* values = (float*)device_alloc(dev, 5 * sizeof(float));
+        float norm, factor, left, last, all;
+    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5, 1}, {{9, NAN, 16}, 5, 1, 1, 5, NAN}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7, NAN}};
+    float* values = (float*)device_alloc(dev, 6 * sizeof(float));
     double* square = (double*)device_alloc(dev, sizeof(rows[0].square));
     for (const auto& row : rows) {
-        float host[5] = {1, 0, 0, 0, 7};  // scalars, left alone, last
+        float host[6] = {1, 0, 0, 0, 7, 0};  // scalars, left alone, last, all
         copy_to_device(dev, values, host, sizeof(host));
         copy_to_device(dev, square, row.square, sizeof(row.square));
         part_norm_finish(dev, values, values + 3, values + 4, square, 3);
         copy_to_host(dev, host, values, sizeof(host));
-        const float want[5] = {1, row.norm, row.factor, row.left, row.last};
-        for (int i = 0; i < 5; i++) {
+        const float want[6] = {1, row.norm, row.factor, row.left, row.last, row.all};
+        for (int i = 0; i < 6; i++) {
             expect(host[i] == want[i] || (isnan(host[i]) && isnan(want[i])), "value %d is %g, want %g", i, host[i],
                    want[i]);
         }

@@ -3,7 +3,8 @@
 //     m = m + c * g
 // A rule whose step is m = beta * m + rest * g, and which reads g nowhere else, needs c = rest / beta: the step of the
 // last micro-batch multiplies m by beta, so that each gradient counts as if the step had been given their sum. m is
-// rounded once for each micro-batch. Bytes: g is read, m is read and written.
+// rounded once for each micro-batch. Rules that read matrices step after the backward pass, without a gradient, so
+// theirs go into m from the last micro-batch, too. Bytes: g is read, m is read and written.
 #pragma once
 #include "hyper.cuh"
 
