@@ -157,6 +157,7 @@ TEST(multi_folded) {
     check_folded(test, false, 3, 3, "--rule rmnp --nesterov off --m bf16:sr --weights lin8:sr");
     check_folded(test, false, 3, 3, "--rule lion --beta1 0.95 --m bf16:sr --weights bf16:sr --limit-growth 1.05");
     check_folded(test, false, 3, 3, "--rule normuon-lite --nesterov off --m fp32 --weights bf16+fp32 --comm bf16");
+    check_folded(test, false, 2, 2, "--rule rmnp --nesterov off --m bf16:sr --weights e4m3/tensor:sr --matmul fp8");
     check_folded(test, false, 3, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
     check_folded(test, false, 2, 1, "--rule normuon --nesterov off --m fp32 --layers 4");
 }
