@@ -67,19 +67,13 @@ static bool may_fold(const Arena* a, const OptimConfig* config, char* reason, si
     return may;
 }
 
-// True if some rule takes all matrices of a shape together, so that their gradients are released into m.
-static bool steps_together(const Arena* a, const OptimConfig* config) {
-    char reason[512];
-    return !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
-}
-
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        bool asked, char* why, size_t why_bytes) {
-    const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro, together = steps_together(a, config);
-    const char* when = several ? "with several micro-batches a step, " : "";
     char reason[512];
+    const bool together = !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+    const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro;
+    const char* when = several ? "with several micro-batches a step, " : "";
     if (together && by_parts) {
-        optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
         user_error("--clip-by %s: %s; leave --clip-by out", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
     } else if ((several || together) && !asked) {
         snprintf(why, why_bytes, "it changes roundings; type --release on");
@@ -98,8 +92,9 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
 }
 
 void arena_release(Arena* a, OptimConfig* config, bool several) {
+    char reason[512];
     a->releases = true;
-    a->folds = config->folds = several || steps_together(a, config);
+    a->folds = config->folds = several || !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
     if (!a->shard || !a->folds) return;
     ShardTensor* tensors = shard_tensors(a);
     shard_places(a->shard, tensors, a->count, a->layers);

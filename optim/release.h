@@ -9,16 +9,18 @@
 // If a step has several micro-batches, the matrices of layers take turns, and each micro-batch goes into their momentum
 // as soon as it is there (optim_fold_tensors); the last one takes the step. This is for rules whose step reads the
 // gradients through m alone (optim_folds): the step is that of their sum, but for a rounding of m each. It is not
-// clipped, since nobody has the sum's norm. Vectors of layers, a thousandth of them, and all that is in no layer have
-// room of their own, where gradients add up as they do without release, for any rule. A matrix whose gradients are not
-// finite in some micro-batch keeps its weights, as does all if the loss is not, but m keeps what it took before.
+// clipped, since nobody has the sum's norm. Vectors of layers, about a thousandth of them, and all that is in no layer
+// have room of their own, where gradients add up as they do without release, for any rule. A matrix whose gradients are
+// not finite in some micro-batch keeps its weights, as does all if the loss is not, but m keeps what it took before.
+// Rules that read matrices are released so for any number of micro-batches: m takes all gradients, and all matrices
+// step after the backward pass.
 //
 // Several ranks (kernels/ranks/shard.cuh) step what each keeps of a part, from the sum of their gradients, and agree on
 // its norm.
 //
 // Cost: the norm of a part reads its gradients once, as the norm of all would; two small kernels and a launch of the
 // step for each part and launch of the optimizer. A micro-batch that goes into m costs that norm, g read and m read and
-// written: 8 bytes a parameter with bf16 gradients and m bf16:sr, as much as adding fp32 gradients up in place.
+// written: 8 bytes a parameter with bf16 gradients and m bf16:sr, besides what writes g.
 #pragma once
 #include "../kernels/part_norm.cuh"
 #include "offload.h"

@@ -78,6 +78,11 @@ OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
     return average(g, m, hyper.look);
 }
 
+// The factor with which m takes gradients before such a step.
+OPTIM_INLINE float nesterov_fold(const Hyper& hyper) {
+    return hyper.look == 1.0f ? fold_factor(hyper.rest1, hyper.beta1) : 0.0f;
+}
+
 // A rule whose update has a factor for each tensor, and its constants.
 template <class Rule>
 struct Scaled : Rule {

@@ -16,9 +16,7 @@ struct Muon : RuleDefaults {
     static constexpr MatrixRule MATRIX = MATRIX_MUON;
     static constexpr bool LEAVES_REST = true;
 
-    static OPTIM_INLINE float fold(const Hyper& hyper) {
-        return hyper.look == 1.0f ? fold_factor(hyper.rest1, hyper.beta1) : 0.0f;
-    }
+    static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         *m = average(*m, g, hyper.rest1);

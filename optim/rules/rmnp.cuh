@@ -18,9 +18,7 @@ struct Rmnp : RuleDefaults {
     static constexpr RowRule ROWS = ROWS_RMNP;
     static constexpr bool LEAVES_REST = true;
 
-    static OPTIM_INLINE float fold(const Hyper& hyper) {
-        return hyper.look == 1.0f ? fold_factor(hyper.rest1, hyper.beta1) : 0.0f;
-    }
+    static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
         *m = average(*m, g, hyper.rest1);
