@@ -57,9 +57,9 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 // The values, by type; the table says what each means.
 struct Options {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
-        *decay_mode, *ns_coefficients, *rank_basis, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
-        *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
-        *resume, *device, *save, *sample, *completion;
+        *decay_mode, *ns_coefficients, *nesterov, *rank_basis, *adafactor_lr, *clip_by, *on_nonfinite, *schedule,
+        *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval,
+        *eval_out, *run, *resume, *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
         print_every, save_every, keep, seed, memory, fit;
@@ -110,6 +110,7 @@ static const Option OPTIONS[] = {
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
+    {"nesterov", CHOICE, AT(nesterov), "on", 0, 0, "on|off", "", "their step follows m and the gradient; off: m alone"},
     {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "their polynomials"},
     {"rank", INT, AT(rank), "0", 0, 65536, "N", "", "galore, fira, apollo: rank of the moments; 0: shorter side / 4"},
@@ -189,7 +190,8 @@ static OptimConfig optim_config_of(const Options* o) {
     c.weight_decay = (float)o->weight_decay, c.decay_mode = o->decay_mode, c.lr_max = (float)o->lr;
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
-    c.momentum = (float)o->momentum, c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
+    c.momentum = (float)o->momentum, c.nesterov = strcmp(o->nesterov, "on") == 0;
+    c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
     c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale, c.rank_basis = o->rank_basis;
     c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
     const bool both = strcmp(o->adafactor_lr, "paper") == 0;
@@ -511,9 +513,9 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
 }
 
 // True if this micro-batch adds to the gradients in memory; false for the first of a step, and where the gradients of
-// each micro-batch are summed over the ranks immediately.
+// each micro-batch are summed over the ranks immediately. Matrices whose momentum takes them (folds) do not ask.
 static bool accumulates(const Model* m, bool first) {
-    return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
+    return !first && (m->arena.folds || !shard_splits(m->arena.shard, SHARD_GRADS));
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
@@ -550,7 +552,7 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
 // layernorm's backward pass leaves beside its own.
 template <typename X, typename G>
 static void block_backward(const Model* m, const Parameters<X>* w, const Parameters<G>* d, Activations<X>* a, int l,
-                           int B, int T, bool accumulate) {
+                           int B, int T, bool adds) {
     const Device* dev = m->dev;
     const BlockParameters<X>* p = &w->block[l];
     const BlockParameters<G>* g = &d->block[l];
@@ -558,6 +560,7 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
     float* scratch = (float*)a->scratch;
+    const bool adds_matrix = adds && !m->arena.folds;
     const Fp8Use* use = &a->fp8;
     const int qkv = fp8_slot(l, QKV), projection = fp8_slot(l, ATTENTION_PROJECTION), fc = fp8_slot(l, FC),
               fc_projection = fp8_slot(l, FC_PROJECTION);
@@ -571,33 +574,32 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     }
     linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->made, a->dresidual, N, C);
     linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
-                               a->dresidual, weight_of<X>(m, l, FC_PROJECTION), b->fc, N, 4 * C, C, accumulate);
+                               a->dresidual, weight_of<X>(m, l, FC_PROJECTION), b->fc, N, 4 * C, C, adds);
     linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
-                                 b->gelu, b->gelu_codes, N, 4 * C, C, accumulate);
-    linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C,
-                               accumulate);
+                                 b->gelu, b->gelu_codes, N, 4 * C, C, adds_matrix);
+    linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C, adds);
     const Fp8Use wide = linear_use_before_gelu(use, a->dwide);
     linear_backward_input<X>(named(dev, "d fc input"), &wide, fc, a->dbranch, a->dwide, weight_of<X>(m, l, FC), N, C,
                              4 * C);
     linear_backward_weight<X, G>(named(dev, "d fc weight"), &wide, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
-                                 4 * C, accumulate);
+                                 4 * C, adds_matrix);
     Fp8Codes codes = linear_gradient_codes(use, projection, use->made);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
-                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, accumulate, &codes);
+                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, adds, &codes);
 
     linear_gradient<X>(named(dev, "fp8 casts"), use, projection, use->made, a->dresidual, N, C);
     linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
                              weight_of<X>(m, l, ATTENTION_PROJECTION), N, C, C);
     linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
-                                 a->dresidual, b->attention, b->attention_codes, N, C, C, accumulate);
+                                 a->dresidual, b->attention, b->attention_codes, N, C, C, adds_matrix);
     codes = linear_gradient_codes(use, qkv, use->attention_made);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
-                            b->attention, b->lse, B, T, C, m->config.NH, accumulate, &codes);
+                            b->attention, b->lse, B, T, C, m->config.NH, adds, &codes);
     linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_made, a->dwide, N, 3 * C);
     linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, weight_of<X>(m, l, QKV), N, C,
                              3 * C);
     linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
-                                 3 * C, accumulate);
+                                 3 * C, adds_matrix);
 }
 
 // All gradients of the parameters, from dbranch, which is that of lnf. The first micro-batch of a step overwrites them,
@@ -806,7 +808,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
     if (m->arena.scales_apart) shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1), fp8_agree(m->dev, &m->fp8);
     for (int64_t i = 0; i < micro_batches; i++) {
-        shard_micro_batch(m->arena.shard, i == 0, i == micro_batches - 1);
+        arena_micro_batch(&m->arena, i, micro_batches);
         named(m->dev, "data");
         int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
         if (buckets < 0 && !m->arena.shard) return false;
@@ -1154,16 +1156,16 @@ static int64_t available_to(const Model* m) {
 }
 
 // Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
-// --release auto does so where the plan does not fit otherwise.
-static void resolve_release(Options* o, Model* m, const OptimConfig* config) {
+// --release auto does so where the plan does not fit otherwise; all ranks do the same.
+static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
+    const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
     char why[1024];
     m->arena.clip_by = clip_by_from(o->clip_by);
-    const bool may = arena_may_release(&m->arena, config, o->clip, o->tokens_per_step, o->batch * o->seq * ranks_of(m),
-                                       why, sizeof(why));
+    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, on, why, sizeof(why));
     if (on && !may) user_error("--release on: %s", why);
     const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
-    m->arena.releases = on || shard_least(m->arena.shard, fits) == 0;  // all ranks do the same
+    if (on || shard_least(m->arena.shard, fits) == 0) arena_release(&m->arena, config, tokens != micro);
     o->release = m->arena.releases ? "on" : "off";
 }
 

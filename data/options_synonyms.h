@@ -85,7 +85,7 @@ static const OptionSynonym SYNONYMS[] = {
      "leave it out: the rate falls until --steps, of which wsd takes --decay-fraction"},
     {"warmdown-ratio cooldown-frac cooldown-fraction warmdown-iters cooldown-iters decay-ratio lr-decay-ratio cooldown",
      "type --schedule wsd and --decay-fraction F"},
-    {"nesterov adafactor muon amsgrad label-smoothing label-smoothing-factor z-loss neftune-noise-alpha ema ema-decay",
+    {"adafactor muon amsgrad label-smoothing label-smoothing-factor z-loss neftune-noise-alpha ema ema-decay",
      "leave it out: nibble has none (--list-presets and --help name the rules)"},
     {"skip-nan skip-update-lossz skip-update-gradz nan-action -sl -sg", "type --on-nonfinite skip|stop"},
     // precision and memory

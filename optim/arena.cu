@@ -20,6 +20,18 @@ static DecodedModel decoded_model(const Arena* a) {
     return {a->tensors, a->part, a->slot, a->count, a->layers, a->type};
 }
 
+// The tensors as ranks exchange them; the caller frees them.
+static ShardTensor* shard_tensors(const Arena* a) {
+    ShardTensor* tensors = (ShardTensor*)memory_take(a->count * sizeof(ShardTensor));
+    for (int t = 0; t < a->count; t++) {
+        const OptimTensor* tensor = &a->tensors[t];
+        const int part = a->part[t] < a->layers ? a->part[t] : a->layers;
+        tensors[t] = {tensor->offset, tensor->rows * tensor->cols, part,
+                      !release_turns(tensor, part, a->layers, a->folds)};
+    }
+    return tensors;
+}
+
 // Plans which part of the arena is this rank's.
 static void spread_ranks(const Arena* a, OptimConfig* config) {
     Shard* s = a->shard;
@@ -27,11 +39,7 @@ static void spread_ranks(const Arena* a, OptimConfig* config) {
     const int ranks = s->comm.world;
     const long long tiles = a->elements / TILE_ELEMENTS;
     if (tiles < ranks) user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks, tiles);
-    ShardTensor* tensors = (ShardTensor*)memory_take(a->count * sizeof(ShardTensor));
-    for (int t = 0; t < a->count; t++) {
-        const OptimTensor* tensor = &a->tensors[t];
-        tensors[t] = {tensor->offset, tensor->rows * tensor->cols, a->part[t] < a->layers ? a->part[t] : a->layers};
-    }
+    ShardTensor* tensors = shard_tensors(a);
     s->gradient_bytes = a->grads_bf16 ? 2 : 4;
     s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
     const int64_t slice = PEER_PART / (TILE_ELEMENTS * s->gradient_bytes);  // tiles
@@ -51,22 +59,47 @@ void arena_spread(Arena* a, OptimConfig* config) {
     a->scales_apart = config->keeps_copy && lent > 0;
 }
 
-bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro, char* why,
-                       size_t why_bytes) {
-    const bool by_parts = a->clip_by != CLIP_STEP;
+// Can m of the matrices of layers take the gradients of micro-batches?
+static bool may_fold(const Arena* a, const OptimConfig* config, char* reason, size_t bytes) {
+    bool* turns = (bool*)memory_take((size_t)a->count + 1);
+    for (int t = 0; t < a->count; t++) turns[t] = release_turns(&a->tensors[t], a->part[t], a->layers, true);
+    const bool may = optim_folds(config, a->tensors, a->count, turns, reason, bytes);
+    free(turns);
+    return may;
+}
+
+bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
+                       bool asked, char* why, size_t why_bytes) {
     char reason[512];
-    if (!optim_releases(config, a->tensors, a->count, reason, sizeof(reason))) {
-        snprintf(why, why_bytes, "%s; leave %s out", reason, by_parts ? "--clip-by" : "--release");
-        if (by_parts) user_error("--clip-by %s: %s", a->clip_by == CLIP_TENSOR ? "tensor" : "last", why);
+    const bool together = !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+    const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro;
+    const char* when = several ? "with several micro-batches a step, " : "";
+    if (together && by_parts) {
+        user_error("--clip-by %s: %s; leave --clip-by out", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
+    } else if ((several || together) && !asked) {
+        snprintf(why, why_bytes, "it changes roundings; type --release on");
+    } else if ((several || together) && !may_fold(a, config, reason, sizeof(reason))) {
+        char leave[64] = "leave --release out";
+        if (!together) snprintf(leave, sizeof(leave), "type --tokens-per-step %lld", (long long)micro);
+        snprintf(why, why_bytes, "%s%s; %s", when, reason, leave);
+    } else if (clip > 0 && (several || together)) {
+        snprintf(why, why_bytes, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
     } else if (clip > 0 && !by_parts) {
         snprintf(why, why_bytes, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
-    } else if (tokens != micro) {
-        snprintf(why, why_bytes, "the sum over several micro-batches needs all gradients; type --tokens-per-step %lld",
-                 (long long)micro);
     } else {
         return true;
     }
     return false;
+}
+
+void arena_release(Arena* a, OptimConfig* config, bool several) {
+    char reason[512];
+    a->releases = true;
+    a->folds = config->folds = several || !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+    if (!a->shard || !a->folds) return;
+    ShardTensor* tensors = shard_tensors(a);
+    shard_places(a->shard, tensors, a->count, a->layers);
+    free(tensors);
 }
 
 // True if steps are taken part by part.
@@ -79,7 +112,8 @@ int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_kept(a->shard);
     if (a->releases && a->shard) elements = a->shard->packed;
-    if (a->releases && !a->shard) elements = release_places(a->tensors, a->part, a->count, a->layers, a->place);
+    if (a->releases && !a->shard)
+        elements = release_places(a->tensors, a->part, a->count, a->layers, a->folds, a->place);
     return elements * (a->grads_bf16 ? 2 : 4);
 }
 
@@ -253,9 +287,15 @@ void arena_changed(const Arena* a) {
 }
 
 void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
-    a->step = {clip, lr, step, scalars + SCALAR_LOSS};
+    a->step = {clip, lr, step, scalars + SCALAR_LOSS, 1, true};
     a->scalars = scalars;
     a->stepping = a->releases;
+}
+
+void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
+    a->step.micro_batch = a->folds ? (int)number + 1 : 1;
+    a->step.last = !a->folds || number == count - 1;
+    shard_micro_batch(a->shard, number == 0, number == count - 1);
 }
 
 static void arena_reduce(const Arena* a, int part) {
@@ -267,7 +307,7 @@ static void arena_step_part(const Arena* a, int part) {
     release_part(a->release, part, a->grads, a->place, &a->step);
 }
 
-// Before several ranks step the first part: they agree on the loss.
+// Before several ranks step the first part: they agree on the loss of the step.
 static void arena_agree(const Arena* a) {
     if (!a->shard) return;
     shard_send_scalars(a->shard, a->scalars);
@@ -284,7 +324,8 @@ static void arena_step_sums(const Arena* a, int part) {
 // wanted, or at the end. The last layernorm is summed with the embeddings.
 static void arena_done_ranks(const Arena* a, int part) {
     const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
-    if (part == final) return arena_agree(a);
+    if (part == final && a->step.last) arena_agree(a);
+    if (part == final) return;
     if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
     if (part == embeddings) arena_step_sums(a, 0);
     arena_reduce(a, part);
@@ -313,7 +354,7 @@ void arena_step(Arena* a, float* scalars, void* scratch) {
     if (a->release) {
         if (!a->stepping) arena_agree(a);  // which also waits for the last sums
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) arena_step_part(a, part);
-        release_end(a->release, scalars, SCALAR_LEFT);
+        release_end(a->release, scalars, SCALAR_LEFT, &a->step);
         optim_step_end(a->optim);
     } else {
         named(a->dev, "gradient norm");

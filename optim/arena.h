@@ -29,7 +29,9 @@ struct Arena {
     OptimType type;    // X: of weights as the matmuls read them
     bool grads_bf16;   // G: of gradients is bf16, otherwise float
     ClipBy clip_by;
+    // arena_release sets these.
     bool releases;  // gradients are released
+    bool folds;     // and those of matrices go into m
     // arena_spread sets these.
     int64_t lent_bytes;  // of the room that arena_lend is given
     bool scales_apart;   // some matrices have codes that products could read, and each rank has those of its own alone
@@ -52,10 +54,12 @@ void arena_tensors(Arena* arena, int count);
 void arena_spread(Arena* arena, OptimConfig* config);
 
 // Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
-// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. Exits where clip_by needs
-// what cannot be.
+// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. `asked`: also where this
+// changes bits. Exits where clip_by needs what cannot be.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
-                       char* why, size_t why_bytes);
+                       bool asked, char* why, size_t why_bytes);
+// Has them take turns; `several`: in steps of several micro-batches, which the configuration is told.
+void arena_release(Arena* arena, OptimConfig* config, bool several);
 
 // Device memory in bytes, and host memory, known before anything is allocated. `other`: what exchange and release take
 // for themselves.
@@ -98,14 +102,18 @@ void arena_settle(const Arena* arena);
 // The weights have changed, for all ranks.
 void arena_changed(const Arena* arena);
 
-// A step: arena_begin, a backward pass for each micro-batch that calls arena_done for each part, arena_step.
+// A step: arena_begin, for each micro-batch arena_micro_batch and a backward pass that calls arena_done for each part,
+// arena_step.
 //
 // `scalars` is in device memory, as shard.cuh lists them; `lr` and `step` are optim_step's.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
+// Micro-batch `number` of `count`, from 0.
+void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // Before the first gradient of a part is written, which a layer's projection has from the layer above: what stood in
 // their place is over. Part `layers` is all that is in no layer.
 void arena_room(const Arena* arena, int part);
-// The gradients of a part are complete: takes its step, where they are released, or begins their sum over the ranks.
+// The gradients of a part in this micro-batch are complete: where they are released, takes its step or takes them into
+// m; or begins their sum over the ranks.
 void arena_done(const Arena* arena, int part);
 // The norm of the gradients and the clip factor into `scalars`, and the update, which does nothing where the loss or
 // the norm is not finite: then the factor is NaN. Where steps are taken part by part, each part has a factor of its

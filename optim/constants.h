@@ -47,7 +47,8 @@ struct HyperSource {
     int64_t ramp;
     Settings settings;
     bool independent, adafactor;
-    bool keeps_m;  // only adafactor can do without
+    bool keeps_m;   // only adafactor can do without
+    bool nesterov;  // the direction looks ahead
 };
 
 inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
@@ -63,7 +64,8 @@ inline HyperSource hyper_source(const OptimConfig* config, const Settings* setti
             *settings,
             strcmp(config->decay_mode, "independent") == 0,
             adafactor,
-            !adafactor || strcmp(config->m, none_row()->name) != 0};
+            !adafactor || strcmp(config->m, none_row()->name) != 0,
+            config->nesterov};
 }
 
 // AdEMAMix's schedulers: alpha rises linearly, beta3 from beta1 so that 1 / ln(beta3) does, which is its half-life.
@@ -102,6 +104,7 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.step_size = (float)(lr / bias1);
     hyper.beta1 = from.beta1;
     hyper.rest1 = (float)(1.0 - beta1);
+    hyper.look = from.nesterov ? from.beta1 : 1.0f;
     hyper.beta2 = from.beta2;
     hyper.rest2 = (float)(1.0 - beta2);
     hyper.root2 = (float)bias_root(beta2, step);
@@ -126,4 +129,10 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
 
 inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
     return hyper_create(hyper_source(config, settings), rate, step);
+}
+
+// The factor with which m of a launch takes gradients before the step (rules/fold.cuh); 0: it does not.
+inline float launch_fold(const OptimConfig* launch) {
+    const Settings settings = {1.0, 0.0};
+    return find_row(rule_table(), launch->rule)->fold(hyper_create(launch, &settings, 1.0, 1));
 }

@@ -68,7 +68,8 @@ struct Launch {
     StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
     StepKernel apply;   // and from the updates to the weights
     MatrixWork matrix;
-    RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
+    StepKernel fold;  // before the step: gradients into m
+    RowWork passes;   // before the step, of a rule that reads rows and of --limit-growth
 };
 
 struct Optim {
@@ -228,7 +229,7 @@ static void tiles_create(Optim* optim) {
 
 // The copy of the weights that a kernel writes: a direction, in the weights' place, has none.
 static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, OptimType compute) {
-    return rows->rule->matrix ? none_row() : step_copy(config, rows->weights, compute);
+    return rows->rule->matrix || rows->weights == none_row() ? none_row() : step_copy(config, rows->weights, compute);
 }
 
 // The text of the user's own formats, for NVRTC; "" if the combination has none.
@@ -481,8 +482,14 @@ static void launch_create(Optim* optim, int index) {
     launch->at[0] = from_begin(launch->rows.m, launch->m, planned->run.begin);
     launch->at[1] = from_begin(launch->rows.v, launch->v, planned->run.begin);
     launch->at[2] = from_begin(launch->rows.m, launch->slow, planned->run.begin);
-    const Rows first = first_rows(&planned->config);
-    kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, planned->tiles);
+    const Rows fold = fold_rows(&launch->rows);
+    OptimConfig config = planned->config;
+    const bool folds = config.folds && launch_fold(&config) > 0.0f;
+    Rows first = first_rows(&config);
+    if (folds && first.rule->matrix) first.grads = none_row();
+    kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, planned->tiles);
+    config.limit_growth = 0.0f;  // of the update, which a fold does not make
+    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, planned->tiles);
     rows_create(optim, index);
     replayed_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
@@ -883,8 +890,7 @@ void optim_settle(const Optim* optim, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
 }
 
-// Does the same for one tensor.
-static void settle_tensor(const Optim* optim, int t, const float* grad_scale) {
+void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     const OptimTensor* tensor = &optim->tensors[t];
     for (int i = 0; i < optim->settles; i++) {
         const Settle* all = &optim->settle[i];
@@ -911,13 +917,30 @@ static StepArguments step_arguments(const Optim* optim, const Launch* launch, co
     return arguments;
 }
 
+void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step) {
+    const Launch* launch = &optim->launch[run->launch];
+    StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
+    arguments.grads = run->grads;
+    launch_step(optim, launch, run->first, run->tiles, &arguments, step);
+}
+
+void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number) {
+    const Launch* launch = &optim->launch[run->launch];
+    StepArguments arguments = step_arguments(optim, launch, grad_scale, 0.0f, step);
+    for (Hyper& hyper : arguments.group) hyper.lr = launch_fold(&launch->plan->config);
+    launch_arrays(optim, launch, &arguments);
+    arguments.seed = optim->config.seed + ((uint64_t)number << 53);  // seeds of the trainer are smaller
+    arguments.grads = run->grads, arguments.copy = {nullptr, nullptr}, arguments.factor = nullptr;
+    arguments.tiles = launch->tiles + run->first, arguments.tile_count = run->tiles;
+    if (run->tiles > 0) kernel_run(optim, &launch->fold, &arguments);
+}
+
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
     const FormatRow* format = optim->launch[0].rows.grads;
+    const Streams from = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
     for (int i = 0; i < optim->plan->launches; i++) {
-        const Launch* launch = &optim->launch[i];
-        StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
-        arguments.grads = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
-        launch_step(optim, launch, 0, launch->plan->tiles, &arguments, step);
+        const TileRun all = {i, from, 0, optim->plan->launch[i].tiles};
+        optim_step_tiles(optim, &all, grad_scale, lr, step);
     }
     optim_settle(optim, grad_scale);  // last, since tensors of several launches share the weights' array
     optim_step_end(optim);
@@ -926,32 +949,6 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 void optim_step_end(Optim* optim) {
     // On a GPU a bf16 copy is written by the step itself.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
-}
-
-void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
-                        float lr, int64_t step) {
-    const FormatRow* format = optim->launch[0].rows.grads;
-    const int64_t element = format->stream[0].bits / 8;
-    for (int i = 0; i < count;) {
-        const int l = optim->plan->launch_of[tensor[i]];
-        const Launch* launch = &optim->launch[l];
-        const int64_t begin = optim->tensors[tensor[i]].offset;
-        const int from = i;
-        const char* base = (const char*)grads[i] - begin * element;
-        int64_t end = begin;
-        // Tensors that follow each other both in the arena and in their gradients' memory take one launch.
-        for (; i < count && optim->plan->launch_of[tensor[i]] == l && optim->tensors[tensor[i]].offset == end &&
-               (const char*)grads[i] - end * element == base;
-             i++) {
-            end += tensor_padded(&optim->tensors[tensor[i]]);
-        }
-        StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
-        arguments.grads = {(void*)base, nullptr};
-        const int64_t kept = plan_clamp(optim->plan, begin), kept_end = plan_clamp(optim->plan, end);
-        launch_step(optim, launch, (kept - launch->plan->run.begin) / TILE_ELEMENTS, (kept_end - kept) / TILE_ELEMENTS,
-                    &arguments, step);
-        for (int t = from; t < i; t++) settle_tensor(optim, tensor[t], grad_scale);
-    }
 }
 
 // Streams.

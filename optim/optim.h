@@ -53,6 +53,7 @@ struct OptimConfig {
     bool keeps_copy = true;      // a copy, in the compute type, of all weights that the matmuls cannot read as they are
                                  // stored; false: the caller decodes them in pieces (decoded.h)
     float momentum = 0.95f;      // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
+    bool nesterov = true;        // and their direction looks ahead: g + momentum (m - g); false: it is m
     int64_t ns_steps = 5;        // and steps of Newton-Schulz, with coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
     const char* rank_basis = "fp32";  // of galore: how its directions are stored, fp32, bf16 or lin8 in blocks of 256
@@ -64,6 +65,7 @@ struct OptimConfig {
     bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool offload = false;         // the states lie in host memory, from where the caller brings them (offload.h)
+    bool folds = false;           // optim_fold_tensors will be called
     bool replays = false;         // of placed steps: they may be captured in CUDA graphs
     bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
     // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
@@ -207,7 +209,23 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 // Ends a step whose tensors have been stepped one by one, where the matmuls read a copy of the weights.
 void optim_step_end(Optim* optim);
 
-// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read matrices.
+// Takes the gradients of a micro-batch that is not the last of step number `step` into m of some tensors, which have
+// the weights' factor and rounding of their rule's step: the last one's optim_step_tensors then steps as if its
+// gradients were the sum of all. Only with OptimConfig.folds, where optim_folds says so. `number` counts such calls for
+// a tensor from 1 in each step, since each draws its own noise. Where grad_scale is NaN or infinite, m stays as it is.
+void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
+                        int64_t step, int number);
+
+// Tensors of rules that read whole matrices are stepped all together, after one optim_step_tensors for each, which only
+// takes its gradients into m. Where grad_scale is NaN or infinite, they stay as they are, with what m has taken.
+void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_t step);
+
+// Can m of the tensors for which folds[t] holds take the gradients of several micro-batches? False with a reason.
+bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
+                 size_t error_bytes);
+
+// Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read matrices, whose
+// tensors need optim_folds.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes);
 
 // The stored streams, in a fixed order.

@@ -140,7 +140,9 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         OptimConfig* its = &plan->launch[i].config;
-        if (has_momentum(find_row(rule_table(), its->rule))) its->beta1 = config->momentum;
+        const bool own = has_momentum(find_row(rule_table(), its->rule));
+        if (own) its->beta1 = config->momentum;
+        its->nesterov = config->nesterov || !own;
     }
     return plan;
 }

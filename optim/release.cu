@@ -18,7 +18,7 @@ struct Release {
     ClipBy by;
     bool grads_bf16;
     double* square;        // (parts) device memory
-    float *factor, *last;  // (PART_TENSORS), scalar: device memory
+    float *factor, *last;  // (PART_TENSORS), (2) as part_norm_end leaves them: device memory
     void* scratch;         // of the norm; with a shard a double for each tile of the largest part
 };
 
@@ -38,25 +38,33 @@ static int part_order(const OptimTensor* tensors, const int* part, int count, in
     return found;
 }
 
-int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, int64_t* place) {
+bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds) {
+    return part < layers && (!folds || tensor->rows > 1);
+}
+
+int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, bool folds, int64_t* place) {
     int* order = (int*)memory_take((size_t)count * sizeof(int) + 1);
     int64_t layer = 0, used = 0;
     // All layers take the order of layer 0, so that the padding between tensors, which stays zero, lies in the same
     // places whichever layer has the room.
     const int in_layer = part_order(tensors, part, count, 0, order);
-    for (int i = 0; i < in_layer; i++) layer += padded(&tensors[order[i]]);
+    for (int i = 0; i < in_layer; i++) {
+        if (release_turns(&tensors[order[i]], 0, layers, folds)) layer += padded(&tensors[order[i]]);
+    }
     for (int l = 0; l < layers; l++) {
         const int shift = l * in_layer;  // layers follow each other in the list of tensors
         used = l % 2 * layer;
         for (int i = 0; i < in_layer; i++) {
+            if (!release_turns(&tensors[order[i]], l, layers, folds)) continue;
             place[order[i] + shift] = used;
             used += padded(&tensors[order[i] + shift]);
         }
     }
     used = (layers > 1 ? 2 : 1) * layer;
-    for (int p = layers; p < layers + 2; p++) {
+    for (int p = 0; p < layers + 2; p++) {
         const int rest = part_order(tensors, part, count, p, order);
         for (int i = 0; i < rest; i++) {
+            if (release_turns(&tensors[order[i]], p, layers, folds)) continue;
             place[order[i]] = used;
             used += padded(&tensors[order[i]]);
         }
@@ -67,7 +75,7 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
 
 // Bytes of the one allocation: squares, factors, last, scratch.
 static int64_t numbers_bytes(int parts) {
-    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float) + 4;
+    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 2) * (int64_t)sizeof(float);
 }
 
 static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
@@ -128,15 +136,31 @@ static void release_norm(Release* r, const PartClip& clip, const PartGrads& its,
 
 void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
     const int64_t element = r->grads_bf16 ? 2 : 4;
-    const int* tensor = r->order + r->first[part];
-    PartGrads its = {{}, {}, r->first[part + 1] - r->first[part]};
-    for (int i = 0; i < its.count; i++) {
-        its.grads[i] = (const char*)grads + place[tensor[i]] * element;
-        its.n[i] = r->tensors[tensor[i]].rows * r->tensors[tensor[i]].cols;
+    const int layers = r->parts - 2;
+    int tensor[PART_TENSORS];
+    PartGrads its = {};
+    for (int i = r->first[part]; i < r->first[part + 1]; i++) {
+        const int t = r->order[i];
+        if (!step->last && !release_turns(&r->tensors[t], part, layers, true)) continue;
+        tensor[its.count] = t;
+        its.grads[its.count] = (const char*)grads + place[t] * element;
+        its.n[its.count++] = r->tensors[t].rows * r->tensors[t].cols;
     }
-    const PartClip clip = {r->by, step->clip, step->loss, r->last, r->square + part, r->factor};
-    r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
+    // Ranks agree on the loss before the last micro-batch's first part.
+    const PartClip clip = {r->by,
+                           step->clip,
+                           step->last ? step->loss : nullptr,
+                           r->last,
+                           r->square + part,
+                           r->factor,
+                           part < layers && step->micro_batch > 1};
+    if (its.count > 0)
+        r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
     offload_take(r->offload, part);
+    if (!step->last) {
+        optim_fold_tensors(r->optim, tensor, its.grads, its.count, r->factor, step->step, step->micro_batch);
+        return offload_give(r->offload, part);
+    }
     // One factor for the part, or one for each tensor.
     const int each = r->by == CLIP_TENSOR ? 1 : its.count;
     for (int i = 0; i < its.count; i += each) {
@@ -145,8 +169,9 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
     offload_give(r->offload, part);
 }
 
-void release_end(Release* r, float* scalars, int left_alone) {
+void release_end(Release* r, float* scalars, int left_alone, const ReleaseStep* step) {
     part_norm_finish(r->dev, scalars, scalars + left_alone, r->last, r->square, r->parts);
+    optim_step_matrices(r->optim, r->last + 1, step->lr, step->step);
 }
 
 float release_last(const Release* r) {

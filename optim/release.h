@@ -6,11 +6,21 @@
 // The factor that clips a part comes from kernels/part_norm.cuh. A part whose gradients are not finite, or any part if
 // the loss is not, keeps its weights and states and is counted.
 //
+// If a step has several micro-batches, the matrices of layers take turns, and each micro-batch goes into their momentum
+// as soon as it is there (optim_fold_tensors); the last one takes the step. This is for rules whose step reads the
+// gradients through m alone (optim_folds): the step is that of their sum, but for a rounding of m each. It is not
+// clipped, since nobody has the sum's norm. Vectors of layers, about a thousandth of them, and all that is in no layer
+// have room of their own, where gradients add up as they do without release, for any rule. A matrix whose gradients are
+// not finite in some micro-batch keeps its weights, as does all if the loss is not, but m keeps what it took before.
+// Rules that read matrices are released so for any number of micro-batches: m takes all gradients, and all matrices
+// step after the backward pass.
+//
 // Several ranks (kernels/ranks/shard.cuh) step what each keeps of a part, from the sum of their gradients, and agree on
 // its norm.
 //
 // Cost: the norm of a part reads its gradients once, as the norm of all would; two small kernels and a launch of the
-// step for each part and launch of the optimizer.
+// step for each part and launch of the optimizer. A micro-batch that goes into m costs that norm, g read and m read and
+// written: 8 bytes a parameter with bf16 gradients and m bf16:sr, besides what writes g.
 #pragma once
 #include "../kernels/part_norm.cuh"
 #include "offload.h"
@@ -18,10 +28,13 @@
 struct Shard;
 typedef struct Release Release;
 
+// Does a tensor of this part take turns with those of other layers? `folds`: steps have several micro-batches.
+bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds);
+
 // Places gradients that are released: place[t] becomes the first element of tensor t's. Two layers take turns, with
 // the rest behind them. Returns their elements. Tensors of a part lie in the arena's order where all layers have the
 // same; `part` has the part of each tensor and `layers` the number of layers.
-int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, int64_t* place);
+int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, bool folds, int64_t* place);
 
 // The tensors that make up the parts, and who has them. The arrays are copied by release_open; the pointers must
 // outlive what it returns.
@@ -29,7 +42,7 @@ struct ReleaseModel {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count)
     int count, layers;
-    Optim* optim;      // optim_releases holds
+    Optim* optim;      // optim_releases holds, or optim_folds
     Offload* offload;  // has the states where they are in host memory, else NULL
     Shard* shard;      // what the ranks share; NULL: this is the only one
 };
@@ -40,20 +53,24 @@ int64_t release_bytes(const Device* dev, const ReleaseModel* model);
 Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16);
 void release_close(Release* release);
 
-// The clipping and the size of a step.
+// The clipping and the size of a step, and where it stands.
 struct ReleaseStep {
     float clip, lr;
     int64_t step;
     const float* loss;  // device scalar
+    int micro_batch;    // from 1, where each goes into m; else 1
+    bool last;          // it is the step's last, or each does not
 };
 
-// Steps a part; grads + place[t] elements is where the gradients of tensor t lie, or their sum over the ranks, which is
-// there for what is queued on the device's stream. All ranks step all parts in one order.
+// Steps a part, or before the last micro-batch takes its gradients into m; grads + place[t] elements is where the
+// gradients of tensor t lie, or their sum over the ranks, which is there for what is queued on the device's stream. All
+// ranks step all parts in one order.
 void release_part(Release* release, int part, const void* grads, const int64_t* place, const ReleaseStep* step);
 
-// After all parts: scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number
+// After all parts: steps the matrices of rules that read whole ones, unless some part was left alone; and writes
+// scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number
 // of parts that kept their weights. Device memory; scalars[0] is the loss.
-void release_end(Release* release, float* scalars, int left_alone);
+void release_end(Release* release, float* scalars, int left_alone, const ReleaseStep* step);
 
 // The norm that the next step clips by, for a checkpoint; 0: there was no step.
 float release_last(const Release* release);

@@ -41,6 +41,7 @@ struct RuleRow {
     bool divides;       // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
     double slower;      // adamw's usual learning rate over this rule's
+    float (*fold)(const Hyper& hyper);  // with which m may take gradients before the step; 0: it may not
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 
@@ -85,6 +86,8 @@ Rows moment_rows(const Rows* rows);
 // True for a rule whose moments are those of a projected gradient, which takes the place of the gradient.
 bool is_low_rank(const RuleRow* rule);
 Rows apply_rows(const Rows* rows);
+// And of what takes the gradients of a micro-batch into m (rules/fold.cuh).
+Rows fold_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
 const void* built_in_kernel(const Rows* rows, bool copy);
@@ -132,6 +135,18 @@ struct OptimParts {
     int count;
 };
 OptimParts optim_parts(const Optim* optim);
+
+// Some tiles of a launch, and where the arena of their gradients would begin.
+struct TileRun {
+    int launch;
+    Streams grads;
+    int64_t first, tiles;  // of the launch's list
+};
+// The step of these tiles, and the same of what takes their gradients into m (optim_fold_tensors, whose `number` this
+// is). A tensor's step ends once all its tiles are stepped.
+void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step);
+void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number);
+void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
 
 // The states of a launch that its step reads and writes: m, v, and the slow average of rules that keep one. Formats are
 // none_row() where there is no such state.

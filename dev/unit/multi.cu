@@ -130,6 +130,49 @@ GPUS_TEST(multi_released_gpu) {
     check_released(test, true, ranks, "--clip-by tensor --clip 0.05", "--preset int8w4 --layers 4 --grads bf16");
 }
 
+// With several micro-batches a step, or with muon, the gradients of matrices go into m. Such runs are the same to the
+// bit whatever is sharded and wherever the states are, and go on so; without release there are other roundings.
+static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
+    const char* work = work_folder();
+    char first[PATH_MAX], run[PATH_MAX];
+    static Losses kept, folded;
+    const char* offload = strstr(options, "muon ") ? "none" : "states";  // not of rules that read matrices
+    for (int i = 0; i < 9; i++) {
+        if (i / 4 == 1 && strcmp(offload, "none") == 0) continue;
+        snprintf(run, sizeof(run), "%s/%d", work, i);
+        train_ranks(gpu, ranks,
+                    "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --save-every 3 --keep 9 "
+                    "--clip 0 --shard %s --offload %s --release %s %s",
+                    SEVERAL, work, run, 32 * ranks * micro_batches, modes[i % 4], i / 4 == 1 ? offload : "none",
+                    i < 8 ? "on" : "off", options);
+        if (i == 0) snprintf(first, sizeof(first), "%s", run);
+        if (i < 8) expect_equal_runs(test, first, run, 6);
+    }
+    read_losses(test, first, &folded), read_losses(test, run, &kept);
+    const double a = atof(folded.text[6]), b = atof(kept.text[6]);
+    expect(a != b && fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
+    note(test, "off by %.1g", fabs(a - b) / b);
+    snprintf(run, sizeof(run), "%s/again", work);
+    train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, run, offload);
+    expect_equal_runs_from(test, first, run, 4, 6);
+}
+
+TEST(multi_folded) {
+    check_folded(test, false, 2, 3, "--rule sgd --lr 0.02 --m fp32 --weights fp32");
+    check_folded(test, false, 3, 3, "--rule rmnp --nesterov off --m bf16:sr --weights lin8:sr");
+    check_folded(test, false, 3, 3, "--rule lion --beta1 0.95 --m bf16:sr --weights bf16:sr --limit-growth 1.05");
+    check_folded(test, false, 3, 3, "--rule normuon-lite --nesterov off --m fp32 --weights bf16+fp32 --comm bf16");
+    check_folded(test, false, 2, 2, "--rule rmnp --nesterov off --m bf16:sr --weights e4m3/tensor:sr --matmul fp8");
+    check_folded(test, false, 3, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
+    check_folded(test, false, 2, 1, "--rule normuon --nesterov off --m fp32 --layers 4");
+}
+
+GPUS_TEST(multi_folded_gpu) {
+    check_folded(test, true, ranks, 3, "--rule sgd --lr 0.02 --m fp32 --weights fp32");
+    check_folded(test, true, ranks, 3, "--rule rmnp --nesterov off --m bf16:sr --weights lin8:sr --grads bf16");
+    check_folded(test, true, ranks, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
+}
+
 // A run may be released, sharded and kept on the host otherwise at each resume.
 TEST(multi_released_goes_on) {
     const char* work = work_folder();

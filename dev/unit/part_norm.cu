@@ -9,23 +9,26 @@ struct PartCase {
     const char* what;
     ClipBy by;
     float clip, loss, last;
-    int bad;  // tensor with an infinite gradient; -1: none
+    int bad;            // tensor with an infinite gradient; -1: none
+    double before = 0;  // square of the step's earlier micro-batches, which is added if it is not 0
+    bool knows_loss = true;
 };
 
 // Computes what part_norm must give, from sums of squares in double.
 static void want_factors(const PartCase& row, const double* square, double* total, float* factor) {
-    *total = square[0] + square[1] + square[2];
+    *total = row.before + square[0] + square[1] + square[2];
     for (int t = 0; t < COUNT; t++) {
         double norm = sqrt(row.by == CLIP_TENSOR ? square[t] : *total);
         if (row.by == CLIP_LAST) norm = fmax(norm, row.last);
         factor[t] = row.clip > 0 && norm > row.clip ? (float)(row.clip / norm) : 1.0f;
-        if (row.bad >= 0 || !isfinite(row.loss)) factor[t] = NAN;
+        if (row.bad >= 0 || !isfinite(*total) || (row.knows_loss && !isfinite(row.loss))) factor[t] = NAN;
     }
 }
 
 static void check_part(Test* test, const Device* dev, const PartCase& row) {
     PartGrads part = {{}, {}, COUNT};
     double square[COUNT] = {};
+    const double unset = NAN;
     for (int t = 0; t < COUNT; t++) {
         float* host = (float*)malloc(LENGTH[t] * sizeof(float));
         for (int64_t i = 0; i < LENGTH[t]; i++) host[i] = test_uniform(t, i);
@@ -42,10 +45,12 @@ static void check_part(Test* test, const Device* dev, const PartCase& row) {
     copy_to_device(dev, on_device, scalars, sizeof(scalars));
     PartClip clip = {row.by,
                      row.clip,
-                     on_device,
+                     row.knows_loss ? on_device : nullptr,
                      on_device + 1,
                      (double*)device_alloc(dev, 8),
-                     (float*)device_alloc(dev, sizeof(factor))};
+                     (float*)device_alloc(dev, sizeof(factor)),
+                     row.before != 0};
+    copy_to_device(dev, clip.square, row.before != 0 ? &row.before : &unset, 8);
     void* scratch = device_alloc(dev, part_norm_scratch_bytes(dev));
     part_norm<float>(dev, clip, part, scratch);
     copy_to_host(dev, factor, clip.factor, sizeof(factor));
@@ -69,18 +74,18 @@ static void check_part(Test* test, const Device* dev, const PartCase& row) {
 static void check_end(Test* test, const Device* dev) {
     const struct {
         double square[3];
-        float norm, factor, left, last;
-    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5}, {{9, NAN, 16}, 5, 1, 1, 5}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7}};
-    float* values = (float*)device_alloc(dev, 5 * sizeof(float));
+        float norm, factor, left, last, all;
+    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5, 1}, {{9, NAN, 16}, 5, 1, 1, 5, NAN}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7, NAN}};
+    float* values = (float*)device_alloc(dev, 6 * sizeof(float));
     double* square = (double*)device_alloc(dev, sizeof(rows[0].square));
     for (const auto& row : rows) {
-        float host[5] = {1, 0, 0, 0, 7};  // scalars, left alone, last
+        float host[6] = {1, 0, 0, 0, 7, 0};  // scalars, left alone, last, all
         copy_to_device(dev, values, host, sizeof(host));
         copy_to_device(dev, square, row.square, sizeof(row.square));
         part_norm_finish(dev, values, values + 3, values + 4, square, 3);
         copy_to_host(dev, host, values, sizeof(host));
-        const float want[5] = {1, row.norm, row.factor, row.left, row.last};
-        for (int i = 0; i < 5; i++) {
+        const float want[6] = {1, row.norm, row.factor, row.left, row.last, row.all};
+        for (int i = 0; i < 6; i++) {
             expect(host[i] == want[i] || (isnan(host[i]) && isnan(want[i])), "value %d is %g, want %g", i, host[i],
                    want[i]);
         }
@@ -96,7 +101,10 @@ TEST_BOTH(part_norm) {
                              {"by last, nothing to clip", CLIP_LAST, 1e6f, 2, 900, -1},
                              {"by tensor", CLIP_TENSOR, 1.5f, 2, 900, -1},
                              {"an infinite gradient", CLIP_TENSOR, 1.5f, 2, 900, 1},
-                             {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1}};
+                             {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1},
+                             {"a loss that is not known yet", CLIP_STEP, 0, NAN, 0, -1, 0, false},
+                             {"micro-batches before", CLIP_STEP, 0, 2, 0, -1, 1e5},
+                             {"one of them not finite", CLIP_STEP, 0, 2, 0, -1, NAN, false}};
     Device dev = test_device(gpu);
     for (const PartCase& row : rows) check_part(test, &dev, row);
     check_end(test, &dev);

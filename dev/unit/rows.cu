@@ -8,7 +8,7 @@
 struct RowCase {
     const char *rule, *m;
     float growth = 0.0f, clip = 1.0f;
-    bool by_rms = false, relative = false;
+    bool by_rms = false, relative = false, nesterov = true;
 };
 
 static const RowCase cases[] = {
@@ -22,6 +22,8 @@ static const RowCase cases[] = {
     {"came", "fp32", 1.01f},
     {"adafactor", "fp32", 1.02f, 1.0f, true},
     {"rmnp", "fp32", 1.0f},
+    {"rmnp", "fp32", 1.05f, 1.0f, false, false, false},
+    {"normuon-lite", "fp32", 0.0f, 1.0f, false, false, false},
     {"adamw", "fp32", 1.01f},
     {"sgd", "fp32", 1.05f},
 };
@@ -32,6 +34,7 @@ static OptimConfig case_config(const RowCase* c, const char* weights, const char
     config.overrides = "none";
     config.limit_growth = c->growth, config.clip_update = c->clip;
     config.scale_by_rms = c->by_rms, config.relative_steps = c->relative;
+    config.nesterov = c->nesterov;
     return resolved(config);
 }
 
@@ -103,12 +106,13 @@ static void exact_factored(Exact* e, const OptimConfig* config, int64_t rows, in
 // The update u of rules with normalised rows.
 static void exact_rows(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols) {
     const bool lite = is(config->rule, "normuon-lite");
-    const double beta = config->momentum, shape = sqrt(rows > cols ? (double)rows / (double)cols : 1.0);
+    const double beta = config->momentum, look = config->nesterov ? beta : 1.0,
+                 shape = sqrt(rows > cols ? (double)rows / (double)cols : 1.0);
     for (int64_t r = 0; r < rows; r++) {
         double *u = e->u + r * cols, *m = e->m + r * cols, *g = e->g + r * cols;
         for (int64_t j = 0; j < cols; j++) {
             m[j] += (1.0 - beta) * (g[j] - m[j]);
-            u[j] = g[j] + beta * (m[j] - g[j]);
+            u[j] = g[j] + look * (m[j] - g[j]);
         }
         const double norm = norm_of(u, cols);
         e->row[0][r] += (1.0 - (double)config->beta2) * (norm * norm / (double)cols - e->row[0][r]);

@@ -42,9 +42,10 @@ constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 enum CommFormat { COMM_AS_IS, COMM_BF16 };
 
-// A run of the arena, in elements; `at`: where it stands in packed memory.
+// A run of the arena, in elements; `at`: where it stands in packed memory; `stays`: nothing takes turns with it there.
 struct ShardRun {
     int64_t begin, end, at;
+    bool stays;
 };
 
 struct ShardBucket {
@@ -371,11 +372,45 @@ inline int64_t shard_bytes(const Shard* s) {
 struct ShardTensor {
     int64_t offset, elements;  // where it begins in the arena; tensors begin at tiles
     int layer;                 // that it belongs to; `layers` for the rest
+    bool stays = false;        // it has room of its own in packed memory, as the rest has
 };
 
-// Tensors of a layer stand in packed memory in their order, whatever the arena's; every layer has the same.
-inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
+// Sets where tensors stand in packed memory. Those of a layer that take turns stand in their order, whatever the
+// arena's; every layer has the same.
+inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int layers) {
     int64_t of_layer = 0;
+    for (int b = 0; s->bucket && b <= layers; b++) free(s->bucket[b].run);
+    free(s->place), free(s->bucket);
+    s->place = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
+    s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
+    for (int t = 0; t < count; t++) {
+        const int64_t length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
+        if (tensors[t].layer == 0 && !tensors[t].stays) of_layer += length;
+    }
+    int64_t rest = 2 * of_layer;
+    for (int b = 0; b <= layers; b++) {
+        ShardBucket* bucket = &s->bucket[b];
+        int64_t turn = b % 2 * of_layer;
+        bucket->run = (ShardRun*)memory_zero((size_t)count, sizeof(ShardRun));
+        for (int t = 0; t < count; t++) {
+            if (tensors[t].layer != b) continue;
+            const bool stays = b == layers || tensors[t].stays;
+            int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
+            int64_t* at = stays ? &rest : &turn;
+            ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
+            bool follows = last && last->end == begin && last->at + last->end - last->begin == *at;
+            follows = follows && last->stays == stays;
+            if (follows) last->end += length;
+            if (!follows) bucket->run[bucket->runs++] = {begin, begin + length, *at, stays};
+            s->place[t] = *at;
+            *at += length;
+        }
+        bucket->run = (ShardRun*)memory_grow(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
+    }
+    s->packed = rest;
+}
+
+inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
     s->layers = layers;
     s->sends = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
     s->receives = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
@@ -383,28 +418,7 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
     s->cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
     s->tile_cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
     for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
-    s->place = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
-    s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
-    for (int t = 0; t < count; t++) {
-        if (tensors[t].layer == 0) of_layer += ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-    }
-    for (int b = 0; b <= layers; b++) {
-        ShardBucket* bucket = &s->bucket[b];
-        int64_t at = b == layers ? 2 * of_layer : b % 2 * of_layer;
-        bucket->run = (ShardRun*)memory_zero((size_t)count, sizeof(ShardRun));
-        for (int t = 0; t < count; t++) {
-            if (tensors[t].layer != b) continue;
-            int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-            ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
-            bool follows = last && last->end == begin && last->at + last->end - last->begin == at;
-            if (follows) last->end += length;
-            if (!follows) bucket->run[bucket->runs++] = {begin, begin + length, at};
-            s->place[t] = at;
-            at += length;
-        }
-        bucket->run = (ShardRun*)memory_grow(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
-        s->packed = at;
-    }
+    shard_places(s, tensors, count, layers);
 }
 
 // Elements of the arena that this rank keeps.
@@ -544,7 +558,7 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     if (s->mode == SHARD_NONE) {
         shard_spread_chunk<G>(s, local, begin, end);
     } else {
-        shard_keep_chunk<G>(s, local, begin, end, s->mode >= SHARD_GRADS && !s->first);
+        shard_keep_chunk<G>(s, local, begin, end, s->mode >= SHARD_GRADS && !s->first && !s->releases);
     }
 }
 
@@ -568,10 +582,11 @@ void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
 }
 
 // The gradients of a bucket are complete on the device's stream: begins their sum over the ranks beside it, after the
-// last micro-batch or, where no rank keeps all of them, after each. Late, it waits for the last bucket.
+// last micro-batch or, where no rank keeps all of them, after each. Of released gradients only those that take turns
+// are summed after each. Late, it waits for the last bucket.
 template <typename G>
 void shard_reduce(Shard* s, int bucket) {
-    if (!s || (!s->last && s->mode < SHARD_GRADS)) return;
+    if (!s || (!s->last && s->mode < SHARD_GRADS && !s->releases)) return;
     const ShardBucket* b = &s->bucket[bucket];
     bool packed = shard_is_packed(s, s->grads), late = s->late && !packed;
     if (late && bucket < s->layers) return;
@@ -579,6 +594,7 @@ void shard_reduce(Shard* s, int bucket) {
     if (late) shard_reduce_run(s, (G*)s->grads, 0, s->cut[s->comm.world]);
     for (int i = 0; i < b->runs && !late; i++) {
         const ShardRun* run = &b->run[i];
+        if (s->releases && run->stays && !s->last) continue;
         shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run->begin, run->end);
     }
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));

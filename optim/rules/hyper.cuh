@@ -28,6 +28,7 @@ struct Hyper {
     float eps;
     float beta3, rest3;  // for the slow average at this step
     float alpha;         // its weight at this step, times 1 - beta1^step
+    float look;          // of the direction: beta1, or 1 with --nesterov off
     float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
 };
 
@@ -53,7 +54,14 @@ struct RuleDefaults {
     static constexpr bool SCALED = false;       // each tensor's update has a factor
     static constexpr bool LEAVES_REST = false;  // vectors and embeddings have adamw unless --override says otherwise
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
+    // The factor with which m may take gradients before the step (fold.cuh); 0: the step needs more of them than m has.
+    static OPTIM_INLINE float fold(const Hyper&) { return 0.0f; }
 };
+
+// The factor of a step that makes beta m + rest g of m.
+OPTIM_INLINE float fold_factor(float rest, float beta) {
+    return beta > 0.0f ? rest / beta : 0.0f;
+}
 
 // a + rest (x - a), and a + rest (x^2 - a).
 OPTIM_INLINE float average(float a, float x, float rest) {
@@ -64,9 +72,15 @@ OPTIM_INLINE float average_square(float a, float x, float rest) {
     return exact_fma(rest, exact_fma(x, x, -a), a);
 }
 
-// The direction of Nesterov's momentum: g + beta1 (m - g), m the new average.
+// The direction of Nesterov's momentum, g + look (m - g), m the new average. With look 1 it is m, but for a rounding to
+// 2^-24 of the larger of m and g.
 OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
-    return average(g, m, hyper.beta1);
+    return average(g, m, hyper.look);
+}
+
+// The factor with which m takes gradients before such a step.
+OPTIM_INLINE float nesterov_fold(const Hyper& hyper) {
+    return hyper.look == 1.0f ? fold_factor(hyper.rest1, hyper.beta1) : 0.0f;
 }
 
 // A rule whose update has a factor for each tensor, and its constants.

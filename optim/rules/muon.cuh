@@ -2,7 +2,7 @@
 // matrix/matrix.h has the rest. The step before the products keeps the momentum and writes its Nesterov direction u
 // where other rules have the weight:
 //     m = m + (1 - momentum) * (g - m)
-//     u = g + momentum * (m - g)
+//     u = g + momentum * (m - g)                           --nesterov off: u = m
 // beta1 and rest1 of these rules are those of --momentum. The step after the products applies an update U, which it
 // reads as a gradient of fp32:
 //     p = p * (1 - lr * wd) - lr * U
@@ -16,9 +16,11 @@ struct Muon : RuleDefaults {
     static constexpr MatrixRule MATRIX = MATRIX_MUON;
     static constexpr bool LEAVES_REST = true;
 
+    static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
+
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         *m = average(*m, g, hyper.rest1);
-        *p = average(g, *m, hyper.beta1);
+        *p = nesterov(hyper, g, *m);
     }
 };
 

@@ -1,6 +1,6 @@
 // RMNP (arXiv 2603.20527): momentum whose rows are brought to the same length, a row being all weights of one output:
 //     m = m + (1 - momentum) * (g - m)
-//     u = g + momentum * (m - g)                           Nesterov
+//     u = g + momentum * (m - g)                           --nesterov off: u = m
 //     p = p * (1 - lr * wd) - lr * sqrt(max(1, R / C)) * u_i / |u_i|
 // The paper's momentum is a sum, which the length cancels. normuon-lite is NorMuon (arXiv 2510.05491) without the
 // orthogonal factor: a row is divided by the root of an average over time, and the matrix keeps rmnp's length:
@@ -17,6 +17,8 @@ struct Rmnp : RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = true;
     static constexpr RowRule ROWS = ROWS_RMNP;
     static constexpr bool LEAVES_REST = true;
+
+    static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
         *m = average(*m, g, hyper.rest1);
