@@ -48,8 +48,8 @@
     ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)                       \
     ROW("adafactor", "v is a number a row times one a column; --m none keeps no m", 1, Adafactor)                   \
     ROW("came", "adafactor, and a confidence in m (--beta3), factored too; lr somewhat below adamw's", 1.5, Came)   \
-    ROW("rmnp", "momentum (--momentum) whose rows are of one length; vectors, embeddings: adamw", 0.2, Rmnp)        \
-    ROW("normuon-lite", "rmnp, whose rows are divided by the root of a v of each", 0.2, NorMuonLite)
+    ROW("rmnp", "momentum (--momentum) whose rows are of one length; vectors, embeddings: adamw", 1, Rmnp)          \
+    ROW("normuon-lite", "rmnp, whose rows are divided by the root of a v of each", 1, NorMuonLite)
 
 // Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have
 // another rule; MATRIX_REST (override.h) gives them adamw.

@@ -103,7 +103,7 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
     config.folds = false;
     run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
     expect_planned(test, &folded, c->rule);
-    OptimStream m;
+    OptimStream m = {};
     expect(find_stream(&folded, "m", &m), "%s keeps no m", c->rule);
     for (int step = 1; step <= STEPS; step++) {
         void* want = run_array(&folded, "m");
