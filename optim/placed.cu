@@ -200,10 +200,9 @@ struct PlacedBuild {
     int32_t weights_slots, grads_slots;
 };
 
-// True if a launch needs all of its tensors in each step.
-static bool launch_is_whole(const OptimConfig* config, const Rows* rows) {
-    const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
-    return config_reads_whole(config) || spans;
+bool launch_takes_all(const OptimConfig* config) {
+    const Rows rows = config_rows(config);
+    return config_reads_whole(config) || format_span(rows.weights) || format_span(rows.m) || format_span(rows.v);
 }
 
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
@@ -286,7 +285,7 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
     const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
-    if (launch_is_whole(&plan->config, &rows)) require_all(tables, launch, &rows);
+    if (launch_takes_all(&plan->config)) require_all(tables, launch, &rows);
     if (whole) {
         tables->whole_at[launch] = build->grads_slots;
         whole_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
@@ -529,7 +528,7 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     for (int t = 0; t < parts->count; t++) {
         const OptimTensor* tensor = &parts->tensors[t];
         const int64_t slot = tables->first_slot[t], bytes = tensor->rows / tensor->parts * tensor->cols;
-        if (parts->plan->launch_of[t] != launch) continue;
+        if (parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
         char* weights =
             slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
         for (int part = 0; part < tensor->parts; part++) {

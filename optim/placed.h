@@ -80,5 +80,7 @@ const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
 void optim_arguments(const Optim* optim, int launch, StepArguments* arguments);
 bool optim_replays(const Optim* optim, int launch);
 void optim_launch_replayed(const Optim* optim, int launch, const StepArguments* arguments, int64_t tiles);
+// True if a launch of this configuration needs all of its tensors in each step, and each of them whole.
+bool launch_takes_all(const OptimConfig* config);
 // Ends a step, after all launches.
 void optim_settle(const Optim* optim, const float* grad_scale);

@@ -239,6 +239,35 @@ def library_part_of_a_model_has_its_noise():
 
 
 @test
+def library_shares_of_tensors_that_are_read_whole():
+    """Optimizers that divide a model among them have the bits of one that has all of it."""
+    shapes = [(24, 16), 40, (8, 300), (33, 20), (16, 48), 7]
+    vectors = {"overrides": "t1|t5: rule=adamw m=fp32 v=fp32"}
+    for settings in ({"preset": "muon8", **vectors}, {"rule": "normuon", "m": "bf16:sr", **vectors},
+                     {"preset": "galore8", "m": "bf16:sr", **vectors}, {"rule": "apollo", "m": "fp32", **vectors}, {"preset": "adafactor8"}, {"preset": "came8"},
+                     {"rule": "adam-mini"}, {"preset": "adamw8", "limit_growth": 1.001}, {"m": "dyn8/rank1"}):
+        whole = Plain(shapes, seed=3, element=4096, **settings)
+        for count in (1, 2, 3, 9):
+            plain = Plain(shapes, seed=3, element=4096, share=f"rest/{count}", **settings)
+            owners = [plain.handle.owner(t) for t in range(len(shapes))]
+            assert [owners[1], owners[5]] == [-1, -1] or "overrides" not in settings, (settings, owners)
+            assert {owners[t] for t in (0, 2, 3, 4)} <= set(range(count)), (settings, owners)
+            handles = [plain.handle, *(Plain(shapes, seed=3, element=4096, share=f"{i}/{count}", **settings).handle
+                                       for i in range(count))]
+            for number in range(1, 4):
+                if count == 1:
+                    whole.step(number)
+                for handle in handles:
+                    plain.handle = handle
+                    plain.step(number)
+            assert plain.bytes()[:-1] == whole.bytes()[:-1], (settings, count)
+    for share in ("2/2", "x/2", "1", "-1/3", "1/0"):
+        raises(ValueError, "type I/N", lambda: Plain([5], share=share))
+    raises(ValueError, "was given in part",
+           lambda: nibble_optim.Handle({"rule": "adam-mini", "share": "0/1"}, [("t", 8, 2048, 0, 4096)]))
+
+
+@test
 def library_clock():
     plain = Plain([40], preset="adamw8", capturable=1)
     assert plain.handle.clock() == 0
