@@ -93,7 +93,7 @@ struct NibbleOptim {
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count): what is kept beside the parameter has to be made from it
     int count;
-    int share, shares;    // what is kept of tensors that are read whole, -1: the rest; 0 shares: all are kept
+    int share, shares;    // what is kept of tensors that have owners, -1: the rest; 0 shares: all are kept
     int* owner;           // (count): the share that has a tensor, or -1
     bool releases;        // each tensor is an optimizer of its own, stepped in the backward pass
     const char* stacked;  // of the settings, or null
@@ -340,15 +340,32 @@ static int compare_owned(const void* a, const void* b) {
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-// Divides the tensors that are read whole into shares of about equal size: runs of the arena, since a plan keeps one
-// run. A tensor belongs to the share in which its middle lies.
+// True if a cut tensor's rows do not hold whole blocks and bytes of states. Where the cuts are does not matter, so that
+// the states are the same for any number of processes. A vector's rows are its elements.
+static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
+    const Rows rows = config_rows(config);
+    const int64_t row = tensor->rows == 1 ? 1 : tensor->cols;
+    bool split = false;
+    for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
+        for (const StreamInfo& info : format->stream) {
+            const bool blocks = info.bits > 0 && info.span == SPAN_RUN;
+            split = split || (blocks && (row % info.run != 0 || row / info.run * info.bits % 8 != 0));
+        }
+    }
+    return split && tensor->count >= 0;
+}
+
+// Divides the tensors that need owners, since they are read whole or cuts split blocks, into shares of about equal
+// size: runs of the arena, since a plan keeps one run. A tensor belongs to the share in which its middle lies.
 static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor* whole) {
     OwnedTensor* owned = (OwnedTensor*)memory_zero((size_t)optim->count + 1, sizeof(OwnedTensor));
     int count = 0;
     int64_t all = 0, before = 0;
     for (int t = 0; t < optim->count; t++) {
         optim->owner[t] = -1;
-        if (optim->shares == 0 || !launch_takes_all(&plan->launch[plan->launch_of[t]].config)) continue;
+        const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
+        if (optim->shares == 0) continue;
+        if (!launch_takes_all(config) && !cuts_split(config, &optim->tensor[t])) continue;
         owned[count++] = {whole[t].offset, tensor_padded(&whole[t]), t};
         all += tensor_padded(&whole[t]);
     }
@@ -401,8 +418,8 @@ static void tensors_place(NibbleOptim* optim, const OptimTensor* whole) {
         NibbleTensor* tensor = &optim->tensor[t];
         if (is_elsewhere(optim, t)) {
             tensor->first = tensor->count = 0;
-        } else if (optim->share >= 0 && optim->shares > 0 && tensor->count >= 0) {
-            user_error("share: %s is read whole and was given in part; give all of it", tensor->name);
+        } else if (optim->shares > 0 && optim->share >= 0) {
+            tensor->first = 0, tensor->count = -1;
         }
         const bool all = tensor->count < 0;
         const int64_t head = all ? 0 : tensor->first % TILE_ELEMENTS;
@@ -415,7 +432,7 @@ static void tensors_place(NibbleOptim* optim, const OptimTensor* whole) {
 }
 
 // Lays out the arena. It begins where its tensors do in the model, so that no two have the same noise. A share of the
-// tensors that are read whole is a run of the model's own arena.
+// tensors that have owners is kept in a run of the model's own arena.
 static void arena_place(NibbleOptim* optim, const OptimTensor* whole) {
     OptimConfig* config = &optim->config;
     if (optim->shares == 0 || optim->share < 0) {
@@ -831,6 +848,13 @@ NIBBLE_API int64_t nibble_optim_element(const NibbleOptim* optim, int tensor) {
 
 NIBBLE_API int nibble_optim_owner(const NibbleOptim* optim, int tensor) {
     return tensor < 0 || tensor >= optim->count ? -1 : optim->owner[tensor];
+}
+
+NIBBLE_API int nibble_optim_together(const NibbleOptim* optim, int tensor) {
+    const Plan* plan = optim_parts(optim->optim).plan;
+    if (tensor < 0 || tensor >= optim->count) return -1;
+    const int launch = plan->launch_of[tensor];
+    return launch_takes_all(&plan->launch[launch].config) ? launch : -1;
 }
 
 NIBBLE_API int64_t nibble_optim_end(const NibbleOptim* optim) {

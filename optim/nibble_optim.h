@@ -45,9 +45,11 @@ typedef struct {
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named
-//     share       for N processes that hold parts of tensors which a rule, a format or limit_growth reads whole. I/N:
-//                 this optimizer has share I (from 0) of those tensors, whole, and no others; rest/N: it has all but
-//                 those. Both are given all tensors. nibble_optim_owner tells the shares
+//     share       for N processes that hold parts of some tensors, whose cuts are at rows. Tensors that a rule, a
+//                 format or limit_growth reads whole get owners, and cut tensors without whole blocks of states in
+//                 each row (vectors: in each element). I/N: this optimizer has the tensors that process I (from 0)
+//                 owns, whole, and no others; rest/N: it has all but those of any owner. Both are given the same
+//                 tensors; nibble_optim_owner tells the owners, to whom the caller brings the others' rows
 //     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and
 //                 wants rules refused that take matrices together and need buffers for them
 //     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
@@ -123,8 +125,12 @@ NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t byt
 // are.
 void nibble_optim_loaded(NibbleOptim* optim);
 
-// Returns the share that has a tensor (the setting share), or -1: the rest has it.
+// Returns the number of a tensor's owner (the setting share), or -1: the rest has it.
 int nibble_optim_owner(const NibbleOptim* optim, int tensor);
+
+// Returns the number of the set that a tensor is in, of which a step takes all tensors or none (of one rule that reads
+// rows or matrices, say), or -1: it may have a gradient or not.
+int nibble_optim_together(const NibbleOptim* optim, int tensor);
 
 // Return where a tensor's first element lies in the model, and where the last tensor ends.
 int64_t nibble_optim_element(const NibbleOptim* optim, int tensor);
