@@ -92,7 +92,7 @@ NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char*
 // has been taken. Each replay is the step after the last one: the optimizer counts them on the device, for the noise
 // and the bias corrections. Gradients and parameters are those of the capture, and so are the groups' constants, but
 // for lr_at. nibble_optim_clock waits for the stream and returns the number of the last step, with which the caller
-// goes on counting after replays. Rules that read rows or matrices, scales of whole tensors and limit_growth are
+// goes on counting after replays. Rules that project gradients (galore, fira, apollo) and scales of whole tensors are
 // refused.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 

@@ -560,11 +560,13 @@ def torch_cuda_graph():
     if len(DEVICES) < 2:
         raise Skip("no GPU")
     rate = lambda number: 1e-2 / number
+    kinds = [{"preset": preset} for preset in (*PRESETS, "muon", "muon8", "muon4")]
+    kinds += [{"preset": "muon", "rule": "normuon"}, {"rule": "adam-mini"}, {"preset": "adamw8", "limit_growth": 1.001}]
     for dtype in (torch.float32, torch.bfloat16):
-        for preset in ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e"):
+        for settings in kinds:
             lr = torch.tensor(1e-2, device="cuda")
             a, b = model_of("cuda", dtype), model_of("cuda", dtype)
-            first, second = make(a, preset=preset, lr=lr, capturable=True), make(b, preset=preset)
+            first, second = make(a, lr=lr, capturable=True, **settings), make(b, **settings)
             x, y = batch(a, 1)
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
@@ -591,16 +593,18 @@ def torch_cuda_graph():
             for number in range(1, 12):
                 second.param_groups[0]["lr"] = float(torch.tensor(rate(number)))
                 step(b, second)
-            assert same(a, b), (dtype, preset)
+            assert same(a, b), (dtype, settings)
             saved, want = first.state_dict(), second.state_dict()
             assert saved["param_groups"][0]["steps"] == want["param_groups"][0]["steps"] == 11
             for i, states in want["state"].items():
-                assert all(torch.equal(value, saved["state"][i][name]) for name, value in states.items()), (preset, i)
+                assert all(torch.equal(value, saved["state"][i][name]) for name, value in states.items()), (settings, i)
     model = model_of("cuda")
-    for settings, kind, words in [({"preset": "adamw8"}, RuntimeError, "capturable=True"),
-                                  ({"preset": "came8", "capturable": True}, ValueError, "more than one kernel"),
-                                  ({"preset": "adamw16", "capturable": True}, RuntimeError, "before any was taken")]:
-        optimizer, graph = make(model, **settings), torch.cuda.CUDAGraph()
+    for settings, capturable, kind, words in [
+            ({"preset": "adamw8"}, False, RuntimeError, "capturable=True"),
+            ({"preset": "galore8"}, True, ValueError, "the host decides"),
+            ({"preset": "adamw8", "m": "dyn8/rank1"}, True, ValueError, "scales of whole tensors"),
+            ({"preset": "adamw16"}, True, RuntimeError, "before any was taken")]:
+        optimizer, graph = make(model, capturable=capturable, **settings), torch.cuda.CUDAGraph()
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         if settings["preset"] != "adamw16":
