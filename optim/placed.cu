@@ -601,7 +601,7 @@ static void replay_group(Replay* replay, const OptimConfig* config, const Placed
     replay->lag[i] = step->step - own_step(its, step);
 }
 
-// Has the kernels of a run, or of the passes before it, be captured until replay_end.
+// Has the kernels of a run, or of the passes before it, take their arguments from device memory.
 static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, bool passes,
                          Replay* replay) {
     const Plan* plan = tables->parts.plan;
@@ -613,10 +613,6 @@ static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const
         replay_group(replay, config, step, run->group[passes ? 0 : i], &plan->group[settings]);
     }
     optim_replay(tables->optim, replay);
-}
-
-static void replay_end(const PlacedTables* tables) {
-    optim_replay(tables->optim, nullptr);
 }
 
 #ifdef __CUDACC__
@@ -723,6 +719,7 @@ static void require_same_constants(const PlacedTables* tables, const PlacedStep*
 
 void placed_step(PlacedTables* tables, const PlacedStep* step) {
     const bool capturing = is_capturing(tables->parts.dev), moved = tables_update(tables, step, capturing);
+    optim_replay(tables->optim, nullptr);  // of a capture that failed
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
     if (moved || capturing) tables_places(tables, capturing);
@@ -737,8 +734,8 @@ void placed_step(PlacedTables* tables, const PlacedStep* step) {
         if (run_has_passes(tables, run)) run_passes(tables, run, step, scale);
         if (capturing) replay_begin(tables, run, step, false, &replay);
         run_step(tables, run, step, scale);
-        replay_end(tables);
     }
+    optim_replay(tables->optim, nullptr);
     optim_settle(tables->optim, scale);
     tables_move(tables, RETURN);
     if (tables->parts.config->replays) clock_set(tables, capturing ? 0 : step->step);

@@ -1,7 +1,7 @@
 """One rank of test_torch.py's torch_checkpoint_on_other_ranks: FOLDER RANK RANKS. Two ranks step a model that is
 sharded by rows three times, save it and its optimizer as a distributed checkpoint, and step once more. One rank, or
 three, load it, take the same step and find the same weights. Vectors are sharded too. States that lie by rows are
-DTensors; those of parameters that are read whole, or have no whole blocks in their rows, are with their owners."""
+DTensors, and so are in checkpoints those that owners have."""
 import os
 import pathlib
 import sys
@@ -13,7 +13,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as checkpoint  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
-    get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_model_state_dict, set_optimizer_state_dict)
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
@@ -85,8 +85,8 @@ def case(dtype, preset, min_quantized, shapes):
             assert torch.equal(p, q), (ranks, dtype, preset, i)
 
 
-def fsdp(preset):
-    """The same of fully_shard's model and torch's functions for checkpoints."""
+def fsdp(preset, whole_file):
+    """The same of fully_shard's model and torch's functions for checkpoints; or with a file of whole states."""
     def open_model():
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24))
@@ -101,25 +101,33 @@ def fsdp(preset):
             p.grad = distribute_tensor(torch.randn(p.shape), mesh, [Shard(0)])
         optimizer.step()
 
-    path = f"{folder}/fsdp.{preset}"
+    path = f"{folder}/fsdp.{preset}.{whole_file}"
+    save = StateDictOptions(full_state_dict=whole_file, cpu_offload=whole_file)
+    load = StateDictOptions(full_state_dict=whole_file, broadcast_from_rank0=whole_file)
     model, optimizer = open_model()
     if ranks == 2:
         for number in (1, 2, 3):
             train(model, optimizer, number)
-    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    if ranks == 2:
+    states = {"model": get_model_state_dict(model, options=save),
+              "optimizer": get_optimizer_state_dict(model, optimizer, options=save)}
+    if ranks == 2 and not whole_file:
         checkpoint.save(states, checkpoint_id=path)
-    else:
-        checkpoint.load(states, checkpoint_id=path)
-        set_model_state_dict(model, states["model"])
-        set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    elif ranks == 2 and rank == 0:
+        torch.save(states, path)
+    elif ranks != 2:
+        if not whole_file:
+            checkpoint.load(states, checkpoint_id=path)
+        elif rank == 0:
+            states = torch.load(path)
+        set_model_state_dict(model, states["model"], options=load)
+        set_optimizer_state_dict(model, optimizer, states["optimizer"], options=load)
     train(model, optimizer, 4)
     whole = [p.full_tensor().detach() for p in model.parameters()]
     if ranks == 2 and rank == 0:
         torch.save(whole, path + ".weights")
     if ranks != 2:
         for p, q in zip(torch.load(path + ".weights", map_location=mesh.device_type), whole):
-            assert torch.equal(p, q), (ranks, preset)
+            assert torch.equal(p, q), (ranks, preset, whole_file)
 
 
 for dtype in (torch.float32, torch.bfloat16):
@@ -130,8 +138,9 @@ for preset in WIDE_PRESETS:
     case(torch.bfloat16, preset, 0, WIDE)
 for preset in OF_WHOLE:
     case(torch.bfloat16, preset, 0, MATRICES[:4] if preset in ("muon8", "galore8") else MATRICES)
-fsdp("muon8")
-fsdp("adamw8")
+for whole_file in (False, True):
+    fsdp("muon8", whole_file)
+    fsdp("adamw8", whole_file)
 dist.barrier()
 dist.destroy_process_group()
 print("ok")

@@ -51,15 +51,17 @@ def grads(named, number, dtype, partly):
 
 
 def close_states(optimizers, what):
-    """Owners' states are those of the whole; what others keep is compared by the weights of later steps."""
+    """States of parameters with owners are those of the whole; others are compared by the weights of later steps."""
     found = 0
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     for i, state in states[0].items():
         for name, value in state.items():
             other = states[1][i].get(name)
-            if not isinstance(other, torch.Tensor) or hasattr(other, "_local_tensor") or "cut" in states[1][i]:
+            if hasattr(other, "_local_tensor") and other.dim() == 1:
+                other = other.full_tensor()
+            if not isinstance(other, torch.Tensor) or hasattr(other, "_local_tensor"):
                 continue
-            assert torch.equal(value, other), (what, i, name)
+            assert torch.equal(value.view(-1), other.view(-1)), (what, i, name)
             found += name not in ("step", "element")
     return found
 
@@ -98,7 +100,7 @@ for settings in ANY + OF_BF16:
         rule = nibble_optim.Handle({**settings, "device": "cpu"}, []).setting("rule")
         partly = rule in VECTORS_ALONE or (rule == "adamw" and list(settings) == ["preset"])
         owned += case(WHOLE, dtype, settings, partly)
-assert owned > 0 or rank > 0, "no owner had states"
+assert owned > 100, "few parameters had owners"
 p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)])) for _ in range(2))
 optimizer = nibble_optim.Optimizer([p, q], preset="muon")
 p.grad, q.grad = p.detach(), q.detach()

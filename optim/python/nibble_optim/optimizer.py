@@ -154,6 +154,13 @@ class _Part:
             return self.handle.states(tensor)
         return self.shares.handle.states(tensor) if self.shares.handle else ()
 
+    def spread(self):
+        """The states of parameters with owners, as DTensors; none if there are none."""
+        if not self.shares:
+            return {}
+        mine = [t for t in self.owned if self.shares.owners[t] == self.shares.ranks.here]
+        return self.shares.spread({t: self.views[t] for t in mine})
+
     def loaded(self):
         for handle in (self.handle, self.shares and self.shares.handle):
             if handle:
@@ -385,6 +392,10 @@ class _Part:
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
         views = self.views[tensor]
+        if self.shares and tensor in self.owned:  # on all ranks, since they bring them together
+            state = {name: value.full_tensor() if _is_dtensor(value) else value for name, value in state.items()}
+            state = {name: value.view(views[name].shape) if name in views and value.numel() == views[name].numel()
+                     else value for name, value in state.items()}
         missing = sorted(set(views) - set(state))
         if missing:
             raise ValueError(f"{what}: the saved states have no {missing[0]}, which {self.handle.describe()} needs; "
@@ -593,8 +604,17 @@ class Optimizer(torch.optim.Optimizer):
     # States.
 
     def state_dict(self):
+        """The states. With FSDP2 all ranks call it together."""
         self._catch_up()
-        return super().state_dict()
+        states = super().state_dict()
+        if self._flat is None:
+            self._flatten()
+        for part in self._parts:
+            for t, its in part.spread().items():
+                there = states["state"][self._place_of[part.params[t]]]
+                states["state"][self._place_of[part.params[t]]] = {"step": there["step"], "element": there["element"],
+                                                                   **its}
+        return states
 
     def load_state_dict(self, state_dict):
         """Takes states that state_dict gave, to the bit; they must be of the same formats."""

@@ -26,7 +26,7 @@ class Ranks:
     """The ranks among which a parameter's rows are divided."""
 
     def __init__(self, param):
-        dimension = _cut_dimensions(param)[0]
+        self.param, dimension = param, _cut_dimensions(param)[0]
         self.group = param.device_mesh.get_group(dimension)
         self.here = param.device_mesh.get_local_rank(dimension)
         self.count = param.device_mesh.size(dimension)
@@ -122,6 +122,42 @@ class Shares:
                                            for t in range(len(self.sizes))]) for tensors in (values, slopes)]
             self.handle.step(*addresses, group_of, constants, number, stream)
         self.scatter(these, values, weights)
+
+
+    def spread(self, states):
+        """The states of all owners as DTensors, of which every rank has a run, as checkpoints want them: by number and
+        name. `states`: the same of this rank's own parameters, as tensors. All ranks call this together."""
+        ranks, here = range(self.ranks.count), self.ranks.here
+        kinds = [None] * self.ranks.count
+        torch.distributed.all_gather_object(
+            kinds, {t: [(name, x.dtype, x.numel()) for name, x in its.items()] for t, its in states.items()},
+            group=self.ranks.group)
+        entries = [(t, *kind) for t in self.owned for kind in kinds[self.owners[t]][t]]
+        local = self.ranks.param._local_tensor
+
+        def run(numbers, rank):
+            each = -(-numbers // self.ranks.count)
+            begin = min(rank * each, numbers)
+            return slice(begin, min(begin + each, numbers))
+
+        def held(dtype, numbers, rank):
+            part = run(numbers, rank)
+            return (part.stop - part.start) * dtype.itemsize
+
+        mine = [entry for entry in entries if self.owners[entry[0]] == here]
+        parts = [states[t][name].reshape(-1)[run(n, r)].view(torch.uint8) for r in ranks for t, name, _, n in mine]
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=local.device)
+        sizes = [sum(held(dtype, n, r) for *_, dtype, n in mine) for r in ranks]
+        counts = [sum(held(dtype, n, here) for t, _, dtype, n in entries if self.owners[t] == r) for r in ranks]
+        received = self._exchange(sent, sizes, counts).split([held(dtype, n, here) for *_, dtype, n in entries])
+        spread = {t: {} for t in self.owned}
+        for (t, name, dtype, n), part in zip(entries, received):
+            alone = torch.empty(part.numel() // dtype.itemsize, dtype=dtype, device=local.device)
+            alone.view(torch.uint8).copy_(part)
+            param = self.ranks.param
+            spread[t][name] = type(param.data).from_local(alone, param.device_mesh, param.placements, run_check=False,
+                                                          shape=torch.Size((n,)), stride=(1,))
+        return spread
 
 
 def _copy(places, parts):
