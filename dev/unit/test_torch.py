@@ -272,11 +272,12 @@ def library_shares_of_tensors_that_are_read_whole():
 
 @test
 def library_clock():
-    plain = Plain([40], preset="adamw8", capturable=1)
-    assert plain.handle.clock() == 0
-    for number in (1, 2, 7):
-        plain.step(number)
-        assert plain.handle.clock() == number
+    for preset in ("adamw8", "came8", "muon8"):
+        plain = Plain([(5, 8)], preset=preset, capturable=1)
+        assert plain.handle.clock() == 0
+        for number in (1, 2, 7):
+            plain.step(number)
+            assert plain.handle.clock() == number
 
 
 @test

@@ -22,7 +22,7 @@ if device == "cuda":
     torch.set_default_device(f"cuda:{rank}")
 dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank,
                         world_size=ranks)
-mesh = init_device_mesh(device, (ranks,))
+MESH = init_device_mesh(device, (ranks,))
 # Of two ranks: cuts at multiples of a block but not of a tile; an uneven one; one that leaves rank 1 nothing; a
 # replicated one.
 ELEMENTS = {"h.0": ((24, 256), Shard(0)), "h.1": ((5, 512), Shard(0)), "h.2": ((1, 300), Shard(0)),
@@ -43,9 +43,9 @@ VECTORS_ALONE = ("muon", "normuon", "galore", "apollo", "rmnp")  # these rules l
 def grads(named, number, dtype, partly):
     """Gradients of one step; some without that of ln_f."""
     torch.manual_seed(number)
-    for name, (p, q, placement) in named.items():
+    for name, (p, q) in named.items():
         grad = torch.randn(p.shape).to(dtype)
-        p.grad, q.grad = grad, distribute_tensor(grad.clone(), mesh, [placement])
+        p.grad, q.grad = grad, distribute_tensor(grad.clone(), q.device_mesh, q.placements)
         if partly and name == "ln_f" and number > 1:
             p.grad = q.grad = None
 
@@ -66,12 +66,14 @@ def close_states(optimizers, what):
     return found
 
 
-def case(shapes, dtype, settings, partly):
+def case(shapes, dtype, settings, partly, mesh=MESH):
+    """A mesh of two dimensions has replicas along the first one."""
     torch.manual_seed(0)
+    replicas = [Replicate()] * (mesh.ndim - 1)
     whole = {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, (shape, _) in shapes.items()}
-    parts = {name: torch.nn.Parameter(distribute_tensor(whole[name].detach().clone(), mesh, [placement]))
+    parts = {name: torch.nn.Parameter(distribute_tensor(whole[name].detach().clone(), mesh, [*replicas, placement]))
              for name, (_, placement) in shapes.items()}
-    named = {name: (whole[name], parts[name], placement) for name, (_, placement) in shapes.items()}
+    named = {name: (whole[name], parts[name]) for name in shapes}
     settings = dict(lr=1e-2, seed=5, **settings)
     optimizers = [nibble_optim.Optimizer(params.items(), **settings) for params in (whole, parts)]
     for number in range(1, 5):
@@ -86,7 +88,7 @@ def case(shapes, dtype, settings, partly):
             with torch.no_grad():
                 for p in (*whole.values(), *parts.values()):
                     p.mul_(0.5)
-    for name, (p, q, _) in named.items():
+    for name, (p, q) in named.items():
         assert torch.equal(p, q.full_tensor()), (dtype, settings, name)
     return close_states(optimizers, settings)
 
@@ -101,7 +103,9 @@ for settings in ANY + OF_BF16:
         partly = rule in VECTORS_ALONE or (rule == "adamw" and list(settings) == ["preset"])
         owned += case(WHOLE, dtype, settings, partly)
 assert owned > 100, "few parameters had owners"
-p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)])) for _ in range(2))
+for shape in ((ranks, 1), (1, ranks)):
+    case(WHOLE, torch.bfloat16, dict(preset="muon8"), True, init_device_mesh(device, shape))
+p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5), MESH, [Shard(0)])) for _ in range(2))
 optimizer = nibble_optim.Optimizer([p, q], preset="muon")
 p.grad, q.grad = p.detach(), q.detach()
 optimizer.step()
@@ -111,6 +115,7 @@ try:
     assert False, "a rule of matrices stepped one of two"
 except ValueError as error:
     assert "all of them or none" in str(error), error
-print("ok")
+print("ok", flush=True)
 dist.barrier()  # a rank that goes while the other still reads from it ends with an error of gloo
 dist.destroy_process_group()
+os._exit(0)  # a thread of gloo that still runs when Python ends aborts the process, now and then
