@@ -110,7 +110,8 @@ class _Part:
         # The library's copy of a parameter must be made again when other code has written the parameter.
         self.watched = any(name.split(".")[0] not in ("m", "v", "slow", "basis", "norms")
                            for views in self.views for name in views)
-        self.versions, self.own_counters = None, None
+        # Owners' changes raise the counters of what they are copied to, besides.
+        self.versions, self.own_counters = None, False if self.shares else None
         # What is written through a DTensor raises its counter, and not that of what lies here.
         sharded = [t for t, p in enumerate(params) if _is_dtensor(p)]
         self.counted = [*self.locals, *(params[t] for t in sharded)]
@@ -318,6 +319,7 @@ class _Part:
         yet."""
         own = grads
         if self.shares:
+            self._check_shares(grads, captured)
             own = [grad if owner < 0 else None for grad, owner in zip(grads, self.shares.owners)]
         addresses, kept = self.find_grads(own)
         self.find_weights()
@@ -325,7 +327,7 @@ class _Part:
         constants, group_of = self.constants(grads, groups, all_together, captured)
         self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
         if self.shares:
-            self._step_shares(grads, group_of, constants, step, captured)
+            self._step_shares(grads, group_of, constants, step)
         if captured:
             self.captured = [t for t, grad in enumerate(grads) if grad is not None]
             return
@@ -343,24 +345,28 @@ class _Part:
         if self.watched:
             self._find_versions()
 
-    def _step_shares(self, grads, group_of, constants, step, captured):
-        """The step of the parameters that have owners. All ranks have gradients of the same ones."""
+    def _check_shares(self, grads, captured):
+        """Refuses on all ranks what an owner would refuse later, while the others wait for it."""
         present = [t for t in self.owned if grads[t] is not None]
-        if not present:
-            return
-        for t in self.owned:  # the owner would find it, and the others would wait for it
+        for t in self.owned:
             if grads[t] is None and any(self.together_of[t] == self.together_of[u] >= 0 for u in present):
                 raise ValueError(f"{self.tensors[t][0]} has no gradient and others of its rule have one, which takes "
                                  "all of them or none; give zeros, or give some another rule")
-        if captured:
+        if captured and present:
             raise RuntimeError("a step was captured into a CUDA graph, and ranks exchange parameters in it, which are "
                                "sharded and have owners; step outside of the graph")
+
+    def _step_shares(self, grads, group_of, constants, step):
+        """The step of the parameters that have owners. All ranks have gradients of the same ones."""
         values, slopes = {}, {}
-        for t in present:
+        for t in self.owned:
+            if grads[t] is None:
+                continue
             local, order = self.locals[t], self.order[t]
             values[t] = local.detach() if order is None else local.detach().permute(order)
             slopes[t] = _address(_local(grads[t]), local, self.grads, order)
-        self.shares.step(values, slopes, group_of, constants, step, self.stream())
+        if values:
+            self.shares.step(values, slopes, group_of, constants, step, self.stream())
 
     def _find_versions(self):
         """The versions after a step, which has raised each by one. Parameters that are views of one tensor share a

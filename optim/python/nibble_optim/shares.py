@@ -123,7 +123,6 @@ class Shares:
             self.handle.step(*addresses, group_of, constants, number, stream)
         self.scatter(these, values, weights)
 
-
     def spread(self, states):
         """The states of all owners as DTensors, of which every rank has a run, as checkpoints want them: by number and
         name. `states`: the same of this rank's own parameters, as tensors. All ranks call this together."""
