@@ -24,7 +24,6 @@ import nibble_optim  # noqa: E402
 device = "cuda" if torch.cuda.device_count() >= 3 and nibble_optim.gpus() >= 3 else "cpu"
 if device == "cuda":
     torch.cuda.set_device(rank)
-    torch.set_default_device(f"cuda:{rank}")
 dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank,
                         world_size=ranks)
 mesh = init_device_mesh(device, (ranks,))
@@ -38,14 +37,15 @@ OF_WHOLE = ("muon8", "galore8", "adafactor8", "came8", "rmnp4")
 
 def open_run(dtype, preset, min_quantized, shapes):
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(0)])) for shape in shapes]
+    values = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    params = [torch.nn.Parameter(distribute_tensor(value, mesh, [Shard(0)])) for value in values]
     return params, nibble_optim.Optimizer(params, preset=preset, lr=1e-2, seed=5, min_quantized=min_quantized)
 
 
 def step(params, optimizer, number):
     torch.manual_seed(number)
     for p in params:
-        p.grad = distribute_tensor(torch.randn(p.shape).to(p.dtype), mesh, [Shard(0)])
+        p.grad = distribute_tensor(torch.randn(p.shape, device=device).to(p.dtype), mesh, [Shard(0)])
     optimizer.step()
 
 
@@ -82,7 +82,7 @@ def case(dtype, preset, min_quantized, shapes):
     if ranks == 2 and rank == 0:
         torch.save(whole, path + ".weights")
     if ranks != 2:
-        for i, (p, q) in enumerate(zip(torch.load(path + ".weights", map_location=mesh.device_type), whole)):
+        for i, (p, q) in enumerate(zip(torch.load(path + ".weights", map_location=device), whole)):
             assert torch.equal(p, q), (ranks, dtype, preset, i)
 
 
@@ -90,7 +90,7 @@ def fsdp(preset, whole_file):
     """The same of fully_shard's model and torch's functions for checkpoints; or with a file of whole states."""
     def open_model():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24))
+        model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24)).to(device)
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh)
         return model, nibble_optim.Optimizer(model.named_parameters(), preset=preset, lr=1e-2, seed=5,
@@ -99,7 +99,7 @@ def fsdp(preset, whole_file):
     def train(model, optimizer, number):
         torch.manual_seed(number)
         for p in model.parameters():
-            p.grad = distribute_tensor(torch.randn(p.shape), mesh, [Shard(0)])
+            p.grad = distribute_tensor(torch.randn(p.shape, device=device), mesh, [Shard(0)])
         optimizer.step()
 
     path = f"{folder}/fsdp.{preset}.{whole_file}"
@@ -127,7 +127,7 @@ def fsdp(preset, whole_file):
     if ranks == 2 and rank == 0:
         torch.save(whole, path + ".weights")
     if ranks != 2:
-        for p, q in zip(torch.load(path + ".weights", map_location=mesh.device_type), whole):
+        for p, q in zip(torch.load(path + ".weights", map_location=device), whole):
             assert torch.equal(p, q), (ranks, preset, whole_file)
 
 

@@ -19,7 +19,6 @@ import nibble_optim  # noqa: E402
 device = "cuda" if torch.cuda.device_count() >= ranks and nibble_optim.gpus() >= ranks else "cpu"
 if device == "cuda":
     torch.cuda.set_device(rank)
-    torch.set_default_device(f"cuda:{rank}")
 dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank,
                         world_size=ranks)
 MESH = init_device_mesh(device, (ranks,))
@@ -44,7 +43,7 @@ def grads(named, number, dtype, partly):
     """Gradients of one step; some without that of ln_f."""
     torch.manual_seed(number)
     for name, (p, q) in named.items():
-        grad = torch.randn(p.shape).to(dtype)
+        grad = torch.randn(p.shape, device=device).to(dtype)
         p.grad, q.grad = grad, distribute_tensor(grad.clone(), q.device_mesh, q.placements)
         if partly and name == "ln_f" and number > 1:
             p.grad = q.grad = None
@@ -70,7 +69,8 @@ def case(shapes, dtype, settings, partly, mesh=MESH):
     """A mesh of two dimensions has replicas along the first one."""
     torch.manual_seed(0)
     replicas = [Replicate()] * (mesh.ndim - 1)
-    whole = {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, (shape, _) in shapes.items()}
+    whole = {name: torch.nn.Parameter(torch.randn(shape, device=device).to(dtype))
+             for name, (shape, _) in shapes.items()}
     parts = {name: torch.nn.Parameter(distribute_tensor(whole[name].detach().clone(), mesh, [*replicas, placement]))
              for name, (_, placement) in shapes.items()}
     named = {name: (whole[name], parts[name]) for name in shapes}
@@ -105,7 +105,7 @@ for settings in ANY + OF_BF16:
 assert owned > 100, "few parameters had owners"
 for shape in ((ranks, 1), (1, ranks)):
     case(WHOLE, torch.bfloat16, dict(preset="muon8"), True, init_device_mesh(device, shape))
-p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5), MESH, [Shard(0)])) for _ in range(2))
+p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5, device=device), MESH, [Shard(0)])) for _ in range(2))
 optimizer = nibble_optim.Optimizer([p, q], preset="muon")
 p.grad, q.grad = p.detach(), q.detach()
 optimizer.step()
