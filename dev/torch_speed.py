@@ -1,16 +1,23 @@
-"""Times whole optimizer steps in torch on the tensors of GPT-2: nibble_optim beside torch's fused AdamW and, where they
-are installed, bitsandbytes, FlashOptim and torchao. Parameters and gradients are bf16. It prints tables in Markdown.
+"""Times whole optimizer steps in torch on the tensors of GPT-2: nibble_optim beside torch's optimizers and, where they
+are installed, bitsandbytes, FlashOptim, torchao, galore-torch and came-pytorch. Parameters and gradients are bf16. It
+prints tables in Markdown: of rules that read single elements, and of those that read whole rows and matrices.
 
-    make lib && python3 dev/torch_speed.py [--models gpt2,gpt2-xl] [--seconds 240]
+    make lib && python3 dev/torch_speed.py [--models gpt2,gpt2-xl] [--rules elements,whole] [--seconds 240]
     python3 dev/torch_speed.py --device cpu --small      # checks the script itself, on tensors of 48 channels
+
+Peers for torch 2.11 and Python 3.12 are torchao 0.18.0, bitsandbytes 0.50.2 (it needs packaging), flashoptim 0.1.4,
+galore-torch 1.0 (it needs bitsandbytes and transformers) and came-pytorch 0.1.3. The row of a missing one says so.
 
 Columns: milliseconds of a step between two events on the stream, of a step on the wall clock with synchronisation, and
 microseconds until step() returns; medians of 30 steps after 3. "Python us" is what step() of nibble_optim takes when
 the library's function does nothing: with the same gradients as in the last step, and with new ones, as backward() makes
-them. B/param is what the first step leaves allocated. After its seconds it starts no further measurement and says what
-it left out; one that compiles at its first step (torchao) may run over."""
+them. B/param is what the first steps leave allocated, buffers included. Rules that read matrices update those of the
+blocks, and AdamW updates the rest (torch's is fused and keeps bf16 states). GaLore's projectors are made in the first
+step, which is not timed. After its seconds it starts no further measurement and says what it left out; one that
+compiles at its first step (torchao) may run over."""
 import argparse
 import gc
+import importlib
 import pathlib
 import sys
 import time
@@ -18,31 +25,124 @@ import time
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "optim" / "python"))
+import nibble_optim  # noqa: E402: from the repository
+
 MODELS = {"gpt2": (12, 768), "gpt2-medium": (24, 1024), "gpt2-large": (36, 1280), "gpt2-xl": (48, 1600)}
 WARM, STEPS = 3, 30
 
 
 def shapes(layers, C, vocabulary):
-    block = [(C,), (C,), (3 * C, C), (3 * C,), (C, C), (C,), (C,), (C,), (4 * C, C), (4 * C,), (C, 4 * C), (C,)]
-    return [(vocabulary, C), (1024, C), *(block * layers), (C,), (C,)]
+    """Names and shapes, in the order of nanoGPT's model."""
+    norm = [("weight", (C,)), ("bias", (C,))]
+    block = [(f"{name}.{part}", shape) for name, parts in [
+        ("ln_1", norm), ("attn.c_attn", [("weight", (3 * C, C)), ("bias", (3 * C,))]),
+        ("attn.c_proj", [("weight", (C, C)), ("bias", (C,))]), ("ln_2", norm),
+        ("mlp.c_fc", [("weight", (4 * C, C)), ("bias", (4 * C,))]),
+        ("mlp.c_proj", [("weight", (C, 4 * C)), ("bias", (C,))])] for part, shape in parts]
+    return [("wte.weight", (vocabulary, C)), ("wpe.weight", (1024, C)),
+            *((f"h.{layer}.{name}", shape) for layer in range(layers) for name, shape in block),
+            *((f"ln_f.{part}", shape) for part, shape in norm)]
 
 
-def candidates():
-    """Names and functions that make an optimizer of parameters; one that is not installed raises ImportError."""
-    import nibble_optim
+def split(named):
+    """The blocks' matrices, and all other parameters."""
+    matrices = [p for name, p in named if p.dim() == 2 and name.startswith("h.")]
+    rest = [p for name, p in named if not (p.dim() == 2 and name.startswith("h."))]
+    return matrices, rest
 
-    def peer(module, name, **arguments):
-        def make(params):
-            library = __import__(module, fromlist=[name])
-            return getattr(library, name)(params, lr=1e-4, weight_decay=0.1, **arguments)
-        return make
 
+class PlainMuon:
+    """Muon as its inventors publish it: one matrix after the other, Nesterov's momentum, five Newton-Schulz steps in
+    bf16. Without compilation."""
+
+    def __init__(self, matrices):
+        self.matrices = matrices
+        self.m = [torch.zeros_like(p) for p in matrices]
+
+    @torch.no_grad()
+    def step(self):
+        a, b, c = 3.4445, -4.7750, 2.0315
+        for p, m in zip(self.matrices, self.m):
+            m.lerp_(p.grad, 0.05)
+            X = p.grad.lerp(m, 0.95).bfloat16()
+            tall = X.shape[0] > X.shape[1]
+            X = X.T if tall else X
+            X = X / (X.norm() + 1e-7)
+            for _ in range(5):
+                A = X @ X.T
+                X = a * X + (b * A + c * A @ A) @ X
+            p.mul_(1 - 1e-5).add_(X.T if tall else X, alpha=-1e-4 * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+class Both:
+    """One optimizer for the blocks' matrices, and torch's AdamW for the rest."""
+
+    def __init__(self, make, named):
+        matrices, rest = split(named)
+        self.parts = [make(matrices), torch.optim.AdamW(rest, lr=1e-4, fused=True)]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+def peer(module, name, **arguments):
+    """A function that makes a package's optimizer; where it is missing, that raises ImportError."""
+    def make(params):
+        found = getattr(importlib.import_module(module), name, None)
+        if found is None:
+            raise ImportError(f"{module} has no {name}")
+        return found(params, **{"lr": 1e-4, "weight_decay": 0.1, **arguments})
+    return make
+
+
+def plain(make):
+    """Of an optimizer that takes parameters without names."""
+    return lambda named: make([p for _, p in named])
+
+
+def both(make):
+    return lambda named: Both(make, named)
+
+
+def galore(named):
+    matrices, rest = split(named)
+    rank = min(matrices[0].shape) // 4
+    projected = dict(params=matrices, rank=rank, update_proj_gap=200, scale=0.25, proj_type="std")
+    return peer("galore_torch", "GaLoreAdamW")([dict(params=rest), projected])
+
+
+def nibble(**arguments):
+    return lambda named: nibble_optim.Optimizer(named, lr=1e-4, **arguments)
+
+
+def elements():
+    """Names and functions that make an optimizer of named parameters, for rules that read single elements."""
     for preset in ("adamw8", "adamw8c", "adamw4l", "adamw32", "flash24"):
-        yield f"nibble {preset}", lambda params, preset=preset: nibble_optim.Optimizer(params, preset=preset, lr=1e-4)
-    yield "torch AdamW fused (bf16 states)", lambda params: torch.optim.AdamW(params, lr=1e-4, fused=True)
-    yield "bitsandbytes AdamW8bit", peer("bitsandbytes.optim", "AdamW8bit")
-    yield "flashoptim FlashAdamW", peer("flashoptim", "FlashAdamW")
-    yield "torchao AdamW8bit", peer("torchao.optim", "AdamW8bit", bf16_stochastic_round=True)
+        yield f"nibble {preset}", nibble(preset=preset)
+    yield "torch AdamW fused (bf16 states)", plain(peer("torch.optim", "AdamW", fused=True))
+    yield "bitsandbytes AdamW8bit", plain(peer("bitsandbytes.optim", "AdamW8bit"))
+    yield "flashoptim FlashAdamW", plain(peer("flashoptim", "FlashAdamW"))
+    yield "torchao AdamW8bit", plain(peer("torchao.optim", "AdamW8bit", bf16_stochastic_round=True))
+
+
+def whole():
+    """The same for rules that read rows and matrices."""
+    for preset in ("adafactor8", "came8", "rmnp4"):
+        yield f"nibble {preset}", nibble(preset=preset)
+    yield "torch Adafactor (foreach)", plain(peer("torch.optim", "Adafactor", foreach=True))
+    yield "came-pytorch CAME", plain(peer("came_pytorch", "CAME", betas=(0.9, 0.999, 0.9999)))
+    for preset in ("muon", "muon8", "muon4"):
+        yield f"nibble {preset}", nibble(preset=preset)
+    yield "nibble normuon", nibble(preset="muon", rule="normuon")
+    yield "torch Muon, and AdamW", both(peer("torch.optim", "Muon"))
+    yield "plain Muon, and AdamW", both(PlainMuon)
+    for preset in ("galore8", "apollo-mini"):
+        yield f"nibble {preset}", nibble(preset=preset)
+    yield "galore-torch GaLoreAdamW", galore
+
+
+TABLES = {"elements": ("single elements", elements), "whole": ("rows and matrices", whole)}
 
 
 def median(values):
@@ -103,12 +203,14 @@ def python_share(optimizer, params, clock):
 
 def measure(make, tensors, device):
     clock = Clock(device)
-    params = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02) for shape in tensors]
+    named = [(name, torch.nn.Parameter(torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02))
+             for name, shape in tensors]
+    params = [p for _, p in named]
     for p in params:
         p.grad = torch.randn_like(p) * 1e-3
     clock.wait()
     before = clock.allocated()
-    optimizer = make(params)
+    optimizer = make(named)
     for _ in range(WARM):
         optimizer.step()
     clock.wait()
@@ -123,8 +225,8 @@ def row(name, make, tensors, device, end):
         return f"| {name} | left out: no time | | | | |"
     try:
         events, walls, calls, bytes_each, shares = measure(make, tensors, device)
-    except ImportError:
-        return f"| {name} | not installed | | | | |"
+    except ImportError as error:
+        return f"| {name} | absent: {error} | | | | |"
     except Exception as error:
         text = " ".join(str(error).split())[:160].replace("|", "/")
         return f"| {name} | failed: {type(error).__name__}: {text} | | | | |"
@@ -140,13 +242,15 @@ def row(name, make, tensors, device, end):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt2,gpt2-xl")
+    parser.add_argument("--rules", default="elements,whole")
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="48 channels and 512 tokens: as many tensors, all small")
     a = parser.parse_args()
-    for model in a.models.split(","):
-        if model not in MODELS:
-            sys.exit(f"torch_speed: --models: \"{model}\" was found; known are {', '.join(MODELS)}")
+    for option, known in (("models", MODELS), ("rules", TABLES)):
+        for name in getattr(a, option).split(","):
+            if name not in known:
+                sys.exit(f"torch_speed: --{option}: \"{name}\" was found; known are {', '.join(known)}")
     if a.device == "cuda" and not torch.cuda.is_available():
         sys.exit("torch_speed: no GPU was found; type --device cpu --small to check the script")
     end = time.time() + a.seconds
@@ -155,12 +259,14 @@ def main():
     for model in a.models.split(","):
         layers, C = MODELS[model]
         tensors = shapes(layers, 48, 512) if a.small else shapes(layers, C, 50304)
-        elements = sum(torch.Size(shape).numel() for shape in tensors)
-        print(f"\n{model}: {len(tensors)} tensors, {elements / 1e6:.1f} M elements\n")
-        print("| optimizer | events ms | wall ms | call us | Python us, old / new gradients | B/param |")
-        print("|---|---|---|---|---|---|")
-        for name, make in candidates():
-            print(row(name, make, tensors, a.device, end), flush=True)
+        count = sum(torch.Size(shape).numel() for _, shape in tensors)
+        for rules in a.rules.split(","):
+            read, candidates = TABLES[rules]
+            print(f"\n{model}: {len(tensors)} tensors, {count / 1e6:.1f} M elements; rules that read {read}\n")
+            print("| optimizer | events ms | wall ms | call us | Python us, old / new gradients | B/param |")
+            print("|---|---|---|---|---|---|")
+            for name, make in candidates():
+                print(row(name, make, tensors, a.device, end), flush=True)
 
 
 if __name__ == "__main__":

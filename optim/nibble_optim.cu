@@ -93,6 +93,8 @@ struct NibbleOptim {
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count): what is kept beside the parameter has to be made from it
     int count;
+    int share, shares;    // what is kept of tensors that have owners, -1: the rest; 0 shares: all are kept
+    int* owner;           // (count): the share that has a tensor, or -1
     bool releases;        // each tensor is an optimizer of its own, stepped in the backward pass
     const char* stacked;  // of the settings, or null
     int64_t element, end;
@@ -167,6 +169,18 @@ static int64_t setting_count(const char* key, const char* value) {
     return (int64_t)number;
 }
 
+// share=I/N or share=rest/N
+static void setting_share(NibbleOptim* optim, const char* value) {
+    const char* slash = strchr(value, '/');
+    const bool rest = strncmp(value, "rest/", 5) == 0;
+    char* end = nullptr;
+    const long share = rest ? -1 : strtol(value, &end, 10), shares = slash ? strtol(slash + 1, nullptr, 10) : 0;
+    if (!slash || (!rest && end != slash) || share >= shares || shares < 1 || shares > 1 << 20 || *value == '-') {
+        user_error("share: \"%s\" was found; type I/N, with I from 0 to N - 1, or rest/N", value);
+    }
+    optim->share = (int)share, optim->shares = (int)shares;
+}
+
 struct Setting {
     const char* key;
     size_t at;  // of its value in OptimConfig
@@ -236,6 +250,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
         optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
     } else if (strcmp(key, "capturable") == 0) {
         config->replays = setting_count(key, value) > 0;
+    } else if (strcmp(key, "share") == 0) {
+        setting_share(optim, value);
     } else if (strcmp(key, "releases") == 0) {
         optim->releases = setting_count(key, value) > 0;
     } else if (strcmp(key, "stacked") == 0) {
@@ -247,7 +263,7 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     } else {
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, stacked, capturable, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
+            "formats, stacked, capturable, share, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
             "clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
             key);
     }
@@ -309,17 +325,68 @@ static bool is_cut(const NibbleTensor* tensor) {
     return tensor->count >= 0 && tensor->count < tensor->rows * tensor->cols;
 }
 
-// Refuses cut tensors of rules that read matrices.
-static void require_whole_matrices(const NibbleOptim* optim, const OptimTensor* whole) {
-    Plan* plan = plan_ranges(&optim->config, whole, optim->count);
+// True if another optimizer has the tensor (the setting share).
+static bool is_elsewhere(const NibbleOptim* optim, int tensor) {
+    return optim->shares > 0 && optim->owner[tensor] != optim->share;
+}
+
+struct OwnedTensor {
+    int64_t offset, elements;
+    int tensor;
+};
+
+static int compare_owned(const void* a, const void* b) {
+    const OwnedTensor *x = (const OwnedTensor*)a, *y = (const OwnedTensor*)b;
+    return x->offset < y->offset ? -1 : x->offset > y->offset;
+}
+
+// True if a cut tensor's rows do not hold whole blocks and bytes of states. Where the cuts are does not matter, so that
+// the states are the same for any number of processes. A vector's rows are its elements.
+static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
+    const Rows rows = config_rows(config);
+    const int64_t row = tensor->rows == 1 ? 1 : tensor->cols;
+    bool split = false;
+    for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
+        for (const StreamInfo& info : format->stream) {
+            const bool blocks = info.bits > 0 && info.span == SPAN_RUN;
+            split = split || (blocks && (row % info.run != 0 || row / info.run * info.bits % 8 != 0));
+        }
+    }
+    return split && tensor->count >= 0;
+}
+
+// Divides the tensors that need owners, since they are read whole or cuts split blocks, into shares of about equal
+// size: runs of the arena, since a plan keeps one run. A tensor belongs to the share in which its middle lies.
+static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor* whole) {
+    OwnedTensor* owned = (OwnedTensor*)memory_zero((size_t)optim->count + 1, sizeof(OwnedTensor));
+    int count = 0;
+    int64_t all = 0, before = 0;
+    for (int t = 0; t < optim->count; t++) {
+        optim->owner[t] = -1;
+        const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
+        if (optim->shares == 0) continue;
+        if (!launch_takes_all(config) && !cuts_split(config, &optim->tensor[t])) continue;
+        owned[count++] = {whole[t].offset, tensor_padded(&whole[t]), t};
+        all += tensor_padded(&whole[t]);
+    }
+    qsort(owned, (size_t)count, sizeof(OwnedTensor), compare_owned);
+    for (int i = 0; i < count; before += owned[i++].elements) {
+        const double middle = ((double)before + 0.5 * (double)owned[i].elements) / (double)(all > 0 ? all : 1);
+        optim->owner[owned[i].tensor] = (int)(middle * optim->shares);
+    }
+    free(owned);
+}
+
+// Refuses cut tensors of rules that read matrices. An empty part of one is no cut that a rule could see.
+static void require_whole_matrices(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const char* rule = plan->launch[plan->launch_of[t]].config.rule;
-        if (!find_row(rule_table(), rule)->matrix || !is_cut(&optim->tensor[t])) continue;
+        const NibbleTensor* tensor = &optim->tensor[t];
+        if (!find_row(rule_table(), rule)->matrix || !is_cut(tensor) || tensor->count == 0) continue;
         user_error(
             "%s reads whole matrices, and %s is sharded; keep it whole (replicated), or give it a rule such as adamw",
-            rule, optim->tensor[t].name);
+            rule, tensor->name);
     }
-    plan_free(plan);
 }
 
 // Returns the number of matrices that a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
@@ -345,6 +412,45 @@ static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
                parts);
 }
 
+// Sets what lies here of each tensor. `whole` has all tensors as they lie in the model.
+static void tensors_place(NibbleOptim* optim, const OptimTensor* whole) {
+    for (int t = 0; t < optim->count; t++) {
+        NibbleTensor* tensor = &optim->tensor[t];
+        if (is_elsewhere(optim, t)) {
+            tensor->first = tensor->count = 0;
+        } else if (optim->shares > 0 && optim->share >= 0) {
+            tensor->first = 0, tensor->count = -1;
+        }
+        const bool all = tensor->count < 0;
+        const int64_t head = all ? 0 : tensor->first % TILE_ELEMENTS;
+        optim->local[t] = tensor_local(tensor);
+        optim->local[t].parts = is_cut(tensor) ? 1 : whole[t].parts;
+        optim->placed[t] = {all ? tensor->rows * tensor->cols : tensor->count, head,
+                            optim->element + whole[t].offset + (all ? 0 : tensor->first - head)};
+        optim->stale[t] = true;
+    }
+}
+
+// Lays out the arena. It begins where its tensors do in the model, so that no two have the same noise. A share of the
+// tensors that have owners is kept in a run of the model's own arena.
+static void arena_place(NibbleOptim* optim, const OptimTensor* whole) {
+    OptimConfig* config = &optim->config;
+    if (optim->shares == 0 || optim->share < 0) {
+        config->begin = optim->element;
+        config->end = optim->element + optim_layout(optim->local, optim->count, config);
+    } else {
+        config->begin = config->end = optim->end;
+        memcpy(optim->local, whole, (size_t)optim->count * sizeof(OptimTensor));
+        for (int t = 0; t < optim->count; t++) {
+            const int64_t begin = optim->element + whole[t].offset, end = begin + tensor_padded(&whole[t]);
+            if (is_elsewhere(optim, t)) continue;
+            if (config->begin == optim->end || end > config->end) config->end = end;
+            if (begin < config->begin) config->begin = begin;
+        }
+    }
+    for (int t = 0; t < optim->count; t++) optim->local[t].offset += optim->element;
+}
+
 constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
 
 static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
@@ -353,6 +459,7 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     optim->local = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
     optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
     optim->stale = (bool*)memory_zero(count, sizeof(bool));
+    optim->owner = (int*)memory_zero(count, sizeof(int));
     OptimTensor* whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
     double elements = (double)optim->element;
     for (size_t t = 0; t < count; t++) {
@@ -363,24 +470,15 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
         elements += (double)tensor->rows * (double)tensor->cols;
         if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
         whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0, stacked_parts(optim->stacked, tensor)};
-        optim->local[t] = tensor_local(tensor);
-        optim->local[t].parts = is_cut(tensor) ? 1 : whole[t].parts;
-        optim->stale[t] = true;
     }
     optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
-    for (size_t t = 0; t < count; t++) {
-        const NibbleTensor* tensor = &optim->tensor[t];
-        const int64_t head = tensor->count < 0 ? 0 : tensor->first % TILE_ELEMENTS;
-        optim->placed[t] = {tensor->count < 0 ? tensor->rows * tensor->cols : tensor->count, head,
-                            optim->element + whole[t].offset + (tensor->count < 0 ? 0 : tensor->first - head)};
-    }
-    require_whole_matrices(optim, whole);
+    Plan* plan = plan_ranges(&optim->config, whole, optim->count);
+    owners_find(optim, plan, whole);
+    tensors_place(optim, whole);
+    require_whole_matrices(optim, plan);
+    plan_free(plan);
+    arena_place(optim, whole);
     free(whole);
-    // The arena here begins where its tensors do in the model, so that no two have the same noise.
-    OptimConfig* config = &optim->config;
-    config->begin = optim->element;
-    config->end = optim->element + optim_layout(optim->local, optim->count, config);
-    for (size_t t = 0; t < count; t++) optim->local[t].offset += optim->element;
 }
 
 // Refuses limits on updates that the decay, which each step's groups bring, is a part of.
@@ -488,6 +586,7 @@ static void optim_unmake(NibbleOptim* optim) {
     free(optim->local);
     free(optim->placed);
     free(optim->stale);
+    free(optim->owner);
 }
 
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {
@@ -631,6 +730,7 @@ static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleSta
     const OptimTensor* local = &optim->local[tensor];
     const Plan* plan = optim_parts(optim->optim).plan;
     int number = 0;
+    if (is_elsewhere(optim, tensor)) return 0;
     for (int slot = 0; slot < SLOTS; slot++) {
         const Place place = plan_place(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
@@ -744,6 +844,17 @@ NIBBLE_API int64_t nibble_optim_element(const NibbleOptim* optim, int tensor) {
     const NibbleTensor* its = &optim->tensor[tensor];
     const int64_t first = its->count < 0 ? 0 : its->first - its->first % TILE_ELEMENTS;
     return optim->placed[tensor].element - first;
+}
+
+NIBBLE_API int nibble_optim_owner(const NibbleOptim* optim, int tensor) {
+    return tensor < 0 || tensor >= optim->count ? -1 : optim->owner[tensor];
+}
+
+NIBBLE_API int nibble_optim_together(const NibbleOptim* optim, int tensor) {
+    const Plan* plan = optim_parts(optim->optim).plan;
+    if (tensor < 0 || tensor >= optim->count) return -1;
+    const int launch = plan->launch_of[tensor];
+    return launch_takes_all(&plan->launch[launch].config) ? launch : -1;
 }
 
 NIBBLE_API int64_t nibble_optim_end(const NibbleOptim* optim) {

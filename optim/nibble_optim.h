@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define NIBBLE_OPTIM_VERSION 2
+#define NIBBLE_OPTIM_VERSION 3
 #define NIBBLE_ERROR_BYTES 32768
 
 typedef enum {
@@ -31,7 +31,7 @@ typedef struct NibbleOptim NibbleOptim;
 // a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
 // is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
 // block that is cut: each of its parts has a scale of its own. Rules that read rows or matrices take no part, except
-// adam-mini (cuts at rows).
+// adam-mini (cuts at rows); the setting share is for them.
 typedef struct {
     const char* name;    // for overrides and messages
     int64_t rows, cols;  // of the whole tensor; 1 row for a vector
@@ -45,6 +45,11 @@ typedef struct {
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named
+//     share       for N processes that hold parts of some tensors, whose cuts are at rows. Tensors that a rule, a
+//                 format or limit_growth reads whole get owners, and cut tensors without whole blocks of states in
+//                 each row (vectors: in each element). I/N: this optimizer has the tensors that process I (from 0)
+//                 owns, whole, and no others; rest/N: it has all but those of any owner. Both are given the same
+//                 tensors; nibble_optim_owner tells the owners, to whom the caller brings the others' rows
 //     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and
 //                 wants rules refused that take matrices together and need buffers for them
 //     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
@@ -87,7 +92,7 @@ NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char*
 // has been taken. Each replay is the step after the last one: the optimizer counts them on the device, for the noise
 // and the bias corrections. Gradients and parameters are those of the capture, and so are the groups' constants, but
 // for lr_at. nibble_optim_clock waits for the stream and returns the number of the last step, with which the caller
-// goes on counting after replays. Rules that read rows or matrices, scales of whole tensors and limit_growth are
+// goes on counting after replays. Rules that project gradients (galore, fira, apollo) and scales of whole tensors are
 // refused.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
@@ -119,6 +124,13 @@ NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t byt
 // Tells the optimizer that the caller has written the states through their addresses. The next step uses them as they
 // are.
 void nibble_optim_loaded(NibbleOptim* optim);
+
+// Returns the number of a tensor's owner (the setting share), or -1: the rest has it.
+int nibble_optim_owner(const NibbleOptim* optim, int tensor);
+
+// Returns the number of the set that a tensor is in, of which a step takes all tensors or none (of one rule that reads
+// rows or matrices, say), or -1: it may have a gradient or not.
+int nibble_optim_together(const NibbleOptim* optim, int tensor);
 
 // Return where a tensor's first element lies in the model, and where the last tensor ends.
 int64_t nibble_optim_element(const NibbleOptim* optim, int tensor);

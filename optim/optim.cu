@@ -90,6 +90,7 @@ struct Optim {
     int stream_count;
     Settle settle[4 * LAUNCHES];
     int settles;
+    const Replay* replay;  // of the step that is captured in a CUDA graph, or null
 };
 
 static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
@@ -305,7 +306,7 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     }
 }
 
-// argument: the kernel's only one, StepArguments or, of one that is replayed, their address.
+// argument: the kernel's only one, StepArguments or, of one that is replayed, the address of theirs.
 static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
     void* pointers[] = {argument};
     if (kernel->built_in) {
@@ -391,9 +392,13 @@ static void rows_create(Optim* optim, int index) {
     copy_to_device(dev, work->tensor, work->plan.tensor, bytes);
     work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
     if (!dev->gpu || launch->plan->tiles == 0) return;
-    jit_create(dev, &launch->plan->config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
     work->shared_bytes = launch->kernel.measure.shared_bytes;
+    const OptimConfig* config = &launch->plan->config;
+    jit_create(dev, config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
     jit_shared_bytes(&work->kernel, work->shared_bytes);
+    if (!optim->config.replays) return;
+    jit_create(dev, config, optim->compute, &launch->rows, "optim_sums_replayed_kernel", &work->replayed);
+    jit_shared_bytes(&work->replayed, work->shared_bytes);
 }
 
 static void rows_free(const Device* dev, RowWork* work) {
@@ -450,16 +455,18 @@ static Streams from_begin(const FormatRow* format, const Streams& streams, int64
     return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
-// Makes the kernel for steps in CUDA graphs, of launches whose step is one kernel.
+// Makes the kernels for steps in CUDA graphs, of launches whose steps can be captured.
 static void replayed_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
-    StepKernel* kernel = &launch->kernel;
-    const Rows* rows = &launch->rows;
-    const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
-    if (!optim->config.replays || !optim->dev->gpu || launch->plan->tiles == 0 || spans) return;
-    if (rows->rule->matrix || launch->passes.plan.passes > 0) return;
-    kernel_make(optim->dev, &launch->plan->config, optim->compute, rows, "optim_replayed_kernel", nullptr,
-                kernel->step.threads, kernel->step.shared_bytes, &kernel->replayed);
+    const Device* dev = optim->dev;
+    const RuleRow* rule = launch->rows.rule;
+    const bool measures = launch->kernel.measures || launch->apply.measures;
+    if (!optim->config.replays || !dev->gpu || launch->plan->tiles == 0 || measures || is_low_rank(rule)) return;
+    for (StepKernel* kernel : {&launch->kernel, &launch->apply}) {
+        if (kernel == &launch->apply && !rule->matrix) continue;
+        kernel_make(dev, &launch->plan->config, optim->compute, &kernel->rows, "optim_replayed_kernel", nullptr,
+                    kernel->step.threads, kernel->step.shared_bytes, &kernel->replayed);
+    }
 }
 
 // Allocates and names the moments of launch `index`, and gets its kernel.
@@ -491,8 +498,8 @@ static void launch_create(Optim* optim, int index) {
     config.limit_growth = 0.0f;  // of the update, which a fold does not make
     if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, planned->tiles);
     rows_create(optim, index);
-    replayed_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
+    replayed_create(optim, index);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -684,17 +691,19 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
 
 // Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
 static void pass_run(const Optim* optim, const Launch* launch, RowRange range, Sum sum, StepArguments* arguments,
-                     int64_t step) {
+                     const Replay* replay, int64_t step) {
     const Device* dev = optim->dev;
     const RowWork* work = &launch->passes;
     SumArguments sums = {work->tensor + range.first,        range.tensors, range.blocks,  range.first_block, sum,
                          launch->plan->config.scale_by_rms, work->parts,   launch->v.next};
     sums.scaled = sums.scaled && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
-        void* pointers[] = {arguments, &sums};
+        void* pointers[] = {replay ? (void*)&at : arguments, &sums};
         const int64_t blocks = 8 * (int64_t)dev->sm_count;
-        jit_launch(&work->kernel, sums.blocks < blocks ? sums.blocks : blocks, 32 * SUM_WARPS, work->shared_bytes,
-                   pointers, dev->stream);
+        if (replay) placed_replay(dev, replay, arguments);
+        jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
+                   32 * SUM_WARPS, work->shared_bytes, pointers, dev->stream);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
@@ -707,6 +716,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
     settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
+    settle.changing = replay ? replay->to->changing : nullptr;
     rows_settle(dev, &settle, sums.tensors);
 }
 
@@ -718,12 +728,15 @@ static void launch_passes(const Optim* optim, const Launch* launch, const OptimC
     const int64_t begin = launch->plan->run.begin;
     const RowRange range = row_range(plan, begin + tile * TILE_ELEMENTS, begin + tile_end * TILE_ELEMENTS);
     StepArguments its = *arguments;
+    Replay replay = optim->replay ? *optim->replay : Replay{};
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
             its.group[group] = hyper_create(config, &settings, 1.0, step);
+            replay.source[group] = hyper_source(config, &settings);
+            replay.rate[group] = 1.0, replay.rate_at[group] = nullptr;
         }
-        pass_run(optim, launch, range, plan->pass[i], &its, step);
+        pass_run(optim, launch, range, plan->pass[i], &its, optim->replay ? &replay : nullptr, step);
     }
 }
 
@@ -736,6 +749,12 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
         return;
     }
     const int64_t tiles = arguments->tile_count, blocks = 8 * (int64_t)optim->dev->sm_count;
+    if (optim->replay) {
+        const StepArguments* at = &optim->replay->to->step;
+        placed_replay(optim->dev, optim->replay, arguments);
+        kernel_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
+        return;
+    }
     if (kernel->measures) kernel_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
     kernel_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
@@ -856,17 +875,12 @@ void optim_passes(const Optim* optim, int launch, const OptimConfig* config, con
     launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
 }
 
-void optim_arguments(const Optim* optim, int launch, StepArguments* arguments) {
-    launch_arrays(optim, &optim->launch[launch], arguments);
-}
-
 bool optim_replays(const Optim* optim, int launch) {
     return optim->launch[launch].kernel.replayed.jit.function != nullptr;
 }
 
-void optim_launch_replayed(const Optim* optim, int launch, const StepArguments* arguments, int64_t tiles) {
-    const StepKernel* kernel = &optim->launch[launch].kernel;
-    kernel_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &arguments);
+void optim_replay(Optim* optim, const Replay* replay) {
+    optim->replay = replay;
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {

@@ -52,13 +52,13 @@ struct PlacedTables {
     PlacedRun* run;
     int runs;
     int64_t tiles, staged;
-    Tile* step_tiles;   // device memory (tiles)
-    int64_t* whole_at;  // (launches): where the gradients of a rule that reads rows or matrices begin, in tiles of the
-                        // arena beside
-    float* scalars;     // device: 1, and the scale of a step
-    int64_t* clock;     // device: the number of the last step
-    bool captured;      // a graph may change the places behind our back
-    StepArguments* replayed;  // device memory (runs): what a graph's kernels read
+    Tile* step_tiles;    // device memory (tiles)
+    int64_t* whole_at;   // (launches): where the gradients of a rule that reads rows or matrices begin, in tiles of the
+                         // arena beside
+    float* scalars;      // device: 1, and the scale of a step
+    int64_t* clock;      // device: the number of the last step
+    bool captured;       // a graph may change the places behind our back
+    Replayed* replayed;  // device memory: what a graph's kernels read
     PlacedView view;
 };
 
@@ -151,6 +151,7 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
     tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
     device_zero(parts.dev, tables->clock, sizeof(int64_t));
+    if (parts.config->replays) tables->replayed = (Replayed*)device_alloc(parts.dev, sizeof(Replayed));
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
     tables->view.grad_bytes = config_rows(parts.config).grads->stream[0].bits / 8;
     tables->view.pointers = (PlacedPointers*)device_alloc(parts.dev, (int64_t)(count * sizeof(PlacedPointers)) + 1);
@@ -160,13 +161,12 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
 static void tables_clear(PlacedTables* tables) {
     const Device* dev = tables->parts.dev;
     PlacedView* view = &tables->view;
-    void* device[] = {view->tile,  view->places,       view->beside,    view->weights,
-                      view->grads, tables->step_tiles, tables->replayed};
+    void* device[] = {view->tile, view->places, view->beside, view->weights, view->grads, tables->step_tiles};
     for (void* memory : device) {
         if (!tables->captured) device_free(dev, memory);  // a graph may still use them
     }
     view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
-    view->weights = view->grads = nullptr, tables->step_tiles = nullptr, tables->replayed = nullptr;
+    view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
     free(tables->run);
     tables->run = nullptr;
     tables->runs = 0;
@@ -178,6 +178,7 @@ void placed_free(PlacedTables* tables) {
     tables_clear(tables);
     device_free(tables->parts.dev, tables->scalars);
     device_free(tables->parts.dev, tables->clock);
+    device_free(tables->parts.dev, tables->replayed);
     device_free(tables->parts.dev, tables->view.pointers);
     free(tables->tensor);
     free(tables->pointers);
@@ -200,10 +201,9 @@ struct PlacedBuild {
     int32_t weights_slots, grads_slots;
 };
 
-// True if a launch needs all of its tensors in each step.
-static bool launch_is_whole(const OptimConfig* config, const Rows* rows) {
-    const bool spans = format_span(rows->weights) || format_span(rows->m) || format_span(rows->v);
-    return config_reads_whole(config) || spans;
+bool launch_takes_all(const OptimConfig* config) {
+    const Rows rows = config_rows(config);
+    return config_reads_whole(config) || format_span(rows.weights) || format_span(rows.m) || format_span(rows.v);
 }
 
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
@@ -286,7 +286,7 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
     const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
-    if (launch_is_whole(&plan->config, &rows)) require_all(tables, launch, &rows);
+    if (launch_takes_all(&plan->config)) require_all(tables, launch, &rows);
     if (whole) {
         tables->whole_at[launch] = build->grads_slots;
         whole_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
@@ -348,9 +348,6 @@ static void tables_build(PlacedTables* tables) {
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
     device_zero(dev, view->grads, grads);  // tiles between the rows of tensors, which nothing brings
-    if (parts->config->replays) {
-        tables->replayed = (StepArguments*)device_alloc(dev, tables->runs * (int64_t)sizeof(StepArguments));
-    }
     free(build.step_tile);
     free(build.tile);
     free(build.beside);
@@ -529,7 +526,7 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     for (int t = 0; t < parts->count; t++) {
         const OptimTensor* tensor = &parts->tensors[t];
         const int64_t slot = tables->first_slot[t], bytes = tensor->rows / tensor->parts * tensor->cols;
-        if (parts->plan->launch_of[t] != launch) continue;
+        if (parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
         char* weights =
             slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
         for (int part = 0; part < tensor->parts; part++) {
@@ -581,61 +578,82 @@ static void require_replays(const PlacedTables* tables) {
     for (int i = 0; i < tables->runs; i++) {
         const OptimConfig* config = &tables->parts.plan->launch[tables->run[i].launch].config;
         if (optim_replays(tables->optim, tables->run[i].launch)) continue;
+        if (is_low_rank(find_row(rule_table(), config->rule))) {
+            user_error(
+                "%s projects gradients, and when it does so anew the host decides, which no CUDA graph repeats; step "
+                "outside of the graph, or take another rule",
+                config->rule);
+        }
         user_error(
-            "%s with m %s and v %s takes more than one kernel, which no CUDA graph repeats here; step outside of "
-            "the graph, or take a rule of single elements with formats in blocks, and no limit_growth",
-            config->rule, config->m, config->v);
+            "%s with weights %s, m %s and v %s has scales of whole tensors, which no CUDA graph takes here; step "
+            "outside of the graph, or take formats in blocks",
+            config->rule, config->weights, config->m, config->v);
     }
 }
 
+// Sets what one group of constants comes from.
+static void replay_group(Replay* replay, const OptimConfig* config, const PlacedStep* step, int group,
+                         const Settings* settings) {
+    const PlacedGroup* its = &step->group[group];
+    const int i = replay->groups++;
+    replay->source[i] = run_source(config, its, settings);
+    replay->rate[i] = its->lr, replay->rate_at[i] = its->lr_at;
+    replay->lag[i] = step->step - own_step(its, step);
+}
+
+// Has the kernels of a run, or of the passes before it, take their arguments from device memory.
+static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, bool passes,
+                         Replay* replay) {
+    const Plan* plan = tables->parts.plan;
+    const OptimConfig* config = &plan->launch[run->launch].config;
+    *replay = {};
+    replay->clock = tables->clock, replay->to = tables->replayed;
+    for (int i = 0; i < (passes ? plan->groups : run->groups); i++) {
+        const int settings = passes ? i : run->settings[i];
+        replay_group(replay, config, step, run->group[passes ? 0 : i], &plan->group[settings]);
+    }
+    optim_replay(tables->optim, replay);
+}
+
 #ifdef __CUDACC__
-// The arguments of a run, and what their constants come from in each replay.
-struct Replay {
+struct ReplayArguments {
     StepArguments step;
-    HyperSource source[STEP_GROUPS];
-    double rate[STEP_GROUPS];
-    const float* rate_at[STEP_GROUPS];  // or null
-    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
-    int groups;
+    Replay from;
 };
-static_assert(sizeof(Replay) <= 4096, "a kernel's arguments");
+static_assert(sizeof(ReplayArguments) <= 4096, "a kernel's arguments");
 
 // grid: 1, block: any from STEP_GROUPS on.
-__global__ void placed_replay_kernel(const __grid_constant__ Replay replay, const int64_t* clock, StepArguments* to) {
+__global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments replay) {
+    const Replay& its = replay.from;
     const uint32_t* from = (const uint32_t*)&replay.step;
+    StepArguments* to = &its.to->step;
     for (int i = threadIdx.x; i < (int)(sizeof(StepArguments) / 4); i += blockDim.x) ((uint32_t*)to)[i] = from[i];
     __syncthreads();
-    const int64_t now = *clock + 1;
+    const int64_t now = *its.clock + 1;
     const int group = threadIdx.x;
     if (group == 0) to->step = (uint32_t)now;
-    if (group >= replay.groups) return;
-    const double rate = replay.rate_at[group] ? (double)*replay.rate_at[group] : replay.rate[group];
-    to->group[group] = hyper_create(replay.source[group], rate, now - replay.lag[group]);
+    if (group >= its.groups) return;
+    const double rate = its.rate_at[group] ? (double)*its.rate_at[group] : its.rate[group];
+    const int64_t own = now - its.lag[group];
+    to->group[group] = hyper_create(its.source[group], rate, own);
+    if (group > 0) return;
+    its.to->changing[0] = to->group[0].rest2, its.to->changing[1] = to->group[0].root2;
+    its.to->changing[2] = (float)bias_root(its.source[0].beta3, own);
 }
 
 // grid: 1, block: 1. Sets the clock, or advances it if `step` is 0.
 __global__ void placed_clock_kernel(int64_t* clock, int64_t step) {
     *clock = step > 0 ? step : *clock + 1;
 }
-
-static void run_replayed(const PlacedTables* tables, int index, const PlacedStep* step, const float* scale) {
-    const PlacedRun* run = &tables->run[index];
-    const Plan* plan = tables->parts.plan;
-    Replay replay = {};
-    replay.step = run_arguments(tables, run, step, scale);
-    optim_arguments(tables->optim, run->launch, &replay.step);
-    replay.groups = run->groups;
-    for (int i = 0; i < run->groups; i++) {
-        const PlacedGroup* group = &step->group[run->group[i]];
-        replay.source[i] = run_source(&plan->launch[run->launch].config, group, &plan->group[run->settings[i]]);
-        replay.rate[i] = group->lr, replay.rate_at[i] = group->lr_at;
-        replay.lag[i] = step->step - own_step(group, step);
-    }
-    placed_replay_kernel<<<1, 128, 0, tables->parts.dev->stream>>>(replay, tables->clock, tables->replayed + index);
-    check_launch();
-    optim_launch_replayed(tables->optim, run->launch, tables->replayed + index, run->tiles);
-}
 #endif
+
+void placed_replay([[maybe_unused]] const Device* dev, [[maybe_unused]] const Replay* replay,
+                   [[maybe_unused]] const StepArguments* arguments) {
+#ifdef __CUDACC__
+    placed_replay_kernel<<<1, 128, 0, dev->stream>>>({*arguments, *replay});
+    check_launch();
+#endif
+}
 
 // The clock after step number `step`, or one step later if it is 0.
 static void clock_set(const PlacedTables* tables, int64_t step) {
@@ -701,6 +719,7 @@ static void require_same_constants(const PlacedTables* tables, const PlacedStep*
 
 void placed_step(PlacedTables* tables, const PlacedStep* step) {
     const bool capturing = is_capturing(tables->parts.dev), moved = tables_update(tables, step, capturing);
+    optim_replay(tables->optim, nullptr);  // of a capture that failed
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
     if (moved || capturing) tables_places(tables, capturing);
@@ -710,16 +729,14 @@ void placed_step(PlacedTables* tables, const PlacedStep* step) {
     tables_move(tables, BRING);
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
-#ifdef __CUDACC__
-        if (capturing) {
-            run_replayed(tables, i, step, scale);
-            continue;
-        }
-#endif
+        Replay replay;
+        if (capturing) replay_begin(tables, run, step, true, &replay);
         if (run_has_passes(tables, run)) run_passes(tables, run, step, scale);
+        if (capturing) replay_begin(tables, run, step, false, &replay);
         run_step(tables, run, step, scale);
     }
-    if (!capturing) optim_settle(tables->optim, scale);
+    optim_replay(tables->optim, nullptr);
+    optim_settle(tables->optim, scale);
     tables_move(tables, RETURN);
     if (tables->parts.config->replays) clock_set(tables, capturing ? 0 : step->step);
 }

@@ -12,9 +12,10 @@
 // changed. If other tensors have gradients than in the last step, or other groups, 48 bytes a tile are uploaded.
 //
 // A step may be captured in a CUDA graph if the configuration says `replays`, after a step with the same tensors. What
-// changes from step to step then comes from device memory: a kernel computes the constants (constants.h) for the step
-// that a clock there counts, and leaves the arguments where the step's kernel reads them. Only rules of single elements
-// with formats in blocks have a step of one kernel, which this needs.
+// changes from step to step then comes from device memory: before each kernel of the step and of its passes, another
+// one computes the constants (constants.h) for the step that a clock there counts, and leaves the arguments where the
+// kernel reads them. Two kinds of steps cannot be captured: those that project gradients, since the host decides when
+// they do so anew, and those with scales of whole tensors.
 #pragma once
 #include "matrix/low_rank.h"
 #include "plan.h"
@@ -75,10 +76,31 @@ struct MatrixStep {
 };
 void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const MatrixStep* its);
 const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
-// The parts of a launch in a CUDA graph: the arrays that its arguments need, and the kernel that reads the arguments
-// from device memory. optim_replays says whether there is one.
-void optim_arguments(const Optim* optim, int launch, StepArguments* arguments);
+// True if a launch can be captured in a CUDA graph.
 bool optim_replays(const Optim* optim, int launch);
-void optim_launch_replayed(const Optim* optim, int launch, const StepArguments* arguments, int64_t tiles);
+
+// What a captured kernel reads, in device memory.
+struct Replayed {
+    StepArguments step;
+    float changing[3];  // of the first group: rest2, root2, and root2 of beta3 (SettleArguments)
+};
+
+// What the constants of a captured step come from in each replay.
+struct Replay {
+    HyperSource source[STEP_GROUPS];
+    double rate[STEP_GROUPS];
+    const float* rate_at[STEP_GROUPS];  // on the device, or null
+    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
+    int groups;
+    const int64_t* clock;  // on the device: the number of the last step
+    Replayed* to;          // device memory, which kernels of one stream use one after another
+};
+
+// While this is not null, the optimizer's kernels are captured: they read their arguments from replay->to, and before
+// each of them placed_replay captures a kernel that writes there.
+void optim_replay(Optim* optim, const Replay* replay);
+void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments);
+// True if a launch of this configuration needs all of its tensors in each step, and each of them whole.
+bool launch_takes_all(const OptimConfig* config);
 // Ends a step, after all launches.
 void optim_settle(const Optim* optim, const float* grad_scale);

@@ -77,13 +77,14 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     }
     if (!*pattern[1]) pattern[1] = pattern[0];
     const RuleRow* row = find_row(rule_table(), rule);
-    if (row->matrix && tensor->rows == 1 && config->placed) {
+    const bool vector = tensor->rows == 1 && tensor->cols > 0;  // without elements: other processes have them
+    if (row->matrix && vector && config->placed) {
         user_error(
             "%s updates matrices, and %s is a vector; give vectors and embeddings a group with an adamw preset, or "
             "type overrides=\"%s: rule=adamw v=fp32\", say",
             row->name, tensor->name, tensor->name);
     }
-    if (row->matrix && tensor->rows == 1) {
+    if (row->matrix && vector) {
         user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
                    tensor->name, tensor->name);
     }

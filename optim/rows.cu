@@ -187,6 +187,7 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 // grid: a thread block a tensor, block: SETTLE_THREADS; deterministic.
 __global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
+    if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
     __shared__ float sum[SETTLE_THREADS];
     const SumTensor t = a.tensor[blockIdx.x];
     float its = 0.0f;

@@ -159,7 +159,8 @@ struct SettleArguments {
     float* norms;                 // (tensors)
     bool scaled;                  // as in SumArguments
     float rest2, root2, rest3, root3;
-    float clip, growth;  // --clip-update, or infinity; --limit-growth
+    float clip, growth;     // --clip-update, or infinity; --limit-growth
+    const float* changing;  // device memory: rest2, root2 and root3 of a step in a CUDA graph; null: those above
 };
 
 constexpr float RESIDUAL_EPS = 1e-16f, MIN_WEIGHTS = 1e-3f;

@@ -34,7 +34,7 @@ struct RowWork {
     RowPlan plan;
     SumTensor* tensor;  // plan.tensor
     float* parts;
-    JitKernel kernel;
+    JitKernel kernel, replayed;  // replayed: of steps that may be captured
     int shared_bytes;
 };
 

@@ -75,10 +75,8 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
     }
 }
 
-// grid: any, block: 256; shared memory: the moments' tables; deterministic.
-template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__(32 * SUM_WARPS)
-    optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
+template <class Rule, class Weights, class M, class V, class Grads>
+__device__ __forceinline__ void sums_run(const StepArguments& step, const SumArguments& sums) {
     const float grad_scale = *step.grad_scale;
     if (!is_finite(grad_scale)) return;  // the step changes nothing
     extern __shared__ __align__(128) unsigned char step_memory[];
@@ -118,5 +116,19 @@ __global__ void __launch_bounds__(32 * SUM_WARPS)
         if (its < tensor.cols) sums.parts[tensor.col_parts + slab * tensor.cols + its] = sum;
         __syncthreads();
     }
+}
+
+// grid: any, block: 256; shared memory: the moments' tables; deterministic.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__(32 * SUM_WARPS)
+    optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
+    sums_run<Rule, Weights, M, V, Grads>(step, sums);
+}
+
+// The same with arguments from device memory, as optim_replayed_kernel.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__(32 * SUM_WARPS)
+    optim_sums_replayed_kernel(const StepArguments* step, const __grid_constant__ SumArguments sums) {
+    sums_run<Rule, Weights, M, V, Grads>(*step, sums);
 }
 #endif

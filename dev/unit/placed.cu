@@ -358,7 +358,17 @@ TEST(placed_graph_gpu) {
     static const Case graphs[] = {{"adamw8", "", "", "", "", ""},
                                   {"adamw8e", "", "", "", "", ""},
                                   {"", "adamw", "bf16+16", "bf16:sr", "fp32", "*.bias|ln*: lr=0.5; wte: wd=0.3"},
-                                  {"", "ademamix", "bf16+8:sr", "soft8", "sqrt8", ""}};
+                                  {"", "ademamix", "bf16+8:sr", "soft8", "sqrt8", ""},
+                                  {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},
+                                  {"adafactor8", "", "", "", "", "ln*: rule=lion m=fp32 lr=0.5"},
+                                  {"", "adafactor", "bf16:sr", "none", "", ""},
+                                  {"came8", "", "", "", "", "wte: wd=0.3"},
+                                  {"rmnp4", "", "", "", "", ""},
+                                  {"", "normuon-lite", "bf16:sr", "dyn8", "", "*.bias: lr=2"},
+                                  {"", "muon", "bf16+16", "de4/32@dq8", "", "wte: wd=0.3"},
+                                  {"", "normuon", "bf16:sr", "bf16:sr", "", "c_proj.weight: lr=0.5 wd=0.3"},
+                                  {"adamw4l", "", "", "", "", "ln*: m=fp32 lr=0.5", 1.2f},
+                                  {"came8", "", "", "", "", "", 1.01f}};
     for (const Case& its : graphs) graph_case(test, &its);
 #else
     (void)test;
@@ -383,19 +393,27 @@ TEST(placed_kernels_compile) {
         {"optim_replayed_kernel", "sm_90", {"adamw4l", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
         {"optim_sums_kernel", "sm_90", {"adamw8", "", "", "", "", "", 1.01f}},
+        {"optim_sums_replayed_kernel", "sm_80", {"adamw8", "", "", "", "", "", 1.01f}},
+        {"optim_sums_replayed_kernel", "sm_90", {"came8", "", "", "", "", ""}},
+        {"optim_replayed_kernel", "sm_90", {"came8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
     };
     static char step[4096], expression[4200], error[JIT_ERROR_BYTES];
-    // The second kernel of rules that read matrices, whose updates have places.
+    // The kernels of rules that read matrices. The second one's updates have places.
     const Case muon = {"muon8", "", "", "", "", ""};
     const OptimConfig matrices = case_config(&muon, OPTIM_BF16, "bf16");
     const Rows rows = config_rows(&matrices), apply = apply_rows(&rows);
-    JitImage second;
-    snprintf(expression, sizeof(expression), "optim_step_kernel<%s, %s, %s, %s, %s, Placed<%s>>", apply.rule->type,
-             apply.weights->type, apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
-    const bool built = jit_compile(expression, "sm_90", &second, error);
-    expect(built, "%s: %s", expression, error);
-    if (built) jit_free(&second);
+    for (int i = 0; i < 3; i++) {
+        JitImage image;
+        snprintf(expression, sizeof(expression), "%s<%s, %s, %s, %s, %s, Placed<%s>>",
+                 i == 0 ? "optim_step_kernel" : "optim_replayed_kernel", apply.rule->type, apply.weights->type,
+                 apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
+        optim_expression(&matrices, OPTIM_BF16, step, sizeof(step));
+        if (i == 2) snprintf(expression, sizeof(expression), "optim_replayed_kernel%s", strchr(step, '<'));
+        const bool built = jit_compile(expression, "sm_90", &image, error);
+        expect(built, "%s: %s", expression, error);
+        if (built) jit_free(&image);
+    }
     for (const Kernel& kernel : kernels) {
         OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
         config.placed = true;

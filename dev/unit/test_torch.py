@@ -239,12 +239,45 @@ def library_part_of_a_model_has_its_noise():
 
 
 @test
+def library_shares_of_tensors_that_are_read_whole():
+    """Optimizers that divide a model among them have the bits of one that has all of it."""
+    shapes = [(24, 16), 40, (8, 300), (33, 20), (16, 48), 7]
+    vectors = {"overrides": "t1|t5: rule=adamw m=fp32 v=fp32"}
+    for settings in ({"preset": "muon8", **vectors}, {"rule": "normuon", "m": "bf16:sr", **vectors},
+                     {"preset": "galore8", "m": "bf16:sr", **vectors}, {"rule": "apollo", "m": "fp32", **vectors},
+                     {"preset": "adafactor8"}, {"preset": "came8"},
+                     {"rule": "adam-mini"}, {"preset": "adamw8", "limit_growth": 1.001}, {"m": "dyn8/rank1"}):
+        whole = Plain(shapes, seed=3, element=4096, **settings)
+        for count in (1, 2, 3, 9):
+            plain = Plain(shapes, seed=3, element=4096, share=f"rest/{count}", **settings)
+            owners = [plain.handle.owner(t) for t in range(len(shapes))]
+            assert [owners[1], owners[5]] == [-1, -1] or "overrides" not in settings, (settings, owners)
+            assert {owners[t] for t in (0, 2, 3, 4)} <= set(range(count)), (settings, owners)
+            handles = [plain.handle, *(Plain(shapes, seed=3, element=4096, share=f"{i}/{count}", **settings).handle
+                                       for i in range(count))]
+            for number in range(1, 4):
+                if count == 1:
+                    whole.step(number)
+                for handle in handles:
+                    plain.handle = handle
+                    plain.step(number)
+            assert plain.bytes()[:-1] == whole.bytes()[:-1], (settings, count)
+    for share in ("2/2", "x/2", "1", "-1/3", "1/0"):
+        raises(ValueError, "type I/N", lambda: Plain([5], share=share))
+    # Rows with and without whole blocks of 256; a vector; one that is not cut.
+    handle = nibble_optim.Handle({"preset": "adamw8", "share": "rest/2"}, [
+        ("a", 6, 128, 0, 256), ("b", 4, 512, 1024, 1024), ("c", 1, 512, 0, 256), ("d", 6, 100, 0, -1)])
+    assert [handle.owner(t) >= 0 for t in range(5)] == [True, False, True, False, False]
+
+
+@test
 def library_clock():
-    plain = Plain([40], preset="adamw8", capturable=1)
-    assert plain.handle.clock() == 0
-    for number in (1, 2, 7):
-        plain.step(number)
-        assert plain.handle.clock() == number
+    for preset in ("adamw8", "came8", "muon8"):
+        plain = Plain([(5, 8)], preset=preset, capturable=1)
+        assert plain.handle.clock() == 0
+        for number in (1, 2, 7):
+            plain.step(number)
+            assert plain.handle.clock() == number
 
 
 @test
@@ -528,11 +561,13 @@ def torch_cuda_graph():
     if len(DEVICES) < 2:
         raise Skip("no GPU")
     rate = lambda number: 1e-2 / number
+    kinds = [{"preset": preset} for preset in (*PRESETS, "muon", "muon8", "muon4")]
+    kinds += [{"preset": "muon", "rule": "normuon"}, {"rule": "adam-mini"}, {"preset": "adamw8", "limit_growth": 1.001}]
     for dtype in (torch.float32, torch.bfloat16):
-        for preset in ("adamw32", "adamw8", "adamw4l", "flash24", "int8w4", "adamw8e"):
+        for settings in kinds:
             lr = torch.tensor(1e-2, device="cuda")
             a, b = model_of("cuda", dtype), model_of("cuda", dtype)
-            first, second = make(a, preset=preset, lr=lr, capturable=True), make(b, preset=preset)
+            first, second = make(a, lr=lr, capturable=True, **settings), make(b, **settings)
             x, y = batch(a, 1)
             stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
 
@@ -559,16 +594,18 @@ def torch_cuda_graph():
             for number in range(1, 12):
                 second.param_groups[0]["lr"] = float(torch.tensor(rate(number)))
                 step(b, second)
-            assert same(a, b), (dtype, preset)
+            assert same(a, b), (dtype, settings)
             saved, want = first.state_dict(), second.state_dict()
             assert saved["param_groups"][0]["steps"] == want["param_groups"][0]["steps"] == 11
             for i, states in want["state"].items():
-                assert all(torch.equal(value, saved["state"][i][name]) for name, value in states.items()), (preset, i)
+                assert all(torch.equal(value, saved["state"][i][name]) for name, value in states.items()), (settings, i)
     model = model_of("cuda")
-    for settings, kind, words in [({"preset": "adamw8"}, RuntimeError, "capturable=True"),
-                                  ({"preset": "came8", "capturable": True}, ValueError, "more than one kernel"),
-                                  ({"preset": "adamw16", "capturable": True}, RuntimeError, "before any was taken")]:
-        optimizer, graph = make(model, **settings), torch.cuda.CUDAGraph()
+    for settings, capturable, kind, words in [
+            ({"preset": "adamw8"}, False, RuntimeError, "capturable=True"),
+            ({"preset": "galore8"}, True, ValueError, "the host decides"),
+            ({"preset": "adamw8", "m": "dyn8/rank1"}, True, ValueError, "scales of whole tensors"),
+            ({"preset": "adamw16"}, True, RuntimeError, "before any was taken")]:
+        optimizer, graph = make(model, capturable=capturable, **settings), torch.cuda.CUDAGraph()
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         if settings["preset"] != "adamw16":
@@ -836,22 +873,22 @@ def torch_compat():
 
 @test
 def torch_dtensor_shards():
-    """Two ranks on the CPU with fully_shard's kind of cuts: states and weights are those of one process."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = str(ROOT / "dev" / "unit" / "test_torch_shards.py")
-        ranks = [subprocess.Popen([sys.executable, code, folder, str(rank)], stdout=subprocess.PIPE,
-                                  stderr=subprocess.STDOUT, text=True) for rank in range(2)]
-        texts = [rank.communicate(timeout=240)[0] for rank in ranks]
-        assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)
+    """Ranks on the CPU with fully_shard's kind of cuts: states and weights are those of one process."""
+    run_ranks("test_torch_shards.py", (1, 2, 3))
 
 
 @test
 def torch_checkpoint_on_other_ranks():
     """A distributed checkpoint of two ranks continues on one and on three."""
+    run_ranks("test_torch_ranks.py", (2, 1, 3))
+
+
+def run_ranks(name, counts):
+    """Runs a script on so many ranks, one count after the other, with one folder."""
     with tempfile.TemporaryDirectory() as folder:
-        code = str(ROOT / "dev" / "unit" / "test_torch_ranks.py")
-        for count in (2, 1, 3):
-            ranks = [subprocess.Popen([sys.executable, code, folder, str(rank), str(count)], stdout=subprocess.PIPE,
+        for count in counts:
+            command = [sys.executable, str(ROOT / "dev" / "unit" / name), folder]
+            ranks = [subprocess.Popen([*command, str(rank), str(count)], stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True) for rank in range(count)]
             texts = [rank.communicate(timeout=240)[0] for rank in ranks]
             assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)

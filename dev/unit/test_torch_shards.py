@@ -1,12 +1,13 @@
-"""One of two ranks of test_torch.py's torch_dtensor_shards: FOLDER RANK. Steps a model of DTensors, sharded by rows,
-and the same model whole, and compares weights and states; then saves on two ranks and loads."""
+"""One rank of test_torch.py's torch_dtensor_shards: FOLDER RANK RANKS. Steps a model of DTensors, sharded by rows, and
+the same model whole, and compares weights and states; then saves on the same ranks and loads. Rules that read single
+elements step each shard where it is; others have owners (nibble_optim/shares.py), which have the whole's states too."""
 import copy
 import os
 import pathlib
 import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"
-folder, rank = sys.argv[1], int(sys.argv[2])
+folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "optim" / "python"))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -15,35 +16,106 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa
 
 import nibble_optim  # noqa: E402
 
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-# Cuts at multiples of a block but not of a tile; an uneven one; one that leaves rank 1 nothing; a replicated one.
-SHAPES = [((24, 256), Shard(0)), ((5, 512), Shard(0)), ((1, 300), Shard(0)), ((7, 9), Replicate())]
+device = "cuda" if torch.cuda.device_count() >= ranks and nibble_optim.gpus() >= ranks else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(rank)
+dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank,
+                        world_size=ranks)
+MESH = init_device_mesh(device, (ranks,))
+# Of two ranks: cuts at multiples of a block but not of a tile; an uneven one; one that leaves rank 1 nothing; a
+# replicated one.
+ELEMENTS = {"h.0": ((24, 256), Shard(0)), "h.1": ((5, 512), Shard(0)), "h.2": ((1, 300), Shard(0)),
+            "h.3": ((7, 9), Replicate())}
+# Cuts through blocks, with GPT-2's names for vectors and what stands for an embedding.
+WHOLE = {"wte": ((40, 24), Shard(0)), "h.0.a": ((24, 40), Shard(0)), "h.0.bias": ((33,), Shard(0)),
+         "h.1.a": ((5, 64), Shard(0)), "h.1.b": ((7, 9), Replicate()), "ln_f": ((2,), Shard(0)),
+         "h.2.a": ((33, 20), Shard(0)), "h.2.b": ((2, 65), Shard(0)), "h.3.a": ((24, 16), Shard(0))}
+ANY = [dict(preset="muon8"), dict(preset="muon", rule="normuon", m="bf16:sr"), dict(preset="galore8", rank_gap=2),
+       dict(rule="apollo", m="bf16:sr"), dict(preset="adafactor8"), dict(preset="came8"),
+       dict(preset="rmnp4", m="bf16:sr"), dict(rule="adam-mini"), dict(preset="adamw8", limit_growth=1.001),
+       dict(m="dyn8/rank1"), dict(preset="adamw8"), dict(preset="adamw4l")]
+OF_BF16 = [dict(preset="muon8", weights="bf16+fp32"), dict(preset="adafactor8", weights="e4m3/tensor:sr"),
+           dict(preset="int8w4"), dict(preset="flash24")]
+VECTORS_ALONE = ("muon", "normuon", "galore", "apollo", "rmnp")  # these rules leave vectors to adamw
+
+
+def grads(named, number, dtype, partly):
+    """Gradients of one step; some without that of ln_f."""
+    torch.manual_seed(number)
+    for name, (p, q) in named.items():
+        grad = torch.randn(p.shape, device=device).to(dtype)
+        p.grad, q.grad = grad, distribute_tensor(grad.clone(), q.device_mesh, q.placements)
+        if partly and name == "ln_f" and number > 1:
+            p.grad = q.grad = None
+
+
+def close_states(optimizers, what):
+    """States of parameters with owners are those of the whole; others are compared by the weights of later steps."""
+    found = 0
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for i, state in states[0].items():
+        for name, value in state.items():
+            other = states[1][i].get(name)
+            if hasattr(other, "_local_tensor") and other.dim() == 1:
+                other = other.full_tensor()
+            if not isinstance(other, torch.Tensor) or hasattr(other, "_local_tensor"):
+                continue
+            assert torch.equal(value.view(-1), other.view(-1)), (what, i, name)
+            found += name not in ("step", "element")
+    return found
+
+
+def case(shapes, dtype, settings, partly, mesh=MESH):
+    """A mesh of two dimensions has replicas along the first one."""
+    torch.manual_seed(0)
+    replicas = [Replicate()] * (mesh.ndim - 1)
+    whole = {name: torch.nn.Parameter(torch.randn(shape, device=device).to(dtype))
+             for name, (shape, _) in shapes.items()}
+    parts = {name: torch.nn.Parameter(distribute_tensor(whole[name].detach().clone(), mesh, [*replicas, placement]))
+             for name, (_, placement) in shapes.items()}
+    named = {name: (whole[name], parts[name]) for name in shapes}
+    settings = dict(lr=1e-2, seed=5, **settings)
+    optimizers = [nibble_optim.Optimizer(params.items(), **settings) for params in (whole, parts)]
+    for number in range(1, 5):
+        if number == 4:
+            saved = copy.deepcopy(optimizers[1].state_dict())
+            optimizers[1] = nibble_optim.Optimizer(parts.items(), **settings)
+            optimizers[1].load_state_dict(saved)
+        grads(named, number, dtype, partly)
+        for optimizer in optimizers:
+            optimizer.step()
+        if number == 2:  # the master that an owner keeps must follow
+            with torch.no_grad():
+                for p in (*whole.values(), *parts.values()):
+                    p.mul_(0.5)
+    for name, (p, q) in named.items():
+        assert torch.equal(p, q.full_tensor()), (dtype, settings, name)
+    return close_states(optimizers, settings)
+
+
 for dtype in (torch.float32, torch.bfloat16):
     for preset in ("adamw8", "adamw4", "adamw32", "flash24"):
-        torch.manual_seed(0)
-        whole = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape, _ in SHAPES]
-        parts = [torch.nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [placement]))
-                 for p, (_, placement) in zip(whole, SHAPES)]
-        settings = dict(preset=preset, lr=1e-2, seed=5)
-        optimizers = [nibble_optim.Optimizer(params, **settings) for params in (whole, parts)]
-
-        def step(number):
-            torch.manual_seed(number)
-            for p, q, (shape, placement) in zip(whole, parts, SHAPES):
-                p.grad = torch.randn(shape).to(dtype)
-                q.grad = distribute_tensor(p.grad.clone(), mesh, [placement])
-            for optimizer in optimizers:
-                optimizer.step()
-
-        for number in range(1, 4):
-            step(number)
-        saved = copy.deepcopy(optimizers[1].state_dict())
-        optimizers[1] = nibble_optim.Optimizer(parts, **settings)
-        optimizers[1].load_state_dict(saved)
-        step(4)
-        for i, (p, q) in enumerate(zip(whole, parts)):
-            assert torch.equal(p, q.full_tensor()), (dtype, preset, i)
-print("ok")
+        case(ELEMENTS, dtype, dict(preset=preset), False)
+owned = 0
+for settings in ANY + OF_BF16:
+    for dtype in (torch.float32, torch.bfloat16)[settings in OF_BF16:]:
+        rule = nibble_optim.Handle({**settings, "device": "cpu"}, []).setting("rule")
+        partly = rule in VECTORS_ALONE or (rule == "adamw" and list(settings) == ["preset"])
+        owned += case(WHOLE, dtype, settings, partly)
+assert owned > 100, "few parameters had owners"
+for shape in ((ranks, 1), (1, ranks)):
+    case(WHOLE, torch.bfloat16, dict(preset="muon8"), True, init_device_mesh(device, shape))
+p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5, device=device), MESH, [Shard(0)])) for _ in range(2))
+optimizer = nibble_optim.Optimizer([p, q], preset="muon")
+p.grad, q.grad = p.detach(), q.detach()
+optimizer.step()
+q.grad = None
+try:
+    optimizer.step()
+    assert False, "a rule of matrices stepped one of two"
+except ValueError as error:
+    assert "all of them or none" in str(error), error
+print("ok", flush=True)
 dist.barrier()  # a rank that goes while the other still reads from it ends with an error of gloo
 dist.destroy_process_group()
+os._exit(0)  # a thread of gloo that still runs when Python ends aborts the process, now and then

@@ -92,6 +92,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
     its.by_eights = true;
     for (int t = 0; t < count; t++) {
         const OptimTensor* tensor = &tensors[t];
+        if (tensor->cols == 0) continue;  // another process has it
         if (low && plan->launch_of[t] == index) {
             const int64_t rows = tensor->rows / tensor->parts, cols = tensor->cols;
             const int64_t rank = low_shape(&plan->launch[index].config, rows, cols).rank;

@@ -45,7 +45,7 @@ def _single(optimizer):
         raise ValueError(f"the optimizer has {len(optimizer._parts)} parts (parameters of several types or formats, or "
                          "none stepped yet), and ./train has one")
     part = optimizer._parts[0]
-    if any(count >= 0 for *_, count in part.tensors):
+    if part.shares or any(count >= 0 for *_, count in part.tensors):
         raise ValueError("the parameters are sharded; gather them first")
     return part
 

@@ -6,7 +6,7 @@ import os
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
-VERSION = 2
+VERSION = 3
 ERROR_BYTES = 32768
 
 
@@ -70,7 +70,8 @@ def _open():
             ("state", status, [handle, c_int, c_int, POINTER(State), error]), ("bytes", c_int64, [handle]),
             ("save", status, [handle, c_void_p, c_void_p, error]),
             ("load", status, [handle, c_void_p, c_int64, c_void_p, error]), ("loaded", None, [handle]),
-            ("element", c_int64, [handle, c_int]), ("end", c_int64, [handle]), ("describe", c_char_p, [handle]),
+            ("element", c_int64, [handle, c_int]), ("owner", c_int, [handle, c_int]), ("end", c_int64, [handle]),
+            ("together", c_int, [handle, c_int]), ("describe", c_char_p, [handle]),
             ("setting", c_char_p, [handle, c_char_p]), ("gpus", c_int, []), ("version", c_int, [])]:
         function = getattr(library, "nibble_optim_" + name)
         function.restype, function.argtypes = result, arguments
@@ -174,6 +175,14 @@ class Handle:
 
     def element(self, tensor):
         return self.library.nibble_optim_element(self.handle, tensor)
+
+    def owner(self, tensor):
+        """The number of a tensor's owner (the setting share), or -1."""
+        return self.library.nibble_optim_owner(self.handle, tensor)
+
+    def together(self, tensor):
+        """The number of the set of which a step takes all tensors or none, or -1."""
+        return self.library.nibble_optim_together(self.handle, tensor)
 
     @property
     def end(self):

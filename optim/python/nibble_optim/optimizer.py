@@ -12,7 +12,7 @@ from copy import deepcopy
 
 import torch
 
-from . import library, lists
+from . import library, lists, shares
 
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -95,27 +95,77 @@ class _Part:
             rows = p.shape[0] if p.dim() > 1 and p.numel() > 0 else 1
             tensors.append((owner._names.get(p, "parameter"), max(rows, 1), p.numel() // max(rows, 1),
                             *_part_of_whole(p)))
-        self.tensors = tensors
         device = f"cuda:{self.device.index}" if self.gpu else "cpu"
-        try:
-            self.handle = library.Handle({**settings, "device": device, "grads": NUMBERS[grads],
-                                          "parameters": NUMBERS[first.dtype], "element": element}, tensors,
-                                         self._allocate, self.stream())
-        except (MemoryError, ValueError):
-            if self.failed is not None:  # torch says it better
-                raise self.failed from None
-            raise
+        settings = {**settings, "device": device, "grads": NUMBERS[grads], "parameters": NUMBERS[first.dtype],
+                    "element": element}
         self.dtype, self.shapes = first.dtype, [p.shape for p in self.locals]
+        self.shares, self.owned = None, []
+        self._make(settings, tensors)
         self.weights, self.where, self.numbers = None, None, list(range(len(params)))
         # Of the last gradients that could be used as they were: in most steps only their addresses are others.
         self.layout, self.layouts, self.grads_at, self.grads_where = None, 0, None, None
         self.views = [dict(self._views(t)) for t in range(len(params))]
-        self.by_rows = [{name for name, *_, run, bits in self.handle.states(t) if self._row_bytes(t, run, bits)}
+        self.by_rows = [{name for name, *_, run, bits in self._states(t) if self._row_bytes(t, run, bits)}
                         for t in range(len(params))]
         # The library's copy of a parameter must be made again when other code has written the parameter.
         self.watched = any(name.split(".")[0] not in ("m", "v", "slow", "basis", "norms")
                            for views in self.views for name in views)
-        self.versions, self.own_counters = None, None
+        # Owners' changes raise the counters of what they are copied to, besides.
+        self.versions, self.own_counters = None, False if self.shares else None
+        # What is written through a DTensor raises its counter, and not that of what lies here.
+        sharded = [t for t, p in enumerate(params) if _is_dtensor(p)]
+        self.counted = [*self.locals, *(params[t] for t in sharded)]
+        self.counted_of = [*self.numbers, *sharded]
+
+    def _make(self, settings, tensors):
+        """Makes the library's optimizer; and if sharded parameters need owners, another one of those that this rank
+        owns. `tensors` and `kept_shapes` say what is kept here of each parameter."""
+        cut = [p for p, (*_, count) in zip(self.params, tensors) if count >= 0]
+        self.tensors, self.kept_shapes = list(tensors), list(self.shapes)
+        if not cut or "releases" in settings:
+            self.handle = self._open(settings, tensors)
+            return
+        ranks = shares.Ranks(cut[0])
+        self.handle = self._open({**settings, "share": f"rest/{ranks.count}"}, tensors)
+        owners = [self.handle.owner(t) for t in range(len(tensors))]
+        self.owned = [t for t, owner in enumerate(owners) if owner >= 0]
+        self.together_of = [self.handle.together(t) for t in range(len(tensors))]
+        if not self.owned:
+            return
+        self.shares = shares.Shares(self.params, owners, ranks,
+                                    lambda share: self._open({**settings, **share}, tensors))
+        for t in self.owned:
+            *_, first, count = tensors[t]
+            if count > 0 and self.shares.pieces[t][0][ranks.here] != (first, count):
+                raise ValueError(f"{tensors[t][0]} is cut otherwise than fully_shard does it, at equal numbers of rows")
+            self.tensors[t] = (*tensors[t][:3], 0, -1)
+            self.kept_shapes[t] = self.params[t].shape
+
+    def _open(self, settings, tensors):
+        try:
+            return library.Handle(settings, tensors, self._allocate, self.stream())
+        except (MemoryError, ValueError):
+            if self.failed is not None:  # torch says it better
+                raise self.failed from None
+            raise
+
+    def _states(self, tensor):
+        """The library's states of a parameter; none of one that another rank owns."""
+        if tensor not in self.owned:
+            return self.handle.states(tensor)
+        return self.shares.handle.states(tensor) if self.shares.handle else ()
+
+    def spread(self):
+        """The states of parameters with owners, as DTensors; none if there are none."""
+        if not self.shares:
+            return {}
+        mine = [t for t in self.owned if self.shares.owners[t] == self.shares.ranks.here]
+        return self.shares.spread({t: self.views[t] for t in mine})
+
+    def loaded(self):
+        for handle in (self.handle, self.shares and self.shares.handle):
+            if handle:
+                handle.loaded()
 
     def place(self, groups, places, whole):
         """The parameters' groups, and their places among all the optimizer's; `whole`: there are no others."""
@@ -137,7 +187,7 @@ class _Part:
     def _views(self, tensor):
         """The states of a tensor. One number for each element has the parameter's shape; codes in blocks are bytes."""
         name, rows, cols, first, count = self.tensors[tensor]
-        states = list(self.handle.states(tensor))
+        states, shape = list(self._states(tensor)), self.kept_shapes[tensor]
         alone = {n.split(".")[0] for n, *_ in states if "." in n}
         for name, dtype, data, size, run, bits in states:
             block = next(b for b in self.blocks if b.data_ptr() <= data < b.data_ptr() + b.numel()) if size else None
@@ -145,17 +195,16 @@ class _Part:
             row = self._row_bytes(tensor, run, bits)
             if row:
                 begin = first % TILE // max(run, 1) * bits // 8
-                shard = view[begin:begin + self.locals[tensor].shape[0] * row].view(-1, row)
+                shard = view[begin:begin + shape[0] * row].view(-1, row)
                 shard = shard.view(DTYPES[dtype]) if dtype in DTYPES else shard
                 view = shard if self.params[tensor].dim() > 1 else shard.view(-1)
                 if run == 1 and name.split(".")[0] not in alone and dtype in DTYPES:
-                    view = view.view(self.locals[tensor].shape)
+                    view = view.view(shape)
             elif dtype in DTYPES and bits >= 8:
                 view = view.view(DTYPES[dtype])
-                local = self.locals[tensor]
                 if run == 1 and name.split(".")[0] not in alone and self.order[tensor] is None:
                     head = first % TILE if count >= 0 else 0
-                    view = view[head:head + local.numel()].view(local.shape)
+                    view = view[head:head + shape.numel()].view(shape)
             yield name, view
 
     def _row_bytes(self, tensor, run, bits):
@@ -189,11 +238,13 @@ class _Part:
 
     def find_weights(self):
         if self.watched:
-            versions = lists.versions(self.locals)
+            versions = lists.versions(self.counted)
             if self.versions is not None and versions != self.versions:
-                for t, (then, now) in enumerate(zip(self.versions, versions)):
+                for t, then, now in zip(self.counted_of, self.versions, versions):
                     if then != now:
                         self.handle.weights_changed(t)
+                        if self.shares and self.shares.handle:
+                            self.shares.handle.weights_changed(t)
             self.versions = versions
         if self.where is not None and lists.same_addresses(self.locals, self.where, self.numbers):
             return
@@ -266,11 +317,17 @@ class _Part:
     def step(self, grads, groups, step, captured=False):
         """grads: one for each parameter, or None. groups: the optimizer's. captured: into a CUDA graph; nothing happens
         yet."""
-        addresses, kept = self.find_grads(grads)
+        own = grads
+        if self.shares:
+            self._check_shares(grads, captured)
+            own = [grad if owner < 0 else None for grad, owner in zip(grads, self.shares.owners)]
+        addresses, kept = self.find_grads(own)
         self.find_weights()
-        all_together = self.together and (addresses is self.grads_at or 0 not in addresses)
+        all_together = self.together and (addresses is self.grads_at or all(g is not None for g in grads))
         constants, group_of = self.constants(grads, groups, all_together, captured)
         self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
+        if self.shares:
+            self._step_shares(grads, group_of, constants, step)
         if captured:
             self.captured = [t for t, grad in enumerate(grads) if grad is not None]
             return
@@ -284,16 +341,39 @@ class _Part:
                 if grad is not None:
                     self.age[t] += 1
                     self.steps[t].fill_(self.age[t])
-        torch.autograd.graph.increment_version(self.locals)
+        torch.autograd.graph.increment_version(self.counted)
         if self.watched:
             self._find_versions()
+
+    def _check_shares(self, grads, captured):
+        """Refuses on all ranks what an owner would refuse later, while the others wait for it."""
+        present = [t for t in self.owned if grads[t] is not None]
+        for t in self.owned:
+            if grads[t] is None and any(self.together_of[t] == self.together_of[u] >= 0 for u in present):
+                raise ValueError(f"{self.tensors[t][0]} has no gradient and others of its rule have one, which takes "
+                                 "all of them or none; give zeros, or give some another rule")
+        if captured and present:
+            raise RuntimeError("a step was captured into a CUDA graph, and ranks exchange parameters in it, which are "
+                               "sharded and have owners; step outside of the graph")
+
+    def _step_shares(self, grads, group_of, constants, step):
+        """The step of the parameters that have owners. All ranks have gradients of the same ones."""
+        values, slopes = {}, {}
+        for t in self.owned:
+            if grads[t] is None:
+                continue
+            local, order = self.locals[t], self.order[t]
+            values[t] = local.detach() if order is None else local.detach().permute(order)
+            slopes[t] = _address(_local(grads[t]), local, self.grads, order)
+        if values:
+            self.shares.step(values, slopes, group_of, constants, step, self.stream())
 
     def _find_versions(self):
         """The versions after a step, which has raised each by one. Parameters that are views of one tensor share a
         counter, which has been raised for each; whether there are such is looked up once."""
         after = [number + 1 for number in self.versions]
         if not self.own_counters:
-            found = lists.versions(self.locals)
+            found = lists.versions(self.counted)
             self.own_counters = self.own_counters is None and found == after
             after = found
         self.versions = after
@@ -318,6 +398,10 @@ class _Part:
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
         views = self.views[tensor]
+        if self.shares and tensor in self.owned:  # on all ranks, since they bring them together
+            state = {name: value.full_tensor() if _is_dtensor(value) else value for name, value in state.items()}
+            state = {name: value.view(views[name].shape) if name in views and value.numel() == views[name].numel()
+                     else value for name, value in state.items()}
         missing = sorted(set(views) - set(state))
         if missing:
             raise ValueError(f"{what}: the saved states have no {missing[0]}, which {self.handle.describe()} needs; "
@@ -526,8 +610,17 @@ class Optimizer(torch.optim.Optimizer):
     # States.
 
     def state_dict(self):
+        """The states. With FSDP2 all ranks call it together."""
         self._catch_up()
-        return super().state_dict()
+        states = super().state_dict()
+        if self._flat is None:
+            self._flatten()
+        for part in self._parts:
+            for t, its in part.spread().items():
+                there = states["state"][self._place_of[part.params[t]]]
+                states["state"][self._place_of[part.params[t]]] = {"step": there["step"], "element": there["element"],
+                                                                   **its}
+        return states
 
     def load_state_dict(self, state_dict):
         """Takes states that state_dict gave, to the bit; they must be of the same formats."""
@@ -591,7 +684,7 @@ class Optimizer(torch.optim.Optimizer):
         for t, p in enumerate(params):
             part.restore(t, states[p], self._names[p])
         part.publish(self.state, [int(states[p]["step"]) for p in params])
-        part.handle.loaded()
+        part.loaded()
 
     def __getstate__(self):
         self._catch_up()

@@ -1,0 +1,165 @@
+"""Sharded parameters that a rule (muon, adafactor), a format (scales of whole tensors) or limit_growth reads whole, and
+those without whole blocks of states in each row: vectors, mostly.
+
+Each of them has an owner among the ranks that hold its rows. The owner keeps its states and takes its step: it gets the
+other ranks' rows of the gradient and of the parameter, and afterwards they get theirs back. So states and updates are
+those of the whole parameter, to the bit, for any number of ranks and any rows; a rank may also hold none. Owners are
+runs of the model of about equal size, so a rank keeps one N-th of the states and does one N-th of the work.
+
+Cost: three all-to-alls a step. A rank sends, and receives, 1 / N of the bytes of all these gradients and twice 1 / N
+of those of the parameters; in bf16 that is 6 / N bytes a parameter. During the step it holds two copies of 1 / N of
+both. An all-gather of the gradients would bring all of them to every rank, and every rank would do the whole work."""
+import array
+import itertools
+
+import torch
+
+ALIGNMENT = 16  # bytes at which the library takes tensors in place
+
+
+def _cut_dimensions(param):
+    """The dimensions of a DTensor's mesh by which its rows are cut."""
+    return [d for d, p in enumerate(getattr(param, "placements", ())) if not p.is_replicate()]
+
+
+class Ranks:
+    """The ranks among which a parameter's rows are divided."""
+
+    def __init__(self, param):
+        self.param, dimension = param, _cut_dimensions(param)[0]
+        self.group = param.device_mesh.get_group(dimension)
+        self.here = param.device_mesh.get_local_rank(dimension)
+        self.count = param.device_mesh.size(dimension)
+        self.all = torch.distributed.get_process_group_ranks(self.group)
+
+
+class Shares:
+    """`params` are all parameters of a part, `owners` their owners' numbers, -1 for those that are stepped where they
+    lie. `make(settings)` makes an optimizer of the library, of whole parameters."""
+
+    def __init__(self, params, owners, ranks, make):
+        self.ranks, self.owners, self.handle = ranks, owners, None
+        owned = [t for t, owner in enumerate(owners) if owner >= 0]
+        self.owned = sorted(owned, key=lambda t: (owners[t], t))
+        self.sizes = [p.numel() for p in params]
+        self.pieces = {t: self._pieces(params[t]) for t in self.owned}
+        if ranks.here in owners:
+            self.handle = make({"share": f"{ranks.here}/{ranks.count}"})
+
+    def _pieces(self, param):
+        """Where the elements that each rank holds begin, and how many they are; and whether all hold all."""
+        cut = _cut_dimensions(param)
+        if not cut:
+            return [(0, param.numel())] * self.ranks.count, True
+        if len(cut) > 1:
+            raise ValueError(f"a DTensor with placements {param.placements} was found; parameters that are read whole "
+                             "or cut through blocks are sharded over one dimension of their mesh")
+        if Ranks(param).all != self.ranks.all:
+            raise ValueError("parameters on different meshes were found that are read whole or cut through blocks; "
+                             "give each mesh an optimizer of its own")
+        row = param.numel() // max(param.shape[0], 1)
+        rows = -(-param.shape[0] // self.ranks.count)
+        begins = [min(r * rows, param.shape[0]) * row for r in range(self.ranks.count + 1)]
+        return [(begin, end - begin) for begin, end in zip(begins, begins[1:])], False
+
+    def _sends(self, t, rank):
+        """How many elements the rank has to send to a parameter's owner."""
+        pieces, everywhere = self.pieces[t]
+        return pieces[rank][1] if not everywhere or rank == self.owners[t] else 0
+
+    def _exchange(self, sent, sizes, counts):
+        """Sends sizes[r] elements of `sent` to rank r, and returns counts[r] elements of each rank r, in order."""
+        received = torch.empty(sum(counts), dtype=sent.dtype, device=sent.device)
+        # As bytes, which every backend takes.
+        width = sent.element_size()
+        torch.distributed.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8),
+                                            [width * n for n in counts], [width * n for n in sizes],
+                                            group=self.ranks.group)
+        return received
+
+    def _by_owner(self, these, count_of):
+        counts = [0] * self.ranks.count
+        for t in these:
+            counts[self.owners[t]] += count_of(t)
+        return counts
+
+    def _mine(self, these):
+        return [t for t in these if self.owners[t] == self.ranks.here]
+
+    def gather(self, these, tensors):
+        """`tensors`: contiguous, of one element type, what lies here of these parameters. Returns the whole of those
+        that this rank owns, each at an address that the library takes."""
+        here, ranks, mine = self.ranks.here, range(self.ranks.count), self._mine(these)
+        sent = torch.cat([tensors[t].view(-1)[:self._sends(t, here)] for t in these])
+        counts = [sum(self._sends(t, r) for t in mine) for r in ranks]
+        received = self._exchange(sent, self._by_owner(these, lambda t: self._sends(t, here)), counts)
+        step = ALIGNMENT // sent.element_size()
+        begins = [0, *itertools.accumulate(-(-self.sizes[t] // step) * step for t in mine)]
+        whole = torch.empty(begins[-1], dtype=sent.dtype, device=sent.device)
+        parts = received.split([self._sends(t, r) for r in ranks for t in mine])
+        places = [whole[begin + self.pieces[t][0][r][0]:][:self._sends(t, r)]
+                  for r in ranks for t, begin in zip(mine, begins)]
+        _copy(places, parts)
+        return {t: whole[begin:begin + self.sizes[t]] for t, begin in zip(mine, begins)}
+
+    def scatter(self, these, whole, tensors):
+        """Copies the parameters that this rank owns, changed, to all ranks' `tensors`."""
+        here, ranks, mine = self.ranks.here, range(self.ranks.count), self._mine(these)
+        first = tensors[these[0]]
+        parts = [whole[t][self.pieces[t][0][r][0]:][:self.pieces[t][0][r][1]] for r in ranks for t in mine]
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=first.dtype, device=first.device)
+        sizes = [sum(self.pieces[t][0][r][1] for t in mine) for r in ranks]
+        counts = [self.pieces[t][0][here][1] for t in these]
+        received = self._exchange(sent, sizes, self._by_owner(these, lambda t: self.pieces[t][0][here][1]))
+        _copy([tensors[t].view(-1) for t in these], received.split(counts))
+
+    def step(self, weights, grads, group_of, constants, number, stream):
+        """`weights` and `grads`: contiguous, what lies here of each owned parameter that is stepped, by its number."""
+        these = [t for t in self.owned if t in grads]
+        values, slopes = self.gather(these, weights), self.gather(these, grads)
+        if values:
+            addresses = [array.array("Q", [tensors[t].data_ptr() if t in tensors else 0
+                                           for t in range(len(self.sizes))]) for tensors in (values, slopes)]
+            self.handle.step(*addresses, group_of, constants, number, stream)
+        self.scatter(these, values, weights)
+
+    def spread(self, states):
+        """The states of all owners as DTensors, of which every rank has a run, as checkpoints want them: by number and
+        name. `states`: the same of this rank's own parameters, as tensors. All ranks call this together."""
+        ranks, here = range(self.ranks.count), self.ranks.here
+        kinds = [None] * self.ranks.count
+        torch.distributed.all_gather_object(
+            kinds, {t: [(name, x.dtype, x.numel()) for name, x in its.items()] for t, its in states.items()},
+            group=self.ranks.group)
+        entries = [(t, *kind) for t in self.owned for kind in kinds[self.owners[t]][t]]
+        local = self.ranks.param._local_tensor
+
+        def run(numbers, rank):
+            each = -(-numbers // self.ranks.count)
+            begin = min(rank * each, numbers)
+            return slice(begin, min(begin + each, numbers))
+
+        def held(dtype, numbers, rank):
+            part = run(numbers, rank)
+            return (part.stop - part.start) * dtype.itemsize
+
+        mine = [entry for entry in entries if self.owners[entry[0]] == here]
+        parts = [states[t][name].reshape(-1)[run(n, r)].view(torch.uint8) for r in ranks for t, name, _, n in mine]
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=local.device)
+        sizes = [sum(held(dtype, n, r) for *_, dtype, n in mine) for r in ranks]
+        counts = [sum(held(dtype, n, here) for t, _, dtype, n in entries if self.owners[t] == r) for r in ranks]
+        received = self._exchange(sent, sizes, counts).split([held(dtype, n, here) for *_, dtype, n in entries])
+        spread = {t: {} for t in self.owned}
+        for (t, name, dtype, n), part in zip(entries, received):
+            alone = torch.empty(part.numel() // dtype.itemsize, dtype=dtype, device=local.device)
+            alone.view(torch.uint8).copy_(part)
+            param = self.ranks.param
+            spread[t][name] = type(param.data).from_local(alone, param.device_mesh, param.placements, run_check=False,
+                                                          shape=torch.Size((n,)), stride=(1,))
+        return spread
+
+
+def _copy(places, parts):
+    pairs = [(place, part) for place, part in zip(places, parts) if part.numel() > 0]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs)))
