@@ -138,7 +138,7 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
     config.folds = false;
     run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
     expect_planned(test, &folded, rule);
-    OptimStream m, its;
+    OptimStream m = {}, its = {};
     expect(find_stream(&folded, "m", &m) && folded.tensor[2].offset == 0, "%s: matrices come first", rule);
     const float factors[] = {0.5f, 1.0f};
     float* scale = (float*)device_alloc(&folded.dev, sizeof(factors));
