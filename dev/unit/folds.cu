@@ -81,7 +81,8 @@ static void fold_by_hand(const Run* run, void* m, int64_t elements, int step, in
                     *from = find_row(grads_table(), run->config.grads);
     const float beta = 0.95f, rest = (float)(1.0 - (double)beta),
                 c = (is(run->config.rule, "sgd") ? 1.0f : rest) / beta;
-    void *device = micro_gradients(run, step, micro), *grads = to_host(run, device, run->elements * 4);
+    void* device = micro_gradients(run, step, micro);
+    void* grads = to_host(run, device, run->elements * from->stream[0].bits / 8);
     for (int64_t at = 0; at < elements; at += TILE_ELEMENTS) {
         float g[TILE_ELEMENTS], x[TILE_ELEMENTS];
         const Streams state = {(char*)m + at * format->stream[0].bits / 8, nullptr},
