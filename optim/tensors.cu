@@ -70,7 +70,7 @@ bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int coun
         const OptimConfig* its = &plan->launch[plan->launch_of[t]].config;
         const Rows rows = config_rows(its);
         const int bits = rows.m->stream[0].bits;
-        if (!folds[t]) continue;
+        if (!folds[t] && rows.rule->matrix == MATRIX_NONE) continue;  // matrices step after the backward pass
         if (launch_fold(its) == 0.0f) rule = rows.rule;
         if (bits < 16 || (bits == 16 && !strstr(rows.m->name, ":sr"))) m = rows.m;
     }
