@@ -800,8 +800,8 @@ static void model_init(Model* m, uint64_t seed) {
 // Update and steps.
 
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
-// the caller reads the scalars. `step` counts from 1. Bad data changes nothing: alone, this returns false; one of
-// several ranks goes through the step like the others, which must not wait for it, and all find SCALAR_BAD.
+// the caller reads the scalars. `step` counts from 1. Bad data changes nothing but m that micro-batches go into: alone,
+// this returns false; one of several ranks goes through the step, since others wait for it, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);

@@ -3,7 +3,8 @@
 // gradients' memory take one launch. Bytes: those of the same tiles in a step of all.
 #include "plan.h"
 
-constexpr int LAST_FOLD = 2047;  // for noise: what a step folds of its last micro-batch, above the numbers of others
+// The number of a last micro-batch that goes into m, for its noise. Others have smaller ones.
+constexpr int LAST_FOLD = 2047;
 
 // The tiles of the first tensors that take one launch; *taken is how many they are.
 static TileRun tensor_run(const OptimParts* parts, const int* tensor, const void* const* grads, int count, int* taken) {
