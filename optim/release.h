@@ -29,7 +29,7 @@
 struct Shard;
 typedef struct Release Release;
 
-// Does a tensor of this part take turns with those of other layers? `folds`: steps have several micro-batches.
+// Does a tensor of this part take turns with those of other layers? `folds`: gradients of matrices go into m.
 bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds);
 
 // Places gradients that are released: place[t] becomes the first element of tensor t's. Two layers take turns, with

@@ -873,7 +873,7 @@ def torch_compat():
 
 @test
 def torch_dtensor_shards():
-    """Ranks on the CPU with fully_shard's kind of cuts: states and weights are those of one process."""
+    """With fully_shard's kind of cuts, on GPUs if there are enough, states and weights are those of one process."""
     run_ranks("test_torch_shards.py", (1, 2, 3))
 
 
