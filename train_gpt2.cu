@@ -1156,7 +1156,7 @@ static int64_t available_to(const Model* m) {
 }
 
 // Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
-// --release auto does so where the plan does not fit otherwise; all ranks do the same.
+// --release auto does so where the plan does not fit otherwise and no bits change; all ranks do the same.
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
