@@ -800,8 +800,8 @@ static void model_init(Model* m, uint64_t seed) {
 // Update and steps.
 
 // One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
-// the caller reads the scalars. `step` counts from 1. Bad data changes nothing: alone, this returns false; one of
-// several ranks goes through the step like the others, which must not wait for it, and all find SCALAR_BAD.
+// the caller reads the scalars. `step` counts from 1. Bad data changes nothing but m that micro-batches go into: alone,
+// this returns false; one of several ranks goes through the step, since others wait for it, and all find SCALAR_BAD.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
@@ -1156,7 +1156,7 @@ static int64_t available_to(const Model* m) {
 }
 
 // Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
-// --release auto does so where the plan does not fit otherwise; all ranks do the same.
+// --release auto does so where the plan does not fit otherwise and no bits change; all ranks do the same.
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);

@@ -7,10 +7,10 @@ A size is MODEL:BATCH:MICRO_BATCHES of one GPU, so that a GPU's work is the same
 (Zipf-like); nothing is validated or sampled. A run ends when its steps are done, before it would save. ms is the median
 step of those after the first few; `of N x` is the rate as a share of the sum of the GPUs' own: each is timed alone,
 all at the same time, and ms of one GPU is their mean. In its row the share is what ranks reach that exchange nothing
-and wait for the slowest GPU. Runs that need fewer GPUs than there are share the machine: each
-has GPUs of its own. GiB is the plan, and beside it the most that nvidia-smi has shown on the first GPU of a run, less
-what was in use before the run, and the ratio of the two. A run that dies is a row with its last words; the others go on,
-and the exit status is 1; it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are not as they should be.
+and wait for the slowest GPU. Runs that need fewer GPUs than there are share the machine: each has GPUs of its own. GiB
+is the plan; beside it are the most that nvidia-smi has shown on the first GPU of a run, less what was in use before the
+run, and the ratio of the two. A run that dies is a row with its last words; the others go on, and the exit status is 1;
+it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are not as they should be.
 
 With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on eight GPUs take
 longer than a machine that is lent for minutes runs one command. NIBBLE_NCCL=libnccl.so.2 measures NCCL in place of the

@@ -54,11 +54,11 @@ void arena_tensors(Arena* arena, int count);
 void arena_spread(Arena* arena, OptimConfig* config);
 
 // Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
-// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. `asked`: also where this
-// changes bits. Exits where clip_by needs what cannot be.
+// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. `asked`: the
+// user wants it, so it may change bits. Exits where clip_by needs what cannot be.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        bool asked, char* why, size_t why_bytes);
-// Has them take turns; `several`: in steps of several micro-batches, which the configuration is told.
+// Has them take turns, and sets `folds` of the configuration. `several`: a step has several micro-batches.
 void arena_release(Arena* arena, OptimConfig* config, bool several);
 
 // Device memory in bytes, and host memory, known before anything is allocated. `other`: what exchange and release take
@@ -107,7 +107,7 @@ void arena_changed(const Arena* arena);
 //
 // `scalars` is in device memory, as shard.cuh lists them; `lr` and `step` are optim_step's.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
-// Micro-batch `number` of `count`, from 0.
+// Begins micro-batch `number` of `count`; the first one's number is 0.
 void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // Before the first gradient of a part is written, which a layer's projection has from the layer above: what stood in
 // their place is over. Part `layers` is all that is in no layer.

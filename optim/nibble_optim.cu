@@ -169,13 +169,14 @@ static int64_t setting_count(const char* key, const char* value) {
     return (int64_t)number;
 }
 
-// share=I/N or share=rest/N
+// Sets what is kept of tensors that have owners, from I/N or rest/N.
 static void setting_share(NibbleOptim* optim, const char* value) {
     const char* slash = strchr(value, '/');
     const bool rest = strncmp(value, "rest/", 5) == 0;
-    char* end = nullptr;
-    const long share = rest ? -1 : strtol(value, &end, 10), shares = slash ? strtol(slash + 1, nullptr, 10) : 0;
-    if (!slash || (!rest && end != slash) || share >= shares || shares < 1 || shares > 1 << 20 || *value == '-') {
+    char *end = nullptr, *last = nullptr;
+    const long share = rest ? -1 : strtol(value, &end, 10), shares = slash ? strtol(slash + 1, &last, 10) : 0;
+    const bool numbers = slash && slash != value && (rest || end == slash) && *last == 0;
+    if (!numbers || share >= shares || shares < 1 || shares > 1 << 20 || *value == '-') {
         user_error("share: \"%s\" was found; type I/N, with I from 0 to N - 1, or rest/N", value);
     }
     optim->share = (int)share, optim->shares = (int)shares;
@@ -355,8 +356,8 @@ static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
     return split && tensor->count >= 0;
 }
 
-// Divides the tensors that need owners, since they are read whole or cuts split blocks, into shares of about equal
-// size: runs of the arena, since a plan keeps one run. A tensor belongs to the share in which its middle lies.
+// Finds the tensors that need owners, since they are read whole or cuts split blocks, and divides them into shares of
+// about equal size. A share is a run of the arena, since a plan keeps one run. It has the tensors whose middle it has.
 static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor* whole) {
     OwnedTensor* owned = (OwnedTensor*)memory_zero((size_t)optim->count + 1, sizeof(OwnedTensor));
     int count = 0;

@@ -46,8 +46,8 @@ typedef struct {
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named
 //     share       for N processes that hold parts of some tensors, whose cuts are at rows. Tensors that a rule, a
-//                 format or limit_growth reads whole get owners, and cut tensors without whole blocks of states in
-//                 each row (vectors: in each element). I/N: this optimizer has the tensors that process I (from 0)
+//                 format or limit_growth reads whole get owners, as do cut tensors whose rows (elements of vectors)
+//                 do not hold whole blocks of states. I/N: this optimizer has the tensors that process I (from 0)
 //                 owns, whole, and no others; rest/N: it has all but those of any owner. Both are given the same
 //                 tensors; nibble_optim_owner tells the owners, to whom the caller brings the others' rows
 //     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and

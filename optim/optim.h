@@ -209,10 +209,10 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 // Ends a step whose tensors have been stepped one by one, where the matmuls read a copy of the weights.
 void optim_step_end(Optim* optim);
 
-// Takes the gradients of a micro-batch that is not the last of step number `step` into m of some tensors, which have
-// the weights' factor and rounding of their rule's step: the last one's optim_step_tensors then steps as if its
-// gradients were the sum of all. Only with OptimConfig.folds, where optim_folds says so. `number` counts such calls for
-// a tensor from 1 in each step, since each draws its own noise. Where grad_scale is NaN or infinite, m stays as it is.
+// Adds the gradients of a micro-batch that is not the last of step number `step` to m of some tensors, times the factor
+// of their rule (rules/fold.cuh). The last one's optim_step_tensors then steps as if its gradients were the sum of all.
+// This needs OptimConfig.folds, and optim_folds must say that it can be. `number` counts such calls for a tensor from 1
+// in each step, since each draws its own noise. Where grad_scale is NaN or infinite, m stays as it is.
 void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         int64_t step, int number);
 
@@ -220,7 +220,8 @@ void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grad
 // takes its gradients into m. Where grad_scale is NaN or infinite, they stay as they are, with what m has taken.
 void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_t step);
 
-// Can m of the tensors for which folds[t] holds take the gradients of several micro-batches? False with a reason.
+// Can m of the tensors for which folds[t] holds, and of those of rules that read matrices, take gradients before the
+// step? False with a reason.
 bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
                  size_t error_bytes);
 

@@ -10,8 +10,9 @@
 // as soon as it is there (optim_fold_tensors); the last one takes the step. This is for rules whose step reads the
 // gradients through m alone (optim_folds): the step is that of their sum, but for a rounding of m each. It is not
 // clipped, since nobody has the sum's norm. Vectors of layers, about a thousandth of them, and all that is in no layer
-// have room of their own, where gradients add up as they do without release, for any rule. A matrix whose gradients are
-// not finite in some micro-batch keeps its weights, as does all if the loss is not, but m keeps what it took before.
+// have room of their own, where gradients add up as they do without release, for any rule. A layer whose gradients are
+// not finite in some micro-batch keeps its weights, as does all if the loss is not or data is bad, but m keeps what it
+// took before, also in a checkpoint that is saved then.
 // Rules that read matrices are released so for any number of micro-batches: m takes all gradients, and all matrices
 // step after the backward pass.
 //
@@ -28,7 +29,7 @@
 struct Shard;
 typedef struct Release Release;
 
-// Does a tensor of this part take turns with those of other layers? `folds`: steps have several micro-batches.
+// Does a tensor of this part take turns with those of other layers? `folds`: gradients of matrices go into m.
 bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds);
 
 // Places gradients that are released: place[t] becomes the first element of tensor t's. Two layers take turns, with
@@ -58,8 +59,8 @@ struct ReleaseStep {
     float clip, lr;
     int64_t step;
     const float* loss;  // device scalar
-    int micro_batch;    // from 1, where each goes into m; else 1
-    bool last;          // it is the step's last, or each does not
+    int micro_batch;    // counts from 1 if micro-batches go into m; otherwise it is 1
+    bool last;          // this is the step's last micro-batch, or they do not go into m
 };
 
 // Steps a part, or before the last micro-batch takes its gradients into m; grads + place[t] elements is where the
@@ -67,9 +68,9 @@ struct ReleaseStep {
 // ranks step all parts in one order.
 void release_part(Release* release, int part, const void* grads, const int64_t* place, const ReleaseStep* step);
 
-// After all parts: steps the matrices of rules that read whole ones, unless some part was left alone; and writes
-// scalars[1] and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number
-// of parts that kept their weights. Device memory; scalars[0] is the loss.
+// After all parts: steps the matrices of rules that read whole ones, unless some part was left alone. Writes scalars[1]
+// and [2], the norm of what was stepped and 1 or NaN, and scalars[left_alone], the number of parts that kept their
+// weights. The scalars are in device memory; scalars[0] is the loss.
 void release_end(Release* release, float* scalars, int left_alone, const ReleaseStep* step);
 
 // The norm that the next step clips by, for a checkpoint; 0: there was no step.

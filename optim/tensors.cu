@@ -3,7 +3,8 @@
 // gradients' memory take one launch. Bytes: those of the same tiles in a step of all.
 #include "plan.h"
 
-constexpr int LAST_FOLD = 2047;  // for noise: what a step folds of its last micro-batch, above the numbers of others
+// The number of a last micro-batch that goes into m, for its noise. Others have smaller ones.
+constexpr int LAST_FOLD = 2047;
 
 // The tiles of the first tensors that take one launch; *taken is how many they are.
 static TileRun tensor_run(const OptimParts* parts, const int* tensor, const void* const* grads, int count, int* taken) {
@@ -70,7 +71,7 @@ bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int coun
         const OptimConfig* its = &plan->launch[plan->launch_of[t]].config;
         const Rows rows = config_rows(its);
         const int bits = rows.m->stream[0].bits;
-        if (!folds[t]) continue;
+        if (!folds[t] && rows.rule->matrix == MATRIX_NONE) continue;  // matrices step after the backward pass
         if (launch_fold(its) == 0.0f) rule = rows.rule;
         if (bits < 16 || (bits == 16 && !strstr(rows.m->name, ":sr"))) m = rows.m;
     }

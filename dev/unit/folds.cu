@@ -301,7 +301,9 @@ TEST(folds_only_where_m_says_all) {
                 {"galore", "fp32", "", 0.9f, 0.95f, false, "galore needs more"},
                 {"adamw", "fp32", "", 0.9f, 0.95f, false, "adamw needs more"},
                 {"nadamw", "fp32", "", 0.9f, 0.95f, false, "nadamw needs more"},
-                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw needs more"}};
+                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw needs more"},
+                {"rmnp", "fp32", "wte: rule=galore v=fp32", 0.9f, 0.95f, false, "galore needs more"},
+                {"sgd", "fp32", "wte: rule=muon m=bf16", 0.9f, 0.95f, false, "bf16 would lose"}};
     const bool folds[COUNT] = {false, false, true, true};
     for (const auto& row : rows) {
         OptimConfig config = make_config(row.rule, "fp32", "fp32");

@@ -262,7 +262,7 @@ def library_shares_of_tensors_that_are_read_whole():
                     plain.handle = handle
                     plain.step(number)
             assert plain.bytes()[:-1] == whole.bytes()[:-1], (settings, count)
-    for share in ("2/2", "x/2", "1", "-1/3", "1/0"):
+    for share in ("2/2", "x/2", "/2", "1/2x", "1", "-1/3", "1/0"):
         raises(ValueError, "type I/N", lambda: Plain([5], share=share))
     # Rows with and without whole blocks of 256; a vector; one that is not cut.
     handle = nibble_optim.Handle({"preset": "adamw8", "share": "rest/2"}, [
@@ -873,7 +873,7 @@ def torch_compat():
 
 @test
 def torch_dtensor_shards():
-    """Ranks on the CPU with fully_shard's kind of cuts: states and weights are those of one process."""
+    """With fully_shard's kind of cuts, on GPUs if there are enough, states and weights are those of one process."""
     run_ranks("test_torch_shards.py", (1, 2, 3))
 
 

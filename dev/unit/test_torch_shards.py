@@ -115,6 +115,13 @@ try:
     assert False, "a rule of matrices stepped one of two"
 except ValueError as error:
     assert "all of them or none" in str(error), error
+saved = optimizer.state_dict()
+del saved["state"][0]["m"]
+try:
+    optimizer.load_state_dict(saved)  # one rank has the states, and the others must not wait for it
+    assert False, "states without m were loaded"
+except ValueError as error:
+    assert "have no m" in str(error), error
 print("ok", flush=True)
 dist.barrier()  # a rank that goes while the other still reads from it ends with an error of gloo
 dist.destroy_process_group()

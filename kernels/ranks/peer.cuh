@@ -83,7 +83,7 @@ inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64
     peer_raise(peers, peers->out, &peer_counts(peers, to)->arrived[peers->rank], count + 1);
 }
 
-// The next part from a rank, in its slot, for what is queued on the stream from here until peer_give_back.
+// Returns the next part from a rank, in its slot. What is queued on the stream until peer_give_back may read it.
 inline char* peer_take(const Peers* peers, cudaStream_t stream, int from) {
     const uint32_t count = peers->received[from]++;
     peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);

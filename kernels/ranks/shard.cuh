@@ -810,7 +810,7 @@ inline void shard_loss(Shard* s, float* scalars) {
 
 // Weights.
 
-// Slice r of a run of the arena.
+// Returns slice r of a run of the arena.
 inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
     const int64_t tiles = (end - begin) / TILE_ELEMENTS;
     return {begin + slice_begin(tiles, r, s->comm.world) * TILE_ELEMENTS,

@@ -395,6 +395,19 @@ class _Part:
             state[p] = {"step": self.steps[0 if self.together else t],
                         "element": torch.tensor(self.handle.element(t)), **self._published(t)}
 
+    def restore_all(self, states, names):
+        """Copies saved states into the views. What an owner refuses, all ranks refuse, since they load together."""
+        error = None
+        for t, (state, name) in enumerate(zip(states, names)):
+            try:
+                self.restore(t, state, name)
+            except ValueError as found:
+                error = error or str(found)
+        if self.shares and any(_is_dtensor(value) for t in self.owned for value in states[t].values()):
+            error = self.shares.any(error)
+        if error:
+            raise ValueError(error)
+
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
         views = self.views[tensor]
@@ -681,8 +694,7 @@ class Optimizer(torch.optim.Optimizer):
             for p in params:
                 self._restore_part([p], grads, states)
             return
-        for t, p in enumerate(params):
-            part.restore(t, states[p], self._names[p])
+        part.restore_all([states[p] for p in params], [self._names[p] for p in params])
         part.publish(self.state, [int(states[p]["step"]) for p in params])
         part.loaded()
 

@@ -123,6 +123,12 @@ class Shares:
             self.handle.step(*addresses, group_of, constants, number, stream)
         self.scatter(these, values, weights)
 
+    def any(self, value):
+        """The first rank's value that is not None, if there is one. All ranks call this together."""
+        values = [None] * self.ranks.count
+        torch.distributed.all_gather_object(values, value, group=self.ranks.group)
+        return next((its for its in values if its is not None), None)
+
     def spread(self, states):
         """The states of all owners as DTensors, of which every rank has a run, as checkpoints want them: by number and
         name. `states`: the same of this rank's own parameters, as tensors. All ranks call this together."""
