@@ -106,6 +106,12 @@ assert owned > 100, "few parameters had owners"
 for shape in ((ranks, 1), (1, ranks)):
     case(WHOLE, torch.bfloat16, dict(preset="muon8"), True, init_device_mesh(device, shape))
 p, q = (torch.nn.Parameter(distribute_tensor(torch.randn(6, 5, device=device), MESH, [Shard(0)])) for _ in range(2))
+p.grad, q.grad = p.detach(), q.detach()
+try:
+    nibble_optim.Optimizer([dict(params=[p]), dict(params=[q], betas=(0.8, 0.9))], preset="muon").step()
+    assert False, "a rule of matrices stepped two with other betas"
+except ValueError as error:
+    assert "give them the same betas" in str(error), error
 optimizer = nibble_optim.Optimizer([p, q], preset="muon")
 p.grad, q.grad = p.detach(), q.detach()
 optimizer.step()

@@ -319,12 +319,13 @@ class _Part:
         yet."""
         own = grads
         if self.shares:
-            self._check_shares(grads, captured)
             own = [grad if owner < 0 else None for grad, owner in zip(grads, self.shares.owners)]
         addresses, kept = self.find_grads(own)
         self.find_weights()
         all_together = self.together and (addresses is self.grads_at or all(g is not None for g in grads))
         constants, group_of = self.constants(grads, groups, all_together, captured)
+        if self.shares:
+            self._check_shares(grads, captured, constants, group_of)
         self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
         if self.shares:
             self._step_shares(grads, group_of, constants, step)
@@ -345,9 +346,17 @@ class _Part:
         if self.watched:
             self._find_versions()
 
-    def _check_shares(self, grads, captured):
+    def _check_shares(self, grads, captured, constants, group_of):
         """Refuses on all ranks what an owner would refuse later, while the others wait for it."""
-        present = [t for t in self.owned if grads[t] is not None]
+        present, first = [t for t in self.owned if grads[t] is not None], {}
+        for t in present:
+            its = beta1, beta2, eps, age = constants[group_of[t]][2:6]
+            other = first.setdefault(self.together_of[t], its)
+            if self.together_of[t] >= 0 and its != other:
+                raise ValueError(f"{self.tensors[t][0]} has betas ({beta1:g}, {beta2:g}), eps {eps:g} at step {age} and "
+                                 f"others of its rule have ({other[0]:g}, {other[1]:g}), {other[2]:g} at step {other[3]}, "
+                                 "which takes all together; give them the same betas and eps and step them together, "
+                                 "or override the rule of some")
         for t in self.owned:
             if grads[t] is None and any(self.together_of[t] == self.together_of[u] >= 0 for u in present):
                 raise ValueError(f"{self.tensors[t][0]} has no gradient and others of its rule have one, which takes "
