@@ -249,6 +249,10 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
             user_error("parameters: \"%s\" were found; an optimizer takes fp32 or bf16", value);
         }
         optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
+    } else if (strcmp(key, "nesterov") == 0) {
+        config->nesterov = strcmp(value, "on") == 0;
+        if (!config->nesterov && strcmp(value, "off") != 0)
+            user_error("nesterov: \"%s\" was found; type on or off", value);
     } else if (strcmp(key, "capturable") == 0) {
         config->replays = setting_count(key, value) > 0;
     } else if (strcmp(key, "share") == 0) {
@@ -265,7 +269,8 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
         user_error(
             "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
             "formats, stacked, capturable, share, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
-            "clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis and element",
+            "nesterov, clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis "
+            "and element",
             key);
     }
 }

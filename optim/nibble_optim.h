@@ -41,7 +41,7 @@ typedef struct {
 // Makes an optimizer. `settings` ends with a null and has texts "key=value", whose values are those of ./train's
 // options:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
-//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum,
+//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
 //     grads       fp32 or bf16; the parameters' type unless it is named
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named

@@ -135,14 +135,19 @@ def library_missing_gradient_leaves_a_tensor_alone():
 
 @test
 def library_rule_that_reads_rows_by_hand():
+    for nesterov in ("on", "off"):
+        rmnp_by_hand(nesterov)
+
+
+def rmnp_by_hand(nesterov):
     rows, cols, momentum = 3, 5, 0.9
-    plain = Plain([(rows, cols)], rule="rmnp", m="fp32", momentum=momentum, overrides="none")
+    plain = Plain([(rows, cols)], rule="rmnp", m="fp32", momentum=momentum, nesterov=nesterov, overrides="none")
     weights, m = list(plain.weights[0]), [0.0] * (rows * cols)
     for number in range(1, 6):
         plain.step(number)
         g = [((5 * i + number) % 13 - 6) / 9 for i in range(rows * cols)]
         m = [a + (1 - momentum) * (b - a) for a, b in zip(m, g)]
-        u = [b + momentum * (a - b) for a, b in zip(m, g)]
+        u = [b + momentum * (a - b) for a, b in zip(m, g)] if nesterov == "on" else m
         for i in range(rows * cols):
             row = u[i // cols * cols:(i // cols + 1) * cols]
             length = sum(x * x for x in row) ** 0.5
@@ -304,7 +309,7 @@ def library_limit_growth():
 def library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
-                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"parameters": "fp16"}, "fp32 or bf16"),
+                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"), ({"parameters": "fp16"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "t0 is a vector"),
                             ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
