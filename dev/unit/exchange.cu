@@ -510,6 +510,26 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
     }
 }
 
+// Bytes that this rank sent in the last exchange.
+static int64_t sent_bytes(const Shard* s) {
+    int64_t bytes = 0;
+    for (int r = 0; r < s->comm.world; r++) bytes += r == s->comm.rank ? 0 : s->sends[r].bytes;
+    return bytes;
+}
+
+// No rank sends more than two slices of a layer to each other, even if it owns all of the layer.
+static void mini_balance(Shard* s) {
+    for (int b = 0; b < MINI_LAYERS; b++) {
+        const ShardRun* run = &s->bucket[b].run[0];
+        const int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, others = s->comm.world - 1;
+        shard_deal_run(s, run->begin, run->end, run->at - run->begin);
+        int64_t sent = sent_bytes(s);
+        shard_spread_run(s, run->begin, run->end, run->at - run->begin);
+        sent += sent_bytes(s);
+        require(sent <= 2 * others * ceil_div(tiles, s->comm.world) * TILE_ELEMENTS * 4);
+    }
+}
+
 static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool late) {
     Shard s = {};
     comm_open(&s.comm, launch, dev);
@@ -546,6 +566,7 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
                     require(at[i] == mini[t].offset + i);
             }
         }
+        if (mode == SHARD_WEIGHTS) mini_balance(&s);
         shard_collect(&s, whole, 5, MINI - 5, 4, own);
         for (int64_t i = 0; i < MINI - 5 && me == 0; i++) require(whole[i] == (float)(i + 5));
     }
