@@ -1414,6 +1414,7 @@ static void train(Run* run) {
 // Instead of training, with --model DIR: --sample continues prompts, on rank 0 alone; otherwise the tasks of --eval are
 // scored, whose batches have up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
+    if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     char error[DATA_ERROR_BYTES];
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
@@ -1583,16 +1584,15 @@ int main(int argc, char** argv) {
         require_stdout();
         return 0;
     }
-    const auto typed = [&](const char* name) { return option_given(&TABLE, given, name); };
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
     require(gpt2_take_size(&TABLE, &options, given, error), error);
     if (options.fit > 0) return fit_main(&options, given);
     Launch launch;
     require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
-    if (typed("sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
+    if (option_given(&TABLE, given, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
-    const bool evaluates = typed("eval") && options.eval_every == 0;
+    const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;

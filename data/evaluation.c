@@ -55,6 +55,11 @@ static bool parts_fit(Evaluation* e, uint64_t tokens) {
     return used == tokens && longest == (uint32_t)e->longest;
 }
 
+// Is it a task that prepare.py downloads?
+static bool is_public(const char* name) {
+    return strcmp(name, "hellaswag") == 0 || strcmp(name, "lambada") == 0;
+}
+
 static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, const Tokenizer* tokenizer, char* error) {
     Header header;
     if (bytes < HEADER_BYTES || memcmp(e->file, "nib-eval", 8) != 0) {
@@ -79,11 +84,12 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
     }
     if (tokenizer &&
         ((int)header.vocabulary != tokenizer_vocabulary(tokenizer) || header.fingerprint != fingerprint(tokenizer))) {
+        const int vocabulary = tokenizer_vocabulary(tokenizer);
         return data_error(error,
                           "%s was made for another vocabulary (of %u tokens) than the model's (of %d); make it again "
-                          "with data/prepare.py --eval --tokenizer DIR, the folder of the model's tokenizer (bytes: "
-                          "--tokenizer bytes)",
-                          path, header.vocabulary, tokenizer_vocabulary(tokenizer));
+                          "with data/prepare.py --eval %s%s --force --tokenizer %s",
+                          path, header.vocabulary, vocabulary, e->name, is_public(e->name) ? "" : "=FILE.jsonl",
+                          vocabulary == 256 ? "bytes" : "DIR, the folder of the model's tokenizer");
     }
     e->kind = header.kind == 0 ? EVALUATION_CHOICES : EVALUATION_LAST_WORD;
     e->vocabulary = (int)header.vocabulary, e->examples = (int)header.examples, e->rows = (int)header.rows;
@@ -118,10 +124,12 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     int64_t bytes = 0;
     bool fine = true;
     if (!is_path && !file_exists(path)) {
-        fine = data_error(
-            error,
-            "--eval %s: there is no %s; make it with data/prepare.py --eval %s, or type the path of an evaluation file",
-            name, path, name);
+        const bool is_name =
+            name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
+        fine = data_error(error,
+                          "--eval %s: there is no %s; make it with data/prepare.py --eval %s%s, or type the path of "
+                          "an evaluation file, such as data/eval/NAME.eval",
+                          name, path, is_name ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
     }
     char reason[DATA_ERROR_BYTES];
     if (fine) e->file = file_read(path, &bytes, reason);

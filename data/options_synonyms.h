@@ -199,9 +199,9 @@ static const OptionNeed NEEDS[] = {
     {NULL, NULL, NULL},
 };
 
-// Pairs of an option that replaces training and another option, which it would ignore.
+// Pairs of an option that replaces training, or another option, and of one that it would ignore.
 static const char* const APART[][2] = {
-    {"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"}, {"sample", "eval-out"},
-    {"fit", "eval"},    {"fit", "gpus"},       {"fit", "memory"}, {"fit", "batch"},
-    {"fit", "resume"},  {"fit", "dry-run"},    {"fit", "device"}, {"fit", "shard"},
+    {"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},    {"sample", "eval-out"},    {"fit", "eval"},
+    {"fit", "gpus"},    {"fit", "memory"},     {"fit", "batch"},     {"fit", "resume"},         {"fit", "dry-run"},
+    {"fit", "device"},  {"fit", "shard"},      {"sample", "prompt"}, {"prompt-file", "prompt"},
 };

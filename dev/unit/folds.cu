@@ -297,6 +297,7 @@ TEST(folds_only_where_m_says_all) {
         {"rmnp", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
         {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "rmnp's m forgets all"},
         {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "type --nesterov off"},
+        {"rmnp", "fp32", "wte: rule=sgd", 0.9f, 0.95f, false, nullptr},  // sgd needs no v=, and rmnp's rest has one
         {"normuon-lite", "fp32", "", 0.9f, 0.95f, false, nullptr},
         {"muon", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
         {"normuon", "fp32", "", 0.9f, 0.95f, true, "normuon with --nesterov on needs more"},
