@@ -475,8 +475,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _check_group(group):
-        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
-        beta1, beta2 = (float(beta) for beta in group["betas"])
+        try:
+            lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+        except (TypeError, ValueError):
+            found = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "weight_decay", "eps", "betas"))
+            raise ValueError(f"{found} were found; give numbers, and two of them as betas") from None
         for name, value, good, want in [("lr", lr, 0 <= lr < math.inf, "a number from 0 on"),
                                         ("weight_decay", decay, 0 <= decay < math.inf, "a number from 0 on"),
                                         ("eps", eps, 0 < eps <= 1, "a number above 0, at most 1"),
