@@ -296,7 +296,7 @@ static const Bad BAD_FOLDERS[] = {
      "give a model with F32, BF16 or F16 of [33, 64]"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --seq 64", "--seq 64", "--seq 32"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --layers 2", "--model", "--layers"},
-    {DATA_AND_RUN, "--model @/used/step_00000001 --data @/good.bin --seq 32", "vocabulary", "--model"},
+    {DATA_AND_RUN, "--model @/used/step_00000001 --data @/good.bin --seq 32", "is a model of bytes", "by --data"},
     {NOTHING, "--sample a --model @/truncated", "truncated/model.safetensors", ""},
     {NOTHING, "--sample a --model @/llama", "--model", "llama"},
 };
