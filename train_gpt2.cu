@@ -22,7 +22,7 @@
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
-#include "data/options_synonyms.h"  // SYNONYMS: names of other programs for the options
+#include "data/options_synonyms.h"  // SYNONYMS, NEEDS, APART: other programs' names for options, and rules
 #include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // Resume: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
@@ -178,7 +178,7 @@ static const Option OPTIONS[] = {
 };
 #undef AT
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
-static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0])};
+static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0]), NEEDS};
 
 // The optimizer that the options ask for. Names that they leave to the preset are "" here, and numbers that depend on
 // the length of the run have a stand-in.
@@ -1044,13 +1044,12 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
     if (strcmp(o->matmul, "auto") == 0) o->matmul = gpu ? "bf16" : "fp32";
     m->arena.type = gpu && strcmp(o->matmul, "fp32") != 0 ? OPTIM_BF16 : OPTIM_FP32;
-    m->uses_fp8 = strcmp(o->matmul, "fp8") == 0, m->head_fp8 = strcmp(o->head, "fp8") == 0;
+    m->uses_fp8 = strcmp(o->matmul, "fp8") == 0, m->head_fp8 = m->uses_fp8 && strcmp(o->head, "fp8") == 0;
     m->fp8.gradients = strcmp(o->fp8_grads, "e4m3") == 0 ? FP8_E4M3 : FP8_E5M2;
     if (m->uses_fp8 && gpu && m->dev->compute < 89) {
         user_error("--matmul fp8 needs a GPU of compute capability 8.9 or more, and %s has %d.%d; type --matmul bf16",
                    m->dev->name, m->dev->compute / 10, m->dev->compute % 10);
     }
-    if (m->head_fp8 && !m->uses_fp8) user_error("--head fp8 goes with --matmul fp8; type both or neither");
     const bool gelu = strcmp(o->recompute, "gelu") == 0, block = strcmp(o->recompute, "block") == 0;
     m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
@@ -1199,6 +1198,7 @@ static void resolve(Run* run) {
             run->folder.error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
+    require(options_needed(&TABLE, o, run->resume.given, o->overrides, run->folder.error), run->folder.error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_offload(o, m, config);
@@ -1225,35 +1225,41 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-// --fit: a line for each preset and --recompute, for --data's vocabulary or GPT-2's. Gradients are fp32 unless --grads
-// says otherwise, as they are in a step of several micro-batches.
-static int fit_main(const Options* asked, bool preset_typed, bool recompute_typed) {
+// --fit: a line for each preset that goes with the other options, and for each --recompute, for --data's vocabulary or
+// GPT-2's. Gradients are fp32 unless --grads says otherwise, as they are in a step of several micro-batches.
+static int fit_main(const Options* asked, const bool* given) {
     const char* const recompute[] = {"none", "gelu", "block"};
+    const bool one = option_given(&TABLE, given, "preset"), way = option_given(&TABLE, given, "recompute");
     const DataSource source = data_source(asked);
     Device dev;
     int rows = 0, vocabulary = 50257;
     bool bytes = false;
-    char error[DATA_ERROR_BYTES];
+    char why[2][DATA_ERROR_BYTES] = {}, *error = why[0];
     if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
     device_imagine(&dev, asked->fit);
     const char *model = asked->model, *folder = checkpoint_model(&model, false, error);
     require(folder != nullptr, error);
-    for (int i = 0; optim_preset(i / 3); i++) {
+    OptimConfig typed = optim_config_of(asked);
+    require(!one || optim_resolve(&typed, error, DATA_ERROR_BYTES), error);
+    for (int i = 0; const char* preset = optim_preset(i / 3); i++) {
         Options o = *asked;
-        if (preset_typed && strcmp(optim_preset(i / 3), o.preset) != 0) continue;
-        if (recompute_typed && strcmp(recompute[i % 3], o.recompute) != 0) continue;
-        o.preset = optim_preset(i / 3), o.recompute = recompute[i % 3];
+        error = why[*why[0] != 0];  // the first refusal is kept
+        if ((one && strcmp(preset, o.preset) != 0) || (way && strcmp(recompute[i % 3], o.recompute) != 0)) continue;
+        o.preset = preset, o.recompute = recompute[i % 3], o.model = model;
         if (strcmp(o.grads, "auto") == 0) o.grads = "fp32";
         Model m = {};
-        OptimConfig config = {};
-        m.dev = &dev, o.model = model;
+        OptimConfig config = optim_config_of(&o);
+        m.dev = &dev, m.arena.clip_by = clip_by_from(o.clip_by);
+        if (!optim_resolve(&config, error, DATA_ERROR_BYTES)) continue;
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
-        char why[1024];
-        if (config.offload && !optim_releases(&config, m.arena.tensors, m.arena.count, why, sizeof(why))) continue;
+        if (!options_needed(&TABLE, &o, given, o.overrides, error)) continue;
+        if (!arena_plan_release(&m.arena, &config, o.clip, strcmp(o.release, "on") == 0, error, DATA_ERROR_BYTES))
+            continue;
         const Planner planner = {plan_of, &m, &config, &o};
         report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, &planner, dev.memory, rows++ == 0);
     }
+    if (rows == 0) user_error("--fit lists nothing: %s", why[0]);
     require_stdout();
     return 0;
 }
@@ -1408,6 +1414,7 @@ static void train(Run* run) {
 // Instead of training, with --model DIR: --sample continues prompts, on rank 0 alone; otherwise the tasks of --eval are
 // scored, whose batches have up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
+    if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     char error[DATA_ERROR_BYTES];
     const int64_t tokens = samples ? 1 : EVALUATION_TOKENS;
     Device dev;
@@ -1553,11 +1560,6 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     return 0;
 }
 
-// Pairs of an option that replaces training and another option, which it would ignore.
-static const char* const APART[][2] = {{"sample", "eval"},     {"sample", "dry-run"}, {"sample", "fit"},
-                                       {"sample", "eval-out"}, {"fit", "eval"},       {"fit", "gpus"},
-                                       {"fit", "memory"}};
-
 #ifndef TESTING
 // The system calls this before any library begins, so that a signal finds its handler whenever it comes, and the stack
 // is there before a limit can refuse it.
@@ -1582,17 +1584,15 @@ int main(int argc, char** argv) {
         require_stdout();
         return 0;
     }
-    const auto typed = [&](const char* name) { return option_given(&TABLE, given, name); };
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
     require(gpt2_take_size(&TABLE, &options, given, error), error);
-    if (options.fit > 0) return fit_main(&options, typed("preset"), typed("recompute"));
-    const bool samples = typed("sample");
+    if (options.fit > 0) return fit_main(&options, given);
     Launch launch;
     require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
-    if (samples) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
+    if (option_given(&TABLE, given, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
-    const bool evaluates = typed("eval") && options.eval_every == 0;
+    const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;

@@ -55,18 +55,24 @@ static bool parts_fit(Evaluation* e, uint64_t tokens) {
     return used == tokens && longest == (uint32_t)e->longest;
 }
 
+// Is it a task that prepare.py downloads?
+static bool is_public(const char* name) {
+    return strcmp(name, "hellaswag") == 0 || strcmp(name, "lambada") == 0;
+}
+
 static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, const Tokenizer* tokenizer, char* error) {
     Header header;
     if (bytes < HEADER_BYTES || memcmp(e->file, "nib-eval", 8) != 0) {
-        return data_error(error, "%s is no evaluation file; make one with data/prepare.py --eval NAME=FILE.jsonl",
-                          path);
+        return data_error(
+            error, "%s is no evaluation file; make one with .venv/bin/python data/prepare.py --eval NAME=FILE.jsonl",
+            path);
     }
     memcpy(&header, e->file, HEADER_BYTES);
     if (header.version != VERSION) {
-        return data_error(
-            error,
-            "%s is an evaluation file of version %u and this program reads %d; make it again with data/prepare.py",
-            path, header.version, VERSION);
+        return data_error(error,
+                          "%s is an evaluation file of version %u and this program reads %d; make it again with "
+                          ".venv/bin/python data/prepare.py",
+                          path, header.version, VERSION);
     }
     const uint64_t most = (uint64_t)bytes;
     const bool fits =
@@ -74,16 +80,17 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
         HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == most;
     const uint32_t crc = crc32c(crc32c(0, e->file, HEADER_BYTES - 4), e->file + HEADER_BYTES, bytes - HEADER_BYTES);
     if (!fits || crc != header.crc) {
-        return data_error(error, "%s is damaged: its %s; make it again with data/prepare.py", path,
+        return data_error(error, "%s is damaged: its %s; make it again with .venv/bin/python data/prepare.py", path,
                           fits ? "checksum differs" : "size is not what its header says");
     }
     if (tokenizer &&
         ((int)header.vocabulary != tokenizer_vocabulary(tokenizer) || header.fingerprint != fingerprint(tokenizer))) {
+        const int vocabulary = tokenizer_vocabulary(tokenizer);
         return data_error(error,
                           "%s was made for another vocabulary (of %u tokens) than the model's (of %d); make it again "
-                          "with data/prepare.py --eval --tokenizer DIR, the folder of the model's tokenizer (bytes: "
-                          "--tokenizer bytes)",
-                          path, header.vocabulary, tokenizer_vocabulary(tokenizer));
+                          "with .venv/bin/python data/prepare.py --eval %s%s --force --tokenizer %s",
+                          path, header.vocabulary, vocabulary, e->name, is_public(e->name) ? "" : "=FILE.jsonl",
+                          vocabulary == 256 ? "bytes" : "DIR, the folder of the model's tokenizer");
     }
     e->kind = header.kind == 0 ? EVALUATION_CHOICES : EVALUATION_LAST_WORD;
     e->vocabulary = (int)header.vocabulary, e->examples = (int)header.examples, e->rows = (int)header.rows;
@@ -93,10 +100,10 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
     e->tokens = (const uint16_t*)(e->row + e->rows);
     e->first = memory_zero((size_t)e->rows + 1, sizeof(int64_t));
     if (header.kind > 1 || header.examples == 0 || !parts_fit(e, header.tokens)) {
-        return data_error(
-            error,
-            "%s contradicts itself: its examples, rows and tokens do not add up; make it again with data/prepare.py",
-            path);
+        return data_error(error,
+                          "%s contradicts itself: its examples, rows and tokens do not add up; make it again with "
+                          ".venv/bin/python data/prepare.py",
+                          path);
     }
     return true;
 }
@@ -118,10 +125,13 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     int64_t bytes = 0;
     bool fine = true;
     if (!is_path && !file_exists(path)) {
+        const bool is_name =
+            name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
         fine = data_error(
             error,
-            "--eval %s: there is no %s; make it with data/prepare.py --eval %s, or type the path of an evaluation file",
-            name, path, name);
+            "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or type the path of "
+            "an evaluation file, such as data/eval/NAME.eval",
+            name, path, is_name ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
     }
     char reason[DATA_ERROR_BYTES];
     if (fine) e->file = file_read(path, &bytes, reason);

@@ -248,6 +248,12 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
         if (t->heads >= 0) shape->heads = t->heads;
         if (t->positions >= 0) shape->positions = t->positions;
     }
+    if (vocabulary > shape->vocabulary && shape->vocabulary == 256) {
+        return data_error(error,
+                          "the data has a vocabulary of %d tokens and --model %s is a model of bytes; name the text "
+                          "itself by --data",
+                          vocabulary, model);
+    }
     if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
         return data_error(error,
                           "the data has a vocabulary of %d tokens and --model %s of %lld; prepare the data with the "

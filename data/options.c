@@ -273,6 +273,62 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
     return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one, other);
 }
 
+// Does the option have the value of its default?
+static bool is_standard(const Option* option, const void* fields) {
+    char text[OPTION_TEXT_BYTES], *end, *rest;
+    const char* value = option_text(option, fields, text, sizeof(text));
+    if (strcmp(value, option->standard) == 0) return true;
+    const double standard = strtod(option->standard, &end), number = strtod(value, &rest);
+    return *option->standard && !*end && !*rest && number == standard;
+}
+
+// Does a word NAME=VALUE of `settings` give one of the values?
+static bool setting_known(const char* settings, const char* name, const char* values) {
+    char word[72], value[64];
+    const int length = snprintf(word, sizeof(word), "%s=", name);
+    for (const char* at = settings; (at = strstr(at, word)) != NULL; at++) {
+        snprintf(value, sizeof(value), "%.*s", (int)strcspn(at + length, " ;"), at + length);
+        if ((at == settings || strchr(" :", at[-1])) && choice_known(value, values)) return true;
+    }
+    return false;
+}
+
+// "muon|normuon|rmnp" as "muon, normuon or rmnp".
+static const char* values_listed(const char* values, char* text, size_t bytes) {
+    size_t used = 0;
+    for (const char* at = values; *at && used + 8 < bytes; at++) {
+        if (*at != '|') text[used++] = *at;
+        if (*at == '|') used += (size_t)snprintf(text + used, bytes - used, "%s", strchr(at + 1, '|') ? ", " : " or ");
+    }
+    text[used] = 0;
+    return text;
+}
+
+static bool need_met(const OptionTable* table, const void* fields, const bool* given, const char* settings,
+                     const OptionNeed* need, const char* name, char* error) {
+    const Option *option = option_find(table, name), *other = option_find(table, need->other);
+    char mine[OPTION_TEXT_BYTES], its[OPTION_TEXT_BYTES], list[128];
+    if (!option_given(table, given, name) || is_standard(option, fields)) return true;
+    if (choice_known(option_text(other, fields, its, sizeof(its)), need->values)) return true;
+    if (setting_known(settings, need->other, need->values)) return true;
+    return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
+                      option_text(option, fields, mine, sizeof(mine)), need->other,
+                      values_listed(need->values, list, sizeof(list)), name);
+}
+
+bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings,
+                    char* error) {
+    for (const OptionNeed* need = table->need; need->names; need++) {
+        for (const char *at = need->names, *end; *at; at = end + strspn(end, " ")) {
+            char name[64];
+            end = at + strcspn(at, " ");
+            snprintf(name, sizeof(name), "%.*s", (int)(end - at), at);
+            if (!need_met(table, fields, given, settings, need, name, error)) return false;
+        }
+    }
+    return true;
+}
+
 void options_help(const OptionTable* table, FILE* file) {
     fputs("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n", file);
     for (int i = 0; i < table->count; i++) {

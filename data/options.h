@@ -33,11 +33,19 @@ typedef struct {
     const char* answer;  // the rest of a sentence that begins "unknown option --NAME; "
 } OptionSynonym;
 
+// Options that change nothing unless another option has one of some values.
+typedef struct {
+    const char* names;   // of the options, with a space between two
+    const char* other;   // the option that they need
+    const char* values;  // with '|' between two
+} OptionNeed;
+
 typedef struct {
     const Option* option;
     int count;
     const OptionSynonym* synonym;
     int synonyms;
+    const OptionNeed* need;  // ends with a row without names
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
@@ -54,6 +62,9 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
 bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
 // False with a sentence if both options were typed, of which one is done instead of the other.
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
+// False with a sentence if an option was typed, with another value than its default, that lacks what it needs.
+// `settings` is a text whose words NAME=VALUE give values to options too.
+bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
 void options_help(const OptionTable* table, FILE* file);
 // {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
 // numbers are numbers.

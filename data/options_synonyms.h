@@ -1,6 +1,6 @@
 // The names that llm.c, nanoGPT, nanochat, Hugging Face's Trainer, torchtitan and others have for nibble's options, and
 // what they have and nibble has not. Each name is in lower case with '-' for '_'; torchtitan's come without their
-// group. The answer follows "unknown option --NAME; ".
+// group. The answer follows "unknown option --NAME; ". After them, what options need, and which exclude each other.
 #pragma once
 #include "options.h"
 
@@ -181,4 +181,27 @@ static const OptionSynonym SYNONYMS[] = {
     {"config config-file cfg conf yaml job-config-file args-file",
      "leave it out: options are typed; a run's config.json lists them all"},
     {"verbose quiet debug mode", "leave it out (--help lists the options)"},
+};
+
+// Options that change nothing without another one. --override may give a rule too.
+static const OptionNeed NEEDS[] = {
+    {"head fp8-grads", "matmul", "fp8"},
+    {"decay-fraction", "schedule", "wsd"},
+    {"alpha ramp", "rule", "ademamix"},
+    {"beta3", "rule", "ademamix|came"},
+    {"momentum nesterov", "rule", "muon|normuon|rmnp|normuon-lite"},
+    {"ns-steps ns-coefficients", "rule", "muon|normuon"},
+    {"rank", "rule", "galore|fira|apollo"},
+    {"rank-gap rank-scale", "rule", "galore|fira|apollo|apollo-mini"},
+    {"rank-basis", "rule", "galore"},
+    {"adafactor-lr", "rule", "adafactor"},
+    {"clip-update", "rule", "adafactor|came"},
+    {NULL, NULL, NULL},
+};
+
+// Pairs of an option that replaces training, or another option, and of one that it would ignore.
+static const char* const APART[][2] = {
+    {"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},    {"sample", "eval-out"},    {"fit", "eval"},
+    {"fit", "gpus"},    {"fit", "memory"},     {"fit", "batch"},     {"fit", "resume"},         {"fit", "dry-run"},
+    {"fit", "device"},  {"fit", "shard"},      {"sample", "prompt"}, {"prompt-file", "prompt"},
 };

@@ -579,16 +579,22 @@ class Parser(argparse.ArgumentParser):
 
 def count(text):
     """A positive integer; 1e9 and 1_000_000 are understood."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
     if not 1 <= value <= 2**62 or value != int(value):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from 1 on, such as 1000 or 1e9")
     return int(value)
 
 
 def fraction(text):
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
     if not 0 < value < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"'{text}' was found; type a number between 0 and 1, such as 0.05")
     return value
 
 
@@ -649,8 +655,13 @@ def parse(arguments):
         parser.error("give --tokenizer or --train-bpe, not both")
     if options.train_bpe and not BPE_LEAST <= options.train_bpe <= vocabulary.VOCABULARY_MOST:
         parser.error(f"--train-bpe {options.train_bpe} is not within {BPE_LEAST} and {vocabulary.VOCABULARY_MOST}")
-    if options.eval and (options.val or options.train_bpe):
-        parser.error("--eval goes with --tokenizer and --out alone: it writes no shards")
+    shards = "val", "val_fraction", "train_bpe", "limit_tokens", "workers", "strict", "inline_separators"
+    for name in shards if options.eval else ():
+        if getattr(options, name):
+            parser.error(
+                "--eval goes with --tokenizer, --out and --force alone: it writes no shards; "
+                f"leave --{name.replace('_', '-')} out"
+            )
     if options.tokenizer == "bytes" and not options.eval:
         parser.error("bytes need no preparation: ./train --data FILE takes any file")
     if options.val and options.val_fraction:

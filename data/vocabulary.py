@@ -176,7 +176,8 @@ def open_vocabulary(folder=None):
     files = find_files(Path(folder)) if folder else find_gpt2()
     if not files:
         raise Problem(
-            f"{folder}: there are no vocab.json and merges.txt here, nor encoder.json and vocab.bpe, nor tokenizer.json"
+            f"{folder}: there are no vocab.json and merges.txt here, nor encoder.json and vocab.bpe, nor tokenizer.json; "
+            "give a folder that holds them, or leave --tokenizer out for GPT-2's"
         )
     beside = files[0].with_name("tokenizer.json")
     try:

@@ -161,12 +161,7 @@ def options_read():
     parser.add_argument("--keep", metavar="FILE")
     parser.add_argument("--trainer", default=os.path.join(HERE, "train"))
     options, options.more = parser.parse_known_args()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    options.names = visible.split(",") if visible else ask_gpus("index")
     counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4,8").split(","))
-    options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
-    if max(options.counts) > len(options.names):
-        raise Problem("--gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
     if options.skip >= options.steps:
         raise Problem("--skip %d leaves none of --steps %d" % (options.skip, options.steps))
     sizes = [text.split(":") for text in options.sizes.split(",")]
@@ -175,6 +170,11 @@ def options_read():
     options.sizes = [(model, *numbers("--sizes %s" % options.sizes, size)) for model, *size in sizes]
     if not os.access(options.trainer, os.X_OK):
         raise Problem("--trainer %s is not there, or no program; type `make`" % options.trainer)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    options.names = visible.split(",") if visible else ask_gpus("index")
+    options.counts = [count for count in counts if options.gpus or count <= len(options.names)]
+    if max(options.counts) > len(options.names):
+        raise Problem("--gpus %s: this machine shows %d" % (options.gpus, len(options.names)))
     return options
 
 

@@ -196,11 +196,14 @@ def main():
     parser = Parser(prog="watch", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("runs", nargs="?", default="runs", metavar="RUNS", help="folder of runs, or a run (default: %(default)s)")
-    add("--port", type=int, default=PORT, metavar="N", help="of 127.0.0.1; 0: a free one (default: %(default)s)")
+    add("--port", type=int, metavar="N", help=f"of 127.0.0.1; 0: a free one (default: {PORT})")
     add("--export", choices=list(watch_export.WRITERS), help="write the runs there instead of serving a page")
     add("--follow", action="store_true", help="go on exporting until Ctrl-C")
     add("--out", metavar="DIR", help="of the export (default: export in RUNS)")
     options = parser.parse_args()
+    if options.port is not None and options.export:
+        raise Problem("--port is of the page, and --export writes files; leave one of them out")
+    options.port = PORT if options.port is None else options.port
     if not 0 <= options.port < 1 << 16:
         raise Problem(f"--port {options.port}: give 0 to 65535")
     if not options.export and (options.follow or options.out):

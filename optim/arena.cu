@@ -81,7 +81,8 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
     } else if ((several || together) && !may_fold(a, config, reason, sizeof(reason))) {
         char leave[64] = "leave --release out";
         if (!together) snprintf(leave, sizeof(leave), "type --tokens-per-step %lld", (long long)micro);
-        snprintf(why, why_bytes, "%s%s; %s", when, reason, leave);
+        const bool says = strstr(reason, "; type ") != nullptr;
+        snprintf(why, why_bytes, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : leave);
     } else if (clip > 0 && (several || together)) {
         snprintf(why, why_bytes, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
     } else if (clip > 0 && !by_parts) {
@@ -100,6 +101,18 @@ void arena_release(Arena* a, OptimConfig* config, bool several) {
     ShardTensor* tensors = shard_tensors(a);
     shard_places(a->shard, tensors, a->count, a->layers);
     free(tensors);
+}
+
+bool arena_plan_release(Arena* a, OptimConfig* config, double clip, bool on, char* why, size_t why_bytes) {
+    const bool parts = config->offload || a->clip_by != CLIP_STEP;
+    if (parts && !optim_releases(config, a->tensors, a->count, why, why_bytes)) {
+        const size_t used = strlen(why);
+        snprintf(why + used, why_bytes - used, "; leave %s out", config->offload ? "--offload" : "--clip-by");
+        return false;
+    }
+    if (on && !arena_may_release(a, config, clip, 1, 1, true, why, why_bytes)) return false;
+    if (on) arena_release(a, config, false);
+    return true;
 }
 
 // True if steps are taken part by part.

@@ -221,7 +221,7 @@ void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grad
 void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_t step);
 
 // Can m of the tensors for which folds[t] holds, and of those of rules that read matrices, take gradients before the
-// step? False with a reason.
+// step? False with a reason, and what to type after a semicolon if another option lets them.
 bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
                  size_t error_bytes);
 

@@ -64,6 +64,7 @@ static int plan_group(Plan* plan, double lr, double decay) {
 static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
     const char *rule = config->rule, *weights = config->weights, *m = config->m, *v = nullptr, *pattern[2] = {"", ""};
+    bool of_rest = false;  // v comes from the override that the run's rule brings for other tensors
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
@@ -72,6 +73,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
         if (*change->weights) weights = change->weights, pattern[0] = change->patterns;
         if (*change->m) m = change->m, pattern[1] = change->patterns;
         if (*change->v) v = change->v, pattern[1] = change->patterns;
+        if (*change->v) of_rest = strcmp(change->patterns, MATRIX_REST) == 0;
         if (change->decay >= 0.0) decay = change->decay;
         lr *= change->lr;
     }
@@ -88,7 +90,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
         user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
                    tensor->name, tensor->name);
     }
-    if (!v) v = row->keeps_v ? config->v : none_row()->name;
+    if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
     plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name,
                                          find_state(config, m)->name, find_state(config, v)->name, pattern);
     plan->group_of[index] =

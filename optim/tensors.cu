@@ -62,28 +62,42 @@ void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_
     }
 }
 
+// Why m of a launch cannot take gradients, and what to type if another option lets it; "" if it can.
+static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char* error, size_t bytes) {
+    const Rows rows = config_rows(launch);
+    const char *rule = rows.rule->name, *m = rows.m->name;
+    const int bits = rows.m->stream[0].bits;
+    OptimConfig plain = *launch, moves = *launch;
+    plain.nesterov = false;
+    moves.beta1 = moves.momentum = 0.5f, moves.beta2 = launch->beta1 == launch->beta2 ? 0.5f : launch->beta2;
+    error[0] = 0;
+    if (launch_fold(launch) > 0.0f && bits >= 16 && (bits > 16 || strstr(m, ":sr"))) return;
+    if (launch_fold(launch) > 0.0f) {
+        const char* option = strcmp(launch->m, run->m) == 0 ? "--m " : "m=";
+        snprintf(error, bytes, "m takes the gradients, and %s would lose small ones; type %sbf16:sr", m, option);
+    } else if (launch_fold(&plain) > 0.0f) {
+        snprintf(error, bytes, "%s with --nesterov on needs more of the gradients than m can take; type --nesterov off",
+                 rule);
+    } else if (launch_fold(&moves) > 0.0f) {
+        snprintf(error, bytes, "m takes the gradients, and %s's m forgets all of them where its decay is 0", rule);
+    } else {
+        snprintf(error, bytes,
+                 "%s needs more of the gradients than m can take, unlike sgd, lion with --beta1 as "
+                 "--beta2, and rmnp, normuon-lite, muon and normuon with --nesterov off",
+                 rule);
+    }
+}
+
 bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
                  size_t error_bytes) {
     Plan* plan = plan_ranges(config, tensors, count);
-    const RuleRow* rule = nullptr;
-    const FormatRow* m = nullptr;
-    for (int t = 0; t < count && !rule && !m; t++) {
+    error[0] = 0;
+    for (int t = 0; t < count && !error[0]; t++) {
         const OptimConfig* its = &plan->launch[plan->launch_of[t]].config;
-        const Rows rows = config_rows(its);
-        const int bits = rows.m->stream[0].bits;
-        if (!folds[t] && rows.rule->matrix == MATRIX_NONE) continue;  // matrices step after the backward pass
-        if (launch_fold(its) == 0.0f) rule = rows.rule;
-        if (bits < 16 || (bits == 16 && !strstr(rows.m->name, ":sr"))) m = rows.m;
+        if (!folds[t] && config_rows(its).rule->matrix == MATRIX_NONE)
+            continue;  // matrices step after the backward pass
+        fold_refusal(config, its, error, error_bytes);
     }
     plan_free(plan);
-    if (rule) {
-        snprintf(error, error_bytes,
-                 "%s needs more of the gradients than m can take, unlike sgd, lion with --beta1 as "
-                 "--beta2, and rmnp, normuon-lite, muon and normuon with --nesterov off",
-                 rule->name);
-    } else if (m) {
-        snprintf(error, error_bytes, "m takes the gradients, and %s would lose small ones, unlike fp32 and bf16:sr",
-                 m->name);
-    }
-    return !rule && !m;
+    return !error[0];
 }

@@ -187,6 +187,11 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--dry-run=yes", "--dry-run", "no value"},
     {ALL, "--schedule cosin", "--schedule", "cosine"},
     {ALL, "--on-nonfinite ignore", "--on-nonfinite", "skip|stop"},
+    {ALL, "--fp8-grads e5m2", "--fp8-grads e5m2 goes with --matmul fp8", "leave --fp8-grads out, or type both"},
+    {ALL, "--nesterov off", "goes with --rule muon, normuon, rmnp or normuon-lite", "leave --nesterov out"},
+    {ALL, "--rule fira --rank-basis bf16", "--rank-basis bf16 goes with --rule galore", "leave --rank-basis out"},
+    {ALL, "--decay-fraction 0.5", "--decay-fraction 0.5 goes with --schedule wsd", "leave --decay-fraction out"},
+    {ALL, "--override *.bias:rule=lion --momentum 0.5", "--momentum 0.5 goes with --rule muon", "leave --momentum out"},
     {ALL, "--device tpu", "--device", "auto|gpu|cpu"},
     {ALL, "--device gpu", "--device gpu", "--device cpu"},
     {ALL, "--matmul bf16", "--matmul bf16", "fp32"},
@@ -219,7 +224,16 @@ static const Bad BAD_OPTIONS[] = {
     {NOTHING, "--sample a --model @ --eval hellaswag", "--sample does one thing", "leave one of them out"},
     {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
     {NOTHING, "--fit 24G --gpus 8", "--fit does one thing, to which --gpus", "leave one of them out"},
-    {NOTHING, "--fit 24G --memory 24G --dry-run", "--memory", "leave one of them out"},
+    {NOTHING, "--fit 24G --memory 24G", "--memory", "leave one of them out"},
+    {NOTHING, "--sample a --model @ --prompt b", "--sample does one thing, to which --prompt", "leave one of them"},
+    {ALL, "--prompt b --prompt-file @/p", "--prompt-file does one thing, to which --prompt", "leave one of them out"},
+    {ALL, "--eval a.b --eval-every 1", "there is no data/eval/a.b.eval", "prepare.py --eval NAME=FILE.jsonl, or type"},
+    {NOTHING, "--sample a --model @ --prompt-file p", "--sample and --prompt-file both", "type --sample ''"},
+    {NOTHING, "--fit 24G --batch 8", "--fit does one thing, to which --batch", "leave one of them out"},
+    {NOTHING, "--fit 24G --preset adamw33", "adamw33", "adamw32"},
+    {NOTHING, "--fit 24G --preset muon --offload states", "--fit lists nothing: the rule muon", "leave --offload out"},
+    {NOTHING, "--fit 24G --release on", "--fit lists nothing: --clip 1", "type --clip-by last"},
+    {NOTHING, "--fit 24G --head fp8", "--fit lists nothing: --head fp8 goes with", "leave --head out"},
     {ALL, "--eval-every 1", "--eval names nothing", "type names or paths"},
     {ALL, "--eval , --eval-every 1", "--eval names nothing", "--eval-every 0"},
     {ALL, "--eval @/ --eval-every 1", "--eval: cannot read @/", "type the path of an evaluation file"},
@@ -282,7 +296,7 @@ static const Bad BAD_FOLDERS[] = {
      "give a model with F32, BF16 or F16 of [33, 64]"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --seq 64", "--seq 64", "--seq 32"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --layers 2", "--model", "--layers"},
-    {DATA_AND_RUN, "--model @/used/step_00000001 --data @/good.bin --seq 32", "vocabulary", "--model"},
+    {DATA_AND_RUN, "--model @/used/step_00000001 --data @/good.bin --seq 32", "is a model of bytes", "by --data"},
     {NOTHING, "--sample a --model @/truncated", "truncated/model.safetensors", ""},
     {NOTHING, "--sample a --model @/llama", "--model", "llama"},
 };
@@ -430,6 +444,19 @@ FOLDER_TEST(cli_fit) {
             expect((notice != nullptr) == (more == 1), "%s, batch %lld: %s", recompute, batch + more, OUT(plan));
         }
     }
+    // Presets that do not go with another option are left out; released gradients take turns.
+    run_train(rule, "--fit 24G --model gpt2 --recompute none --rule muon");
+    expect_code(rule, 0);
+    expect(strstr(OUT(rule), "adamw8 ") && !strstr(OUT(rule), "adamw8e ") && strstr(OUT(rule), "muon4 "), "%s",
+           OUT(rule));
+    double gib[2] = {0.0, 0.0};
+    for (int released = 0; released < 2; released++) {
+        run_train(fit, "--fit 24G --model gpt2 --recompute none --preset adamw8 --clip-by last --release %s",
+                  released ? "on" : "off");
+        const char* row = strstr(OUT(fit), "adamw8 ");
+        expect(row && sscanf(row, "%*s %*s %*s %*s %*s %lf", &gib[released]) == 1, "no row: %s", OUT(fit));
+    }
+    expect(gib[1] > 0.0 && gib[1] < 0.7 * gib[0], "gradients take %g GiB, released %g", gib[0], gib[1]);
     run_train(fp8, "--fit 24G --model gpt2 --preset adamw8 --recompute none --matmul fp8 --head fp8");
     expect_code(fp8, 0);
     expect(strstr(OUT(fp8), "adamw8 "), "no row: %s", OUT(fp8));

@@ -285,25 +285,28 @@ TEST(folds_only_where_m_says_all) {
         float beta1, momentum;
         bool nesterov;
         const char* says;  // or null: it may
-    } rows[] = {{"sgd", "fp32", "", 0.9f, 0.95f, true, nullptr},
-                {"sgd", "fp32", "", 0.0f, 0.95f, true, "sgd needs more"},
-                {"sgd", "bf16", "", 0.9f, 0.95f, true, "bf16 would lose"},
-                {"sgd", "dyn8:sr", "", 0.9f, 0.95f, true, "dyn8/256:sr would lose"},
-                {"sgd", "fp16:sr", "wte|ln*: rule=adamw v=fp32", 0.9f, 0.95f, true, nullptr},
-                {"lion", "fp32", "", 0.95f, 0.95f, true, nullptr},
-                {"lion", "fp32", "", 0.9f, 0.95f, true, "lion needs more"},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "rmnp needs more"},
-                {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "rmnp needs more"},
-                {"normuon-lite", "fp32", "", 0.9f, 0.95f, false, nullptr},
-                {"muon", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
-                {"normuon", "fp32", "", 0.9f, 0.95f, true, "normuon needs more"},
-                {"galore", "fp32", "", 0.9f, 0.95f, false, "galore needs more"},
-                {"adamw", "fp32", "", 0.9f, 0.95f, false, "adamw needs more"},
-                {"nadamw", "fp32", "", 0.9f, 0.95f, false, "nadamw needs more"},
-                {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw needs more"},
-                {"rmnp", "fp32", "wte: rule=galore v=fp32", 0.9f, 0.95f, false, "galore needs more"},
-                {"sgd", "fp32", "wte: rule=muon m=bf16", 0.9f, 0.95f, false, "bf16 would lose"}};
+    } rows[] = {
+        {"sgd", "fp32", "", 0.9f, 0.95f, true, nullptr},
+        {"sgd", "bf16", "", 0.9f, 0.95f, true, "bf16 would lose"},
+        {"sgd", "dyn8:sr", "", 0.9f, 0.95f, true, "dyn8/256:sr would lose"},
+        {"sgd", "fp32", "", 0.0f, 0.95f, true, "sgd's m forgets all"},
+        {"sgd", "dyn8", "", 0.9f, 0.95f, true, "type --m bf16:sr"},
+        {"sgd", "fp16:sr", "wte|ln*: rule=adamw v=fp32", 0.9f, 0.95f, true, nullptr},
+        {"lion", "fp32", "", 0.95f, 0.95f, true, nullptr},
+        {"lion", "fp32", "", 0.9f, 0.95f, true, "lion needs more"},
+        {"rmnp", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
+        {"rmnp", "bf16:sr", "", 0.9f, 0.0f, false, "rmnp's m forgets all"},
+        {"rmnp", "bf16:sr", "", 0.9f, 0.95f, true, "type --nesterov off"},
+        {"rmnp", "fp32", "wte: rule=sgd", 0.9f, 0.95f, false, nullptr},  // sgd needs no v=, and rmnp's rest has one
+        {"normuon-lite", "fp32", "", 0.9f, 0.95f, false, nullptr},
+        {"muon", "bf16:sr", "", 0.9f, 0.95f, false, nullptr},
+        {"normuon", "fp32", "", 0.9f, 0.95f, true, "normuon with --nesterov on needs more"},
+        {"galore", "fp32", "", 0.9f, 0.95f, false, "galore needs more"},
+        {"adamw", "fp32", "", 0.9f, 0.95f, false, "adamw needs more"},
+        {"nadamw", "fp32", "", 0.9f, 0.95f, false, "nadamw needs more"},
+        {"rmnp", "fp32", "h.1: rule=adamw v=fp32", 0.9f, 0.95f, false, "adamw needs more"},
+        {"rmnp", "fp32", "wte: rule=galore v=fp32", 0.9f, 0.95f, false, "galore needs more"},
+        {"sgd", "fp32", "wte: rule=muon m=bf16", 0.9f, 0.95f, false, "bf16 would lose small ones; type m=bf16:sr"}};
     const bool folds[COUNT] = {false, false, true, true};
     for (const auto& row : rows) {
         OptimConfig config = make_config(row.rule, "fp32", "fp32");

@@ -727,7 +727,7 @@ FOLDER_TEST(fp8_bad_options) {
               work, work);
     expect_error(test, &rows, "20 rows", "are 20 rows", "--seq 16");
     run_train(head, "%s --data %s/text.txt --run %s/b --device cpu --head fp8", RUN, work, work);
-    expect_error(test, &head, "--head fp8 alone", "--head fp8 goes with --matmul fp8", "type both");
+    expect_error(test, &head, "--head fp8 alone", "--head fp8 goes with --matmul fp8", "or type both");
     run_train(logits,
               "%s --data %s/text.txt --run %s/c --device cpu --matmul fp8 --head fp8 --logit-rows 20 --seq 64 "
               "--batch 1 --tokens-per-step 64",

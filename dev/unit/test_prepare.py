@@ -538,7 +538,8 @@ def test_evaluation_errors(case):
     )
     case.refuse("no such file", "--eval", "none")
     case.refuse("NAME=FILE.jsonl", "--eval", "a b=e.jsonl")
-    case.refuse("--eval goes with", "--eval", "e.jsonl", "--val", "e.jsonl")
+    for more in (("--val", "e.jsonl"), ("--val-fraction", 0.1), ("--limit-tokens", 9), ("--strict",)):
+        case.refuse(f"leave {more[0]} out", "--eval", "e.jsonl", *more)
     nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
     nowhere.update(dict.fromkeys(("no_proxy", "NO_PROXY"), ""))
     case.refuse("prepare --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **nowhere)
@@ -697,12 +698,12 @@ def test_errors(case):
     (case.folder / "no.txt.gz").write_bytes(b"not packed")
     case.refuse("no.txt.gz: cannot be read", "no.txt.gz")
     case.refuse("--val", case.write("one.jsonl", '{"text": "a"}\n'))
-    case.refuse("vocab.bpe", good, vocabulary="cache")
+    case.refuse("vocab.bpe, nor tokenizer.json; give a folder", good, vocabulary="cache")
     (case.folder / "vocabulary" / "vocab.bpe").write_text("#version: 0.2\nt h\n", "utf-8")
     case.refuse("byte-pair vocabulary", good)
     case.refuse("--shard-tokens", good, "--shard-tokens", 10)
-    case.refuse("--workers", good, "--workers", "x")
-    case.refuse("--val-fraction", good, "--val-fraction", 1)
+    case.refuse("--workers: 'x' was found; type a whole number", good, "--workers", "x")
+    case.refuse("--val-fraction: '1' was found; type a number between", good, "--val-fraction", 1)
     case.refuse("INPUT")
 
 

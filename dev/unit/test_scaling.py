@@ -107,6 +107,11 @@ def test_gpus(case):
         command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *typed]
         done = subprocess.run(command, env=case.environment, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr and not done.stdout, done
+    case.program("nvidia-smi", "exit 1")  # a mistake in what is typed comes before one of the machine
+    command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, "--gpus", "x"]
+    done = subprocess.run(command, env=case.environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "--gpus x wants numbers" in done.stderr, done
+    case.program("nvidia-smi", "echo 1024")
     seen = case.folder / "seen"
     case.environment["CUDA_VISIBLE_DEVICES"] = "6,7,3"
     trainer = case.trainer(f'echo "$CUDA_VISIBLE_DEVICES" >> {seen}')

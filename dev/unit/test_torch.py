@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "optim" / "python"))
@@ -312,7 +313,8 @@ def library_mistakes_are_sentences():
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
                             ({"parameters": "fp16"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
-                            ({"rule": "lion", "v": "fp32"}, "lion keeps"), ({"rule": "muon"}, "t0 is a vector"),
+                            ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
+                            ({"v": "none"}, 'type v="fp32", say'), ({"rule": "muon"}, "t0 is a vector"),
                             ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
                             ({"stacked": "t0"}, "a pattern"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
@@ -789,9 +791,20 @@ def torch_mistakes_are_exceptions():
             (ValueError, "c_atn.weight matches no parameter", lambda: nibble_optim.Optimizer(
                 [("h.0.c_attn.weight", q)], rule="muon", stacked="c_attn.*:3; c_atn.weight:3").step()),
             (ValueError, "betas: 1", lambda: nibble_optim.Optimizer([p], betas=(1.0, 0.9))),
+            (ValueError, "betas=(0.9,) were found; give", lambda: nibble_optim.Optimizer([p], betas=(0.9,))),
+            (ValueError, "nesterov: 'off' was found; give True or False",
+             lambda: nibble_optim.Optimizer([q], rule="rmnp", nesterov="off")),
+            (ValueError, "lr='x', ", lambda: nibble_optim.Optimizer([p], lr="x")),
             (TypeError, "float64", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.double())])),
             (TypeError, "float16", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.half())]))]:
         raises(kind, words, function)
+    for words, settings in [("momentum changes nothing", dict(momentum=0.9)), ("", dict(rule="rmnp", momentum=0.9)),
+                            ("nothing without rule galore, and the optimizer has fira", dict(rule="fira", rank_basis="bf16")),
+                            ("", dict(overrides="0.0: rule=muon", ns_steps=3))]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            nibble_optim.Optimizer([q], **settings).step()
+        assert len(said) == bool(words) and words in "".join(str(one.message) for one in said), (settings, said)
     absent = torch.nn.Parameter(torch.ones(4, device="meta"))
     absent.grad = torch.ones_like(absent)
     raises(ValueError, "on meta", nibble_optim.Optimizer([absent]).step)

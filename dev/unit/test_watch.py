@@ -219,6 +219,7 @@ def test_errors(case):
     case.log("a", CONFIG, train(1))
     case.refuse("watch.py", "--port 70000: give 0 to 65535", "--port", 70000)
     case.refuse("watch.py", "--follow and --out go with --export", "--follow")
+    case.refuse("watch.py", "--port is of the page", "--export", "csv", "--port", 1)
     case.refuse("watch.py", "invalid choice", "--export", "paper")
     with Server(case) as server:
         case.refuse("watch.py", "type --port 0 for a free one", "--port", server.port)

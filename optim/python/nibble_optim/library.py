@@ -3,6 +3,7 @@ NumPy: tensors are addresses. A status that is not 0 becomes a Python exception 
 import ctypes
 import glob
 import os
+import re
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
@@ -38,6 +39,8 @@ def _find():
     built = os.path.join(here, "..", "..", "..", "build")
     places = [os.environ.get("NIBBLE_OPTIM_LIBRARY"), os.path.join(here, "libnibble_optim.so"),
               os.path.join(built, "lib", "libnibble_optim.so"), os.path.join(built, "cpu", "lib", "libnibble_optim.so")]
+    if places[0] and not os.path.exists(places[0]):
+        raise OSError(f"NIBBLE_OPTIM_LIBRARY={places[0]} is no file; name a libnibble_optim.so, or unset it")
     for place in places:
         if place and os.path.exists(place):
             return place
@@ -92,10 +95,27 @@ def library():
     return _library
 
 
+def as_arguments(sentence):
+    """A sentence of the library, which names ./train's options, with arguments in their place."""
+    names = {"override": "overrides", "format": "formats", "beta1": "betas", "beta2": "betas"}
+
+    def argument(option):
+        return names.get(option, option.replace("-", "_"))
+
+    sentence = re.sub(r"leave --([a-z][a-z0-9-]*) out", lambda found: f"leave {argument(found[1])} out", sentence)
+    sentence = re.sub(r"\b(type|take|or|needs) --([a-z][a-z0-9-]*) ([^\s,;]+)",
+                      lambda found: f'{found[1]} {argument(found[2])}={_quoted(found[3])}', sentence)
+    return re.sub(r"--([a-z][a-z0-9-]*)", lambda found: argument(found[1]), sentence)
+
+
+def _quoted(value):
+    return value if re.fullmatch(r"[-+.0-9e]+", value) else f'"{value}"'
+
+
 def check(status, error):
     if status:
         kind = {1: RuntimeError, 2: ValueError, 3: MemoryError}[status]
-        raise kind("nibble_optim: " + error.value.decode(errors="replace"))
+        raise kind("nibble_optim: " + as_arguments(error.value.decode(errors="replace")))
 
 
 class Handle:

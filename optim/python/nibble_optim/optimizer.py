@@ -7,6 +7,7 @@ import array
 import itertools
 import math
 import re
+import warnings
 from collections import defaultdict
 from copy import deepcopy
 
@@ -15,6 +16,10 @@ import torch
 from . import library, lists, shares
 
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
+NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
+         "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
+         "rank_gap rank_scale": "galore fira apollo apollo-mini", "rank_basis": "galore",
+         "clip_update": "adafactor came"}  # arguments that change nothing without one of these rules
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
 TILE = 2048
@@ -456,6 +461,8 @@ class Optimizer(torch.optim.Optimizer):
                  beta3=None, alpha=None, ramp=None, momentum=None, nesterov=None, clip_update=None,
                  limit_growth=None, capturable=False, stacked=None, ns_steps=None, ns_coefficients=None, rank=None, rank_gap=None,
                  rank_scale=None, rank_basis=None, min_quantized=0):
+        if nesterov not in (None, True, False):
+            raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
                             beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update,
                             nesterov=None if nesterov is None else "on" if nesterov else "off",
@@ -475,8 +482,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _check_group(group):
-        lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
-        beta1, beta2 = (float(beta) for beta in group["betas"])
+        try:
+            lr, decay, eps = float(group["lr"]), float(group["weight_decay"]), float(group["eps"])
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+        except (TypeError, ValueError):
+            found = ", ".join(f"{name}={group[name]!r}" for name in ("lr", "weight_decay", "eps", "betas"))
+            raise ValueError(f"{found} were found; give numbers, and two of them as betas") from None
         for name, value, good, want in [("lr", lr, 0 <= lr < math.inf, "a number from 0 on"),
                                         ("weight_decay", decay, 0 <= decay < math.inf, "a number from 0 on"),
                                         ("eps", eps, 0 < eps <= 1, "a number above 0, at most 1"),
@@ -512,6 +523,20 @@ class Optimizer(torch.optim.Optimizer):
             settings.update(parameters=parameters, device="cpu", overrides=None)
         return settings
 
+    def _check_needs(self):
+        """Warns of an argument that none of the rules reads; a group that is added later may bring one that does."""
+        given = [name for names in NEEDS for name in names.split() if self._shared[name] is not None]
+        if not given:
+            return
+        rules = set(re.findall(r"\brule=([a-z-]+)", self._shared["overrides"] or ""))
+        for group in self.param_groups:
+            rules.add(library.Handle(self._settings(group, "bf16"), []).setting("rule"))
+        for names, readers in NEEDS.items():
+            for name in names.split():
+                if name in given and not rules & set(readers.split()):
+                    warnings.warn(f"{name} changes nothing without rule {' or '.join(readers.split())}, and the "
+                                  f"optimizer has {', '.join(sorted(rules))}; leave {name} out, or give such a rule")
+
     def _flatten(self):
         self._flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
         self._flat_group = [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
@@ -520,6 +545,7 @@ class Optimizer(torch.optim.Optimizer):
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
         self._check_stacked()
+        self._check_needs()
         self._group_of = dict(zip(self._flat, self._flat_group))
         self._place_of = {p: i for i, p in enumerate(self._flat)}
         for part in self._parts:
