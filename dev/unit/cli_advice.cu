@@ -122,7 +122,7 @@ static int follow_all(Test* test, const char* work, const char* typed) {
 // Folders that refusals are about: a run, a run that was killed before its first checkpoint, and models of odd shapes.
 static const char* advice_folder(Test* test) {
     const char* work = work_folder();
-    train_well("%s %s --data %s/text.txt --run %s/used --steps 2", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/used --steps 2", work, work);
     const char* from = joined(work, "used/step_00000002");
     make_model(work, "heads", from, "\"n_head\": 1", "\"n_head\": 2", 1);
     make_model(work, "channels", from, "\"n_embd\": 64", "\"n_embd\": 100", 1);

@@ -407,12 +407,12 @@ TEST(corpus_fingerprint) {
 
 // A resume tells that the data has other contents than before, and of which part.
 TEST(corpus_data_changed_cli) {
-    static char run[PATH_MAX], text[9001];
+    static char text[9001];
     const char* work = work_folder();
     memset(text, 'a', 9000);
     for (int i = 0; i < 9000; i += 6) text[i] = ' ';
     write_text(work, "a.txt", text), write_text(work, "copy.txt", text);
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char* run = joined(work, "run");
     train_well("--data %s/a.txt --run %s --steps 5 " TRAIN_QUICKLY, work, run);
     const struct {
         int byte;  // that is changed, or -1
@@ -427,12 +427,9 @@ TEST(corpus_data_changed_cli) {
         {-1, "", "resume", "begins anew", 11},
     };
     for (auto& item : cases) {
-        char data[PATH_MAX + 32] = "";
         if (item.byte >= 0) text[item.byte] = 'b';
         write_text(work, "a.txt", text);
-        if (*item.data) snprintf(data, sizeof(data), "--data %s%s", work, item.data + strlen("--data WORK"));
-        run_train(child, "--resume %s %s --steps %d", run, data, item.steps);
-        expect_code(child, 0);
+        run_well(child, "--resume %s %s --steps %d", run, replaced(item.data, "WORK", work), item.steps);
         expect(strstr(OUT(child), item.said), "step %d: not '%s' in: %s", item.steps, item.said, OUT(child));
         expect(!strstr(OUT(child), item.unsaid), "step %d: '%s' in: %s", item.steps, item.unsaid, OUT(child));
     }
@@ -463,18 +460,10 @@ FOLDER_TEST(corpus_cli) {
         {"--data WORK/s?.bin", "notice   1 file of the data, shorter than a window of 33 tokens, is left out: 20 token",
          0},
     };
-    char same[2 * PATH_MAX], text[2 * PATH_MAX];
-    snprintf(same, sizeof(same), "%s/same.txt", work), snprintf(text, sizeof(text), "%s/text.txt", work);
-    if (symlink(text, same) != 0) abort();
+    if (symlink(joined(work, "text.txt"), joined(work, "same.txt")) != 0) abort();
     write_shard(work, "s0.bin", 20240520, 1, 500, 500, 3), write_shard(work, "s1.bin", 20240520, 1, 20, 20, 3);
     for (auto& item : cases) {
-        char arguments[2 * PATH_MAX] = "";
-        for (const char* c = item.arguments; *c;) {
-            bool name = strncmp(c, "WORK", 4) == 0;
-            snprintf(strchr(arguments, 0), PATH_MAX, "%.*s", name ? (int)strlen(work) : 1, name ? work : c);
-            c += name ? 4 : 1;
-        }
-        run_train(child, "%s --dry-run " TRAIN_QUICKLY " %s", "", arguments);
+        run_train(child, "--dry-run " TRAIN_QUICKLY " %s", replaced(item.arguments, "WORK", work));
         expect_code(child, item.code);
         expect(strstr(item.code ? ERR(child) : OUT(child), item.said), "%s: %s%s", item.arguments, OUT(child),
                ERR(child));

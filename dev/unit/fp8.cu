@@ -651,12 +651,9 @@ constexpr const char* RUN =
 // The loss of the last step of a run with these options, into the folder WORK/NAME.
 double last_loss(Test* test, bool gpu, const char* work, const char* name, const char* options) {
     static Losses losses;
-    Child child = new_child();
-    child.gpu = gpu;
-    start(&child, "%s --data %s/text.txt --run %s/%s --device %s %s", RUN, work, work, name, gpu ? "gpu" : "cpu",
-          options);
-    finish(&child);
-    expect_code(child, 0);
+    Child child = new_child(gpu);
+    train_as(&child, "%s --data %s/text.txt --run %s/%s --device %s %s", RUN, work, work, name, gpu ? "gpu" : "cpu",
+             options);
     read_losses(test, joined(work, name), &losses);
     expect(losses.last == 30, "%s: %d steps", name, losses.last);
     return losses.last == 30 ? atof(losses.text[30]) : NAN;
@@ -709,15 +706,10 @@ TEST_BOTH(fp8_stored_runs) {
 // A run samples with the weights that it saves, though the room for them is that of the decoder.
 TEST_BOTH(fp8_stored_sample) {
     const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
-    Child run = new_child(), sample = new_child();
-    run.gpu = sample.gpu = gpu;
-    start(&run, "%s --data %s/text.txt --run %s/run --device %s --preset fp8 --matmul fp8 --sample-every 30 %s", RUN,
-          work, work, device, "--sample-tokens 24 --temperature 0 --prompt th");
-    finish(&run);
-    expect_code(run, 0);
-    start(&sample, "--sample th --model %s/run --sample-tokens 24 --temperature 0 --device %s", work, device);
-    finish(&sample);
-    expect_code(sample, 0);
+    Child run = new_child(gpu), sample = new_child(gpu);
+    train_as(&run, "%s --data %s/text.txt --run %s/run --device %s --preset fp8 --matmul fp8 --sample-every 30 %s", RUN,
+             work, work, device, "--sample-tokens 24 --temperature 0 --prompt th");
+    train_as(&sample, "--sample th --model %s/run --sample-tokens 24 --temperature 0 --device %s", work, device);
     expect(strlen(OUT(sample)) > 10 && strstr(OUT(run), OUT(sample)), "'%s' in %s", OUT(sample), OUT(run));
 }
 

@@ -131,9 +131,8 @@ TEST(memory_comes_from_one_family) {
 
 // Runs ./train under `ulimit -WHICH LIMIT`; the caller forgets the child.
 static void run_limited(Child* child, char which, int64_t limit, const char* words, const char* folder) {
-    char command[PATH_MAX];
-    snprintf(command, sizeof(command), "ulimit -%c %lld && exec '%s/train' %s", which, (long long)limit, test_folder(),
-             words);
+    const char* command =
+        formatted("ulimit -%c %lld && exec '%s/train' %s", which, (long long)limit, test_folder(), words);
     int out[2], err[2];
     for (int i = 0; i < 2; i++) child->text[i] = (char*)calloc(1, 1), child->bytes[i] = 0;
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
@@ -159,7 +158,7 @@ static void run_limited(Child* child, char which, int64_t limit, const char* wor
 FOLDER_TEST(memory_limits_end_in_a_sentence) {
     const char* words =
         "--device cpu --data text.txt " SHAPE " " QUICK " --steps 4 --save-every 2 --run run --resume auto";
-    char run[PATH_MAX];
+    const char* run = joined(work, "run");
     int64_t least = 0, step = 1 << 20, newest = -1, before;  // in kilobytes
     int sentences = 0, whole = 0;
     for (; step >= 1024; step /= 2) {
@@ -168,7 +167,6 @@ FOLDER_TEST(memory_limits_end_in_a_sentence) {
         if (child.code != 0 && child.code != 2) least += step;
         forget(&child);
     }
-    snprintf(run, sizeof(run), "%s/run", work);
     for (int64_t limit = least + 1024; limit < least + 400000 && whole < 2; limit += 5000) {
         Child child = new_child();
         run_limited(&child, 'v', limit, words, work);
