@@ -331,8 +331,8 @@ static void check_bad(Test* test, const char* work, const Bad* cases, int count)
         const Bad* bad = &cases[i];
         const char* before = formatted("--batch 2 --steps 3 --val-every 0 --data %s/text.txt --run %s/run %s", work,
                                        work, bad->before == ALL ? SHAPE : "");
-        run_train(child, "%s %s", bad->before == NOTHING ? "" : before, replaced(bad->arguments, "@", work));
-        expect_error(test, &child, bad->arguments, replaced(bad->needle, "@", work), replaced(bad->needle2, "@", work));
+        refused(bad->arguments, replaced(bad->needle, "@", work), replaced(bad->needle2, "@", work), "%s %s",
+                bad->before == NOTHING ? "" : before, replaced(bad->arguments, "@", work));
         // A wrong token is found when training comes to it; everything else before there is anything to leave behind.
         const char* run = joined(work, "run");
         bool late = strstr(bad->needle2, "token 300") != nullptr;
@@ -409,8 +409,7 @@ FOLDER_TEST(cli_fit) {
                                   {"--memory 24G", "--memory plans for one GPU", "type --dry-run"},
                                   {"--memory 24G --dry-run --device cpu", "--memory plans", "--device cpu"}};
     for (const auto& mistake : bad) {
-        run_train(child, "%s", mistake[0]);
-        expect_error(test, &child, mistake[0], mistake[1], mistake[2]);
+        refused(mistake[0], mistake[1], mistake[2], "%s", mistake[0]);
     }
 }
 

@@ -427,3 +427,11 @@ inline void expect_error(Test* test, const Child* child, const char* what, const
     expect(strstr(error, needle) && strstr(error, needle2), "%s: neither '%s' nor '%s' may be missing in: %s", what,
            needle, needle2, error);
 }
+
+// Runs ./train to the end, expecting that.
+#define refused(what, needle, needle2, ...)                \
+    do {                                                   \
+        run_train(child, __VA_ARGS__);                     \
+        expect_error(test, &child, what, needle, needle2); \
+        forget(&child);                                    \
+    } while (0)

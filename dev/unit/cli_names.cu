@@ -359,30 +359,17 @@ FOLDER_TEST(cli_profile) {
 TEST(option_sizes) {
     const struct {
         const char* text;
-        int64_t bytes;  // 0: it is no size
-    } sizes[] = {{"24G", 24ll << 30},
-                 {"24GB", 24ll << 30},
-                 {"24GiB", 24ll << 30},
-                 {"1.5g", 3ll << 29},
-                 {"800M", 800 << 20},
-                 {"1k", 1024},
-                 {"2T", 2ll << 40},
-                 {"24GB!", 0},
-                 {"24", 0},
-                 {"", 0},
-                 {"G", 0},
-                 {"-1G", 0},
-                 {"nanG", 0},
-                 {"0G", 0},
-                 {"infT", 0},
-                 {"24Gi", 0},
-                 {"0x10G", 0},
-                 {"1e9T", 0},
-                 {"24 G", 0},
-                 {"0.01 ", 0}};
+        int64_t bytes;
+    } sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30}, {"1.5g", 3ll << 29},
+                 {"800M", 800 << 20}, {"1k", 1024},         {"2T", 2ll << 40}};
+    const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
+                                "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
+    int64_t bytes = 0;
     for (const auto& size : sizes) {
-        int64_t bytes = 0;
-        const bool ok = size_parse(size.text, &bytes);
-        expect(ok == (size.bytes > 0) && bytes == size.bytes, "%s is %lld", size.text, (long long)bytes);
+        expect(size_parse(size.text, &bytes) && bytes == size.bytes, "%s is %lld", size.text, (long long)bytes);
+    }
+    for (const char* text : none) {
+        bytes = 0;
+        expect(!size_parse(text, &bytes) && bytes == 0, "%s is %lld", text, (long long)bytes);
     }
 }

@@ -40,17 +40,16 @@ FOLDER_TEST(cli_nonfinite) {
     expect(state_number(run, "skipped") == 3, "state.json says %lld", (long long)state_number(run, "skipped"));
     expect_skipped_steps(test, run, 3);
     expect_equal_files(test, bad, checkpoint_of(run, 3), "model.safetensors");
-    run_train(more, "--resume %s --steps 8 --device cpu", run);
-    expect_error(test, &more, "no finite loss", "ended without a finite loss and gradient", "step_00000008");
+    refused("no finite loss", "ended without a finite loss and gradient", "step_00000008",
+            "--resume %s --steps 8 --device cpu", run);
     expect(state_number(run, "skipped") == 8, "state.json says %lld", (long long)state_number(run, "skipped"));
     expect_skipped_steps(test, run, 8);
     run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
     expect_error(test, &end, "ten in a row", "the norm of the gradient inf", "10 steps in a row were skipped");
     expect(strstr(ERR(end), "step_00000008") && strstr(ERR(end), "--lr"), "%s", ERR(end));
     expect_skipped_steps(test, run, 10);
-    run_train(stop, "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad,
-              work);
-    expect_error(test, &stop, "--on-nonfinite stop", "step 1: the loss is ", "--lr");
+    refused("--on-nonfinite stop", "step 1: the loss is ", "--lr",
+            "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad, work);
 }
 
 // Resume.
@@ -213,11 +212,11 @@ FOLDER_TEST(cli_resume_versions) {
     train_well(BRIEF " --steps 3", work, run);
     const char* folder = checkpoint_of(run, 3);
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
-    run_train(asked, "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
-    expect_error(test, &asked, "as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32");
+    refused("as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32",
+            "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
     rewrite_state(folder, "\"version\": 1", "\"version\": 2");
-    run_train(newer, "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
-    expect_error(test, &newer, "version 2", "another version of nibble (2)", "resume with that one");
+    refused("version 2", "another version of nibble (2)", "resume with that one",
+            "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
 }
 
 // Overrides of a preset: a run goes on with those that it began with, none among them, with its preset and formats;
@@ -283,8 +282,8 @@ FOLDER_TEST(cli_resume_most_arrays) {
     train_well(BRIEF " --steps 4 --save-every 2 --keep 9 %s", work, run, options);
     train_well("--resume %s/step_00000002 --run %s/second --device cpu", run, work);
     expect_equal_checkpoints(test, whole, joined(work, "second"), 4);
-    run_train(seventh, BRIEF "/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", work, work, options);
-    expect_error(test, &seventh, "a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer");
+    refused("a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer",
+            BRIEF "/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", work, work, options);
 }
 
 // Another rule's learning rate, taken at a resume, is the run's own at the next one.
@@ -322,8 +321,8 @@ FOLDER_TEST(cli_resume_rules) {
     }
     check_rate_stays(test, run, work);
     train_well(BRIEF "/lion --steps 4 --rule lion", work, work);
-    run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
-    expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");
+    refused("lion to adamw", "lion keeps no second moment", "--model",
+            "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
     expect(!exists(work, "other"), "a run folder is left");
 }
 
@@ -457,11 +456,9 @@ FOLDER_TEST(cli_run_folders) {
     const char* copied = joined(work, "copied");
     train_well(BRIEF " --steps 4 --save-every 2", work, run);
     const char* checkpoint = checkpoint_of(run, 2);
-    run_train(inside, BRIEF " --steps 4", work, checkpoint);
-    expect_error(test, &inside, "holds a model", "name another folder", "");
+    refused("holds a model", "name another folder", "", BRIEF " --steps 4", work, checkpoint);
     if (rename(checkpoint, copied) != 0) abort();
-    run_train(lost, "--resume %s --device cpu", copied);
-    expect_error(test, &lost, "lies in no run folder", "--run DIR", "");
+    refused("lies in no run folder", "--run DIR", "", "--resume %s --device cpu", copied);
     train_well("--resume %s --device cpu --run %s/new", copied, work);
     Child there = new_child(false, checkpoint_of(run, 4));
     train_as(&there, "--resume . --device cpu --steps 6");
@@ -472,8 +469,7 @@ FOLDER_TEST(cli_run_folders) {
     start(&child, LONG " --run %s --save-every 0", work, run);
     expect(wait_for_step(&child, run, 40), "the run ended before another came");
     kill(child.pid, SIGSTOP);  // still there, however long the other one waits
-    run_train(other, "--run %s --resume auto --device cpu", run);
-    expect_error(test, &other, run, "another process", "");
+    refused(run, "another process", "", "--run %s --resume auto --device cpu", run);
     kill(child.pid, SIGCONT);
     finish(&child);
     expect_code(child, 0);
@@ -539,8 +535,7 @@ FOLDER_TEST(cli_save_weights) {
     train_well(BRIEF "/run --steps 4 --save weights", work, work);
     expect(exists(work, "run/step_00000004/model.safetensors"), "no weights were saved");
     expect(!exists(work, "run/step_00000004/optimizer.safetensors"), "states were saved");
-    run_train(again, "--resume %s/run --steps 8", work);
-    expect_error(test, &again, "--resume", "--save weights", "type --model");
+    refused("--resume", "--save weights", "type --model", "--resume %s/run --steps 8", work);
     train_well("--model %s/run %s --data %s/text.txt --run %s/next --steps 2", work, QUICK, work, work);
 }
 

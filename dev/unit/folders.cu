@@ -105,15 +105,13 @@ FOLDER_TEST(folders_damage_is_found) {
         flip_bit(joined(damaged, file), strcmp(file, "state.json") == 0 ? 0.2 : 0.7);
         for (const char* command : commands) {
             const char* text = filled(command, damaged, "", work);
-            run_train(child, "%s", text);
-            expect_error(test, &child, text, file, "damaged checkpoint");
+            refused(text, file, "damaged checkpoint", "%s", text);
         }
     }
     // The run folder's own copy of a tokenizer, and the advice for it.
     const char* used = joined(work, "used");
     flip_bit(joined(used, "merges.txt"), 0.9);
-    run_train(child, "--resume %s --steps 2", used);
-    expect_error(test, &child, "the run folder's merges.txt", "used/merges.txt does not match", "type rm ");
+    refused("the run folder's merges.txt", "used/merges.txt does not match", "type rm ", "--resume %s --steps 2", used);
     unlink(joined(used, "merges.txt"));
     train_well("--resume %s --steps 2", used);
     expect_equal_files(test, used, from, "merges.txt");
@@ -127,10 +125,8 @@ FOLDER_TEST(folders_state_names) {
         const char* folder = copy_model(work, "names", from, true);
         rewrite_state(folder, "\"files\": {",
                       formatted("\"files\": {\n  \"%s\": {\"bytes\": 1, \"crc32c\": 1},", name));
-        run_train(resume, "--resume %s --run %s/new --steps 2", folder, work);
-        expect_error(test, &resume, name, "no name of a file in its folder", name);
-        run_train(sample, "--sample a --model %s", folder);
-        expect_error(test, &sample, name, "no name of a file in its folder", name);
+        refused(name, "no name of a file in its folder", name, "--resume %s --run %s/new --steps 2", folder, work);
+        refused(name, "no name of a file in its folder", name, "--sample a --model %s", folder);
     }
 }
 
@@ -250,8 +246,7 @@ FOLDER_TEST(folders_links_are_not_followed) {
     for (const char* name : {"log.jsonl", "log.txt"}) {
         rename(joined(run, name), joined(kept, name));
         make_link(joined(victim, "file"), joined(run, name));
-        run_train(linked, "--resume %s --steps 5", run);
-        expect_error(test, &linked, name, name, "is a link");
+        refused(name, name, "is a link", "--resume %s --steps 5", run);
         unlink(joined(run, name)), rename(joined(kept, name), joined(run, name));
     }
     text = contents(victim, "file", &bytes);
@@ -392,16 +387,13 @@ FOLDER_TEST(folders_several_files) {
                                   {"x", "", "no name of a file"}};
     for (const auto& item : odd) {
         index(item[0], item[1]);
-        run_train(child, "--sample a --model %s", folder);
-        expect_error(test, &child, item[1], item[2], "");
+        refused(item[1], item[2], "", "--sample a --model %s", folder);
     }
     write_text(folder, INDEX_JSON, "{\"weight_map\": []}");
-    run_train(empty, "--sample a --model %s", folder);
-    expect_error(test, &empty, "an empty index", "holds no weight_map", INDEX_JSON);
+    refused("an empty index", "holds no weight_map", INDEX_JSON, "--sample a --model %s", folder);
     index(nullptr, nullptr);
     rewrite(from, joined(folder, two), 4, 64, nullptr);
-    run_train(twice, "--sample a --model %s", folder);
-    expect_error(test, &twice, "a tensor in two files", "both hold the tensor", file.tensors[4].name);
+    refused("a tensor in two files", "both hold the tensor", file.tensors[4].name, "--sample a --model %s", folder);
 }
 
 // A folder with PyTorch's own format only: the sentence holds a command, whose folder is one word of the shell.

@@ -71,15 +71,13 @@ FOLDER_TEST(guard_poisoned_checkpoints) {
         memcpy(text + bytes - poison.count, poison.bytes, (size_t)poison.count);
         write_bytes(step, poison.file, text, (size_t)bytes);
         seal_again(test, step);
-        run_train(resumed, "--resume %s --steps 4 --device cpu", run);
-        expect_error(test, &resumed, "--resume", " holds ", " at element ");
+        refused("--resume", " holds ", " at element ", "--resume %s --steps 4 --device cpu", run);
         if (strcmp(poison.file, "model.safetensors") == 0) {
             run_train(sampled, "--sample a --model %s --device cpu", step);
             expect_error(test, &sampled, "--sample", " holds ", " at element ");
             expect(!*OUT(sampled), "text from bad weights: %s", OUT(sampled));
-            run_train(begun, QUICK " --data %s/text.txt --model %s --device cpu --run %s/begun --steps 1", work, step,
-                      work);
-            expect_error(test, &begun, "--model", " holds ", " at element ");
+            refused("--model", " holds ", " at element ",
+                    QUICK " --data %s/text.txt --model %s --device cpu --run %s/begun --steps 1", work, step, work);
         }
     }
 }

@@ -34,6 +34,17 @@ static int ranks_on_gpus() {
     }                                                                  \
     static void on_gpus_##NAME(Test* test, [[maybe_unused]] int ranks)
 
+// Two cases, NAME on CPU_RANKS ranks of the CPU and NAME_gpu on `ranks` GPUs; the body has `gpu` and `ranks`.
+#define RANKS_TEST(NAME, CPU_RANKS)                               \
+    static void on_ranks_##NAME(Test* test, bool gpu, int ranks); \
+    TEST(NAME) {                                                  \
+        on_ranks_##NAME(test, false, CPU_RANKS);                  \
+    }                                                             \
+    GPUS_TEST(NAME##_gpu) {                                       \
+        on_ranks_##NAME(test, true, ranks);                       \
+    }                                                             \
+    static void on_ranks_##NAME(Test* test, bool gpu, [[maybe_unused]] int ranks)
+
 // Starts ./train with `ranks` ranks on GPUs or over the stand-in.
 #define start_ranks(child, on_gpu, ranks, format, ...)                                               \
     do {                                                                                             \
@@ -52,6 +63,15 @@ static int ranks_on_gpus() {
         expect_code(ranks_child, 0);                                      \
         expect(ERR(ranks_child)[0] == 0, "stderr: %s", ERR(ranks_child)); \
         forget(&ranks_child);                                             \
+    } while (0)
+
+// The same, expecting a refusal.
+#define refused_ranks(what, needle, needle2, on_gpu, ranks, ...) \
+    do {                                                         \
+        Child ranks_child = new_child();                         \
+        start_ranks(&ranks_child, on_gpu, ranks, __VA_ARGS__);   \
+        finish(&ranks_child);                                    \
+        expect_error(test, &ranks_child, what, needle, needle2); \
     } while (0)
 
 static const char* const modes[] = {"none", "states", "grads", "weights"};
@@ -288,7 +308,7 @@ static bool next_preset(char** line, char (&name)[32]) {
 
 // Every preset, 100 steps: the ranks' weights are compared by the program itself when it saves (shard_equal), and what
 // each rank keeps of `states`, gathered, is what rank 0 keeps of `none`.
-static void check_presets(Test* test, bool gpu, int ranks) {
+RANKS_TEST(multi_presets, 2) {
     const char* work = work_folder();
     char name[32];
     const char* run[2];
@@ -307,14 +327,6 @@ static void check_presets(Test* test, bool gpu, int ranks) {
     }
     expect(presets >= 10, "--list-presets lists %d", presets);
     note(test, "%d presets, %d ranks, 100 steps", presets, ranks);
-}
-
-TEST(multi_presets) {
-    check_presets(test, false, 2);
-}
-
-GPUS_TEST(multi_presets_gpu) {
-    check_presets(test, true, ranks);
 }
 
 // Losses on 1, 2 and 4 ranks at the same total batch of k micro-batches differ by the rounding of the gradients' sum:
@@ -425,18 +437,11 @@ static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, c
     expect_equal_runs_from(test, run[0], run[1], 5, 8);
 }
 
-TEST(multi_goes_on) {
-    check_goes_on(test, false, 3, "none", "weights");
-    check_goes_on(test, false, 4, "grads", "states");
-    check_goes_on(test, false, 3, "states", "none --offload states");
-    check_goes_on(test, false, 2, "grads --offload states", "weights");
-}
-
-GPUS_TEST(multi_goes_on_gpu) {
-    check_goes_on(test, true, ranks, "none", "weights");
-    check_goes_on(test, true, ranks, "grads", "states");
-    check_goes_on(test, true, ranks, "states", "none --offload states");
-    check_goes_on(test, true, ranks, "grads --offload states", "weights");
+RANKS_TEST(multi_goes_on, 3) {
+    check_goes_on(test, gpu, ranks, "none", "weights");
+    check_goes_on(test, gpu, gpu ? ranks : 4, "grads", "states");
+    check_goes_on(test, gpu, ranks, "states", "none --offload states");
+    check_goes_on(test, gpu, gpu ? ranks : 2, "grads --offload states", "weights");
 }
 
 TEST(multi_resume) {
@@ -453,7 +458,7 @@ GPUS_TEST(multi_resume_gpu) {
 }
 
 // A run whose gradients are sent rounded trains nearly as well as one whose are not, and differs from it.
-static void check_comm(Test* test, bool gpu) {
+RANKS_TEST(multi_comm, 2) {
     static Losses exact, rounded;
     const char* work = work_folder();
     for (const char* format : {"grads", "bf16"}) {
@@ -472,14 +477,6 @@ static void check_comm(Test* test, bool gpu) {
                difference);
         note(test, "loss of the last 20 steps with %s %+.4f", format, difference);
     }
-}
-
-TEST(multi_comm) {
-    check_comm(test, false);
-}
-
-GPUS_TEST(multi_comm_gpu) {
-    check_comm(test, true);
 }
 
 // Launchers.
@@ -716,26 +713,18 @@ FOLDER_TEST(multi_neighbours) {
 }
 
 FOLDER_TEST(multi_refused) {
-    run_train(cpu, "--gpus 2 --device cpu --steps 1 --run %s/run", work);
-    expect_error(test, &cpu, "CPU", "--gpus 2", "--device cpu");
-    run_train(none, "--gpus 2 --steps 1 --run %s/run", work);
-    expect_error(test, &none, "no GPU", "each needs a GPU of its own", "no GPU answers");
+    refused("CPU", "--gpus 2", "--device cpu", "--gpus 2 --device cpu --steps 1 --run %s/run", work);
+    refused("no GPU", "each needs a GPU of its own", "no GPU answers", "--gpus 2 --steps 1 --run %s/run", work);
     setenv("WORLD_SIZE", "4", 1);
     run_train(half, "--steps 1 --run %s/run", work);
     unsetenv("WORLD_SIZE");
     expect_error(test, &half, "half a set", "WORLD_SIZE is '4'", "MASTER_ADDR");
-    Child batch = new_child();
-    start_ranks(&batch, false, 2, "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
-    finish(&batch);
-    expect_error(test, &batch, "batch", "--seq 64 x 2 GPUs", "--tokens-per-step 128");
-    Child data = new_child();
-    start_ranks(&data, false, 3, "--data %s/nothing --run %s/run", work, work);
-    finish(&data);
-    expect_error(test, &data, "a mistake of all ranks, told once", "nothing", "cannot open");
-    Child tiles = new_child();
-    start_ranks(&tiles, false, 50, "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
-    finish(&tiles);
-    expect_error(test, &tiles, "more ranks than tiles", "for 50 ranks", "; start 43");
+    refused_ranks("batch", "--seq 64 x 2 GPUs", "--tokens-per-step 128", false, 2,
+                  "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
+    refused_ranks("a mistake of all ranks, told once", "nothing", "cannot open", false, 3,
+                  "--data %s/nothing --run %s/run", work, work);
+    refused_ranks("more ranks than tiles", "for 50 ranks", "; start 43", false, 50,
+                  "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
     expect(!exists(work, "run"), "a refused run left a folder");
 }
 
@@ -822,38 +811,30 @@ FOLDER_TEST(multi_dead_launched) {
 }
 
 // One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.
-static void check_signals(Test* test, bool gpu, int count) {
+RANKS_TEST(multi_signals, 3) {
     for (int which = 0; which < 3; which++) {
         const char* work = work_folder();
-        pid_t ranks[8] = {};
+        pid_t process[8] = {};
         Child child;
-        start_long(test, &child, work, "run", ranks, gpu, count);
+        start_long(test, &child, work, "run", process, gpu, ranks);
         const char* run = joined(work, "run");
         if (which == 2) {
             int64_t newest = -1;
-            kill(ranks[1], SIGUSR1);
+            kill(process[1], SIGUSR1);
             for (double begin = now(); checkpoints(run, &newest) == 0 && now() - begin < 20;) pump(&child, 10);
             expect(newest > 0, "SIGUSR1 saved nothing");
         }
-        kill(which == 0 ? child.pid : ranks[which == 1 ? 1 : count - 1], SIGTERM);
+        kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
         finish(&child);
         expect_code(child, 0);
         expect(strstr(OUT(child), "stopped") && strstr(OUT(child), "save"), "%d: %s", which, OUT(child));
         int64_t newest;
         expect(checkpoints(run, &newest) > 0, "%d: nothing is saved", which);
         Child again = new_child();
-        start_ranks(&again, gpu, count, "--resume %s --steps %lld", run, (long long)newest + 2);
+        start_ranks(&again, gpu, ranks, "--resume %s --steps %lld", run, (long long)newest + 2);
         finish(&again);
         expect_code(again, 0);
     }
-}
-
-TEST(multi_signals) {
-    check_signals(test, false, 3);
-}
-
-GPUS_TEST(multi_signals_gpu) {
-    check_signals(test, true, ranks);
 }
 
 // One rank alone is told while all are at a validation, or a sample, that would take minutes.
@@ -891,13 +872,10 @@ static void check_bad_token(Test* test, bool gpu, int ranks) {
     const char* work = work_folder();
     write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
     const char* run = joined(work, "token");
-    Child token = new_child();
-    start_ranks(&token, gpu, ranks,
-                "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
-                "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
-                work, work, run, 16 * ranks);
-    finish(&token);
-    expect_error(test, &token, "bad token", "holds token 60000", "last checkpoint is ");
+    refused_ranks("bad token", "holds token 60000", "last checkpoint is ", gpu, ranks,
+                  "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
+                  "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
+                  work, work, run, 16 * ranks);
     int64_t newest = -1;
     expect(checkpoints(run, &newest) == 1, "no checkpoint of the steps before the bad token");
 }
