@@ -10,6 +10,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "test.h"
 
@@ -75,6 +76,16 @@ inline void cache_leave(CacheFolder* folder) {
         cache_leave(&cache);                                             \
     }                                                                    \
     static void with_cache_##NAME(Test* test, [[maybe_unused]] const CacheFolder& cache)
+
+// Expects that NVRTC makes a kernel of an expression.
+inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {
+    static char error[JIT_ERROR_BYTES];
+    JitImage image;
+    const bool good = jit_compile(expression, architecture, &image, error);
+    expect(good && image.image_bytes > 1000, "%s, %s: %s", expression, architecture, good ? "it is empty" : error);
+    if (good) jit_free(&image);
+    return good;
+}
 
 // ./train, beside this program, with its two streams into `output`; returns its exit code.
 inline int run_train(const char* words, char* output, size_t bytes) {

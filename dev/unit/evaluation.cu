@@ -276,13 +276,10 @@ void gather_case(Test* test, const Device* dev) {
     free(values);
 }
 
-TEST(evaluation_scores) {
-    Device dev = test_device(false);
-    double worst = 0;
+OPERATOR_TEST(evaluation_scores) {
     score_case(test, &worst, &dev, 13, 21, 128);
     score_case(test, &worst, &dev, 9, 50257, 50304);
     gather_case<float>(test, &dev);
-    note_worst(test, worst);
 }
 
 OPERATOR_TEST(evaluation_scores_gpu) {
@@ -329,8 +326,7 @@ FOLDER_TEST(evaluation_command) {
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
         for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"}) {
-            run_train(child, "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
-            expect_error(test, &child, to[1], to[1], "name a file that");
+            refused(to[1], to[1], "name a file that", "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
         }
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
@@ -377,14 +373,11 @@ FOLDER_TEST(evaluation_bad_input) {
                                     {"text.eval", "no evaluation file", "data/prepare.py"},
                                     {"nowhere.eval", "nowhere.eval", ""}};
     for (const auto& c : cases) {
-        run_train(child, "--eval %s/%s --model %s/run --device cpu", work, c[0], work);
-        expect_error(test, &child, c[0], c[1], c[2]);
-        forget(&child);
-        run_train(beside, EVALUATED " --batch 2 --data %s/text.txt --run %s/new --steps 1 --eval %s/%s --eval-every 1",
-                  work, work, work, c[0]);
-        expect_error(test, &beside, c[0], c[1], c[2]);
+        refused(c[0], c[1], c[2], "--eval %s/%s --model %s/run --device cpu", work, c[0], work);
+        refused(c[0], c[1], c[2],
+                EVALUATED " --batch 2 --data %s/text.txt --run %s/new --steps 1 --eval %s/%s --eval-every 1", work,
+                work, work, c[0]);
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
-        forget(&beside);
         remove_tree(joined(work, "new"));
     }
     run_train(name, "--eval nothing --model %s/run --device cpu", work);

@@ -284,7 +284,6 @@ TEST(matrix_refusals) {
 
 // Both kernels of a step, as NVRTC compiles them where they are not built in.
 JIT_TEST(matrix_kernels_compile) {
-    static char error[JIT_ERROR_BYTES];
     const char* const formats[][2] = {{"lin8:sr", "nf4/64:sr"}, {"bf16+8:sr", "e4m3/tensor"}};
     for (const char* rule : {"normuon", "galore"}) {
         for (const auto& format : formats) {
@@ -294,12 +293,7 @@ JIT_TEST(matrix_kernels_compile) {
             snprintf(expression[1], sizeof(expression[1]),
                      "optim_step_kernel<MatrixApply, %s, None, None, None, Elementwise<Fp32, NEAREST>>",
                      find_row(weights_table(), format[0])->type);
-            for (const char* each : expression) {
-                JitImage image;
-                const bool good = jit_compile(each, "sm_90", &image, error);
-                expect(good, "%s: %s", each, error);
-                if (good) jit_free(&image);
-            }
+            for (const char* each : expression) expect_compiles(test, each);
         }
     }
 }
