@@ -28,6 +28,7 @@ struct Child {
     int64_t file_limit;  // bytes that a file may have, as on a full disk; -1: any
     const char* folder;  // where it runs; NULL: here
     bool keeps_rank;     // RANK, as a launcher sets it, is not taken out of the environment
+    const char* limit;   // a command of the shell's that comes before, as ulimit; NULL: none
     // Set by start() and wait_for().
     pid_t pid;
     int pipe[2];    // its stdout and stderr
@@ -67,6 +68,12 @@ inline void pause_ms(double ms) {
         setrlimit(RLIMIT_FSIZE, &limit);
     }
     words[0] = path;
+    if (child->limit) {
+        char command[256], shell[] = "/bin/sh", c[] = "-c", *through[132] = {shell, c, command};
+        snprintf(command, sizeof(command), "%s && exec \"$0\" \"$@\"", child->limit);
+        for (int i = 0; words[i]; i++) through[3 + i] = words[i];
+        execv(shell, through);
+    }
     execv(path, words);
     fprintf(stderr, "%s: %s\n", path, strerror(errno));
     _exit(127);

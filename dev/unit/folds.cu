@@ -121,7 +121,6 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
         expect(!where, "%s, m %s: the last micro-batch of step %d: %s", c->rule, c->m, step, where);
         free(want), free(got);
     }
-    run_close(&folded), run_close(&plain);
 }
 
 TEST_BOTH(folds_by_their_formula) {
@@ -169,7 +168,6 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
         free(want);
     }
     device_free(&folded.dev, scale), device_free(&folded.dev, zeros);
-    run_close(&folded), run_close(&plain);
 }
 
 TEST_BOTH(folds_of_matrices) {
@@ -213,7 +211,6 @@ TEST_BOTH(folds_are_the_step_of_the_sum) {
         expect(worst <= 1.0 && worst > 1e-3, "%s: %g of the bound", c.rule, worst);
         note(test, "%s %.2g of the bound", c.rule, worst);
         free(m);
-        run_close(&run);
     }
 }
 
@@ -233,7 +230,6 @@ TEST_BOTH(folds_of_shards) {
     expect(find_stream(&whole, "m", &all) && find_stream(&shard, "m", &part), "no m");
     expect(part.elements == 6 * TILE_ELEMENTS, "%lld elements", (long long)part.elements);
     expect(same_bytes(&whole, (char*)all.data + TILE_ELEMENTS * 2, &shard, part.data, part.elements * 2), "m differs");
-    run_close(&whole), run_close(&shard);
 }
 
 // Noise differs between micro-batches, only the tensors that are named change, and a factor that is not finite changes
@@ -276,7 +272,6 @@ TEST_BOTH(folds_round_apart_and_may_be_left_out) {
     expect(apart > n / 4 && apart < 3 * n / 4, "%lld of %lld are rounded otherwise", (long long)apart, (long long)n);
     for (uint16_t* each : m) free(each);
     device_free(&again.dev, grads), device_free(&again.dev, scale);
-    for (Run* each : {&run[0], &run[1], &again}) run_close(each);
 }
 
 TEST(folds_only_where_m_says_all) {

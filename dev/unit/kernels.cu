@@ -65,17 +65,8 @@ TEST(cpu_gemm_bits) {
             double* twin = doubles(c, M * N);
             bool accumulate = variant & 4;
             if (!accumulate) memset(c, 0xff, M * N * sizeof(float));
-            CpuGemm gemm = {M,
-                            N,
-                            K,
-                            a,
-                            variant & 1 ? 1 : K,
-                            variant & 1 ? M : 1,
-                            b,
-                            variant & 2 ? 1 : N,
-                            variant & 2 ? K : 1,
-                            c,
-                            accumulate};
+            const bool by_a = variant & 1, by_b = variant & 2;  // the factor is transposed
+            CpuGemm gemm = {M, N, K, a, by_a ? 1 : K, by_a ? M : 1, b, by_b ? 1 : N, by_b ? K : 1, c, accumulate};
             cpu_gemm(&gemm);
             gemm_naive(&gemm, want, twin);
             expect(memcmp(c, want, M * N * sizeof(float)) == 0, "M %d N %d K %d variant %d", s[0], s[1], s[2], variant);

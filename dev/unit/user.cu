@@ -326,9 +326,8 @@ CACHE_TEST(TEST, user_format_on_the_cpu) {
                               {"--device cpu --steps 1", example(), says, 2},
                               {"--device cpu", "/nowhere/mine.cuh", says, 2}};
     for (int missing = 0; missing < 2; missing++) {
-        Setting setting = setting_enter("NIBBLE_NVRTC", missing ? "/nowhere/libnvrtc.so" : "");
+        Setting setting("NIBBLE_NVRTC", missing ? "/nowhere/libnvrtc.so" : "");
         for (const FormatRun& run : runs) expect_run(test, run);
-        setting_leave(&setting);
     }
 }
 
@@ -347,7 +346,6 @@ static void expect_equal_runs(Test* test, const char* formats, const char* m, co
     }
     const char* where = difference(&run[0], &run[1]);
     expect(!where, "%s, %s: %s", config[0].m, config[0].v, where);
-    for (Run& each : run) run_close(&each);
 }
 
 CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
@@ -367,7 +365,7 @@ CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
 TEST(user_format_trains_and_resumes_gpu) {
     // The option is restored as the others; without the file the resumed run says so.
     if (!jit_available()) skip("libnvrtc was not found");
-    CacheFolder cache = cache_enter();
+    CacheFolder cache;
     Folder folder = folder_new(test);
     static char output[65536];
     char words[8000], command[4400];
@@ -400,5 +398,4 @@ TEST(user_format_trains_and_resumes_gpu) {
     code = run_train(words, output, sizeof(output));
     expect(code == 0, "exit code %d\n%s", code, output);
     remove_runs(test, folder);
-    cache_leave(&cache);
 }
