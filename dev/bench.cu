@@ -96,39 +96,53 @@ static void account(Account* account, const char* name, double calls, double flo
            100 * calls * ms / account->step_ms, rate, 100 * floor / ms);
 }
 
-// A model's step and what its operators are given: block 0's arrays stand for every block's.
+// A model's step, what its operators are given, and their rows: block 0's arrays stand for every block's.
 template <typename G>
 struct Operands {
     Model* m;
+    const Device* dev;
+    double mb;  // micro-batches
+    int B, T, C, L, NH, Vp;
+    int64_t N;
+    double NC;
     Activations<bf16> act;
     Parameters<bf16> w;
     Parameters<G> d;
     Input input;
-    double mb;  // micro-batches
+    BlockActivations<bf16>* b;
+    BlockParameters<bf16>* p;
+    BlockParameters<G>* q;
+    float* scratch;
+    const Fp8Use* use;
+
+    Operands(Model* model, double micro_batches);
+    void account_forward(Account* a);
+    void account_head(Account* a);
+    void account_mlp_backward(Account* a);
+    void account_projections_backward(Account* a);
+    void account_sums(Account* a, int buckets);
+    void account_cast(Account* a, const char* name, double calls, const bf16* inp, uint8_t* rows, uint8_t* columns,
+                      int64_t height, int width);
+    void account_gelu_fp8(Account* a, double n);
+    void account_weights(Account* a, double n);
+    void account_fp8(Account* a);
+    void account_head_fp8(Account* a);
 };
 
 template <typename G>
-static void operands_open(Operands<G>* x, Model* m, double micro_batches) {
-    x->m = m;
-    x->mb = micro_batches;
-    x->act = activations_layout<bf16>(m, m->activations, true);
-    x->w = parameters_in<bf16>(m, m->arena.weights);
-    x->d = parameters_in<G>(m, m->arena.grads);
-    x->input = input_layout(m, m->input);
+Operands<G>::Operands(Model* model, double micro_batches) : m(model), dev(m->dev), mb(micro_batches) {
+    B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, Vp = m->config.Vp;
+    N = (int64_t)B * T, NC = (double)N * C;
+    act = activations_layout<bf16>(m, m->activations, true);
+    w = parameters_in<bf16>(m, m->arena.weights);
+    d = parameters_in<G>(m, m->arena.grads);
+    input = input_layout(m, m->input);
+    b = &act.block[0], p = &w.block[0], q = &d.block[0];
+    scratch = (float*)act.scratch, use = &act.fp8;
 }
 
 template <typename G>
-static void account_forward(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
-    int64_t N = (int64_t)B * T;
-    double NC = (double)N * C, mb = x->mb;
-    Parameters<bf16>& w = x->w;
-    Input& input = x->input;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &w.block[0];
+void Operands<G>::account_forward(Account* a) {
     account(a, "embedding forward", mb, 0, 2 * NC * 2,
             [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
     const Fp8Codes codes = linear_input_codes(&act.fp8, fp8_slot(0, FC));
@@ -150,15 +164,9 @@ static void account_forward(Operands<G>* x, Account* a) {
 }
 
 template <typename G>
-static void account_head(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int C = m->config.C, Vp = m->config.Vp;
+void Operands<G>::account_head(Account* a) {
     int64_t rows = m->logit_rows;
-    double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
-    Parameters<bf16>& w = x->w;
-    Input& input = x->input;
+    double chunks = mb * (double)ceil_div((int64_t)m->B * m->T, rows);
     account(a, "head", chunks, 2.0 * rows * C * Vp, 0,
             [&] { matmul_forward<bf16>(dev, act.logits, nullptr, act.lnf, w.wte, nullptr, rows, C, Vp); });
     account(a, "classifier", chunks, 0, 4.0 * rows * Vp,
@@ -171,66 +179,36 @@ static void account_head(Operands<G>* x, Account* a) {
 
 // "d NAME": the gradient of it.
 template <typename G>
-static void account_mlp_backward(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int C = m->config.C, L = m->config.L;
-    int64_t N = (int64_t)m->B * m->T;
-    double NC = (double)N * C, mb = x->mb;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    float* scratch = (float*)act.scratch;
+void Operands<G>::account_mlp_backward(Account* a) {
     account(a, "d fc projection input, gelu", mb * L, 8 * NC * C, 0, [&] {
         matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
                                       false);
     });
     account(a, "d fc projection weight", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, x->mb > 1); });
+            [&] { matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, mb > 1); });
     account(a, "d fc input", mb * L, 8 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, N, C, 4 * C); });
     account(a, "d fc weight", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, x->mb > 1); });
+            [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, mb > 1); });
 }
 
 template <typename G>
-static void account_projections_backward(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int C = m->config.C, L = m->config.L;
-    int64_t N = (int64_t)m->B * m->T;
-    double NC = (double)N * C, mb = x->mb;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
+void Operands<G>::account_projections_backward(Account* a) {
     account(a, "d attention projection input", mb * L, 2 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, N, C, C); });
-    account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
-        matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, x->mb > 1);
-    });
+    account(a, "d attention projection weight", mb * L, 2 * NC * C, 0,
+            [&] { matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, mb > 1); });
     account(a, "d qkv input", mb * L, 6 * NC * C, 0,
             [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
     account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, x->mb > 1); });
+            [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, mb > 1); });
 }
 
 // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets` distinct
 // tokens).
 template <typename G>
-static void account_sums(Operands<G>* x, Account* a, int buckets) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
-    int64_t N = (int64_t)m->B * m->T;
-    double NC = (double)N * C, g = sizeof(G), mb = x->mb;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    float* scratch = (float*)act.scratch;
-    const Fp8Use* use = &act.fp8;
+void Operands<G>::account_sums(Account* a, int buckets) {
+    const double g = sizeof(G);
     const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->made),
                    wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_made);
     account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
@@ -245,8 +223,8 @@ static void account_sums(Operands<G>* x, Account* a, int buckets) {
         global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements, 1.0f);
     });
     account(a, "embedding backward", mb, 0, NC * 2, [&] {
-        embedding_backward<bf16, G>(dev, x->d.wte, x->d.wpe, m->dwte_sum, act.dresidual, x->input.order,
-                                    x->input.bucket, buckets, B, T, C, m->config.Vp, false);
+        embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, input.order, input.bucket, buckets,
+                                    B, T, C, m->config.Vp, false);
     });
 }
 
@@ -266,12 +244,12 @@ static void account_product(Account* a, const Fp8Use* use, const char* name, dou
 
 // A cast of (N, C): 2 bytes read an element, and one written by rows and one by columns.
 template <typename G>
-static void account_cast(Operands<G>* x, Account* a, const char* name, double calls, const bf16* inp, uint8_t* rows,
-                         uint8_t* columns, int64_t N, int C) {
+void Operands<G>::account_cast(Account* a, const char* name, double calls, const bf16* inp, uint8_t* rows,
+                               uint8_t* columns, int64_t N, int C) {
     const Fp8Operand to = {rows, columns, 0, FP8_E4M3};
     account(a, name, calls, 0, (2.0 + (rows ? 1 : 0) + (columns ? 1 : 0)) * (double)N * C, [&] {
-        fp8_cast<bf16>(a->dev, x->act.fp8.scales, &to, FP8_COPY, inp, (const bf16*)nullptr, (float*)nullptr, nullptr, N,
-                       C, false);
+        fp8_cast<bf16>(a->dev, act.fp8.scales, &to, FP8_COPY, inp, (const bf16*)nullptr, (float*)nullptr, nullptr, N, C,
+                       false);
     });
 }
 
@@ -284,112 +262,92 @@ static void account_transpose(Account* a, const char* name, double calls, uint8_
 // The layers next to GELU, with GELU and its gradient: products of our own, with casts of the weights and a
 // transposition of the input; or the library's, and casts.
 template <typename G>
-static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, double n) {
-    const Fp8Use* use = &x->act.fp8;
-    BlockActivations<bf16>* b = &x->act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    float* scratch = (float*)x->act.scratch;
+void Operands<G>::account_gelu_fp8(Account* a, double n) {
     const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
-    const Device* dev = a->dev;
     // The operands are those of a step: what layernorm writes, of values that the scales were made for.
     const Fp8Codes input = linear_input_codes(use, fc), gradient = linear_gradient_codes(use, projection, use->made);
-    residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, x->act.residual[0],
-                                     x->act.branch, p->ln2w, p->ln2b, N, C, &input);
-    layernorm_backward<bf16, G>(dev, x->act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, x->act.dbranch,
-                                b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
+    residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0], act.branch,
+                                     p->ln2w, p->ln2b, N, C, &input);
+    layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch, b->residual2,
+                                p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
     a->fp8 = use->gelu_made;
     account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
         linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
-                                         weight_of<bf16>(x->m, 0, FC), p->fcb, N, C, 4 * C);
+                                         weight_of<bf16>(m, 0, FC), p->fcb, N, C, 4 * C);
     });
     account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual,
-                                      weight_of<bf16>(x->m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
+        linear_backward_gelu<bf16, G>(dev, use, projection, act.dwide, q->fcb, scratch, act.dresidual,
+                                      weight_of<bf16>(m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
     });
     a->fp8 = false;
     if (use->gelu_made) return;
     account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
         linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
     });
-    account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
-        linear_gradient_gelu<bf16, G>(dev, use, fc, x->act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
-    });
+    account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C,
+            [&] { linear_gradient_gelu<bf16, G>(dev, use, fc, act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false); });
 }
 
 // The codes of weights: casts of what is stored or decoded, or what is stored itself, transposed.
 template <typename G>
-static void account_weights(Operands<G>* x, Account* a, int C, double n) {
-    const Fp8Use* use = &x->act.fp8;
-    const LinearWeight<bf16> fc = weight_of<bf16>(x->m, 0, FC);
+void Operands<G>::account_weights(Account* a, double n) {
+    const LinearWeight<bf16> fc = weight_of<bf16>(m, 0, FC);
     if (fc.codes) return account_transpose(a, "transposed, weights", 2 * n, use->weight, fc.codes, 4 * C, C);
-    account_cast(x, a, "cast, weights by rows", 2 * n, fc.values, use->weight, nullptr, 4 * C, C);
-    account_cast(x, a, "cast, weights by columns", 2 * n, fc.values, nullptr, use->weight, 4 * C, C);
+    account_cast(a, "cast, weights by rows", 2 * n, fc.values, use->weight, nullptr, 4 * C, C);
+    account_cast(a, "cast, weights by columns", 2 * n, fc.values, nullptr, use->weight, 4 * C, C);
 }
 
 // The products of linear layers in fp8, and the passes that make their codes.
 template <typename G>
-static void account_fp8(Operands<G>* x, Account* a) {
-    const Fp8Use* use = &x->act.fp8;
-    Activations<bf16>* act = &x->act;
-    BlockActivations<bf16>* b = &act->block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    const int C = x->m->config.C;
-    const int64_t N = (int64_t)x->m->B * x->m->T;
-    const double n = x->mb * x->m->config.L;
+void Operands<G>::account_fp8(Account* a) {
+    const double n = mb * m->config.L;
     account_product(a, use, "qkv", n, b->qkv, use->rows, use->weight, N, 3 * C, C, false);
-    account_product(a, use, "attention projection", n, act->branch, use->rows, use->weight, N, C, C, false);
-    account_product(a, use, "fc projection", n, act->branch, use->rows, use->weight, N, C, 4 * C, false);
+    account_product(a, use, "attention projection", n, act.branch, use->rows, use->weight, N, C, C, false);
+    account_product(a, use, "fc projection", n, act.branch, use->rows, use->weight, N, C, 4 * C, false);
     account_product(a, use, "d fc projection weight", n, q->fcprojw, use->dcolumns, b->gelu_codes, C, 4 * C, N, true);
-    account_product(a, use, "d fc input", n, act->dbranch, use->drows, use->weight, N, C, 4 * C, true);
+    account_product(a, use, "d fc input", n, act.dbranch, use->drows, use->weight, N, C, 4 * C, true);
     account_product(a, use, "d fc weight", n, q->fcw, use->dcolumns, b->ln2_codes, 4 * C, C, N, true);
-    account_product(a, use, "d attention projection input", n, act->dbranch, use->drows, use->weight, N, C, C, true);
+    account_product(a, use, "d attention projection input", n, act.dbranch, use->drows, use->weight, N, C, C, true);
     account_product(a, use, "d attention projection weight", n, q->attprojw, use->dcolumns, b->attention_codes, C, C, N,
                     true);
-    account_product(a, use, "d qkv input", n, act->dbranch, use->drows, use->weight, N, C, 3 * C, true);
+    account_product(a, use, "d qkv input", n, act.dbranch, use->drows, use->weight, N, C, 3 * C, true);
     account_product(a, use, "d qkv weight", n, q->qkvw, use->dcolumns, b->ln1_codes, 3 * C, C, N, true);
-    account_gelu_fp8(x, a, N, C, n);
-    account_cast(x, a, "cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
+    account_gelu_fp8(a, n);
+    account_cast(a, "cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
     account_transpose(a, "transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
     if (use->attention_made) account_transpose(a, "transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
-    if (!use->attention_made) account_cast(x, a, "cast, qkv", n, act->dwide, use->drows, use->dcolumns, N, 3 * C);
-    account_weights(x, a, C, n);
+    if (!use->attention_made) account_cast(a, "cast, qkv", n, act.dwide, use->drows, use->dcolumns, N, 3 * C);
+    account_weights(a, n);
 }
 
 // The head in fp8.
 template <typename G>
-static void account_head_fp8(Operands<G>* x, Account* a) {
-    const Fp8Use* use = &x->act.fp8;
-    Model* m = x->m;
-    const int C = m->config.C, Vp = m->config.Vp;
+void Operands<G>::account_head_fp8(Account* a) {
     const int64_t rows = m->logit_rows;
-    const double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
-    account_cast(x, a, "cast, head", x->mb, x->w.wte, use->head[0], use->head[1], Vp, C);
-    account_cast(x, a, "cast, lnf", chunks, x->act.lnf, use->rows, use->head_columns, rows, C);
-    account_product(a, use, "head", chunks, x->act.logits, use->rows, use->head[0], rows, Vp, C, false);
+    const double chunks = mb * (double)ceil_div((int64_t)m->B * m->T, rows);
+    account_cast(a, "cast, head", mb, w.wte, use->head[0], use->head[1], Vp, C);
+    account_cast(a, "cast, lnf", chunks, act.lnf, use->rows, use->head_columns, rows, C);
+    account_product(a, use, "head", chunks, act.logits, use->rows, use->head[0], rows, Vp, C, false);
     const Fp8Codes codes = linear_logit_codes(use, fp8_slot(m->config.L, QKV));
     account(a, "classifier", chunks, 0, 3.0 * rows * Vp, [&] {
-        classifier<bf16>(m->dev, m->losses, x->act.logits, x->input.targets, 1e-5f, true, rows, m->config.V, Vp,
-                         &codes);
+        classifier<bf16>(m->dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, m->config.V, Vp, &codes);
     });
     account_transpose(a, "transposed, logits", chunks, use->dhead_columns, use->dhead, rows, Vp);
-    account_product(a, use, "d head input", chunks, x->act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
+    account_product(a, use, "d head input", chunks, act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
     account_product(a, use, "d head weight", chunks, m->dwte_sum, use->dhead_columns, use->head_columns, Vp, C, rows,
                     true);
 }
 
 template <typename G>
 static void account_operators(Model* m, Account* a, double micro_batches, int buckets) {
-    Operands<G>* x = (Operands<G>*)calloc(1, sizeof(Operands<G>));
-    operands_open(x, m, micro_batches);
-    account_forward(x, a);
-    if (m->uses_fp8) account_fp8(x, a);
-    if (m->uses_fp8 && m->head_fp8) account_head_fp8(x, a);
-    if (!m->head_fp8) account_head(x, a);
-    if (!m->uses_fp8) account_mlp_backward(x, a), account_projections_backward(x, a);
-    account_sums(x, a, buckets);
-    free(x);
+    Operands<G>* x = new Operands<G>(m, micro_batches);  // too large for a stack
+    x->account_forward(a);
+    if (m->uses_fp8) x->account_fp8(a);
+    if (m->uses_fp8 && m->head_fp8) x->account_head_fp8(a);
+    if (!m->head_fp8) x->account_head(a);
+    if (!m->uses_fp8) x->account_mlp_backward(a), x->account_projections_backward(a);
+    x->account_sums(a, buckets);
+    delete x;
 }
 
 // A model as the trainer would make it from these options.
