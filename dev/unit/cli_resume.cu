@@ -335,14 +335,20 @@ static const char* long_run(Test* test, const char* work, const char* options) {
     return run;
 }
 
+// Such a run that has come to step 40.
+static Child start_long(Test* test, const char* work, const char* run) {
+    Child child = new_child();
+    start(&child, LONG " --run %s --save-every 0", work, run);
+    expect(wait_for_step(&child, run, 40), "%s ended before step 40: %s", run, ERR(child));
+    return child;
+}
+
 FOLDER_TEST(cli_signals) {
     const char *whole = long_run(test, work, "--save-every 0"), *run;
     for (int number : {SIGTERM, SIGINT}) {
         int64_t stopped_at;
         run = formatted("%s/signal_%d", work, number);
-        Child child = new_child();
-        start(&child, LONG " --run %s --save-every 0", work, run);
-        expect(wait_for_step(&child, run, 40), "the run ended before the signal");
+        Child child = start_long(test, work, run);
         kill(child.pid, number);
         finish(&child);
         expect_code(child, 0);
@@ -354,9 +360,7 @@ FOLDER_TEST(cli_signals) {
     }
     // SIGUSR1, and a file called save in the run folder: both save and go on.
     run = joined(work, "saves");
-    Child child = new_child();
-    start(&child, LONG " --run %s --save-every 0", work, run);
-    expect(wait_for_step(&child, run, 40), "the run ended before the signal");
+    Child child = start_long(test, work, run);
     kill(child.pid, SIGUSR1);
     expect(wait_for_step(&child, run, 300), "the run ended at the signal");
     write_text(run, "save", "");
@@ -465,9 +469,7 @@ FOLDER_TEST(cli_run_folders) {
     int64_t newest;
     expect(checkpoints(run, &newest) == 2 && newest == 6, "newest %lld", (long long)newest);
     run = joined(work, "held");
-    Child child = new_child();
-    start(&child, LONG " --run %s --save-every 0", work, run);
-    expect(wait_for_step(&child, run, 40), "the run ended before another came");
+    Child child = start_long(test, work, run);
     kill(child.pid, SIGSTOP);  // still there, however long the other one waits
     refused(run, "another process", "", "--run %s --resume auto --device cpu", run);
     kill(child.pid, SIGCONT);
@@ -478,9 +480,7 @@ FOLDER_TEST(cli_run_folders) {
 // A data file that is cut short while it is mapped: one sentence, where a process would die without a word.
 FOLDER_TEST(cli_data_is_cut) {
     const char *run = joined(work, "run"), *text = joined(work, "text.txt");
-    Child child = new_child();
-    start(&child, LONG " --run %s --save-every 0", work, run);
-    expect(wait_for_step(&child, run, 40), "the run ended before its data was cut");
+    Child child = start_long(test, work, run);
     if (truncate(text, 0) != 0) abort();
     finish(&child);
     expect_error(test, &child, "a file of data was cut short", "it was cut short while it was read",

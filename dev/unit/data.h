@@ -28,11 +28,6 @@ inline Folder folder_new(Test* test) {
     static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const Folder& folder, \
                                [[maybe_unused]] char(&error)[DATA_ERROR_BYTES])
 
-inline void folder_end(Test* test, const Folder& folder) {
-    char error[DATA_ERROR_BYTES] = "";
-    expect(folder_remove(folder.path, error), "%s", error);
-}
-
 // folder/name, in one of a few rotating buffers.
 inline const char* in(const Folder& folder, const char* name) {
     static char paths[64][2048];

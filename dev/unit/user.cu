@@ -279,13 +279,6 @@ JIT_TEST(user_format_tables_compile) {
     }
 }
 
-// A folder with runs in it.
-static void remove_runs(Test* test, const Folder& folder) {
-    char command[1100];
-    snprintf(command, sizeof(command), "rm -r '%s'", folder.path);
-    expect(system(command) == 0, "%s", command);
-}
-
 static const char SMALL[] = "--layers 1 --channels 64 --heads 1 --seq 32 --batch 2 --val-every 0 --sample-every 0";
 
 // ./train with a --format, in a folder that is removed.
@@ -308,7 +301,6 @@ static void expect_run(Test* test, const FormatRun& run) {
         bool log = strstr(run.says, "NVRTC");
         expect(strncmp(output, "train: error: --format", 22) == 0 && (log || (end && !end[1])), "%s", output);
     }
-    remove_runs(test, folder);
 }
 
 CACHE_TEST(JIT_TEST, user_format_command_line) {
@@ -397,5 +389,4 @@ TEST(user_format_trains_and_resumes_gpu) {
     snprintf(words, sizeof(words), "--device gpu --resume %s --steps 10 --format %s", in(folder, "run"), example());
     code = run_train(words, output, sizeof(output));
     expect(code == 0, "exit code %d\n%s", code, output);
-    remove_runs(test, folder);
 }
