@@ -315,16 +315,12 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
     safetensors_close(&file);
 }
 
-TEST(model_golden) {
-    Device dev = test_device(false);
+TEST_BOTH(model_golden) {
+    Device dev = test_device(gpu);
     check_golden(test, &dev, OPTIM_FP32, false);
-}
-
-TEST(model_golden_gpu) {
-    Device dev = test_device(true);
-    check_golden(test, &dev, OPTIM_FP32, false);
-    check_golden(test, &dev, OPTIM_BF16, false);
-    check_golden(test, &dev, OPTIM_BF16, true);
+    for (bool grads_bf16 : {false, true}) {
+        if (gpu) check_golden(test, &dev, OPTIM_BF16, grads_bf16);
+    }
 }
 
 // A small model at the usual initial weights, four sequences of random tokens.
@@ -416,15 +412,10 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
     }
 }
 
-TEST(model_same_result) {
-    Device dev = test_device(false);
+TEST_BOTH(model_same_result) {
+    Device dev = test_device(gpu);
     check_same_result(test, &dev, OPTIM_FP32);
-}
-
-TEST(model_same_result_gpu) {
-    Device dev = test_device(true);
-    check_same_result(test, &dev, OPTIM_FP32);
-    check_same_result(test, &dev, OPTIM_BF16);
+    if (gpu) check_same_result(test, &dev, OPTIM_BF16);
 }
 
 TEST(model_cpu_gpu) {
@@ -506,19 +497,14 @@ static void check_determinism(Test* test, const Device* dev, const Setup* setup)
     model_free(&m);
 }
 
-TEST(model_determinism) {
-    Device dev = test_device(false);
-    check_determinism(test, &dev, &TRAINED);
-}
-
-TEST(model_determinism_gpu) {
-    Device dev = test_device(true);
+TEST_BOTH(model_determinism) {
+    Device dev = test_device(gpu);
     Setup setup = TRAINED;
     check_determinism(test, &dev, &setup);
+    if (!gpu) return;
     setup.type = OPTIM_BF16;
     check_determinism(test, &dev, &setup);
-    setup.grads_bf16 = true;
-    setup.weights = "bf16+fp32";
+    setup.grads_bf16 = true, setup.weights = "bf16+fp32";
     check_determinism(test, &dev, &setup);
 }
 

@@ -7,7 +7,6 @@ Runs that are done are skipped, so the same command goes on after a kill, a Ctrl
 running half needs nothing else, the report matplotlib and bokeh (make venv). README.md beside this file says more.
 """
 
-import argparse
 import math
 import os
 import subprocess
@@ -23,13 +22,8 @@ if sys.version_info < (3, 11):
 import record
 import runner
 import sweep as sweeps
-from sweep import Problem
+from problem import Parser, Problem
 from trainer import ROOT, Trainer, check
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; --help lists the options")
 
 
 def options_read(arguments):

@@ -12,9 +12,13 @@ import itertools
 import json
 import math
 import re
+import sys
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from problem import Problem
 
 # Of one start of the program, or set by the instrument itself.
 RESERVED = ("run", "resume", "sample", "dry-run", "list-formats", "list-presets", "help")
@@ -27,10 +31,6 @@ RUN_KEYS = ("name", "group", "baseline", "turn", "each")
 MOST_RUNS = 10000  # of one [[run]]
 SEED = re.compile(r"[0-9]{1,30}")
 USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
-
-
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
 
 
 def slug(name, seed):

@@ -10,7 +10,6 @@ reference's own scores of --rounding-rows rows, or --tolerance nats. No score ma
 line counts; the exit status is 1 when an example differs. Mistakes are answered by one sentence and exit status 2.
 """
 
-import argparse
 import json
 import os
 import struct
@@ -22,12 +21,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to
 import torch
 from transformers import GPT2LMHeadModel
 
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from problem import Parser, Problem, answered
+
 HEADER = "<8s6IQI16xI"
 NORMS = ("choice", "choice_norm", "choice_bytes")
-
-
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
 
 
 class Questions:
@@ -163,11 +161,6 @@ def check(options):
     return int(counts["DIFFERENT"] > 0)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; --help lists the options")
-
-
 def main():
     parser = Parser(prog="check_eval", description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -177,20 +170,15 @@ def main():
     add("--batch", type=int, default=32, metavar="B", help="rows at a time (default: %(default)s)")
     add("--limit", type=int, metavar="N", help="the first N examples alone")
     add("--device", help="cpu or cuda (default: cuda where there is one)")
-    add(
-        "--tolerance", type=float, metavar="NATS", help="instead of the rounding of bfloat16; 1e-3 for ./train on a CPU"
-    )
+    instead = "instead of the rounding of bfloat16; 1e-3 for ./train on a CPU"
+    add("--tolerance", type=float, metavar="NATS", help=instead)
     add("--rounding-rows", type=int, default=512, metavar="N", help="rows that measure it (default: %(default)s)")
     add("--verbose", action="store_true", help="name also the examples that rounding explains")
-    try:
-        options = parser.parse_args()
-        if min(options.batch, options.rounding_rows, options.limit or 1) < 1:
-            raise Problem("--batch, --limit and --rounding-rows must be at least 1")
-        return check(options)
-    except Problem as problem:
-        print(f"check_eval: error: {problem}", file=sys.stderr)
-        return 2
+    options = parser.parse_args()
+    if min(options.batch, options.rounding_rows, options.limit or 1) < 1:
+        raise Problem("--batch, --limit and --rounding-rows must be at least 1")
+    return check(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered("check_eval", main))

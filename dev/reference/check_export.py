@@ -10,7 +10,6 @@ computed in float32 whatever the stored type and printed as `loss 3.123456`. Wit
 the loss is further than --tolerance from it. Mistakes are answered by one sentence and exit status 2.
 """
 
-import argparse
 import glob
 import math
 import os
@@ -22,11 +21,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to
 import torch
 from transformers import GPT2LMHeadModel
 
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from problem import Parser, Problem, answered
+
 MAGIC, HEADER_BYTES = 20240520, 1024
-
-
-class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
 
 
 def read_tokens(path, is_bytes):
@@ -106,11 +104,6 @@ def check(options):
     return 0 if good else 1
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise Problem(f"{message}; --help lists the options")
-
-
 def main():
     parser = Parser(prog="check_export", description=__doc__.split("\n")[0])
     parser.add_argument("folder", metavar="DIR", help="Hugging Face GPT-2 model folder: config.json, model.safetensors")
@@ -123,15 +116,11 @@ def main():
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--expect", type=float, metavar="LOSS", help="exit with status 1 unless the loss is this")
     parser.add_argument("--tolerance", type=float, default=1e-4, metavar="X", help="of --expect (default: %(default)s)")
-    try:
-        options = parser.parse_args()
-        if options.windows < 1 or options.batch < 1:
-            raise Problem("--windows and --batch must be at least 1")
-        return check(options)
-    except Problem as problem:
-        print(f"check_export: error: {problem}", file=sys.stderr)
-        return 2
+    options = parser.parse_args()
+    if options.windows < 1 or options.batch < 1:
+        raise Problem("--windows and --batch must be at least 1")
+    return check(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(answered("check_export", main))

@@ -10,40 +10,27 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "test.h"
 
-// Sets a variable of the environment for as long as a case runs.
+// Sets a variable of the environment until its scope ends.
 struct Setting {
     const char* name;
     char* saved;
+
+    Setting(const char* variable, const char* value) : name(variable) {
+        if (!value) abort();
+        saved = getenv(name) ? strdup(getenv(name)) : nullptr;
+        setenv(name, value, 1);
+    }
+    Setting(const Setting&) = delete;
+    ~Setting() {
+        if (saved) setenv(name, saved, 1);
+        if (!saved) unsetenv(name);
+        free(saved);
+    }
 };
-
-inline Setting setting_enter(const char* name, const char* value) {
-    const char* saved = getenv(name);
-    Setting setting = {name, saved ? strdup(saved) : nullptr};
-    setenv(name, value, 1);
-    return setting;
-}
-
-inline void setting_leave(Setting* setting) {
-    if (setting->saved) setenv(setting->name, setting->saved, 1);
-    if (!setting->saved) unsetenv(setting->name);
-    free(setting->saved);
-}
-
-// A folder of its own for the cache of compiled kernels, named by NIBBLE_CACHE while the test runs.
-struct CacheFolder {
-    char path[64];
-    Setting setting;
-};
-
-inline CacheFolder cache_enter() {
-    CacheFolder folder = {"/tmp/nibble-test-XXXXXX", {}};
-    if (!mkdtemp(folder.path)) printf("    mkdtemp failed\n"), exit(1);
-    folder.setting = setting_enter("NIBBLE_CACHE", folder.path);
-    return folder;
-}
 
 inline int folder_files(const char* path, bool remove_them) {
     DIR* folder = opendir(path);
@@ -60,21 +47,36 @@ inline int folder_files(const char* path, bool remove_them) {
     return count;
 }
 
-inline void cache_leave(CacheFolder* folder) {
-    folder_files(folder->path, true);
-    rmdir(folder->path);
-    setting_leave(&folder->setting);
-}
+// A folder of its own for the cache of compiled kernels, named by NIBBLE_CACHE, until its scope ends.
+struct CacheFolder {
+    char path[64] = "/tmp/nibble-test-XXXXXX";
+    Setting setting;
+
+    CacheFolder() : setting("NIBBLE_CACHE", mkdtemp(path)) {}
+    ~CacheFolder() {
+        folder_files(path, true);
+        rmdir(path);
+    }
+};
 
 // A case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels in the folder `cache`.
 #define CACHE_TEST(KIND, NAME)                                           \
     static void with_cache_##NAME(Test* test, const CacheFolder& cache); \
     KIND(NAME) {                                                         \
-        CacheFolder cache = cache_enter();                               \
+        CacheFolder cache;                                               \
         with_cache_##NAME(test, cache);                                  \
-        cache_leave(&cache);                                             \
     }                                                                    \
     static void with_cache_##NAME(Test* test, [[maybe_unused]] const CacheFolder& cache)
+
+// Expects that NVRTC makes a kernel of an expression.
+inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {
+    static char error[JIT_ERROR_BYTES];
+    JitImage image;
+    const bool good = jit_compile(expression, architecture, &image, error);
+    expect(good && image.image_bytes > 1000, "%s, %s: %s", expression, architecture, good ? "it is empty" : error);
+    if (good) jit_free(&image);
+    return good;
+}
 
 // ./train, beside this program, with its two streams into `output`; returns its exit code.
 inline int run_train(const char* words, char* output, size_t bytes) {

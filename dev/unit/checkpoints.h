@@ -40,27 +40,16 @@ static void check_round_trip(Test* test, const Device* dev, const Setup* setup, 
     remove_run(run);
 }
 
-static void check_round_trips(Test* test, const Device* dev, OptimType type) {
+TEST_BOTH(checkpoint_round_trip) {
+    Device dev = test_device(gpu);
     char folder[PATH_BYTES];
     temporary_folder(folder);
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
         Setup setup = TRAINED;
-        setup.weights = weights;
-        setup.type = type;
-        setup.keeps_copy = true;
-        check_round_trip(test, dev, &setup, folder);
+        setup.weights = weights, setup.type = gpu ? OPTIM_BF16 : OPTIM_FP32, setup.keeps_copy = true;
+        check_round_trip(test, &dev, &setup, folder);
     }
     remove_folder(folder);
-}
-
-TEST(checkpoint_round_trip) {
-    Device dev = test_device(false);
-    check_round_trips(test, &dev, OPTIM_FP32);
-}
-
-TEST(checkpoint_round_trip_gpu) {
-    Device dev = test_device(true);
-    check_round_trips(test, &dev, OPTIM_BF16);
 }
 
 // A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.

@@ -12,10 +12,8 @@ double cross_entropy_double(const double* logits, int target, int V) {
     return log(sum) - (logits[target] - maximum);
 }
 
-TEST(classifier_cpu) {
+OPERATOR_TEST(classifier_cpu) {
     const int N = 4, V = 21, Vp = 128;
-    Device dev = test_device(false);
-    double worst = 0.0;
     float *logits = random_floats(N * Vp, 1, 5.0f), losses[N], want[N], mean = NAN;
     int targets[N] = {0, 20, 7, 20};
     for (int i = 0; i < N * Vp; i++)
@@ -37,7 +35,6 @@ TEST(classifier_cpu) {
     close_to(test, &worst, "mean", &mean, &first, 1, 8 * EPS32, 8 * EPS32);
     loss_mean(&dev, &mean, losses, N, true, 0.125f);
     close_to(test, &worst, "mean", &mean, &second, 1, 8 * EPS32, 8 * EPS32);
-    note_worst(test, worst);
 }
 
 // Against double: the plain C version is compared with it too, and a sum of 50257 terms in fp32 is no oracle. Beyond
@@ -110,7 +107,6 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
         run(true);
     });
     free(values), free(want), free(want_loss), free(row), free(targets);
-    array_free(dev, &logits), array_free(dev, &losses);
     device_free(dev, device_targets);
 }
 
@@ -142,9 +138,7 @@ TEST(classifier_race_gpu) {
 }
 #endif
 
-TEST(classifier_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(classifier_gpu) {
     const int shapes[][3] = {{1, 256, 256}, {37, 257, 384}, {1000, 256, 256}, {37, 50257, 50304}, {3, 5, 128}};
     for (auto& s : shapes) {
         classifier_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
@@ -159,9 +153,7 @@ TEST(classifier_gpu) {
             check_output(test, &worst, &dev, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
                          [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); });
         }
-        array_free(&dev, &losses), array_free(&dev, &mean);
     }
-    note_worst(test, worst);
 }
 
 }  // namespace

@@ -4,14 +4,14 @@
 // The default flow.
 
 static void check_run_folder(Test* test, const char* run, const char* out) {
-    char error[DATA_ERROR_BYTES], checkpoint[PATH_MAX];
+    char error[DATA_ERROR_BYTES];
     int64_t bytes;
     char* text = contents(run, "config.json", &bytes);
     Json* config = text ? json_parse(text, bytes, "config.json", error) : nullptr;
     expect(config && strcmp(json_string(config, "layers", ""), "1") == 0, "config.json");
     text = contents(run, "log.txt", &bytes);
     expect(text && strcmp(text, out) == 0, "log.txt is not what the terminal showed");
-    checkpoint_name(run, 60, checkpoint, sizeof(checkpoint));
+    const char* checkpoint = checkpoint_of(run, 60);
     for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"}) {
         expect(exists(checkpoint, name), "%s/%s is not there", checkpoint, name);
     }
@@ -23,9 +23,8 @@ TEST(cli_run) {
     static Losses losses;
     const char* work = work_folder();
     const char* run = joined(work, "deep/run");
-    run_train(child, SHAPE " --data %s/text.txt --run %s --batch 4 --steps 60 --sample-tokens 20 --prompt=fox", work,
-              run);
-    expect_code(child, 0);
+    run_well(child, SHAPE " --data %s/text.txt --run %s --batch 4 --steps 60 --sample-tokens 20 --prompt=fox", work,
+             run);
     expect(child.bytes[1] == 0, "stderr: %s", ERR(child));
     for (const char* words : {"\n val ", "\nval ", "bits per byte", "\nsample ---", "\nfox", "\nsave ", "\nstep ",
                               "eta", "memory ", "--sample \"...\" --model"}) {
@@ -52,18 +51,14 @@ FOLDER_TEST(cli_end_is_told) {
 }
 
 FOLDER_TEST(cli_builtin_text) {
-    run_train(child, "%s %s --run %s/run --steps 2", SHAPE, QUICK, work);
-    expect_code(child, 0);
+    run_well(child, SHAPE " " QUICK " --run %s/run --steps 2", work);
     expect(strstr(OUT(child), "built-in text"), "the data is not named");
 }
 
 // With no --run, the folder is runs/DATE_TIME_MODEL where the command was typed.
 FOLDER_TEST(cli_default_folder) {
-    Child child = new_child();
-    child.folder = work;
-    start(&child, "%s %s --data text.txt --steps 1", SHAPE, QUICK);
-    finish(&child);
-    expect_code(child, 0);
+    Child child = new_child(false, work);
+    train_as(&child, SHAPE " " QUICK " --data text.txt --steps 1");
     const char* name = strstr(OUT(child), "runs/2");
     char run[PATH_MAX] = "";
     expect(name && sscanf(name, "%255s", run) == 1 && exists(work, run), "'%s' is not there", run);
@@ -75,7 +70,7 @@ FOLDER_TEST(cli_usual_learning_rates) {
                                     {"--rule lion --m soft8", "schedule lr 0.0006, usual for lion, cosine"},
                                     {"--rule lion --m soft8 --lr 0.003", "schedule lr 0.003, cosine"}};
     for (const auto& rate : rates) {
-        run_train(lr, "%s --data %s/text.txt --run %s/run --steps 3 --dry-run %s", SHAPE, work, work, rate[0]);
+        run_train(lr, SHAPE " --data %s/text.txt --run %s/run --steps 3 --dry-run %s", work, work, rate[0]);
         expect(strstr(OUT(lr), rate[1]), "%s: %s", rate[0], OUT(lr));
     }
 }
@@ -94,9 +89,7 @@ FOLDER_TEST(cli_overrides) {
                 {"--override none;", nullptr},
                 {"--override wpe:lr=2", " override wpe:lr=2\n"}};
     for (const auto& row : rows) {
-        run_train(plan, "%s --data %s/text.txt --run %s/run --dry-run --preset fp8w8e %s", SHAPE, work, work,
-                  row.options);
-        expect_code(plan, 0);
+        run_well(plan, SHAPE " --data %s/text.txt --run %s/run --dry-run --preset fp8w8e %s", work, work, row.options);
         const char* shown = strstr(OUT(plan), row.shows ? row.shows : " override");
         expect(!shown == !row.shows, "%s: %s", row.options, OUT(plan));
     }
@@ -104,34 +97,27 @@ FOLDER_TEST(cli_overrides) {
 
 // A model's config.json says the type of its weights, float32 where they are of several.
 FOLDER_TEST(cli_dtype) {
-    char folder[PATH_MAX];
-    snprintf(folder, sizeof(folder), "%s/run/step_00000001", work);
     for (const char* options : {"", " --override ln*:weights=fp32", " --override wte:weights=fp32"}) {
-        train_well("%s %s --data %s/text.txt --run %s/run --steps 1 --weights bf16:sr%s", SHAPE, QUICK, work, work,
-                   options);
+        train_well(BRIEF "/run --steps 1 --weights bf16:sr%s", work, work, options);
         int64_t bytes;
-        char* text = contents(folder, "config.json", &bytes);
+        char* text = contents(work, "run/step_00000001/config.json", &bytes);
         const char* want = *options ? "\"dtype\": \"float32\"" : "\"dtype\": \"bfloat16\"";
         expect(text && strstr(text, want), "%s: no %s in %s", options, want, text);
-        snprintf(folder, sizeof(folder), "%s/run", work);
-        remove_tree(folder);
-        snprintf(folder, sizeof(folder), "%s/run/step_00000001", work);
+        remove_tree(joined(work, "run"));
     }
 }
 
 FOLDER_TEST(cli_nothing_but_talk) {
-    run_train(plan, "%s --data %s/text.txt --run %s/run --steps 3 --dry-run", SHAPE, work, work);
-    expect_code(plan, 0);
+    run_well(plan, SHAPE " --data %s/text.txt --run %s/run --steps 3 --dry-run", work, work);
     expect(strstr(OUT(plan), "memory "), "--dry-run prints no plan");
     expect(!exists(work, "run"), "--dry-run leaves a folder");
-    train_well("%s %s --data %s/text.txt --run %s/run --steps 1", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/run --steps 1", work, work);
     char error[DATA_ERROR_BYTES];
     const char* folder = joined(work, "run");
     int64_t bytes;
     char* text = contents(folder, "config.json", &bytes);
     Json* config = json_parse(text, bytes, "config.json", error);
-    run_train(help, "--help");
-    expect_code(help, 0);
+    run_well(help, "--help");
     int named = 0;
     for (const Json* option = config ? config->child : nullptr; option; option = option->next, named++) {
         char name[80];
@@ -302,7 +288,6 @@ static const Bad BAD_FOLDERS[] = {
 };
 
 static void make_bad_data(const char* work) {
-    char folder[PATH_MAX];
     write_text(work, "empty.txt", "");
     write_text(work, "short.txt", "too short");
     write_text(work, "empty.bin", "");
@@ -318,10 +303,9 @@ static void make_bad_data(const char* work) {
     write_shard(work, "token.bin", 20240520, 1, 65, 65, 300);
     int32_t header[2] = {20240520, 1};
     write_bytes(work, "header.bin", header, sizeof(header));
-    snprintf(folder, sizeof(folder), "%s/folder", work);
-    mkdir(folder, 0755);
+    mkdir(joined(work, "folder"), 0755);
     for (const char* name : {"s2", "s3", "s4"}) {
-        snprintf(folder, sizeof(folder), "%s/%s", work, name);
+        const char* folder = joined(work, name);
         mkdir(folder, 0755);
         write_shard(folder, "val_0.bin", 20240520, 1, 500, 500, 1);
         if (name[1] != '4') write_shard(folder, "train_0.bin", 20240520, 1, 500, 500, 1);
@@ -329,7 +313,7 @@ static void make_bad_data(const char* work) {
     write_text(work, "s2/meta.json", "{bad");
     if (mkdir(joined(work, "s3/meta.json"), 0755) != 0) abort();
     if (symlink("nowhere", joined(work, "s4/train_0.bin")) != 0) abort();
-    snprintf(folder, sizeof(folder), "%s/s", work);
+    const char* folder = joined(work, "s");
     mkdir(folder, 0755);
     write_shard(folder, "few_0.bin", 20240520, 1, 9, 9, 1);
     write_shard(folder, "few_1.bin", 20240520, 1, 20, 20, 1);
@@ -337,7 +321,7 @@ static void make_bad_data(const char* work) {
 }
 
 static void make_bad_models(Test* test, const char* work) {
-    train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/used --steps 1", work, work);
     const char* from = joined(work, "used/step_00000001");
     make_model(work, "llama", from, "\"model_type\": \"gpt2\"", "\"model_type\": \"llama\"", 1);
     make_model(work, "relu", from, "gelu_new", "relu", 1);
@@ -356,27 +340,13 @@ static void make_bad_models(Test* test, const char* work) {
     make_model(work, "other_shape", from, "\"n_positions\": 32", "\"n_positions\": 33", 1);
 }
 
-// text with '@' replaced by the folder.
-static void fill(const char* text, const char* work, char* filled, size_t bytes) {
-    size_t used = 0;
-    for (; *text && used + 1 < bytes; text++) {
-        if (*text == '@') used += (size_t)snprintf(filled + used, bytes - used, "%s", work);
-        if (*text != '@') filled[used++] = *text;
-    }
-    filled[used] = 0;
-}
-
 static void check_bad(Test* test, const char* work, const Bad* cases, int count) {
-    char arguments[PATH_MAX], before[2 * PATH_MAX] = "", needle[PATH_MAX], needle2[PATH_MAX];
     for (int i = 0; i < count; i++) {
         const Bad* bad = &cases[i];
-        fill(bad->arguments, work, arguments, sizeof(arguments));
-        fill(bad->needle, work, needle, sizeof(needle));
-        fill(bad->needle2, work, needle2, sizeof(needle2));
-        snprintf(before, sizeof(before), "--batch 2 --steps 3 --val-every 0 --data %s/text.txt --run %s/run %s", work,
-                 work, bad->before == ALL ? SHAPE : "");
-        run_train(child, "%s %s", bad->before == NOTHING ? "" : before, arguments);
-        expect_error(test, &child, bad->arguments, needle, needle2);
+        const char* before = formatted("--batch 2 --steps 3 --val-every 0 --data %s/text.txt --run %s/run %s", work,
+                                       work, bad->before == ALL ? SHAPE : "");
+        refused(bad->arguments, replaced(bad->needle, "@", work), replaced(bad->needle2, "@", work), "%s %s",
+                bad->before == NOTHING ? "" : before, replaced(bad->arguments, "@", work));
         // A wrong token is found when training comes to it; everything else before there is anything to leave behind.
         const char* run = joined(work, "run");
         bool late = strstr(bad->needle2, "token 300") != nullptr;
@@ -404,12 +374,11 @@ FOLDER_TEST(cli_bad_folders) {
 // A disk that takes no more than so many bytes a file: 0 (nothing at all), in the log, in the checkpoint.
 FOLDER_TEST(cli_full_disk) {
     for (int64_t limit : {0, 1500, 3000, 100000}) {
-        char run[PATH_MAX], what[64];
-        snprintf(run, sizeof(run), "%s/full_%d", work, (int)limit);
-        snprintf(what, sizeof(what), "files of at most %d bytes", (int)limit);
+        const char* run = formatted("%s/full_%d", work, (int)limit);
+        const char* what = formatted("files of at most %d bytes", (int)limit);
         Child child = new_child();
         child.file_limit = limit;
-        start(&child, "%s %s --data %s/text.txt --run %s --steps 40 --save-every 0", SHAPE, QUICK, work, run);
+        start(&child, BRIEF " --steps 40 --save-every 0", work, run);
         finish(&child);
         expect_error(test, &child, what, run, "");
         int64_t newest;
@@ -417,7 +386,7 @@ FOLDER_TEST(cli_full_disk) {
         expect(!exists(run, "step_00000040.tmp"), "%s: half a checkpoint is left", what);
         // With room again the run begins anew, and half a line of its log does not stay.
         static Losses losses;
-        train_well("%s %s --data %s/text.txt --run %s --steps 40 --resume auto", SHAPE, QUICK, work, run);
+        train_well(BRIEF " --steps 40 --resume auto", work, run);
         read_losses(test, run, &losses);
         expect(losses.last == 40, "%s: resumed to step %d", what, losses.last);
     }
@@ -429,24 +398,21 @@ FOLDER_TEST(cli_fit) {
     const char* const shape = "--layers 8 --channels 512 --heads 8 --seq 512 --preset adamw8";
     for (const char* recompute : {"none", "gelu", "block"}) {
         long long batch = 0;
-        run_train(fit, "--fit 1G --model gpt2 --data %s/text.txt %s --recompute %s", work, shape, recompute);
-        expect_code(fit, 0);
+        run_well(fit, "--fit 1G --model gpt2 --data %s/text.txt %s --recompute %s", work, shape, recompute);
         const char *row = strstr(OUT(fit), "adamw8 "), *rows = row ? strstr(row, "\n") : nullptr;
         expect(row && rows && !rows[1], "not one row: %s", OUT(fit));
         expect(row && sscanf(row, "%*s %*s %lld", &batch) == 1 && batch > 1, "no batch: %s", OUT(fit));
         for (int more = 0; more < 2; more++) {
-            run_train(plan,
-                      "--dry-run --memory 1G --model gpt2 --data %s/text.txt %s --recompute %s --grads fp32 --steps 1 "
-                      "--release off --batch %lld --tokens-per-step %lld",
-                      work, shape, recompute, batch + more, 512 * (batch + more));
-            expect_code(plan, 0);
+            run_well(plan,
+                     "--dry-run --memory 1G --model gpt2 --data %s/text.txt %s --recompute %s --grads fp32 --steps 1 "
+                     "--release off --batch %lld --tokens-per-step %lld",
+                     work, shape, recompute, batch + more, 512 * (batch + more));
             const char* notice = strstr(OUT(plan), " notice   --batch ");
             expect((notice != nullptr) == (more == 1), "%s, batch %lld: %s", recompute, batch + more, OUT(plan));
         }
     }
     // Presets that do not go with another option are left out; released gradients take turns.
-    run_train(rule, "--fit 24G --model gpt2 --recompute none --rule muon");
-    expect_code(rule, 0);
+    run_well(rule, "--fit 24G --model gpt2 --recompute none --rule muon");
     expect(strstr(OUT(rule), "adamw8 ") && !strstr(OUT(rule), "adamw8e ") && strstr(OUT(rule), "muon4 "), "%s",
            OUT(rule));
     double gib[2] = {0.0, 0.0};
@@ -457,11 +423,9 @@ FOLDER_TEST(cli_fit) {
         expect(row && sscanf(row, "%*s %*s %*s %*s %*s %lf", &gib[released]) == 1, "no row: %s", OUT(fit));
     }
     expect(gib[1] > 0.0 && gib[1] < 0.7 * gib[0], "gradients take %g GiB, released %g", gib[0], gib[1]);
-    run_train(fp8, "--fit 24G --model gpt2 --preset adamw8 --recompute none --matmul fp8 --head fp8");
-    expect_code(fp8, 0);
+    run_well(fp8, "--fit 24G --model gpt2 --preset adamw8 --recompute none --matmul fp8 --head fp8");
     expect(strstr(OUT(fp8), "adamw8 "), "no row: %s", OUT(fp8));
-    run_train(all, "--fit 0.001G --model gpt2");
-    expect_code(all, 0);
+    run_well(all, "--fit 0.001G --model gpt2");
     int none = 0, lines = 0;
     for (const char* at = OUT(all); (at = strstr(at, "    - ")) != nullptr; at++) none++;
     for (const char* at = OUT(all); (at = strchr(at, '\n')) != nullptr; at++) lines++;
@@ -471,8 +435,7 @@ FOLDER_TEST(cli_fit) {
                                   {"--memory 24G", "--memory plans for one GPU", "type --dry-run"},
                                   {"--memory 24G --dry-run --device cpu", "--memory plans", "--device cpu"}};
     for (const auto& mistake : bad) {
-        run_train(child, "%s", mistake[0]);
-        expect_error(test, &child, mistake[0], mistake[1], mistake[2]);
+        refused(mistake[0], mistake[1], mistake[2], "%s", mistake[0]);
     }
 }
 
@@ -486,15 +449,12 @@ TEST(cli_plan_of_a_card_gpu) {
     for (const char* more : options) {
         double gib[2][6];
         for (int real = 0; real < 2; real++) {
-            Child child = new_child();
-            child.gpu = real == 1;
-            start(
+            Child child = new_child(real == 1);
+            train_as(
                 &child,
                 "--dry-run --model gpt2 --data %s/text.txt --steps 1 --batch 8 --tokens-per-step 8192 --release off %s "
                 "%s",
                 work_folder(), more, real ? "--device gpu" : "--memory 70G");
-            finish(&child);
-            expect_code(child, 0);
             const char *line = strstr(OUT(child), " memory "), *device = strstr(OUT(child), " device ");
             if (real && (!device || (!strstr(device, "H100 80GB HBM3") && !strstr(device, "NVIDIA H200")))) {
                 skip("needs an H100 or H200 with 132 multiprocessors");
@@ -513,8 +473,7 @@ TEST(cli_plan_of_a_card_gpu) {
 TEST(cli_too_little_memory_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("a process of its own");
     const char* work = work_folder();
-    Child child = new_child();
-    child.gpu = true;
+    Child child = new_child(true);
     start(&child, "--data %s/text.txt --run %s/run --model gpt2-xl --seq 1024 --batch 8192 --device gpu", work, work);
     finish(&child);
     expect_error(test, &child, "--batch 8192", "--batch 8192 needs", "type --batch ");
@@ -523,10 +482,7 @@ TEST(cli_too_little_memory_gpu) {
 
 // A run that diverges: weight decay times the learning rate is far beyond 1, so the weights grow a thousandfold a step.
 FOLDER_TEST(cli_diverges) {
-    run_train(child,
-              "%s %s --data %s/text.txt --run %s/run --steps 60 --lr 1000 --weight-decay 10 --warmup 0 "
-              "--save-every 2",
-              SHAPE, QUICK, work, work);
+    run_train(child, BRIEF "/run --steps 60 --lr 1000 --weight-decay 10 --warmup 0 --save-every 2", work, work);
     expect_error(test, &child, "--lr 1000", "step_0000", "--lr");
     expect(strncmp(ERR(child), "train: error: step ", 19) == 0, "no step: %s", ERR(child));
     char error[DATA_ERROR_BYTES];
@@ -543,22 +499,18 @@ FOLDER_TEST(cli_diverges) {
 
 // The same command twice, and with other numbers of threads: the same bits.
 FOLDER_TEST(cli_same_bits) {
-    char run[3][PATH_MAX];
+    const char* run[3];
     for (int i = 0; i < 3; i++) {
-        snprintf(run[i], sizeof(run[i]), "%s/run_%d", work, i);
+        run[i] = formatted("%s/run_%d", work, i);
         Child child = new_child();
         child.threads = i == 2 ? 3 : 1;
-        start(&child, "%s %s --data %s/text.txt --run %s --steps 20 --layers 2 --channels 128 --heads 2", SHAPE, QUICK,
-              work, run[i]);
-        finish(&child);
-        expect_code(child, 0);
+        train_as(&child, BRIEF " --steps 20 --layers 2 --channels 128 --heads 2", work, run[i]);
     }
     expect_equal_runs(test, run[0], run[1], 20);
     expect_equal_runs(test, run[0], run[2], 20);
-    run_train(other, "%s %s --data %s/text.txt --run %s/other --steps 2 --seed 2", SHAPE, QUICK, work, work);
+    run_train(other, BRIEF "/other --steps 2 --seed 2", work, work);
     static Losses first, second;
-    const char* folder = joined(work, "other");
-    read_losses(test, run[0], &first), read_losses(test, folder, &second);
+    read_losses(test, run[0], &first), read_losses(test, joined(work, "other"), &second);
     expect(strcmp(first.text[1], second.text[1]) != 0, "--seed changes nothing");
 }
 
@@ -570,28 +522,25 @@ TEST(cli_shards) {
     write_shard(work, "train_000001.bin", 20240520, 1, 1000, 1000, 3);
     write_shard(work, "val_000000.bin", 20240520, 1, 400, 400, 3);
     const char* run = joined(work, "run");
-    run_train(child, "%s --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-tokens 256", SHAPE, work,
-              run);
-    expect_code(child, 0);
+    run_well(child, SHAPE " --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-tokens 256", work,
+             run);
     expect(strstr(OUT(child), "2 files") && strstr(OUT(child), "vocabulary 300"), "the banner: %.600s", OUT(child));
     read_losses(test, run, &losses);
     double first = atof(losses.text[1]), last = atof(losses.text[60]);
     expect(first > 5.5 && first < 5.9 && last < 1.0, "tokens that repeat: the loss goes from %g to %g", first, last);
     // The folder itself, as data/prepare.py writes one.
-    run_train(folder, "%s %s --data %s --run %s/second --steps 2", SHAPE, QUICK, work, work);
-    expect_code(folder, 0);
+    run_well(folder, SHAPE " " QUICK " --data %s --run %s/second --steps 2", work, work);
 }
 
 FOLDER_TEST(cli_sample) {
     char* text[6];
-    train_well("%s %s --data %s/text.txt --run %s/run --steps 30", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/run --steps 30", work, work);
     const char* options[6] = {
         "--seed 5",          "--seed 5", "--seed 6", "--temperature 0 --seed 5", "--temperature 0 --seed 6",
         "--top-k 1 --seed 7"};
     for (int i = 0; i < 6; i++) {
-        run_train(child, "--sample ab --model %s/run/step_00000030 --device cpu --sample-tokens 40 %s", work,
-                  options[i]);
-        expect_code(child, 0);
+        run_well(child, "--sample ab --model %s/run/step_00000030 --device cpu --sample-tokens 40 %s", work,
+                 options[i]);
         expect(child.bytes[1] == 0, "stderr: %s", ERR(child));
         expect(strncmp(OUT(child), "ab", 2) == 0 && child.bytes[0] > 40, "%s gives '%s'", options[i], OUT(child));
         text[i] = strdup(OUT(child));

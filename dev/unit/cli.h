@@ -28,6 +28,7 @@ struct Child {
     int64_t file_limit;  // bytes that a file may have, as on a full disk; -1: any
     const char* folder;  // where it runs; NULL: here
     bool keeps_rank;     // RANK, as a launcher sets it, is not taken out of the environment
+    const char* limit;   // a command of the shell's that comes before, as ulimit; NULL: none
     // Set by start() and wait_for().
     pid_t pid;
     int pipe[2];    // its stdout and stderr
@@ -67,6 +68,12 @@ inline void pause_ms(double ms) {
         setrlimit(RLIMIT_FSIZE, &limit);
     }
     words[0] = path;
+    if (child->limit) {
+        char command[256], shell[] = "/bin/sh", c[] = "-c", *through[132] = {shell, c, command};
+        snprintf(command, sizeof(command), "%s && exec \"$0\" \"$@\"", child->limit);
+        for (int i = 0; words[i]; i++) through[3 + i] = words[i];
+        execv(shell, through);
+    }
     execv(path, words);
     fprintf(stderr, "%s: %s\n", path, strerror(errno));
     _exit(127);
@@ -131,9 +138,10 @@ inline void forget(Child* child) {
     free(child->text[0]), free(child->text[1]);
 }
 
-inline Child new_child() {
+// It may see the GPU if `gpu`, and runs in `folder`, NULL: here.
+inline Child new_child(bool gpu = false, const char* folder = nullptr) {
     Child child = {};
-    child.file_limit = -1;
+    child.gpu = gpu, child.folder = folder, child.file_limit = -1;
     return child;
 }
 
@@ -150,12 +158,24 @@ inline Child new_child() {
     start(&child, __VA_ARGS__); \
     finish(&child)
 
+// The same, expecting success.
+#define run_well(child, ...)       \
+    run_train(child, __VA_ARGS__); \
+    expect_code(child, 0)
+
+// The same of a child that has been set up.
+#define train_as(child, ...)       \
+    do {                           \
+        start(child, __VA_ARGS__); \
+        finish(child);             \
+        expect_code(*(child), 0);  \
+    } while (0)
+
 // Runs ./train to the end, expecting success.
-#define train_well(...)                \
-    do {                               \
-        run_train(child, __VA_ARGS__); \
-        expect_code(child, 0);         \
-        forget(&child);                \
+#define train_well(...)               \
+    do {                              \
+        run_well(child, __VA_ARGS__); \
+        forget(&child);               \
     } while (0)
 
 // A folder for one test, holding text.txt: sentences of a few words.
@@ -221,11 +241,31 @@ inline void write_shard(const char* folder, const char* name, int magic, int ver
     free(bytes);
 }
 
-// FOLDER/NAME, and the folder of a run's checkpoint; neither is ever freed.
+// A formatted text, FOLDER/NAME, and the folder of a run's checkpoint; none is ever freed.
+__attribute__((format(printf, 1, 2))) inline const char* formatted(const char* format, ...) {
+    char* text = nullptr;
+    va_list arguments;
+    va_start(arguments, format);
+    if (vasprintf(&text, format, arguments) < 0) abort();
+    va_end(arguments);
+    return text;
+}
+
 inline const char* joined(const char* folder, const char* name) {
-    char* path = nullptr;
-    if (asprintf(&path, "%s/%s", folder, name) < 0) abort();
-    return path;
+    return formatted("%s/%s", folder, name);
+}
+
+// A copy of a text with each `from` in it replaced, which is never freed either.
+inline const char* replaced(const char* text, const char* from, const char* to) {
+    char* copy = nullptr;
+    size_t bytes = 0;
+    FILE* memory = open_memstream(&copy, &bytes);
+    for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from)) {
+        fprintf(memory, "%.*s%s", (int)(at - text), text, to);
+    }
+    fputs(text, memory);
+    fclose(memory);
+    return copy;
 }
 
 inline const char* checkpoint_of(const char* run, int64_t step) {
@@ -248,6 +288,8 @@ inline char* contents(const char* folder, const char* name, int64_t* bytes) {
 
 #define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"
 #define QUICK "--batch 2 --val-every 0 --sample-every 0 --print-every 1000000"
+// With the folder of text.txt and that of the run.
+#define BRIEF SHAPE " " QUICK " --data %s/text.txt --run %s"
 
 inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name) {
     int64_t a_bytes = 0, b_bytes = 0;
@@ -346,6 +388,16 @@ inline void write_text(const char* folder, const char* name, const char* text) {
     write_bytes(folder, name, text, strlen(text));
 }
 
+// Other words in a checkpoint's state.json, with the checksum that it then has.
+inline void rewrite_state(const char* folder, const char* from, const char* to) {
+    int64_t bytes;
+    const char *text = contents(folder, "state.json", &bytes), *changed = replaced(text, from, to), *seal = nullptr;
+    for (const char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
+    if (!strstr(text, from) || !seal) abort();
+    const uint32_t crc = crc32c(0, changed, seal - changed);
+    write_text(folder, "state.json", formatted("%.*s\"crc32c\": %u\n}\n", (int)(seal - changed), changed, crc));
+}
+
 // A copy of `from`, a checkpoint, with `find` in its config.json replaced, and the first `share` of its weights.
 inline void make_model(const char* work, const char* name, const char* from, const char* find, const char* replace,
                        double share) {
@@ -382,3 +434,11 @@ inline void expect_error(Test* test, const Child* child, const char* what, const
     expect(strstr(error, needle) && strstr(error, needle2), "%s: neither '%s' nor '%s' may be missing in: %s", what,
            needle, needle2, error);
 }
+
+// Runs ./train to the end, expecting that.
+#define refused(what, needle, needle2, ...)                \
+    do {                                                   \
+        run_train(child, __VA_ARGS__);                     \
+        expect_error(test, &child, what, needle, needle2); \
+        forget(&child);                                    \
+    } while (0)

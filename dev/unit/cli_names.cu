@@ -29,8 +29,7 @@ __attribute__((format(printf, 3, 4))) static char* train_in(Test* test, const ch
     va_start(arguments, format);
     vsnprintf(words, sizeof(words), format, arguments);
     va_end(arguments);
-    Child child = new_child();
-    child.folder = folder;
+    Child child = new_child(false, folder);
     start(&child, "%s", words);
     finish(&child);
     expect(child.code == 0, "%s: exit code %d: %s", words, child.code, ERR(child));
@@ -40,36 +39,29 @@ __attribute__((format(printf, 3, 4))) static char* train_in(Test* test, const ch
 #define TINY SHAPE " " QUICK " --device cpu"
 
 static void make_folder(const char* work, const char* name) {
-    char path[PATH_MAX];
-    snprintf(path, sizeof(path), "%s/%s", work, name);
-    if (mkdir(path, 0755) != 0) abort();
+    if (mkdir(joined(work, name), 0755) != 0) abort();
 }
 
 static void move_folder(const char* work, const char* from, const char* to) {
-    char path[2][PATH_MAX];
-    snprintf(path[0], sizeof(path[0]), "%s/%s", work, from), snprintf(path[1], sizeof(path[1]), "%s/%s", work, to);
-    if (rename(path[0], path[1]) != 0) abort();
+    if (rename(joined(work, from), joined(work, to)) != 0) abort();
 }
 
 // A bare name of a built-in shape is that shape, whatever folder has the same name; ./NAME and other names are folders.
 FOLDER_TEST(cli_model_names) {
-    char other[PATH_MAX];
     free(train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY));
     free(train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY));
-    const char* plain = joined(work, "plain");
+    const char *plain = joined(work, "plain"), *other = joined(work, "other");
     for (const char* holds : {"", "trained", "trained/step_00000009"}) {
         if (*holds) move_folder(work, holds, "nano");
         if (!*holds) make_folder(work, "nano");
         for (const char* model : {"", "--model nano"}) {
             char* out = train_in(test, work, "%s --data text.txt --run other --steps 4 %s", TINY, model);
             expect(!strstr(out, "type --model ./nano") == !strstr(holds, "step_"), "'%s' in ./nano: %s", holds, out);
-            snprintf(other, sizeof(other), "%s/other", work);
             expect_equal_runs(test, plain, other, 4);
             remove_tree(other);
         }
         if (*holds) move_folder(work, "nano", holds);
-        snprintf(other, sizeof(other), "%s/nano", work);
-        if (!*holds) remove_tree(other);
+        if (!*holds) remove_tree(joined(work, "nano"));
     }
     move_folder(work, "trained/step_00000009", "nano");
     char* preset = train_in(test, work, "--data text.txt --batch 2 --model nano --dry-run");
@@ -80,8 +72,7 @@ FOLDER_TEST(cli_model_names) {
     char* mine = train_in(test, work, "--data text.txt --batch 2 --model mine --dry-run");
     expect(strstr(mine, "1 layers, 64 channels"), "%s", mine);
     move_folder(work, "mine", "d6");
-    Child bare = new_child();
-    bare.folder = work;
+    Child bare = new_child(false, work);
     start(&bare, "--sample a --model d6 --device cpu");
     finish(&bare);
     expect_error(test, &bare, "--sample with a built-in shape", "d6 is a built-in shape", "type --model ./d6");
@@ -91,12 +82,10 @@ FOLDER_TEST(cli_model_names) {
 // A run whose own folder is called like a built-in shape, killed before its first checkpoint, begins anew by its own
 // command; and later goes on by it.
 FOLDER_TEST(cli_run_is_called_nano) {
-    char run[PATH_MAX], whole[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/nano", work), snprintf(whole, sizeof(whole), "%s/whole", work);
+    const char *run = joined(work, "nano"), *whole = joined(work, "whole");
     for (const char* model : {"", "--model nano"}) {
-        Child child = new_child();
-        child.folder = work;
-        start(&child, "%s --data text.txt --run nano --resume auto --steps 100000 --save-every 0 %s", TINY, model);
+        Child child = new_child(false, work);
+        start(&child, TINY " --data text.txt --run nano --resume auto --steps 100000 --save-every 0 %s", model);
         expect(wait_for_step(&child, run, 3), "no third step: %s", ERR(child));
         kill(child.pid, SIGKILL);
         finish(&child);
@@ -113,9 +102,7 @@ FOLDER_TEST(cli_run_is_called_nano) {
 // A resume needs nothing of the folder that the first weights came from: it may be gone, moved or out of sight, and be
 // named on the command line or not.
 FOLDER_TEST(cli_resume_without_first_folder) {
-    char whole[PATH_MAX], run[PATH_MAX];
-    snprintf(whole, sizeof(whole), "%s/whole", work), snprintf(run, sizeof(run), "%s/run", work);
-    const char* elsewhere = joined(work, "elsewhere");
+    const char *whole = joined(work, "whole"), *run = joined(work, "run"), *elsewhere = joined(work, "elsewhere");
     make_folder(work, "elsewhere"), make_folder(work, "elsewhere/nano"), make_folder(work, "elsewhere/base");
     free(train_in(test, work, "%s --data text.txt --run first --steps 5", TINY));
     const char* common = QUICK " --device cpu --data text.txt --schedule constant";
@@ -139,7 +126,6 @@ FOLDER_TEST(cli_resume_without_first_folder) {
 
 // The automatic name of a run is taken: another gets a number, and of several at once each its own.
 FOLDER_TEST(cli_run_names) {
-    char name[PATH_MAX];
     make_folder(work, "runs");
     for (int second = 0; second < 120; second++) {
         char date[64];
@@ -149,9 +135,8 @@ FOLDER_TEST(cli_run_names) {
     }
     Child child[5];
     for (Child& c : child) {
-        c = new_child();
-        c.folder = work;
-        start(&c, "%s --data text.txt --steps 1", TINY);
+        c = new_child(false, work);
+        start(&c, TINY " --data text.txt --steps 1");
     }
     char names[5][256];
     for (int i = 0; i < 5; i++) {
@@ -162,7 +147,7 @@ FOLDER_TEST(cli_run_names) {
         const char* number = strstr(names[i], "_nano_");
         expect(number && atoi(number + 6) >= 2 && atoi(number + 6) <= 6, "%s", names[i]);
         for (int j = 0; j < i; j++) expect(strcmp(names[i], names[j]) != 0, "%s twice", names[i]);
-        snprintf(name, sizeof(name), "%s/step_00000001", names[i]);
+        const char* name = joined(names[i], "step_00000001");
         expect(exists(work, name), "no %s", name);
     }
 }
@@ -220,7 +205,7 @@ static int paste_next(Test* test, const char* folder, const char* out) {
 
 // The program, the run and the place are all called so that a shell would take them apart.
 FOLDER_TEST(cli_printed_commands) {
-    char line[4 * PATH_MAX], home[PATH_MAX];
+    char line[4 * PATH_MAX];
     int code;
     snprintf(line, sizeof(line),
              "mkdir -p 'it'\\''s home/.venv/bin' 'it'\\''s home/dev' 'a place' && cd 'it'\\''s home' && "
@@ -229,12 +214,10 @@ FOLDER_TEST(cli_printed_commands) {
              test_folder(), test_folder());
     free(shell(work, &code, line));
     expect(code == 0, "%s", line);
-    snprintf(home, sizeof(home), "%s/it's home", work);
     for (const char* place : {"it's home", "a place"}) {
         const bool inside = strcmp(place, "it's home") == 0;
         const char* program = inside ? "./train" : "\"../it's home/train\"";
-        char folder[PATH_MAX];
-        snprintf(folder, sizeof(folder), "%s/%s", work, place);
+        const char* folder = joined(work, place);
         snprintf(line, sizeof(line), "%s " SHAPE " " QUICK " --device cpu --data ../text.txt --run 'my $run' --steps 2",
                  program);
         char* out = shell(folder, &code, line);
@@ -247,7 +230,6 @@ FOLDER_TEST(cli_printed_commands) {
         out = shell(folder, &code, line);
         expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, out) == 1, "%s: %s", line, out);
     }
-    snprintf(line, sizeof(line), "rm -rf %s", work);
 }
 
 // A whole state.json, by its seal, that lists its files in no usable way: one sentence, which holds no leftover.
@@ -257,12 +239,9 @@ FOLDER_TEST(cli_state_lists_no_files) {
     for (const char* files :
          {"", "\"files\": 3,\n", "\"files\": [1, 2],\n", "\"files\": null,\n", "\"files\": \"a\",\n",
           "\"files\": {\"model.safetensors\": 3},\n", "\"files\": {\"nothing\": {}},\n"}) {
-        char* text = nullptr;
-        if (asprintf(&text, "{\n\"version\": 1,\n\"step\": 1,\n%s", files) < 0) abort();
-        uint32_t crc = crc32c(0, text, (int64_t)strlen(text));
-        char* whole = nullptr;
-        if (asprintf(&whole, "%s\"crc32c\": %u\n}\n", text, crc) < 0) abort();
-        write_text(checkpoint, "state.json", whole);
+        const char* text = formatted("{\n\"version\": 1,\n\"step\": 1,\n%s", files);
+        const uint32_t crc = crc32c(0, text, (int64_t)strlen(text));
+        write_text(checkpoint, "state.json", formatted("%s\"crc32c\": %u\n}\n", text, crc));
         run_train(child, "--device cpu --resume %s", checkpoint);
         expect_error(test, &child, files, "damaged checkpoint: ", checkpoint);
         for (const char* at = ERR(child); *at; at++) {
@@ -275,13 +254,11 @@ FOLDER_TEST(cli_state_lists_no_files) {
 
 // A run that no tokenizer fits names no command to sample with; a refused link, once removed, leaves a folder to use.
 FOLDER_TEST(cli_folder_after_refusal) {
-    char path[PATH_MAX], victim[PATH_MAX];
     make_folder(work, "run"), make_folder(work, "tokens");
-    snprintf(path, sizeof(path), "%s/run/log.txt", work), snprintf(victim, sizeof(victim), "%s/victim", work);
+    const char *path = joined(work, "run/log.txt"), *victim = joined(work, "victim");
     if (symlink(victim, path) != 0) abort();
-    Child child = new_child();
-    child.folder = work;
-    start(&child, "%s --data text.txt --run run --steps 1", TINY);
+    Child child = new_child(false, work);
+    start(&child, TINY " --data text.txt --run run --steps 1");
     finish(&child);
     expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
     expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
@@ -309,8 +286,7 @@ TEST(cli_completion) {
                  {"--dry-run --list-f", "--list-formats"},
                  {"--lr a", "auto"}};
     const char* work = work_folder();
-    run_train(script, "--completion bash");
-    expect_code(script, 0);
+    run_well(script, "--completion bash");
     write_text(work, "script", OUT(script)), write_text(work, "a.txt", "");
     for (const auto& one : cases) {
         char line[1024];
@@ -323,8 +299,7 @@ TEST(cli_completion) {
         char* said = shell(work, &code, "bash ask");
         expect(code == 0 && strcmp(said, one.offered) == 0, "%s: '%s', want '%s'", one.words, said, one.offered);
     }
-    run_train(zsh, "--completion zsh");
-    expect_code(zsh, 0);
+    run_well(zsh, "--completion zsh");
     for (int i = 0; i < option_table()->count; i++) {
         char name[80];
         snprintf(name, sizeof(name), "    '--%s[", option_table()->option[i].name);
@@ -338,11 +313,10 @@ TEST(cli_completion) {
 
 // The first line of log.jsonl says which program this is and how it was started; its numbers are numbers.
 FOLDER_TEST(cli_first_line) {
-    char path[PATH_MAX], error[DATA_ERROR_BYTES];
-    run_train(version, "--version");
-    expect_code(version, 0);
+    char error[DATA_ERROR_BYTES];
+    run_well(version, "--version");
     free(train_in(test, work, "%s --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025", TINY));
-    snprintf(path, sizeof(path), "%s/run", work);
+    const char* path = joined(work, "run");
     int64_t bytes;
     char* log = contents(path, "log.jsonl", &bytes);
     Json* first = log ? json_parse(log, (int64_t)strcspn(log, "\n"), "log.jsonl", error) : nullptr;
@@ -351,8 +325,8 @@ FOLDER_TEST(cli_first_line) {
     for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"}) {
         expect(*json_string(first, name, ""), "%s is not told", name);
     }
-    snprintf(path, sizeof(path), "nibble %s (commit %s, %s)\n", json_string(first, "version", ""),
-             json_string(first, "commit", ""), json_string(first, "build", ""));
+    path = formatted("nibble %s (commit %s, %s)\n", json_string(first, "version", ""), json_string(first, "commit", ""),
+                     json_string(first, "build", ""));
     expect(strcmp(OUT(version), path) == 0, "--version says %s", OUT(version));
     expect(strstr(json_string(first, "command", ""), " --prompt 'a\"b' --lr 0.00025"), "command: %s",
            json_string(first, "command", ""));
@@ -385,30 +359,17 @@ FOLDER_TEST(cli_profile) {
 TEST(option_sizes) {
     const struct {
         const char* text;
-        int64_t bytes;  // 0: it is no size
-    } sizes[] = {{"24G", 24ll << 30},
-                 {"24GB", 24ll << 30},
-                 {"24GiB", 24ll << 30},
-                 {"1.5g", 3ll << 29},
-                 {"800M", 800 << 20},
-                 {"1k", 1024},
-                 {"2T", 2ll << 40},
-                 {"24GB!", 0},
-                 {"24", 0},
-                 {"", 0},
-                 {"G", 0},
-                 {"-1G", 0},
-                 {"nanG", 0},
-                 {"0G", 0},
-                 {"infT", 0},
-                 {"24Gi", 0},
-                 {"0x10G", 0},
-                 {"1e9T", 0},
-                 {"24 G", 0},
-                 {"0.01 ", 0}};
+        int64_t bytes;
+    } sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30}, {"1.5g", 3ll << 29},
+                 {"800M", 800 << 20}, {"1k", 1024},         {"2T", 2ll << 40}};
+    const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
+                                "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
+    int64_t bytes = 0;
     for (const auto& size : sizes) {
-        int64_t bytes = 0;
-        const bool ok = size_parse(size.text, &bytes);
-        expect(ok == (size.bytes > 0) && bytes == size.bytes, "%s is %lld", size.text, (long long)bytes);
+        expect(size_parse(size.text, &bytes) && bytes == size.bytes, "%s is %lld", size.text, (long long)bytes);
+    }
+    for (const char* text : none) {
+        bytes = 0;
+        expect(!size_parse(text, &bytes) && bytes == 0, "%s is %lld", text, (long long)bytes);
     }
 }

@@ -5,8 +5,7 @@
 static int64_t state_number(const char* run, const char* key) {
     char folder[PATH_MAX];
     Json* state = checkpoint_newest(run, folder, sizeof(folder));
-    int64_t number = state ? json_int(state, key, -1) : -1;
-    return number;
+    return state ? json_int(state, key, -1) : -1;
 }
 
 // The losses and counts of all training lines from one on: every step was skipped.
@@ -28,8 +27,7 @@ static void expect_skipped_steps(Test* test, const char* run, int steps) {
 // change nothing, the end of the run says so and fails, the count lives on in the checkpoint, and ten in a row end the
 // run.
 FOLDER_TEST(cli_nonfinite) {
-    char last[PATH_MAX];
-    train_well("%s %s --data %s/text.txt --run %s/used --steps 1", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/used --steps 1", work, work);
     const char *from = joined(work, "used/step_00000001"), *bad = joined(work, "bad");
     const char* run = joined(work, "run");
     make_model_ending(work, "bad", from, "\x7f\x7f");
@@ -41,19 +39,17 @@ FOLDER_TEST(cli_nonfinite) {
     expect(strstr(OUT(skips), "\nskipped  3 of 3 steps"), "the count is not told at the end");
     expect(state_number(run, "skipped") == 3, "state.json says %lld", (long long)state_number(run, "skipped"));
     expect_skipped_steps(test, run, 3);
-    checkpoint_name(run, 3, last, sizeof(last));
-    expect_equal_files(test, bad, last, "model.safetensors");
-    run_train(more, "--resume %s --steps 8 --device cpu", run);
-    expect_error(test, &more, "no finite loss", "ended without a finite loss and gradient", "step_00000008");
+    expect_equal_files(test, bad, checkpoint_of(run, 3), "model.safetensors");
+    refused("no finite loss", "ended without a finite loss and gradient", "step_00000008",
+            "--resume %s --steps 8 --device cpu", run);
     expect(state_number(run, "skipped") == 8, "state.json says %lld", (long long)state_number(run, "skipped"));
     expect_skipped_steps(test, run, 8);
     run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
     expect_error(test, &end, "ten in a row", "the norm of the gradient inf", "10 steps in a row were skipped");
     expect(strstr(ERR(end), "step_00000008") && strstr(ERR(end), "--lr"), "%s", ERR(end));
     expect_skipped_steps(test, run, 10);
-    run_train(stop, "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad,
-              work);
-    expect_error(test, &stop, "--on-nonfinite stop", "step 1: the loss is ", "--lr");
+    refused("--on-nonfinite stop", "step 1: the loss is ", "--lr",
+            "%s --data %s/text.txt --model %s --run %s/stop --on-nonfinite stop --steps 9", common, work, bad, work);
 }
 
 // Resume.
@@ -61,49 +57,32 @@ FOLDER_TEST(cli_nonfinite) {
 // One run to the end; the same in two halves with another number of steps; the same after its later checkpoints are
 // gone, as after a crash.
 static void check_resume(Test* test, const char* options, bool gpu) {
-    const char* work = work_folder();
-    const char *whole = joined(work, "whole"), *halves = joined(work, "halves");
+    const char *work = work_folder(), *whole = joined(work, "whole"), *halves = joined(work, "halves");
     const char* device = gpu ? "gpu" : "cpu";
     const char* common = SHAPE " --batch 2 --tokens-per-step 128 --val-every 3 --val-tokens 128 --warmup 2 --keep 9";
     Child child[4];
-    for (Child& c : child) c = new_child(), c.gpu = gpu;
-    start(&child[0], "%s --data %s/text.txt --run %s --steps 12 --schedule constant --device %s %s", common, work,
-          whole, device, options);
-    finish(&child[0]);
-    expect_code(child[0], 0);
-    start(&child[1], "%s --data %s/text.txt --run %s --steps 6 --schedule constant --device %s %s", common, work,
-          halves, device, options);
-    finish(&child[1]);
-    expect_code(child[1], 0);
-    start(&child[2], "--run %s --resume auto --steps 12 --device %s", halves, device);
-    finish(&child[2]);
-    expect_code(child[2], 0);
+    for (Child& c : child) c = new_child(gpu);
+    train_as(&child[0], "%s --data %s/text.txt --run %s --steps 12 --schedule constant --device %s %s", common, work,
+             whole, device, options);
+    train_as(&child[1], "%s --data %s/text.txt --run %s --steps 6 --schedule constant --device %s %s", common, work,
+             halves, device, options);
+    train_as(&child[2], "--run %s --resume auto --steps 12 --device %s", halves, device);
     expect(strstr(OUT(child[2]), "--steps 12 (was 6)"), "the changed option is not listed");
     expect(strstr(OUT(child[2]), "step_00000006, step 6"), "the checkpoint is not named");
     expect(ERR(child[2])[0] == 0, "stderr: %s", ERR(child[2]));
     expect_equal_runs(test, whole, halves, 12);
     // A crash: back to step 6, by the run folder's name alone.
-    char last[PATH_MAX];
-    checkpoint_name(halves, 12, last, sizeof(last));
-    remove_tree(last);
-    start(&child[3], "--resume %s --steps 12 --device %s", halves, device);
-    finish(&child[3]);
-    expect_code(child[3], 0);
+    remove_tree(checkpoint_of(halves, 12));
+    train_as(&child[3], "--resume %s --steps 12 --device %s", halves, device);
     expect_equal_runs(test, whole, halves, 12);
 }
 
-TEST(cli_resume) {
-    check_resume(test, "", false);
-    check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", false);
-    check_resume(test, "--matmul fp8 --head fp8", false);
-}
-
-TEST(cli_resume_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    check_resume(test, "", true);
-    check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", true);
-    check_resume(test, "--matmul fp8 --head fp8", true);
-    check_resume(test, "--matmul fp32 --weights fp32", true);
+TEST_BOTH(cli_resume) {
+    if (gpu && getenv("NIBBLE_SANITIZE")) skip("processes of their own");
+    check_resume(test, "", gpu);
+    check_resume(test, "--weights bf16:sr --m bf16:sr --v bf16:sr", gpu);
+    check_resume(test, "--matmul fp8 --head fp8", gpu);
+    if (gpu) check_resume(test, "--matmul fp32 --weights fp32", true);
 }
 
 // bf16 gradients were chosen for one micro-batch a step and not asked for: two go on in fp32, unless they are asked
@@ -112,35 +91,25 @@ TEST(cli_resume_micro_batches_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
     Child child[4];
-    for (Child& c : child) c = new_child(), c.gpu = true;
-    start(&child[0], SHAPE " --batch 2 --tokens-per-step 64 --warmup 2 --data %s/text.txt --run %s/run --steps 3", work,
-          work);
-    finish(&child[0]);
-    expect_code(child[0], 0);
+    for (Child& c : child) c = new_child(true);
+    train_as(&child[0], SHAPE " --batch 2 --tokens-per-step 64 --warmup 2 --data %s/text.txt --run %s/run --steps 3",
+             work, work);
     expect(strstr(OUT(child[0]), "grads bf16"), "%s", OUT(child[0]));
-    start(&child[1], "--resume %s/run --steps 5 --tokens-per-step 128", work);
-    finish(&child[1]);
-    expect_code(child[1], 0);
+    train_as(&child[1], "--resume %s/run --steps 5 --tokens-per-step 128", work);
     expect(strstr(OUT(child[1]), "grads fp32"), "%s", OUT(child[1]));
-    start(&child[2], "--resume %s/run --steps 7 --tokens-per-step 128 --grads bf16", work);
-    finish(&child[2]);
-    expect_code(child[2], 0);
+    train_as(&child[2], "--resume %s/run --steps 7 --tokens-per-step 128 --grads bf16", work);
     expect(strstr(OUT(child[2]), "grads bf16"), "%s", OUT(child[2]));
-    start(&child[3], "--resume %s/run --steps 9", work);
-    finish(&child[3]);
-    expect_code(child[3], 0);
+    train_as(&child[3], "--resume %s/run --steps 9", work);
     expect(strstr(OUT(child[3]), "grads bf16"), "%s", OUT(child[3]));
 }
 
 // With cosine, where every learning rate depends on the number of steps: a checkpoint in the middle, named itself.
 FOLDER_TEST(cli_resume_checkpoint) {
     const char *whole = joined(work, "whole"), *again = joined(work, "again");
-    train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, whole);
-    char last[PATH_MAX];
-    train_well("%s %s --data %s/text.txt --run %s --steps 12 --save-every 5 --keep 9", SHAPE, QUICK, work, again);
+    train_well(BRIEF " --steps 12 --save-every 5 --keep 9", work, whole);
+    train_well(BRIEF " --steps 12 --save-every 5 --keep 9", work, again);
     for (int step : {10, 12}) {
-        checkpoint_name(again, step, last, sizeof(last));
-        remove_tree(last);
+        remove_tree(checkpoint_of(again, step));
     }
     train_well("--resume %s/step_00000005/ --device cpu", again);
     expect_equal_runs(test, whole, again, 12);
@@ -149,40 +118,26 @@ FOLDER_TEST(cli_resume_checkpoint) {
 }
 
 // Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
-static void check_resume_presets(Test* test, bool gpu) {
+TEST_BOTH(cli_resume_presets) {
+    if (gpu && getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
-    char whole[PATH_MAX], again[PATH_MAX], name[32];
+    char name[32];
     int presets = 0, used = 0;
-    run_train(list, "--list-presets");
-    expect_code(list, 0);
+    run_well(list, "--list-presets");
     for (char* line = OUT(list); line && *line; line = strchr(line, '\n'), line = line ? line + 1 : nullptr) {
         if (sscanf(line, " %31s%n", name, &used) != 1 || name[0] == '-') continue;
-        snprintf(whole, sizeof(whole), "%s/whole_%s", work, name);
-        snprintf(again, sizeof(again), "%s/again_%s", work, name);
+        const char *whole = joined(work, name), *again = formatted("%s_again", whole);
         Child child[2];
-        for (Child& c : child) c = new_child(), c.gpu = gpu;
-        start(&child[0], "%s %s --device %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 --preset %s",
-              SHAPE, QUICK, device, work, whole, name);
-        finish(&child[0]);
-        expect_code(child[0], 0);
-        start(&child[1], "--resume %s/step_00000004 --run %s --device %s", whole, again, device);
-        finish(&child[1]);
-        expect_code(child[1], 0);
+        for (Child& c : child) c = new_child(gpu);
+        train_as(&child[0], BRIEF " --device %s --steps 8 --save-every 4 --keep 9 --preset %s", work, whole, device,
+                 name);
+        train_as(&child[1], "--resume %s/step_00000004 --run %s --device %s", whole, again, device);
         expect(!strstr(OUT(child[1]), " notice "), "%s: %s", name, OUT(child[1]));
         expect_equal_checkpoints(test, whole, again, 8);
         presets++;
     }
     expect(presets >= 10, "--list-presets lists %d", presets);
     note(test, "%d presets", presets);
-}
-
-TEST(cli_resume_presets) {
-    check_resume_presets(test, false);
-}
-
-TEST(cli_resume_presets_gpu) {
-    if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    check_resume_presets(test, true);
 }
 
 // The same for formats whose scales are of whole tensors, or of rows and columns, and for an fp8 copy of the weights;
@@ -193,14 +148,10 @@ TEST(cli_resume_spans) {
                                       {"operands", "--preset fp8 --matmul fp8"},
                                       {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
     const char* work = work_folder();
-    char whole[PATH_MAX], again[PATH_MAX];
     for (const auto& format : formats) {
-        snprintf(whole, sizeof(whole), "%s/whole_%s", work, format[0]);
-        snprintf(again, sizeof(again), "%s/again_%s", work, format[0]);
-        train_well("%s %s --data %s/text.txt --run %s --steps 8 --save-every 4 --keep 9 %s", SHAPE, QUICK, work, whole,
-                   format[1]);
-        run_train(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
-        expect_code(child, 0);
+        const char *whole = joined(work, format[0]), *again = formatted("%s_again", whole);
+        train_well(BRIEF " --steps 8 --save-every 4 --keep 9 %s", work, whole, format[1]);
+        run_well(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
         expect(!strstr(OUT(child), " notice "), "%s: %s", format[1], OUT(child));
         expect_equal_checkpoints(test, whole, again, 8);
     }
@@ -214,12 +165,9 @@ static void check_resume_offload(Test* test, const char* formats) {
                                       {"released", "--release on"},
                                       {"both", "--offload states --release on"},
                                       {"all", "--offload states,residuals --recompute block"}};
-    char again[PATH_MAX], back[PATH_MAX];
-    train_well("%s %s --data %s/text.txt --run %s --steps 9 --save-every 3 --keep 9 --clip-by last %s", SHAPE, QUICK,
-               work, whole, formats);
+    train_well(BRIEF " --steps 9 --save-every 3 --keep 9 --clip-by last %s", work, whole, formats);
     for (const auto& options : goes_on) {
-        snprintf(again, sizeof(again), "%s/%s", work, options[0]);
-        snprintf(back, sizeof(back), "%s/%s_back", work, options[0]);
+        const char *again = joined(work, options[0]), *back = formatted("%s_back", again);
         train_well("--resume %s/step_00000003 --run %s --device cpu %s", whole, again, options[1]);
         expect_equal_checkpoints(test, whole, again, 6);
         expect_equal_checkpoints(test, whole, again, 9);
@@ -240,13 +188,10 @@ TEST(cli_resume_offload) {
 TEST(cli_resume_converts) {
     static Losses before, after;
     const char* work = work_folder();
-    const char *wide = joined(work, "wide"), *narrow = joined(work, "narrow");
-    const char* again = joined(work, "again");
-    train_well("%s %s --batch 8 --data %s/text.txt --run %s --steps 40 --lr 0.003 --schedule constant", SHAPE, QUICK,
-               work, wide);
-    run_train(child, "--resume %s --run %s --preset adamw8 --steps 80 --save-every 60 --keep 9 --device cpu", wide,
-              narrow);
-    expect_code(child, 0);
+    const char *wide = joined(work, "wide"), *narrow = joined(work, "narrow"), *again = joined(work, "again");
+    train_well(BRIEF " --batch 8 --steps 40 --lr 0.003 --schedule constant", work, wide);
+    run_well(child, "--resume %s --run %s --preset adamw8 --steps 80 --save-every 60 --keep 9 --device cpu", wide,
+             narrow);
     for (const char* line : {" notice   weights: bf16+fp32 in the checkpoint, converted to bf16:sr (to nearest)",
                              " notice   m: fp32 in the checkpoint, converted to dyn8/256 (to nearest); not bit-exact\n",
                              " notice   v: fp32 in the checkpoint, converted to udyn8/256 (to nearest)"}) {
@@ -255,47 +200,29 @@ TEST(cli_resume_converts) {
     read_losses(test, wide, &before), read_losses(test, narrow, &after);
     double old = atof(before.text[40]), first = atof(after.text[41]), last = atof(after.text[80]);
     expect(after.lines == 40 && first < old + 0.3 && last < first, "the loss goes %g, %g, %g", old, first, last);
-    run_train(exact, "--resume %s/step_00000060 --run %s --device cpu", narrow, again);
-    expect_code(exact, 0);
+    run_well(exact, "--resume %s/step_00000060 --run %s --device cpu", narrow, again);
     expect(!strstr(OUT(exact), " notice "), "%s", OUT(exact));
     expect_equal_checkpoints(test, narrow, again, 80);
     note(test, "loss %.3f, then %.3f to %.3f", old, first, last);
 }
 
-// Other words in a checkpoint's state.json, with the checksum that it then has.
-static void rewrite_state(const char* folder, const char* from, const char* to) {
-    int64_t bytes;
-    char *text = contents(folder, "state.json", &bytes), *seal = nullptr;
-    char *changed = (char*)calloc(2, (size_t)bytes + 256), *end = changed;
-    for (const char* at = text; *at;) {
-        bool found = strncmp(at, from, strlen(from)) == 0;
-        const char* taken = found ? to : at;
-        for (size_t i = 0; i < (found ? strlen(to) : 1); i++) *end++ = taken[i];
-        at += found ? strlen(from) : 1;
-    }
-    for (char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
-    sprintf(seal, "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
-    write_text(folder, "state.json", changed);
-}
-
 // A state.json of a version that is not known is refused.
 FOLDER_TEST(cli_resume_versions) {
-    char folder[PATH_MAX];
     const char* run = joined(work, "run");
-    train_well("%s %s --data %s/text.txt --run %s --steps 3", SHAPE, QUICK, work, run);
-    checkpoint_name(run, 3, folder, sizeof(folder));
+    train_well(BRIEF " --steps 3", work, run);
+    const char* folder = checkpoint_of(run, 3);
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
-    run_train(asked, "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
-    expect_error(test, &asked, "as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32");
+    refused("as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32",
+            "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
     rewrite_state(folder, "\"version\": 1", "\"version\": 2");
-    run_train(newer, "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
-    expect_error(test, &newer, "version 2", "another version of nibble (2)", "resume with that one");
+    refused("version 2", "another version of nibble (2)", "resume with that one",
+            "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
 }
 
 // Overrides of a preset: a run goes on with those that it began with, none among them, with its preset and formats;
 // another preset brings its own unless they were the user's, other formats none. Resumed again, it stays so.
 FOLDER_TEST(cli_resume_overrides) {
-    char run[PATH_MAX];
+    const char *run = joined(work, "run"), *other = joined(work, "other");
     const struct {
         const char *begun, *resumed, *shows, *lacks;
     } rows[] = {
@@ -326,25 +253,20 @@ FOLDER_TEST(cli_resume_overrides) {
         {"--preset adamw8", "--preset fp8w8e", "--override ln*|*.bias|wpe: weights=bf16:ef (was none)",
          "--override none"}};
     for (const auto& row : rows) {
-        snprintf(run, sizeof(run), "%s/run", work);
-        train_well("%s %s --data %s/text.txt --run %s --steps 3 %s", SHAPE, QUICK, work, run, row.begun);
-        run_train(child, "--resume %s --run %s/other --steps 5 --device cpu %s", run, work, row.resumed);
-        expect_code(child, 0);
+        train_well(BRIEF " --steps 3 %s", work, run, row.begun);
+        run_well(child, "--resume %s --run %s --steps 5 --device cpu %s", run, other, row.resumed);
         expect(strstr(OUT(child), row.shows), "%s, %s: no '%s' in %s", row.begun, row.resumed, row.shows, OUT(child));
         expect(!strstr(OUT(child), row.lacks), "%s, %s: '%s' in %s", row.begun, row.resumed, row.lacks, OUT(child));
         const char* at = strstr(OUT(child), "\n override ");
         const int length = at ? (int)strcspn(at + 1, "\n") + 2 : 0;
         char shown[256] = "";
         snprintf(shown, sizeof(shown), "%.*s", length, at ? at : "");
-        run_train(again, "--resume %s/other --steps 6 --device cpu", work);
-        expect_code(again, 0);
+        run_well(again, "--resume %s --steps 6 --device cpu", other);
         expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", row.begun,
                row.resumed, OUT(again));
         expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", row.begun, row.resumed, OUT(again));
-        train_well("--sample T --model %s/other/step_00000006 --sample-tokens 4 --device cpu", work);
-        remove_tree(run);
-        snprintf(run, sizeof(run), "%s/other", work);
-        remove_tree(run);
+        train_well("--sample T --model %s/step_00000006 --sample-tokens 4 --device cpu", other);
+        remove_tree(run), remove_tree(other);
     }
 }
 
@@ -355,30 +277,20 @@ FOLDER_TEST(cli_resume_most_arrays) {
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
         "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=bf16:kahan;"
         "c_attn.weight:weights=e4m3/tensor+fp32";
-    char run[PATH_MAX];
-    const char* whole = joined(work, "whole");
-    snprintf(run, sizeof(run), "%s/run", work);
-    train_well("%s %s --data %s/text.txt --run %s --steps 4 %s", SHAPE, QUICK, work, whole, options);
-    train_well("%s %s --data %s/text.txt --run %s --steps 4 --save-every 2 --keep 9 %s", SHAPE, QUICK, work, run,
-               options);
+    const char *whole = joined(work, "whole"), *run = joined(work, "run");
+    train_well(BRIEF " --steps 4 %s", work, whole, options);
+    train_well(BRIEF " --steps 4 --save-every 2 --keep 9 %s", work, run, options);
     train_well("--resume %s/step_00000002 --run %s/second --device cpu", run, work);
-    char first[PATH_MAX], second[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/second", work);
-    checkpoint_name(whole, 4, first, sizeof(first));
-    checkpoint_name(run, 4, second, sizeof(second));
-    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
-        expect_equal_files(test, first, second, file);
-    run_train(seventh, "%s %s --data %s/text.txt --run %s/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", SHAPE, QUICK,
-              work, work, options);
-    expect_error(test, &seventh, "a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer");
+    expect_equal_checkpoints(test, whole, joined(work, "second"), 4);
+    refused("a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer",
+            BRIEF "/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", work, work, options);
 }
 
 // Another rule's learning rate, taken at a resume, is the run's own at the next one.
 static void check_rate_stays(Test* test, const char* run, const char* work) {
     const char* other = joined(work, "other");
     train_well("--resume %s --run %s --steps 6 --device cpu --rule lion", run, other);
-    run_train(child, "--resume %s --steps 8 --device cpu", other);
-    expect_code(child, 0);
+    run_well(child, "--resume %s --steps 8 --device cpu", other);
     int64_t bytes;
     char* options = contents(other, "config.json", &bytes);
     expect(options && strstr(options, "\"lr\": \"0.000600"), "config.json: %s", options);
@@ -390,7 +302,7 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
 // rule's.
 FOLDER_TEST(cli_resume_rules) {
     const char* run = joined(work, "run");
-    train_well("%s %s --data %s/text.txt --run %s --steps 4 --override ln*:m=bf16", SHAPE, QUICK, work, run);
+    train_well(BRIEF " --steps 4 --override ln*:m=bf16", work, run);
     const char *const usual = " --lr 0.0006, usual for lion (was 0.003, for adamw)\n", *const typed =
                                                                                            " --lr 0.001 (was 0.003)";
     const char* const cases[][3] = {
@@ -401,37 +313,42 @@ FOLDER_TEST(cli_resume_rules) {
         {"--weights fp32 --m dyn8", " notice   weights: bf16+fp32 in the checkpoint, converted to fp32", nullptr}};
     for (const auto& row : cases) {
         const char* other = joined(work, "other");
-        run_train(child, "--resume %s --run %s --steps 8 --device cpu %s", run, other, row[0]);
-        expect_code(child, 0);
+        run_well(child, "--resume %s --run %s --steps 8 --device cpu %s", run, other, row[0]);
         expect(strstr(OUT(child), row[1]), "%s: no '%s' in: %s", row[0], row[1], OUT(child));
         const char* rate = strstr(OUT(child), " --lr ");
         expect(row[2] ? rate && strncmp(rate, row[2], strlen(row[2])) == 0 : !rate, "%s: %s", row[0], OUT(child));
         remove_tree(other);
     }
     check_rate_stays(test, run, work);
-    train_well("%s %s --data %s/text.txt --run %s/lion --steps 4 --rule lion", SHAPE, QUICK, work, work);
-    run_train(child, "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
-    expect_error(test, &child, "lion to adamw", "lion keeps no second moment", "--model");
+    train_well(BRIEF "/lion --steps 4 --rule lion", work, work);
+    refused("lion to adamw", "lion keeps no second moment", "--model",
+            "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
     expect(!exists(work, "other"), "a run folder is left");
 }
 
 #define LONG SHAPE " " QUICK " --steps 1500 --keep 1000 --data %s/text.txt"
 
 // The folder of an uninterrupted run of LONG.
-static void long_run(Test* test, const char* work, char (&run)[PATH_MAX], const char* options) {
-    snprintf(run, sizeof(run), "%s/whole", work);
+static const char* long_run(Test* test, const char* work, const char* options) {
+    const char* run = joined(work, "whole");
     train_well(LONG " --run %s %s", work, run, options);
+    return run;
+}
+
+// Such a run that has come to step 40.
+static Child start_long(Test* test, const char* work, const char* run) {
+    Child child = new_child();
+    start(&child, LONG " --run %s --save-every 0", work, run);
+    expect(wait_for_step(&child, run, 40), "%s ended before step 40: %s", run, ERR(child));
+    return child;
 }
 
 FOLDER_TEST(cli_signals) {
-    char whole[PATH_MAX], run[PATH_MAX];
-    long_run(test, work, whole, "--save-every 0");
+    const char *whole = long_run(test, work, "--save-every 0"), *run;
     for (int number : {SIGTERM, SIGINT}) {
         int64_t stopped_at;
-        snprintf(run, sizeof(run), "%s/signal_%d", work, number);
-        Child child = new_child();
-        start(&child, LONG " --run %s --save-every 0", work, run);
-        expect(wait_for_step(&child, run, 40), "the run ended before the signal");
+        run = formatted("%s/signal_%d", work, number);
+        Child child = start_long(test, work, run);
         kill(child.pid, number);
         finish(&child);
         expect_code(child, 0);
@@ -442,10 +359,8 @@ FOLDER_TEST(cli_signals) {
         expect_equal_runs(test, whole, run, 1500);
     }
     // SIGUSR1, and a file called save in the run folder: both save and go on.
-    snprintf(run, sizeof(run), "%s/saves", work);
-    Child child = new_child();
-    start(&child, LONG " --run %s --save-every 0", work, run);
-    expect(wait_for_step(&child, run, 40), "the run ended before the signal");
+    run = joined(work, "saves");
+    Child child = start_long(test, work, run);
     kill(child.pid, SIGUSR1);
     expect(wait_for_step(&child, run, 300), "the run ended at the signal");
     write_text(run, "save", "");
@@ -462,9 +377,7 @@ FOLDER_TEST(cli_signals) {
 FOLDER_TEST(cli_kill) {
     const char* given = getenv("NIBBLE_TEST_SEED");
     uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
-    char whole[PATH_MAX];
-    long_run(test, work, whole, "--save-every 50");
-    const char* run = joined(work, "killed");
+    const char *whole = long_run(test, work, "--save-every 50"), *run = joined(work, "killed");
     int killed = 0;
     bool done = false;
     for (int i = 0; i < 30 && !done; i++) {
@@ -488,14 +401,12 @@ FOLDER_TEST(cli_kill) {
 enum Damage { TRUNCATE, FLIP, REMOVE };
 
 static void damage(const char* folder, const char* name, Damage how) {
-    char path[2 * PATH_MAX];
     int64_t bytes = 0;
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
     char* text = contents(folder, name, &bytes);
     if (!text) abort();
     if (how == FLIP) text[bytes / 2] ^= 4;
     write_bytes(folder, name, text, (size_t)(how == TRUNCATE ? bytes / 2 : bytes));
-    if (how == REMOVE) unlink(path);
+    if (how == REMOVE) unlink(joined(folder, name));
 }
 
 TEST(cli_damaged_checkpoint) {
@@ -505,13 +416,9 @@ TEST(cli_damaged_checkpoint) {
     } damages[] = {{"model.safetensors", TRUNCATE},   {"model.safetensors", FLIP}, {"optimizer.safetensors", FLIP},
                    {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
                    {"state.json", TRUNCATE},          {"state.json", REMOVE}};
-    const char* work = work_folder();
-    char newest[PATH_MAX], temporary[PATH_MAX + 8];
-    const char *whole = joined(work, "whole"), *run = joined(work, "run");
-    const char* common = SHAPE " " QUICK " --steps 12 --save-every 4 --keep 9";
-    train_well("%s --data %s/text.txt --run %s", common, work, whole);
-    train_well("%s --data %s/text.txt --run %s", common, work, run);
-    checkpoint_name(run, 12, newest, sizeof(newest));
+    const char *work = work_folder(), *whole = joined(work, "whole"), *run = joined(work, "run");
+    for (const char* each : {whole, run}) train_well(BRIEF " --steps 12 --save-every 4 --keep 9", work, each);
+    const char* newest = checkpoint_of(run, 12);
     for (const auto& d : damages) {
         damage(newest, d.name, d.how);
         run_train(refused, "--resume %s --device cpu", newest);
@@ -519,22 +426,21 @@ TEST(cli_damaged_checkpoint) {
         run_train(sampled, "--sample a --sample-tokens 2 --model %s --device cpu", run);
         expect(sampled.code == 0 && !ERR(sampled)[0] == (strncmp(d.name, "optimizer", 9) == 0), "%s: exit code %d: %s",
                d.name, sampled.code, ERR(sampled));
-        run_train(child, "--run %s --resume auto --device cpu", run);
-        expect_code(child, 0);
+        run_well(child, "--run %s --resume auto --device cpu", run);
         expect(strncmp(ERR(child), "train: notice: ", 15) == 0 && strstr(ERR(child), newest), "%s is not named: %s",
                d.name, ERR(child));
         expect(strstr(OUT(child), "step_00000008, step 8"), "the checkpoint before is not used");
         expect_equal_runs(test, whole, run, 12);
     }
     // Half written: the folder still has its temporary name.
-    snprintf(temporary, sizeof(temporary), "%s.tmp", newest);
+    const char* temporary = formatted("%s.tmp", newest);
     damage(newest, "model.safetensors", TRUNCATE);
     if (rename(newest, temporary) != 0) abort();
     train_well("--run %s --resume auto --device cpu", run);
     expect(access(temporary, F_OK) != 0, "half a checkpoint is still there");
     expect_equal_runs(test, whole, run, 12);
     for (int step : {4, 8, 12}) {
-        checkpoint_name(run, step, newest, sizeof(newest));
+        newest = checkpoint_of(run, step);
         damage(newest, "model.safetensors", FLIP);
     }
     for (const char* typed : {"--device cpu --resume", "--device cpu --resume auto --run"}) {
@@ -544,38 +450,28 @@ TEST(cli_damaged_checkpoint) {
     run_train(sampled, "--sample a --model %s --device cpu", run);
     expect(sampled.code == 2 && strstr(ERR(sampled), "is a run without a whole checkpoint"), "%s", ERR(sampled));
     expect(exists(newest, "model.safetensors"), "what is damaged was removed");
-    run_train(child, "%s %s --data %s/text.txt --run %s/from --steps 1 --model %s", SHAPE, QUICK, work, work, newest);
+    run_train(child, BRIEF "/from --steps 1 --model %s", work, work, newest);
     expect(child.code == 2 && strstr(ERR(child), "damaged checkpoint"), "exit code %d: %s", child.code, ERR(child));
 }
 
 // Refused: files that a run would overwrite, and a folder in which another process is at work.
 FOLDER_TEST(cli_run_folders) {
-    char run[PATH_MAX], checkpoint[PATH_MAX + 32];
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char* run = joined(work, "run");
     const char* copied = joined(work, "copied");
-    train_well("%s %s --data %s/text.txt --run %s --steps 4 --save-every 2", SHAPE, QUICK, work, run);
-    checkpoint_name(run, 2, checkpoint, sizeof(checkpoint));
-    run_train(inside, "%s %s --data %s/text.txt --run %s --steps 4", SHAPE, QUICK, work, checkpoint);
-    expect_error(test, &inside, "holds a model", "name another folder", "");
+    train_well(BRIEF " --steps 4 --save-every 2", work, run);
+    const char* checkpoint = checkpoint_of(run, 2);
+    refused("holds a model", "name another folder", "", BRIEF " --steps 4", work, checkpoint);
     if (rename(checkpoint, copied) != 0) abort();
-    run_train(lost, "--resume %s --device cpu", copied);
-    expect_error(test, &lost, "lies in no run folder", "--run DIR", "");
+    refused("lies in no run folder", "--run DIR", "", "--resume %s --device cpu", copied);
     train_well("--resume %s --device cpu --run %s/new", copied, work);
-    Child there = new_child();
-    checkpoint_name(run, 4, checkpoint, sizeof(checkpoint));
-    there.folder = checkpoint;
-    start(&there, "--resume . --device cpu --steps 6");
-    finish(&there);
-    expect_code(there, 0);
+    Child there = new_child(false, checkpoint_of(run, 4));
+    train_as(&there, "--resume . --device cpu --steps 6");
     int64_t newest;
     expect(checkpoints(run, &newest) == 2 && newest == 6, "newest %lld", (long long)newest);
-    snprintf(run, sizeof(run), "%s/held", work);
-    Child child = new_child();
-    start(&child, LONG " --run %s --save-every 0", work, run);
-    expect(wait_for_step(&child, run, 40), "the run ended before another came");
+    run = joined(work, "held");
+    Child child = start_long(test, work, run);
     kill(child.pid, SIGSTOP);  // still there, however long the other one waits
-    run_train(other, "--run %s --resume auto --device cpu", run);
-    expect_error(test, &other, run, "another process", "");
+    refused(run, "another process", "", "--run %s --resume auto --device cpu", run);
     kill(child.pid, SIGCONT);
     finish(&child);
     expect_code(child, 0);
@@ -584,9 +480,7 @@ FOLDER_TEST(cli_run_folders) {
 // A data file that is cut short while it is mapped: one sentence, where a process would die without a word.
 FOLDER_TEST(cli_data_is_cut) {
     const char *run = joined(work, "run"), *text = joined(work, "text.txt");
-    Child child = new_child();
-    start(&child, LONG " --run %s --save-every 0", work, run);
-    expect(wait_for_step(&child, run, 40), "the run ended before its data was cut");
+    Child child = start_long(test, work, run);
     if (truncate(text, 0) != 0) abort();
     finish(&child);
     expect_error(test, &child, "a file of data was cut short", "it was cut short while it was read",
@@ -597,32 +491,27 @@ FOLDER_TEST(cli_data_is_cut) {
 
 // A job script's command, typed again: --model names the folder that the run began with.
 FOLDER_TEST(cli_resume_model_folder) {
-    train_well("%s %s --data %s/text.txt --run %s/first --steps 2", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/first --steps 2", work, work);
     for (const char* model : {"first/step_00000002", "first/", "first"}) {
         for (int i = 0; i < 2; i++) {
-            Child child = new_child();
-            child.folder = work;
-            start(&child, "%s --data text.txt --model %s --run again --resume auto --steps %d", QUICK, model,
-                  2 + 2 * i);
-            finish(&child);
-            expect_code(child, 0);
+            Child child = new_child(false, work);
+            train_as(&child, QUICK " --data text.txt --model %s --run again --resume auto --steps %d", model,
+                     2 + 2 * i);
         }
-        const char* again = joined(work, "again");
-        remove_tree(again);
+        remove_tree(joined(work, "again"));
     }
 }
 
 // An option that was left to the program is so again when a run is made longer.
 FOLDER_TEST(cli_resume_auto) {
-    train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/run --steps 10", SHAPE, work, work);
+    train_well(SHAPE " --device cpu --batch 1 --data %s/text.txt --run %s/run --steps 10", work, work);
     train_well("--resume %s/run --device cpu --steps 60", work);
-    train_well("%s --device cpu --batch 1 --data %s/text.txt --run %s/whole --steps 60", SHAPE, work, work);
+    train_well(SHAPE " --device cpu --batch 1 --data %s/text.txt --run %s/whole --steps 60", work, work);
     int samples[2];
     for (int i = 0; i < 2; i++) {
-        char path[PATH_MAX], error[DATA_ERROR_BYTES];
+        char error[DATA_ERROR_BYTES];
         int64_t bytes;
-        snprintf(path, sizeof(path), "%s/%s/log.txt", work, i ? "whole" : "run");
-        char* text = file_read(path, &bytes, error);
+        char* text = file_read(formatted("%s/%s/log.txt", work, i ? "whole" : "run"), &bytes, error);
         samples[i] = 0;
         for (const char* at = text; at && (at = strstr(at, "\nsample ")); at++) samples[i]++;
     }
@@ -643,25 +532,22 @@ TEST(cli_room) {
 }
 
 FOLDER_TEST(cli_save_weights) {
-    train_well("%s %s --data %s/text.txt --run %s/run --steps 4 --save weights", SHAPE, QUICK, work, work);
+    train_well(BRIEF "/run --steps 4 --save weights", work, work);
     expect(exists(work, "run/step_00000004/model.safetensors"), "no weights were saved");
     expect(!exists(work, "run/step_00000004/optimizer.safetensors"), "states were saved");
-    run_train(again, "--resume %s/run --steps 8", work);
-    expect_error(test, &again, "--resume", "--save weights", "type --model");
+    refused("--resume", "--save weights", "type --model", "--resume %s/run --steps 8", work);
     train_well("--model %s/run %s --data %s/text.txt --run %s/next --steps 2", work, QUICK, work, work);
 }
 
 FOLDER_TEST(cli_keep) {
-    char run[PATH_MAX];
     int64_t newest;
     for (int keep : {1, 3}) {
-        snprintf(run, sizeof(run), "%s/keep_%d", work, keep);
+        const char* run = formatted("%s/keep_%d", work, keep);
         // Names that are nearly those of checkpoints are the user's own: they are neither counted nor removed.
         const char* const own[] = {"step_50", "step_11", "step_notes.tmp", "step_00000002.bak.tmp"};
         mkdir(run, 0755);
         for (const char* name : own) write_text(run, name, "mine");
-        train_well("%s %s --data %s/text.txt --run %s --steps 11 --save-every 2 --keep %d", SHAPE, QUICK, work, run,
-                   keep);
+        train_well(BRIEF " --steps 11 --save-every 2 --keep %d", work, run, keep);
         expect(checkpoints(run, &newest) == keep && newest == 11, "--keep %d keeps %d, newest %lld", keep,
                checkpoints(run, &newest), (long long)newest);
         for (const char* name : own) expect(exists(run, name), "%s was removed", name);

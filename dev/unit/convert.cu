@@ -144,9 +144,7 @@ TEST(convert_states) {
         formats++, idempotent += moved == 0;
         expect(moved == 0 || may_move(name), "%s: %lld elements move when they are stored again", name,
                (long long)moved);
-        for (Run* f : {&narrow, &back, &again}) run_close(f);
     }
-    run_close(&exact);
     note(test, "%d formats, %d of them idempotent", formats, idempotent);
 }
 
@@ -171,9 +169,8 @@ TEST(convert_weights) {
             expect(notices == !same, "%s to %s: %d notices", from, to, notices);
             expect(differing(&now, &old, SLOT_M) == 0 && differing(&now, &old, SLOT_V) == 0, "%s to %s: the moments",
                    from, to);
-            run_close(&now), pairs++;
+            pairs++;
         }
-        run_close(&old);
     }
     note(test, "%d pairs", pairs);
 }
@@ -191,7 +188,6 @@ TEST(convert_keeps_a_master) {
         expect(differing(&f[i], &f[0], SLOT_WEIGHTS) == 0, "%s has lost bits of the weights", names[i]);
         expect(differing(&f[i], &f[0], SLOT_M) == 0, "bf16 in fp32 and back is not what it was");
     }
-    for (Run& each : f) run_close(&each);
 }
 
 // Tensors that move from one launch to another, and formats by tensor.
@@ -225,7 +221,6 @@ static void check_overrides(Test* test, const char* weights, const char* const (
     expect(loads[1].notice_count == 0, "%s", loads[1].notices[0]);
     expect(loads[2].notice_count == changes, "%d notices", loads[2].notice_count);
     expect(strncmp(loads[3].notices[0], last, strlen(last)) == 0, "%s", loads[3].notices[0]);
-    for (Run& each : f) run_close(&each);
 }
 
 TEST(convert_overrides) {
@@ -257,7 +252,6 @@ TEST(convert_into_shards) {
             expect_load(test, &shard[k], &from);
         }
         expect_joined(test, &whole, shard, 2, state);
-        for (Run* f : {&from, &whole, &shard[0], &shard[1]}) run_close(f);
     }
 }
 
@@ -283,7 +277,6 @@ TEST(convert_rules) {
             for (int64_t i = 0; i < to.tensor[t].cols; i++) expect(values[i] == 0.0f, "%g", values[i]);
             free(values);
         }
-        run_close(&from), run_close(&to);
     }
     Run from, to;
     Stored context;
@@ -292,7 +285,6 @@ TEST(convert_rules) {
     model_open(&to, &adamw, 3000);
     expect(!run_load(&to, &from, &context, 0, error, sizeof(error)) && strstr(error, "lion keeps no second moment"),
            "%s", error);
-    run_close(&from), run_close(&to);
 }
 
 TEST(convert_refuses_other_arrays) {
@@ -305,7 +297,6 @@ TEST(convert_refuses_other_arrays) {
     expect(!run_load(&to, &from, &context, 1, error, sizeof(error)) && strstr(error, "holds 3 arrays"), "%s", error);
     from.config = said;  // not what its arrays are
     expect(!run_load(&to, &from, &context, 0, error, sizeof(error)) && strstr(error, "no array m of U8"), "%s", error);
-    run_close(&from), run_close(&to);
 }
 
 // The same loads into an optimizer on the GPU give the same bytes.
@@ -328,7 +319,5 @@ TEST(convert_equal_gpu) {
         }
         const char* where = difference(&to[0], &to[1]);
         expect(!where, "%s %s %s: %s", format[0], format[1], format[2], where);
-        run_close(&to[0]), run_close(&to[1]);
     }
-    run_close(&exact);
 }

@@ -82,10 +82,8 @@ static int64_t word_text(uint32_t first, uint32_t count, char* text) {
 }
 
 // tiktoken's tokens are hashed in dev/reference/words.txt.
-TEST(corpus_every_character) {
+DATA_TEST(corpus_every_character) {
     enum { BLOCK = 4096, BYTES = BLOCK * 10 * 12 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     put_word_vocabulary(test, folder);
     Tokenizer* tokenizer = tokenizer_open(folder.path, error);
     expect(tokenizer, "%s", error);
@@ -120,7 +118,7 @@ static void put_signed(Test* test, const char* path, int at, const char* signatu
 }
 
 // A file that is no text is refused by its contents, with a way on, and --data-format bytes takes it.
-TEST(corpus_content) {
+DATA_TEST(corpus_content) {
     static const struct {
         const char* signature;
         int length, at;
@@ -162,8 +160,6 @@ TEST(corpus_content) {
         {"\x80\3B\0\1", 5, 0, "pickle", "name a text"},
         {"??", 2, 0, "binary", "--data-format nanogpt"},
     };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     const char *path = in(folder, "it's text.txt"), *model = in(folder, "model.bin");
     for (auto& item : cases) {
         put_signed(test, path, item.at, item.signature, item.length, true);
@@ -187,7 +183,7 @@ TEST(corpus_content) {
 
 // Texts of any encoding of 8 bits are texts; numbers and UTF-16 without a mark are not; and a stray NUL does not
 // matter.
-TEST(corpus_text_or_not) {
+DATA_TEST(corpus_text_or_not) {
     enum { BYTES = 1 << 20 };
     static unsigned char bytes[BYTES];
     static const struct {
@@ -206,8 +202,6 @@ TEST(corpus_text_or_not) {
         {"GPT-2's tokens", "\x0D\0\x06\1\x86\x34\x0B\0\x2C\1", 10, "--data-format nanogpt"},
         {"control bytes", "abcdefghijklmnop\1", 17, "is binary"},
     };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     const char* path = in(folder, "x");
     for (auto& item : cases) {
         for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)item.piece[i % item.length];
@@ -240,7 +234,7 @@ TEST(corpus_text_or_not) {
 }
 
 // A folder as nanoGPT's data/*/prepare.py leaves it.
-TEST(corpus_nanogpt) {
+DATA_TEST(corpus_nanogpt) {
     // Python 3.11: pickle.dumps({"vocab_size": N, "itos": {0: "a"}}, protocol), N = 65, 300 and 40000.
     static const struct {
         const char* pickle;
@@ -261,8 +255,6 @@ TEST(corpus_nanogpt) {
         expect(got == item.vocabulary, "vocab_size %lld, not %d", (long long)got, item.vocabulary);
     }
     enum { T = 16 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     uint16_t tokens[1001];
     for (int i = 0; i < 1001; i++) tokens[i] = (uint16_t)(i % 65);
     put(test, in(folder, "val.bin"), tokens, 200);
@@ -308,7 +300,7 @@ TEST(corpus_nanogpt) {
 }
 
 // Files shorter than a window are left out, wherever they are; validation is the tail of the last that two fit in.
-TEST(corpus_short_shards) {
+DATA_TEST(corpus_short_shards) {
     enum { T = 16 };
     static const struct {
         int tokens[4];  // of four shards
@@ -320,9 +312,7 @@ TEST(corpus_short_shards) {
         {{100, 100, 34, 17}, 234, 17, 0, nullptr},    {{16, 16, 5, 0}, 0, 0, 0, "are shorter than a window"},
         {{1000, 400, 10, 400}, 1760, 40, 1, nullptr},
     };
-    char error[DATA_ERROR_BYTES] = "";
     for (auto& item : cases) {
-        Folder folder = folder_new(test);
         for (int i = 0; i < 4; i++) {
             char name[32];
             snprintf(name, sizeof(name), "s%d.bin", i);
@@ -407,12 +397,12 @@ TEST(corpus_fingerprint) {
 
 // A resume tells that the data has other contents than before, and of which part.
 TEST(corpus_data_changed_cli) {
-    static char run[PATH_MAX], text[9001];
+    static char text[9001];
     const char* work = work_folder();
     memset(text, 'a', 9000);
     for (int i = 0; i < 9000; i += 6) text[i] = ' ';
     write_text(work, "a.txt", text), write_text(work, "copy.txt", text);
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char* run = joined(work, "run");
     train_well("--data %s/a.txt --run %s --steps 5 " TRAIN_QUICKLY, work, run);
     const struct {
         int byte;  // that is changed, or -1
@@ -427,12 +417,9 @@ TEST(corpus_data_changed_cli) {
         {-1, "", "resume", "begins anew", 11},
     };
     for (auto& item : cases) {
-        char data[PATH_MAX + 32] = "";
         if (item.byte >= 0) text[item.byte] = 'b';
         write_text(work, "a.txt", text);
-        if (*item.data) snprintf(data, sizeof(data), "--data %s%s", work, item.data + strlen("--data WORK"));
-        run_train(child, "--resume %s %s --steps %d", run, data, item.steps);
-        expect_code(child, 0);
+        run_well(child, "--resume %s %s --steps %d", run, replaced(item.data, "WORK", work), item.steps);
         expect(strstr(OUT(child), item.said), "step %d: not '%s' in: %s", item.steps, item.said, OUT(child));
         expect(!strstr(OUT(child), item.unsaid), "step %d: '%s' in: %s", item.steps, item.unsaid, OUT(child));
     }
@@ -463,18 +450,10 @@ FOLDER_TEST(corpus_cli) {
         {"--data WORK/s?.bin", "notice   1 file of the data, shorter than a window of 33 tokens, is left out: 20 token",
          0},
     };
-    char same[2 * PATH_MAX], text[2 * PATH_MAX];
-    snprintf(same, sizeof(same), "%s/same.txt", work), snprintf(text, sizeof(text), "%s/text.txt", work);
-    if (symlink(text, same) != 0) abort();
+    if (symlink(joined(work, "text.txt"), joined(work, "same.txt")) != 0) abort();
     write_shard(work, "s0.bin", 20240520, 1, 500, 500, 3), write_shard(work, "s1.bin", 20240520, 1, 20, 20, 3);
     for (auto& item : cases) {
-        char arguments[2 * PATH_MAX] = "";
-        for (const char* c = item.arguments; *c;) {
-            bool name = strncmp(c, "WORK", 4) == 0;
-            snprintf(strchr(arguments, 0), PATH_MAX, "%.*s", name ? (int)strlen(work) : 1, name ? work : c);
-            c += name ? 4 : 1;
-        }
-        run_train(child, "%s --dry-run " TRAIN_QUICKLY " %s", "", arguments);
+        run_train(child, "--dry-run " TRAIN_QUICKLY " %s", replaced(item.arguments, "WORK", work));
         expect_code(child, item.code);
         expect(strstr(item.code ? ERR(child) : OUT(child), item.said), "%s: %s%s", item.arguments, OUT(child),
                ERR(child));

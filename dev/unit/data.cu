@@ -28,9 +28,7 @@ TEST(data_crc32c) {
     }
 }
 
-TEST(data_files) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_files) {
     const char* path = in(folder, "a");
     expect(file_write(path, "one\0two", 7, error), "%s", error);
     int64_t bytes = 0;
@@ -287,9 +285,7 @@ static void put_safetensors(Test* test, const char* path, int64_t piece, uint32_
     expect(safetensors_finish(writer, crc, bytes, error), "%s", error);
 }
 
-TEST(data_safetensors_round_trip) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_safetensors_round_trip) {
     const char* path = in(folder, "model.safetensors");
     uint32_t first_crc = 0;
     const int64_t pieces[] = {1, 7, 4096, 100000};
@@ -343,9 +339,7 @@ TEST(data_safetensors_round_trip) {
     expect(file.count == 1 && memcmp(tensor_data(&file, file.tensors), data, (size_t)large) == 0, "contents");
 }
 
-TEST(data_safetensors_truncated) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_safetensors_truncated) {
     const char* path = in(folder, "whole");
     const char* cut = in(folder, "cut");
     uint32_t crc = 0;
@@ -373,9 +367,7 @@ TEST(data_safetensors_truncated) {
 }
 
 // Random damage to the header: the file is refused with a sentence, or opens with every tensor inside the file.
-TEST(data_safetensors_fuzz) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_safetensors_fuzz) {
     const char* path = in(folder, "x");
     uint32_t crc = 0;
     int64_t bytes = 0;
@@ -420,9 +412,7 @@ TEST(data_safetensors_fuzz) {
     expect(refused > 2000 && opened > 100, "%d refused, %d opened", refused, opened);
 }
 
-TEST(data_safetensors_bad) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_safetensors_bad) {
     const char* path = in(folder, "bad.safetensors");
     const struct {
         const char* header;
@@ -473,9 +463,7 @@ TEST(data_safetensors_bad) {
     expect_refused(safetensors_open(&opened, folder.path, error), error, "not a regular file");
 }
 
-TEST(data_safetensors_writer_errors) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_safetensors_writer_errors) {
     const char* path = in(folder, "x");
     SafetensorsEntry entry = {"x", "F32", {8}, 1}, unknown = {"x", "F31", {8}, 1},
                      over = {"x", "F32", {1ll << 62, 4}, 2};

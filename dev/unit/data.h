@@ -18,10 +18,15 @@ inline Folder folder_new(Test* test) {
     return folder;
 }
 
-inline void folder_end(Test* test, const Folder& folder) {
-    char error[DATA_ERROR_BYTES] = "";
-    expect(folder_remove(folder.path, error), "%s", error);
-}
+// A case with a folder of this kind and room for a sentence, `folder` and `error`.
+#define DATA_TEST(NAME)                                                                            \
+    static void in_data_##NAME(Test* test, const Folder& folder, char(&error)[DATA_ERROR_BYTES]);  \
+    TEST(NAME) {                                                                                   \
+        char error[DATA_ERROR_BYTES] = "";                                                         \
+        in_data_##NAME(test, folder_new(test), error);                                             \
+    }                                                                                              \
+    static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const Folder& folder, \
+                               [[maybe_unused]] char(&error)[DATA_ERROR_BYTES])
 
 // folder/name, in one of a few rotating buffers.
 inline const char* in(const Folder& folder, const char* name) {

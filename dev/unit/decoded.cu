@@ -103,7 +103,6 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     const char* where = difference(&copy, &run);
     expect(!where, "%s: %s after steps by parts", weights, where);
     decoded_close(decoded);
-    run_close(&copy), run_close(&run);
 }
 
 // The codes of a matrix and the numbers of their scale are its weights, to the bit.
@@ -158,7 +157,6 @@ static void check_operands(Test* test, const char* weights, const char* override
     }
     decoded_close(decoded);
     device_free(&run.dev, room);
-    run_close(&copy), run_close(&run);
 }
 
 static void check_all_operands(Test* test, OptimType compute, bool gpu) {

@@ -39,5 +39,4 @@ CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
         expect(good == !row.holds, "--m %s --v %s %s: %s", row.m, row.v, row.overrides, error);
         if (row.holds) expect(strstr(error, row.holds), "\"%s\" should hold \"%s\"", error, row.holds);
     }
-    folder_end(test, folder);
 }

@@ -469,8 +469,7 @@ TEST(doors_warning) {
             setenv("MASTER_PORT", port, 1);
             child[rank] = new_child();
             child[rank].keeps_rank = true;
-            start(&child[rank], "%s %s --data %s/text.txt --run %s/run --tokens-per-step 128 --steps 1 --device cpu",
-                  SHAPE, QUICK, work, work);
+            start(&child[rank], BRIEF "/run --tokens-per-step 128 --steps 1 --device cpu", work, work);
             for (auto& variable : variables) unsetenv(variable[0]);
             unsetenv("MASTER_PORT");
         }
@@ -488,29 +487,21 @@ TEST(doors_warning) {
 // A checkpoint that names a file of --format, with the checksum that it then has.
 static void name_format(const char* folder, const char* format) {
     int64_t bytes;
-    char *text = contents(folder, "state.json", &bytes), *changed = nullptr;
-    const char *from = "\"format\": \"", *at = strstr(text, from) + strlen(from), *end = strchr(at, '"');
-    if (asprintf(&changed, "%.*s%s%s%32s", (int)(at - text), text, format, end, "") < 0) abort();
-    char* seal = strstr(changed, "\n\"crc32c\": ") + 1;
-    snprintf(seal, strlen(seal), "\"crc32c\": %u\n}\n", crc32c(0, changed, seal - changed));
-    write_text(folder, "state.json", changed);
+    const char* at = strstr(contents(folder, "state.json", &bytes), "\"format\": \"") + strlen("\"format\": \"");
+    rewrite_state(folder, formatted("\"format\": \"%.*s\"", (int)strcspn(at, "\""), at),
+                  formatted("\"format\": \"%s\"", format));
 }
 
 // Code that only a checkpoint names runs if it is this user's own and the path is one that the program itself wrote. A
 // format takes a GPU, so that on the CPU what is not refused here is refused next, by another sentence.
 FOLDER_TEST(doors_format_of_a_checkpoint) {
-    char run[PATH_MAX], folder[PATH_MAX], path[2 * PATH_MAX];
-    snprintf(run, sizeof(run), "%s/run", work);
-    train_well("%s %s --data %s/text.txt --run %s --steps 1 --device cpu", SHAPE, QUICK, work, run);
-    checkpoint_name(run, 1, folder, sizeof(folder));
+    const char *run = joined(work, "run"), *folder = checkpoint_of(run, 1), *state = joined(folder, "state.json");
+    train_well(BRIEF " --steps 1 --device cpu", work, run);
     for (const char* name : {"own.cuh", "open.cuh", "other.cuh", "run/beside.cuh"}) write_text(work, name, "// none\n");
-    snprintf(path, sizeof(path), "%s/link.cuh", work);
-    expect(symlink("own.cuh", path) == 0, "%s", strerror(errno));
-    snprintf(path, sizeof(path), "%s/open.cuh", work);
-    expect(chmod(path, 0666) == 0, "%s", strerror(errno));
+    expect(symlink("own.cuh", joined(work, "link.cuh")) == 0, "%s", strerror(errno));
+    expect(chmod(joined(work, "open.cuh"), 0666) == 0, "%s", strerror(errno));
     const bool root = geteuid() == 0;
-    snprintf(path, sizeof(path), "%s/other.cuh", work);
-    if (root) expect(chown(path, 65534, 65534) == 0, "%s", strerror(errno));
+    if (root) expect(chown(joined(work, "other.cuh"), 65534, 65534) == 0, "%s", strerror(errno));
     const char* cpu = "a format of your own is compiled for a GPU";
     const struct {
         const char *format, *typed, *needle;
@@ -531,16 +522,10 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
     for (int i = 0; i < (int)(sizeof(cases) / sizeof(cases[0])) + root; i++) {
         const bool owner = i == (int)(sizeof(cases) / sizeof(cases[0]));  // at last the checkpoint is another user's
         const auto& c = cases[owner ? 10 : i];
-        char format[PATH_MAX], typed[PATH_MAX];
-        const char* work_in[] = {strstr(c.format, "WORK"), strstr(c.typed, "WORK")};
-        snprintf(format, sizeof(format), "%s%s", work_in[0] ? work : "", work_in[0] ? work_in[0] + 4 : c.format);
-        snprintf(typed, sizeof(typed), "%s%s%s", work_in[1] ? "--format " : c.typed, work_in[1] ? work : "",
-                 work_in[1] ? work_in[1] + 4 : "");
+        const char *format = replaced(c.format, "WORK", work), *typed = replaced(c.typed, "WORK", work);
         name_format(folder, format);
-        snprintf(path, sizeof(path), "%s/state.json", folder);
-        if (owner) expect(chown(path, 65534, 65534) == 0, "%s", strerror(errno));
-        Child child = new_child();
-        child.folder = work;
+        if (owner) expect(chown(state, 65534, 65534) == 0, "%s", strerror(errno));
+        Child child = new_child(false, work);
         start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
         finish(&child);
         const char* needle = owner ? "the checkpoint belongs to another user" : c.needle;

@@ -62,7 +62,7 @@ const uint32_t FOUR[][2] = {{4, 2}, {3, 0}, {4, 3}, {2, 1}, {0, 0}};
 const uint32_t WORDS[][2] = {{1, 0}, {1, 0}, {1, 0}, {1, 0}, {1, 0}, {0, 0}};
 
 FOLDER_TEST(evaluation_file) {
-    char path[PATH_MAX], error[DATA_ERROR_BYTES];
+    char error[DATA_ERROR_BYTES];
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Evaluation e;
     struct Case {
@@ -89,7 +89,7 @@ FOLDER_TEST(evaluation_file) {
                           {"an answer that is no choice", 16, 0, 4, 0, true, "contradicts itself"},
                           {"an example without rows", 16, 0, 0, 0, true, "contradicts itself"},
                           {"a row without context", 16, 0, 32, 0, true, "contradicts itself"}};
-    snprintf(path, sizeof(path), "%s/task.eval", work);
+    const char* path = joined(work, "task.eval");
     for (const Case& c : cases) {
         File file = file_make(0, FOUR);
         if (c.word < 16) file.header[c.word] = c.value;
@@ -119,13 +119,12 @@ FOLDER_TEST(evaluation_file) {
 
 Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)[2]) {
     const char* work = work_folder();
-    char path[PATH_MAX], error[DATA_ERROR_BYTES];
+    char error[DATA_ERROR_BYTES];
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Evaluation e;
     File file = file_make(kind, examples);
     file_write_sealed(&file, work, "task.eval", 0);
-    snprintf(path, sizeof(path), "%s/task.eval", work);
-    expect(evaluation_open(&e, path, bytes, error), "%s", error);
+    expect(evaluation_open(&e, joined(work, "task.eval"), bytes, error), "%s", error);
     tokenizer_close(bytes);
     remove_tree(work);
     return e;
@@ -277,13 +276,10 @@ void gather_case(Test* test, const Device* dev) {
     free(values);
 }
 
-TEST(evaluation_scores) {
-    Device dev = test_device(false);
-    double worst = 0;
+OPERATOR_TEST(evaluation_scores) {
     score_case(test, &worst, &dev, 13, 21, 128);
     score_case(test, &worst, &dev, 9, 50257, 50304);
     gather_case<float>(test, &dev);
-    note_worst(test, worst);
 }
 
 OPERATOR_TEST(evaluation_scores_gpu) {
@@ -306,10 +302,9 @@ OPERATOR_TEST(evaluation_scores_gpu) {
 
 // The same scores alone, in a run, on several ranks and with sharded weights, each a file of --eval-out.
 FOLDER_TEST(evaluation_command) {
-    char run[PATH_MAX];
     File file = file_make(0, FOUR), words = file_make(1, WORDS);
     file_write_sealed(&file, work, "four.eval", 0), file_write_sealed(&words, work, "words.eval", 0);
-    snprintf(run, sizeof(run), "%s/run", work);
+    const char* run = joined(work, "run");
     train_well(EVALUATED
                " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s --steps 20 --eval "
                "%s/four.eval,%s/words.eval --eval-every 12 --eval-out %s/0.jsonl",
@@ -331,16 +326,14 @@ FOLDER_TEST(evaluation_command) {
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
         for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"}) {
-            run_train(child, "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
-            expect_error(test, &child, to[1], to[1], "name a file that");
+            refused(to[1], to[1], "name a file that", "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
         }
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
     int64_t kept = 0;
     expect(strcmp(contents(work, "victim", &kept), "kept") == 0, "a link was followed");
-    run_train(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
-              work);
-    expect_code(alone, 0);
+    run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
+             work);
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
                strstr(OUT(alone), "eval     words  acc 0.") && strstr(OUT(alone), "perplexity"),
            "%s", OUT(alone));
@@ -380,17 +373,12 @@ FOLDER_TEST(evaluation_bad_input) {
                                     {"text.eval", "no evaluation file", "data/prepare.py"},
                                     {"nowhere.eval", "nowhere.eval", ""}};
     for (const auto& c : cases) {
-        run_train(child, "--eval %s/%s --model %s/run --device cpu", work, c[0], work);
-        expect_error(test, &child, c[0], c[1], c[2]);
-        forget(&child);
-        run_train(beside, EVALUATED " --batch 2 --data %s/text.txt --run %s/new --steps 1 --eval %s/%s --eval-every 1",
-                  work, work, work, c[0]);
-        expect_error(test, &beside, c[0], c[1], c[2]);
+        refused(c[0], c[1], c[2], "--eval %s/%s --model %s/run --device cpu", work, c[0], work);
+        refused(c[0], c[1], c[2],
+                EVALUATED " --batch 2 --data %s/text.txt --run %s/new --steps 1 --eval %s/%s --eval-every 1", work,
+                work, work, c[0]);
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
-        forget(&beside);
-        char folder[2 * PATH_MAX];
-        snprintf(folder, sizeof(folder), "%s/new", work);
-        remove_tree(folder);
+        remove_tree(joined(work, "new"));
     }
     run_train(name, "--eval nothing --model %s/run --device cpu", work);
     expect_error(test, &name, "a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing");

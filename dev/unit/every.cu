@@ -124,7 +124,7 @@ constexpr int LISTED = 3 * ELEMENT_PRESETS + (int)(sizeof(mixed) / sizeof(mixed[
 // first LISTED alone.
 template <class Body>
 static void for_every(Test* test, bool gpu, bool only_listed, Body body) {
-    CacheFolder folder = cache_enter();
+    CacheFolder folder;
     Configs* all = every_config();
     const int count = only_listed ? LISTED : all->count;
     int ran = 0;
@@ -134,7 +134,6 @@ static void for_every(Test* test, bool gpu, bool only_listed, Body body) {
     }
     expect(ran > (gpu && !jit_available() ? 10 : only_listed ? LISTED - 1 : 150), "%d configurations", ran);
     note(test, "%d configurations", ran);
-    cache_leave(&folder);
 }
 
 // A step whose factor is NaN or infinite, then a resume from the streams. The steps after it are those of a run that
@@ -168,7 +167,6 @@ TEST_BOTH(every_skip_and_resume) {
         snprintf(names, sizeof(names), "%s %s %s %s", config->weights, config->m, config->v, config->overrides);
         expect((difference(&whole, &other) != nullptr) == (strstr(names, ":sr") || strstr(names, ":ef")),
                "%s: another seed", describe(config));
-        for (Run* run : {&whole, &first, &second, &other}) run_close(run);
     });
 }
 
@@ -205,7 +203,6 @@ TEST(every_padding_and_threads) {
         omp_set_num_threads(5), run_steps(&fresh, 1, 3), omp_set_num_threads(threads);
         const char* where = difference(&run, &fresh);
         expect(!where, "%s: %s with other threads", describe(config), where);
-        run_close(&run), run_close(&fresh);
     });
 }
 
@@ -243,10 +240,8 @@ TEST_BOTH(every_shard) {
                 run_steps(&shard[count++], 1, 3);
             }
             expect_joined(test, &whole, shard, count, describe(config));
-            for (int i = 0; i < count; i++) run_close(&shard[i]);
             if (k >= LISTED) break;
         }
-        run_close(&whole);
     });
 }
 
@@ -266,7 +261,6 @@ static void compare(Test* test, const OptimConfig* config, const OptimTensor* te
     const char* where = difference(&run[0], &run[1]);
     expect(!where, "%s, grads %s, %lld elements%s: %s differs", describe(config), config->grads,
            (long long)tensors[0].cols, wild ? ", wild" : "", where);
-    run_close(&run[0]), run_close(&run[1]);
 }
 
 static void compare_all(Test* test, const Configs* all, bool wild) {
@@ -393,15 +387,13 @@ CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
             expect(files[1] == files[0] + kernels, "%s was not compiled by NVRTC", preset);
             const char* where = difference(&run[0], &run[1]);
             expect(!where, "%s with %s gradients: %s", preset, grads, where);
-            run_close(&run[0]), run_close(&run[1]);
         }
     }
 }
 
 // Every rule, every storage of the weights, each format of states with noise and in the longest blocks, and a sample of
 // all combinations, through NVRTC; rules and formats with a pass before the step, that pass too.
-static bool compiles(Test* test, const OptimConfig* config, const char* architecture) {
-    static char error[JIT_ERROR_BYTES];
+static void compiles(Test* test, const OptimConfig* config, const char* architecture) {
     const char* const step = "optim_step_kernel";
     char name[2][2200];
     char all[1024];
@@ -409,15 +401,7 @@ static bool compiles(Test* test, const OptimConfig* config, const char* architec
     optim_expression(config, OPTIM_BF16, name[0], sizeof(name[0]));
     expect(strncmp(name[0], step, strlen(step)) == 0, "%s", name[0]);
     snprintf(name[1], sizeof(name[1]), "optim_measure_kernel%.2100s", name[0] + strlen(step));
-    bool ok = true;
-    for (int i = 0; i < (in_spans(all) ? 2 : 1); i++) {
-        JitImage image;
-        bool compiled = jit_compile(name[i], architecture, &image, error) && image.image_bytes > 1000;
-        expect(compiled, "%s: %s", name[i], error);
-        if (compiled) jit_free(&image);
-        ok = ok && compiled;
-    }
-    return ok;
+    for (int i = 0; i < (in_spans(all) ? 2 : 1); i++) expect_compiles(test, name[i], architecture);
 }
 
 JIT_TEST(every_row_compiles) {

@@ -335,7 +335,6 @@ TEST(examples_preset) {
     for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
         char line[256], expression[2048];
-        static char error[JIT_ERROR_BYTES];
         double bytes = 0.0, told = atof(row.note), left = descend(&dev, &config);
         expect(left < 0.1, "%s is still %g away", row.name, left);
         optim_describe(&config, line, sizeof(line));
@@ -343,11 +342,8 @@ TEST(examples_preset) {
         expect(said && sscanf(said + strlen(row.v), "%lf", &bytes) == 1 && fabs(bytes - told) < 0.1,
                "\"%s\" and it is %g bytes", row.note, bytes);
         if (!jit_available()) continue;
-        JitImage image;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        bool good = jit_compile(expression, "sm_90", &image, error);
-        expect(good, "%s", error);
-        if (good) jit_free(&image);
+        expect_compiles(test, expression);
         note(test, "%g left of 0.75", left);
     }
 }

@@ -307,12 +307,8 @@ static void unconnected_main(Launch* launch) {
 }
 
 TEST(exchange_lost) {
-    char text[4096];
-    int code = run_ranks(2, unconnected_main, text, sizeof(text));
-    expect(code == 1 && strstr(text, "(connecting; NCCL_DEBUG=INFO says more)"), "%d, %s", code, text);
-    code = run_ranks(2, lost_main, text, sizeof(text));
-    expect(code == 1 && strstr(text, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)"), "%d, %s", code,
-           text);
+    expect_ranks(test, 2, unconnected_main, 1, "(connecting; NCCL_DEBUG=INFO says more)");
+    expect_ranks(test, 2, lost_main, 1, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)");
 }
 
 // The advice in the message about a broken path takes the copy engines out.
@@ -440,11 +436,8 @@ static void own_card_main(Launch* launch) {
 }
 
 TEST(exchange_own_card) {
-    char text[4096];
-    int code = run_ranks(4, own_card_main, text, sizeof(text));
-    expect(code == 0, "%d, %s", code, text);
-    code = run_ranks(3, same_card_main, text, sizeof(text));
-    expect(code == 2 && strstr(text, "ranks 1 and 2 have the same GPU of the same machine"), "%d, %s", code, text);
+    expect_ranks(test, 4, own_card_main);
+    expect_ranks(test, 3, same_card_main, 2, "ranks 1 and 2 have the same GPU of the same machine");
 }
 
 static void first_gpu_main(Launch* launch) {
@@ -454,19 +447,13 @@ static void first_gpu_main(Launch* launch) {
 
 TEST(exchange_own_card_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    char text[4096];
-    int code = run_ranks(2, first_gpu_main, text, sizeof(text));
-    expect(code == 2 && strstr(text, "ranks 0 and 1 have the same GPU of the same machine"), "%d, %s", code, text);
+    expect_ranks(test, 2, first_gpu_main, 2, "ranks 0 and 1 have the same GPU of the same machine");
 }
 
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (!gpus_reach_each_other_asked_apart(8)) skip("these GPUs do not reach each other's memory");
-    char text[4096];
-    for (int ranks : {2, 3, 4, 8}) {
-        int code = run_ranks(ranks, peers_main, text, sizeof(text));
-        expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
-    }
+    for (int ranks : {2, 3, 4, 8}) expect_ranks(test, ranks, peers_main);
 }
 
 // Three layers and a rest: sums, their norm, what is kept, gathered, collected and compared, in every mode.
@@ -614,11 +601,7 @@ static void nan_main(Launch* launch) {
 }
 
 TEST(exchange_nan_of_one_rank) {
-    char text[4096];
-    for (int ranks : {2, 4}) {
-        int code = run_ranks(ranks, nan_main, text, sizeof(text));
-        expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
-    }
+    for (int ranks : {2, 4}) expect_ranks(test, ranks, nan_main);
 }
 
 static void modes_main(Launch* launch) {
@@ -629,12 +612,8 @@ static void modes_main(Launch* launch) {
 }
 
 TEST(exchange_between_ranks) {
-    char text[4096];
     for (int ranks : {2, 3, 5}) {
-        for (auto* main : {transport_main, modes_main}) {
-            int code = run_ranks(ranks, main, text, sizeof(text));
-            expect(code == 0, "%d ranks: code %d, %s", ranks, code, text);
-        }
+        for (auto* main : {transport_main, modes_main}) expect_ranks(test, ranks, main);
     }
 }
 
@@ -670,9 +649,8 @@ static void many_arrays_main(Launch* launch) {
 // As many arrays as there is room for, and no more.
 TEST(exchange_arrays) {
     char text[4096];
-    int code = run_ranks(2, few_arrays_main, text, sizeof(text));
-    expect(code == 0, "%d, %s", code, text);
-    code = run_ranks(2, many_arrays_main, text, sizeof(text));
+    expect_ranks(test, 2, few_arrays_main);
+    int code = run_ranks(2, many_arrays_main, text, sizeof(text));
     expect(code != 0 && strstr(text, "at < most"), "%d, %s", code, text);
     code = run_apart(
         [] {

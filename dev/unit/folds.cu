@@ -121,7 +121,6 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
         expect(!where, "%s, m %s: the last micro-batch of step %d: %s", c->rule, c->m, step, where);
         free(want), free(got);
     }
-    run_close(&folded), run_close(&plain);
 }
 
 TEST_BOTH(folds_by_their_formula) {
@@ -169,7 +168,6 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
         free(want);
     }
     device_free(&folded.dev, scale), device_free(&folded.dev, zeros);
-    run_close(&folded), run_close(&plain);
 }
 
 TEST_BOTH(folds_of_matrices) {
@@ -213,7 +211,6 @@ TEST_BOTH(folds_are_the_step_of_the_sum) {
         expect(worst <= 1.0 && worst > 1e-3, "%s: %g of the bound", c.rule, worst);
         note(test, "%s %.2g of the bound", c.rule, worst);
         free(m);
-        run_close(&run);
     }
 }
 
@@ -233,7 +230,6 @@ TEST_BOTH(folds_of_shards) {
     expect(find_stream(&whole, "m", &all) && find_stream(&shard, "m", &part), "no m");
     expect(part.elements == 6 * TILE_ELEMENTS, "%lld elements", (long long)part.elements);
     expect(same_bytes(&whole, (char*)all.data + TILE_ELEMENTS * 2, &shard, part.data, part.elements * 2), "m differs");
-    run_close(&whole), run_close(&shard);
 }
 
 // Noise differs between micro-batches, only the tensors that are named change, and a factor that is not finite changes
@@ -276,7 +272,6 @@ TEST_BOTH(folds_round_apart_and_may_be_left_out) {
     expect(apart > n / 4 && apart < 3 * n / 4, "%lld of %lld are rounded otherwise", (long long)apart, (long long)n);
     for (uint16_t* each : m) free(each);
     device_free(&again.dev, grads), device_free(&again.dev, scale);
-    for (Run* each : {&run[0], &run[1], &again}) run_close(each);
 }
 
 TEST(folds_only_where_m_says_all) {
@@ -323,18 +318,12 @@ TEST(folds_only_where_m_says_all) {
 }
 
 JIT_TEST(folds_compile_at_run_time) {
-    static char error[JIT_ERROR_BYTES];
     for (const Case& c : cases) {
         char fold[1024], matrices[1024];
         const char *m = find_row(state_table(), c.m)->type, *grads = find_row(grads_table(), c.grads)->type;
         snprintf(fold, sizeof(fold), "optim_step_kernel<Fold, None, %s, None, None, %s>", m, grads);
         snprintf(matrices, sizeof(matrices),
                  "optim_step_kernel<Muon, Elementwise<Fp32, NEAREST>, %s, None, None, None>", m);
-        for (const char* each : {fold, matrices}) {
-            JitImage image;
-            const bool good = jit_compile(each, "sm_90", &image, error);
-            expect(good, "%s: %s", each, error);
-            if (good) jit_free(&image);
-        }
+        for (const char* each : {fold, matrices}) expect_compiles(test, each);
     }
 }

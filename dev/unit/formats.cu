@@ -583,7 +583,6 @@ TEST(formats_names_and_streams) {
         expect(same && stream.elements * stream.element_bytes == want[s].bytes, "%s %s %lld", stream.name, stream.dtype,
                (long long)(stream.elements * stream.element_bytes));
     }
-    run_close(&run);
 }
 
 template <class Format>

@@ -142,14 +142,11 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
     copy_to_host(dev, bias.host, bias.device, s.C * sizeof(float));
     close_to(test, worst, "sums", bias.host, sums, s.C,
              EPS32 * (double)s.N * 4 + (op == FP8_COPY ? 0 : 1e-4 * (double)s.N), 0);
-    array_free(dev, &inp), array_free(dev, &pre), array_free(dev, &bias);
     for (int i = 0; i < 2; i++) device_free(dev, codes[i]), free(want[i]);
     device_free(dev, scratch), device_free(dev, f.inverse), free(g.inverse), free(got), free(sums);
 }
 
-TEST(fp8_cast_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(fp8_cast_gpu) {
     for (CastShape s : {CastShape{16, 8}, CastShape{144, 200}, CastShape{256, 128}, CastShape{1040, 1032}}) {
         for (Fp8Op op : {FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD}) {
             for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
@@ -158,7 +155,6 @@ TEST(fp8_cast_gpu) {
             }
         }
     }
-    note_worst(test, worst);
 }
 
 // Codes that a kernel writes of what it makes are those of a cast of what it would store, to the bit, with the same
@@ -234,8 +230,7 @@ void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Ty
     layernorm_backward<bf16, float>(dev, out.device, sums.device, sums.device + C, sums.device + 2 * C, scratch,
                                     b.device, residual.device, w.device, mean.device, rstd.device, N, C, false, &codes);
     made_check(test, &made, "layernorm backward", out.device, type, true);
-    for (Array<bf16>* array : {&a, &b, &w, &bias, &out, &residual}) array_free(dev, array);
-    array_free(dev, &mean), array_free(dev, &rstd), array_free(dev, &sums), device_free(dev, scratch);
+    device_free(dev, scratch);
 }
 
 void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) {
@@ -250,7 +245,7 @@ void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) 
     classifier<bf16>(dev, losses.device, logits.device, targets, 1e-4f, true, N, V, Vp);
     classifier<bf16>(dev, losses.device, again.device, targets, 1e-4f, true, N, V, Vp, &codes);
     made_check(test, &made, "classifier", logits.device, FP8_E5M2, false);
-    array_free(dev, &logits), array_free(dev, &again), array_free(dev, &losses), device_free(dev, targets), free(host);
+    device_free(dev, targets), free(host);
 }
 
 void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, int HS, Fp8Type type) {
@@ -272,8 +267,7 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
     for (auto& sums : bias) copy_to_host(dev, sums.host, sums.device, 3 * C * sizeof(float));
     expect(memcmp(bias[0].host, bias[1].host, 3 * C * sizeof(float)) == 0, "the bias's gradient differs with codes");
     made_check(test, &made, "attention backward", dqkv.device, type, true);
-    for (Array<bf16>* array : {&qkv, &dout, &out, &dqkv}) array_free(dev, array);
-    array_free(dev, &lse), array_free(dev, &bias[0]), array_free(dev, &bias[1]), device_free(dev, scratch);
+    device_free(dev, scratch);
 }
 
 TEST(fp8_made_gpu) {
@@ -346,21 +340,17 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
                         fp8_product<D>(dev, &f, out.device, codes[0], 2, type_a, codes[1], 1, FP8_E4M3,
                                        with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
                     });
-    array_free(dev, &a), array_free(dev, &b), array_free(dev, &out), array_free(dev, &bias);
     for (int i = 0; i < 2; i++) device_free(dev, codes[i]), free(own[i]);
     device_free(dev, f.inverse), free(g.inverse), free(want), free(before);
 }
 
-TEST(fp8_product_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(fp8_product_gpu) {
     check_product<bf16>(test, &worst, &dev, 256, 1152, 384, FP8_E4M3, true, true, false);
     check_product<bf16>(test, &worst, &dev, 48, 64, 256, FP8_E4M3, true, true, false);
     check_product<bf16>(test, &worst, &dev, 256, 384, 1536, FP8_E5M2, false, false, false);
     check_product<bf16>(test, &worst, &dev, 384, 384, 2048, FP8_E5M2, false, false, true);
     check_product<float>(test, &worst, &dev, 384, 1536, 2048, FP8_E5M2, false, false, true);
     check_product<float>(test, &worst, &dev, 128, 64, 16, FP8_E4M3, false, false, false);
-    note_worst(test, worst);
 }
 
 // A matrix as an optimizer stores it in `weights`, and a layer that reads its codes.
@@ -467,26 +457,19 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     memcpy(&magnitude, &found[FP8_WEIGHT], 4);
     expect(magnitude == 448 * numbers[1] && magnitude >= numbers[0], "%s: the largest magnitude is %g of %g", weights,
            magnitude, numbers[0]);
-    for (Array<X>* array : {&inp, &bias, &dout, &out, &dinp}) array_free(dev, array);
     free(x), free(dy), free(want), free(dwant);
     stored_layer_close(dev, &layer);
 }
 
-TEST(fp8_stored_weights) {
-    Device dev = test_device(false);
-    double worst = 0;
+OPERATOR_TEST(fp8_stored_weights) {
     for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"}) {
         check_stored<float>(test, &worst, &dev, weights, 48, 80, 64);
     }
-    note_worst(test, worst);
 }
 
-TEST(fp8_stored_weights_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(fp8_stored_weights_gpu) {
     check_stored<bf16>(test, &worst, &dev, "e4m3/tensor:ef", 256, 384, 1152);
     check_stored<bf16>(test, &worst, &dev, "e4m3/tensor:ef", 48, 80, 64);
-    note_worst(test, worst);
 }
 
 #ifdef __CUDACC__
@@ -521,10 +504,9 @@ GeluProducts gelu_products_open(const Device* dev, int64_t N, int C, int OC, Fp8
 }
 
 void gelu_products_close(const Device* dev, GeluProducts* p) {
-    for (Array<bf16>* array : {&p->left, &p->weight, &p->bias, &p->pre, &p->want}) array_free(dev, array);
     for (uint8_t* codes : {p->left_codes, p->weight_codes, p->codes, p->columns, p->cast, p->cast_columns})
         device_free(dev, codes);
-    array_free(dev, &p->dbias), device_free(dev, p->scratch), device_free(dev, p->f.inverse);
+    device_free(dev, p->scratch), device_free(dev, p->f.inverse);
 }
 
 // Elements in which the kernel's codes differ from the cast's, by value, more than by one step of the larger's place
@@ -651,12 +633,9 @@ constexpr const char* RUN =
 // The loss of the last step of a run with these options, into the folder WORK/NAME.
 double last_loss(Test* test, bool gpu, const char* work, const char* name, const char* options) {
     static Losses losses;
-    Child child = new_child();
-    child.gpu = gpu;
-    start(&child, "%s --data %s/text.txt --run %s/%s --device %s %s", RUN, work, work, name, gpu ? "gpu" : "cpu",
-          options);
-    finish(&child);
-    expect_code(child, 0);
+    Child child = new_child(gpu);
+    train_as(&child, "%s --data %s/text.txt --run %s/%s --device %s %s", RUN, work, work, name, gpu ? "gpu" : "cpu",
+             options);
     read_losses(test, joined(work, name), &losses);
     expect(losses.last == 30, "%s: %d steps", name, losses.last);
     return losses.last == 30 ? atof(losses.text[30]) : NAN;
@@ -709,15 +688,10 @@ TEST_BOTH(fp8_stored_runs) {
 // A run samples with the weights that it saves, though the room for them is that of the decoder.
 TEST_BOTH(fp8_stored_sample) {
     const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
-    Child run = new_child(), sample = new_child();
-    run.gpu = sample.gpu = gpu;
-    start(&run, "%s --data %s/text.txt --run %s/run --device %s --preset fp8 --matmul fp8 --sample-every 30 %s", RUN,
-          work, work, device, "--sample-tokens 24 --temperature 0 --prompt th");
-    finish(&run);
-    expect_code(run, 0);
-    start(&sample, "--sample th --model %s/run --sample-tokens 24 --temperature 0 --device %s", work, device);
-    finish(&sample);
-    expect_code(sample, 0);
+    Child run = new_child(gpu), sample = new_child(gpu);
+    train_as(&run, "%s --data %s/text.txt --run %s/run --device %s --preset fp8 --matmul fp8 --sample-every 30 %s", RUN,
+             work, work, device, "--sample-tokens 24 --temperature 0 --prompt th");
+    train_as(&sample, "--sample th --model %s/run --sample-tokens 24 --temperature 0 --device %s", work, device);
     expect(strlen(OUT(sample)) > 10 && strstr(OUT(run), OUT(sample)), "'%s' in %s", OUT(sample), OUT(run));
 }
 
@@ -726,8 +700,8 @@ FOLDER_TEST(fp8_bad_options) {
               "%s --data %s/text.txt --run %s/a --device cpu --matmul fp8 --seq 20 --batch 1 --tokens-per-step 20", RUN,
               work, work);
     expect_error(test, &rows, "20 rows", "are 20 rows", "--seq 16");
-    run_train(head, "%s --data %s/text.txt --run %s/b --device cpu --head fp8", RUN, work, work);
-    expect_error(test, &head, "--head fp8 alone", "--head fp8 goes with --matmul fp8", "or type both");
+    refused("--head fp8 alone", "--head fp8 goes with --matmul fp8", "or type both",
+            "%s --data %s/text.txt --run %s/b --device cpu --head fp8", RUN, work, work);
     run_train(logits,
               "%s --data %s/text.txt --run %s/c --device cpu --matmul fp8 --head fp8 --logit-rows 20 --seq 64 "
               "--batch 1 --tokens-per-step 64",

@@ -63,25 +63,21 @@ FOLDER_TEST(guard_poisoned_checkpoints) {
     };
     int number = 0;
     for (const auto& poison : poisons) {
-        char run[PATH_MAX], step[PATH_MAX];
         int64_t bytes;
-        snprintf(run, sizeof(run), "%s/run%d", work, number++);
-        train_well("%s %s --data %s/text.txt --device cpu --run %s --steps 2 %s", SHAPE, QUICK, work, run,
-                   poison.formats);
-        checkpoint_name(run, 2, step, sizeof(step));
+        const char* run = formatted("%s/run%d", work, number++);
+        train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 %s", work, run, poison.formats);
+        const char* step = checkpoint_of(run, 2);
         char* text = contents(step, poison.file, &bytes);
         memcpy(text + bytes - poison.count, poison.bytes, (size_t)poison.count);
         write_bytes(step, poison.file, text, (size_t)bytes);
         seal_again(test, step);
-        run_train(resumed, "--resume %s --steps 4 --device cpu", run);
-        expect_error(test, &resumed, "--resume", " holds ", " at element ");
+        refused("--resume", " holds ", " at element ", "--resume %s --steps 4 --device cpu", run);
         if (strcmp(poison.file, "model.safetensors") == 0) {
             run_train(sampled, "--sample a --model %s --device cpu", step);
             expect_error(test, &sampled, "--sample", " holds ", " at element ");
             expect(!*OUT(sampled), "text from bad weights: %s", OUT(sampled));
-            run_train(begun, "%s --data %s/text.txt --model %s --device cpu --run %s/begun --steps 1", QUICK, work,
-                      step, work);
-            expect_error(test, &begun, "--model", " holds ", " at element ");
+            refused("--model", " holds ", " at element ",
+                    QUICK " --data %s/text.txt --model %s --device cpu --run %s/begun --steps 1", work, step, work);
         }
     }
 }
@@ -90,7 +86,7 @@ FOLDER_TEST(guard_poisoned_checkpoints) {
 // without validations and whatever --keep says.
 FOLDER_TEST(guard_diverging_run) {
     const char* run = joined(work, "run");
-    train_well("%s %s --data %s/text.txt --device cpu --run %s --steps 2 --weights fp32", SHAPE, QUICK, work, run);
+    train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 --weights fp32", work, run);
     for (const char* validation : {"--val-every 0", "--val-every 1 --val-tokens 64"}) {
         run_train(child,
                   "--resume %s --steps 9 --rule sgd --lr 1000 --final-lr 1 --clip 0 --warmup 0 --weight-decay 100 "
@@ -99,9 +95,7 @@ FOLDER_TEST(guard_diverging_run) {
         expect(child.code == 2 && (strstr(ERR(child), "was not saved") || strstr(ERR(child), "without a finite loss")),
                "%s: exit code %d: %s", validation, child.code, ERR(child));
         expect(exists(run, "step_00000002"), "%s: the good checkpoint is gone", validation);
-        char bad[2 * PATH_MAX];
-        snprintf(bad, sizeof(bad), "%s/step_00000009", run);
-        remove_tree(bad);
+        remove_tree(joined(run, "step_00000009"));
     }
     train_well("--resume %s/step_00000002 --run %s/again --steps 3 --device cpu", run, work);
 }
@@ -129,18 +123,16 @@ static void signalled(Test* test, Child* child, int number, double ms, int code,
            child->code, ERR(*child));
 }
 
-#define LONG_RUN SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 100000 --save-every 0 --run %s/%s"
+#define LONG_RUN SHAPE " " QUICK " --device cpu --steps 100000 --save-every 0 --data %s/text.txt --run %s"
 
 TEST(guard_stop_in_every_phase) {
     signal(SIGHUP, SIG_DFL);  // the tests themselves may run under nohup
     const char* work = work_folder();
-    char name[32];
     int number = 0;
     for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
         for (double ms : {5.0, 20.0, 50.0, 100.0, 300.0}) {
             Child child = new_child();
-            snprintf(name, sizeof(name), "run%d", number++);
-            start(&child, LONG_RUN, work, work, name);
+            start(&child, LONG_RUN "/run%d", work, work, number++);
             signalled(test, &child, signal, ms, 0, 128 + signal);
             bool saved = child.code == 0, told = strstr(ERR(child), "stopp");
             expect(told, "signal %d after %g ms is not answered: %s", signal, ms, ERR(child));
@@ -152,28 +144,24 @@ TEST(guard_stop_in_every_phase) {
     sigfillset(&all);
     for (int signal : {SIGTERM, SIGXCPU, SIGALRM, SIGPWR, SIGPROF}) {
         Child child = new_child();
-        char folder[PATH_MAX];
-        snprintf(name, sizeof(name), "run%d", number++);
-        snprintf(folder, sizeof(folder), "%s/%s", work, name);
+        const char* run = formatted("%s/run%d", work, number++);
         sigprocmask(SIG_BLOCK, &all, &before);
-        start(&child, LONG_RUN " --val-every 3 --val-tokens 1000000", work, work, name);
+        start(&child, LONG_RUN " --val-every 3 --val-tokens 1000000", work, run);
         sigprocmask(SIG_SETMASK, &before, nullptr);
-        expect(wait_for_step(&child, folder, 1), "it does not start");
+        expect(wait_for_step(&child, run, 1), "it does not start");
         for (int i = 0; i < 3 && signal == SIGXCPU; i++) kill(child.pid, signal), pause_ms(10);
         signalled(test, &child, signal, 0, 0, 0);
     }
     // A second Ctrl-C ends a run at once; SIGHUP that is ignored at the start, as under nohup, stays ignored.
-    char run[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/twice", work);
+    const char* run = joined(work, "nohup");
     Child twice = new_child(), nohup = new_child();
-    start(&twice, LONG_RUN " --val-every 1 --val-tokens 1000000", work, work, "twice");
+    start(&twice, LONG_RUN "/twice --val-every 1 --val-tokens 1000000", work, work);
     pause_ms(700);
     kill(twice.pid, SIGINT);
     pause_ms(600);
     signalled(test, &twice, SIGINT, 0, 0, 130);
     signal(SIGHUP, SIG_IGN);
-    snprintf(run, sizeof(run), "%s/nohup", work);
-    start(&nohup, SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 400 --run %s", work, run);
+    start(&nohup, BRIEF " --device cpu --steps 400", work, run);
     expect(wait_for_step(&nohup, run, 5), "it does not start");
     kill(nohup.pid, SIGHUP);
     finish(&nohup);
@@ -184,7 +172,7 @@ TEST(guard_stop_in_every_phase) {
 FOLDER_TEST(guard_save_signal_never_kills) {
     for (int i = 0; i < 10; i++) {
         Child child = new_child();
-        start(&child, SHAPE " " QUICK " --data %s/text.txt --device cpu --steps 20 --run %s/run%d", work, work, i);
+        start(&child, BRIEF "/run%d --device cpu --steps 20", work, work, i);
         signalled(test, &child, i % 2 ? SIGUSR2 : SIGUSR1, 10 + 15 * i, 0, 0);
     }
 }
@@ -193,10 +181,8 @@ FOLDER_TEST(guard_save_signal_never_kills) {
 FOLDER_TEST(guard_closed_output) {
     static const char* const ways[] = {"| head -n 1 > /dev/null", "<&- >&- 2>&-", ">&-", "2>&- > /dev/null", "<&- >&-"};
     for (int i = 0; i < (int)(sizeof(ways) / sizeof(ways[0])); i++) {
-        char command[4 * PATH_MAX], run[PATH_MAX];
-        snprintf(run, sizeof(run), "%s/run%d", work, i);
-        snprintf(
-            command, sizeof(command),
+        const char* run = formatted("%s/run%d", work, i);
+        const char* command = formatted(
             "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 %s/train %s --batch 2 --data %s/text.txt --device cpu "
             "--steps 30 --print-every 1 --val-every 5 --run %s %s",
             test_folder(), SHAPE, work, run, ways[i]);
@@ -209,16 +195,13 @@ FOLDER_TEST(guard_closed_output) {
     }
     // Text that is only printed is lost on a full disk, which is an error; a reader that has enough is none.
     const char* const printing[] = {"--help", "--list-formats", "--list-presets", "--dry-run --device cpu",
-                                    "--sample a --device cpu --sample-tokens 9 --model %s/run0/step_00000030"};
+                                    "--sample a --device cpu --sample-tokens 9 --model WORK/run0/step_00000030"};
     for (const char* words : printing) {
         for (int full = 0; full < 2; full++) {
-            char command[4 * PATH_MAX], typed[2 * PATH_MAX];
-            snprintf(typed, sizeof(typed), words, work);
-            snprintf(
-                command, sizeof(command),
+            const char* command = formatted(
                 "bash -c 'cd %s && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 %s/train %s 2> said %s; exit "
                 "${PIPESTATUS[0]}'",
-                work, test_folder(), typed, full ? "> /dev/full" : "| head -c 1 > /dev/null");
+                work, test_folder(), replaced(words, "WORK", work), full ? "> /dev/full" : "| head -c 1 > /dev/null");
             int status = WEXITSTATUS(system(command));
             int64_t bytes;
             char* said = contents(work, "said", &bytes);

@@ -110,7 +110,7 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
 }
 
 TEST_BOTH(initial_set_part) {
-    CacheFolder folder = cache_enter();
+    CacheFolder folder;
     const Table<FormatRow>& table = weights_table();
     for (int i = 0; i < table.count; i++) {
         if (table.row[i].feeds_back) continue;
@@ -119,5 +119,4 @@ TEST_BOTH(initial_set_part) {
         check_set(test, table.row[i].name, 0, 4 * TILE_ELEMENTS, gpu);
         check_set(test, table.row[i].name, 4 * TILE_ELEMENTS, 9 * TILE_ELEMENTS, gpu);
     }
-    cache_leave(&folder);
 }

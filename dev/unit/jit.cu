@@ -18,7 +18,10 @@
 struct Cached {
     CacheFolder folder;
     char expression[2048];
-    JitImage want;  // compiled by cached_enter(), not through the cache
+    JitImage want;  // compiled, not through the cache
+
+    explicit Cached(Test* test);
+    ~Cached() { jit_free(&want); }
 };
 
 static void small_expression(char* expression, size_t bytes) {
@@ -26,17 +29,10 @@ static void small_expression(char* expression, size_t bytes) {
     optim_expression(&config, OPTIM_BF16, expression, bytes);
 }
 
-static Cached cached_enter(Test* test) {
+Cached::Cached(Test* test) {
     static char error[JIT_ERROR_BYTES];
-    Cached cached = {cache_enter(), {}, {}};
-    small_expression(cached.expression, sizeof(cached.expression));
-    expect(jit_compile(cached.expression, "sm_90", &cached.want, error), "%s", error);
-    return cached;
-}
-
-static void cached_leave(Cached* cached) {
-    jit_free(&cached->want);
-    cache_leave(&cached->folder);
+    small_expression(expression, sizeof(expression));
+    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
 }
 
 // Fetches the kernel and compares it with the one first compiled; returns whether it came from the cache.
@@ -186,7 +182,7 @@ static void overwrite(const char* path, long offset, int change) {
 }
 
 JIT_TEST(jit_cache) {
-    Cached cached = cached_enter(test);
+    Cached cached(test);
     char path[4352], other[4352];
     expect(!fetch(test, cached, "empty"), "an empty folder had it");
     expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
@@ -215,13 +211,12 @@ JIT_TEST(jit_cache) {
     expect(!fetch(test, cached, "new folder") && fetch(test, cached, "made"), "mkdir");
     folder_files(nested, true);
     rmdir(nested);
-    cached_leave(&cached);
 }
 
 TEST(jit_toolkit_upgrade) {
     // The file of another version of NVRTC stays where it is and is not taken, although it is whole.
     if (!jit_available()) skip("libnvrtc was not found");
-    Cached cached = cached_enter(test);
+    Cached cached(test);
     char path[4352], older[4352], key[JIT_KEY_BYTES];
     expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
     expect(!fetch(test, cached, "empty"), "an empty folder had it");
@@ -238,11 +233,10 @@ TEST(jit_toolkit_upgrade) {
     expect(!fetch(test, cached, "upgraded"), "another version's was taken");
     expect(fetch(test, cached, "kept"), "it was not kept");
     expect(access(older, R_OK) == 0 && folder_files(cached.folder.path, false) == 2, "the other version's has gone");
-    cached_leave(&cached);
 }
 
 JIT_TEST(jit_cache_that_cannot_be_written) {
-    Cached cached = cached_enter(test);
+    Cached cached(test);
     // A folder that nobody can make, one that is a file, and one that only others may write: root becomes somebody.
     chmod(cached.folder.path, 0555);
     for (const char* path : {"/proc/nibble", "/dev/null/nibble", (const char*)cached.folder.path}) {
@@ -271,7 +265,6 @@ JIT_TEST(jit_cache_that_cannot_be_written) {
     expect(status == 0, "status %x", status);
     chmod(cached.folder.path, 0755);
     expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
-    cached_leave(&cached);
 }
 
 // A full disk as a limit on a file's size, which fails a write after its first part as ENOSPC does.
@@ -284,7 +277,7 @@ static void limit_files(int64_t bytes, bool killed) {
 }
 
 JIT_TEST(jit_full_disk) {
-    Cached cached = cached_enter(test);
+    Cached cached(test);
     for (int64_t max : {0, 20, 4096}) {
         int status = run_child(test, [&] {
             limit_files(max, false);
@@ -312,11 +305,10 @@ JIT_TEST(jit_full_disk) {
     expect(!fetch(test, cached, "room"), "from where?");
     expect(fetch(test, cached, "kept"), "it was not kept");
     expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
-    cached_leave(&cached);
 }
 
 JIT_TEST(jit_killed_while_writing) {
-    Cached cached = cached_enter(test);
+    Cached cached(test);
     char path[4352], other[4400];
     expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
     int status = run_child(test, [&] {
@@ -343,12 +335,11 @@ JIT_TEST(jit_killed_while_writing) {
     expect(access(other, F_OK) != 0, "the dead process's file is still there");
     expect(access(fresh, F_OK) == 0 && access(foreign, F_OK) == 0, "a file was removed that may be in use");
     expect(folder_files(cached.folder.path, false) == 3, "%d files", folder_files(cached.folder.path, false));
-    cached_leave(&cached);
 }
 
 JIT_TEST(jit_eight_processes_at_once) {
     constexpr int PROCESSES = 8;
-    Cached cached = cached_enter(test);
+    Cached cached(test);
     pid_t child[PROCESSES];
     int start[2];
     expect(pipe(start) == 0, "%s", strerror(errno));
@@ -372,7 +363,6 @@ JIT_TEST(jit_eight_processes_at_once) {
     }
     expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
     expect(fetch(test, cached, "after"), "what they left is not whole");
-    cached_leave(&cached);
 }
 
 // Without NVRTC.
@@ -384,8 +374,8 @@ static bool says_what_is_missing(const char* text) {
 
 TEST(jit_without_nvrtc) {
     static char error[JIT_ERROR_BYTES];
-    Setting setting = setting_enter("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
-    CacheFolder folder = cache_enter();
+    Setting setting("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
+    CacheFolder folder;
     char expression[2048], architecture[32], path[4352];
     JitImage image;
     expect(!jit_available(), "it was found");
@@ -396,14 +386,12 @@ TEST(jit_without_nvrtc) {
            error);
     expect(!jit_cache_path(expression, "sm_90", path, sizeof(path)), "%s", path);
     expect(folder_files(folder.path, false) == 0, "something was kept");
-    cache_leave(&folder);
-    setting_leave(&setting);
 }
 
 TEST(jit_without_nvrtc_presets_train_gpu) {
     static char output[65536];
-    Setting setting = setting_enter("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
-    CacheFolder folder = cache_enter();
+    Setting setting("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
+    CacheFolder folder;
     const char* small =
         "--device gpu --layers 1 --channels 64 --heads 1 --seq 64 --batch 2 --steps 2 --val-every 0 --sample-every 0";
     char words[1024];
@@ -422,8 +410,6 @@ TEST(jit_without_nvrtc_presets_train_gpu) {
     }
     snprintf(words, sizeof(words), "rm -r '%s'/*", folder.path);
     expect(system(words) == 0, "%s", words);
-    cache_leave(&folder);
-    setting_leave(&setting);
 }
 
 // Time.
@@ -439,8 +425,8 @@ static double cpu_ms() {
 static double first_call_ms(Test* test, const char* expression, bool cached) {
     char path[] = "/tmp/nibble-time-XXXXXX", command[512];
     int file = mkstemp(path);
-    Setting setting = setting_enter("NIBBLE_TEST_JIT_TIMES", path);
-    Setting asked = setting_enter("NIBBLE_TEST_JIT_EXPRESSION", expression);
+    Setting setting("NIBBLE_TEST_JIT_TIMES", path);
+    Setting asked("NIBBLE_TEST_JIT_EXPRESSION", expression);
     snprintf(command, sizeof(command), "/proc/%d/exe -k jit_times > /dev/null", (int)getpid());
     int code = system(command), was_cached = -1;
     double ms = NAN;
@@ -449,8 +435,6 @@ static double first_call_ms(Test* test, const char* expression, bool cached) {
     expect(was_cached == (cached ? 1 : 0), "cached %d", was_cached);
     fclose(result);
     unlink(path);
-    setting_leave(&asked);
-    setting_leave(&setting);
     return ms;
 }
 
@@ -482,7 +466,7 @@ TEST_ALONE(jit_times) {
     const char* const drawn[][3] = {{"bf16:sr", "dyn8/64", "udyn8/64:sr"},
                                     {"e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
                                     {"bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
-    CacheFolder folder = cache_enter();
+    CacheFolder folder;
     double worst_compiled = 0.0, worst_cached = 0.0;
     for (const auto& names : drawn) {
         OptimConfig config = states_config("adamw", names[0], "bf16", names[1], names[2]);
@@ -503,5 +487,4 @@ TEST_ALONE(jit_times) {
     }
     note(test, "first use %.0f ms of %.0f, from the cache %.1f ms of %.0f", worst_compiled, COMPILED_MS, worst_cached,
          CACHED_MS);
-    cache_leave(&folder);
 }

@@ -55,7 +55,7 @@ JIT_TEST(jit_cache_files_of_others) {
                  {WORLD, "can be written by others"}, {OWNER, "belongs to another user"},
                  {FOLDER, "is no regular file"}};
     char text[4096];
-    CacheFolder folder = cache_enter();
+    CacheFolder folder;
     const char* path = small_path();
     char aside[200];
     snprintf(aside, sizeof(aside), "%s/aside", folder.path);
@@ -79,7 +79,6 @@ JIT_TEST(jit_cache_files_of_others) {
         expect(got == (c.kind != FOLDER) && !text[0], "%s: afterwards %d, %s", c.says, got, text);
         unlink(aside);
     }
-    cache_leave(&folder);
 }
 
 // A folder that is not this user's own: neither read nor written, and several kernels cost one line.
@@ -92,7 +91,7 @@ JIT_TEST(jit_cache_folders_of_others) {
                  {GROUP, "can be written by others"}, {WORLD, "can be written by others"},
                  {OWNER, "belongs to another user"},  {FIFO, "is no folder"}};
     char text[4096], link[200];
-    CacheFolder folder = cache_enter();
+    CacheFolder folder;
     snprintf(link, sizeof(link), "%s-link", folder.path);
     expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 0 && !text[0], "%s", text);
     for (const auto& c : cases) {
@@ -122,13 +121,12 @@ JIT_TEST(jit_cache_folders_of_others) {
            "a long name: %s", text);
     setenv("NIBBLE_CACHE", folder.path, 1);
     expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 1 && !text[0], "at last: %s", text);
-    cache_leave(&folder);
 }
 
 // Files and folders that are created are this user's alone, whatever the umask.
 JIT_TEST(jit_cache_modes) {
     for (unsigned mask : {0u, 022u, 077u, 0277u, 0777u}) {
-        CacheFolder folder = cache_enter();
+        CacheFolder folder;
         char text[4096], outer[200], inner[200], path[4352];
         snprintf(outer, sizeof(outer), "%s/outer", folder.path);
         snprintf(inner, sizeof(inner), "%s/outer/inner", folder.path);
@@ -144,6 +142,5 @@ JIT_TEST(jit_cache_modes) {
         expect(mode_of(outer) == 0700 && mode_of(inner) == 0700 && mode_of(path) == 0600, "umask %o: modes %o %o %o",
                mask, mode_of(outer), mode_of(inner), mode_of(path));
         unlink(path), rmdir(inner), rmdir(outer);
-        cache_leave(&folder);
     }
 }

@@ -65,17 +65,8 @@ TEST(cpu_gemm_bits) {
             double* twin = doubles(c, M * N);
             bool accumulate = variant & 4;
             if (!accumulate) memset(c, 0xff, M * N * sizeof(float));
-            CpuGemm gemm = {M,
-                            N,
-                            K,
-                            a,
-                            variant & 1 ? 1 : K,
-                            variant & 1 ? M : 1,
-                            b,
-                            variant & 2 ? 1 : N,
-                            variant & 2 ? K : 1,
-                            c,
-                            accumulate};
+            const bool by_a = variant & 1, by_b = variant & 2;  // the factor is transposed
+            CpuGemm gemm = {M, N, K, a, by_a ? 1 : K, by_a ? M : 1, b, by_b ? 1 : N, by_b ? K : 1, c, accumulate};
             cpu_gemm(&gemm);
             gemm_naive(&gemm, want, twin);
             expect(memcmp(c, want, M * N * sizeof(float)) == 0, "M %d N %d K %d variant %d", s[0], s[1], s[2], variant);
@@ -101,10 +92,8 @@ void layernorm_double(double* out, const double* x, const double* weight, const 
     for (int c = 0; c < C; c++) out[c] = (x[c] - mean) / sqrt(square + 1e-5) * weight[c] + bias[c];
 }
 
-TEST(gelu_cpu) {
-    Device dev = test_device(false);
+OPERATOR_TEST(gelu_cpu) {
     const int n = 2003;
-    double worst = 0.0;
     float *x = random_floats(n, 1, 12.0f), *out = floats(n), *want = floats(n), *d = random_floats(n, 2, 1.0f);
     float* r = random_floats(n, 2, 1.0f);
     gelu_forward(&dev, out, x, n);
@@ -115,13 +104,10 @@ TEST(gelu_cpu) {
         double value = x[i];
         check_gradient(test, &worst, "dgelu", d + i, &value, 1, 4, [&] { return r[i] * gelu_double(value); });
     }
-    note_worst(test, worst);
 }
 
-TEST(layernorm_cpu) {
+OPERATOR_TEST(layernorm_cpu) {
     const int N = 5, C = 24;
-    Device dev = test_device(false);
-    double worst = 0.0;
     float *x = random_floats(N * C, 1, 1.0f), *y = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
     float *bias = random_floats(C, 4, 1.0f), *r = random_floats(N * C, 5, 1.0f), *sum = floats(N * C);
     float *out = floats(N * C), *mean = floats(N), *rstd = floats(N), *want = floats(N * C);
@@ -163,13 +149,10 @@ TEST(layernorm_cpu) {
         check_gradient(test, &worst, "dbias", dbias, bd, C, 4 * N, objective);
         free(dinp), free(dweight), free(dbias), free(dcolumns);
     }
-    note_worst(test, worst);
 }
 
-TEST(matmul_cpu) {
+OPERATOR_TEST(matmul_cpu) {
     const int N = 5, C = 16, OC = 24;
-    Device dev = test_device(false);
-    double worst = 0.0;
     float *inp = random_floats(N * C, 1, 1.0f), *weight = random_floats(OC * C, 2, 1.0f), *r = floats(N * OC);
     float *bias = random_floats(OC, 3, 1.0f), *pre = floats(N * OC), *out = floats(N * OC), *want = floats(N * OC);
     double *xd = doubles(inp, N * C), *wd = doubles(weight, OC * C), *bd = doubles(bias, OC);
@@ -218,7 +201,6 @@ TEST(matmul_cpu) {
                 for (int c = 0; c < C; c++) total += r[n * OC + o] * gelu_double(pd[n * C + c]) * wd[o * C + c];
         return total;
     });
-    note_worst(test, worst);
 }
 
 // Tokens, most of them small, and the positions sorted by token, as the loader gives them.
@@ -254,10 +236,8 @@ void positions_free(Positions* p) {
     free(p->tokens), free(p->order), free(p->bucket);
 }
 
-TEST(embedding_cpu) {
+OPERATOR_TEST(embedding_cpu) {
     const int B = 3, T = 4, C = 8, V = 7;
-    Device dev = test_device(false);
-    double worst = 0.0;
     Positions p = positions_create(B * T, V, 2.0);
     float *wte = random_floats(V * C, 1, 1.0f), *wpe = random_floats(T * C, 2, 1.0f), *out = floats(B * T * C);
     float *r = random_floats(B * T * C, 3, 1.0f), *dwte = floats(V * C), *dwpe = floats(T * C);
@@ -282,7 +262,6 @@ TEST(embedding_cpu) {
         check_gradient(test, &worst, "dwte", dwte, ted, V * C, B * T, objective);
         check_gradient(test, &worst, "dwpe", dwpe, ped, T * C, 2 * B, objective);
     }
-    note_worst(test, worst);
 }
 
 // norm against double, and the factor in all its cases. `grads`: device memory of n elements; `set` writes one of them.
@@ -305,9 +284,7 @@ void check_norm(Test* test, double* worst, double exact, Norm norm, Set set) {
     expect(isinf(got[0]) && isnan(got[1]), "an infinity: norm %g, factor %g", got[0], got[1]);
 }
 
-TEST(global_norm_cpu) {
-    Device dev = test_device(false);
-    double worst = 0.0;
+OPERATOR_TEST(global_norm_cpu) {
     for (int64_t n : {1, 7, 1000, 100003}) {
         float* grads = random_floats(n, 1, 1.0f);
         float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
@@ -318,7 +295,6 @@ TEST(global_norm_cpu) {
             [&](float value) { grads[n - 1] = value; });
         free(grads), free(scratch);
     }
-    note_worst(test, worst);
 }
 
 TEST(cpu_threads_same_bits) {
@@ -361,7 +337,6 @@ void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     check_output(test, worst, dev, "dgelu", &d, before, dwant, 4 * EPS32,
                  [&] { gelu_backward_inplace(dev, d.device, x.device, n); });
     free(want), free(dwant), free(before);
-    array_free(dev, &x), array_free(dev, &out), array_free(dev, &d);
 }
 
 OPERATOR_TEST(gelu_gpu) {
@@ -403,8 +378,6 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
     check_output(test, worst, dev, "out alone", &out, nullptr, want, bound, alone);
     check_output(test, worst, dev, "rstd alone", &rstd, nullptr, want_rstd, bound, alone);
     free(want_sum), free(want), free(want_mean), free(want_rstd), free(before);
-    array_free(dev, &x), array_free(dev, &y), array_free(dev, &weight), array_free(dev, &bias), array_free(dev, &sum);
-    array_free(dev, &out), array_free(dev, &mean), array_free(dev, &rstd);
 }
 
 const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
@@ -459,8 +432,6 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
                  });
     free(rounded);
     free(begin), free(begin_weight), free(begin_bias), free(want), free(want_weight), free(want_bias);
-    array_free(dev, &d), array_free(dev, &x), array_free(dev, &weight), array_free(dev, &dinp);
-    array_free(dev, &dweight), array_free(dev, &dbias), array_free(dev, &mean), array_free(dev, &rstd);
     device_free(dev, scratch);
 }
 
@@ -543,8 +514,6 @@ TEST(layernorm_backward_again_gpu) {
         }
         expect(differ == 0, "C %d: %d of 59 runs differ from the first", C, differ);
         free(got[0]), free(got[1]), device_free(&dev, scratch);
-        array_free(&dev, &d), array_free(&dev, &x), array_free(&dev, &weight), array_free(&dev, &begin);
-        array_free(&dev, &dinp), array_free(&dev, &sums), array_free(&dev, &mean), array_free(&dev, &rstd);
     }
 }
 
@@ -634,8 +603,6 @@ void matmul_forward_gpu_case(Test* test, double* worst, const Device* dev, int64
     // The slope of GELU is at most 1.13, and in bf16 its input may have been rounded and its tanh is the hardware's.
     double bound_gelu = 1.13 * (bound + (sizeof(X) == 2 ? epsilon<X>() * largest(want_pre, N * OC) : 8 * EPS32));
     check_output(test, worst, dev, "gelu", &out, nullptr, want, bound_gelu, gelu);
-    array_free(dev, &inp), array_free(dev, &bias), array_free(dev, &weight), array_free(dev, &out);
-    array_free(dev, &pre);
     free(want), free(want_pre);
 }
 
@@ -669,8 +636,7 @@ void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev
     column_sum_cpu(want_bias, want, N, C, accumulate);
     check_output(test, worst, dev, "dbias dgelu", &dbias, begin, want_bias, product_bound(N, largest(want, N * C)),
                  run);
-    array_free(dev, &d), array_free(dev, &pre), array_free(dev, &weight), array_free(dev, &dinp);
-    array_free(dev, &dbias), device_free(dev, scratch);
+    device_free(dev, scratch);
     free(want), free(want_bias), free(begin), free(rounded);
 }
 
@@ -707,7 +673,6 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
     column_sum_cpu(want, d.host, N, OC, accumulate);
     check_output(test, worst, dev, "dbias", &dbias, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
                  [&] { matmul_backward_bias(dev, dbias.device, scratch, d.device, N, OC, accumulate); });
-    array_free(dev, &d), array_free(dev, &inp), array_free(dev, &dweight), array_free(dev, &dbias);
     free(begin), free(want);
     device_free(dev, scratch);
 }
@@ -771,8 +736,6 @@ void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int O
     expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "the second backward pass has other bits");
     expect(memcmp(sums[0], sums[1], OC * sizeof(float)) == 0, "the second bias gradient has other bits");
     for (int run = 0; run < 2; run++) free(bits[run]), free(sums[run]);
-    array_free(dev, &inp), array_free(dev, &bias), array_free(dev, &weight), array_free(dev, &out);
-    array_free(dev, &pre), array_free(dev, &again), array_free(dev, &d), array_free(dev, &dbias);
     device_free(dev, scratch);
 }
 
@@ -820,8 +783,6 @@ void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int
             check_output(test, worst, dev, "dwte_sum", &sum, sum.host, want_token, product_bound(p.largest, 1.0), run);
     }
     free(want), free(want_token), free(want_place), free(begin);
-    array_free(dev, &wte), array_free(dev, &wpe), array_free(dev, &out), array_free(dev, &d), array_free(dev, &sum);
-    array_free(dev, &dwte), array_free(dev, &dwpe);
     device_free(dev, tokens), device_free(dev, order), device_free(dev, bucket);
     positions_free(&p);
 }
@@ -855,7 +816,6 @@ void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t 
         G element = from_float<G>(value);
         copy_to_device(dev, grads.device + n - 1, &element, sizeof(G));
     });
-    array_free(dev, &grads);
     device_free(dev, scratch), device_free(dev, result);
 }
 

@@ -4,6 +4,8 @@
 // Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
 // epsilon of fp32 times the length of the sum times its terms' size (the order of the sum).
 #pragma once
+#include <utility>
+
 #include "../../kernels/common.cuh"
 #include "test.h"
 
@@ -37,11 +39,11 @@ inline void note_worst(Test* test, double worst) {
     snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
 }
 
-// A case on a GPU, `dev`; it ends with the largest error, `worst`, as a multiple of the bound.
+// A case on `dev`, a GPU if its name ends in _gpu; it ends with the largest error, `worst`, as a multiple of the bound.
 #define OPERATOR_TEST(NAME)                                              \
     static void operator_##NAME(Test* test, Device& dev, double& worst); \
     TEST(NAME) {                                                         \
-        Device dev = test_device(true);                                  \
+        Device dev = test_device(strstr(#NAME, "_gpu") != nullptr);      \
         double worst = 0.0;                                              \
         operator_##NAME(test, dev, worst);                               \
         note_worst(test, worst);                                         \
@@ -97,12 +99,26 @@ void check_gradient(Test* test, double* worst, const char* what, const float* gr
 
 constexpr int GUARD = 64;  // elements behind every array that no kernel may touch
 
-// n elements on the device, and on the host the same values after rounding to T.
+// n elements on the device, and on the host the same values after rounding to T. Both go with the array.
 template <typename T>
 struct Array {
-    int64_t n;
-    float* host;
-    T* device;
+    int64_t n = 0;
+    float* host = nullptr;
+    T* device = nullptr;
+    const Device* dev = nullptr;
+
+    Array() = default;
+    Array(const Device* on, int64_t count)
+        : n(count), host(floats(count)), device((T*)device_alloc(on, (count + GUARD) * sizeof(T))), dev(on) {}
+    Array(Array&& from) { *this = std::move(from); }
+    Array& operator=(Array&& from) {
+        std::swap(n, from.n), std::swap(host, from.host), std::swap(device, from.device), std::swap(dev, from.dev);
+        return *this;
+    }
+    ~Array() {
+        free(host);
+        if (device) device_free(dev, device);
+    }
 };
 
 // Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
@@ -121,7 +137,7 @@ void array_set(const Device* dev, Array<T>* array, const float* values) {
 
 template <typename T>
 Array<T> array_of(const Device* dev, int64_t n, const float* values) {
-    Array<T> array = {n, floats(n), (T*)device_alloc(dev, (n + GUARD) * sizeof(T))};
+    Array<T> array(dev, n);
     array_set(dev, &array, values);
     return array;
 }
@@ -132,12 +148,6 @@ Array<T> array_random(const Device* dev, int64_t n, uint64_t seed, float scale) 
     Array<T> array = array_of<T>(dev, n, values);
     free(values);
     return array;
-}
-
-template <typename T>
-void array_free(const Device* dev, Array<T>* array) {
-    free(array->host);
-    device_free(dev, array->device);
 }
 
 inline int* ints_to_device(const Device* dev, const int* values, int64_t n) {

@@ -4,46 +4,17 @@
 
 #include "ranks.h"
 
-static const char* const launch_names[] = {"RANK",
-                                           "WORLD_SIZE",
-                                           "LOCAL_RANK",
-                                           "LOCAL_WORLD_SIZE",
-                                           "MASTER_ADDR",
-                                           "MASTER_PORT",
-                                           "TORCHELASTIC_RUN_ID",
-                                           "OMPI_COMM_WORLD_RANK",
-                                           "OMPI_COMM_WORLD_SIZE",
-                                           "OMPI_COMM_WORLD_LOCAL_RANK",
-                                           "OMPI_COMM_WORLD_LOCAL_SIZE",
-                                           "SLURM_PROCID",
-                                           "SLURM_NTASKS",
-                                           "SLURM_STEP_NUM_TASKS",
-                                           "SLURM_LOCALID",
-                                           "SLURM_STEP_ID",
-                                           "SLURM_JOB_ID",
-                                           "SLURM_STEP_NODELIST",
-                                           "SLURM_JOB_NODELIST",
-                                           "SLURM_STEP_NUM_NODES",
-                                           "SLURM_NODELIST"};
-constexpr int LAUNCH_NAMES = sizeof(launch_names) / sizeof(launch_names[0]);
-
-// Returns what launch_environment makes of "NAME=value NAME=value"; the test's own environment stays as it was.
+// Returns what launch_environment makes of an environment that holds "NAME=value NAME=value" and nothing else.
 static bool read_environment(const char* set, int gpus, Launch* launch, char* error) {
-    char *before[LAUNCH_NAMES], *copy = strdup(set), *rest = nullptr;
-    for (int i = 0; i < LAUNCH_NAMES; i++) {
-        before[i] = getenv(launch_names[i]) ? strdup(getenv(launch_names[i])) : nullptr;
-        unsetenv(launch_names[i]);
-    }
+    char *nothing[] = {nullptr}, **before = environ, *copy = strdup(set), *rest = nullptr;
+    environ = nothing;
     for (char* word = strtok_r(copy, " ", &rest); word; word = strtok_r(nullptr, " ", &rest)) {
         char* equals = strchr(word, '=');
         *equals = 0;
         setenv(word, equals + 1, 1);
     }
     bool fine = launch_environment(launch, gpus, error);
-    for (int i = 0; i < LAUNCH_NAMES; i++) {
-        unsetenv(launch_names[i]);
-        if (before[i]) setenv(launch_names[i], before[i], 1);
-    }
+    environ = before;
     return fine;
 }
 

@@ -97,9 +97,8 @@ static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, 
     loader_close(loader);
 }
 
-TEST(data_loader_order) {
+DATA_TEST(data_loader_order) {
     enum { T = 8, TOKENS = 8 * 37 + 5, SEQUENCES = 37 * 2 + 10 };
-    Folder folder = folder_new(test);
     Dataset data;
     put_shard(test, in(folder, "train.bin"), 0, TOKENS, token_of);
     if (!open_data(test, &data, in(folder, "train.bin"), DATASET_WHOLE, 0, T)) return;
@@ -166,10 +165,8 @@ static int sparse_token(int64_t i) {
     return i % 3 ? (int)(i * i % 50257) : 50256;
 }
 
-TEST(data_loader_buckets) {
+DATA_TEST(data_loader_buckets) {
     enum { T = 32, B = 8, N = B * T };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     Dataset data;
     put_shard(test, in(folder, "x.bin"), 0, 10000, sparse_token);
     if (!open_data(test, &data, in(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
@@ -195,12 +192,10 @@ TEST(data_loader_buckets) {
     loader_close(loader);
 }
 
-TEST(data_loader_bytes) {
+DATA_TEST(data_loader_bytes) {
     enum { T = 4 };
-    Folder folder = folder_new(test);
     const char* text = "abcdefghijklmnopqrs\xFFtuvwxyz";  // 27 bytes
     put_text(test, in(folder, "x.txt"), text);
-    char error[DATA_ERROR_BYTES] = "";
     Dataset data;
     if (!open_data(test, &data, in(folder, "x.txt"), DATASET_WHOLE, 0, T)) return;
     expect(data.bytes && data.vocabulary == 256 && data.bytes_per_token == 1.0 && !data.tokenizer[0], "bytes");
@@ -225,10 +220,8 @@ TEST(data_loader_bytes) {
 }
 
 // The parts of one file share no token, and together they are the file.
-TEST(data_loader_split) {
+DATA_TEST(data_loader_split) {
     enum { T = 10 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     Dataset train, validation;
     put_shard(test, in(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
     if (!open_data(test, &train, in(folder, "x.bin"), DATASET_TRAIN, 0.1, T)) return;
@@ -290,10 +283,8 @@ static int identity(int64_t i) {
     return (int)i;
 }
 
-TEST(data_loader_glob) {
+DATA_TEST(data_loader_glob) {
     enum { T = 10 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     put_shard(test, in(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
     put_shard(test, in(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
     put_shard(test, in(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
@@ -325,10 +316,8 @@ TEST(data_loader_glob) {
     }
 }
 
-TEST(data_loader_folder) {
+DATA_TEST(data_loader_folder) {
     enum { T = 10 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     Dataset data;
     put_text(test, in(folder, "notes.txt"), "notes");
     expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
@@ -375,10 +364,8 @@ TEST(data_loader_folder) {
                    "meta.json is not valid JSON");
 }
 
-TEST(data_loader_bad_files) {
+DATA_TEST(data_loader_bad_files) {
     enum { T = 10 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     Dataset data;
     const char* path = in(folder, "x.bin");
 #define refused(piece)                                                                                    \
@@ -433,10 +420,8 @@ TEST(data_loader_bad_files) {
     expect_refused(dataset_open(&data, longest, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, "cannot open aaa");
 }
 
-TEST(data_loader_token_above_vocabulary) {
+DATA_TEST(data_loader_token_above_vocabulary) {
     enum { T = 10 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     Dataset data;
     put_shard(test, in(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
     put_shard(test, in(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
@@ -458,10 +443,8 @@ TEST(data_loader_token_above_vocabulary) {
 }
 
 // Files over 2 GiB, sparse: a shard and bytes whose last window holds what was written there.
-TEST(data_loader_over_2_gib) {
+DATA_TEST(data_loader_over_2_gib) {
     enum { T = 64 };
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
     const int64_t tokens = 64 * (20ll << 20) + 1;  // 1.34e9 tokens, 2.5 GiB
     const char* names[] = {"x.bin", "x.dat"};
     for (int bytes = 0; bytes < 2; bytes++) {
@@ -525,9 +508,7 @@ TEST(data_tokenizer_bytes) {
     }
 }
 
-TEST(data_tokenizer_files) {
-    char error[DATA_ERROR_BYTES] = "";
-    Folder folder = folder_new(test);
+DATA_TEST(data_tokenizer_files) {
     expect_refused(tokenizer_open(folder.path, error), error, "holds neither vocab.json");
     const char* vocabulary = in(folder, "vocab.json");
     put_text(test, vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");

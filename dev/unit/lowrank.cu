@@ -61,7 +61,6 @@ static void low_steps(LowRun* low, const Shape& s, bool gpu) {
         const OptimStream stream = optim_stream(run.optim, i);
         if (strncmp(stream.name, "basis", 5) == 0) read_basis(low, &run, &stream);
     }
-    run_close(&run);
 }
 
 static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu, const char* basis = "fp32") {

@@ -112,7 +112,6 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     expect(worst <= 1.0, "%s, %s: %g of the bound", config->rule, config->ns_coefficients, worst);
     expect(worst > 1e-5 && share < 0.5, "%s: the bound tells nothing, %g and %g", config->rule, worst, share);
     note(test, "%s %.2g of the bound, which is %.1g of the steps", config->rule, worst, share);
-    run_close(&run);
 }
 
 TEST_BOTH(matrix_against_double) {
@@ -153,12 +152,11 @@ static void check_resume_and_shards(Test* test, const OptimConfig* config, bool 
     optim_cuts(config, whole.tensor, TENSORS, cut, 5);
     const int held = expect_shards(test, &whole, cut, 4, matrix_steps(), gpu);
     expect(held >= TENSORS - 1, "%d tensors are whole in a shard", held);  // adamw's may be cut
-    run_close(&whole);
 }
 
 TEST_BOTH(matrix_resume_skip_and_shard) {
     if (gpu && !jit_available()) skip("libnvrtc was not found");
-    CacheFolder folder = cache_enter();
+    CacheFolder folder;
     const char* const formats[][2] = {{"fp32", "fp32"},          {"bf16+fp32", "bf16:sr"},   {"bf16:sr", "soft8/32"},
                                       {"lin8:sr", "de4/32@dq8"}, {"bf16+8:sr", "nf4/64:sr"}, {"bf16", "e4m3/tensor"}};
     for (const char* rule : {"muon", "normuon"}) {
@@ -184,7 +182,6 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
         expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
         check_resume_and_shards(test, &config, gpu);
     }
-    cache_leave(&folder);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.
@@ -202,7 +199,6 @@ JIT_TEST(matrix_moments_equal_cpu_gpu) {
             const int64_t bytes = x.elements * x.element_bytes;
             expect(x.is_weights || same_bytes(&run[0], x.data, &run[1], y.data, bytes), "m %s: %s", m, x.name);
         }
-        for (Run& each : run) run_close(&each);
     }
 }
 
@@ -284,7 +280,6 @@ TEST(matrix_refusals) {
 
 // Both kernels of a step, as NVRTC compiles them where they are not built in.
 JIT_TEST(matrix_kernels_compile) {
-    static char error[JIT_ERROR_BYTES];
     const char* const formats[][2] = {{"lin8:sr", "nf4/64:sr"}, {"bf16+8:sr", "e4m3/tensor"}};
     for (const char* rule : {"normuon", "galore"}) {
         for (const auto& format : formats) {
@@ -294,12 +289,7 @@ JIT_TEST(matrix_kernels_compile) {
             snprintf(expression[1], sizeof(expression[1]),
                      "optim_step_kernel<MatrixApply, %s, None, None, None, Elementwise<Fp32, NEAREST>>",
                      find_row(weights_table(), format[0])->type);
-            for (const char* each : expression) {
-                JitImage image;
-                const bool good = jit_compile(each, "sm_90", &image, error);
-                expect(good, "%s: %s", each, error);
-                if (good) jit_free(&image);
-            }
+            for (const char* each : expression) expect_compiles(test, each);
         }
     }
 }

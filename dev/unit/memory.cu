@@ -129,29 +129,13 @@ TEST(memory_comes_from_one_family) {
     if (found) pclose(found);
 }
 
-// Runs ./train under `ulimit -WHICH LIMIT`; the caller forgets the child.
-static void run_limited(Child* child, char which, int64_t limit, const char* words, const char* folder) {
-    char command[PATH_MAX];
-    snprintf(command, sizeof(command), "ulimit -%c %lld && exec '%s/train' %s", which, (long long)limit, test_folder(),
-             words);
-    int out[2], err[2];
-    for (int i = 0; i < 2; i++) child->text[i] = (char*)calloc(1, 1), child->bytes[i] = 0;
-    if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
-    child->started = now();
-    fflush(stdout);
-    child->pid = fork();
-    if (child->pid == 0) {
-        dup2(out[1], 1), dup2(err[1], 2);
-        setenv("OMP_NUM_THREADS", "2", 1), setenv("OMP_WAIT_POLICY", "passive", 1),
-            setenv("CUDA_VISIBLE_DEVICES", "", 1);
-        unsetenv("RANK");
-        if (folder && chdir(folder) != 0) _exit(127);
-        execl("/bin/sh", "sh", "-c", command, nullptr);
-        _exit(127);
-    }
-    close(out[1]), close(err[1]);
-    child->pipe[0] = out[0], child->pipe[1] = err[0];
-    finish(child);
+// ./train in `folder` under `ulimit -WHICH LIMIT`, to the end.
+static Child run_limited(char which, int64_t limit, const char* words, const char* folder) {
+    Child child = new_child(false, folder);
+    child.threads = 2, child.limit = formatted("ulimit -%c %lld", which, (long long)limit);
+    start(&child, "%s", words);
+    finish(&child);
+    return child;
 }
 
 // From the least address space into which the program can be loaded to what a run needs: each limit ends in a sentence
@@ -159,23 +143,18 @@ static void run_limited(Child* child, char which, int64_t limit, const char* wor
 FOLDER_TEST(memory_limits_end_in_a_sentence) {
     const char* words =
         "--device cpu --data text.txt " SHAPE " " QUICK " --steps 4 --save-every 2 --run run --resume auto";
-    char run[PATH_MAX];
+    const char* run = joined(work, "run");
     int64_t least = 0, step = 1 << 20, newest = -1, before;  // in kilobytes
     int sentences = 0, whole = 0;
     for (; step >= 1024; step /= 2) {
-        Child child = new_child();
-        run_limited(&child, 'v', least + step, "--help", work);
+        Child child = run_limited('v', least + step, "--help", work);
         if (child.code != 0 && child.code != 2) least += step;
         forget(&child);
     }
-    snprintf(run, sizeof(run), "%s/run", work);
     for (int64_t limit = least + 1024; limit < least + 400000 && whole < 2; limit += 5000) {
-        Child child = new_child();
-        run_limited(&child, 'v', limit, words, work);
+        Child child = run_limited('v', limit, words, work);
         if (child.code != 0) {
-            char what[64];
-            snprintf(what, sizeof(what), "ulimit -v %lld", (long long)limit);
-            expect_error(test, &child, what, "", "");
+            expect_error(test, &child, child.limit, "", "");
             sentences++;
         }
         before = newest;
@@ -187,9 +166,6 @@ FOLDER_TEST(memory_limits_end_in_a_sentence) {
         forget(&child);
     }
     expect(sentences > 2 && whole == 2, "%d limits ended in a sentence and %d in a whole run", sentences, whole);
-    Child child = new_child();
-    run_limited(&child, 's', 1024, words, work);
+    Child child = run_limited('s', 1024, words, work);
     expect_error(test, &child, "ulimit -s 1024", "ulimit -s 8192", "stack");
-    forget(&child);
-    remove_tree(work);
 }

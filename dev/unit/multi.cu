@@ -7,8 +7,10 @@
 #include "cli.h"
 #include "gpus.h"
 
-#define SEVERAL \
-    "--layers 3 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 2 --print-every 1000000"
+// With the folder of text.txt and that of the run.
+#define SEVERAL                                                                                                    \
+    "--layers 3 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 2 --print-every 1000000 " \
+    "--data %s/text.txt --run %s"
 
 static int gpu_count() {
     int count = 0;
@@ -32,6 +34,17 @@ static int ranks_on_gpus() {
     }                                                                  \
     static void on_gpus_##NAME(Test* test, [[maybe_unused]] int ranks)
 
+// Two cases, NAME on CPU_RANKS ranks of the CPU and NAME_gpu on `ranks` GPUs; the body has `gpu` and `ranks`.
+#define RANKS_TEST(NAME, CPU_RANKS)                               \
+    static void on_ranks_##NAME(Test* test, bool gpu, int ranks); \
+    TEST(NAME) {                                                  \
+        on_ranks_##NAME(test, false, CPU_RANKS);                  \
+    }                                                             \
+    GPUS_TEST(NAME##_gpu) {                                       \
+        on_ranks_##NAME(test, true, ranks);                       \
+    }                                                             \
+    static void on_ranks_##NAME(Test* test, bool gpu, [[maybe_unused]] int ranks)
+
 // Starts ./train with `ranks` ranks on GPUs or over the stand-in.
 #define start_ranks(child, on_gpu, ranks, format, ...)                                               \
     do {                                                                                             \
@@ -52,17 +65,26 @@ static int ranks_on_gpus() {
         forget(&ranks_child);                                             \
     } while (0)
 
+// The same, expecting a refusal.
+#define refused_ranks(what, needle, needle2, on_gpu, ranks, ...) \
+    do {                                                         \
+        Child ranks_child = new_child();                         \
+        start_ranks(&ranks_child, on_gpu, ranks, __VA_ARGS__);   \
+        finish(&ranks_child);                                    \
+        expect_error(test, &ranks_child, what, needle, needle2); \
+    } while (0)
+
 static const char* const modes[] = {"none", "states", "grads", "weights"};
 
 // Runs of all modes are the same to the bit where a step has one micro-batch a rank; with several, none is states and
 // grads is weights, since the others sum over the ranks before they sum over the micro-batches.
 static void check_modes(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
     const char* work = work_folder();
-    char run[4][PATH_MAX];
+    const char* run[4];
     for (int i = 0; i < 4; i++) {
-        snprintf(run[i], sizeof(run[i]), "%s/%s", work, modes[i]);
-        train_ranks(gpu, ranks, "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --shard %s %s",
-                    SEVERAL, work, run[i], 32 * ranks * micro_batches, modes[i], options);
+        run[i] = joined(work, modes[i]);
+        train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 6 --shard %s %s", work, run[i],
+                    32 * ranks * micro_batches, modes[i], options);
     }
     expect_equal_runs(test, run[0], run[1], 6);
     expect_equal_runs(test, run[2], run[3], 6);
@@ -103,14 +125,13 @@ GPUS_TEST(multi_modes_gpu) {
 static void check_released(Test* test, bool gpu, int ranks, const char* clip, const char* options) {
     static const char* const released[] = {"--release off", "--release on", "--release on --offload states,residuals"};
     const char* work = work_folder();
-    char first[PATH_MAX], run[PATH_MAX];
+    const char* first = nullptr;
     for (int i = 0; i < 4; i++) {
         for (int k = 0; k < 3; k++) {
-            snprintf(run, sizeof(run), "%s/%s_%d", work, modes[i], k);
-            train_ranks(gpu, ranks,
-                        "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 4 --shard %s %s %s %s",
-                        SEVERAL, work, run, 32 * ranks, modes[i], clip, released[k], options);
-            if (i == 0 && k == 0) snprintf(first, sizeof(first), "%s", run);
+            const char* run = formatted("%s/%s_%d", work, modes[i], k);
+            train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 4 --shard %s %s %s %s", work, run,
+                        32 * ranks, modes[i], clip, released[k], options);
+            if (i == 0 && k == 0) first = run;
             expect_equal_runs(test, first, run, 4);
         }
     }
@@ -134,25 +155,26 @@ GPUS_TEST(multi_released_gpu) {
 // bit whatever is sharded and wherever the states are, and go on so; without release there are other roundings.
 static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
     const char* work = work_folder();
-    char first[PATH_MAX], run[PATH_MAX];
+    const char *first = nullptr, *run = nullptr;
     static Losses kept, folded;
     const char* offload = strstr(options, "muon ") ? "none" : "states";  // not of rules that read matrices
     for (int i = 0; i < 9; i++) {
         if (i / 4 == 1 && strcmp(offload, "none") == 0) continue;
-        snprintf(run, sizeof(run), "%s/%d", work, i);
+        run = formatted("%s/%d", work, i);
         train_ranks(gpu, ranks,
-                    "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --save-every 3 --keep 9 "
-                    "--clip 0 --shard %s --offload %s --release %s %s",
-                    SEVERAL, work, run, 32 * ranks * micro_batches, modes[i % 4], i / 4 == 1 ? offload : "none",
+                    SEVERAL
+                    " --batch 2 --tokens-per-step %d --steps 6 --save-every 3 --keep 9 --clip 0 --shard %s --offload "
+                    "%s --release %s %s",
+                    work, run, 32 * ranks * micro_batches, modes[i % 4], i / 4 == 1 ? offload : "none",
                     i < 8 ? "on" : "off", options);
-        if (i == 0) snprintf(first, sizeof(first), "%s", run);
+        if (i == 0) first = run;
         if (i < 8) expect_equal_runs(test, first, run, 6);
     }
     read_losses(test, first, &folded), read_losses(test, run, &kept);
     const double a = atof(folded.text[6]), b = atof(kept.text[6]);
     expect(a != b && fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
     note(test, "off by %.1g", fabs(a - b) / b);
-    snprintf(run, sizeof(run), "%s/again", work);
+    run = joined(work, "again");
     train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, run, offload);
     expect_equal_runs_from(test, first, run, 4, 6);
 }
@@ -177,14 +199,14 @@ GPUS_TEST(multi_folded_gpu) {
 TEST(multi_released_goes_on) {
     const char* work = work_folder();
     const char* const options[] = {"none --release off", "weights --release on", "none --release on --offload states"};
-    char whole[PATH_MAX], run[PATH_MAX];
-    snprintf(whole, sizeof(whole), "%s/whole", work);
+    const char* whole = joined(work, "whole");
     train_ranks(false, 3,
-                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 96 --steps 8 --save-every 4 --clip-by last "
-                "--preset adamw4 --shard grads --release on",
-                SEVERAL, work, whole);
+                SEVERAL
+                " --batch 2 --tokens-per-step 96 --steps 8 --save-every 4 --clip-by last --preset adamw4 --shard grads "
+                "--release on",
+                work, whole);
     for (int i = 0; i < 3; i++) {
-        snprintf(run, sizeof(run), "%s/%d", work, i);
+        const char* run = formatted("%s/%d", work, i);
         train_ranks(false, 3, "--resume %s/step_00000004 --run %s --shard %s", whole, run, options[i]);
         expect_equal_runs_from(test, whole, run, 5, 8);
     }
@@ -194,15 +216,14 @@ TEST(multi_released_goes_on) {
 GPUS_TEST(multi_transports_gpu) {
     if (!gpus_reach_each_other(ranks)) skip("these GPUs do not reach each other's memory");
     const char* work = work_folder();
-    char run[2][PATH_MAX];
+    const char* run[2];
     for (const char* mode : modes) {
         for (int nccl = 0; nccl < 2; nccl++) {
             const char* variable = strcmp(mode, "states") == 0 ? "NCCL_P2P_DISABLE" : "NIBBLE_NCCL";
-            snprintf(run[nccl], sizeof(run[nccl]), "%s/%s_%d", work, mode, nccl);
+            run[nccl] = formatted("%s/%s_%d", work, mode, nccl);
             if (nccl) setenv(variable, variable[1] == 'C' ? "1" : "libnccl.so.2", 1);
-            train_ranks(true, ranks,
-                        "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 6 --shard %s", SEVERAL,
-                        work, run[nccl], 64 * ranks, mode);
+            train_ranks(true, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 6 --shard %s", work, run[nccl],
+                        64 * ranks, mode);
             unsetenv(variable);
             int64_t bytes;
             char* text = contents(run[nccl], "log.txt", &bytes);
@@ -287,14 +308,15 @@ static bool next_preset(char** line, char (&name)[32]) {
 
 // Every preset, 100 steps: the ranks' weights are compared by the program itself when it saves (shard_equal), and what
 // each rank keeps of `states`, gathered, is what rank 0 keeps of `none`.
-static void check_presets(Test* test, bool gpu, int ranks) {
+RANKS_TEST(multi_presets, 2) {
     const char* work = work_folder();
-    char run[2][PATH_MAX], name[32];
+    char name[32];
+    const char* run[2];
     int presets = 0;
     run_train(list, "--list-presets");
     for (char* line = OUT(list); next_preset(&line, name); presets++) {
         for (int i = 0; i < 2; i++) {
-            snprintf(run[i], sizeof(run[i]), "%s/%s_%s", work, name, modes[i]);
+            run[i] = formatted("%s/%s_%s", work, name, modes[i]);
             train_ranks(gpu, ranks,
                         "--layers 1 --channels 64 --heads 1 --seq 8 --batch 1 --tokens-per-step %d --val-every 0 "
                         "--sample-every 0 --print-every 1000 --data %s/text.txt --run %s --steps 100 --preset %s "
@@ -305,14 +327,6 @@ static void check_presets(Test* test, bool gpu, int ranks) {
     }
     expect(presets >= 10, "--list-presets lists %d", presets);
     note(test, "%d presets, %d ranks, 100 steps", presets, ranks);
-}
-
-TEST(multi_presets) {
-    check_presets(test, false, 2);
-}
-
-GPUS_TEST(multi_presets_gpu) {
-    check_presets(test, true, ranks);
 }
 
 // Losses on 1, 2 and 4 ranks at the same total batch of k micro-batches differ by the rounding of the gradients' sum:
@@ -352,12 +366,10 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
     } runs[] = {{1, lr}, {1, 1.25 * lr}, {2, lr}, {4, lr}};
     bool divided = strstr(rule, "sgd") == nullptr;
     for (int i = 0; i < 4 && (!gpu || runs[i].ranks <= gpu_count()); i++) {
-        char run[PATH_MAX];
-        snprintf(run, sizeof(run), "%s/%d", work, i);
+        const char* run = formatted("%s/%d", work, i);
         train_ranks(gpu, runs[i].ranks,
-                    "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps %d --clip 0 "
-                    "--schedule constant --lr %g %s",
-                    SEVERAL, work, run, 32 * LOSS_BATCHES, LOSS_STEPS, runs[i].rate, rule);
+                    SEVERAL " --batch 2 --tokens-per-step %d --steps %d --clip 0 --schedule constant --lr %g %s", work,
+                    run, 32 * LOSS_BATCHES, LOSS_STEPS, runs[i].rate, rule);
         read_losses(test, run, &losses[i]);
         expect(losses[i].last == LOSS_STEPS, "%d steps on %d ranks", losses[i].last, runs[i].ranks);
         double multiple = losses_multiple(&losses[0], &losses[i], rounded, divided);
@@ -395,14 +407,13 @@ GPUS_TEST(multi_losses_gpu) {
 // gradient rounded, the others send the sum.
 static void check_resume(Test* test, bool gpu, int from, int to, const char* mode) {
     const char* work = work_folder();
-    char run[2][PATH_MAX];
+    const char* run[2];
     const char* saved = joined(work, "saved");
     train_ranks(gpu, from,
-                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 4 --schedule constant --preset "
-                "adamw8c --shard %s",
-                SEVERAL, work, saved, 32 * (from > to ? from : to), mode);
+                SEVERAL " --batch 2 --tokens-per-step %d --steps 4 --schedule constant --preset adamw8c --shard %s",
+                work, saved, 32 * (from > to ? from : to), mode);
     for (int i = 0; i < 2; i++) {
-        snprintf(run[i], sizeof(run[i]), "%s/%s", work, i ? mode : "whole");
+        run[i] = formatted("%s/%s", work, i ? mode : "whole");
         Child child = new_child();
         start_ranks(&child, gpu, to, "--resume %s/step_00000004 --run %s --steps 8 --shard %s", saved, run[i],
                     i ? mode : "none");
@@ -417,28 +428,20 @@ static void check_resume(Test* test, bool gpu, int from, int to, const char* mod
 // On as many ranks as before, whatever is sharded: as if it had not been interrupted.
 static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, const char* after) {
     const char* work = work_folder();
-    char run[2][PATH_MAX];
-    for (int i = 0; i < 2; i++) snprintf(run[i], sizeof(run[i]), "%s/%d", work, i);
+    const char* run[2];
+    for (int i = 0; i < 2; i++) run[i] = formatted("%s/%d", work, i);
     train_ranks(gpu, ranks,
-                "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step %d --steps 8 --save-every 4 --preset "
-                "adamw4 --shard %s",
-                SEVERAL, work, run[0], 32 * ranks, before);
+                SEVERAL " --batch 2 --tokens-per-step %d --steps 8 --save-every 4 --preset adamw4 --shard %s", work,
+                run[0], 32 * ranks, before);
     train_ranks(gpu, ranks, "--resume %s/step_00000004 --run %s --shard %s", run[0], run[1], after);
     expect_equal_runs_from(test, run[0], run[1], 5, 8);
 }
 
-TEST(multi_goes_on) {
-    check_goes_on(test, false, 3, "none", "weights");
-    check_goes_on(test, false, 4, "grads", "states");
-    check_goes_on(test, false, 3, "states", "none --offload states");
-    check_goes_on(test, false, 2, "grads --offload states", "weights");
-}
-
-GPUS_TEST(multi_goes_on_gpu) {
-    check_goes_on(test, true, ranks, "none", "weights");
-    check_goes_on(test, true, ranks, "grads", "states");
-    check_goes_on(test, true, ranks, "states", "none --offload states");
-    check_goes_on(test, true, ranks, "grads --offload states", "weights");
+RANKS_TEST(multi_goes_on, 3) {
+    check_goes_on(test, gpu, ranks, "none", "weights");
+    check_goes_on(test, gpu, gpu ? ranks : 4, "grads", "states");
+    check_goes_on(test, gpu, ranks, "states", "none --offload states");
+    check_goes_on(test, gpu, gpu ? ranks : 2, "grads --offload states", "weights");
 }
 
 TEST(multi_resume) {
@@ -455,15 +458,13 @@ GPUS_TEST(multi_resume_gpu) {
 }
 
 // A run whose gradients are sent rounded trains nearly as well as one whose are not, and differs from it.
-static void check_comm(Test* test, bool gpu) {
+RANKS_TEST(multi_comm, 2) {
     static Losses exact, rounded;
     const char* work = work_folder();
-    char run[PATH_MAX];
     for (const char* format : {"grads", "bf16"}) {
-        snprintf(run, sizeof(run), "%s/%s", work, format);
-        train_ranks(gpu, 2,
-                    "%s --data %s/text.txt --run %s --batch 2 --tokens-per-step 64 --steps 60 --grads fp32 --comm %s",
-                    SEVERAL, work, run, format);
+        const char* run = joined(work, format);
+        train_ranks(gpu, 2, SEVERAL " --batch 2 --tokens-per-step 64 --steps 60 --grads fp32 --comm %s", work, run,
+                    format);
         read_losses(test, run, &rounded);
         if (format[0] == 'g') exact = rounded;
         double difference = 0;
@@ -476,14 +477,6 @@ static void check_comm(Test* test, bool gpu) {
                difference);
         note(test, "loss of the last 20 steps with %s %+.4f", format, difference);
     }
-}
-
-TEST(multi_comm) {
-    check_comm(test, false);
-}
-
-GPUS_TEST(multi_comm_gpu) {
-    check_comm(test, true);
 }
 
 // Launchers.
@@ -543,12 +536,8 @@ static void check_launcher(Test* test, const char* work, const Variable* variabl
                            int which) {
     constexpr int RANKS = 4;
     Child child[RANKS];
-    char words[2 * PATH_MAX], run[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/run_%d", work, which);
-    const char* forked = joined(work, "forked");
-    snprintf(words, sizeof(words),
-             "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step 64 --steps 4 --shard states", SEVERAL, work,
-             run);
+    const char* run = formatted("%s/run_%d", work, which);
+    const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 4 --shard states", work, run);
     for (int rank = RANKS - 1; rank >= 0; rank--) {
         start_launched(&child[rank], variables, count, rank, RANKS, own_port(which), words);
     }
@@ -558,12 +547,11 @@ static void check_launcher(Test* test, const char* work, const Variable* variabl
         expect(rank == 0 || OUT(child[rank])[0] == 0, "%s: rank %d speaks: %s", says, rank, OUT(child[rank]));
     }
     expect(strstr(OUT(child[0]), " ranks    4, from ") && strstr(OUT(child[0]), says), "%s: %s", says, OUT(child[0]));
-    expect_equal_runs(test, run, forked, 4);
+    expect_equal_runs(test, run, joined(work, "forked"), 4);
 }
 
 FOLDER_TEST(multi_launchers) {
-    train_ranks(false, 4, "%s --data %s/text.txt --run %s/forked --batch 1 --tokens-per-step 64 --steps 4", SEVERAL,
-                work, work);
+    train_ranks(false, 4, SEVERAL "/forked --batch 1 --tokens-per-step 64 --steps 4", work, work);
     check_launcher(test, work, VARIABLES(torchrun), "torchrun's variables", 1);
     check_launcher(test, work, VARIABLES(open_mpi), "Open MPI's variables", 2);
     check_launcher(test, work, VARIABLES(slurm), "Slurm's variables", 3);
@@ -587,29 +575,29 @@ static void write_tokenizer(const char* folder) {
 // Machines that share no disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
 FOLDER_TEST(multi_no_shared_folder) {
     Child child[2];
-    char words[2 * PATH_MAX], folder[PATH_MAX];
     write_tokenizer(work);
     write_shard(work, "train_0.bin", 20240520, 1, 2000, 2000, 7);
     write_shard(work, "val_0.bin", 20240520, 1, 2000, 2000, 7);
-    snprintf(words, sizeof(words),
-             "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 2 --sample-tokens 4 --warmup 1 "
-             "--data %s --run run --batch 1 --tokens-per-step 32 --steps 2 --shard weights",
-             work);
+    const char* words = formatted(
+        "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 2 --sample-tokens 4 --warmup 1 "
+        "--data %s --run run --batch 1 --tokens-per-step 32 --steps 2 --shard weights",
+        work);
     for (int rank : {0, 1}) {
-        snprintf(folder, sizeof(folder), "%s/machine_%d", work, rank);
+        const char* folder = formatted("%s/machine_%d", work, rank);
         mkdir(folder, 0777);
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(10), words, folder);
     }
-    for (int rank : {0, 1}) finish(&child[rank]);
-    for (int rank : {0, 1}) expect(child[rank].code == 0, "rank %d: %d, %s", rank, child[rank].code, ERR(child[rank]));
+    for (Child& c : child) {
+        finish(&c);
+        expect_code(c, 0);
+    }
     expect(strstr(OUT(child[0]), "sample ---") && !strstr(OUT(child[0]), " notice "), "%s", OUT(child[0]));
 }
 
 // Who does not come is named, and so is where rank 0 was looked for.
 FOLDER_TEST(multi_missing) {
-    char words[PATH_MAX];
     Child child[4];
-    snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s/run --join-timeout 2", SEVERAL, work, work);
+    const char* words = formatted(SEVERAL "/run --join-timeout 2", work, work);
     for (int rank : {0, 2}) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(4), words);
     for (int rank : {0, 2}) finish(&child[rank]);
     expect_error(test, &child[0], "rank 0", "have not come to rank 0", ": 1, 3;");
@@ -626,8 +614,7 @@ FOLDER_TEST(multi_missing) {
     finish(&child[1]);
     expect_error(test, &child[1], "no such host", "knows no host nowhere.invalid (", "MASTER_ADDR");
     // Ranks that were not started alike.
-    char other[2 * PATH_MAX];
-    snprintf(other, sizeof(other), "%s --lr 0.5", words);
+    const char* other = formatted("%s --lr 0.5", words);
     for (int rank : {0, 1}) {
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
     }
@@ -637,13 +624,12 @@ FOLDER_TEST(multi_missing) {
     expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
     // Ranks whose files differ: one machine's copy was cut short.
     int64_t bytes;
-    char *text = contents(work, "text.txt", &bytes), command[2][2 * PATH_MAX];
-    write_bytes(work, "short.txt", text, (size_t)bytes - 100);
+    const char *text = contents(work, "text.txt", &bytes), *cut = joined(work, "cut");
+    mkdir(cut, 0777);
+    write_bytes(cut, "text.txt", text, (size_t)bytes - 100);
     for (int rank : {0, 1}) {
-        snprintf(command[rank], sizeof(command[rank]),
-                 "%s --data %s/%s.txt --run %s/run --batch 1 --tokens-per-step 32 --steps 2", SEVERAL, work,
-                 rank ? "short" : "text", work);
-        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), command[rank]);
+        words = formatted(SEVERAL "/run --batch 1 --tokens-per-step 32 --steps 2", rank ? cut : work, work);
+        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), words);
     }
     for (int rank : {0, 1}) finish(&child[rank]);
     expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
@@ -651,15 +637,13 @@ FOLDER_TEST(multi_missing) {
 
 // Connections that say nothing, as of a scanner of ports, neither delay the rendezvous nor break anything.
 FOLDER_TEST(multi_strangers) {
-    char words[2 * PATH_MAX];
     Child child[2];
     int stranger[8], port = own_port(9) + 1;  // torchrun itself has the first
     struct sockaddr_in address = {};
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)port);
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s/run --batch 1 --tokens-per-step 32 --steps 2",
-             SEVERAL, work, work);
+    const char* words = formatted(SEVERAL "/run --batch 1 --tokens-per-step 32 --steps 2", work, work);
     start_launched(&child[0], VARIABLES(torchrun), 0, 2, own_port(9), words);
     for (int& one : stranger) {
         one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -670,8 +654,10 @@ FOLDER_TEST(multi_strangers) {
         expect(in, "nobody listens at port %d", port);
     }
     start_launched(&child[1], VARIABLES(torchrun), 1, 2, own_port(9), words);
-    for (int rank : {0, 1}) finish(&child[rank]);
-    for (int rank : {0, 1}) expect(child[rank].code == 0, "rank %d: %d, %s", rank, child[rank].code, ERR(child[rank]));
+    for (Child& c : child) {
+        finish(&c);
+        expect_code(c, 0);
+    }
     for (int one : stranger) close(one);
 }
 
@@ -694,7 +680,6 @@ static bool port_is(int port, unsigned wanted) {
 // Two runs that torchrun started on one machine, a port apart. The first is pushed on to the port of the second, whose
 // rank 1 finds it there and has to go on to its own rank 0.
 FOLDER_TEST(multi_neighbours) {
-    char words[2 * PATH_MAX];
     Child child[2][2];
     int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, port = own_port(11) + 1;
     struct sockaddr_in address = {};
@@ -706,9 +691,8 @@ FOLDER_TEST(multi_neighbours) {
     const int order[4][2] = {{0, 0}, {1, 1}, {1, 0}, {0, 1}};  // run, rank
     for (const int(&each)[2] : order) {
         const int run = each[0], rank = each[1];
-        snprintf(words, sizeof(words),
-                 "%s --data %s/text.txt --run %s/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d", SEVERAL,
-                 work, work, run, run + 1);
+        const char* words =
+            formatted(SEVERAL "/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d", work, work, run, run + 1);
         start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
         bool first = run == 0 && rank == 0, there = !first;
         for (double begin = now(); !there && now() - begin < 20; pause_ms(10)) there = port_is(port + 1, 10);
@@ -722,33 +706,25 @@ FOLDER_TEST(multi_neighbours) {
     for (int run : {0, 1}) {
         for (Child& c : child[run]) {
             finish(&c);
-            expect(c.code == 0, "run %d: %d, %s", run, c.code, ERR(c));
+            expect_code(c, 0);
         }
     }
     close(taken);
 }
 
 FOLDER_TEST(multi_refused) {
-    run_train(cpu, "--gpus 2 --device cpu --steps 1 --run %s/run", work);
-    expect_error(test, &cpu, "CPU", "--gpus 2", "--device cpu");
-    run_train(none, "--gpus 2 --steps 1 --run %s/run", work);
-    expect_error(test, &none, "no GPU", "each needs a GPU of its own", "no GPU answers");
+    refused("CPU", "--gpus 2", "--device cpu", "--gpus 2 --device cpu --steps 1 --run %s/run", work);
+    refused("no GPU", "each needs a GPU of its own", "no GPU answers", "--gpus 2 --steps 1 --run %s/run", work);
     setenv("WORLD_SIZE", "4", 1);
     run_train(half, "--steps 1 --run %s/run", work);
     unsetenv("WORLD_SIZE");
     expect_error(test, &half, "half a set", "WORLD_SIZE is '4'", "MASTER_ADDR");
-    Child batch = new_child();
-    start_ranks(&batch, false, 2, "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
-    finish(&batch);
-    expect_error(test, &batch, "batch", "--seq 64 x 2 GPUs", "--tokens-per-step 128");
-    Child data = new_child();
-    start_ranks(&data, false, 3, "--data %s/nothing --run %s/run", work, work);
-    finish(&data);
-    expect_error(test, &data, "a mistake of all ranks, told once", "nothing", "cannot open");
-    Child tiles = new_child();
-    start_ranks(&tiles, false, 50, "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
-    finish(&tiles);
-    expect_error(test, &tiles, "more ranks than tiles", "for 50 ranks", "; start 43");
+    refused_ranks("batch", "--seq 64 x 2 GPUs", "--tokens-per-step 128", false, 2,
+                  "--steps 1 --seq 64 --tokens-per-step 192 --run %s/run", work);
+    refused_ranks("a mistake of all ranks, told once", "nothing", "cannot open", false, 3,
+                  "--data %s/nothing --run %s/run", work, work);
+    refused_ranks("more ranks than tiles", "for 50 ranks", "; start 43", false, 50,
+                  "--layers 1 --channels 64 --heads 1 --seq 16 --run %s/run", work);
     expect(!exists(work, "run"), "a refused run left a folder");
 }
 
@@ -768,12 +744,10 @@ TEST(multi_refused_gpu) {
 // Three ranks that would train for long.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
                        int count = 3, const char* silence = "5") {
-    char run[PATH_MAX];
-    snprintf(run, sizeof(run), "%s/%s", work, name);
+    const char* run = joined(work, name);
     *child = new_child();
     setenv("NIBBLE_SILENCE", silence, 1);  // 0: as users have it
-    start_ranks(child, gpu, count, "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step %d --steps 1000000",
-                SEVERAL, work, run, 16 * count);
+    start_ranks(child, gpu, count, SEVERAL " --batch 1 --tokens-per-step %d --steps 1000000", work, run, 16 * count);
     unsetenv("NIBBLE_SILENCE");
     expect(wait_for_step(child, run, 5), "%s: no fifth step: %s", name, ERR(*child));
     expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
@@ -823,11 +797,9 @@ GPUS_TEST(multi_dead_ranks_gpu) {
 
 // The launcher does not watch its ranks.
 FOLDER_TEST(multi_dead_launched) {
-    char words[2 * PATH_MAX];
     Child child[4];
     const char* run = joined(work, "run");
-    snprintf(words, sizeof(words), "%s --data %s/text.txt --run %s --batch 1 --tokens-per-step 64 --steps 1000000",
-             SEVERAL, work, run);
+    const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 1000000", work, run);
     for (int rank = 0; rank < 4; rank++) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(7), words);
     expect(wait_for_step(&child[0], run, 5), "no fifth step");
     kill(child[2].pid, SIGKILL);
@@ -839,38 +811,30 @@ FOLDER_TEST(multi_dead_launched) {
 }
 
 // One rank alone is told, as some launchers do, or all: every rank ends at the same step, and the run goes on from it.
-static void check_signals(Test* test, bool gpu, int count) {
+RANKS_TEST(multi_signals, 3) {
     for (int which = 0; which < 3; which++) {
         const char* work = work_folder();
-        pid_t ranks[8] = {};
+        pid_t process[8] = {};
         Child child;
-        start_long(test, &child, work, "run", ranks, gpu, count);
+        start_long(test, &child, work, "run", process, gpu, ranks);
         const char* run = joined(work, "run");
         if (which == 2) {
             int64_t newest = -1;
-            kill(ranks[1], SIGUSR1);
+            kill(process[1], SIGUSR1);
             for (double begin = now(); checkpoints(run, &newest) == 0 && now() - begin < 20;) pump(&child, 10);
             expect(newest > 0, "SIGUSR1 saved nothing");
         }
-        kill(which == 0 ? child.pid : ranks[which == 1 ? 1 : count - 1], SIGTERM);
+        kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
         finish(&child);
         expect_code(child, 0);
         expect(strstr(OUT(child), "stopped") && strstr(OUT(child), "save"), "%d: %s", which, OUT(child));
         int64_t newest;
         expect(checkpoints(run, &newest) > 0, "%d: nothing is saved", which);
         Child again = new_child();
-        start_ranks(&again, gpu, count, "--resume %s --steps %lld", run, (long long)newest + 2);
+        start_ranks(&again, gpu, ranks, "--resume %s --steps %lld", run, (long long)newest + 2);
         finish(&again);
         expect_code(again, 0);
     }
-}
-
-TEST(multi_signals) {
-    check_signals(test, false, 3);
-}
-
-GPUS_TEST(multi_signals_gpu) {
-    check_signals(test, true, ranks);
 }
 
 // One rank alone is told while all are at a validation, or a sample, that would take minutes.
@@ -908,13 +872,10 @@ static void check_bad_token(Test* test, bool gpu, int ranks) {
     const char* work = work_folder();
     write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
     const char* run = joined(work, "token");
-    Child token = new_child();
-    start_ranks(&token, gpu, ranks,
-                "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
-                "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
-                work, work, run, 16 * ranks);
-    finish(&token);
-    expect_error(test, &token, "bad token", "holds token 60000", "last checkpoint is ");
+    refused_ranks("bad token", "holds token 60000", "last checkpoint is ", gpu, ranks,
+                  "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
+                  "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
+                  work, work, run, 16 * ranks);
     int64_t newest = -1;
     expect(checkpoints(run, &newest) == 1, "no checkpoint of the steps before the bad token");
 }
@@ -932,13 +893,11 @@ FOLDER_TEST(multi_failures) {
     // A full disk.
     Child disk = new_child();
     disk.file_limit = 1000000;
-    start_ranks(&disk, false, 3,
-                "%s --data %s/text.txt --run %s/full --batch 1 --tokens-per-step 48 --steps 3 --shard grads", SEVERAL,
-                work, work);
+    start_ranks(&disk, false, 3, SEVERAL "/full --batch 1 --tokens-per-step 48 --steps 3 --shard grads", work, work);
     finish(&disk);
     expect_error(test, &disk, "full disk", "checkpoint of step 3", "free space");
     // Weights that make every loss NaN.
-    train_well("%s --data %s/text.txt --run %s/used --batch 1 --steps 2", SEVERAL, work, work);
+    train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
     const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
     make_model_ending(work, "bad", from, "\x7f\x7f");
     Child nan = new_child();
@@ -957,9 +916,8 @@ FOLDER_TEST(multi_validation) {
     char* sample[3] = {};
     for (int i = 0; i < 3; i++) {
         int ranks = i + 1;
-        char run[PATH_MAX];
         int64_t bytes;
-        snprintf(run, sizeof(run), "%s/%d", work, ranks);
+        const char* run = formatted("%s/%d", work, ranks);
         train_ranks(
             false, ranks,
             "--layers 2 --channels 64 --heads 1 --seq 16 --batch 2 --tokens-per-step 192 --data %s/text.txt --run %s "

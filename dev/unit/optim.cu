@@ -199,7 +199,6 @@ TEST(optim_noise_of_a_step_is_independent) {
     }
     note(test, "%.1f standard errors of 4", worst);
     expect(worst < 4.0, "%.1f standard errors", worst);
-    run_close(&run);
 }
 
 // Over several pieces of a transfer (2^19 elements) and a tail: weights come back as the format has them, the
@@ -242,7 +241,6 @@ TEST(optim_weights_in_and_out) {
                 expect(steps || value[run.tensor[1].offset + 9] == run_start(1, 9), "the master is not what was set");
             }
             expect(optim_weights(run.optim) == seen, "the pointer moved");
-            run_close(&run);
         }
     }
 }
@@ -335,7 +333,6 @@ static int launches_of_step(const OptimConfig* config) {
     check(cudaGraphGetNodes(graph, nullptr, &nodes));
     check(cudaGraphDestroy(graph));
     device_free(gpu, grads), device_free(gpu, scale);
-    run_close(&run);
     return (int)nodes;
 }
 

@@ -116,7 +116,6 @@ TEST(override_do_what_whole_runs_do) {
     expect(optim_stream_count(run[0].optim) == 5, "%d streams", optim_stream_count(run[0].optim));
     for (int s = 0; s < 5; s++) expect(is(optim_stream(run[0].optim, s).name, names[s]), "%s", names[s]);
     expect(optim_stream(run[0].optim, 3).elements == 3 * padded, "the wide moments");
-    for (Run& each : run) run_close(&each);
 }
 
 // The matmuls see the stored values of a tensor, rounded to their type.
@@ -165,7 +164,6 @@ TEST(override_weights_do_what_whole_runs_do) {
                 masters += is(stream.name, "weights.2[ln*].master");
             }
             expect(weights == 3 && masters == 1, "%s: %d formats of weights, %d masters", base, weights, masters);
-            for (Run& each : run) run_close(&each);
         }
     }
 }
@@ -181,5 +179,4 @@ TEST(override_names) {
     expect(optim_stream_count(run.optim) == 9, "%d streams", optim_stream_count(run.optim));
     for (int s = 0; s < 9; s++)
         expect(is(optim_stream(run.optim, s).name, names[s]), "%s", optim_stream(run.optim, s).name);
-    run_close(&run);
 }

@@ -206,17 +206,8 @@ static void run_set_stored(Run* run, const Format* format, const Stored* stored)
 
 // Betas of 0 make m = g and v = g * g, rounded to fp32: a step stores any numbers in any format.
 static Stored store_ours(const Format* format, const Floats* x) {
-    OptimConfig config = {"",
-                          "adamw",
-                          "fp32",
-                          "fp32",
-                          format->moment_v ? "fp32" : format->name,
-                          format->moment_v ? format->name : "fp32",
-                          0.0f,
-                          0.0f,
-                          EPS,
-                          0.0f,
-                          1};
+    const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
+    OptimConfig config = {"", "adamw", "fp32", "fp32", m, v, 0.0f, 0.0f, EPS, 0.0f, 1};
     Run run;
     run_open(&run, config, &x->n, 1);
     memcpy(run.grads, x->x, (size_t)x->n * 4);

@@ -171,16 +171,18 @@ static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = 
     device_sync(&run->dev);
 }
 
-static bool weights_same(const Run* arena, const Run* placed, int t) {
-    const int64_t bytes = length(t) * arena->bytes[0];
-    char *a = (char*)malloc((size_t)bytes), *b = (char*)malloc((size_t)bytes);
-    const char* seen = (const char*)optim_weights(arena->optim) + arena->tensor[t].offset * arena->bytes[0];
-    copy_to_host(&arena->dev, a, seen, bytes);
-    copy_to_host(&placed->dev, b, placed->weights[t], bytes);
-    const bool same = memcmp(a, b, (size_t)bytes) == 0;
-    free(a);
-    free(b);
+static bool same_bytes(const Run* a, const void* x, const Run* b, const void* y, int64_t bytes) {
+    char *of_a = (char*)malloc((size_t)bytes), *of_b = (char*)malloc((size_t)bytes);
+    copy_to_host(&a->dev, of_a, x, bytes), copy_to_host(&b->dev, of_b, y, bytes);
+    const bool same = memcmp(of_a, of_b, (size_t)bytes) == 0;
+    free(of_a), free(of_b);
     return same;
+}
+
+// The weights of tensor `t` are those of a placed run.
+static bool weights_same(const Run* a, const Run* placed, int t) {
+    const void* seen = (const char*)optim_weights(a->optim) + a->tensor[t].offset * a->bytes[0];
+    return same_bytes(a, a->tables ? a->weights[t] : seen, placed, placed->weights[t], length(t) * a->bytes[0]);
 }
 
 // True if every array of the placed run is that of the other, which has the primary weights besides.
@@ -191,13 +193,8 @@ static bool states_same(const Run* arena, const Run* placed, const char** differ
         bool found = false;
         for (int i = 0; i < optim_stream_count(arena->optim) && !found; i++) {
             const OptimStream a = optim_stream(arena->optim, i);
-            if (strcmp(a.name, b.name) != 0 || a.elements != b.elements) continue;
-            char *x = (char*)malloc((size_t)bytes), *y = (char*)malloc((size_t)bytes);
-            copy_to_host(&arena->dev, x, a.data, bytes);
-            copy_to_host(&placed->dev, y, b.data, bytes);
-            found = memcmp(x, y, (size_t)bytes) == 0;
-            free(x);
-            free(y);
+            found = strcmp(a.name, b.name) == 0 && a.elements == b.elements &&
+                    same_bytes(arena, a.data, placed, b.data, bytes);
         }
         *different = b.name;
         if (!found) return false;
@@ -222,8 +219,7 @@ static void compare_case(Test* test, const Case* its, OptimType compute, const c
     }
     expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
            config.rule, config.weights, config.m, grads, shift, name);
-    run_close(&arena);
-    run_close(&placed);
+    run_close(&arena), run_close(&placed);
 }
 
 TEST_BOTH(placed_same_as_arenas) {
@@ -255,14 +251,8 @@ TEST_BOTH(placed_missing_gradients) {
     run_step(&some, 2, 1u << 2);
     copy_to_host(&some.dev, after, some.weights[2], length(2) * 2);
     expect(memcmp(before, after, (size_t)length(2) * 2) == 0, "it has no gradient and moved");
-    for (int t = 0; t < TENSORS; t++) {
-        char a[20000], b[20000];
-        copy_to_host(&all.dev, a, all.weights[t], length(t) * 2);
-        copy_to_host(&some.dev, b, some.weights[t], length(t) * 2);
-        expect((memcmp(a, b, (size_t)length(t) * 2) == 0) == (t != 2), "%s", shapes[t].name);
-    }
-    run_close(&all);
-    run_close(&some);
+    for (int t = 0; t < TENSORS; t++) expect(weights_same(&all, &some, t) == (t != 2), "%s", shapes[t].name);
+    run_close(&all), run_close(&some);
 }
 
 // A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
@@ -339,17 +329,13 @@ static void graph_case(Test* test, const Case* its) {
     expect(placed_clock(run.tables) == 7, "%s: the clock is at %lld", config.rule, (long long)placed_clock(run.tables));
     const char* name = "";
     for (int t = 0; t < TENSORS; t++) {
-        char a[20000], b[20000];
-        copy_to_host(&plain.dev, a, plain.weights[t], length(t) * 2);
-        copy_to_host(&run.dev, b, run.weights[t], length(t) * 2);
-        expect(memcmp(a, b, (size_t)length(t) * 2) == 0, "%s%s: %s differs", its->preset, config.rule, shapes[t].name);
+        expect(weights_same(&plain, &run, t), "%s%s: %s differs", its->preset, config.rule, shapes[t].name);
     }
     expect(states_same(&plain, &run, &name), "%s%s: %s differs", its->preset, config.rule, name);
     check(cudaGraphExecDestroy(exec));
     check(cudaGraphDestroy(graph));
     device_free(&run.dev, lr);
-    run_close(&plain);
-    run_close(&run);
+    run_close(&plain), run_close(&run);
 }
 #endif
 
@@ -398,21 +384,18 @@ TEST(placed_kernels_compile) {
         {"optim_replayed_kernel", "sm_90", {"came8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
     };
-    static char step[4096], expression[4200], error[JIT_ERROR_BYTES];
+    static char step[4096], expression[4200];
     // The kernels of rules that read matrices. The second one's updates have places.
     const Case muon = {"muon8", "", "", "", "", ""};
     const OptimConfig matrices = case_config(&muon, OPTIM_BF16, "bf16");
     const Rows rows = config_rows(&matrices), apply = apply_rows(&rows);
     for (int i = 0; i < 3; i++) {
-        JitImage image;
         snprintf(expression, sizeof(expression), "%s<%s, %s, %s, %s, %s, Placed<%s>>",
                  i == 0 ? "optim_step_kernel" : "optim_replayed_kernel", apply.rule->type, apply.weights->type,
                  apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
         optim_expression(&matrices, OPTIM_BF16, step, sizeof(step));
         if (i == 2) snprintf(expression, sizeof(expression), "optim_replayed_kernel%s", strchr(step, '<'));
-        const bool built = jit_compile(expression, "sm_90", &image, error);
-        expect(built, "%s: %s", expression, error);
-        if (built) jit_free(&image);
+        expect_compiles(test, expression);
     }
     for (const Kernel& kernel : kernels) {
         OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
@@ -420,9 +403,6 @@ TEST(placed_kernels_compile) {
         optim_expression(&config, OPTIM_BF16, step, sizeof(step));
         snprintf(expression, sizeof(expression), "%s%s", kernel.name, strchr(step, '<'));
         expect(strstr(expression, "Placed<"), "%s", expression);
-        JitImage image;
-        const bool good = jit_compile(expression, kernel.architecture, &image, error);
-        expect(good, "%s, %s: %s", expression, kernel.architecture, error);
-        if (good) jit_free(&image);
+        expect_compiles(test, expression, kernel.architecture);
     }
 }

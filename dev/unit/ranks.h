@@ -23,3 +23,10 @@ inline int run_ranks(int ranks, void (*rank_main)(Launch*), char* text, size_t b
     };
     return run_apart(body, text, bytes);
 }
+
+// Expects that they end with this code, and say so.
+inline void expect_ranks(Test* test, int ranks, void (*rank_main)(Launch*), int code = 0, const char* says = "") {
+    char text[8192];
+    const int got = run_ranks(ranks, rank_main, text, sizeof(text));
+    expect(got == code && strstr(text, says), "%d ranks: code %d, want %d and '%s': %s", ranks, got, code, says, text);
+}

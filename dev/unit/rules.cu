@@ -173,7 +173,6 @@ static void check_rule(Test* test, const char* rule, const char* decay_mode) {
     expect(worst > 0.01, "%s: the bound is too loose to tell anything, %g", rule, worst);
     expect(lost < 20, "%s: %d signs could not be called", rule, lost);
     note(test, "%s %.2f of bound", rule, worst);
-    run_close(&run);
 }
 
 TEST(rules_against_double) {
@@ -724,6 +723,5 @@ TEST(rules_split_16_is_an_fp32_run) {
                    rule, a.name);
         }
         free(joined);
-        for (Run& each : run) run_close(&each);
     }
 }

@@ -62,28 +62,24 @@ static void check_skips(Test* test, const Device* dev, const Setup* setup) {
     free(state[0]), free(state[1]);
 }
 
-TEST(model_skips_nonfinite_steps) {
-    Device dev = test_device(false);
-    check_skips(test, &dev, &TRAINED);
-}
-
-TEST(model_skips_nonfinite_steps_gpu) {
-    Device dev = test_device(true);
+TEST_BOTH(model_skips_nonfinite_steps) {
+    Device dev = test_device(gpu);
     Setup setup = TRAINED;
     check_skips(test, &dev, &setup);
     setup.T = 32, setup.type = OPTIM_BF16, setup.grads_bf16 = true;
-    check_skips(test, &dev, &setup);
+    if (gpu) check_skips(test, &dev, &setup);
 }
 
 // One value of each stored array in turn is no longer finite: the checkpoint is refused with its array's name, and is
 // written once it is mended.
-static void check_refuses_to_save(Test* test, const Device* dev, const Setup* setup) {
+TEST_BOTH(model_refuses_to_save_nonfinite) {
+    Device dev = test_device(gpu);
     char folder[PATH_BYTES];
     temporary_folder(folder);
     Model m;
-    model_open(&m, dev, setup);
+    model_open(&m, &dev, &TRAINED);
     model_init(&m, 5);
-    Run* run = run_of(&m, setup, folder);
+    Run* run = run_of(&m, &TRAINED, folder);
     for (int i = -1; i < optim_stream_count(m.arena.optim); i++) {
         OptimStream stream = i < 0 ? OptimStream{} : optim_stream(m.arena.optim, i);
         const bool fp32 = i >= 0 && strcmp(stream.dtype, "F32") == 0;
@@ -93,23 +89,13 @@ static void check_refuses_to_save(Test* test, const Device* dev, const Setup* se
         memcpy(bad, (const char*)&nan + (fp32 ? 0 : 2), fp32 ? 4 : 2);
         const int64_t bytes = fp32 ? 4 : 2;
         char* at = (char*)stream.data + 7 * bytes;
-        if (i >= 0) copy_to_host(dev, before, at, bytes), copy_to_device(dev, at, bad, bytes);
+        if (i >= 0) copy_to_host(&dev, before, at, bytes), copy_to_device(&dev, at, bad, bytes);
         const bool written = checkpoint_write(run, seconds_now(), true);
         const char *error = run->folder.error, *name = i < 0 ? "finite" : stream.name;
         expect(written == (i < 0), "%s: %s", name, written ? "written" : error);
         if (i >= 0) expect(strstr(error, "holds nan at element 7, so it was not saved"), "%s: %s", name, error);
-        if (i >= 0) copy_to_device(dev, at, before, bytes);
+        if (i >= 0) copy_to_device(&dev, at, before, bytes);
     }
     model_free(&m);
     remove_run(run);
-}
-
-TEST(model_refuses_to_save_nonfinite) {
-    Device dev = test_device(false);
-    check_refuses_to_save(test, &dev, &TRAINED);
-}
-
-TEST(model_refuses_to_save_nonfinite_gpu) {
-    Device dev = test_device(true);
-    check_refuses_to_save(test, &dev, &TRAINED);
 }

@@ -208,7 +208,6 @@ TEST(spans_states_against_plain_loops) {
             compared += 2 * run.elements;
         }
         free(all), free(p);
-        run_close(&run);
     }
     note(test, "%.1fe6 codes", 1e-6 * (double)compared);
 }
@@ -252,7 +251,6 @@ TEST(spans_stochastic_states) {
             expect(up > 500 && down > 500, "%s: %lld up, %lld down", noisy[k], (long long)up, (long long)down);
         }
         free(all), free(p);
-        run_close(&run);
     }
 }
 
@@ -410,7 +408,6 @@ TEST(spans_weights_with_master) {
             expect(memcmp(master, want, (size_t)run.elements * 4) == 0, "%s: the master is an fp32 run's", weights);
             free(master), free(want);
         }
-        run_close(&run), run_close(&exact);
     }
 }
 
@@ -469,7 +466,7 @@ TEST(spans_weights_in_place) {
             if (step == 1) expect(numbers[1] == 2 * first, "%s: the scale stays %a", name, (double)first);
             free(before[0]), free(before[1]), free(numbers), free(m_now);
         }
-        free(all), run_close(&run);
+        free(all);
     }
 }
 
@@ -507,10 +504,8 @@ TEST(spans_convert) {
             free(got);
         }
         free(weights), free(want);
-        run_close(&narrow), run_close(&back);
     }
     free(m), free(v), free(p);
-    run_close(&exact);
 }
 
 TEST(spans_refuse_a_cut_tensor) {

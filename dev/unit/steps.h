@@ -12,14 +12,24 @@ constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
 
 constexpr int MAX_TENSORS = 16;
 
+// Open from run_open() on, until it is opened again or its scope ends.
 struct Run {
     Device dev;
     OptimConfig config;
     OptimTensor tensor[MAX_TENSORS];
     int count;
     int64_t elements;  // of the whole arena
-    Optim* optim;
+    Optim* optim = nullptr;
     OptimType compute;
+
+    Run() = default;
+    Run(const Run&) = delete;
+    ~Run() { close(); }
+
+    void close() {
+        if (optim) optim_free(optim), device_close(&dev);
+        optim = nullptr;
+    }
 };
 
 // The ways of taking steps.
@@ -66,7 +76,7 @@ inline OptimConfig states_config(const char* rule, const char* weights, const ch
 
 inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
                      bool gpu = false) {
-    memset((void*)run, 0, sizeof(*run));
+    run->close();
     run->dev = test_device(gpu);
     run->config = *config, run->count = count, run->compute = compute;
     memcpy(run->tensor, tensors, (size_t)count * sizeof(*tensors));
@@ -79,11 +89,6 @@ inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* ten
     }
     optim_decode(run->optim);
     free(values);
-}
-
-inline void run_close(Run* run) {
-    optim_free(run->optim);
-    device_close(&run->dev);
 }
 
 // Steps `first` to `last`; padding has gradients of zero, as the trainer leaves it.
@@ -249,7 +254,6 @@ inline void expect_resumed(Test* test, Run* whole, const OptimConfig* config, co
     const char* where = difference(whole, &second);
     expect(!where, "%s, m %s: resumed: %s", config->rule, config->m, where);
     expect_planned(test, whole, config->rule);
-    for (Run* run : {&first, &second}) run_close(run);
 }
 
 // Six steps of shards with these cuts leave the weights of `whole` in each tensor that a shard holds; returns how many
@@ -270,7 +274,6 @@ inline int expect_shards(Test* test, const Run* whole, const int64_t* cut, int s
             expect(same_tensor(whole, &shard, t), "%s, m %s: shard %d, %s", part.rule, part.m, k,
                    whole->tensor[t].name);
         }
-        run_close(&shard);
     }
     return held;
 }

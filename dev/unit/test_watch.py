@@ -37,12 +37,20 @@ def val(step, loss):
     return {"type": "val", "step": step, "tokens": 512 * step, "time_s": 0.5 * step, "loss": loss, "bpb": loss / 3}
 
 
-CONFIG = {
-    "type": "config",
-    "options": {"model": "nano", "lr": 0.003, "steps": 100},
-    "device": "CPU",
-    "parameters": 9,
-}
+def resume(step):
+    return {"type": "resume", "step": step, "tokens": 0, "time_s": 0.0}
+
+
+def evaluated(step, name, **scores):
+    return {"type": "eval", "step": step, "tokens": 512 * step, "time_s": 1.0, "name": name} | scores
+
+
+def sampled(step, prompt, text, index=0):
+    return {"type": "sample", "step": step, "tokens": 9, "time_s": 1.0, "index": index, "prompt": prompt, "text": text}
+
+
+OPTIONS = {"model": "nano", "lr": 0.003, "steps": 100}
+CONFIG = {"type": "config", "options": OPTIONS, "device": "CPU", "parameters": 9}
 
 
 class Case:
@@ -75,15 +83,8 @@ class Case:
     def start(self, *arguments, **environment):
         command = [sys.executable, str(ROOT / "dev" / "watch.py"), *map(str, arguments)]
         hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731 (also under nohup)
-        return subprocess.Popen(
-            command,
-            cwd=self.folder,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=hear,
-        )
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": hear}
+        return subprocess.Popen(command, cwd=self.folder, env={**os.environ, **environment}, **how)
 
 
 class Server:
@@ -128,7 +129,7 @@ def test_log_of_a_resume(case):
     log = RunLog(case.log("a", *first))
     assert log.poll() and not log.poll()
     assert steps(log) == list(range(1, 30)) and steps(log, "val") == [0, 25] and log.changes == 0
-    case.log("a", {**CONFIG, "device": "other"}, {"type": "resume", "step": RESUME_AT, "tokens": 0, "time_s": 0.0})
+    case.log("a", {**CONFIG, "device": "other"}, resume(RESUME_AT))
     assert log.poll() and steps(log) == list(range(1, 21)) and steps(log, "val") == [0] and log.changes > 0
     case.log("a", *(train(step, loss=2.0, time_s=0.25 * (step - 20)) for step in range(21, 41)))
     assert log.poll() and log.config["device"] == "other" and log.resumes == [RESUME_AT]
@@ -157,16 +158,12 @@ def test_log_lines(case):
 
     log = RunLog(case.log("a", CONFIG, train(1), '{"type": "train", "step": 2'))
     assert log.poll() and steps(log) == [1] and not log.poll()
-    case.log(
-        "a", ', "tokens": 9, "time_s": 1, "loss": null}\n', {"type": "news", "step": 2}, "\n", val(2, 5.0), val(2, 6.0)
-    )
+    rest = ', "tokens": 9, "time_s": 1, "loss": null}\n'
+    case.log("a", rest, {"type": "news", "step": 2}, "\n", val(2, 5.0), val(2, 6.0))
     assert log.poll() and steps(log) == [1, 2] and log.records["train"][1]["loss"] is None and log.bad is None
     assert [its["loss"] for its in log.records["val"]] == [6.0] and log.changes == 1
-    evaluation = {"type": "eval", "step": 2, "tokens": 9, "time_s": 1.0, "acc": 0.5}
-    sample = {"type": "sample", "step": 2, "tokens": 9, "time_s": 1.0, "prompt": "a", "text": "b"}
-    case.log(
-        "a", *({**evaluation, "name": name} for name in ("h", "l", "h")), *({**sample, "index": i} for i in (0, 1, 1))
-    )
+    evaluations = (evaluated(2, name, acc=0.5) for name in ("h", "l", "h"))
+    case.log("a", *evaluations, *(sampled(2, "a", "b", i) for i in (0, 1, 1)))
     assert log.poll() and [its["name"] for its in log.records["eval"]] == ["l", "h"] and len(log.records["sample"]) == 2
     case.log("a", "oh\n", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
     assert log.poll() and steps(log) == [1, 2, 3] and log.bad[0] == 14, log.bad
@@ -185,22 +182,19 @@ def test_news(case):
         columns = told["news"]["a"]["columns"]["train"]
         assert columns["step"] == list(range(1, 30)) and columns["loss"][0] == 7.272727
         assert told["news"]["deep/b"]["columns"]["train"]["loss"] == [None]
-        have = {
-            name: {"changes": its["changes"], "train": len(its["columns"]["train"]["step"])}
-            for name, its in told["news"].items()
-        }
+        lengths = {name: len(its["columns"]["train"]["step"]) for name, its in told["news"].items()}
+        have = {name: {"changes": its["changes"], "train": lengths[name]} for name, its in told["news"].items()}
         assert server.news(have)["news"] == {}
         case.log("a", train(30), train(31))
         case.log("c", CONFIG, train(1))
         told = server.news(have)
         assert told["news"]["a"]["columns"]["train"]["step"] == [30, 31] and len(told["runs"]) == 3
-        case.log("a", CONFIG, {"type": "resume", "step": RESUME_AT, "tokens": 0, "time_s": 0.0}, train(21))
+        case.log("a", CONFIG, resume(RESUME_AT), train(21))
         told = server.news(have)
         assert told["news"]["a"]["columns"]["train"]["step"] == list(range(1, 22)) and told["runs"][0]["resumes"] == 1
         assert server.ask("GET", "/")[:2] == (200, "text/html; charset=utf-8")
-        assert (
-            server.ask("GET", "/watch.js")[2].count(b"#0072B2") == 1 and len(server.ask("GET", "/bokeh.js")[2]) > 10**6
-        )
+        assert server.ask("GET", "/watch.js")[2].count(b"#0072B2") == 1
+        assert len(server.ask("GET", "/bokeh.js")[2]) > 10**6
         assert server.ask("GET", "/../watch.py")[0] == 404 and server.ask("GET", "/", host="evil.example:80")[0] == 403
         assert server.ask("POST", "/news", "{}", host="evil.example")[0] == 403
         for body in ("", "[1]", "{", '{"a": 5}', '{"a": {"train": "x", "changes": 0}}'):
@@ -241,27 +235,16 @@ def read_table(path):
 
 def test_export_csv(case):
     case.log("deep/a", CONFIG, val(0, 8.0), train(1), train(2, loss=float("inf")), val(2, 6.0))
-    case.log("deep/a", {"type": "eval", "step": 2, "tokens": 1024, "time_s": 1.0, "name": "hellaswag", "acc": 0.25})
+    case.log("deep/a", evaluated(2, "hellaswag", acc=0.25))
     done = case.run("watch.py", "runs", "--export", "csv", "--out", "out")
     assert done.returncode == 0 and done.stdout.endswith("csv: 1 run in out\n"), done
     rows = read_table(case.folder / "out" / "deep_a.csv")
-    assert (
-        [row["step"] for row in rows] == ["0", "1", "2"]
-        and rows[2]["train/loss"] == ""
-        and rows[2]["train/lr"] == "0.003"
-    )
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert rows[2]["train/loss"] == "" and rows[2]["train/lr"] == "0.003"
     assert (rows[2]["val/loss"], rows[2]["eval/hellaswag/acc"], rows[1]["val/loss"]) == ("6.0", "0.25", "")
     process = case.start("runs", "--export", "csv", "--follow")
     assert process.stdout.readline() == "deep/a: 2 training steps\n"
-    case.log(
-        "deep/a",
-        train(3),
-        CONFIG,
-        {"type": "resume", "step": 1, "tokens": 0, "time_s": 0.0},
-        train(2),
-        train(3),
-        train(4),
-    )
+    case.log("deep/a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4)))
     case.log("b", CONFIG, train(1))
     until = time.monotonic() + 30
     path = case.runs / "export" / "b.csv"
@@ -305,21 +288,18 @@ def test_export_tensorboard_and_wandb(case):
     for name, text in STUBS.items():
         (case.folder / f"{name}.py").write_text(text)
     here = {"PYTHONPATH": str(case.folder)}
-    sample = {"type": "sample", "step": 2, "tokens": 1024, "time_s": 1.0, "index": 0, "prompt": "a", "text": "b"}
-    case.log("a", {**CONFIG, "unix_s": 1000}, val(0, 8.0), train(1), train(2, loss=float("nan")), sample)
+    first = [{**CONFIG, "unix_s": 1000}, val(0, 8.0), train(1), train(2, loss=float("nan"))]
+    case.log("a", *first, sampled(2, "a", "b"))
     for _ in range(2):  # an export anew replaces the one before
         done = case.run("watch.py", "runs", "--export", "tensorboard", "--out", "tb", **here)
         assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (case.folder / "tb/a/events.out.tfevents.stub").read_text().split("\n")[:-1]]
     assert ["val/loss", 8.0, 0, 1000.0] in lines and ["sample", "ab", 2, 1001.0] in lines
-    assert [line[2] for line in lines if line[0] == "train/loss"] == [1] and len(lines) == len(
-        {str(line) for line in lines}
-    )
+    assert [line[2] for line in lines if line[0] == "train/loss"] == [1]
+    assert len(lines) == len({str(line) for line in lines})
     process = case.start("runs", "--export", "wandb", "--follow", "--out", "wb", **here)
     assert process.stdout.readline() == "a: 2 training steps\n"
-    case.log(
-        "a", train(3), CONFIG, {"type": "resume", "step": 1, "tokens": 0, "time_s": 0.0}, *map(train, (2, 3, 4, 5))
-    )
+    case.log("a", train(3), CONFIG, resume(1), *map(train, (2, 3, 4, 5)))
     until, file = time.monotonic() + 30, case.folder / "wandb.stub"
     while "[4," not in file.read_text():
         assert time.monotonic() < until, file.read_text()
@@ -334,15 +314,7 @@ def test_export_tensorboard_and_wandb(case):
 def test_plot(case):
     runs = [case.log(name, CONFIG, val(0, 8.0), *map(train, range(1, 50)), val(49, 2.0)) for name in ("a", "b")]
     for i, step in enumerate((10, 49)):
-        evaluation = {
-            "type": "eval",
-            "step": step,
-            "tokens": 512 * step,
-            "time_s": 5.0,
-            "acc": 0.3 + i / 10,
-            "acc_norm": 0.4,
-        }
-        case.log("a", {**evaluation, "name": "hellaswag"})
+        case.log("a", evaluated(step, "hellaswag", acc=0.3 + i / 10, acc_norm=0.4))
     for axis in ("step", "tokens", "time"):
         done = case.run("plot.py", *runs, "-o", f"{axis}.png", "--x", axis, "--smooth", 4)
         assert done.returncode == 0 and (case.folder / f"{axis}.png").read_bytes().startswith(b"\x89PNG"), done
@@ -383,21 +355,11 @@ def test_page_grows(case):
         assert len(narrow) > 8 and max(wide) > max(narrow) + 300, (max(narrow), max(wide))
         body = page.evaluate("document.body.innerText")
         assert "step 90 of 100" in body and "1.5000" in body and "--lr\t0.003\t0.001" in body, body
-        case.log("a", CONFIG, {"type": "resume", "step": 50, "tokens": 0, "time_s": 0.0}, train(51, loss=4.0))
+        case.log("a", CONFIG, resume(50), train(51, loss=4.0))
         assert page.wait(f"{curve}.x.length === 51")
         assert page.evaluate(f"new Set({curve}.x).size") == 51 and page.evaluate(f"{curve}.y[50]") == 4.0
-        sample = {
-            "type": "sample",
-            "step": 51,
-            "tokens": 9,
-            "time_s": 1.0,
-            "index": 0,
-            "prompt": "<b>to",
-            "text": " be",
-        }
-        evaluation = {"type": "eval", "step": 51, "tokens": 9, "time_s": 1.0, "name": "hellaswag", "acc_norm": 0.31}
-        last = {"type": "eval", "step": 51, "tokens": 9, "time_s": 1.0, "name": "lambada", "acc": 0.4, "perplexity": 21.5}
-        case.log("a", sample, evaluation, last)
+        evaluations = evaluated(51, "hellaswag", acc_norm=0.31), evaluated(51, "lambada", acc=0.4, perplexity=21.5)
+        case.log("a", sampled(51, "<b>to", " be"), *evaluations)
         assert page.wait("document.querySelector('pre')?.innerText === '<b>to be'"), "text is no markup"
         assert page.evaluate("!figures.eval.box.hidden && figures.memory.box.hidden")
         body = page.evaluate("document.body.innerText")
@@ -435,9 +397,8 @@ def test_page_zooms(case):
         page.evaluate("(s => { s.value = 5; s.dispatchEvent(new Event('input')); })(document.getElementById('smooth'))")
         assert page.wait("runs.get('a').curves.has('loss  unsmoothed')")
         for axis in ("step", "time_s"):
-            page.evaluate(
-                f"(s => {{ s.value = '{axis}'; s.dispatchEvent(new Event('change')); }})(document.getElementById('axis'))"
-            )
+            changed = f"s => {{ s.value = '{axis}'; s.dispatchEvent(new Event('change')); }}"
+            page.evaluate(f"({changed})(document.getElementById('axis'))")
         assert page.wait(f"{data}.x.at(-1) === 10000") and not page.errors, page.errors
 
 

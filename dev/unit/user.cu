@@ -47,6 +47,14 @@ CACHE_TEST(JIT_TEST, user_format_may_have_built_in_tables) {
     }
 }
 
+static void expect_same_sizes(Test* test, const OptimConfig* config, const OptimConfig* same) {
+    OptimTensor tensor = {"tensor", 1000, 77, true, 0};
+    optim_layout(&tensor, 1, config);
+    OptimBytes own = optim_bytes(config, &tensor, 1, OPTIM_BF16), want = optim_bytes(same, &tensor, 1, OPTIM_BF16);
+    expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
+           (long long)want.states);
+}
+
 CACHE_TEST(JIT_TEST, user_format_example) {
     static char error[JIT_ERROR_BYTES];
     OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
@@ -58,12 +66,7 @@ CACHE_TEST(JIT_TEST, user_format_example) {
         optim_describe(&same, same_line, sizeof(same_line));
         const char *cost = strstr(line, ":sr  4"), *same_cost = strstr(same_line, ":sr  4");
         expect(cost && same_cost && strcmp(cost, same_cost) == 0, "%s; %s", line, same_line);
-        OptimTensor tensor = {"tensor", 100, 77, true, 0};
-        optim_layout(&tensor, 1, &config);
-        OptimBytes own = optim_bytes(&config, &tensor, 1, OPTIM_BF16),
-                   want = optim_bytes(&same, &tensor, 1, OPTIM_BF16);
-        expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
-               (long long)want.states);
+        expect_same_sizes(test, &config, &same);
         JitImage image;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
         bool good = jit_get(expression, "sm_90", &image, error, optim_source(&config));
@@ -88,12 +91,7 @@ CACHE_TEST(JIT_TEST, user_format_spans) {
     OptimConfig config = asked(in(folder, "spans.cuh"), "one", "two"),
                 same = asked("", "e4m3/tensor", "sqrt4/rank1:sr");
     if (resolve(test, &config) && resolve(test, &same)) {
-        OptimTensor tensor = {"tensor", 1000, 77, true, 0};
-        optim_layout(&tensor, 1, &config);
-        OptimBytes own = optim_bytes(&config, &tensor, 1, OPTIM_BF16),
-                   want = optim_bytes(&same, &tensor, 1, OPTIM_BF16);
-        expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
-               (long long)want.states);
+        expect_same_sizes(test, &config, &same);
     }
 }
 
@@ -272,25 +270,13 @@ CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
     expect_load_refused(test, &config, sums, "--format that holds its mine/32 has been changed since");
 }
 
-TEST(user_format_tables_compile) {
-    // These formats fill the constants of each kind of table on a GPU.
-    if (!jit_available()) skip("libnvrtc was not found");
-    static char error[JIT_ERROR_BYTES];
+// These formats fill the constants of each kind of table on a GPU.
+JIT_TEST(user_format_tables_compile) {
     for (const char* format : {"Dyn8", "Udyn8", "De4", "Nf4", "Soft8"}) {
         char expression[128];
-        JitImage image;
         snprintf(expression, sizeof(expression), "optim_fill_kernel<Blocks<%s, 64, ScaleFp32, NEAREST>>", format);
-        bool good = jit_compile(expression, "sm_90", &image, error);
-        expect(good, "%s", error);
-        if (good) jit_free(&image);
+        expect_compiles(test, expression);
     }
-}
-
-// A folder with runs in it.
-static void remove_runs(Test* test, const Folder& folder) {
-    char command[1100];
-    snprintf(command, sizeof(command), "rm -r '%s'", folder.path);
-    expect(system(command) == 0, "%s", command);
 }
 
 static const char SMALL[] = "--layers 1 --channels 64 --heads 1 --seq 32 --batch 2 --val-every 0 --sample-every 0";
@@ -315,7 +301,6 @@ static void expect_run(Test* test, const FormatRun& run) {
         bool log = strstr(run.says, "NVRTC");
         expect(strncmp(output, "train: error: --format", 22) == 0 && (log || (end && !end[1])), "%s", output);
     }
-    remove_runs(test, folder);
 }
 
 CACHE_TEST(JIT_TEST, user_format_command_line) {
@@ -333,9 +318,8 @@ CACHE_TEST(TEST, user_format_on_the_cpu) {
                               {"--device cpu --steps 1", example(), says, 2},
                               {"--device cpu", "/nowhere/mine.cuh", says, 2}};
     for (int missing = 0; missing < 2; missing++) {
-        Setting setting = setting_enter("NIBBLE_NVRTC", missing ? "/nowhere/libnvrtc.so" : "");
+        Setting setting("NIBBLE_NVRTC", missing ? "/nowhere/libnvrtc.so" : "");
         for (const FormatRun& run : runs) expect_run(test, run);
-        setting_leave(&setting);
     }
 }
 
@@ -354,7 +338,6 @@ static void expect_equal_runs(Test* test, const char* formats, const char* m, co
     }
     const char* where = difference(&run[0], &run[1]);
     expect(!where, "%s, %s: %s", config[0].m, config[0].v, where);
-    for (Run& each : run) run_close(&each);
 }
 
 CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
@@ -374,7 +357,7 @@ CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
 TEST(user_format_trains_and_resumes_gpu) {
     // The option is restored as the others; without the file the resumed run says so.
     if (!jit_available()) skip("libnvrtc was not found");
-    CacheFolder cache = cache_enter();
+    CacheFolder cache;
     Folder folder = folder_new(test);
     static char output[65536];
     char words[8000], command[4400];
@@ -406,6 +389,4 @@ TEST(user_format_trains_and_resumes_gpu) {
     snprintf(words, sizeof(words), "--device gpu --resume %s --steps 10 --format %s", in(folder, "run"), example());
     code = run_train(words, output, sizeof(output));
     expect(code == 0, "exit code %d\n%s", code, output);
-    remove_runs(test, folder);
-    cache_leave(&cache);
 }
