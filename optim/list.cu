@@ -76,15 +76,15 @@ void optim_list_formats(FILE* file, const char* formats) {
 // Bytes for each parameter: "stored" is what a checkpoint has; "held" adds the gradients of a run with bf16 ones. The
 // room for decoded layers, which depends on the model's shape, is in the banner.
 void optim_list_presets(FILE* file) {
-    fprintf(file, "  %-11s %-11s %-14s %-11s %-12s %7s %6s\n", "--preset", "--rule", "--weights", "--m", "--v",
+    fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",
             "B/param", "held");
     for (const PresetRow& row : PRESETS) {
         OptimConfig config = {};
         config.rule = row.rule, config.weights = row.weights, config.grads = "bf16", config.m = row.m, config.v = row.v;
         Rows rows = config_rows(&config);
         const double each = rows_bytes_each(&rows);
-        fprintf(file, "  %-11s %-11s %-14s %-11s %-12s %7.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m,
-                row.v, each, each + format_bytes_each(rows.grads), row.note);
-        if (*row.overrides) fprintf(file, "  %-11s --override \"%s\"\n", "", row.overrides);
+        fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %6.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m, row.v,
+                each, each + format_bytes_each(rows.grads), row.note);
+        if (*row.overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row.overrides);
     }
 }
