@@ -79,13 +79,13 @@ const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
 // True if a launch can be captured in a CUDA graph.
 bool optim_replays(const Optim* optim, int launch);
 
-// What a captured kernel reads, in device memory.
+// A captured kernel reads this in device memory.
 struct Replayed {
     StepArguments step;
     float changing[3];  // of the first group: rest2, root2, and root2 of beta3 (SettleArguments)
 };
 
-// What the constants of a captured step come from in each replay.
+// Each replay of a captured step computes its constants from this.
 struct Replay {
     HyperSource source[STEP_GROUPS];
     double rate[STEP_GROUPS];

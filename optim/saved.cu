@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "../data/json.h"
-#include "../kernels/ranks/shard.cuh"
+#include "../kernels/ranks/collect.cuh"
 #include "optim.h"
 
 static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");

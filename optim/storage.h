@@ -86,7 +86,7 @@ Rows moment_rows(const Rows* rows);
 // True for a rule whose moments are those of a projected gradient, which takes the place of the gradient.
 bool is_low_rank(const RuleRow* rule);
 Rows apply_rows(const Rows* rows);
-// And of what takes the gradients of a micro-batch into m (rules/fold.cuh).
+// The rows of the kernel that takes the gradients of a micro-batch into m (rules/fold.cuh).
 Rows fold_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.

@@ -44,9 +44,10 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         int64_t step, int number) {
     const OptimParts parts = optim_parts(optim);
+    const int noise = 1 + (number - 1) % (LAST_FOLD - 1);  // 11 bits of a seed
     for (int i = 0, taken; i < count; i += taken) {
         const TileRun run = tensor_run(&parts, tensor + i, grads + i, count - i, &taken);
-        optim_fold_tiles(optim, &run, grad_scale, step, number);
+        optim_fold_tiles(optim, &run, grad_scale, step, noise);
     }
 }
 

@@ -1,7 +1,7 @@
 // Unit tests of kernels/ranks/shard.cuh on one rank: what gradients are sent as, their sum, the squares for the norm,
 // cuts and buckets; and of the loader's slices.
 #include "../../data/loader.h"
-#include "../../kernels/ranks/shard.cuh"
+#include "../../kernels/ranks/collect.cuh"
 #include "apart.h"
 #include "gpus.h"
 #include "ranks.h"

@@ -75,7 +75,7 @@ static void finish(Run* run, int step) {
     device_free(&run->dev, grads), device_free(&run->dev, scale);
 }
 
-// What m, of so many elements from the arena's first on, takes by hand: m + c g, stored as the format stores it.
+// Adds c g to the first `elements` of m as optim_fold_tensors should, and stores the sum as the format stores it.
 static void fold_by_hand(const Run* run, void* m, int64_t elements, int step, int micro, int number) {
     const FormatRow *format = find_row(state_table(), run->config.m),
                     *from = find_row(grads_table(), run->config.grads);
@@ -250,7 +250,7 @@ TEST_BOTH(folds_round_apart_and_may_be_left_out) {
     expect(memcmp(first, second, (size_t)named * 2) == 0, "tensors that were not named change");
     expect(memcmp(first + named, second + named, 4096) != 0, "a tensor that was named does not change");
     free(first), free(second);
-    // From m = 0, where nothing but noise tells them apart.
+    // If m begins at 0, only the noise of two micro-batches can make a difference.
     Run again;
     int64_t apart = 0;
     run_open(&again, &config, model, COUNT, OPTIM_BF16, gpu);

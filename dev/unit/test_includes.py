@@ -5,7 +5,11 @@
 The top level uses optim, kernels and data; optim uses kernels and data's base; kernels uses data's base; data uses
 itself; the base uses only the base. dev may use anything, and nothing but test_gpt2.cu uses dev. The exceptions are
 listed by name.
+
+The options and arguments that need a rule stand in data/options_synonyms.h for ./train and in optimizer.py for
+PyTorch, which share no code; the two lists must agree.
 """
+import ast
 import pathlib
 import re
 
@@ -57,12 +61,24 @@ def cycles(graph):
     return found
 
 
+def needs_differ():
+    """Arguments that need other rules in Python than as options of ./train. adafactor_lr is an option alone."""
+    rows = re.findall(r'\{"([a-z0-9 -]+)", "rule", "([a-z|-]+)"\}', (ROOT / "data/options_synonyms.h").read_text())
+    options = {name: set(rules.split("|")) for names, rules in rows for name in names.replace("-", "_").split()}
+    text = re.search(r"^NEEDS = (\{.*?\})", (ROOT / "optim/python/nibble_optim/optimizer.py").read_text(), re.M | re.S)
+    needs = ast.literal_eval(text[1])
+    arguments = {name: set(needs[names].split()) for names in needs for name in names.split()}
+    names = (set(options) | set(arguments)) - {"adafactor_lr"}
+    return [f"{name}: other rules in optimizer.py than in options_synonyms.h" for name in sorted(names)
+            if options.get(name) != arguments.get(name)]
+
+
 graph = read_includes()
 assert len(graph) > 100 and graph["kernels/feeder.cuh"], "the files were not found"
 assert cycles({"a": ["b"], "b": ["a"]}) and not cycles({"a": ["b"], "b": []}), "cycles are not found"
 assert wrong_directions({"data/files.c": ["kernels/common.cuh"]}), "wrong directions are not found"
-problems = wrong_directions(graph) + cycles(graph) + [f"{a} includes {b}, which is not there" for a in graph
-                                                      for b in graph[a] if not (ROOT / b).is_file()]
+problems = wrong_directions(graph) + cycles(graph) + needs_differ()
+problems += [f"{a} includes {b}, which is not there" for a in graph for b in graph[a] if not (ROOT / b).is_file()]
 for problem in problems:
     print("FAIL ", problem)
 print(f"{int(not problems)} passed, {int(bool(problems))} failed, 0 skipped")

@@ -22,8 +22,8 @@ if device == "cuda":
 dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/meet{ranks}", rank=rank,
                         world_size=ranks)
 MESH = init_device_mesh(device, (ranks,))
-# Of two ranks: cuts at multiples of a block but not of a tile; an uneven one; one that leaves rank 1 nothing; a
-# replicated one.
+# Two ranks cut these at a multiple of a block that is none of a tile, then unevenly, then so that rank 1 has nothing.
+# The last one is replicated.
 ELEMENTS = {"h.0": ((24, 256), Shard(0)), "h.1": ((5, 512), Shard(0)), "h.2": ((1, 300), Shard(0)),
             "h.3": ((7, 9), Replicate())}
 # Cuts through blocks, with GPT-2's names for vectors and what stands for an embedding.

@@ -341,9 +341,9 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
     check(nccl_status(comm, comm->nccl.group_end()));
 }
 
-// As comm_exchange, for pieces of at most PEER_PART bytes that are read once: copy engines leave them where they
-// arrived, receives[r].data is set to that place, and no bytes are copied. What reads them is queued on the comm's
-// stream before comm_return.
+// Exchanges pieces of at most PEER_PART bytes that are read once. It differs from comm_exchange where copy engines
+// carry them: receives[r].data becomes the place where a piece arrived, so no bytes are copied. The caller queues what
+// reads the pieces on the comm's stream, and then calls comm_return.
 inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
     if (!comm->peers) {
         comm_exchange(comm, sends, receives);
@@ -359,6 +359,7 @@ inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* rec
     peers_join(comm->peers, comm->stream);
 }
 
+// Lets the senders write to these places again.
 inline void comm_return(const Comm* comm, const CommPiece* receives) {
     for (int r = 0; r < comm->world && comm->peers; r++) {
         if (r != comm->rank && receives[r].bytes > 0) peer_give_back(comm->peers, comm->stream, r);

@@ -32,7 +32,6 @@
 #pragma once
 #include <assert.h>
 
-#include "../../data/files.h"
 #include "../part_norm.cuh"
 #include "../tile.h"
 #include "comm.cuh"
@@ -147,6 +146,13 @@ inline int64_t shard_tile_bytes(CommFormat format, int gradient_bytes) {
 // Tile t of `tiles` belongs to the slice of rank r from here to slice_begin(r + 1).
 inline int64_t slice_begin(int64_t tiles, int r, int world) {
     return tiles * r / world;
+}
+
+// Slice r of elements `begin` to `end` of the arena.
+inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
+    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
+    return {begin + slice_begin(tiles, r, s->comm.world) * TILE_ELEMENTS,
+            begin + slice_begin(tiles, r + 1, s->comm.world) * TILE_ELEMENTS};
 }
 
 // Gradients on their way, in plain C: encode, and the sum in the order of the ranks.
@@ -505,18 +511,12 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 // The sums of the slices to all ranks.
 template <typename G>
 void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
-    int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    CommPiece *sends = s->sends, *receives = s->receives;
-    for (int r = 0; r < world; r++) {
-        int64_t first[2] = {slice_begin(tiles, me, world), slice_begin(tiles, r, world)};
-        int64_t last[2] = {slice_begin(tiles, me + 1, world), slice_begin(tiles, r + 1, world)};
-        sends[r] = {local + begin + first[0] * TILE_ELEMENTS,
-                    (last[0] - first[0]) * TILE_ELEMENTS * (int64_t)sizeof(G)};
-        receives[r] = {local + begin + first[1] * TILE_ELEMENTS,
-                       (last[1] - first[1]) * TILE_ELEMENTS * (int64_t)sizeof(G)};
-    }
-    comm_exchange(&s->comm, sends, receives);
+    const auto piece = [&](int r) {
+        const Overlap slice = shard_slice(s, begin, end, r);
+        return CommPiece{local + slice.begin, (slice.end - slice.begin) * (int64_t)sizeof(G)};
+    };
+    for (int r = 0; r < s->comm.world; r++) s->sends[r] = piece(s->comm.rank), s->receives[r] = piece(r);
+    comm_exchange(&s->comm, s->sends, s->receives);
 }
 
 // The sums of the slices to the owners, which write them into what they keep, or add them to it. Where gradients are
@@ -524,17 +524,15 @@ void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 template <typename G>
 void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
     int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / TILE_ELEMENTS, used = 0;
+    int64_t used = 0;
     CommPiece *sends = s->sends, *receives = s->receives;
     Overlap* into = s->into;
+    const Overlap own = shard_slice(s, begin, end, me);
     for (int r = 0; r < world; r++) {
-        int64_t first = begin + slice_begin(tiles, me, world) * TILE_ELEMENTS;
-        int64_t last = begin + slice_begin(tiles, me + 1, world) * TILE_ELEMENTS;
-        Overlap out = shard_overlap(first, last, s->cut[r], s->cut[r + 1]);
+        const Overlap slice = shard_slice(s, begin, end, r);
+        const Overlap out = shard_overlap(own.begin, own.end, s->cut[r], s->cut[r + 1]);
         sends[r] = {local + out.begin, (out.end - out.begin) * (int64_t)sizeof(G)};
-        first = begin + slice_begin(tiles, r, world) * TILE_ELEMENTS;
-        last = begin + slice_begin(tiles, r + 1, world) * TILE_ELEMENTS;
-        into[r] = shard_overlap(first, last, s->cut[me], s->cut[me + 1]);
+        into[r] = shard_overlap(slice.begin, slice.end, s->cut[me], s->cut[me + 1]);
         receives[r] = {s->incoming + used, (into[r].end - into[r].begin) * (int64_t)sizeof(G)};
         used += receives[r].bytes;
     }
@@ -810,13 +808,6 @@ inline void shard_loss(Shard* s, float* scalars) {
 
 // Weights.
 
-// Returns slice r of a run of the arena.
-inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
-    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    return {begin + slice_begin(tiles, r, s->comm.world) * TILE_ELEMENTS,
-            begin + slice_begin(tiles, r + 1, s->comm.world) * TILE_ELEMENTS};
-}
-
 // The weights of a run of the arena, element x to weights[x + shift], go from those who keep them to all in two
 // exchanges. Most layers lie in the part of one rank. If that rank sent n elements to each of the others, its link
 // would carry (W-1) n elements while the other links are idle. So the owners deal the run out first: rank r gets slice
@@ -894,125 +885,4 @@ inline void shard_need(Shard* s, int bucket, int next = -1) {
     if (bucket < s->layers) shard_prefetch(s, bucket);
     if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->ready[bucket], 0));
     shard_prefetch(s, next);
-}
-
-// To the host memory of rank 0, from rank `from`, at most shard_staging_bytes at a time; all ranks call it. The data is
-// the device's, or the host's.
-inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes, int from, bool on_host) {
-    const Device* dev = s->comm.dev;
-    bool own = from == 0 && s->comm.rank == 0;
-    if (own && on_host && host != data) memcpy(host, data, (size_t)bytes);
-    if (own && !on_host) copy_to_host(dev, host, data, bytes);
-    if (from == 0 || bytes == 0) return;
-    bool first = s->comm.rank == 0, sender = s->comm.rank == from;
-    CommPiece *sends = s->sends, *receives = s->receives;
-    memset(sends, 0, (size_t)s->comm.world * sizeof(CommPiece));
-    memset(receives, 0, (size_t)s->comm.world * sizeof(CommPiece));
-    // States may be in pinned memory of the host (optim/offload.h), so all passes through device memory.
-    if (dev->gpu && sender) copy_to_device(dev, s->incoming, data, bytes), data = s->incoming;
-    void* into = dev->gpu ? s->incoming : (char*)host;
-    if (first) receives[from] = {into, bytes};
-    if (sender) sends[0] = {(void*)data, bytes};
-    comm_after_device(&s->comm);
-    comm_exchange(&s->comm, sends, receives);
-    device_after_comm(&s->comm);
-    if (first && dev->gpu) copy_to_host(dev, host, into, bytes);
-    if (sender) device_sync(dev);
-}
-
-// True if this device memory has the same bytes on all ranks. Bytes: all of it to the host, once.
-inline bool shard_equal(Shard* s, const void* data, int64_t bytes) {
-    constexpr int64_t PIECE = 16 << 20;
-    char* host = (char*)memory_take(PIECE);
-    uint32_t crc = 0;
-    device_after_comm(&s->comm);
-    for (int64_t at = 0; at < bytes; at += PIECE) {
-        int64_t part = bytes - at < PIECE ? bytes - at : PIECE;
-        copy_to_host(s->comm.dev, host, (const char*)data + at, part);
-        crc = crc32c(crc, host, part);
-    }
-    free(host);
-    double limits[2] = {(double)crc, -(double)crc};
-    launch_agree(s->comm.launch, limits, 2, LAUNCH_MAX);
-    return limits[0] == -limits[1];
-}
-
-// Elements begin to begin + n of the arena into `values` on rank 0, part by part from those who keep them. `kept`: this
-// rank's part, of elements of `size` bytes, in device memory; NULL: what it has is in its own `values` already.
-inline void shard_collect(Shard* s, void* values, int64_t begin, int64_t n, int size, const void* kept) {
-    int64_t most = shard_staging_bytes(s) / size, own = s->cut[s->comm.rank];
-    for (int r = 0; r < s->comm.world; r++) {
-        Overlap part = shard_overlap(begin, begin + n, s->cut[r], s->cut[r + 1]);
-        for (int64_t at = part.begin; at < part.end; at += most) {
-            int64_t count = part.end - at < most ? part.end - at : most;
-            char* host = (char*)values + (at - begin) * size;
-            shard_to_first(s, host, kept ? (const char*)kept + (at - own) * size : host, count * size, r, !kept);
-        }
-    }
-}
-
-// A checkpoint is unsharded: its arrays are the ranks' one after another.
-struct ShardArray {
-    char name[160], dtype[8];
-    int64_t elements;
-    int32_t element_bytes;
-    const void* data;  // the rank's own
-};
-
-constexpr int SHARD_ARRAYS = 112;  // at most
-
-struct ShardArrays {
-    ShardArray* whole;  // (count) as an unsharded optimizer has them
-    int count, ranks;
-    int64_t* bytes;    // (count, ranks)
-    const void** own;  // (count) this rank's data
-};
-
-// From what this rank has; alone, or where nothing is sharded, that is all. Launches stand in the arena's order, so an
-// array that an earlier rank lacks comes after those that it has.
-inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
-    constexpr int most = SHARD_ARRAYS;
-    assert(count <= most);
-    ShardArray table[most] = {};
-    bool split = shard_splits(s, SHARD_STATES);
-    ShardArrays all = {(ShardArray*)memory_zero(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr,
-                       nullptr};
-    all.bytes = (int64_t*)memory_zero((size_t)most * all.ranks, sizeof(int64_t));
-    all.own = (const void**)memory_zero(most, sizeof(void*));
-    for (int r = 0; r < all.ranks; r++) {
-        bool mine = !split || r == s->comm.rank;
-        int64_t theirs = count;
-        if (mine) memcpy(table, own, (size_t)count * sizeof(ShardArray));
-        if (split) launch_share(s->comm.launch, r, &theirs, sizeof(theirs));
-        if (split) launch_share(s->comm.launch, r, table, sizeof(table));
-        for (int i = 0; i < theirs; i++) {
-            int at = 0;
-            while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
-            assert(at < most);
-            if (at == all.count) all.whole[all.count++] = table[i], all.whole[at].elements = 0;
-            all.whole[at].elements += table[i].elements;
-            all.bytes[at * all.ranks + r] = table[i].elements * table[i].element_bytes;
-            if (mine) all.own[at] = table[i].data;
-        }
-    }
-    return all;
-}
-
-// Bytes `at` to at + bytes of array i into `host` on rank 0, part by part from those who keep them; all ranks call it.
-inline void shard_arrays_read(Shard* s, const ShardArrays* all, int i, int64_t at, int64_t bytes, void* host) {
-    const int64_t piece = shard_staging_bytes(s);
-    int64_t begin = 0;
-    for (int r = 0; r < all->ranks; r++) {
-        const int64_t end = begin + all->bytes[i * all->ranks + r];
-        const Overlap part = shard_overlap(at, at + bytes, begin, end);
-        for (int64_t from = part.begin; from < part.end; from += piece) {
-            const int64_t count = part.end - from < piece ? part.end - from : piece;
-            shard_to_first(s, (char*)host + (from - at), (const char*)all->own[i] + (from - begin), count, r, false);
-        }
-        begin = end;
-    }
-}
-
-inline void shard_arrays_free(ShardArrays* all) {
-    free(all->whole), free(all->bytes), free(all->own);
 }

@@ -1,5 +1,5 @@
-// Not in the table of rules: what takes the gradient of a micro-batch that is not the last of its step into m, so that
-// no memory has to hold the sum of the gradients:
+// Takes the gradient of a micro-batch that is not the last of its step into m, so that no memory has to hold the sum of
+// the gradients. It is no row of the table of rules:
 //     m = m + c * g
 // A rule whose step is m = beta * m + rest * g, and which reads g nowhere else, needs c = rest / beta: the step of the
 // last micro-batch multiplies m by beta, so that each gradient counts as if the step had been given their sum. m is

@@ -19,7 +19,7 @@ FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter g
 NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
          "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
          "rank_gap rank_scale": "galore fira apollo apollo-mini", "rank_basis": "galore",
-         "clip_update": "adafactor came"}  # arguments that change nothing without one of these rules
+         "clip_update": "adafactor came"}  # change nothing without one of these rules, as in data/options_synonyms.h
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
 TILE = 2048
@@ -117,7 +117,7 @@ class _Part:
                            for views in self.views for name in views)
         # Owners' changes raise the counters of what they are copied to, besides.
         self.versions, self.own_counters = None, False if self.shares else None
-        # What is written through a DTensor raises its counter, and not that of what lies here.
+        # A write through a DTensor raises the counter of the DTensor alone, not that of the local tensor.
         sharded = [t for t, p in enumerate(params) if _is_dtensor(p)]
         self.counted = [*self.locals, *(params[t] for t in sharded)]
         self.counted_of = [*self.numbers, *sharded]
@@ -355,13 +355,13 @@ class _Part:
         """Refuses on all ranks what an owner would refuse later, while the others wait for it."""
         present, first = [t for t in self.owned if grads[t] is not None], {}
         for t in present:
-            its = beta1, beta2, eps, age = constants[group_of[t]][2:6]
+            its = constants[group_of[t]][2:6]  # betas, eps, number of the step
             other = first.setdefault(self.together_of[t], its)
             if self.together_of[t] >= 0 and its != other:
-                raise ValueError(f"{self.tensors[t][0]} has betas ({beta1:g}, {beta2:g}), eps {eps:g} at step {age} and "
-                                 f"others of its rule have ({other[0]:g}, {other[1]:g}), {other[2]:g} at step {other[3]}, "
-                                 "which takes all together; give them the same betas and eps and step them together, "
-                                 "or override the rule of some")
+                own, theirs = ("({:g}, {:g}), eps {:g} at step {}".format(*each) for each in (its, other))
+                raise ValueError(f"{self.tensors[t][0]} has betas {own} and others of its rule have {theirs}, which "
+                                 "takes all together; give them the same betas and eps and step them together, or "
+                                 "override the rule of some")
         for t in self.owned:
             if grads[t] is None and any(self.together_of[t] == self.together_of[u] >= 0 for u in present):
                 raise ValueError(f"{self.tensors[t][0]} has no gradient and others of its rule have one, which takes "
@@ -459,8 +459,8 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
                  beta3=None, alpha=None, ramp=None, momentum=None, nesterov=None, clip_update=None,
-                 limit_growth=None, capturable=False, stacked=None, ns_steps=None, ns_coefficients=None, rank=None, rank_gap=None,
-                 rank_scale=None, rank_basis=None, min_quantized=0):
+                 limit_growth=None, capturable=False, stacked=None, ns_steps=None, ns_coefficients=None, rank=None,
+                 rank_gap=None, rank_scale=None, rank_basis=None, min_quantized=0):
         if nesterov not in (None, True, False):
             raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,

@@ -70,7 +70,7 @@ class Shares:
     def _exchange(self, sent, sizes, counts):
         """Sends sizes[r] elements of `sent` to rank r, and returns counts[r] elements of each rank r, in order."""
         received = torch.empty(sum(counts), dtype=sent.dtype, device=sent.device)
-        # As bytes, which every backend takes.
+        # Every backend takes bytes.
         width = sent.element_size()
         torch.distributed.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8),
                                             [width * n for n in counts], [width * n for n in sizes],
