@@ -517,21 +517,19 @@ static const char* whole_grads(const PlacedTables* tables, int launch) {
     return tables->view.grads + first * tables->view.grad_bytes;
 }
 
-// Returns the places of the weights of a launch's matrices: beside, if they are not aligned.
+// Returns the places of the weights of a launch's matrices, in the order of its plan: beside, if they are not aligned.
 static LowPlace* low_places(const PlacedTables* tables, int launch) {
     const OptimParts* parts = &tables->parts;
     const PlacedView* view = &tables->view;
     const MatrixPlan* matrices = &optim_matrix_work(tables->optim, launch)->plan;
-    LowPlace *places = (LowPlace*)memory_zero((size_t)matrices->matrices + 1, sizeof(LowPlace)), *to = places;
-    for (int t = 0; t < parts->count; t++) {
-        const OptimTensor* tensor = &parts->tensors[t];
-        const int64_t slot = tables->first_slot[t], bytes = tensor->rows / tensor->parts * tensor->cols;
-        if (parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
+    LowPlace* places = (LowPlace*)memory_zero((size_t)matrices->matrices + 1, sizeof(LowPlace));
+    for (int i = 0; i < matrices->matrices; i++) {
+        const int t = matrices->matrix[i].tensor;
+        const int64_t slot = tables->first_slot[t],
+                      before = matrices->matrix[i].element - parts->tensors[t].offset;  // parts of a stacked tensor
         char* weights =
             slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
-        for (int part = 0; part < tensor->parts; part++) {
-            *to++ = {weights + part * bytes * view->weight_bytes, tables->number_of[t]};
-        }
+        places[i] = {weights + before * view->weight_bytes, tables->number_of[t]};
     }
     return places;
 }

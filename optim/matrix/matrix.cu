@@ -117,6 +117,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
             matrix->at = begin - chunk->begin + part * rows * tensor->cols;
             matrix->row = row + part * rows;
             matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
+            matrix->tensor = t;
             matrix->element = begin + part * rows * tensor->cols;
             matrix->group = plan->group_of[t];
             if (low) low_place(plan, index, t, part, chunk, matrix, &its);

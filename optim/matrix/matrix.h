@@ -41,6 +41,7 @@ struct Matrix {
     int64_t at;   // its first element in the scratch of its chunk
     int64_t row;  // number of its first row among those of the launch
     int rows, cols;
+    int tensor;  // its number; a chunk's matrices are sorted by their shape, not by this
     // Rules that project the gradient (low_rank.h) need these: the first element of its moments in work->low, the first
     // number of its basis in the launch's, and its own first element in the whole arena.
     int64_t low, basis, element;
