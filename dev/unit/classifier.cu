@@ -73,9 +73,10 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
                          Logit logit = even_logit) {
     const float dloss = 1.0f / 64;
     const int64_t distinct = N < DISTINCT_ROWS ? N : DISTINCT_ROWS;
-    float *values = floats(N * Vp), *want = floats(N * Vp), *want_loss = floats(N);
-    double* row = (double*)malloc(2 * V * sizeof(double));
-    int* targets = (int*)malloc(N * sizeof(int));
+    Room room(dev);
+    float *values = room.host<float>(N * Vp), *want = room.host<float>(N * Vp), *want_loss = room.host<float>(N);
+    double* row = room.host<double>(2 * V);
+    int* targets = room.host<int>(N);
     for (int64_t i = 0; i < distinct * Vp; i++)  // what the padding holds is never used
         values[i] = i % Vp < V ? logit(i / Vp, (int)(i % Vp), V) : NAN;
     for (int64_t i = distinct; i < N; i++) memcpy(values + i * Vp, values + i % distinct * Vp, Vp * sizeof(float));
@@ -94,7 +95,7 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
                 want[i * Vp + v] = v < V ? (float)((softmax[v] - (v == targets[i])) * dloss) : 0.0f;
         }
     }
-    int* device_targets = ints_to_device(dev, targets, N);
+    const int* device_targets = room.to_device(targets, N);
     auto run = [&](bool backward) {
         classifier(dev, losses.device, logits.device, device_targets, dloss, backward, N, V, Vp);
     };
@@ -106,8 +107,6 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
         array_set(dev, &logits, values);
         run(true);
     });
-    free(values), free(want), free(want_loss), free(row), free(targets);
-    device_free(dev, device_targets);
 }
 
 #ifdef __CUDACC__
@@ -117,12 +116,10 @@ TEST(classifier_resident_rows_gpu) {
     Device dev = test_device(true);
     double worst = 0.0;
     const int shapes[][3] = {{1100, 20000, 20032}, {1000, 50257, 50304}, {600, 50304, 50304}, {600, 100277, 100352}};
-    bool resident = classifier_resident_fits(&dev, 50304);
+    if (!classifier_resident_fits(&dev, 50304)) skip("needs compute capability 9.0 and a build for it");
     for (auto& s : shapes) classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
     classifier_gpu_case<bf16>(test, &worst, &dev, 600, 50257, 50304, wide_logit);
     note_worst(test, worst);
-    device_close(&dev);
-    if (!resident) skip("needs compute capability 9.0 and a build for it");
 }
 
 // For `make sanitize`, whose race checker is slow: two blocks, which take five rows of three chunks in turn.
@@ -130,11 +127,9 @@ TEST(classifier_race_gpu) {
     Device dev = test_device(true);
     dev.sm_count = 1;
     double worst = 0.0;
-    bool resident = classifier_resident_fits(&dev, 30016);
+    if (!classifier_resident_fits(&dev, 30016)) skip("needs compute capability 9.0 and a build for it");
     classifier_gpu_case<bf16>(test, &worst, &dev, 5, 30000, 30016);
     note_worst(test, worst);
-    device_close(&dev);
-    if (!resident) skip("needs compute capability 9.0 and a build for it");
 }
 #endif
 

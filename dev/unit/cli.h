@@ -291,18 +291,20 @@ inline char* contents(const char* folder, const char* name, int64_t* bytes) {
 // With the folder of text.txt and that of the run.
 #define BRIEF SHAPE " " QUICK " --data %s/text.txt --run %s"
 
-// Whether two folders' files of this name are equal; both must be there.
-inline bool equal_files(Test* test, const char* a, const char* b, const char* name) {
+// Whether two folders' files of this name are equal, or files of two names; both must be there.
+inline bool equal_files(Test* test, const char* a, const char* b, const char* name, const char* other = nullptr) {
     int64_t a_bytes = 0, b_bytes = 0;
-    char *a_text = contents(a, name, &a_bytes), *b_text = contents(b, name, &b_bytes);
-    expect(a_text && b_text, "%s/%s or %s/%s is not there", a, name, b, name);
+    if (!other) other = name;
+    char *a_text = contents(a, name, &a_bytes), *b_text = contents(b, other, &b_bytes);
+    expect(a_text && b_text, "%s/%s or %s/%s is not there", a, name, b, other);
     const bool equal = a_text && b_text && a_bytes == b_bytes && memcmp(a_text, b_text, a_bytes) == 0;
     free(a_text), free(b_text);
     return equal;
 }
 
-inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name) {
-    expect(equal_files(test, a, b, name), "%s/%s and %s/%s differ", a, name, b, name);
+inline void expect_equal_files(Test* test, const char* a, const char* b, const char* name,
+                               const char* other = nullptr) {
+    expect(equal_files(test, a, b, name, other), "%s/%s and %s/%s differ", a, name, b, other ? other : name);
 }
 
 // The training loss of every step as the log spells it, the gradient's norm and the learning rate; of a step done twice

@@ -113,8 +113,6 @@ FOLDER_TEST(evaluation_file) {
     }
     expect(!evaluation_open(&e, "nowhere", bytes, error) && strstr(error, "data/prepare.py --eval nowhere"), "%s",
            error);
-    tokenizer_close(bytes);
-    remove_tree(work);
 }
 
 Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)[2]) {
@@ -125,8 +123,6 @@ Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)
     File file = file_make(kind, examples);
     file_write_sealed(&file, work, "task.eval", 0);
     expect(evaluation_open(&e, joined(work, "task.eval"), bytes, error), "%s", error);
-    tokenizer_close(bytes);
-    remove_tree(work);
     return e;
 }
 
@@ -162,7 +158,6 @@ TEST(evaluation_batches) {
                 expect(at == count, "%d places, want %d", count, at);
             }
             for (int r = 0; r < e.rows; r++) expect(seen[r] == 1, "row %d is in %d batches", r, seen[r]);
-            evaluation_plan_free(&plan);
         }
     }
 }
@@ -193,7 +188,6 @@ TEST(evaluation_figures) {
     scores[5].sum = NAN;
     r = evaluation_result(&e, scores);
     expect(isnan(r.acc) && isnan(r.acc_norm), "NaN counts as an answer");
-    evaluation_close(&e);
     e = evaluation_make(test, 1, WORDS);
     for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2, 0};
     r = evaluation_result(&e, scores);
@@ -213,7 +207,6 @@ TEST(evaluation_sums) {
             for (int i = 0; i < count; i++) losses[i] = (float)targets[i] / 7, likeliest[i] = targets[i] < 200;
             evaluation_take(&e, &plan, b, losses, likeliest, scores[run]);
         }
-        evaluation_plan_free(&plan);
     }
     for (int r = 0; r < e.rows; r++) {
         const EvaluationRow* row = &e.row[r];
@@ -230,9 +223,9 @@ TEST(evaluation_sums) {
 
 // Against double; ties: the first of equal logits is the likeliest.
 void score_case(Test* test, double* worst, const Device* dev, int R, int V, int Vp) {
-    float *logits = random_floats((int64_t)R * Vp, 5, 6), *want = floats(R), *got = floats(R);
-    int *targets = (int*)malloc(R * sizeof(int)), *likeliest = (int*)malloc(R * sizeof(int));
-    int* right = (int*)malloc(R * sizeof(int));
+    Room room(dev);
+    float *logits = random_floats((int64_t)R * Vp, 5, 6), *want = room.host<float>(R);
+    int *targets = room.host<int>(R), *right = room.host<int>(R);
     for (int r = 0; r < R; r++) {
         float* row = logits + (int64_t)r * Vp;
         for (int v = V; v < Vp; v++) row[v] = NAN;  // the padding is never used
@@ -247,33 +240,24 @@ void score_case(Test* test, double* worst, const Device* dev, int R, int V, int 
         for (int v = 0; v < V; v++) sum += exp((double)row[v] - row[best]);
         want[r] = (float)(log(sum) - ((double)row[targets[r]] - row[best]));
     }
-    float* device = (float*)device_alloc(dev, (int64_t)R * Vp * 4);
-    float* losses = (float*)device_alloc(dev, R * 4);
-    int *places = ints_to_device(dev, targets, R), *flags = (int*)device_alloc(dev, R * 4);
-    copy_to_device(dev, device, logits, (int64_t)R * Vp * 4);
-    score(dev, losses, flags, device, places, R, V, Vp);
-    copy_to_host(dev, got, losses, R * 4), copy_to_host(dev, likeliest, flags, R * 4);
-    close_to(test, worst, "losses", got, want, R, 16 * EPS32, sqrt((double)V) * EPS32);
+    float* losses = room.device<float>(R);
+    int* flags = room.device<int>(R);
+    score(dev, losses, flags, room.to_device(logits, (int64_t)R * Vp), room.to_device(targets, R), R, V, Vp);
+    close_to(test, worst, "losses", room.to_host(losses, R), want, R, 16 * EPS32, sqrt((double)V) * EPS32);
+    const int* likeliest = room.to_host(flags, R);
     for (int r = 0; r < R; r++)
         expect(likeliest[r] == right[r], "row %d: the likeliest? %d, want %d", r, likeliest[r], right[r]);
-    device_free(dev, device), device_free(dev, losses), device_free(dev, places), device_free(dev, flags);
-    free(logits), free(want), free(got), free(targets), free(likeliest), free(right);
 }
 
 template <typename X>
 void gather_case(Test* test, const Device* dev) {
     const int N = 9, C = 192, places[] = {8, 0, 3, 3};
-    float* values = random_floats(N * C, 8, 1);
-    X rounded[N * C], got[4 * C];
-    for (int i = 0; i < N * C; i++) rounded[i] = from_float<X>(values[i]);
-    X *inp = (X*)device_alloc(dev, sizeof(rounded)), *out = (X*)device_alloc(dev, sizeof(got));
-    int* device = ints_to_device(dev, places, 4);
-    copy_to_device(dev, inp, rounded, sizeof(rounded));
-    gather_rows(dev, out, inp, device, 4, C);
-    copy_to_host(dev, got, out, sizeof(got));
+    Room room(dev);
+    X rounded[N * C], *out = room.device<X>(4 * C);
+    for (int i = 0; i < N * C; i++) rounded[i] = from_float<X>(test_uniform(8, i));
+    gather_rows(dev, out, room.to_device(rounded, N * C), room.to_device(places, 4), 4, C);
+    const X* got = room.to_host(out, 4 * C);
     for (int r = 0; r < 4; r++) expect(memcmp(got + r * C, rounded + places[r] * C, C * sizeof(X)) == 0, "row %d", r);
-    device_free(dev, inp), device_free(dev, out), device_free(dev, device);
-    free(values);
 }
 
 OPERATOR_TEST(evaluation_scores) {
@@ -315,7 +299,6 @@ FOLDER_TEST(evaluation_command) {
     for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")) != nullptr; at++) lines++;
     expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
            "%d lines of evaluations in %s", lines, log);
-    free(log);
     // A file that --eval-out may not write is refused before anything is computed, and left as it was.
     const char *victim = joined(work, "victim"), *link = joined(work, "link"), *pipe = joined(work, "pipe");
     write_text(work, "victim", "kept");
@@ -337,7 +320,6 @@ FOLDER_TEST(evaluation_command) {
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
                strstr(OUT(alone), "eval     words  acc 0.") && strstr(OUT(alone), "perplexity"),
            "%s", OUT(alone));
-    forget(&alone);
     setenv("NIBBLE_STAND_IN", "1", 1);
     train_well("--eval %s/four.eval,%s/words.eval --model %s --device cpu --gpus 2 --eval-out %s/2.jsonl", work, work,
                run, work);
@@ -348,16 +330,10 @@ FOLDER_TEST(evaluation_command) {
             shard, work, work, shard, run, work, work, shard);
     }
     unsetenv("NIBBLE_STAND_IN");
-    char *first = contents(work, "0.jsonl", &bytes), *second = contents(work, "1.jsonl", &bytes);
-    expect(first && second && bytes > 100 && strcmp(first, second) == 0, "in a run:\n%salone:\n%s", first, second);
-    free(second);
-    second = contents(work, "2.jsonl", &bytes);
-    expect(second && strcmp(first, second) == 0, "one rank:\n%stwo:\n%s", first, second);
-    free(first), free(second);
-    first = contents(work, "none.jsonl", &bytes), second = contents(work, "weights.jsonl", &bytes);
-    expect(first && second && strcmp(first, second) == 0, "whole weights:\n%ssharded:\n%s", first, second);
-    free(first), free(second);
-    remove_tree(work);
+    expect(contents(work, "0.jsonl", &bytes) && bytes > 100, "no scores");
+    expect_equal_files(test, work, work, "0.jsonl", "1.jsonl");  // in a run, and alone
+    expect_equal_files(test, work, work, "0.jsonl", "2.jsonl");  // on one rank, and on two
+    expect_equal_files(test, work, work, "none.jsonl", "weights.jsonl");
 }
 
 FOLDER_TEST(evaluation_bad_input) {
@@ -384,8 +360,6 @@ FOLDER_TEST(evaluation_bad_input) {
     expect_error(test, &name, "a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing");
     run_train(none, "--eval four --device cpu%s", "");
     expect_error(test, &none, "no model", "--model", "");
-    forget(&name), forget(&none);
-    remove_tree(work);
 }
 
 }  // namespace

@@ -65,12 +65,18 @@ TEST(fp8_scales) {
     for (float x : {0.0f, NAN, INFINITY}) expect(fp8_scale(x, FP8_E4M3, 0) == 1.0f, "the scale of %g", x);
 }
 
+// Scales on the device with the slots that a test needs, none of them known.
+Fp8 scales_open(Room* room, int slots) {
+    void* memory = room->device<char>(fp8_bytes(slots));
+    device_zero(room->dev, memory, fp8_bytes(slots));
+    return fp8_open(slots, FP8_E5M2, memory);
+}
+
 // A history keeps the largest of the last steps for FP8_HISTORY steps; a magnitude that is not finite changes nothing.
 TEST(fp8_history) {
-    Device dev = test_device(false);
-    void* memory = device_alloc(&dev, fp8_bytes(3));
-    device_zero(&dev, memory, fp8_bytes(3));
-    Fp8 f = fp8_open(3, FP8_E5M2, memory);
+    const Device dev = test_device(false);
+    Room room(&dev);
+    Fp8 f = scales_open(&room, 3);
     float factor = 1.0f, saturated;
     for (int step = 0; step < 2 * FP8_HISTORY; step++) {
         fp8_begin(&dev, &f);
@@ -92,13 +98,6 @@ TEST(fp8_history) {
     expect(f.history[0] == before, "a step that changed nothing is remembered");
 }
 
-// Scales on the device with the slots that a test needs, none of them known.
-Fp8 scales_open(const Device* dev, int slots) {
-    void* memory = device_alloc(dev, fp8_bytes(slots));
-    device_zero(dev, memory, fp8_bytes(slots));
-    return fp8_open(slots, FP8_E5M2, memory);
-}
-
 struct CastShape {
     int64_t N;
     int C;
@@ -107,25 +106,22 @@ struct CastShape {
 // One cast on both devices, from equal values: codes (by rows and by columns), magnitude and count to the bit where
 // nothing is computed; with GELU, codes at most one step apart.
 void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op op, Fp8Type type, bool current) {
-    Device cpu;
-    device_open(&cpu, false, 0);
+    const Device cpu = test_device(false);
+    Room room(dev), here(&cpu);
     const int64_t n = s.N * s.C;
     Array<bf16> inp = array_random<bf16>(dev, n, 5, 3.0f), pre = array_random<bf16>(dev, n, 6, 2.0f);
     Array<float> bias = array_of<float>(dev, s.C, nullptr);
-    Fp8 f = scales_open(dev, 3), g = scales_open(&cpu, 3);
-    uint8_t *codes[2], *want[2] = {(uint8_t*)malloc(n), (uint8_t*)malloc(n)}, *got = (uint8_t*)malloc(n + 64);
-    for (uint8_t*& code : codes) {
-        code = (uint8_t*)device_alloc(dev, n + 64);
-        copy_to_device(dev, code, memset(got, 0xaa, n + 64), n + 64);
-    }
-    float* scratch = (float*)device_alloc(dev, fp8_scratch_bytes(dev, s.N, s.C));
-    float* sums = floats(s.C);
+    Fp8 f = scales_open(&room, 3), g = scales_open(&here, 3);
+    uint8_t *codes[2], *want[2] = {room.host<uint8_t>(n), room.host<uint8_t>(n)}, *got = room.host<uint8_t>(n + 64);
+    memset(got, 0xaa, n + 64);
+    for (uint8_t*& code : codes) code = room.to_device(got, n + 64);
+    float *scratch = (float*)room.device<char>(fp8_scratch_bytes(dev, s.N, s.C)), *sums = room.host<float>(s.C);
     fp8_begin(dev, &f), fp8_begin(&cpu, &g);
     f.current = g.current = current;
     if (!current) fp8_fix(dev, &f, 1, 1.7f, type), fp8_fix(&cpu, &g, 1, 1.7f, type);  // so that some saturate
-    const Fp8Operand to = {codes[0], codes[1], 1, type}, here = {want[0], want[1], 1, type};
+    const Fp8Operand to = {codes[0], codes[1], 1, type}, there = {want[0], want[1], 1, type};
     fp8_cast<bf16>(dev, &f, &to, op, inp.device, pre.device, bias.device, scratch, s.N, s.C, false);
-    fp8_cast<float>(&cpu, &g, &here, op, inp.host, pre.host, sums, nullptr, s.N, s.C, false);
+    fp8_cast<float>(&cpu, &g, &there, op, inp.host, pre.host, sums, nullptr, s.N, s.C, false);
     int64_t apart = 0;
     for (int i = 0; i < 2; i++) {
         copy_to_host(dev, got, codes[i], n + 64);
@@ -142,8 +138,6 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
     copy_to_host(dev, bias.host, bias.device, s.C * sizeof(float));
     close_to(test, worst, "sums", bias.host, sums, s.C,
              EPS32 * (double)s.N * 4 + (op == FP8_COPY ? 0 : 1e-4 * (double)s.N), 0);
-    for (int i = 0; i < 2; i++) device_free(dev, codes[i]), free(want[i]);
-    device_free(dev, scratch), device_free(dev, f.inverse), free(g.inverse), free(got), free(sums);
 }
 
 OPERATOR_TEST(fp8_cast_gpu) {
@@ -160,24 +154,24 @@ OPERATOR_TEST(fp8_cast_gpu) {
 // Codes that a kernel writes of what it makes are those of a cast of what it would store, to the bit, with the same
 // magnitude and count; the transposed ones are the cast's by columns.
 struct Made {
-    const Device* dev;
+    Room* room;
     Fp8 f, g;  // of the kernel and of the cast
     uint8_t *rows, *columns, *want[2];
     int64_t N;
     int C;
 };
 
-Made made_open(const Device* dev, int64_t N, int C, Fp8Type type, float largest = 0.9f) {
+Made made_open(Room* room, int64_t N, int C, Fp8Type type, float largest = 0.9f) {
     assert(N > 0 && C > 0);
-    Made m = {dev, scales_open(dev, 3), scales_open(dev, 3), nullptr, nullptr, {}, N, C};
+    Made m = {room, scales_open(room, 3), scales_open(room, 3), nullptr, nullptr, {}, N, C};
     for (uint8_t** codes : {&m.rows, &m.columns, &m.want[0], &m.want[1]}) {
-        *codes = (uint8_t*)device_alloc(dev, N * C);
-        device_zero(dev, *codes, N * C);
+        *codes = room->device<uint8_t>(N * C);
+        device_zero(room->dev, *codes, N * C);
     }
     for (Fp8* f : {&m.f, &m.g}) {
-        fp8_begin(dev, f);
+        fp8_begin(room->dev, f);
         f->current = false;
-        fp8_fix(dev, f, 1, largest, type);
+        fp8_fix(room->dev, f, 1, largest, type);
     }
     return m;
 }
@@ -189,27 +183,22 @@ Fp8Codes made_codes(const Made* m, Fp8Type type) {
 // `values` is what the kernel stores without codes: (N, C). counted: it tells magnitude and count.
 void made_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Type type, bool counted) {
     const int64_t n = m->N * m->C;
+    const Device* dev = m->room->dev;
     const Fp8Operand to = {m->want[0], m->want[1], 1, type};
-    fp8_cast<bf16>(m->dev, &m->g, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, m->N, m->C,
+    fp8_cast<bf16>(dev, &m->g, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, m->N, m->C,
                    false);
-    fp8_by_columns(m->dev, m->columns, m->rows, m->N, m->C);
-    assert(n > 0);
-    uint8_t *got = (uint8_t*)malloc(n), *want = (uint8_t*)malloc(n);
+    fp8_by_columns(dev, m->columns, m->rows, m->N, m->C);
     for (int i = 0; i < 2; i++) {
-        copy_to_host(m->dev, got, i ? m->columns : m->rows, n);
-        copy_to_host(m->dev, want, m->want[i], n);
+        const uint8_t *got = m->room->to_host(i ? m->columns : m->rows, n), *want = m->room->to_host(m->want[i], n);
         int64_t differ = 0, zero = 0;
         for (int64_t j = 0; j < n; j++) differ += got[j] != want[j], zero += want[j] == 0;
         expect(differ == 0 && zero < n / 2, "%s, %lld x %d, type %d, %s: %lld codes differ, %lld are zero", what,
                (long long)m->N, m->C, type, i ? "by columns" : "by rows", (long long)differ, (long long)zero);
     }
-    uint32_t found[4], cast[4];
-    copy_to_host(m->dev, found, m->f.found, sizeof(found)), copy_to_host(m->dev, cast, m->g.found, sizeof(cast));
+    const uint32_t *found = m->room->to_host(m->f.found, 4), *cast = m->room->to_host(m->g.found, 4);
     if (counted)
         expect(found[1] == cast[1] && found[3] == cast[3] && cast[3] > 0, "%s: found %08x and %u, the cast %08x and %u",
                what, found[1], found[3], cast[1], cast[3]);
-    for (uint8_t* codes : {m->rows, m->columns, m->want[0], m->want[1]}) device_free(m->dev, codes);
-    device_free(m->dev, m->f.inverse), device_free(m->dev, m->g.inverse), free(got), free(want);
 }
 
 void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Type type) {
@@ -218,34 +207,34 @@ void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Ty
                 out = array_of<bf16>(dev, N * C, nullptr), residual = array_of<bf16>(dev, N * C, nullptr);
     Array<float> mean = array_of<float>(dev, N, nullptr), rstd = array_of<float>(dev, N, nullptr),
                  sums = array_of<float>(dev, 3 * C, nullptr);
-    float* scratch = (float*)device_alloc(dev, layernorm_backward_scratch_bytes<bf16>(dev, C));
-    Made made = made_open(dev, N, C, type);
+    Room room(dev);
+    float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<bf16>(dev, C));
+    Made made = made_open(&room, N, C, type);
     Fp8Codes codes = made_codes(&made, type);
     for (const Fp8Codes* to : {(const Fp8Codes*)nullptr, (const Fp8Codes*)&codes})
         residual_layernorm_forward<bf16>(dev, residual.device, out.device, mean.device, rstd.device, a.device, b.device,
                                          w.device, bias.device, N, C, to);
     made_check(test, &made, "layernorm", out.device, type, true);
-    made = made_open(dev, N, C, type);
+    made = made_open(&room, N, C, type);
     codes = made_codes(&made, type);
     layernorm_backward<bf16, float>(dev, out.device, sums.device, sums.device + C, sums.device + 2 * C, scratch,
                                     b.device, residual.device, w.device, mean.device, rstd.device, N, C, false, &codes);
     made_check(test, &made, "layernorm backward", out.device, type, true);
-    device_free(dev, scratch);
 }
 
 void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) {
     assert(N > 0);
     Array<bf16> logits = array_random<bf16>(dev, N * Vp, 1, 4.0f), again = array_random<bf16>(dev, N * Vp, 1, 4.0f);
     Array<float> losses = array_of<float>(dev, N, nullptr);
-    int *targets = (int*)device_alloc(dev, N * 4), *host = (int*)calloc(N, 4);
+    Room room(dev);
+    int* host = room.host<int>(N);
     for (int64_t i = 0; i < N; i++) host[i] = (int)(i * 7919 % V);
-    copy_to_device(dev, targets, host, N * 4);
-    Made made = made_open(dev, N, Vp, FP8_E5M2, 1e-4f);
+    const int* targets = room.to_device(host, N);
+    Made made = made_open(&room, N, Vp, FP8_E5M2, 1e-4f);
     const Fp8Codes codes = made_codes(&made, FP8_E5M2);
     classifier<bf16>(dev, losses.device, logits.device, targets, 1e-4f, true, N, V, Vp);
     classifier<bf16>(dev, losses.device, again.device, targets, 1e-4f, true, N, V, Vp, &codes);
     made_check(test, &made, "classifier", logits.device, FP8_E5M2, false);
-    device_free(dev, targets), free(host);
 }
 
 void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, int HS, Fp8Type type) {
@@ -257,8 +246,9 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
     for (auto& sums : bias) sums = array_of<float>(dev, 3 * C, nullptr);
     const int64_t more = matmul_backward_bias_scratch_bytes(dev, 3 * C),
                   bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
-    void* scratch = device_alloc(dev, bytes > more ? bytes : more);
-    Made made = made_open(dev, N, 3 * C, type);
+    Room room(dev);
+    void* scratch = room.device<char>(bytes > more ? bytes : more);
+    Made made = made_open(&room, N, 3 * C, type);
     const Fp8Codes codes = made_codes(&made, type);
     attention_forward<bf16>(dev, out.device, lse.device, qkv.device, B, T, C, NH);
     for (int i = 0; i < 2; i++)
@@ -267,7 +257,6 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
     for (auto& sums : bias) copy_to_host(dev, sums.host, sums.device, 3 * C * sizeof(float));
     expect(memcmp(bias[0].host, bias[1].host, 3 * C * sizeof(float)) == 0, "the bias's gradient differs with codes");
     made_check(test, &made, "attention backward", dqkv.device, type, true);
-    device_free(dev, scratch);
 }
 
 TEST(fp8_made_gpu) {
@@ -281,7 +270,6 @@ TEST(fp8_made_gpu) {
     }
     check_made_logits(test, &dev, 48, 250, 256);
     check_made_logits(test, &dev, 272, 50257, 50304);
-    device_close(&dev);
 }
 
 // Infinity and NaN become NaN, on both devices.
@@ -292,14 +280,15 @@ TEST(fp8_cast_nonfinite_gpu) {
     float values[16 * 8];
     memcpy(values, inp.host, sizeof(values));
     array_set(&dev, &inp, values);
-    Fp8 f = scales_open(&dev, 3);
-    uint8_t *codes = (uint8_t*)device_alloc(&dev, 16 * 8), got[16 * 8];
+    Room room(&dev);
+    Fp8 f = scales_open(&room, 3);
+    uint8_t* codes = room.device<uint8_t>(16 * 8);
     fp8_begin(&dev, &f);
     f.current = false;
     for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
         const Fp8Operand to = {codes, nullptr, 0, type};
         fp8_cast<bf16>(&dev, &f, &to, FP8_COPY, inp.device, nullptr, (float*)nullptr, nullptr, 16, 8, false);
-        copy_to_host(&dev, got, codes, sizeof(got));
+        const uint8_t* got = room.to_host(codes, 16 * 8);
         for (int i = 0; i < 16 * 8; i++) {
             expect(isnan(fp8_decode(got[i], type)) == !isfinite(values[i]), "%g becomes code %d", values[i], got[i]);
         }
@@ -312,22 +301,22 @@ TEST(fp8_cast_nonfinite_gpu) {
 template <typename D>
 void check_product(Test* test, double* worst, const Device* dev, int64_t rows, int64_t cols, int64_t depth,
                    Fp8Type type_a, bool fast, bool with_bias, bool accumulate) {
-    Device cpu;
-    device_open(&cpu, false, 0);
+    const Device cpu = test_device(false);
+    Room room(dev), here(&cpu);
     Array<bf16> a = array_random<bf16>(dev, rows * depth, 7, 1.0f), b = array_random<bf16>(dev, cols * depth, 8, 1.0f);
     Array<D> out = array_of<D>(dev, rows * cols, nullptr), bias = array_random<D>(dev, cols, 9, 1.0f);
-    Fp8 f = scales_open(dev, 3), g = scales_open(&cpu, 3);
-    uint8_t* codes[2] = {(uint8_t*)device_alloc(dev, rows * depth), (uint8_t*)device_alloc(dev, cols * depth)};
-    uint8_t* own[2] = {(uint8_t*)malloc(rows * depth), (uint8_t*)malloc(cols * depth)};
+    Fp8 f = scales_open(&room, 3), g = scales_open(&here, 3);
+    uint8_t* codes[2] = {room.device<uint8_t>(rows * depth), room.device<uint8_t>(cols * depth)};
+    uint8_t* own[2] = {room.host<uint8_t>(rows * depth), room.host<uint8_t>(cols * depth)};
     fp8_begin(dev, &f), fp8_begin(&cpu, &g);
     const Fp8Operand to[] = {{codes[0], nullptr, 2, type_a}, {codes[1], nullptr, 1, FP8_E4M3}};
-    const Fp8Operand here[] = {{own[0], nullptr, 2, type_a}, {own[1], nullptr, 1, FP8_E4M3}};
+    const Fp8Operand there[] = {{own[0], nullptr, 2, type_a}, {own[1], nullptr, 1, FP8_E4M3}};
     fp8_cast<bf16>(dev, &f, &to[0], FP8_COPY, a.device, nullptr, (float*)nullptr, nullptr, rows, (int)depth, false);
     fp8_cast<bf16>(dev, &f, &to[1], FP8_COPY, b.device, nullptr, (float*)nullptr, nullptr, cols, (int)depth, false);
-    fp8_cast<float>(&cpu, &g, &here[0], FP8_COPY, a.host, nullptr, (float*)nullptr, nullptr, rows, (int)depth, false);
-    fp8_cast<float>(&cpu, &g, &here[1], FP8_COPY, b.host, nullptr, (float*)nullptr, nullptr, cols, (int)depth, false);
-    float *want = random_floats(rows * cols, 10, 1.0f), *before = random_floats(rows * cols, 10, 1.0f);
-    for (int64_t i = 0; i < rows * cols; i++) want[i] = before[i] = to_float(from_float<D>(before[i]));
+    fp8_cast<float>(&cpu, &g, &there[0], FP8_COPY, a.host, nullptr, (float*)nullptr, nullptr, rows, (int)depth, false);
+    fp8_cast<float>(&cpu, &g, &there[1], FP8_COPY, b.host, nullptr, (float*)nullptr, nullptr, cols, (int)depth, false);
+    float *want = room.host<float>(rows * cols), *before = room.host<float>(rows * cols);
+    for (int64_t i = 0; i < rows * cols; i++) want[i] = before[i] = to_float(from_float<D>(test_uniform(10, i)));
     fp8_product<float>(&cpu, &g, want, own[0], 2, type_a, own[1], 1, FP8_E4M3, with_bias ? bias.host : nullptr, rows,
                        cols, depth, fast, accumulate);
     // A number that is added to bf16 may be rounded before.
@@ -340,8 +329,6 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
                         fp8_product<D>(dev, &f, out.device, codes[0], 2, type_a, codes[1], 1, FP8_E4M3,
                                        with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
                     });
-    for (int i = 0; i < 2; i++) device_free(dev, codes[i]), free(own[i]);
-    device_free(dev, f.inverse), free(g.inverse), free(want), free(before);
 }
 
 OPERATOR_TEST(fp8_product_gpu) {
@@ -366,7 +353,8 @@ struct StoredLayer {
 
 // Some weights are so small that their codes are subnormal.
 template <typename X>
-StoredLayer<X> stored_layer_open(const Device* dev, const char* weights, int64_t N, int C, int OC) {
+StoredLayer<X> stored_layer_open(Room* room, const char* weights, int64_t N, int C, int OC) {
+    const Device* dev = room->dev;
     StoredLayer<X> layer = {};
     OptimConfig config = {"fp8", "", weights, "fp32", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
     char error[1024];
@@ -380,30 +368,22 @@ StoredLayer<X> stored_layer_open(const Device* dev, const char* weights, int64_t
     optim_set_weights(layer.optim, 0, layer.weight);
     optim_get_weights(layer.optim, 0, layer.weight);
     layer.stored = optim_codes(layer.optim, 0);
-    layer.f = scales_open(dev, 3);
+    layer.f = scales_open(room, 3);
     const float* const stored[3] = {nullptr, layer.stored.numbers, nullptr};
     copy_to_device(dev, layer.f.stored, stored, sizeof(stored));
     fp8_begin(dev, &layer.f);
     uint8_t** const buffers[] = {&layer.use.rows, &layer.use.weight, &layer.use.drows, &layer.use.dcolumns,
                                  &layer.columns};
-    for (uint8_t** buffer : buffers) *buffer = (uint8_t*)device_alloc(dev, (N > OC ? N : OC) * (C > OC ? C : OC));
+    for (uint8_t** buffer : buffers) *buffer = room->device<uint8_t>((N > OC ? N : OC) * (C > OC ? C : OC));
     return layer;
 }
 
-template <typename X>
-void stored_layer_close(const Device* dev, StoredLayer<X>* layer) {
-    void* const buffers[] = {layer->use.rows, layer->use.weight, layer->use.drows, layer->use.dcolumns, layer->columns};
-    for (void* buffer : buffers) device_free(dev, buffer);
-    device_free(dev, layer->f.inverse), free(layer->weight), optim_free(layer->optim);
-}
-
 // The values of `count` codes of a slot.
-float* code_values(const Device* dev, const Fp8* f, const uint8_t* codes, int64_t count, int slot, Fp8Type type) {
-    uint8_t* host = (uint8_t*)malloc(count);
-    float *values = floats(count), inverse;
-    copy_to_host(dev, host, codes, count), copy_to_host(dev, &inverse, f->inverse + 4 * slot, sizeof(inverse));
+float* code_values(Room* room, const Fp8* f, const uint8_t* codes, int64_t count, int slot, Fp8Type type) {
+    const uint8_t* host = room->to_host(codes, count);
+    const float inverse = *room->to_host(f->inverse + 4 * slot, 1);
+    float* values = room->host<float>(count);
     for (int64_t i = 0; i < count; i++) values[i] = fp8_decode(host[i], type) * inverse;
-    free(host);
     return values;
 }
 
@@ -412,7 +392,8 @@ float* code_values(const Device* dev, const Fp8* f, const uint8_t* codes, int64_
 // other codes (check_product). Weights are at most 0.1.
 template <typename X>
 void check_stored(Test* test, double* worst, const Device* dev, const char* weights, int64_t N, int C, int OC) {
-    StoredLayer<X> layer = stored_layer_open<X>(dev, weights, N, C, OC);
+    Room room(dev);
+    StoredLayer<X> layer = stored_layer_open<X>(&room, weights, N, C, OC);
     layer.use.scales = &layer.f;
     const LinearWeight<X> weight = {nullptr, layer.stored.codes};
     Array<X> inp = array_random<X>(dev, N * C, 22, 1.0f), bias = array_random<X>(dev, OC, 23, 1.0f),
@@ -427,9 +408,9 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
         linear_backward_input<X>(dev, &layer.use, 0, dinp.device, dout.device, weight, N, C, OC);
     };
     forward(), backward();
-    float *x = code_values(dev, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
-          *dy = code_values(dev, &layer.f, layer.use.drows, N * OC, FP8_GRADIENT, FP8_E5M2), *want = floats(N * OC),
-          *dwant = floats(N * C);
+    const float *x = code_values(&room, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
+                *dy = code_values(&room, &layer.f, layer.use.drows, N * OC, FP8_GRADIENT, FP8_E5M2);
+    float *want = room.host<float>(N * OC), *dwant = room.host<float>(N * C);
     for (int64_t n = 0; n < N; n++) {
         for (int o = 0; o < OC; o++) {
             double sum = bias.host[o];
@@ -450,15 +431,12 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     const double fast = dev->gpu ? 0.115 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1) : 0.0;
     check_output<X>(test, worst, dev, weights, &out, nullptr, want, fast + product_bound(C, 0.115), forward);
     check_output<X>(test, worst, dev, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
-    uint32_t found[4];
-    copy_to_host(dev, found, layer.f.found, sizeof(found));
-    float numbers[3], magnitude;
-    copy_to_host(dev, numbers, layer.stored.numbers, sizeof(numbers));
-    memcpy(&magnitude, &found[FP8_WEIGHT], 4);
+    const float* numbers = room.to_host(layer.stored.numbers, 3);
+    float magnitude;
+    memcpy(&magnitude, room.to_host(layer.f.found + FP8_WEIGHT, 1), 4);
     expect(magnitude == 448 * numbers[1] && magnitude >= numbers[0], "%s: the largest magnitude is %g of %g", weights,
            magnitude, numbers[0]);
-    free(x), free(dy), free(want), free(dwant);
-    stored_layer_close(dev, &layer);
+    optim_free(layer.optim);
 }
 
 OPERATOR_TEST(fp8_stored_weights) {
@@ -482,17 +460,18 @@ struct GeluProducts {
     float* scratch;
 };
 
-GeluProducts gelu_products_open(const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
+GeluProducts gelu_products_open(Room* room, int64_t N, int C, int OC, Fp8Type type) {
+    const Device* dev = room->dev;
     GeluProducts p;
     p.left = array_random<bf16>(dev, N * C, 1, 1.0f), p.weight = array_random<bf16>(dev, (int64_t)OC * C, 2, 0.1f);
     p.bias = array_random<bf16>(dev, OC, 3, 1.0f), p.pre = array_random<bf16>(dev, N * OC, 4, 3.0f);
     p.want = array_of<bf16>(dev, N * OC, nullptr), p.dbias = array_of<float>(dev, OC, nullptr);
-    p.f = scales_open(dev, 6);
+    p.f = scales_open(room, 6);
     for (uint8_t** codes : {&p.left_codes, &p.weight_codes, &p.codes, &p.columns, &p.cast, &p.cast_columns}) {
         const int64_t n = codes == &p.left_codes ? N * C : codes == &p.weight_codes ? (int64_t)OC * C : N * OC;
-        *codes = (uint8_t*)device_alloc(dev, n);
+        *codes = room->device<uint8_t>(n);
     }
-    p.scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, OC));
+    p.scratch = (float*)room->device<char>(matmul_backward_gelu_scratch_bytes(dev, N, OC));
     fp8_begin(dev, &p.f);
     const Fp8Operand left = {p.left_codes, nullptr, 0, type}, right = {p.weight_codes, nullptr, 1, FP8_E4M3};
     float* none = nullptr;
@@ -503,78 +482,64 @@ GeluProducts gelu_products_open(const Device* dev, int64_t N, int C, int OC, Fp8
     return p;
 }
 
-void gelu_products_close(const Device* dev, GeluProducts* p) {
-    for (uint8_t* codes : {p->left_codes, p->weight_codes, p->codes, p->columns, p->cast, p->cast_columns})
-        device_free(dev, codes);
-    device_free(dev, p->scratch), device_free(dev, p->f.inverse);
-}
-
 // Elements in which the kernel's codes differ from the cast's, by value, more than by one step of the larger's place
 // and `beside`, what the product may be off by. Slot 2 is the kernel's, 3 the cast's.
-int64_t codes_apart(const Device* dev, const GeluProducts* p, int64_t n, Fp8Type type, double beside) {
-    uint8_t *got = (uint8_t*)malloc(n), *want = (uint8_t*)malloc(n);
-    float inverse;
-    copy_to_host(dev, got, p->codes, n), copy_to_host(dev, want, p->cast, n);
-    copy_to_host(dev, &inverse, p->f.inverse + 8, sizeof(inverse));
+int64_t codes_apart(Room* room, const GeluProducts* p, int64_t n, Fp8Type type, double beside) {
+    const uint8_t *got = room->to_host(p->codes, n), *want = room->to_host(p->cast, n);
+    const float inverse = *room->to_host(p->f.inverse + 8, 1);
     int64_t apart = 0;
     for (int64_t i = 0; i < n; i++) {
         const double a = fp8_decode(got[i], type) * inverse, b = fp8_decode(want[i], type) * inverse;
         const double step = fmax(fmax(fabs(a), fabs(b)) * (type == FP8_E4M3 ? 0.125 : 0.25), 0x1p-9 * inverse);
         apart += !(fabs(a - b) <= step + beside);
     }
-    free(got), free(want);
     return apart;
 }
 
 // Codes by columns are those by rows, transposed.
-void check_columns(Test* test, const Device* dev, const GeluProducts* p, int64_t N, int OC) {
-    uint8_t *rows = (uint8_t*)memory_take(N * OC), *columns = (uint8_t*)memory_take(N * OC);
-    copy_to_host(dev, rows, p->codes, N * OC), copy_to_host(dev, columns, p->columns, N * OC);
+void check_columns(Test* test, Room* room, const GeluProducts* p, int64_t N, int OC) {
+    const uint8_t *rows = room->to_host(p->codes, N * OC), *columns = room->to_host(p->columns, N * OC);
     int64_t differ = 0;
     for (int64_t n = 0; n < N; n++)
         for (int c = 0; c < OC; c++) differ += rows[n * OC + c] != columns[c * N + n];
     expect(differ == 0, "%lld x %d: %lld codes by columns are not those by rows", (long long)N, OC, (long long)differ);
-    free(rows), free(columns);
 }
 
 // pre against cuBLASLt's product, within both products' cuts (check_product); its GELU's codes and the counters against
 // a cast of the very pre, to the bit.
 void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
-    GeluProducts p = gelu_products_open(dev, N, C, OC, FP8_E4M3);
+    Room room(dev);
+    GeluProducts p = gelu_products_open(&room, N, C, OC, FP8_E4M3);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, FP8_E4M3};
     const MatmulGeluCodes codes = {out, p.columns, p.f.inverse, p.f.inverse + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, FP8_E4M3, p.weight_codes, 1, FP8_E4M3, p.bias.device,
                       N, OC, C, true, false);
-    bf16* stored = (bf16*)malloc(N * OC * sizeof(bf16));
-    float* want = floats(N * OC);
-    copy_to_host(dev, stored, p.want.device, N * OC * sizeof(bf16));
+    const bf16* stored = room.to_host(p.want.device, N * OC);
+    float* want = room.host<float>(N * OC);
     for (int64_t i = 0; i < N * OC; i++) want[i] = to_float(stored[i]);
     const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1);
     check_output<bf16>(test, worst, dev, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
         matmul_gelu_fp8_forward(dev, &codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
     });
-    uint32_t found[7];
-    copy_to_host(dev, found, p.f.found, sizeof(found));
+    const uint32_t* found = room.to_host(p.f.found, 7);
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, FP8_E4M3};
     fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU, p.pre.device, nullptr, (float*)nullptr, nullptr, N, OC, false);
-    uint8_t *got = (uint8_t*)malloc(N * OC), *other = (uint8_t*)malloc(N * OC);
-    copy_to_host(dev, got, p.codes, N * OC), copy_to_host(dev, other, p.cast, N * OC);
+    const uint8_t *got = room.to_host(p.codes, N * OC), *other = room.to_host(p.cast, N * OC);
     int64_t differ = 0;
     for (int64_t i = 0; i < N * OC; i++) differ += got[i] != other[i];
     expect(differ == 0, "%lld x %d x %d: %lld codes of GELU differ from the cast's", (long long)N, OC, C,
            (long long)differ);
-    check_columns(test, dev, &p, N, OC);
-    uint32_t after[7];
-    copy_to_host(dev, after, p.f.found, sizeof(after));
+    check_columns(test, &room, &p, N, OC);
+    const uint32_t* after = room.to_host(p.f.found, 7);
     expect(found[2] == after[3] && found[2] > 0, "largest magnitude %08x, the cast's %08x", found[2], after[3]);
     const uint32_t once = after[6] - found[6];
     expect(once > 0 && found[6] == 2 * once, "%u saturated in two runs, in the cast %u", found[6], once);
-    free(want), free(stored), free(got), free(other), gelu_products_close(dev, &p);
 }
 
 // Codes of (dout W) * gelu'(pre), and the sums of their columns, against cuBLASLt's product and a cast.
 void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
-    GeluProducts p = gelu_products_open(dev, N, C, OC, type);
+    Room room(dev);
+    GeluProducts p = gelu_products_open(&room, N, C, OC, type);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, type};
     const MatmulGeluCodes codes = {out, p.columns, p.f.inverse, p.f.inverse + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, type, p.weight_codes, 1, FP8_E4M3,
@@ -582,8 +547,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, type};
     fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU_BACKWARD, p.want.device, p.pre.device, p.dbias.device, p.scratch, N, OC,
                    false);
-    float* want = (float*)malloc(OC * sizeof(float));
-    copy_to_host(dev, want, p.dbias.device, OC * sizeof(float));
+    const float* want = room.to_host(p.dbias.device, OC);
     // The products are off by their cut; both d by a rounding to bf16 of at most C * 0.1 / 4 or so in size.
     const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1), size = 0.1 * sqrt((double)C);
     check_output<float>(test, worst, dev, "dbias", &p.dbias, nullptr, want,
@@ -591,17 +555,15 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
                             matmul_gelu_fp8_backward<float>(dev, &codes, p.dbias.device, p.scratch, p.left_codes,
                                                             p.weight_codes, p.pre.device, N, OC, C, false);
                         });
-    const int64_t apart = codes_apart(dev, &p, N * OC, type, cut + size * epsilon<bf16>());
+    const int64_t apart = codes_apart(&room, &p, N * OC, type, cut + size * epsilon<bf16>());
     expect(apart == 0, "%lld x %d x %d, type %d: %lld codes are too far from the cast's", (long long)N, OC, C, type,
            (long long)apart);
-    check_columns(test, dev, &p, N, OC);
-    uint32_t found[7];
-    copy_to_host(dev, found, p.f.found, sizeof(found));
+    check_columns(test, &room, &p, N, OC);
+    const uint32_t* found = room.to_host(p.f.found, 7);
     float magnitude[2];
     memcpy(magnitude, found + 2, sizeof(magnitude));
     expect(fabs(magnitude[0] - magnitude[1]) <= cut + 2 * epsilon<bf16>() * magnitude[1] && magnitude[0] > 0,
            "largest magnitude %g, the cast's %g", magnitude[0], magnitude[1]);
-    free(want), gelu_products_close(dev, &p);
 }
 
 TEST(fp8_gelu_products_gpu) {
@@ -619,7 +581,6 @@ TEST(fp8_gelu_products_gpu) {
         check_backward_gelu(test, &worst, &dev, 2048, 1600, 6400, type);
     }
     note_worst(test, worst);
-    device_close(&dev);
 }
 
 #endif

@@ -1,6 +1,7 @@
 // Tests of kernels/initial.cuh and of optim_set_part: initial weights have the host's bits on every device, and weights
 // that are set from the device, in pieces, have those that are set from the host.
 #include "../../kernels/initial.cuh"
+#include "../room.h"
 #include "rules.h"
 
 // The definition, apart from the shared functions.
@@ -14,11 +15,11 @@ static float want_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
 // Draws n elements on a device and compares them with the definition; returns how many were doubtful.
 static int64_t check_normals(Test* test, bool gpu, int64_t n, int64_t first, uint64_t tensor) {
     constexpr float deviation = 0.02f;
-    Device dev = test_device(gpu);
-    float *to = (float*)device_alloc(&dev, n * 4), *got = (float*)malloc((size_t)n * 4);
-    uint32_t* list = (uint32_t*)device_alloc(&dev, NORMAL_LIST_BYTES);
-    initial_normals(&dev, to, n, 5, tensor, first, deviation, list);
-    copy_to_host(&dev, got, to, n * 4);
+    const Device dev = test_device(gpu);
+    Room room(&dev);
+    float* to = room.device<float>(n);
+    initial_normals(&dev, to, n, 5, tensor, first, deviation, (uint32_t*)room.device<char>(NORMAL_LIST_BYTES));
+    const float* got = room.to_host(to, n);
     int64_t wrong = 0, doubtful = 0;
 #pragma omp parallel for reduction(+ : wrong, doubtful)
     for (int64_t i = 0; i < n; i++) {
@@ -27,10 +28,6 @@ static int64_t check_normals(Test* test, bool gpu, int64_t n, int64_t first, uin
         doubtful += normal_is_doubtful(normal_double(5, tensor, (uint64_t)(first + i)));
     }
     expect(wrong == 0, "%lld of %lld elements from %lld on", (long long)wrong, (long long)n, (long long)first);
-    device_free(&dev, to);
-    device_free(&dev, list);
-    device_close(&dev);
-    free(got);
     return doubtful;
 }
 
@@ -78,14 +75,13 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     static float values[N];
     OptimConfig config = make_config("adamw", weights, "fp32");
     OptimTensor tensor[2] = {{"wte.weight", 30, 100, true, 0}, {"h.0.mlp.c_fc.weight", ROWS, COLS, true, 0}};
-    Device dev;
+    const Device dev = test_device(gpu);
+    Room room(&dev);
     Optim* optim[2];
-    device_open(&dev, gpu, 0);
     optim_layout(tensor, 2, &config);
     config.begin = begin, config.end = end;
     for (int64_t i = 0; i < N; i++) values[i] = start(i);
-    float* on_device = (float*)device_alloc(&dev, sizeof(values));
-    copy_to_device(&dev, on_device, values, sizeof(values));
+    const float* on_device = room.to_device(values, N);
     bool set = true;
     for (int k = 0; k < 2; k++) {
         optim[k] = optim_create(&dev, &config, tensor, 2, OPTIM_BF16);
@@ -98,15 +94,10 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     for (int i = 0; set && i < optim_stream_count(optim[0]); i++) {
         const OptimStream a = optim_stream(optim[0], i), b = optim_stream(optim[1], i);
         const int64_t bytes = a.elements * a.element_bytes;
-        char *want = (char*)malloc((size_t)bytes + 1), *got = (char*)malloc((size_t)bytes + 1);
-        copy_to_host(&dev, want, a.data, bytes);
-        copy_to_host(&dev, got, b.data, bytes);
+        const char *want = room.to_host((char*)a.data, bytes), *got = room.to_host((char*)b.data, bytes);
         expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s, shard from %lld on", weights, a.name, (long long)begin);
-        free(want), free(got);
     }
     for (Optim* each : optim) optim_free(each);
-    device_free(&dev, on_device);
-    device_close(&dev);
 }
 
 TEST_BOTH(initial_set_part) {

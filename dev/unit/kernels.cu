@@ -72,7 +72,6 @@ TEST(cpu_gemm_bits) {
             expect(memcmp(c, want, M * N * sizeof(float)) == 0, "M %d N %d K %d variant %d", s[0], s[1], s[2], variant);
             for (int64_t i = 0; i < M * N; i++) exact[i] = (float)twin[i];
             close_to(test, &worst, "gemm", c, exact, M * N, product_bound(K, 1.0), EPS32);
-            free(a), free(b), free(c), free(want), free(exact), free(twin);
         }
     }
     note_worst(test, worst);
@@ -147,7 +146,6 @@ OPERATOR_TEST(layernorm_cpu) {
         check_gradient(test, &worst, "dinp", dinp, xd, N * C, C, objective);
         check_gradient(test, &worst, "dweight", dweight, wd, C, 4 * N, objective);
         check_gradient(test, &worst, "dbias", dbias, bd, C, 4 * N, objective);
-        free(dinp), free(dweight), free(dbias), free(dcolumns);
     }
 }
 
@@ -179,7 +177,6 @@ OPERATOR_TEST(matmul_cpu) {
         check_gradient(test, &worst, "dweight", dweight, wd, OC * C, 2 * N, objective);
         matmul_backward_bias(&dev, dbias, (float*)nullptr, r, N, OC, gelu);
         check_gradient(test, &worst, "dbias", dbias, bd, OC, 2 * N, objective);
-        free(dinp), free(dweight), free(dbias);
     }
     // dinp through the GELU of the layer before: inp = gelu(p) by hand.
     float *p = random_floats(N * C, 7, 2.0f), *dp = floats(N * C);
@@ -212,8 +209,7 @@ struct Positions {
 Positions positions_create(int count, int V, double skew) {
     Positions p = {};
     p.count = count;
-    p.tokens = (int*)malloc(count * sizeof(int));
-    p.order = (int*)malloc(count * sizeof(int));
+    p.tokens = (int*)malloc(count * sizeof(int)), p.order = (int*)malloc(count * sizeof(int));
     p.bucket = (int*)malloc((count + 1) * 2 * sizeof(int));
     int* first = (int*)calloc(V + 1, sizeof(int));
     for (int i = 0; i < count; i++) {
@@ -228,12 +224,7 @@ Positions positions_create(int count, int V, double skew) {
     }
     p.bucket[2 * p.buckets] = -1, p.bucket[2 * p.buckets + 1] = count;
     for (int i = 0; i < count; i++) p.order[first[p.tokens[i]]++] = i;
-    free(first);
     return p;
-}
-
-void positions_free(Positions* p) {
-    free(p->tokens), free(p->order), free(p->bucket);
 }
 
 OPERATOR_TEST(embedding_cpu) {
@@ -293,7 +284,6 @@ OPERATOR_TEST(global_norm_cpu) {
         check_norm(
             test, &worst, sqrt(sum), [&](float* got, float clip) { global_norm(&dev, got, scratch, grads, n, clip); },
             [&](float value) { grads[n - 1] = value; });
-        free(grads), free(scratch);
     }
 }
 
@@ -327,16 +317,15 @@ template <typename X>
 void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     Array<X> x = array_random<X>(dev, n, 1, 12.0f), out = array_of<X>(dev, n, nullptr);
     Array<X> d = array_random<X>(dev, n, 2, 1.0f);
-    float *want = floats(n), *dwant = floats(n);
+    Room room(dev);
+    float *want = room.host<float>(n), *dwant = room.host<float>(n), *before = room.host<float>(n);
     gelu_forward_cpu(want, x.host, n);
-    memcpy(dwant, d.host, n * sizeof(float));
+    memcpy(dwant, d.host, n * sizeof(float)), memcpy(before, d.host, n * sizeof(float));
     gelu_backward_inplace_cpu(dwant, x.host, n);
     check_output(test, worst, dev, "gelu", &out, nullptr, want, EPS32,
                  [&] { gelu_forward(dev, out.device, x.device, n); });
-    float* before = random_floats(n, 2, 1.0f);
     check_output(test, worst, dev, "dgelu", &d, before, dwant, 4 * EPS32,
                  [&] { gelu_backward_inplace(dev, d.device, x.device, n); });
-    free(want), free(dwant), free(before);
 }
 
 OPERATOR_TEST(gelu_gpu) {
@@ -352,8 +341,10 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
     Array<X> weight = array_random<X>(dev, C, 3, 1.0f), bias = array_random<X>(dev, C, 4, 1.0f);
     Array<X> sum = array_of<X>(dev, N * C, nullptr), out = array_of<X>(dev, N * C, nullptr);
     Array<float> mean = array_of<float>(dev, N, nullptr), rstd = array_of<float>(dev, N, nullptr);
-    float *want_sum = floats(N * C), *want = floats(N * C), *want_mean = floats(N), *want_rstd = floats(N);
-    float* before = random_floats(N * C, 1, 1.0f);
+    Room room(dev);
+    float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.host<float>(N * C);
+    float *want_mean = room.host<float>(N), *want_rstd = room.host<float>(N);
+    memcpy(before, x.host, N * C * sizeof(float));
     double bound = EPS32 * (8 + sqrt((double)C));
     residual_forward_cpu(want_sum, x.host, y.host, N * C);
     for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(want_sum[i]));
@@ -377,7 +368,6 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
     };
     check_output(test, worst, dev, "out alone", &out, nullptr, want, bound, alone);
     check_output(test, worst, dev, "rstd alone", &rstd, nullptr, want_rstd, bound, alone);
-    free(want_sum), free(want), free(want_mean), free(want_rstd), free(before);
 }
 
 const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
@@ -396,15 +386,11 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
     Array<X> weight = array_random<X>(dev, C, 3, 1.0f), dinp = array_random<X>(dev, N * C, 4, 1.0f);
     Array<G> dweight = array_random<G>(dev, C, 5, 1.0f), dbias = array_random<G>(dev, C, 6, 1.0f);
     Array<float> mean = array_random<float>(dev, N, 7, 0.1f), rstd = array_random<float>(dev, N, 8, 0.5f);
-    float *begin = floats(N * C), *begin_weight = floats(C), *begin_bias = floats(C);
-    float* scratch = (float*)device_alloc(dev, layernorm_backward_scratch_bytes<X>(dev, C));
-    memcpy(begin, dinp.host, N * C * sizeof(float));
-    memcpy(begin_weight, dweight.host, C * sizeof(float));
-    memcpy(begin_bias, dbias.host, C * sizeof(float));
-    float *want = random_floats(N * C, 4, 1.0f), *want_weight = floats(C), *want_bias = floats(C);
-    memcpy(want, begin, N * C * sizeof(float));
-    memcpy(want_weight, begin_weight, C * sizeof(float));
-    memcpy(want_bias, begin_bias, C * sizeof(float));
+    Room room(dev);
+    float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<X>(dev, C));
+    float *begin = room.copy(dinp.host, N * C), *want = room.copy(dinp.host, N * C);
+    float *begin_weight = room.copy(dweight.host, C), *want_weight = room.copy(dweight.host, C);
+    float *begin_bias = room.copy(dbias.host, C), *want_bias = room.copy(dbias.host, C);
     layernorm_backward_cpu(want, want_weight, want_bias, nullptr, d.host, x.host, weight.host, mean.host, rstd.host, N,
                            C, accumulate);
     auto run = [&] {
@@ -419,8 +405,7 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
     // The column sums are those of the values that dinp has on return.
     array_set(dev, &dinp, begin);
     run();
-    X* rounded = (X*)malloc(N * C * sizeof(X));
-    copy_to_host(dev, rounded, dinp.device, N * C * sizeof(X));
+    const X* rounded = room.to_host(dinp.device, N * C);
     for (int64_t i = 0; i < N * C; i++) want[i] = to_float(rounded[i]);
     memcpy(want_bias, begin_bias, C * sizeof(float));
     column_sum_cpu(want_bias, want, N, C, accumulate);
@@ -430,9 +415,6 @@ void layernorm_backward_gpu_case(Test* test, double* worst, const Device* dev, i
                      layernorm_backward(dev, dinp.device, dweight.device, (G*)nullptr, dbias.device, scratch, d.device,
                                         x.device, weight.device, mean.device, rstd.device, N, C, accumulate);
                  });
-    free(rounded);
-    free(begin), free(begin_weight), free(begin_bias), free(want), free(want_weight), free(want_bias);
-    device_free(dev, scratch);
 }
 
 OPERATOR_TEST(layernorm_backward_gpu) {
@@ -500,9 +482,10 @@ TEST(layernorm_backward_again_gpu) {
         Array<bf16> dinp = array_random<bf16>(&dev, N * C, 4, 1.0f);
         Array<float> sums = array_random<float>(&dev, 3 * C, 5, 1.0f), mean = array_random<float>(&dev, N, 7, 0.1f);
         Array<float> rstd = array_random<float>(&dev, N, 8, 0.5f);
-        float* scratch = (float*)device_alloc(&dev, layernorm_backward_scratch_bytes<bf16>(&dev, C));
+        Room room(&dev);
+        float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<bf16>(&dev, C));
         int64_t bytes = N * C * sizeof(bf16), sum_bytes = 3 * C * sizeof(float);
-        char* got[2] = {(char*)malloc(bytes + sum_bytes), (char*)malloc(bytes + sum_bytes)};
+        char* got[2] = {room.host<char>(bytes + sum_bytes), room.host<char>(bytes + sum_bytes)};
         int differ = 0;
         for (int i = 0; i < 60; i++) {
             check(cudaMemcpyAsync(dinp.device, begin.device, bytes, cudaMemcpyDeviceToDevice, dev.stream));
@@ -513,7 +496,6 @@ TEST(layernorm_backward_again_gpu) {
             differ += i > 0 && memcmp(got[0], got[1], bytes + sum_bytes) != 0;
         }
         expect(differ == 0, "C %d: %d of 59 runs differ from the first", C, differ);
-        free(got[0]), free(got[1]), device_free(&dev, scratch);
     }
 }
 
@@ -543,7 +525,6 @@ void tensor_core_case(Test* test, double* worst, TensorCore core, int64_t K) {
     double lost = share_beyond(without, want, SUMS, bound), turned = share_beyond(wrong_sign, want, SUMS, bound);
     expect(lost > 0.9, "K %lld: of sums without a product %.3f are refused", (long long)K, lost);
     expect(turned > 0.9, "K %lld: of sums with a wrong sign %.3f are refused", (long long)K, turned);
-    free(a), free(b), free(got), free(want), free(without), free(wrong_sign);
 }
 
 TEST(tensor_core_sums) {
@@ -587,7 +568,8 @@ void matmul_forward_gpu_case(Test* test, double* worst, const Device* dev, int64
     Array<X> inp = array_random<X>(dev, N * C, 1, 1.0f), bias = array_random<X>(dev, OC, 3, 1.0f);
     Array<X> weight = array_random<X>(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)C));
     Array<X> out = array_of<X>(dev, N * OC, nullptr), pre = array_of<X>(dev, N * OC, nullptr);
-    float *want = floats(N * OC), *want_pre = floats(N * OC);
+    Room room(dev);
+    float *want = room.host<float>(N * OC), *want_pre = room.host<float>(N * OC);
     const X* no_bias = nullptr;
     X* no_pre = nullptr;
     double bound = kernel_bound<X>(dev, C, 2.0 / sqrt(C));
@@ -603,7 +585,6 @@ void matmul_forward_gpu_case(Test* test, double* worst, const Device* dev, int64
     // The slope of GELU is at most 1.13, and in bf16 its input may have been rounded and its tanh is the hardware's.
     double bound_gelu = 1.13 * (bound + (sizeof(X) == 2 ? epsilon<X>() * largest(want_pre, N * OC) : 8 * EPS32));
     check_output(test, worst, dev, "gelu", &out, nullptr, want, bound_gelu, gelu);
-    free(want), free(want_pre);
 }
 
 template <typename X, typename G>
@@ -613,8 +594,10 @@ void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev
     Array<X> weight = array_random<X>(dev, (int64_t)OC * C, 2, 2.0f / sqrtf((float)OC));
     Array<X> dinp = array_of<X>(dev, N * C, nullptr);
     Array<G> dbias = array_random<G>(dev, C, 4, 1.0f);
-    float *want = floats(N * C), *want_bias = floats(C), *begin = accumulate ? random_floats(C, 4, 1.0f) : nullptr;
-    float* scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, C));
+    Room room(dev);
+    float *want = room.host<float>(N * C), *want_bias = room.host<float>(C);
+    const float* begin = accumulate ? room.copy(dbias.host, C) : nullptr;
+    float* scratch = (float*)room.device<char>(matmul_backward_gelu_scratch_bytes(dev, N, C));
     double bound = kernel_bound<X>(dev, OC, 2.0 / sqrt(OC));
     matmul_backward_input_cpu(want, d.host, weight.host, N, C, OC);
     check_output(test, worst, dev, "dinp", &dinp, nullptr, want, bound,
@@ -629,15 +612,12 @@ void matmul_backward_input_gpu_case(Test* test, double* worst, const Device* dev
     };
     check_output(test, worst, dev, "dinp dgelu", &dinp, nullptr, want, bound, run);
     // The bias gradient is the column sums of the values that dinp has on return.
-    X* rounded = (X*)malloc(N * C * sizeof(X));
-    copy_to_host(dev, rounded, dinp.device, N * C * sizeof(X));
+    const X* rounded = room.to_host(dinp.device, N * C);
     for (int64_t i = 0; i < N * C; i++) want[i] = to_float(rounded[i]);
     for (int c = 0; c < C; c++) want_bias[c] = dbias.host[c];
     column_sum_cpu(want_bias, want, N, C, accumulate);
     check_output(test, worst, dev, "dbias dgelu", &dbias, begin, want_bias, product_bound(N, largest(want, N * C)),
                  run);
-    device_free(dev, scratch);
-    free(want), free(want_bias), free(begin), free(rounded);
 }
 
 template <typename X, typename G>
@@ -646,19 +626,17 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
     Array<X> d = array_random<X>(dev, N * OC, 1, 1.0f), inp = array_random<X>(dev, N * C, 2, 1.0f);
     int64_t n = (int64_t)OC * C;
     Array<G> dweight = array_random<G>(dev, n, 3, 1.0f), dbias = array_random<G>(dev, OC, 4, 1.0f);
-    float* scratch = (float*)device_alloc(dev, matmul_backward_bias_scratch_bytes(dev, OC));
-    float *begin = floats(n), *want = floats(n);
-    memcpy(begin, dweight.host, n * sizeof(float));
-    memcpy(want, begin, n * sizeof(float));
+    Room room(dev);
+    float* scratch = (float*)room.device<char>(matmul_backward_bias_scratch_bytes(dev, OC));
+    float *begin = room.copy(dweight.host, n), *want = room.copy(dweight.host, n);
     CpuGemm gemm = {OC, C, N, d.host, 1, OC, inp.host, C, 1, want, accumulate};
     exact_gemm(&gemm);
     double bound = sizeof(X) == 2 ? tensor_core_bound(tensor_core(dev->compute), N, 1.0) : product_bound(N, 1.0);
     // cuBLASLt rounds a product to bf16 before it adds it to bf16: half a step, 2^-8, of the largest product more.
     if (accumulate && sizeof(G) == 2) {
-        float* product = floats(n);
+        float* product = room.host<float>(n);
         for (int64_t i = 0; i < n; i++) product[i] = want[i] - begin[i];
         bound += largest(product, n) / 256;
-        free(product);
     }
     auto run = [&] { matmul_backward_weight(dev, dweight.device, d.device, inp.device, N, C, OC, accumulate); };
     check_output(test, worst, dev, "dweight", &dweight, accumulate ? begin : nullptr, want, bound, run);
@@ -668,13 +646,10 @@ void matmul_backward_weight_gpu_case(Test* test, double* worst, const Device* de
     expect(refused > (sizeof(G) == 4 ? 0.9 : 0.1), "(%lld, %d, %d) without a row: %.3f of the gradient is refused",
            (long long)N, C, OC, refused);
     array_set(dev, &d, d.host);
-    memcpy(begin, dbias.host, OC * sizeof(float));
-    memcpy(want, begin, OC * sizeof(float));
+    begin = room.copy(dbias.host, OC), want = room.copy(dbias.host, OC);
     column_sum_cpu(want, d.host, N, OC, accumulate);
     check_output(test, worst, dev, "dbias", &dbias, accumulate ? begin : nullptr, want, product_bound(N, 1.0),
                  [&] { matmul_backward_bias(dev, dbias.device, scratch, d.device, N, OC, accumulate); });
-    free(begin), free(want);
-    device_free(dev, scratch);
 }
 
 const int MATMUL_SHAPES[][3] = {{1, 64, 64},       {3, 8, 24},        {37, 64, 200},      {257, 200, 72},
@@ -701,9 +676,7 @@ TEST(matmul_backward_gpu) {
             matmul_backward_weight_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], accumulate);
         }
     }
-    device_close(&dev);
-    snprintf(test->note, sizeof(test->note), "worst %.2f of bound, of tensor cores' sums in fp32 %.2f", worst,
-             worst_sum);
+    note(test, "worst %.2f of bound, of tensor cores' sums in fp32 %.2f", worst, worst_sum);
 }
 
 #ifdef __CUDACC__
@@ -716,27 +689,22 @@ void matmul_gelu_gpu_case(Test* test, const Device* dev, int64_t N, int C, int O
     Array<bf16> out = array_of<bf16>(dev, N * OC, nullptr), pre = array_of<bf16>(dev, N * OC, nullptr);
     Array<bf16> again = array_of<bf16>(dev, N * OC, nullptr), d = array_random<bf16>(dev, N * C, 5, 1.0f);
     Array<float> dbias = array_random<float>(dev, OC, 4, 1.0f);
-    float *scratch = (float*)device_alloc(dev, matmul_gelu_scratch_bytes(N, OC)), *sums[2];
+    Room room(dev);
+    float *scratch = (float*)room.device<char>(matmul_gelu_scratch_bytes(N, OC)), *sums[2];
     bf16* bits[2];
     expect(matmul_gelu_fits(dev, N, OC, C), "(%lld, %d) x %d goes to cuBLASLt", (long long)N, OC, C);
     matmul_forward(dev, out.device, pre.device, inp.device, weight.device, bias.device, N, C, OC);
     gelu_forward(dev, again.device, pre.device, N * OC);
-    for (int run = 0; run < 2; run++) {
-        bits[run] = (bf16*)malloc(N * OC * sizeof(bf16)), sums[run] = floats(OC);
-        copy_to_host(dev, bits[run], run ? again.device : out.device, N * OC * sizeof(bf16));
-    }
+    for (int run = 0; run < 2; run++) bits[run] = room.to_host(run ? again.device : out.device, N * OC);
     expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "GELU in the product has other bits than the kernel");
     for (int run = 0; run < 2; run++) {  // weight as (C, OC): that of the layer above
         device_zero(dev, again.device, N * OC * sizeof(bf16));
         matmul_backward_gelu(dev, again.device, dbias.device, scratch, d.device, weight.device, pre.device, N, OC, C,
                              false);
-        copy_to_host(dev, bits[run], again.device, N * OC * sizeof(bf16));
-        copy_to_host(dev, sums[run], dbias.device, OC * sizeof(float));
+        bits[run] = room.to_host(again.device, N * OC), sums[run] = room.to_host(dbias.device, OC);
     }
     expect(memcmp(bits[0], bits[1], N * OC * sizeof(bf16)) == 0, "the second backward pass has other bits");
     expect(memcmp(sums[0], sums[1], OC * sizeof(float)) == 0, "the second bias gradient has other bits");
-    for (int run = 0; run < 2; run++) free(bits[run]), free(sums[run]);
-    device_free(dev, scratch);
 }
 
 TEST(matmul_gelu_gpu) {
@@ -753,19 +721,20 @@ template <typename X, typename G>
 void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int T, int C, int V, int Vp, double skew) {
     int64_t n = (int64_t)B * T * C, table = (int64_t)Vp * C, places = (int64_t)T * C;
     Positions p = positions_create(B * T, V, skew);
-    int *tokens = ints_to_device(dev, p.tokens, B * T), *order = ints_to_device(dev, p.order, B * T);
-    int* bucket = ints_to_device(dev, p.bucket, 2 * (p.buckets + 1));
+    Room room(dev);
+    int *tokens = room.to_device(p.tokens, B * T), *order = room.to_device(p.order, B * T);
+    int* bucket = room.to_device(p.bucket, 2 * (p.buckets + 1));
     Array<X> wte = array_random<X>(dev, table, 1, 1.0f), wpe = array_random<X>(dev, places, 2, 1.0f);
     Array<X> out = array_of<X>(dev, n, nullptr), d = array_random<X>(dev, n, 3, 1.0f);
     Array<float> sum = array_random<float>(dev, table, 4, 1.0f);
     Array<G> dwte = array_random<G>(dev, table, 4, 1.0f), dwpe = array_random<G>(dev, places, 5, 1.0f);
-    float *want = floats(n), *want_token = floats(table), *want_place = floats(places), *begin = floats(places);
+    float *want = room.host<float>(n), *want_token = room.host<float>(table), *want_place = room.host<float>(places);
+    const float* begin = room.copy(dwpe.host, places);
     embedding_forward_cpu(want, p.tokens, wte.host, wpe.host, B, T, C);
     check_output(test, worst, dev, "out", &out, nullptr, want, EPS32,
                  [&] { embedding_forward(dev, out.device, tokens, wte.device, wpe.device, B, T, C); });
     const bool tied = std::is_same_v<G, float>;
     float* dwte_sum = tied ? (float*)dwte.device : sum.device;
-    memcpy(begin, dwpe.host, places * sizeof(float));
     for (int accumulate = 0; accumulate < 2; accumulate++) {
         memcpy(want_token, sum.host, table * sizeof(float));
         memcpy(want_place, begin, places * sizeof(float));
@@ -782,9 +751,6 @@ void embedding_gpu_case(Test* test, double* worst, const Device* dev, int B, int
         if (!tied)
             check_output(test, worst, dev, "dwte_sum", &sum, sum.host, want_token, product_bound(p.largest, 1.0), run);
     }
-    free(want), free(want_token), free(want_place), free(begin);
-    device_free(dev, tokens), device_free(dev, order), device_free(dev, bucket);
-    positions_free(&p);
 }
 
 OPERATOR_TEST(embedding_gpu) {
@@ -800,8 +766,8 @@ OPERATOR_TEST(embedding_gpu) {
 template <typename G>
 void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     Array<G> grads = array_random<G>(dev, n, 1, 1.0f);
-    float* scratch = (float*)device_alloc(dev, global_norm_scratch_bytes(dev));
-    float* result = (float*)device_alloc(dev, 2 * sizeof(float));
+    Room room(dev);
+    float *scratch = (float*)room.device<char>(global_norm_scratch_bytes(dev)), *result = room.device<float>(2);
     double sum = 0.0;
     for (int64_t i = 0; i < n; i++) sum += (double)grads.host[i] * grads.host[i];
     auto norm = [&](float got[2], float clip) {
@@ -816,7 +782,6 @@ void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t 
         G element = from_float<G>(value);
         copy_to_device(dev, grads.device + n - 1, &element, sizeof(G));
     });
-    device_free(dev, scratch), device_free(dev, result);
 }
 
 OPERATOR_TEST(global_norm_gpu) {
@@ -829,17 +794,15 @@ OPERATOR_TEST(global_norm_gpu) {
 // Arrays of more than 2^31 elements: the last rows, which 32-bit indices would miss.
 TEST(kernels_beyond_2_31_elements_gpu) {
     Device dev = test_device(true);
-    if (dev.memory < (int64_t)32 << 30) {
-        device_close(&dev);
-        skip("needs 32 GiB of GPU memory");
-    }
+    if (dev.memory < (int64_t)32 << 30) skip("needs 32 GiB of GPU memory");
     const int C = 50304, V = 50257, tail = 8;
     const int64_t N = ((int64_t)1 << 31) / C + 10, n = N * C;
-    bf16 *a = (bf16*)device_alloc(&dev, n * 2), *b = (bf16*)device_alloc(&dev, n * 2), *got = (bf16*)malloc(C * 2);
-    int *targets = (int*)malloc(N * sizeof(int)), *device_targets;
-    float *losses = (float*)device_alloc(&dev, N * sizeof(float)), loss = NAN;
+    Room room(&dev);
+    bf16 *a = room.device<bf16>(n), *b = room.device<bf16>(n), *got = room.host<bf16>(C);
+    int* targets = room.host<int>(N);
+    float *losses = room.device<float>(N), loss = NAN;
     for (int64_t i = 0; i < N; i++) targets[i] = tail;
-    device_targets = ints_to_device(&dev, targets, N);
+    const int* device_targets = room.to_device(targets, N);
     check(cudaMemsetAsync(a, 0x3f, n * 2, dev.stream));  // every element is 0x3f3f
     copy_to_host(&dev, got, a + n - tail, tail * 2);
     gelu_forward(&dev, b, a, n);

@@ -6,7 +6,7 @@
 #pragma once
 #include <utility>
 
-#include "../../kernels/common.cuh"
+#include "../room.h"
 #include "test.h"
 
 const double EPS32 = 1.0 / (1 << 23);
@@ -92,7 +92,6 @@ void check_gradient(Test* test, double* worst, const char* what, const float* gr
         want[i] = (float)((up - down) / (2.0 * step));
     }
     close_to(test, worst, what, gradient, want, n, EPS32 * terms + 1e-8, 8 * EPS32);
-    free(want);
 }
 
 // GPU: the kernels against the plain C version.
@@ -150,25 +149,20 @@ Array<T> array_random(const Device* dev, int64_t n, uint64_t seed, float scale) 
     return array;
 }
 
-inline int* ints_to_device(const Device* dev, const int* values, int64_t n) {
-    int* device = (int*)device_alloc(dev, n * sizeof(int));
-    copy_to_device(dev, device, values, n * sizeof(int));
-    return device;
-}
-
 // Runs twice from the same beginning (`before`, or NaN) and compares the output with `want`, the runs with each other
 // bit for bit, and the guard with what it was. `host` of the array is left as it began.
 template <typename T, typename Run>
 void check_output(Test* test, double* worst, const Device* dev, const char* what, Array<T>* out, const float* before,
                   const float* want, double absolute, Run run) {
-    int64_t n = out->n, bytes = (n + GUARD) * sizeof(T);
-    T* got[2] = {(T*)malloc(bytes), (T*)malloc(bytes)};
+    int64_t n = out->n;
+    Room room(dev);
+    T* got[2];
     for (int i = 0; i < 2; i++) {
         array_set(dev, out, before);
         run();
-        copy_to_host(dev, got[i], out->device, bytes);
+        got[i] = room.to_host(out->device, n + GUARD);
     }
-    float* values = floats(n);
+    float* values = room.host<float>(n);
     for (int64_t i = 0; i < n; i++) values[i] = to_float(got[0][i]);
     close_to(test, worst, what, values, want, n, absolute, epsilon<T>() + 4 * EPS32);
     expect(memcmp(got[0], got[1], n * sizeof(T)) == 0, "%s: two runs differ", what);
@@ -177,20 +171,17 @@ void check_output(Test* test, double* worst, const Device* dev, const char* what
         expect(guard[i] == 0xff, "%s: byte %lld behind the output was written", what, (long long)i);
         if (guard[i] != 0xff) break;
     }
-    free(values), free(got[0]), free(got[1]);
 }
 
 // The share of the output of a damaged run that check_output would refuse.
 template <typename T, typename Run>
 double output_share_beyond(const Device* dev, Array<T>* out, const float* before, const float* want, double absolute,
                            Run run) {
-    T* got = (T*)malloc(out->n * sizeof(T));
-    float* values = floats(out->n);
+    Room room(dev);
+    float* values = room.host<float>(out->n);
     array_set(dev, out, before);
     run();
-    copy_to_host(dev, got, out->device, out->n * sizeof(T));
+    const T* got = room.to_host(out->device, out->n);
     for (int64_t i = 0; i < out->n; i++) values[i] = to_float(got[i]);
-    double share = share_beyond(values, want, out->n, absolute, epsilon<T>() + 4 * EPS32);
-    free(got), free(values);
-    return share;
+    return share_beyond(values, want, out->n, absolute, epsilon<T>() + 4 * EPS32);
 }

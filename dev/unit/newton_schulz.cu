@@ -137,13 +137,11 @@ TEST(symmetric_product_mirrors) {
 #ifdef __CUDACC__
 constexpr int64_t BATCH = 3;
 
-static __half* halves_on(const Device* dev, float* host, int64_t n) {
-    __half* bits = (__half*)malloc((size_t)n * sizeof(__half));
+// On the device, and rounded in `host` too.
+static __half* halves_on(Room* room, float* host, int64_t n) {
+    __half* bits = room->host<__half>(n);
     for (int64_t i = 0; i < n; i++) bits[i] = __float2half_rn(host[i]), host[i] = __half2float(bits[i]);
-    __half* device = (__half*)device_alloc(dev, n * 2);
-    copy_to_device(dev, device, bits, n * 2);
-    free(bits);
-    return device;
+    return room->to_device(bits, n);
 }
 
 // The library's way rounds diagonals to fp16 before gamma is added and once more after: by 2^-11 of the largest without
@@ -151,7 +149,8 @@ static __half* halves_on(const Device* dev, float* host, int64_t n) {
 static void check_diagonal(Test* test, double* worst, const SymmetricProduct* p, const char* what, float* got,
                            const float* want, double sums) {
     const int64_t side = p->rows < p->cols ? p->rows : p->cols, n = side * BATCH;
-    float *its = floats(n), *wanted = floats(n);
+    Room room(nullptr);
+    float *its = room.host<float>(n), *wanted = room.host<float>(n);
     double most = 0.0;
     for (int64_t i = 0; i < n; i++) {
         const int64_t at = i / side * p->rows * p->cols + i % side * (p->cols + 1);
@@ -160,20 +159,23 @@ static void check_diagonal(Test* test, double* worst, const SymmetricProduct* p,
         most = fmax(most, fabs((double)want[at] - (double)p->gamma));
     }
     close_to(test, worst, what, its, wanted, n, sums + most / 2048.0, 1.0 / 2048 + 4.0 * EPS32);
-    free(its), free(wanted);
 }
 
 // One product of random operands; those of a symmetric result are one matrix and itself, or two symmetric ones.
 static void check_symmetric_product(Test* test, const Device* dev, const SymmetricProduct* p, double* worst) {
     const int64_t n = p->rows * p->cols * BATCH, na = p->rows * p->depth * BATCH, nb = p->depth * p->cols * BATCH;
-    float *a = random_floats(na, 1, 1.0f), *b = random_floats(nb, 2, 1.0f), *c = random_floats(n, 3, 1.0f);
-    float *want = floats(n), *got = floats(n), *one = floats(n);
+    Room room(dev);
+    float *a = room.host<float>(na), *b = room.host<float>(nb), *c = room.host<float>(n);
+    float *want = room.host<float>(n), *got = room.host<float>(n), *one = room.host<float>(n);
+    for (int64_t i = 0; i < na; i++) a[i] = test_uniform(1, i);
+    for (int64_t i = 0; i < nb; i++) b[i] = test_uniform(2, i);
+    for (int64_t i = 0; i < n; i++) c[i] = test_uniform(3, i);
     for (int64_t i = 0; i < n && p->symmetric; i++) {
         const int64_t row = i / p->cols % p->rows, col = i % p->cols;
         if (col > row) c[i] = c[i + (col - row) * (p->cols - 1)];
     }
-    __half *x = halves_on(dev, a, na), *y = p->symmetric ? x : halves_on(dev, b, nb), *z = halves_on(dev, c, n);
-    __half *d = (__half*)device_alloc(dev, n * 2), *bits = (__half*)malloc((size_t)n * 2);
+    __half *x = halves_on(&room, a, na), *y = p->symmetric ? x : halves_on(&room, b, nb), *z = halves_on(&room, c, n);
+    __half* d = room.device<__half>(n);
     symmetric_product_cpu(p, want, a, p->symmetric ? a : b, c);
     SymmetricProduct alone = *p;
     alone.batch = 1;
@@ -181,7 +183,7 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
         check(cudaMemset(d, 0xff, (size_t)n * 2));
         symmetric_product(dev, run ? &alone : p, d, x, y, p->beta != 0.0f ? z : nullptr);
         device_sync(dev);
-        copy_to_host(dev, bits, d, n * 2);
+        const __half* bits = room.to_host(d, n);
         for (int64_t i = 0; i < n; i++) (run ? one : got)[i] = __half2float(bits[i]);
     }
     char what[80];
@@ -193,10 +195,6 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
     expect(memcmp(got, one, (size_t)(n / BATCH) * sizeof(float)) == 0, "%s: alone it has other bits", what);
     if (!symmetric_product_fits(dev, p)) check_diagonal(test, worst, p, what, got, want, sums);
     close_to(test, worst, what, got, want, n, sums, 1.0 / 2048 + 4.0 * EPS32);
-    for (float* each : {a, b, c, want, got, one}) free(each);
-    free(bits);
-    for (void* each : {(void*)x, (void*)z, (void*)d}) device_free(dev, each);
-    if (y != x) device_free(dev, y);
 }
 
 TEST(symmetric_product_gpu) {
@@ -216,6 +214,5 @@ TEST(symmetric_product_gpu) {
         for (const SymmetricProduct& p : products) check_symmetric_product(test, &dev, &p, &worst);
     }
     note_worst(test, worst);
-    device_close(&dev);
 }
 #endif

@@ -26,33 +26,28 @@ static void want_factors(const PartCase& row, const double* square, double* tota
 }
 
 static void check_part(Test* test, const Device* dev, const PartCase& row) {
+    Room room(dev);
     PartGrads part = {{}, {}, COUNT};
     double square[COUNT] = {};
     const double unset = NAN;
     for (int t = 0; t < COUNT; t++) {
-        float* host = (float*)malloc(LENGTH[t] * sizeof(float));
+        float* host = room.host<float>(LENGTH[t]);
         for (int64_t i = 0; i < LENGTH[t]; i++) host[i] = test_uniform(t, i);
         if (t == row.bad) host[LENGTH[t] - 1] = INFINITY;
         for (int64_t i = 0; i < LENGTH[t]; i++) square[t] += (double)host[i] * host[i];
-        part.grads[t] = device_alloc(dev, LENGTH[t] * 4);
-        part.n[t] = LENGTH[t];
-        copy_to_device(dev, (void*)part.grads[t], host, LENGTH[t] * 4);
-        free(host);
+        part.grads[t] = room.to_device(host, LENGTH[t]), part.n[t] = LENGTH[t];
     }
     float scalars[2] = {row.loss, row.last}, factor[PART_TENSORS], want[COUNT];
     double got, total;
-    float* on_device = (float*)device_alloc(dev, sizeof(scalars));
-    copy_to_device(dev, on_device, scalars, sizeof(scalars));
+    float* on_device = room.to_device(scalars, 2);
     PartClip clip = {row.by,
                      row.clip,
                      row.knows_loss ? on_device : nullptr,
                      on_device + 1,
-                     (double*)device_alloc(dev, 8),
-                     (float*)device_alloc(dev, sizeof(factor)),
+                     room.to_device(row.before != 0 ? &row.before : &unset, 1),
+                     room.device<float>(PART_TENSORS),
                      row.before != 0};
-    copy_to_device(dev, clip.square, row.before != 0 ? &row.before : &unset, 8);
-    void* scratch = device_alloc(dev, part_norm_scratch_bytes(dev));
-    part_norm<float>(dev, clip, part, scratch);
+    part_norm<float>(dev, clip, part, room.device<char>(part_norm_scratch_bytes(dev)));
     copy_to_host(dev, factor, clip.factor, sizeof(factor));
     copy_to_host(dev, &got, clip.square, sizeof(got));
     want_factors(row, square, &total, want);
@@ -64,10 +59,7 @@ static void check_part(Test* test, const Device* dev, const PartCase& row) {
     for (int t = 0; t < COUNT; t++) {
         expect(left ? isnan(factor[t]) : fabs(factor[t] - want[t]) <= (bound + ldexp(1, -23)) * want[t],
                "%s: factor %d is %.9g, want %.9g", row.what, t, factor[t], want[t]);
-        device_free(dev, (void*)part.grads[t]);
     }
-    device_free(dev, on_device), device_free(dev, clip.square), device_free(dev, clip.factor);
-    device_free(dev, scratch);
 }
 
 // The end of a step: parts that are NaN are left out and counted, and `last` stays where nothing was stepped.
@@ -76,8 +68,9 @@ static void check_end(Test* test, const Device* dev) {
         double square[3];
         float norm, factor, left, last, all;
     } rows[] = {{{9, 16, 0}, 5, 1, 0, 5, 1}, {{9, NAN, 16}, 5, 1, 1, 5, NAN}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7, NAN}};
-    float* values = (float*)device_alloc(dev, 6 * sizeof(float));
-    double* square = (double*)device_alloc(dev, sizeof(rows[0].square));
+    Room room(dev);
+    float* values = room.device<float>(6);
+    double* square = room.device<double>(3);
     for (const auto& row : rows) {
         float host[6] = {1, 0, 0, 0, 7, 0};  // scalars, left alone, last, all
         copy_to_device(dev, values, host, sizeof(host));
@@ -90,7 +83,6 @@ static void check_end(Test* test, const Device* dev) {
                    want[i]);
         }
     }
-    device_free(dev, values), device_free(dev, square);
 }
 
 TEST_BOTH(part_norm) {
@@ -108,5 +100,4 @@ TEST_BOTH(part_norm) {
     Device dev = test_device(gpu);
     for (const PartCase& row : rows) check_part(test, &dev, row);
     check_end(test, &dev);
-    device_close(&dev);
 }

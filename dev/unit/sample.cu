@@ -397,7 +397,8 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     const int64_t n = attention_cache_elements(S, T, C);
     Array<X> cache = array_random<X>(dev, n, 4, 1), qkv = array_random<X>(dev, (int64_t)R * 3 * C, 5, 1);
     Array<X> out = array_of<X>(dev, (int64_t)R * C, nullptr);
-    int *sequence = ints_to_device(dev, sequences, R), *position = ints_to_device(dev, positions, R);
+    Room room(dev);
+    int *sequence = room.to_device(sequences, R), *position = room.to_device(positions, R);
     const AttentionCache host = {S, T, sequences, positions}, device = {S, T, sequence, position};
     float *want_cache = floats(n), *want = floats((int64_t)R * C);
     memcpy(want_cache, cache.host, n * 4);
@@ -410,7 +411,6 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     array_set(dev, &cache, want_cache);
     check_output(test, worst, dev, "attention", &out, nullptr, want, product_bound(T + HS, 1),
                  [&] { attention_decode(dev, out.device, qkv.device, cache.device, &device, R, C, NH); });
-    device_free(dev, sequence), device_free(dev, position);
     free(want), free(want_cache), free(before);
 }
 
@@ -433,7 +433,8 @@ TEST(sampling_draw_gpu) {
     for (int v = V; v < VP; v++) logits[v] = NAN;  // the padding is never used
     float* device = (float*)device_alloc(&dev, (int64_t)R * VP * 4);
     copy_to_device(&dev, device, logits, (int64_t)R * VP * 4);
-    int *samples = ints_to_device(&dev, numbers[0], R), *places = ints_to_device(&dev, numbers[1], R);
+    Room room(&dev);
+    int *samples = room.to_device(numbers[0], R), *places = room.to_device(numbers[1], R);
     int* tokens = (int*)device_alloc(&dev, R * 4);
     for (double temperature : {0.0, 0.8, 3.0}) {
         for (int64_t k : {0, 1, 2, 50, 20000}) {
