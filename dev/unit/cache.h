@@ -3,16 +3,11 @@
 #pragma once
 #include <dirent.h>
 #include <omp.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
-#include "test.h"
+#include "files.h"
 
 // Sets a variable of the environment until its scope ends.
 struct Setting {
@@ -38,25 +33,17 @@ inline int folder_files(const char* path, bool remove_them) {
     if (!folder) return -1;
     while (struct dirent* entry = readdir(folder)) {
         if (entry->d_name[0] == '.') continue;
-        char file[4352];
-        snprintf(file, sizeof(file), "%s/%s", path, entry->d_name);
-        if (remove_them) unlink(file);
+        if (remove_them) unlink(joined(path, entry->d_name));
         count++;
     }
     closedir(folder);
     return count;
 }
 
-// A folder of its own for the cache of compiled kernels, named by NIBBLE_CACHE, until its scope ends.
+// A folder of its own for the cache of compiled kernels, named by NIBBLE_CACHE until its scope ends.
 struct CacheFolder {
-    char path[64] = "/tmp/nibble-test-XXXXXX";
-    Setting setting;
-
-    CacheFolder() : setting("NIBBLE_CACHE", mkdtemp(path)) {}
-    ~CacheFolder() {
-        folder_files(path, true);
-        rmdir(path);
-    }
+    const char* path = new_folder();
+    Setting setting = {"NIBBLE_CACHE", path};
 };
 
 // A case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels in the folder `cache`.
@@ -78,16 +65,9 @@ inline bool expect_compiles(Test* test, const char* expression, const char* arch
     return good;
 }
 
-// ./train, beside this program, with its two streams into `output`; returns its exit code.
-inline int run_train(const char* words, char* output, size_t bytes) {
-    char command[12000];
-    snprintf(command, sizeof(command), "%s/train %s 2>&1 < /dev/null", test_folder(), words);
-    FILE* pipe = popen(command, "r");
-    size_t used = 0, got;
-    while (pipe && used < bytes - 1 && (got = fread(output + used, 1, bytes - 1 - used, pipe)) > 0) used += got;
-    output[used] = 0;
-    int status = pipe ? pclose(pipe) : -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+// What ./train, beside this program, writes to its two streams; its exit code goes to *code.
+inline const char* run_train(const char* words, int* code) {
+    return shell(formatted("%s/train %s 2>&1 < /dev/null", test_folder(), words), code);
 }
 
 // Calls body(k) for each k below `count` in as many processes as there are cores, and waits for them; returns how many

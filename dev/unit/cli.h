@@ -2,22 +2,16 @@
 // model of one layer in a folder of its own; its exit code, the two output streams and the files. Every child has a
 // time limit, so that a hang is a failure. Children see no GPU unless a test asks for it.
 #pragma once
-#include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
 #include <libgen.h>
-#include <limits.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "../../data/checkpoint.h"
-#include "test.h"
+#include "files.h"
 
 constexpr double CHILD_SECONDS = 60;
 
@@ -188,14 +182,6 @@ inline void remove_tree(const char* folder) {
     nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-inline void write_bytes(const char* folder, const char* name, const void* bytes, size_t count) {
-    char path[2 * PATH_MAX];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
-    FILE* file = fopen(path, "wb");
-    if (!file || fwrite(bytes, 1, count, file) != count) abort();
-    fclose(file);
-}
-
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
     char* text = nullptr;
@@ -206,15 +192,11 @@ inline void write_words(const char* folder, const char* name, int sentences) {
     }
     fclose(memory);
     write_bytes(folder, name, text, length);
-    free(text);
 }
 
 // A new folder with a text in it.
 inline const char* work_folder() {
-    static char path[PATH_MAX / 4];  // with room for names in it
-    const char* base = getenv("TMPDIR");
-    snprintf(path, sizeof(path), "%s/nibble_cli_XXXXXX", base && *base ? base : "/tmp");
-    if (!mkdtemp(path)) abort();
+    const char* path = new_folder();
     write_words(path, "text.txt", 500);
     return path;
 }
@@ -238,52 +220,13 @@ inline void write_shard(const char* folder, const char* name, int magic, int ver
         memcpy(bytes + 1024 + 2 * i, &token, 2);
     }
     write_bytes(folder, name, bytes, 1024 + 2 * (size_t)tokens);
-    free(bytes);
 }
 
-// A formatted text, FOLDER/NAME, and the folder of a run's checkpoint; none is ever freed.
-__attribute__((format(printf, 1, 2))) inline const char* formatted(const char* format, ...) {
-    char* text = nullptr;
-    va_list arguments;
-    va_start(arguments, format);
-    if (vasprintf(&text, format, arguments) < 0) abort();
-    va_end(arguments);
-    return text;
-}
-
-inline const char* joined(const char* folder, const char* name) {
-    return formatted("%s/%s", folder, name);
-}
-
-// A copy of a text with each `from` in it replaced, which is never freed either.
-inline const char* replaced(const char* text, const char* from, const char* to) {
-    char* copy = nullptr;
-    size_t bytes = 0;
-    FILE* memory = open_memstream(&copy, &bytes);
-    for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from)) {
-        fprintf(memory, "%.*s%s", (int)(at - text), text, to);
-    }
-    fputs(text, memory);
-    fclose(memory);
-    return copy;
-}
-
+// The folder of a run's checkpoint.
 inline const char* checkpoint_of(const char* run, int64_t step) {
     char path[PATH_MAX];
     checkpoint_name(run, step, path, sizeof(path));
     return strdup(path);
-}
-
-inline bool exists(const char* folder, const char* name) {
-    char path[2 * PATH_MAX];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
-    return access(path, F_OK) == 0;
-}
-
-inline char* contents(const char* folder, const char* name, int64_t* bytes) {
-    char path[2 * PATH_MAX], error[DATA_ERROR_BYTES];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
-    return file_read(path, bytes, error);
 }
 
 #define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"
@@ -390,10 +333,6 @@ inline int checkpoints(const char* run, int64_t* newest) {
     return count;
 }
 
-inline void write_text(const char* folder, const char* name, const char* text) {
-    write_bytes(folder, name, text, strlen(text));
-}
-
 // Other words in a checkpoint's state.json, with the checksum that it then has.
 inline void rewrite_state(const char* folder, const char* from, const char* to) {
     int64_t bytes;
@@ -407,28 +346,22 @@ inline void rewrite_state(const char* folder, const char* from, const char* to) 
 // A copy of `from`, a checkpoint, with `find` in its config.json replaced, and the first `share` of its weights.
 inline void make_model(const char* work, const char* name, const char* from, const char* find, const char* replace,
                        double share) {
-    char folder[PATH_MAX];
     int64_t bytes;
-    snprintf(folder, sizeof(folder), "%s/%s", work, name);
+    const char *folder = joined(work, name), *config = contents(from, "config.json", &bytes);
+    if (!strstr(config, find)) abort();
     mkdir(folder, 0755);
-    char *config = contents(from, "config.json", &bytes), *at = strstr(config, find), *changed = nullptr;
-    if (!at || asprintf(&changed, "%.*s%s%s", (int)(at - config), config, replace, at + strlen(find)) < 0) abort();
-    write_text(folder, "config.json", changed);
-    char* weights = contents(from, "model.safetensors", &bytes);
+    write_text(folder, "config.json", replaced(config, find, replace));
+    const char* weights = contents(from, "model.safetensors", &bytes);
     if (share > 0) write_bytes(folder, "model.safetensors", weights, (size_t)((double)bytes * share));
-    free(config), free(changed), free(weights);
 }
 
 // A copy of a checkpoint in bf16 whose last weight has the two bytes `value`.
 inline void make_model_ending(const char* work, const char* name, const char* from, const char* value) {
-    char folder[PATH_MAX];
     int64_t bytes;
     make_model(work, name, from, "gelu_new", "gelu_new", 1);
-    snprintf(folder, sizeof(folder), "%s/%s", work, name);
-    char* weights = contents(folder, "model.safetensors", &bytes);
+    char* weights = contents(joined(work, name), "model.safetensors", &bytes);
     memcpy(weights + bytes - 2, value, 2);
-    write_bytes(folder, "model.safetensors", weights, (size_t)bytes);
-    free(weights);
+    write_bytes(joined(work, name), "model.safetensors", weights, (size_t)bytes);
 }
 
 // One sentence on stderr and exit code 2.

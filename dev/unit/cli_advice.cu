@@ -7,18 +7,12 @@
 
 const OptionTable* option_table();  // of train_gpt2.cu, by test_gpt2.cu
 
-// A command as one would type it after ./train, in the folder `work`; what it said first on stderr into `message`.
-// Returns its exit code.
-static int type_command(const char* work, const char* command, char* message, size_t bytes) {
-    char line[3 * PATH_MAX];
-    snprintf(line, sizeof(line),
-             "cd '%s' && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 '%s/train' %s 2>&1 >/dev/null </dev/null",
-             work, test_folder(), command);
-    FILE* pipe = popen(line, "r");
-    size_t used = pipe ? fread(message, 1, bytes - 1, pipe) : 0;
-    message[used] = 0;
-    while (pipe && fgetc(pipe) != EOF) continue;
-    return WEXITSTATUS(pclose(pipe));
+// A command as one would type it after ./train, in the folder `work`; returns what it says on stderr.
+static const char* type_command(const char* work, const char* command, int* code) {
+    return shell(formatted("cd '%s' && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 '%s/train' %s 2>&1 "
+                           ">/dev/null </dev/null",
+                           work, test_folder(), command),
+                 code);
 }
 
 // The length of the advice at `text`: up to where the sentence goes on about something else.
@@ -98,11 +92,12 @@ static bool follow(const char* message, char* command) {
 // Returns how many were left behind.
 static int follow_all(Test* test, const char* work, const char* typed) {
     enum { ROUNDS = 8 };
-    static char message[ROUNDS][2048];
+    const char* message[ROUNDS];
     char command[PATH_MAX];
     snprintf(command, sizeof(command), "%s", typed);
     for (int i = 0; i < ROUNDS; i++) {
-        int code = type_command(work, command, message[i], sizeof(message[i]));
+        int code;
+        message[i] = type_command(work, command, &code);
         expect(code == 0 || code == 2, "%s, which became %s: exit code %d: %s", typed, command, code, message[i]);
         const char* end = strchr(message[i], '\n');
         expect(code == 0 || (strncmp(message[i], "train: error: ", 14) == 0 && end && !end[1]),

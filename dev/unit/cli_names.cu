@@ -4,26 +4,15 @@
 
 const OptionTable* option_table();  // of train_gpt2.cu, by test_gpt2.cu
 
-// Returns what a shell prints for a line, typed in `folder`: the caller frees it. `code` is its exit code.
-static char* shell(const char* folder, int* code, const char* line) {
-    char *command = nullptr, *text = nullptr, piece[4096];
-    size_t bytes = 0, got;
-    if (asprintf(
-            &command,
-            "cd %s && export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive && { %s\n} </dev/null "
-            "2>&1",
-            shell_word(folder), line) < 0) {
-        abort();
-    }
-    FILE *pipe = popen(command, "r"), *memory = open_memstream(&text, &bytes);
-    while (pipe && (got = fread(piece, 1, sizeof(piece), pipe)) > 0) fwrite(piece, 1, got, memory);
-    fclose(memory);
-    *code = WEXITSTATUS(pclose(pipe));
-    return text;
+// Returns what a shell prints for a line, typed in `folder`. `code` is its exit code.
+static const char* shell_in(const char* folder, int* code, const char* line) {
+    const char* settings = "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive";
+    return shell(formatted("cd %s && export %s && { %s\n} </dev/null 2>&1", shell_word(folder), settings, line), code);
 }
 
-// Runs ./train in a folder to the end and expects success; what it said is freed by the caller.
-__attribute__((format(printf, 3, 4))) static char* train_in(Test* test, const char* folder, const char* format, ...) {
+// Runs ./train in a folder to the end and expects success; returns what it said.
+__attribute__((format(printf, 3, 4))) static const char* train_in(Test* test, const char* folder, const char* format,
+                                                                  ...) {
     char words[2 * PATH_MAX];
     va_list arguments;
     va_start(arguments, format);
@@ -48,14 +37,14 @@ static void move_folder(const char* work, const char* from, const char* to) {
 
 // A bare name of a built-in shape is that shape, whatever folder has the same name; ./NAME and other names are folders.
 FOLDER_TEST(cli_model_names) {
-    free(train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY));
-    free(train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY));
+    train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY);
+    train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY);
     const char *plain = joined(work, "plain"), *other = joined(work, "other");
     for (const char* holds : {"", "trained", "trained/step_00000009"}) {
         if (*holds) move_folder(work, holds, "nano");
         if (!*holds) make_folder(work, "nano");
         for (const char* model : {"", "--model nano"}) {
-            char* out = train_in(test, work, "%s --data text.txt --run other --steps 4 %s", TINY, model);
+            const char* out = train_in(test, work, "%s --data text.txt --run other --steps 4 %s", TINY, model);
             expect(!strstr(out, "type --model ./nano") == !strstr(holds, "step_"), "'%s' in ./nano: %s", holds, out);
             expect_equal_runs(test, plain, other, 4);
             remove_tree(other);
@@ -64,12 +53,12 @@ FOLDER_TEST(cli_model_names) {
         if (!*holds) remove_tree(joined(work, "nano"));
     }
     move_folder(work, "trained/step_00000009", "nano");
-    char* preset = train_in(test, work, "--data text.txt --batch 2 --model nano --dry-run");
+    const char* preset = train_in(test, work, "--data text.txt --batch 2 --model nano --dry-run");
     expect(strstr(preset, "4 layers, 128 channels"), "%s", preset);
-    char* folder = train_in(test, work, "--data text.txt --batch 2 --model ./nano --dry-run");
+    const char* folder = train_in(test, work, "--data text.txt --batch 2 --model ./nano --dry-run");
     expect(strstr(folder, "1 layers, 64 channels"), "%s", folder);
     move_folder(work, "nano", "mine");
-    char* mine = train_in(test, work, "--data text.txt --batch 2 --model mine --dry-run");
+    const char* mine = train_in(test, work, "--data text.txt --batch 2 --model mine --dry-run");
     expect(strstr(mine, "1 layers, 64 channels"), "%s", mine);
     move_folder(work, "mine", "d6");
     Child bare = new_child(false, work);
@@ -90,10 +79,10 @@ FOLDER_TEST(cli_run_is_called_nano) {
         kill(child.pid, SIGKILL);
         finish(&child);
         for (int steps : {4, 8}) {
-            free(train_in(test, work, "%s --data text.txt --run nano --resume auto --steps %d --schedule constant %s",
-                          TINY, steps, model));
+            train_in(test, work, "%s --data text.txt --run nano --resume auto --steps %d --schedule constant %s", TINY,
+                     steps, model);
         }
-        free(train_in(test, work, "%s --data text.txt --run whole --steps 8 --schedule constant", TINY));
+        train_in(test, work, "%s --data text.txt --run whole --steps 8 --schedule constant", TINY);
         expect_equal_runs_from(test, whole, run, 4, 8);
         remove_tree(run), remove_tree(whole);
     }
@@ -104,15 +93,15 @@ FOLDER_TEST(cli_run_is_called_nano) {
 FOLDER_TEST(cli_resume_without_first_folder) {
     const char *whole = joined(work, "whole"), *run = joined(work, "run"), *elsewhere = joined(work, "elsewhere");
     make_folder(work, "elsewhere"), make_folder(work, "elsewhere/nano"), make_folder(work, "elsewhere/base");
-    free(train_in(test, work, "%s --data text.txt --run first --steps 5", TINY));
+    train_in(test, work, "%s --data text.txt --run first --steps 5", TINY);
     const char* common = QUICK " --device cpu --data text.txt --schedule constant";
     for (const char* name : {"base", "d6"}) {
         move_folder(work, "first/step_00000005", name);
-        free(train_in(test, work, "%s --model ./%s --run whole --steps 6", common, name));
+        train_in(test, work, "%s --model ./%s --run whole --steps 6", common, name);
         for (const char* typed : {"", "--model ./base", "--model base/", "--model ./d6"}) {
-            free(train_in(test, work, "%s --model ./%s --run run --steps 3", common, name));
+            train_in(test, work, "%s --model ./%s --run run --steps 3", common, name);
             move_folder(work, name, "gone");
-            free(train_in(test, elsewhere, "--resume %s --steps 6 --device cpu %s", run, typed));
+            train_in(test, elsewhere, "--resume %s --steps 6 --device cpu %s", run, typed);
             move_folder(work, "gone", name);
             expect_equal_runs_from(test, whole, run, 4, 6);
             remove_tree(run);
@@ -162,9 +151,10 @@ static double seconds_of(const char* text) {
 
 // The first step's forecast is of steps, not of the validation before them.
 FOLDER_TEST(cli_first_eta) {
-    char* out = train_in(test, work,
-                         "--layers 1 --channels 64 --heads 1 --seq 16 --batch 1 --sample-every 0 --device cpu --data "
-                         "text.txt --val-fraction 0.5 --val-tokens 8000 --val-every 300 --steps 300 --run run");
+    const char* out =
+        train_in(test, work,
+                 "--layers 1 --channels 64 --heads 1 --seq 16 --batch 1 --sample-every 0 --device cpu --data "
+                 "text.txt --val-fraction 0.5 --val-tokens 8000 --val-every 300 --steps 300 --run run");
     const char *first = strstr(out, "\nstep      1/"), *ms = first ? strstr(first, " ms ") : nullptr;
     const char *eta = first ? strstr(first, "eta ") : nullptr, *val = strstr(out, "bits per byte  ");
     expect(ms && eta && val, "%s", out);
@@ -180,7 +170,7 @@ TEST(cli_shell_words) {
         char line[512];
         int code;
         snprintf(line, sizeof(line), "printf '%%s' %s", shell_word(text));
-        char* said = shell("/", &code, line);
+        const char* said = shell_in("/", &code, line);
         expect(code == 0 && strcmp(said, text) == 0, "'%s' as %s: '%s'", text, shell_word(text), said);
     }
 }
@@ -195,7 +185,7 @@ static int paste_next(Test* test, const char* folder, const char* out) {
         const bool resumes = strstr(line, " --resume ") != nullptr;  // for ever
         snprintf(command, sizeof(command), "%s%.*s", resumes ? "timeout --preserve-status -s INT 2 " : "",
                  (int)strcspn(line, "\n"), line);
-        char* said = shell(folder, &code, command);
+        const char* said = shell_in(folder, &code, command);
         expect(code == 0, "%s: exit code %d: %s", command, code, said);
         line = strchr(line, '\n');
         line = line && strncmp(line, "\n         ", 10) == 0 ? line + 10 : nullptr;
@@ -212,7 +202,7 @@ FOLDER_TEST(cli_printed_commands) {
              "{ ln %s/train train 2>/dev/null || cp %s/train train; } && echo >dev/plot.py && "
              "printf '#!/bin/sh\\ntest -f \"$1\" -a -d \"$2\"' >.venv/bin/python && chmod +x .venv/bin/python",
              test_folder(), test_folder());
-    free(shell(work, &code, line));
+    shell_in(work, &code, line);
     expect(code == 0, "%s", line);
     for (const char* place : {"it's home", "a place"}) {
         const bool inside = strcmp(place, "it's home") == 0;
@@ -220,21 +210,21 @@ FOLDER_TEST(cli_printed_commands) {
         const char* folder = joined(work, place);
         snprintf(line, sizeof(line), "%s " SHAPE " " QUICK " --device cpu --data ../text.txt --run 'my $run' --steps 2",
                  program);
-        char* out = shell(folder, &code, line);
+        const char* out = shell_in(folder, &code, line);
         expect(code == 0 && paste_next(test, folder, out) == 2, "%s: %s", line, out);
         if (inside) continue;
         snprintf(line, sizeof(line),
                  "rm -r \"../it's home/.venv\"; timeout --preserve-status -s INT 2 %s " TINY
                  " --data ../text.txt --run \"it's\" --steps 100000000",
                  program);
-        out = shell(folder, &code, line);
+        out = shell_in(folder, &code, line);
         expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, out) == 1, "%s: %s", line, out);
     }
 }
 
 // A whole state.json, by its seal, that lists its files in no usable way: one sentence, which holds no leftover.
 FOLDER_TEST(cli_state_lists_no_files) {
-    free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
+    train_in(test, work, "%s --data text.txt --run run --steps 1", TINY);
     const char* checkpoint = joined(work, "run/step_00000001");
     for (const char* files :
          {"", "\"files\": 3,\n", "\"files\": [1, 2],\n", "\"files\": null,\n", "\"files\": \"a\",\n",
@@ -262,13 +252,13 @@ FOLDER_TEST(cli_folder_after_refusal) {
     finish(&child);
     expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
     expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
-    free(train_in(test, work, "%s --data text.txt --run run --steps 1", TINY));
+    train_in(test, work, "%s --data text.txt --run run --steps 1", TINY);
     const char* folder = joined(work, "tokens");
     char tokens[4001];
     for (int i = 0; i < 4000; i++) tokens[i] = i % 2 ? 1 : 2;  // uint16: 258
     tokens[4000] = 0;
     write_text(folder, "train.bin", tokens), write_text(folder, "val.bin", tokens);
-    char* out = train_in(test, work, "%s --data tokens --data-format nanogpt --run other --steps 1", TINY);
+    const char* out = train_in(test, work, "%s --data tokens --data-format nanogpt --run other --steps 1", TINY);
     expect(strstr(out, "no samples") && !strstr(out, "--sample"), "%s", out);
 }
 
@@ -296,7 +286,7 @@ TEST(cli_completion) {
                  "echo -n \"${COMPREPLY[*]}\"\n",
                  one.words);
         write_text(work, "ask", line);
-        char* said = shell(work, &code, "bash ask");
+        const char* said = shell_in(work, &code, "bash ask");
         expect(code == 0 && strcmp(said, one.offered) == 0, "%s: '%s', want '%s'", one.words, said, one.offered);
     }
     run_well(zsh, "--completion zsh");
@@ -307,7 +297,7 @@ TEST(cli_completion) {
     }
     write_text(work, "_nibble", OUT(zsh));
     int code;
-    char* said = shell(work, &code, "command -v zsh > /dev/null || exit 3; zsh -n _nibble");
+    const char* said = shell_in(work, &code, "command -v zsh > /dev/null || exit 3; zsh -n _nibble");
     expect(code == 3 || code == 0, "zsh: %s", said);
 }
 
@@ -315,7 +305,7 @@ TEST(cli_completion) {
 FOLDER_TEST(cli_first_line) {
     char error[DATA_ERROR_BYTES];
     run_well(version, "--version");
-    free(train_in(test, work, "%s --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025", TINY));
+    train_in(test, work, "%s --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025", TINY);
     const char* path = joined(work, "run");
     int64_t bytes;
     char* log = contents(path, "log.jsonl", &bytes);
@@ -348,12 +338,10 @@ FOLDER_TEST(cli_first_line) {
 
 // --profile ends the run by itself, and leaves no checkpoint.
 FOLDER_TEST(cli_profile) {
-    char* out = train_in(test, work, "%s --data text.txt --run run --steps 40 --print-every 1 --profile", TINY);
+    const char* out = train_in(test, work, "%s --data text.txt --run run --steps 40 --print-every 1 --profile", TINY);
     expect(strstr(out, "step      5/40") && !strstr(out, "step      6/40"), "%s", out);
     expect(!strstr(out, "\nval ") && !strstr(out, "\nsample ") && !strstr(out, "\nsave "), "%s", out);
     expect(exists(work, "run/log.jsonl") && !exists(work, "run/step_00000005"), "a checkpoint of --profile");
-    free(out);
-    remove_tree(work);
 }
 
 TEST(option_sizes) {

@@ -4,7 +4,6 @@
 #include "../../data/loader.h"
 #include "../../data/tokenizer.h"
 #include "cli.h"
-#include "data.h"
 
 // Appends the UTF-8 of a character.
 static char* put_character(char* to, uint32_t point) {
@@ -26,7 +25,7 @@ static char* put_character(char* to, uint32_t point) {
 
 // The vocabulary of dev/reference/make_words.py: bytes, and pairs of a probe and a byte above 127 in both orders. The
 // files spell a byte as the printable character that stands for it.
-static void put_word_vocabulary(Test* test, const Folder& folder) {
+static void put_word_vocabulary(Test* test, const char* folder) {
     static const unsigned char probes[] = "a1. \n";
     static char vocabulary[1 << 16], merges[1 << 16];
     char name[256][8];
@@ -47,8 +46,8 @@ static void put_word_vocabulary(Test* test, const Folder& folder) {
         merge += sprintf(merges + merge, "%s %s\n", left, right);
     }
     strcat(vocabulary, "}");
-    put_text(test, in(folder, "vocab.json"), vocabulary);
-    put_text(test, in(folder, "merges.txt"), merges);
+    put_text(joined(folder, "vocab.json"), vocabulary);
+    put_text(joined(folder, "merges.txt"), merges);
 }
 
 // The text of one line of dev/reference/words.txt; returns its bytes.
@@ -85,12 +84,13 @@ static int64_t word_text(uint32_t first, uint32_t count, char* text) {
 DATA_TEST(corpus_every_character) {
     enum { BLOCK = 4096, BYTES = BLOCK * 10 * 12 };
     put_word_vocabulary(test, folder);
-    Tokenizer* tokenizer = tokenizer_open(folder.path, error);
+    Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
-    char *words = read_text(test, "dev/reference/words.txt"), *text = (char*)malloc(BYTES);
+    int64_t bytes;
+    char *words = contents(test_folder(), "dev/reference/words.txt", &bytes), *text = (char*)malloc(BYTES);
     int* tokens = (int*)malloc(BYTES * sizeof(int));
     int blocks = 0;
-    for (char* line = words; tokenizer && *line; line = strchr(line, '\n') + 1, blocks++) {
+    for (char* line = words; tokenizer && line && *line; line = strchr(line, '\n') + 1, blocks++) {
         unsigned first = 0;
         unsigned long long want = 0, got = 0;
         if (sscanf(line, "%x %llx", &first, &want) != 2) break;
@@ -114,7 +114,7 @@ static void put_signed(Test* test, const char* path, int at, const char* signatu
     uint64_t state = 5;
     for (int i = 0; i < 4000; i++) bytes[i] = binary ? (unsigned char)random_next(&state) : " etaoin\n"[i % 8];
     memcpy(bytes + at, signature, (size_t)length);
-    put(test, path, bytes, sizeof(bytes));
+    put(path, bytes, sizeof(bytes));
 }
 
 // A file that is no text is refused by its contents, with a way on, and --data-format bytes takes it.
@@ -160,7 +160,7 @@ DATA_TEST(corpus_content) {
         {"\x80\3B\0\1", 5, 0, "pickle", "name a text"},
         {"??", 2, 0, "binary", "--data-format nanogpt"},
     };
-    const char *path = in(folder, "it's text.txt"), *model = in(folder, "model.bin");
+    const char *path = joined(folder, "it's text.txt"), *model = joined(folder, "model.bin");
     for (auto& item : cases) {
         put_signed(test, path, item.at, item.signature, item.length, true);
         expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, item.name);
@@ -202,33 +202,33 @@ DATA_TEST(corpus_text_or_not) {
         {"GPT-2's tokens", "\x0D\0\x06\1\x86\x34\x0B\0\x2C\1", 10, "--data-format nanogpt"},
         {"control bytes", "abcdefghijklmnop\1", 17, "is binary"},
     };
-    const char* path = in(folder, "x");
+    const char* path = joined(folder, "x");
     for (auto& item : cases) {
         for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)item.piece[i % item.length];
-        put(test, path, bytes, BYTES);
+        put(path, bytes, BYTES);
         bool open = opens(path, DATA_AUTO, DATASET_WHOLE, 16, error);
         if (!item.refused) expect(open, "%s: %s", item.what, error);
         if (item.refused) expect(!open && strstr(error, item.refused), "%s: %s", item.what, open ? "taken" : error);
     }
     memset(bytes, 'a', BYTES);
     for (int i = 3000; i < BYTES; i += 5000) bytes[i] = 0;
-    put(test, path, bytes, BYTES);
+    put(path, bytes, BYTES);
     expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);
     // A container of texts, such as a tar archive, has NUL bytes at its beginning; a text at the beginning alone is not
     // enough either.
     bytes[3] = 0;
-    put(test, path, bytes, BYTES);
+    put(path, bytes, BYTES);
     expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, "is binary");
     memcpy(bytes + 257, "ustar", 5);
-    put(test, path, bytes, BYTES);
+    put(path, bytes, BYTES);
     expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, "a tar archive");
     memset(bytes, 'a', BYTES);
     memset(bytes + BYTES / 4, 0, BYTES / 2);
-    put(test, path, bytes, BYTES);
+    put(path, bytes, BYTES);
     expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, "is binary");
-    put(test, path, "a\0b", 3);
+    put(path, "a\0b", 3);
     expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 1, error), error, "add --data-format bytes");
-    put_text(test, path, "abc");
+    put_text(path, "abc");
     expect(opens(path, DATA_AUTO, DATASET_WHOLE, 1, error), "%s", error);
     expect_refused(opens(path, DATA_SHARDS, DATASET_WHOLE, 1, error), error, "leave --data-format shards out");
 }
@@ -257,16 +257,17 @@ DATA_TEST(corpus_nanogpt) {
     enum { T = 16 };
     uint16_t tokens[1001];
     for (int i = 0; i < 1001; i++) tokens[i] = (uint16_t)(i % 65);
-    put(test, in(folder, "val.bin"), tokens, 200);
-    expect_refused(opens(folder.path, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
-    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "holds no train.bin");
-    put(test, in(folder, "train.bin"), tokens, 2000);
-    expect_refused(opens(folder.path, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
-    expect_refused(opens(in(folder, "train.bin"), DATA_AUTO, DATASET_TRAIN, T, error), error, "--data-format nanogpt");
-    const char* names[] = {folder.path, in(folder, "train.bin")};
+    put(joined(folder, "val.bin"), tokens, 200);
+    expect_refused(opens(folder, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "holds no train.bin");
+    put(joined(folder, "train.bin"), tokens, 2000);
+    expect_refused(opens(folder, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
+    expect_refused(opens(joined(folder, "train.bin"), DATA_AUTO, DATASET_TRAIN, T, error), error,
+                   "--data-format nanogpt");
+    const char* names[] = {folder, joined(folder, "train.bin")};
     for (const char* name : names) {
         for (int with_meta = 0; with_meta < 2; with_meta++) {
-            if (with_meta) put(test, in(folder, "meta.pkl"), pickles[0].pickle, pickles[0].bytes);
+            if (with_meta) put(joined(folder, "meta.pkl"), pickles[0].pickle, pickles[0].bytes);
             Dataset train = {}, val = {};
             bool fine = dataset_open(&train, name, DATA_NANOGPT, DATASET_TRAIN, 0.1, T, error) &&
                         dataset_open(&val, name, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error);
@@ -279,24 +280,24 @@ DATA_TEST(corpus_nanogpt) {
                    "%d, %s", in_window[0], error);
             dataset_close(&train), dataset_close(&val);
         }
-        unlink(in(folder, "meta.pkl"));
+        unlink(joined(folder, "meta.pkl"));
     }
-    put(test, in(folder, "meta.pkl"), pickles[4].pickle, pickles[4].bytes);
-    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "into a meta.json beside it");
-    put_text(test, in(folder, "meta.json"), "{\"vocabulary\": 65}");
-    expect(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), "%s", error);
+    put(joined(folder, "meta.pkl"), pickles[4].pickle, pickles[4].bytes);
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "into a meta.json beside it");
+    put_text(joined(folder, "meta.json"), "{\"vocabulary\": 65}");
+    expect(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), "%s", error);
     // Without val.bin the end of train.bin is kept for validation.
-    unlink(in(folder, "val.bin"));
+    unlink(joined(folder, "val.bin"));
     Dataset val;
-    expect(dataset_open(&val, folder.path, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
+    expect(dataset_open(&val, folder, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
     expect(val.tokens == 100, "%lld", (long long)val.tokens);
     dataset_close(&val);
-    put(test, in(folder, "train.bin"), tokens, 1999);
-    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "an odd number");
+    put(joined(folder, "train.bin"), tokens, 1999);
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "an odd number");
     int32_t header[512] = {20240520, 1, 512};
-    put(test, in(folder, "train.bin"), header, 2048);
-    expect_refused(opens(folder.path, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin without --data-format");
-    expect_refused(opens(folder.path, DATA_AUTO, DATASET_TRAIN, T, error), error, "name its files");
+    put(joined(folder, "train.bin"), header, 2048);
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin without --data-format");
+    expect_refused(opens(folder, DATA_AUTO, DATASET_TRAIN, T, error), error, "name its files");
 }
 
 // Files shorter than a window are left out, wherever they are; validation is the tail of the last that two fit in.
@@ -316,10 +317,10 @@ DATA_TEST(corpus_short_shards) {
         for (int i = 0; i < 4; i++) {
             char name[32];
             snprintf(name, sizeof(name), "s%d.bin", i);
-            write_shard(folder.path, name, 20240520, 1, item.tokens[i], item.tokens[i], 3);
+            write_shard(folder, name, 20240520, 1, item.tokens[i], item.tokens[i], 3);
         }
         Dataset data;
-        const char* path = in(folder, "*.bin");
+        const char* path = joined(folder, "*.bin");
         if (item.refused) {
             expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, T, error), error, item.refused);
         } else if (dataset_open(&data, path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error)) {
@@ -347,16 +348,16 @@ static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, Data
 // The fingerprint is that of the tokens: not of names or times, and of each part of a file alone.
 TEST(corpus_fingerprint) {
     char error[DATA_ERROR_BYTES] = "", text[20000];
-    Folder folder = folder_new(test);
+    const char* folder = new_folder();
     for (int i = 0; i < 20000; i++) text[i] = " etaoin\n"[i * 7 / 5 % 8];
-    const char *one = in(folder, "one.txt"), *two = in(folder, "./two");
-    put(test, one, text, sizeof(text)), put(test, two, text, sizeof(text));
+    const char *one = joined(folder, "one.txt"), *two = joined(folder, "./two");
+    put(one, text, sizeof(text)), put(two, text, sizeof(text));
     const uint32_t train = fingerprint(test, one, DATASET_TRAIN), val = fingerprint(test, one, DATASET_VALIDATION);
     expect(train != val && fingerprint(test, two, DATASET_TRAIN) == train, "%08x and %08x", train, val);
     const int places[] = {0, 4095, 4096, 12345, 17999, 18000, 19999};
     for (int place : places) {
         text[place] ^= 1;
-        put(test, two, text, sizeof(text));
+        put(two, text, sizeof(text));
         expect((fingerprint(test, two, DATASET_TRAIN) == train) == (place >= 18000), "byte %d", place);
         expect((fingerprint(test, two, DATASET_VALIDATION) == val) == (place < 18000), "byte %d", place);
         text[place] ^= 1;
@@ -367,17 +368,17 @@ TEST(corpus_fingerprint) {
     dataset_close(&memory);
     // A folder, its files by a pattern, and the same tokens under other names.
     for (int i = 0; i < 2; i++) {
-        write_shard(folder.path, i ? "train_1.bin" : "train_0.bin", 20240520, 1, 200, 200, i);
-        write_shard(folder.path, i ? "same_b.bin" : "same_a.bin", 20240520, 1, 200, 200, i);
+        write_shard(folder, i ? "train_1.bin" : "train_0.bin", 20240520, 1, 200, 200, i);
+        write_shard(folder, i ? "same_b.bin" : "same_a.bin", 20240520, 1, 200, 200, i);
     }
-    write_shard(folder.path, "val_0.bin", 20240520, 1, 50, 50, 1);
-    const uint32_t shards = fingerprint(test, folder.path, DATASET_TRAIN);
-    expect(fingerprint(test, in(folder, "train_*.bin"), DATASET_WHOLE) == shards, "as a pattern");
-    expect(fingerprint(test, in(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
-    write_shard(folder.path, "train_1.bin", 20240520, 1, 200, 200, 7);
-    expect(fingerprint(test, folder.path, DATASET_TRAIN) != shards, "with another token");
+    write_shard(folder, "val_0.bin", 20240520, 1, 50, 50, 1);
+    const uint32_t shards = fingerprint(test, folder, DATASET_TRAIN);
+    expect(fingerprint(test, joined(folder, "train_*.bin"), DATASET_WHOLE) == shards, "as a pattern");
+    expect(fingerprint(test, joined(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
+    write_shard(folder, "train_1.bin", 20240520, 1, 200, 200, 7);
+    expect(fingerprint(test, folder, DATASET_TRAIN) != shards, "with another token");
     // A file over 256 MiB (a sparse one) is read in blocks: the first and the last are among them.
-    const char* large = in(folder, "large");
+    const char* large = joined(folder, "large");
     const int64_t size = 257 << 20, changed[] = {0, size - 1, (size - 4096) * 31 / 63 + 5};
     int descriptor = open(large, O_RDWR | O_CREAT, 0600);
     expect(ftruncate(descriptor, size) == 0, "%s", strerror(errno));

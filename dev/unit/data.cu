@@ -6,7 +6,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include "data.h"
+#include "files.h"
 #include "tensors.h"
 
 TEST(data_crc32c) {
@@ -29,7 +29,7 @@ TEST(data_crc32c) {
 }
 
 DATA_TEST(data_files) {
-    const char* path = in(folder, "a");
+    const char* path = joined(folder, "a");
     expect(file_write(path, "one\0two", 7, error), "%s", error);
     int64_t bytes = 0;
     char* text = file_read(path, &bytes, error);
@@ -37,26 +37,26 @@ DATA_TEST(data_files) {
     expect(file_write(path, "", 0, error), "%s", error);
     text = file_read(path, &bytes, error);
     expect(text && bytes == 0 && text[0] == 0, "%s", error);
-    expect(access(in(folder, "a.tmp"), F_OK) != 0, "the temporary file is left");
-    expect(folder_make(in(folder, "b/c//d/"), error), "%s", error);
-    expect(folder_make(in(folder, "b/c/d"), error), "an existing folder: %s", error);
-    expect(folder_remove(in(folder, "b/c"), error), "%s", error);
-    expect(access(in(folder, "b/c"), F_OK) != 0, "still there");
-    expect(folder_sync(folder.path, error), "%s", error);
+    expect(access(joined(folder, "a.tmp"), F_OK) != 0, "the temporary file is left");
+    expect(folder_make(joined(folder, "b/c//d/"), error), "%s", error);
+    expect(folder_make(joined(folder, "b/c/d"), error), "an existing folder: %s", error);
+    expect(folder_remove(joined(folder, "b/c"), error), "%s", error);
+    expect(access(joined(folder, "b/c"), F_OK) != 0, "still there");
+    expect(folder_sync(folder, error), "%s", error);
     expect_refused(folder_make(path, error), error, "there is a file of that name");
-    expect_refused(folder_make(in(folder, "a/b"), error), error, "there is a file of that name");
+    expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
     expect_refused(folder_make("", error), error, "without a name");
-    expect_refused(file_read(in(folder, "none"), &bytes, error), error, "none: No such file");
-    expect_refused(file_read(folder.path, &bytes, error), error, "not a regular file");
-    expect_refused(file_write(in(folder, "x/y"), "", 0, error), error, "x/y.tmp: No such file");
-    expect(folder_remove(in(folder, "none"), error), "%s", error);
-    expect(disk_holds(in(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
-    expect_refused(disk_holds(in(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1073741824.00 GiB and ");
+    expect_refused(file_read(joined(folder, "none"), &bytes, error), error, "none: No such file");
+    expect_refused(file_read(folder, &bytes, error), error, "not a regular file");
+    expect_refused(file_write(joined(folder, "x/y"), "", 0, error), error, "x/y.tmp: No such file");
+    expect(folder_remove(joined(folder, "none"), error), "%s", error);
+    expect(disk_holds(joined(folder, "x/y/z"), 1, error) && disk_holds("z", 1, error), "%s", error);
+    expect_refused(disk_holds(joined(folder, "x/y"), 1ll << 60, error), error, "x/y needs 1073741824.00 GiB and ");
     const SafetensorsEntry huge = {"huge", "F32", {1ll << 50}, 1};
-    expect_refused(safetensors_begin(in(folder, "huge"), &huge, 1, nullptr, error), error, "are free on its disk");
-    expect(access(in(folder, "huge"), F_OK) != 0, "a file that has no room was begun");
+    expect_refused(safetensors_begin(joined(folder, "huge"), &huge, 1, nullptr, error), error, "are free on its disk");
+    expect(access(joined(folder, "huge"), F_OK) != 0, "a file that has no room was begun");
     // A write that the system cuts short leaves the old file as it was.
-    put_text(test, path, "kept");
+    put_text(path, "kept");
     struct rlimit before, limit;
     getrlimit(RLIMIT_FSIZE, &before);
     limit = before;
@@ -286,7 +286,7 @@ static void put_safetensors(Test* test, const char* path, int64_t piece, uint32_
 }
 
 DATA_TEST(data_safetensors_round_trip) {
-    const char* path = in(folder, "model.safetensors");
+    const char* path = joined(folder, "model.safetensors");
     uint32_t first_crc = 0;
     const int64_t pieces[] = {1, 7, 4096, 100000};
     for (int64_t piece : pieces) {
@@ -340,8 +340,8 @@ DATA_TEST(data_safetensors_round_trip) {
 }
 
 DATA_TEST(data_safetensors_truncated) {
-    const char* path = in(folder, "whole");
-    const char* cut = in(folder, "cut");
+    const char* path = joined(folder, "whole");
+    const char* cut = joined(folder, "cut");
     uint32_t crc = 0;
     int64_t bytes = 0, refused = 0;
     put_safetensors(test, path, 100000, &crc, &bytes);
@@ -361,14 +361,14 @@ DATA_TEST(data_safetensors_truncated) {
     // And a byte too many.
     char* longer = (char*)calloc(1, (size_t)bytes + 1);
     memcpy(longer, text, (size_t)bytes);
-    put(test, cut, longer, bytes + 1);
+    put(cut, longer, bytes + 1);
     Safetensors opened;
     expect_refused(safetensors_open(&opened, cut, error), error, "corrupted");
 }
 
 // Random damage to the header: the file is refused with a sentence, or opens with every tensor inside the file.
 DATA_TEST(data_safetensors_fuzz) {
-    const char* path = in(folder, "x");
+    const char* path = joined(folder, "x");
     uint32_t crc = 0;
     int64_t bytes = 0;
     put_safetensors(test, path, 100000, &crc, &bytes);
@@ -413,7 +413,7 @@ DATA_TEST(data_safetensors_fuzz) {
 }
 
 DATA_TEST(data_safetensors_bad) {
-    const char* path = in(folder, "bad.safetensors");
+    const char* path = joined(folder, "bad.safetensors");
     const struct {
         const char* header;
         const char* piece;
@@ -448,23 +448,23 @@ DATA_TEST(data_safetensors_bad) {
         uint64_t length = strlen(item.header);
         memcpy(file, &length, 8);
         memcpy(file + 8, item.header, length);
-        put(test, path, file, 8 + (int64_t)length + 8);
+        put(path, file, 8 + (int64_t)length + 8);
         Safetensors opened;
         expect_refused(safetensors_open(&opened, path, error), error, item.piece);
         expect(strstr(error, path), "%s does not name the file", error);
     }
     Safetensors opened;
     uint64_t huge = (100ull << 20) + 1;
-    put(test, path, &huge, 8);
+    put(path, &huge, 8);
     expect_refused(safetensors_open(&opened, path, error), error, "would be 104857601 bytes");
-    put_text(test, path, "");
+    put_text(path, "");
     expect_refused(safetensors_open(&opened, path, error), error, "truncated: it has 0 bytes");
-    expect_refused(safetensors_open(&opened, in(folder, "none"), error), error, "No such file");
-    expect_refused(safetensors_open(&opened, folder.path, error), error, "not a regular file");
+    expect_refused(safetensors_open(&opened, joined(folder, "none"), error), error, "No such file");
+    expect_refused(safetensors_open(&opened, folder, error), error, "not a regular file");
 }
 
 DATA_TEST(data_safetensors_writer_errors) {
-    const char* path = in(folder, "x");
+    const char* path = joined(folder, "x");
     SafetensorsEntry entry = {"x", "F32", {8}, 1}, unknown = {"x", "F31", {8}, 1},
                      over = {"x", "F32", {1ll << 62, 4}, 2};
     uint32_t crc = 0;
@@ -478,7 +478,7 @@ DATA_TEST(data_safetensors_writer_errors) {
     safetensors_abandon(writer);
     expect_refused(safetensors_begin(path, &unknown, 1, NULL, error), error, "F31");
     expect_refused(safetensors_begin(path, &over, 1, NULL, error), error, "impossible shape");
-    expect_refused(safetensors_begin(in(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
+    expect_refused(safetensors_begin(joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
     // A full disk shows when the buffer is written: at finish for a small file, before it for a large one.
     struct rlimit before, limit;
     signal(SIGXFSZ, SIG_IGN);

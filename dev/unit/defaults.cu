@@ -2,7 +2,7 @@
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "cache.h"
-#include "data.h"
+#include "files.h"
 #include "test.h"
 
 // A format of 8 bits for numbers in [0, 1], elementwise; the argument says whether it has negative levels.
@@ -18,7 +18,7 @@ static const char* const unsigned_format =
 
 // An elementwise format without a sign serves v and is refused for m, in --m and in --override.
 CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
-    Folder folder = folder_new(test);
+    const char* folder = new_folder();
     char text[1024], error[4096];
     const struct {
         const char *name, *member, *m, *v, *overrides, *holds;
@@ -30,10 +30,10 @@ CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
     };
     for (const auto& row : rows) {
         snprintf(text, sizeof(text), unsigned_format, row.member);
-        put_text(test, in(folder, row.name), text);
+        put_text(joined(folder, row.name), text);
         OptimConfig config = {"", "", "fp32", "fp32", row.m, row.v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
         config.overrides = row.overrides;
-        config.formats = in(folder, row.name);
+        config.formats = joined(folder, row.name);
         error[0] = 0;
         bool good = optim_resolve(&config, error, sizeof(error));
         expect(good == !row.holds, "--m %s --v %s %s: %s", row.m, row.v, row.overrides, error);

@@ -251,7 +251,8 @@ TEST(examples_rule_leaves_padding_zero) {
 // The rule's kernel as NVRTC compiles it.
 static bool rule_kernel(Test* test, const char* types, const char* architecture, JitImage* image) {
     static char error[JIT_ERROR_BYTES];
-    char expression[1024], *source = nullptr, *text = read_text(test, "dev/examples/rule.cuh");
+    int64_t bytes;
+    char expression[1024], *source = nullptr, *text = contents(test_folder(), "dev/examples/rule.cuh", &bytes);
     snprintf(expression, sizeof(expression), "optim_step_kernel<example::MyRule, %s>", types);
     expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
     bool good = jit_compile(expression, architecture, image, error, source);

@@ -6,7 +6,7 @@
 #include <fcntl.h>
 #include "../../data/loader.h"
 #include "../../data/tokenizer.h"
-#include "data.h"
+#include "files.h"
 
 // A shard whose header says `claimed` tokens and that holds `tokens`: token i is value(first + i).
 typedef int (*TokenValue)(int64_t i);
@@ -24,7 +24,7 @@ static void put_shard(Test* test, const char* path, int64_t first, int64_t token
         uint16_t token = (uint16_t)value(first + i);
         memcpy(file + 1024 + 2 * i, &token, 2);
     }
-    put(test, path, file, 1024 + 2 * tokens);
+    put(path, file, 1024 + 2 * tokens);
 }
 
 TEST(data_shuffle) {
@@ -100,8 +100,8 @@ static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, 
 DATA_TEST(data_loader_order) {
     enum { T = 8, TOKENS = 8 * 37 + 5, SEQUENCES = 37 * 2 + 10 };
     Dataset data;
-    put_shard(test, in(folder, "train.bin"), 0, TOKENS, token_of);
-    if (!open_data(test, &data, in(folder, "train.bin"), DATASET_WHOLE, 0, T)) return;
+    put_shard(test, joined(folder, "train.bin"), 0, TOKENS, token_of);
+    if (!open_data(test, &data, joined(folder, "train.bin"), DATASET_WHOLE, 0, T)) return;
     expect(dataset_windows(&data, T) == 37 && data.tokens == TOKENS && !data.bytes, "windows");
     static int want[SEQUENCES * (T + 1)], got[SEQUENCES * (T + 1)];
     // The order by definition: sequence n is window permutation(seed, n / windows, n mod windows).
@@ -168,8 +168,8 @@ static int sparse_token(int64_t i) {
 DATA_TEST(data_loader_buckets) {
     enum { T = 32, B = 8, N = B * T };
     Dataset data;
-    put_shard(test, in(folder, "x.bin"), 0, 10000, sparse_token);
-    if (!open_data(test, &data, in(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
+    put_shard(test, joined(folder, "x.bin"), 0, 10000, sparse_token);
+    if (!open_data(test, &data, joined(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
     Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     for (int i = 0; loader && i < 20; i++) {
@@ -195,9 +195,9 @@ DATA_TEST(data_loader_buckets) {
 DATA_TEST(data_loader_bytes) {
     enum { T = 4 };
     const char* text = "abcdefghijklmnopqrs\xFFtuvwxyz";  // 27 bytes
-    put_text(test, in(folder, "x.txt"), text);
+    put_text(joined(folder, "x.txt"), text);
     Dataset data;
-    if (!open_data(test, &data, in(folder, "x.txt"), DATASET_WHOLE, 0, T)) return;
+    if (!open_data(test, &data, joined(folder, "x.txt"), DATASET_WHOLE, 0, T)) return;
     expect(data.bytes && data.vocabulary == 256 && data.bytes_per_token == 1.0 && !data.tokenizer[0], "bytes");
     expect(dataset_windows(&data, T) == 6 && data.tokens == 27, "27 bytes make 6 windows of 4 and a target each");
     int tokens[T], targets[T];
@@ -223,9 +223,9 @@ DATA_TEST(data_loader_bytes) {
 DATA_TEST(data_loader_split) {
     enum { T = 10 };
     Dataset train, validation;
-    put_shard(test, in(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
-    if (!open_data(test, &train, in(folder, "x.bin"), DATASET_TRAIN, 0.1, T)) return;
-    if (!open_data(test, &validation, in(folder, "x.bin"), DATASET_VALIDATION, 0.1, T)) return;
+    put_shard(test, joined(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
+    if (!open_data(test, &train, joined(folder, "x.bin"), DATASET_TRAIN, 0.1, T)) return;
+    if (!open_data(test, &validation, joined(folder, "x.bin"), DATASET_VALIDATION, 0.1, T)) return;
     expect(train.tokens == 900 && validation.tokens == 100, "%lld and %lld", (long long)train.tokens,
            (long long)validation.tokens);
     int tokens[T], targets[T], largest = -1, least = 1 << 20;
@@ -241,12 +241,12 @@ DATA_TEST(data_loader_split) {
     dataset_close(&train);
     dataset_close(&validation);
     // A fraction below a window is raised to one; 0 leaves all to training; the smallest file that can be split.
-    if (open_data(test, &validation, in(folder, "x.bin"), DATASET_VALIDATION, 1e-6, T)) {
+    if (open_data(test, &validation, joined(folder, "x.bin"), DATASET_VALIDATION, 1e-6, T)) {
         expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld",
                (long long)validation.tokens);
         dataset_close(&validation);
     }
-    if (open_data(test, &train, in(folder, "x.bin"), DATASET_TRAIN, 0, T)) {
+    if (open_data(test, &train, joined(folder, "x.bin"), DATASET_TRAIN, 0, T)) {
         expect(train.tokens == 1000, "%lld", (long long)train.tokens);
         dataset_close(&train);
     }
@@ -257,7 +257,7 @@ DATA_TEST(data_loader_split) {
     expect_refused(dataset_open_memory(&train, text, 2 * T + 1, DATASET_TRAIN, 0.1, T, error), error, "too few");
     expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
                    "a window of T = 10 needs 11");
-    const char* path = in(folder, "x.bin");
+    const char* path = joined(folder, "x.bin");
     expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_VALIDATION, 0, T, error), error,
                    "not between 0 and 1");
     expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_TRAIN, 1.5, T, error), error, "not between 0 and 1");
@@ -285,32 +285,32 @@ static int identity(int64_t i) {
 
 DATA_TEST(data_loader_glob) {
     enum { T = 10 };
-    put_shard(test, in(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
-    put_shard(test, in(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
-    put_shard(test, in(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
+    put_shard(test, joined(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
+    put_shard(test, joined(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
+    put_shard(test, joined(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
     const int all[] = {0, 10, 20, 100, 110, 200, 210, 220, 230};
-    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_WHOLE, T, 9, all);
+    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_WHOLE, T, 9, all);
     // No c_val_*: a quarter of the last shard, 10 tokens, raised to a window of 11, leaving 30 (two windows).
     const int tail[] = {230};
-    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_TRAIN, T, 7, all);
-    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 1, tail);
-    put_shard(test, in(folder, "c_val_0.bin"), 300, 21, identity);
+    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_TRAIN, T, 7, all);
+    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 1, tail);
+    put_shard(test, joined(folder, "c_val_0.bin"), 300, 21, identity);
     const int validation[] = {300, 310};
-    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_TRAIN, T, 9, all);
-    expect_firsts(test, in(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 2, validation);
+    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_TRAIN, T, 9, all);
+    expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 2, validation);
     // A pattern whose validation twin would catch training files falls back to the tail.
-    expect_firsts(test, in(folder, "*train*.bin"), DATASET_VALIDATION, T, 2, validation);
-    put_shard(test, in(folder, "interval_train_9.bin"), 400, 31, identity);
+    expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 2, validation);
+    put_shard(test, joined(folder, "interval_train_9.bin"), 400, 31, identity);
     const int last[] = {420};
-    expect_firsts(test, in(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
+    expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
     Dataset data;
-    expect_refused(dataset_open(&data, in(folder, "none*"), DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+    expect_refused(dataset_open(&data, joined(folder, "none*"), DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
                    "no file matches");
-    put_text(test, in(folder, "c_train_3.txt"), "some text, long enough for a window");
-    expect_refused(dataset_open(&data, in(folder, "c_train_*"), DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
+    put_text(joined(folder, "c_train_3.txt"), "some text, long enough for a window");
+    expect_refused(dataset_open(&data, joined(folder, "c_train_*"), DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
                    "name one kind");
-    put_text(test, in(folder, "d.txt"), "some more text, long enough for a window");
-    if (open_data(test, &data, in(folder, "*.txt"), DATASET_WHOLE, 0, T)) {
+    put_text(joined(folder, "d.txt"), "some more text, long enough for a window");
+    if (open_data(test, &data, joined(folder, "*.txt"), DATASET_WHOLE, 0, T)) {
         expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
         dataset_close(&data);
     }
@@ -319,55 +319,54 @@ DATA_TEST(data_loader_glob) {
 DATA_TEST(data_loader_folder) {
     enum { T = 10 };
     Dataset data;
-    put_text(test, in(folder, "notes.txt"), "notes");
-    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
-                   "holds no train_*.bin");
-    put_shard(test, in(folder, "val_000000.bin"), 300, 21, identity);
-    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+    put_text(joined(folder, "notes.txt"), "notes");
+    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error, "holds no train_*.bin");
+    put_shard(test, joined(folder, "val_000000.bin"), 300, 21, identity);
+    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
                    "no train_*.bin to train on");
-    put_shard(test, in(folder, "train_000000.bin"), 0, 31, identity);
-    put_shard(test, in(folder, "train_000001.bin"), 100, 25, identity);
+    put_shard(test, joined(folder, "train_000000.bin"), 0, 31, identity);
+    put_shard(test, joined(folder, "train_000001.bin"), 100, 25, identity);
     const int train[] = {0, 10, 20, 100, 110, 300, 310}, validation[] = {300, 310};
-    expect_firsts(test, folder.path, DATASET_TRAIN, T, 5, train);
-    expect_firsts(test, folder.path, DATASET_VALIDATION, T, 2, validation);
-    expect_firsts(test, folder.path, DATASET_WHOLE, T, 7, train);
-    if (open_data(test, &data, folder.path, DATASET_TRAIN, 0.1, T)) {
+    expect_firsts(test, folder, DATASET_TRAIN, T, 5, train);
+    expect_firsts(test, folder, DATASET_VALIDATION, T, 2, validation);
+    expect_firsts(test, folder, DATASET_WHOLE, T, 7, train);
+    if (open_data(test, &data, folder, DATASET_TRAIN, 0.1, T)) {
         expect(data.vocabulary == 50257 && data.bytes_per_token == 0 && !data.tokenizer[0], "without meta.json");
         dataset_close(&data);
     }
     put_text(
-        test, in(folder, "meta.json"),
+        joined(folder, "meta.json"),
         "{\"vocabulary\": 320, \"train\": {\"tokens\": 56, \"bytes\": 224}, \"val\": {\"tokens\": 20, \"bytes\": 100}, "
         "\"tokenizer\": \"gpt2\"}");
-    put_text(test, in(folder, "vocab.json"), "{}");
-    put_text(test, in(folder, "merges.txt"), "");
+    put_text(joined(folder, "vocab.json"), "{}");
+    put_text(joined(folder, "merges.txt"), "");
     const struct {
         const char* path;
         DatasetPart part;
         double ratio;
-    } opened[] = {{folder.path, DATASET_TRAIN, 4},
-                  {folder.path, DATASET_VALIDATION, 5},
-                  {folder.path, DATASET_WHOLE, 324.0 / 76.0},
-                  {in(folder, "train_*.bin"), DATASET_WHOLE, 4},
-                  {in(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
+    } opened[] = {{folder, DATASET_TRAIN, 4},
+                  {folder, DATASET_VALIDATION, 5},
+                  {folder, DATASET_WHOLE, 324.0 / 76.0},
+                  {joined(folder, "train_*.bin"), DATASET_WHOLE, 4},
+                  {joined(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
     for (auto& item : opened) {
         if (!open_data(test, &data, item.path, item.part, 0.1, T)) continue;
         expect(data.vocabulary == 320 && data.bytes_per_token == item.ratio, "%s: %g", item.path, data.bytes_per_token);
-        expect(strcmp(data.tokenizer, folder.path) == 0, "tokenizer %s", data.tokenizer);
+        expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
         dataset_close(&data);
     }
-    put_text(test, in(folder, "meta.json"), "{\"vocabulary\": 70000}");
-    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+    put_text(joined(folder, "meta.json"), "{\"vocabulary\": 70000}");
+    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
                    "no vocabulary between 1 and");
-    put_text(test, in(folder, "meta.json"), "{\"vocabulary\": ");
-    expect_refused(dataset_open(&data, folder.path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
+    put_text(joined(folder, "meta.json"), "{\"vocabulary\": ");
+    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
                    "meta.json is not valid JSON");
 }
 
 DATA_TEST(data_loader_bad_files) {
     enum { T = 10 };
     Dataset data;
-    const char* path = in(folder, "x.bin");
+    const char* path = joined(folder, "x.bin");
 #define refused(piece)                                                                                    \
     do {                                                                                                  \
         expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, piece); \
@@ -375,11 +374,11 @@ DATA_TEST(data_loader_bad_files) {
         expect(data.file == NULL && data.files == 0, "the dataset is left half open");                    \
     } while (0)
     refused("No such file");
-    put_text(test, path, "");
+    put_text(path, "");
     refused("is empty");
-    put_text(test, path, "ab");
+    put_text(path, "ab");
     refused("not a shard of tokens");
-    put_text(test, path, "Once upon a time there was a text in a file called .bin");
+    put_text(path, "Once upon a time there was a text in a file called .bin");
     refused("or --data-format bytes to train");
     put_shard(test, path, 0, 100, token_of, -1, 20240522);
     refused("an evaluation set of llm.c");
@@ -405,7 +404,7 @@ DATA_TEST(data_loader_bad_files) {
     refused("has 10 tokens and a window of T = 10 needs 11");
     put_shard(test, path, 0, 0, token_of);
     refused("has 0 tokens");
-    path = in(folder, "x.bin/y");
+    path = joined(folder, "x.bin/y");
     refused("Not a directory");
 #undef refused
     expect_refused(dataset_open(&data, "", DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, "empty");
@@ -423,9 +422,9 @@ DATA_TEST(data_loader_bad_files) {
 DATA_TEST(data_loader_token_above_vocabulary) {
     enum { T = 10 };
     Dataset data;
-    put_shard(test, in(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
-    put_shard(test, in(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
-    if (!open_data(test, &data, in(folder, "?.bin"), DATASET_WHOLE, 0, T)) return;
+    put_shard(test, joined(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
+    put_shard(test, joined(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
+    if (!open_data(test, &data, joined(folder, "?.bin"), DATASET_WHOLE, 0, T)) return;
     int tokens[T], targets[T];
     const char* wanted = "x.bin holds token 50257 at position 70 and the vocabulary has 50257 tokens";
     expect(dataset_window(&data, T, 5, tokens, targets, error), "%s", error);
@@ -448,7 +447,7 @@ DATA_TEST(data_loader_over_2_gib) {
     const int64_t tokens = 64 * (20ll << 20) + 1;  // 1.34e9 tokens, 2.5 GiB
     const char* names[] = {"x.bin", "x.dat"};
     for (int bytes = 0; bytes < 2; bytes++) {
-        const char* path = in(folder, names[bytes]);
+        const char* path = joined(folder, names[bytes]);
         int width = bytes ? 1 : 2;
         int64_t count = bytes ? 2 * tokens - 1 : tokens, start = bytes ? 0 : 1024, size = start + count * width;
         int descriptor = open(path, O_RDWR | O_CREAT, 0600);
@@ -509,10 +508,10 @@ TEST(data_tokenizer_bytes) {
 }
 
 DATA_TEST(data_tokenizer_files) {
-    expect_refused(tokenizer_open(folder.path, error), error, "holds neither vocab.json");
-    const char* vocabulary = in(folder, "vocab.json");
-    put_text(test, vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");
-    Tokenizer* tokenizer = tokenizer_open(folder.path, error);
+    expect_refused(tokenizer_open(folder, error), error, "holds neither vocab.json");
+    const char* vocabulary = joined(folder, "vocab.json");
+    put_text(vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");
+    Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
     const struct {
         int token;
@@ -527,19 +526,19 @@ DATA_TEST(data_tokenizer_files) {
     expect(tokenizer_vocabulary(tokenizer) == 6 && tokenizer_end(tokenizer) == 4, "size");
     expect(tokenizer_encode(tokenizer, "a", 1, tokens, 8) == -1, "there are no merges");
     tokenizer_close(tokenizer);
-    put_text(test, in(folder, "merges.txt"), "#version: 0.2\na b\n");
-    expect_refused(tokenizer_open(folder.path, error), error, "line 2 is no pair");
-    put_text(test, in(folder, "merges.txt"), "#version: 0.2\n");
-    expect_refused(tokenizer_open(folder.path, error), error, "no token for byte 0");
+    put_text(joined(folder, "merges.txt"), "#version: 0.2\na b\n");
+    expect_refused(tokenizer_open(folder, error), error, "line 2 is no pair");
+    put_text(joined(folder, "merges.txt"), "#version: 0.2\n");
+    expect_refused(tokenizer_open(folder, error), error, "no token for byte 0");
     const char* bad[] = {"[]", "{}", "{\"a\":\"b\"}", "{\"a\":-1}", "{\"a\":1.5}", "{\"a\":1e9}"};
     for (const char* text : bad) {
-        put_text(test, vocabulary, text);
-        expect_refused(tokenizer_open(folder.path, error), error, "is no vocabulary");
+        put_text(vocabulary, text);
+        expect_refused(tokenizer_open(folder, error), error, "is no vocabulary");
     }
-    put_text(test, vocabulary, "{\"a\":1,\"b\":1}");
-    expect_refused(tokenizer_open(folder.path, error), error, "token 1 to two texts");
-    put_text(test, vocabulary, "{\"a\":1");
-    expect_refused(tokenizer_open(folder.path, error), error, "vocab.json is not valid JSON");
+    put_text(vocabulary, "{\"a\":1,\"b\":1}");
+    expect_refused(tokenizer_open(folder, error), error, "token 1 to two texts");
+    put_text(vocabulary, "{\"a\":1");
+    expect_refused(tokenizer_open(folder, error), error, "vocab.json is not valid JSON");
 }
 
 // The last one is the number of tokens. One line each, as long as it takes.

@@ -128,19 +128,6 @@ inline const char* test_folder() {
     return path;
 }
 
-// The text of a file beside this program; the caller frees it.
-inline char* read_text(Test* test, const char* name) {
-    char path[4096], *text = nullptr, piece[4096];
-    size_t bytes = 0, got;
-    snprintf(path, sizeof(path), "%s/%s", test_folder(), name);
-    FILE *file = fopen(path, "r"), *to = open_memstream(&text, &bytes);
-    expect(file, "%s cannot be opened", path);
-    while (file && (got = fread(piece, 1, sizeof(piece), file)) > 0) fwrite(piece, 1, got, to);
-    if (file) fclose(file);
-    fclose(to);
-    return text;
-}
-
 bool test_gpu_present();  // a CUDA device answers
 
 inline Device test_device(bool gpu) {

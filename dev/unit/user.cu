@@ -4,13 +4,11 @@
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "../../optim/user.h"
-#include "data.h"
+#include "files.h"
 #include "steps.h"
 
 static const char* example() {
-    static char path[2100];
-    snprintf(path, sizeof(path), "%s/dev/examples/format.cuh", test_folder());
-    return path;
+    return joined(test_folder(), "dev/examples/format.cuh");
 }
 
 static OptimConfig asked(const char* formats, const char* m, const char* v) {
@@ -38,11 +36,11 @@ static const char BUILT_IN_TABLES[] =
     "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n";
 
 CACHE_TEST(JIT_TEST, user_format_may_have_built_in_tables) {
-    Folder folder = folder_new(test);
-    put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
+    const char* folder = new_folder();
+    put_text(joined(folder, "tables.cuh"), BUILT_IN_TABLES);
     const char* moments[][2] = {{"a", "b"}, {"c", "fp32"}, {"e", "b"}, {"d", "fp32"}, {"f", "g"}};
     for (auto& moment : moments) {
-        OptimConfig config = asked(in(folder, "tables.cuh"), moment[0], moment[1]);
+        OptimConfig config = asked(joined(folder, "tables.cuh"), moment[0], moment[1]);
         resolve(test, &config);
     }
 }
@@ -84,11 +82,11 @@ CACHE_TEST(JIT_TEST, user_format_example) {
 
 // Scales of tensors, rows and columns: what the host must know of them is read too.
 CACHE_TEST(JIT_TEST, user_format_spans) {
-    Folder folder = folder_new(test);
-    put_text(test, in(folder, "spans.cuh"),
+    const char* folder = new_folder();
+    put_text(joined(folder, "spans.cuh"),
              "OPTIM_FORMAT(\"one\", \"\", Spans<E4m3, SPAN_TENSOR, NEAREST>)\n"
              "OPTIM_FORMAT(\"two\", \"\", Spans<Sqrt4, SPAN_RANK1, STOCHASTIC>)\n");
-    OptimConfig config = asked(in(folder, "spans.cuh"), "one", "two"),
+    OptimConfig config = asked(joined(folder, "spans.cuh"), "one", "two"),
                 same = asked("", "e4m3/tensor", "sqrt4/rank1:sr");
     if (resolve(test, &config) && resolve(test, &same)) {
         expect_same_sizes(test, &config, &same);
@@ -120,7 +118,7 @@ static void refuses(Test* test, OptimConfig config, const char* begin, const cha
 }
 
 CACHE_TEST(JIT_TEST, user_format_refusals) {
-    Folder folder = folder_new(test);
+    const char* folder = new_folder();
     const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
     const struct {
         const char *name, *text, *holds;
@@ -145,23 +143,23 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
     };
     for (const auto& file : files) {
         char text[1024];
-        const char* path = in(folder, file.name);
+        const char* path = joined(folder, file.name);
         snprintf(text, sizeof(text), file.text, type);
-        put_text(test, path, text);
+        put_text(path, text);
         refuses(test, asked(path, "fp32", "fp32"), "--format", file.holds);
         refuses(test, asked(path, "fp32", "fp32"), "--format", file.name);
     }
-    refuses(test, asked(in(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
-    refuses(test, asked(folder.path, "", ""), "--format: ", "not a regular file");
+    refuses(test, asked(joined(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
+    refuses(test, asked(folder, "", ""), "--format: ", "not a regular file");
     // A name that another file of the list has, and the second file's own lines.
     char both[4200], text[1024];
     snprintf(text, sizeof(text), "\n\nOPTIM_FORMAT(\"my8/64\", \"x\", %s)", type);
-    put_text(test, in(folder, "other.cuh"), text);
-    snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "other.cuh"));
+    put_text(joined(folder, "other.cuh"), text);
+    snprintf(both, sizeof(both), "%s,%s", example(), joined(folder, "other.cuh"));
     refuses(test, asked(both, "", ""), "--format: ", "other.cuh names a format \"my8/64\", and so does");
     snprintf(both, sizeof(both), "%s,%s", example(), example());
     refuses(test, asked(both, "", ""), "--format: ", "type one of them alone");
-    snprintf(both, sizeof(both), "%s,%s", example(), in(folder, "error.cuh"));
+    snprintf(both, sizeof(both), "%s,%s", example(), joined(folder, "error.cuh"));
     refuses(test, asked(both, "", ""), "--format ", "error.cuh(5): error");
     // Names that are refused, or need the option.
     OptimConfig weights = asked(example(), "", "");
@@ -170,14 +168,14 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
     refuses(test, asked("", "my8", ""), "--m: \"my8\" is not known", "needs --format FILE.cuh");
     refuses(test, asked(example(), "my7", ""), "--m: \"my7\" is not known", "the files given name no such");
     snprintf(text, sizeof(text), "OPTIM_FORMAT(\"u/64\", \"x\", Blocks<Ulin8, 64, ScaleFp32, NEAREST>)");
-    put_text(test, in(folder, "unsigned.cuh"), text);
-    refuses(test, asked(in(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
+    put_text(joined(folder, "unsigned.cuh"), text);
+    refuses(test, asked(joined(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
     expect(folder_files(cache.path, false) > 0, "what compiles is kept");
 }
 
 CACHE_TEST(JIT_TEST, user_format_enters_the_content_address) {
-    Folder folder = folder_new(test);
-    const char* path = in(folder, "mine.cuh");
+    const char* folder = new_folder();
+    const char* path = joined(folder, "mine.cuh");
     char expression[2048], first[4352], second[4352];
     for (int k = 0; k < 2; k++) {
         // The same types and names, another body.
@@ -186,7 +184,7 @@ CACHE_TEST(JIT_TEST, user_format_enters_the_content_address) {
                  "struct Mine : Lin8 {\n    static constexpr float LARGEST = %d.0f;\n};\n"
                  "OPTIM_FORMAT(\"mine/32\", \"x\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
                  127 - k);
-        put_text(test, path, text);
+        put_text(path, text);
         OptimConfig config = asked(path, "mine", "");
         if (!resolve(test, &config)) break;
         optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
@@ -201,7 +199,7 @@ static OptimConfig changed_file(Test* test, const char* path, const char* text, 
     char file[1024];
     snprintf(file, sizeof(file), "%s\nOPTIM_FORMAT(\"mine/32\", \"/* x */\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
              text);
-    put_text(test, path, file);
+    put_text(path, file);
     OptimConfig config = asked(path, "fp32", "fp32");
     config.overrides = "a: m=mine";
     sums[0] = 0;
@@ -210,10 +208,10 @@ static OptimConfig changed_file(Test* test, const char* path, const char* text, 
 }
 
 CACHE_TEST(JIT_TEST, user_format_sums) {
-    Folder folder = folder_new(test);
+    const char* folder = new_folder();
     char sums[256], want[256];
     const char* body = "struct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};";
-    changed_file(test, in(folder, "mine.cuh"), body, want, sizeof(want));
+    changed_file(test, joined(folder, "mine.cuh"), body, want, sizeof(want));
     expect(strcmp(want, "mine/32=4f2872b9c3acf125") == 0, "checkpoints that hold a sum would not know %s", want);
     const char* const same[] = {
         body, "// new\nstruct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};",
@@ -222,14 +220,14 @@ CACHE_TEST(JIT_TEST, user_format_sums) {
                                  "struct Mine : Lin8 {\n    static constexpr float LARGEST = 127.0f;\n};\nstruct B {};",
                                  "struct Mine : Lin8 {\n    //static constexpr float LARGEST = 127.0f;\n};"};
     for (const char* text : same) {
-        changed_file(test, in(folder, "elsewhere.cuh"), text, sums, sizeof(sums));
+        changed_file(test, joined(folder, "elsewhere.cuh"), text, sums, sizeof(sums));
         expect(strcmp(sums, want) == 0, "%s and %s of\n%s", sums, want, text);
     }
     for (const char* text : other) {
-        changed_file(test, in(folder, "mine.cuh"), text, sums, sizeof(sums));
+        changed_file(test, joined(folder, "mine.cuh"), text, sums, sizeof(sums));
         expect(strncmp(sums, want, 8) == 0 && strcmp(sums, want) != 0, "%s of\n%s", sums, text);
     }
-    OptimConfig plain = asked(in(folder, "mine.cuh"), "fp32", "fp32");
+    OptimConfig plain = asked(joined(folder, "mine.cuh"), "fp32", "fp32");
     if (resolve(test, &plain)) user_sums(&plain, sums, sizeof(sums));
     expect(!*sums, "%s, and none is used", sums);
 }
@@ -257,9 +255,9 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
 }
 
 CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
-    Folder folder = folder_new(test);
+    const char* folder = new_folder();
     char sums[256], now[256];
-    const char* path = in(folder, "mine.cuh");
+    const char* path = joined(folder, "mine.cuh");
     changed_file(test, path, "struct Mine : Lin8 {};", sums, sizeof(sums));
     OptimConfig config = changed_file(test, path, "struct Mine : Lin8 {};  // read again", now, sizeof(now));
     // Unchanged, or written before there were sums: the next check speaks.
@@ -288,13 +286,10 @@ struct FormatRun {
 };
 
 static void expect_run(Test* test, const FormatRun& run) {
-    static char output[65536];
-    char words[8000], format[4200];
-    Folder folder = folder_new(test);
-    snprintf(format, sizeof(format), "%s%s%s", run.format[0] == '/' ? "" : test_folder(),
-             run.format[0] == '/' ? "" : "/", run.format);
-    snprintf(words, sizeof(words), "%s %s --format %s --run %s/run", SMALL, run.words, format, folder.path);
-    int code = run_train(words, output, sizeof(output));
+    const char* format = run.format[0] == '/' ? run.format : joined(test_folder(), run.format);
+    int code;
+    const char* output =
+        run_train(formatted("%s %s --format %s --run %s/run", SMALL, run.words, format, new_folder()), &code);
     expect(code == run.code && strstr(output, run.says), "%s: exit code %d\n%s", run.words, code, output);
     if (code == 2) {
         const char* end = strchr(output, '\n');
@@ -341,12 +336,12 @@ static void expect_equal_runs(Test* test, const char* formats, const char* m, co
 }
 
 CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
-    Folder folder = folder_new(test);
+    const char* folder = new_folder();
     expect_equal_runs(test, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
     expect_equal_runs(test, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
     // Tables that a thread of the GPU fills, against those that the host fills: 8 bits and 4, to nearest and not.
-    put_text(test, in(folder, "tables.cuh"), BUILT_IN_TABLES);
-    const char* tables = in(folder, "tables.cuh");
+    put_text(joined(folder, "tables.cuh"), BUILT_IN_TABLES);
+    const char* tables = joined(folder, "tables.cuh");
     expect_equal_runs(test, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
     expect_equal_runs(test, tables, "c", "fp32", "de4/128:sr", "fp32");
     expect_equal_runs(test, tables, "e", "b", "soft8/32", "udyn8/128:sr");
@@ -358,35 +353,27 @@ TEST(user_format_trains_and_resumes_gpu) {
     // The option is restored as the others; without the file the resumed run says so.
     if (!jit_available()) skip("libnvrtc was not found");
     CacheFolder cache;
-    Folder folder = folder_new(test);
-    static char output[65536];
-    char words[8000], command[4400];
-    snprintf(command, sizeof(command), "cp %s %s", example(), in(folder, "mine.cuh"));
-    expect(system(command) == 0, "%s", command);
-    snprintf(words, sizeof(words), "%s --device gpu --format %s --m my8 --v my8:sr --steps 4 --run %s", SMALL,
-             in(folder, "mine.cuh"), in(folder, "run"));
-    int code = run_train(words, output, sizeof(output));
-    expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
-    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 6", in(folder, "run"));
-    code = run_train(words, output, sizeof(output));
-    expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
+    const char *folder = new_folder(), *mine = joined(folder, "mine.cuh"), *run = joined(folder, "run");
+    const auto copy = [&](const char* more) {
+        const char* command = formatted("cat %s > %s; echo '%s' >> %s", example(), mine, more, mine);
+        expect(system(command) == 0, "%s", command);
+    };
+    const auto expect_said = [&](int want, const char* says, const char* words) {
+        int code;
+        const char* output = run_train(words, &code);
+        expect(code == want && strstr(output, says), "exit code %d\n%s", code, output);
+    };
+    copy("");
+    expect_said(0, "m my8/64",
+                formatted("%s --device gpu --format %s --m my8 --v my8:sr --steps 4 --run %s", SMALL, mine, run));
+    expect_said(0, "m my8/64", formatted("--device gpu --resume %s --steps 6", run));
     // Another text under the same name: refused when its codes may mean something else, taken when they cannot.
-    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 8", in(folder, "run"));
-    snprintf(command, sizeof(command), "cat %s > %s; echo 'struct Unused {};' >> %s", example(), in(folder, "mine.cuh"),
-             in(folder, "mine.cuh"));
-    expect(system(command) == 0, "%s", command);
-    code = run_train(words, output, sizeof(output));
-    expect(code == 2 && strstr(output, "holds its my8/64 has been changed since"), "exit code %d\n%s", code, output);
-    snprintf(command, sizeof(command), "cat %s > %s; echo '// read again' >> %s", example(), in(folder, "mine.cuh"),
-             in(folder, "mine.cuh"));
-    expect(system(command) == 0, "%s", command);
-    code = run_train(words, output, sizeof(output));
-    expect(code == 0 && strstr(output, "m my8/64"), "exit code %d\n%s", code, output);
-    unlink(in(folder, "mine.cuh"));
-    code = run_train(words, output, sizeof(output));
-    expect(code == 2 && strstr(output, "--format: ") && strstr(output, "mine.cuh: No such file"), "exit code %d\n%s",
-           code, output);
-    snprintf(words, sizeof(words), "--device gpu --resume %s --steps 10 --format %s", in(folder, "run"), example());
-    code = run_train(words, output, sizeof(output));
-    expect(code == 0, "exit code %d\n%s", code, output);
+    const char* longer = formatted("--device gpu --resume %s --steps 8", run);
+    copy("struct Unused {};");
+    expect_said(2, "holds its my8/64 has been changed since", longer);
+    copy("// read again");
+    expect_said(0, "m my8/64", longer);
+    unlink(mine);
+    expect_said(2, "--format: ", longer), expect_said(2, "mine.cuh: No such file", longer);
+    expect_said(0, "", formatted("--device gpu --resume %s --steps 10 --format %s", run, example()));
 }

@@ -1,0 +1,115 @@
+// The tests share this: folders of a case, files in them, texts, commands of a shell, and refusals, which are tested by
+// a piece of their sentence, so that a case cannot pass on the wrong error.
+#pragma once
+#include <errno.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "../../data/files.h"
+#include "test.h"
+
+// A formatted text; it is never freed, and neither are those below.
+__attribute__((format(printf, 1, 2))) inline const char* formatted(const char* format, ...) {
+    char* text = nullptr;
+    va_list arguments;
+    va_start(arguments, format);
+    if (vasprintf(&text, format, arguments) < 0) abort();
+    va_end(arguments);
+    return text;
+}
+
+inline const char* joined(const char* folder, const char* name) {
+    return formatted("%s/%s", folder, name);
+}
+
+// A copy of a text with each `from` in it replaced.
+inline const char* replaced(const char* text, const char* from, const char* to) {
+    char* copy = nullptr;
+    size_t bytes = 0;
+    FILE* memory = open_memstream(&copy, &bytes);
+    for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from)) {
+        fprintf(memory, "%.*s%s", (int)(at - text), text, to);
+    }
+    fputs(text, memory);
+    fclose(memory);
+    return copy;
+}
+
+// A new folder under TMPDIR, which goes with the case.
+inline const char* new_folder() {
+    const char* base = getenv("TMPDIR");
+    char* path = strdup(joined(base && *base ? base : "/tmp", "nibble_test_XXXXXX"));
+    if (!mkdtemp(path)) user_error("%s: %s", path, strerror(errno));
+    return path;
+}
+
+// A case with a folder of this kind and room for a sentence, `folder` and `error`.
+#define DATA_TEST(NAME)                                                                          \
+    static void in_data_##NAME(Test* test, const char* folder, char(&error)[DATA_ERROR_BYTES]);  \
+    TEST(NAME) {                                                                                 \
+        char error[DATA_ERROR_BYTES] = "";                                                       \
+        in_data_##NAME(test, new_folder(), error);                                               \
+    }                                                                                            \
+    static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* folder, \
+                               [[maybe_unused]] char(&error)[DATA_ERROR_BYTES])
+
+inline void put(const char* path, const void* bytes, int64_t count) {
+    FILE* file = fopen(path, "wb");
+    if (!file || (int64_t)fwrite(bytes, 1, (size_t)count, file) != count || fclose(file) != 0) {
+        user_error("%s: %s", path, strerror(errno));
+    }
+}
+
+inline void put_text(const char* path, const char* text) {
+    put(path, text, (int64_t)strlen(text));
+}
+
+inline void write_bytes(const char* folder, const char* name, const void* bytes, size_t count) {
+    put(joined(folder, name), bytes, (int64_t)count);
+}
+
+inline void write_text(const char* folder, const char* name, const char* text) {
+    put_text(joined(folder, name), text);
+}
+
+inline bool exists(const char* folder, const char* name) {
+    return access(joined(folder, name), F_OK) == 0;
+}
+
+inline char* contents(const char* folder, const char* name, int64_t* bytes) {
+    char error[DATA_ERROR_BYTES];
+    return file_read(joined(folder, name), bytes, error);
+}
+
+// What a command writes to its standard output; its exit code goes to *code.
+inline const char* shell(const char* command, int* code) {
+    constexpr size_t PIECE = 4096;
+    char* text = nullptr;
+    FILE* pipe = popen(command, "r");
+    for (size_t used = 0, got = 1; got > 0; used += got) {
+        text = (char*)realloc(text, used + PIECE + 1);
+        got = pipe ? fread(text + used, 1, PIECE, pipe) : 0;
+        text[used + got] = 0;
+    }
+    const int status = pipe ? pclose(pipe) : -1;
+    *code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    return text;
+}
+
+inline uint64_t random_next(uint64_t* state) {
+    uint64_t z = (*state += 0x9E3779B97F4A7C15ull);
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+
+// Expects a failure whose sentence holds `piece`.
+#define expect_refused(succeeded, error, piece)                                                      \
+    do {                                                                                             \
+        error[0] = 0;                                                                                \
+        expect(!(succeeded), "succeeded, and should be refused: %s", piece);                         \
+        expect(strstr(error, piece), "the sentence is \"%s\" and should hold \"%s\"", error, piece); \
+    } while (0)
