@@ -6,11 +6,14 @@
 // path, which that file vouches for, is the reference.
 #define TESTING
 #include "train_gpt2.cu"
+#include "dev/unit/files.h"
 #include "dev/unit/tensors.h"
-#include "dev/unit/test.h"
 
-#include <errno.h>
 #include <malloc.h>
+#include <vector>
+
+typedef std::vector<float> Floats;
+typedef std::vector<char> Bytes;
 
 // For the tests of dev/unit/cli_advice.cu.
 static_assert(sizeof(Options) <= 4096 && OPTION_COUNT <= 256, "the room that they have for the fields");
@@ -64,22 +67,15 @@ static void model_open(Model* m, const Device* dev, const Setup* s) {
     model_allocate(m, &config);
 }
 
-// A folder of the test's own, with room for a name behind it.
-constexpr int PATH_BYTES = 4096;
-static void temporary_folder(char (&path)[PATH_BYTES]) {
-    const char* base = getenv("TMPDIR");
-    snprintf(path, PATH_BYTES, "%s/nibble_test_XXXXXX", base && *base ? base : "/tmp");
-    if (!mkdtemp(path)) user_error("%s: %s", path, strerror(errno));
-}
-
-static void path_join(char (&path)[PATH_BYTES], const char* folder, const char* name) {
-    snprintf(path, PATH_BYTES, "%.4000s/%s", folder, name);
-}
-
-static void remove_folder(const char* path) {
-    char error[DATA_ERROR_BYTES];
-    if (!folder_remove(path, error)) printf("    %s\n", error);
-}
+// A model that goes with its scope.
+struct TestModel : Model {
+    TestModel() : Model() {}
+    TestModel(const Device* on, const Setup* s) : Model() { model_open(this, on, s); }
+    TestModel(const TestModel&) = delete;
+    ~TestModel() {
+        if (dev) model_free(this);
+    }
+};
 
 // A run of the model in `folder`, whose checkpoints it writes. There is one at a time.
 static Run* run_of(Model* m, const Setup* setup, const char* folder) {
@@ -96,16 +92,10 @@ static Run* run_of(Model* m, const Setup* setup, const char* folder) {
     return &run;
 }
 
-// Removes the folder of such a run with its checkpoint.
-static void remove_run(const Run* run) {
-    remove_folder(run->folder.last_checkpoint);
-    remove_folder(run->folder.path);
-}
-
 // One micro-batch from host memory, (B, T) each; order and buckets as data/loader.h describes them.
 static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
     int n = m->B * m->T, buckets = 0, used = 0;
-    int *order = (int*)malloc(n * sizeof(int)), *bucket = (int*)malloc(2 * (n + 1) * sizeof(int));
+    std::vector<int> order(n), bucket(2 * (n + 1));
     for (int token = 0; token < m->config.V; token++) {
         int begin = used;
         for (int i = 0; i < n; i++) {
@@ -117,11 +107,10 @@ static void feed(const Model* m, const int* tokens, const int* targets, bool fir
     Input input = input_layout(m, m->input);
     copy_to_device(m->dev, input.tokens, tokens, n * sizeof(int));
     copy_to_device(m->dev, input.targets, targets, n * sizeof(int));
-    copy_to_device(m->dev, input.order, order, n * sizeof(int));
-    copy_to_device(m->dev, input.bucket, bucket, 2 * (buckets + 1) * sizeof(int));
+    copy_to_device(m->dev, input.order, order.data(), n * sizeof(int));
+    copy_to_device(m->dev, input.bucket, bucket.data(), 2 * (buckets + 1) * sizeof(int));
     micro_batch(m, &input, buckets, m->B, true, first, share);
     device_sync(m->dev);
-    free(order), free(bucket);
 }
 
 static float scalar(const Model* m, int i) {
@@ -136,17 +125,16 @@ static void update(Model* m, float lr, float clip, int64_t step) {
     arena_step(&m->arena, m->scalars, m->activations);
 }
 
-// The arena of gradients as fp32 in host memory; the caller frees it.
-static float* gradients(const Model* m) {
-    float* values = (float*)malloc(m->arena.elements * sizeof(float));
+// The arena of gradients as fp32 in host memory.
+static Floats gradients(const Model* m) {
+    Floats values(m->arena.elements);
     if (!m->arena.grads_bf16) {
-        copy_to_host(m->dev, values, m->arena.grads, m->arena.elements * 4);
+        copy_to_host(m->dev, values.data(), m->arena.grads, m->arena.elements * 4);
         return values;
     }
-    bf16* rounded = (bf16*)malloc(m->arena.elements * sizeof(bf16));
-    copy_to_host(m->dev, rounded, m->arena.grads, m->arena.elements * 2);
+    std::vector<bf16> rounded(m->arena.elements);
+    copy_to_host(m->dev, rounded.data(), m->arena.grads, m->arena.elements * 2);
     for (int64_t i = 0; i < m->arena.elements; i++) values[i] = to_float(rounded[i]);
-    free(rounded);
     return values;
 }
 
@@ -166,9 +154,8 @@ static double loss_bound(double gradient_bound, int rows, double loss) {
     return gradient_bound / sqrt((double)rows) + ldexp(loss, -22);
 }
 
-static void note(Test* test, const char* what, double multiple) {
-    size_t used = strlen(test->note);
-    snprintf(test->note + used, sizeof(test->note) - used, "%s%s %.2f", used ? ", " : "of bound: ", what, multiple);
+static void note_multiple(Test* test, const char* what, double multiple) {
+    note(test, "%s%s %.2f", test->note[0] ? "" : "of bound: ", what, multiple);
 }
 
 static double expect_loss(Test* test, const char* what, double got, double want, double bound) {
@@ -193,16 +180,16 @@ static double expect_norm(Test* test, const char* what, const char* name, const 
 }
 
 // Both arenas in fp32; returns and notes the worst tensor's multiple of the bound.
-static void expect_gradients(Test* test, const char* what, const Model* m, const float* got, const float* want,
+static void expect_gradients(Test* test, const char* what, const Model* m, const Floats& got, const Floats& want,
                              double bound) {
     double worst = 0;
     for (int t = 0; t < m->arena.count; t++) {
         const OptimTensor* tensor = &m->arena.tensors[t];
-        double multiple = expect_norm(test, what, tensor->name, got + tensor->offset, want + tensor->offset,
+        double multiple = expect_norm(test, what, tensor->name, &got[tensor->offset], &want[tensor->offset],
                                       tensor->rows * tensor->cols, bound);
         if (multiple > worst) worst = multiple;
     }
-    note(test, what, worst);
+    note_multiple(test, what, worst);
     const OptimTensor* wte = &m->arena.tensors[WTE];
     double padding = 0;
     for (int64_t i = (int64_t)m->config.V * wte->cols; i < wte->rows * wte->cols; i++) {
@@ -227,22 +214,18 @@ static double golden_double(const Safetensors* file, const char* name, int i) {
 // A folder whose model.safetensors is a link to the golden file. That holds the weights among the rest, so model_read,
 // which refuses a rest, is gone round.
 static void golden_weights(Model* m) {
-    char folder[PATH_BYTES], path[PATH_BYTES], target[PATH_BYTES];
-    temporary_folder(folder);
-    path_join(path, folder, "model.safetensors");
-    if (!realpath(GOLDEN, target) || symlink(target, path) != 0) user_error("%s: %s", path, strerror(errno));
+    const char *folder = new_folder(), *path = joined(folder, "model.safetensors"), *target = realpath(GOLDEN, nullptr);
+    if (!target || symlink(target, path) != 0) user_error("%s: %s", path, strerror(errno));
     ModelFolder files;
     char error[DATA_ERROR_BYTES];
     if (!model_folder_open(&files, folder, error)) user_error("%s", error);
     for (int t = 0; t < m->arena.count; t++) {
-        float* values = (float*)malloc(m->arena.tensors[t].rows * m->arena.tensors[t].cols * sizeof(float));
-        require(model_folder_read(&files, &m->stored[t], values, error), error);
-        arena_set(&m->arena, t, values);
-        free(values);
+        Floats values(m->arena.tensors[t].rows * m->arena.tensors[t].cols);
+        require(model_folder_read(&files, &m->stored[t], values.data(), error), error);
+        arena_set(&m->arena, t, values.data());
     }
     if (m->arena.optim) optim_decode(m->arena.optim);
     model_folder_close(&files);
-    remove_folder(folder);
 }
 
 // The gradient of a tensor as stored in the file, transposed to the arena's (out, in). False when the file leaves it
@@ -274,27 +257,25 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
     int tokens[N], targets[N];
     memcpy(tokens, tensor_data(&file, safetensors_find(&file, "golden.tokens")), sizeof(tokens));
     memcpy(targets, tensor_data(&file, safetensors_find(&file, "golden.targets")), sizeof(targets));
-    Model m;
-    model_open(&m, dev, &setup);
+    TestModel m(dev, &setup);
     golden_weights(&m);
     const char* what = type == OPTIM_FP32 ? "fp32" : grads_bf16 ? "bf16" : "bf16 with fp32 gradients";
     double bound = gradient_bound(&m.config, N, GOLDEN_T, type), want = golden_double(&file, "golden.loss", 0),
            worst = 0;
     double losses = loss_bound(bound, N, want);
     feed(&m, tokens, targets, true, 1.0f);
-    note(test, "loss", expect_loss(test, what, scalar(&m, 0), want, losses));
-    float* got = gradients(&m);
-    float* stored = (float*)malloc(m.arena.elements * sizeof(float));
+    note_multiple(test, "loss", expect_loss(test, what, scalar(&m, 0), want, losses));
+    Floats got = gradients(&m), stored(m.arena.elements);
     int compared = 0;
     for (int t = 0; t < m.arena.count; t++) {
-        if (!golden_gradient(&file, &m, t, stored)) continue;
+        if (!golden_gradient(&file, &m, t, stored.data())) continue;
         int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
         double multiple =
-            expect_norm(test, what, m.arena.tensors[t].name, got + m.arena.tensors[t].offset, stored, n, bound);
+            expect_norm(test, what, m.arena.tensors[t].name, &got[m.arena.tensors[t].offset], stored.data(), n, bound);
         if (multiple > worst) worst = multiple;
         compared++;
     }
-    note(test, what, worst);
+    note_multiple(test, what, worst);
     expect(compared == 23, "%d gradients in %s, want 23", compared, GOLDEN);
     // AdamW's first steps have the size of lr whatever the gradient's, so an error of the gradient turns a step's
     // direction. The errors of the parameters do not correlate and change the loss less than those of the logits do:
@@ -304,15 +285,12 @@ static void check_golden(Test* test, const Device* dev, OptimType type, bool gra
         if (step > 1) feed(&m, tokens, targets, true, 1.0f);
         double after = golden_double(&file, "golden.losses", step - 1);
         double multiple = expect_loss(test, "AdamW", scalar(&m, 0), after, step * losses);
-        if (step == 5) note(test, "AdamW", multiple);
+        if (step == 5) note_multiple(test, "AdamW", multiple);
         update(&m, 1e-3f, 1.0f, step);
         double norm = golden_double(&file, "golden.grad_norm", 0);
         expect(step > 1 || fabs(scalar(&m, 1) - norm) <= bound * norm, "norm %.9g, want %.9g", scalar(&m, 1), norm);
     }
     expect(fall > 0.1, "the golden losses fall by %g", fall);
-    free(got), free(stored);
-    model_free(&m);
-    safetensors_close(&file);
 }
 
 TEST_BOTH(model_golden) {
@@ -334,26 +312,22 @@ static const Small SMALL[] = {
     {{2, 128, 2, 48, 300, 384}, 33}, {{2, 256, 2, 80, 200, 256}, 64}, {{1, 192, 3, 140, 257, 384}, 139}};
 
 // The gradient and, in *loss, the mean loss of SMALL_B sequences in micro-batches of s->B.
-static float* small_gradients(const Device* dev, const Setup* s, double* loss) {
+static Floats small_gradients(const Device* dev, const Setup* s, double* loss) {
     int n = SMALL_B * s->T;
-    int *tokens = (int*)malloc(n * sizeof(int)), *targets = (int*)malloc(n * sizeof(int));
+    std::vector<int> tokens(n), targets(n);
     for (int i = 0; i < n; i++) {
         // Small tokens often, as in text: some buckets are long, most are empty.
         float a = test_uniform(3, i), b = test_uniform(4, i);
         tokens[i] = (int)(fabsf(a * a * a) * (float)s->config.V);
         targets[i] = (int)((b * 0.5f + 0.5f) * (float)s->config.V);
     }
-    Model m;
-    model_open(&m, dev, s);
+    TestModel m(dev, s);
     model_init(&m, 11);
     for (int b = 0; b < SMALL_B; b += s->B) {
-        feed(&m, tokens + b * s->T, targets + b * s->T, b == 0, (float)s->B / SMALL_B);
+        feed(&m, &tokens[b * s->T], &targets[b * s->T], b == 0, (float)s->B / SMALL_B);
     }
     *loss = scalar(&m, 0);
-    float* values = gradients(&m);
-    model_free(&m);
-    free(tokens), free(targets);
-    return values;
+    return gradients(&m);
 }
 
 static Setup small_setup(const Small* small, OptimType type, bool grads_bf16) {
@@ -361,16 +335,14 @@ static Setup small_setup(const Small* small, OptimType type, bool grads_bf16) {
 }
 
 // Loss and gradients of one way to compute against another's.
-static void check_against(Test* test, const char* what, const Device* dev, const Setup* s, const float* want,
+static void check_against(Test* test, const char* what, const Device* dev, const Setup* s, const Floats& want,
                           double want_loss, double bound) {
     double loss;
-    Model shape;
-    float* got = small_gradients(dev, s, &loss);
+    TestModel shape;
+    Floats got = small_gradients(dev, s, &loss);
     model_shape(&shape, dev, s);
     expect_loss(test, what, loss, want_loss, loss_bound(bound, SMALL_B * s->T, want_loss));
     expect_gradients(test, what, &shape, got, want, bound);
-    model_free(&shape);
-    free(got);
 }
 
 // Micro-batches, recomputation and rows of logits at a time change the memory and not the result.
@@ -378,9 +350,7 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
     for (const Small& small : SMALL) {
         Setup setup = small_setup(&small, type, false);
         double loss, other_loss, bound = gradient_bound(&small.config, SMALL_B * small.T, small.T, type);
-        float* want = small_gradients(dev, &setup, &loss);
-        Model shape;
-        model_shape(&shape, dev, &setup);
+        Floats want = small_gradients(dev, &setup, &loss);
         for (Recompute recompute : {RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
             Setup other = setup;
             other.recompute = recompute;
@@ -389,10 +359,8 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
                 check_against(test, "gelu again", dev, &other, want, loss, bound);
                 continue;
             }
-            float* got = small_gradients(dev, &other, &other_loss);
-            expect(memcmp(got, want, shape.arena.elements * sizeof(float)) == 0 && loss == other_loss,
+            expect(small_gradients(dev, &other, &other_loss) == want && loss == other_loss,
                    "recompute %d changes bits at T %d", recompute, small.T);
-            free(got);
         }
         for (int B = 2; B >= 1; B--) {
             Setup other = setup;
@@ -407,8 +375,6 @@ static void check_same_result(Test* test, const Device* dev, OptimType type) {
             rounded.B = B, rounded.grads_bf16 = true;
             check_against(test, "bf16 gradients", dev, &rounded, want, loss, bound);
         }
-        model_free(&shape);
-        free(want);
     }
 }
 
@@ -423,7 +389,7 @@ TEST(model_cpu_gpu) {
     for (const Small& small : SMALL) {
         double loss;
         Setup setup = small_setup(&small, OPTIM_FP32, false);
-        float* want = small_gradients(&cpu, &setup, &loss);
+        Floats want = small_gradients(&cpu, &setup, &loss);
         int rows = SMALL_B * small.T;
         check_against(test, "fp32", &gpu, &setup, want, loss, gradient_bound(&small.config, rows, small.T, OPTIM_FP32));
         for (bool grads_bf16 : {false, true}) {
@@ -431,20 +397,17 @@ TEST(model_cpu_gpu) {
             check_against(test, grads_bf16 ? "bf16" : "bf16 with fp32 gradients", &gpu, &setup, want, loss,
                           gradient_bound(&small.config, rows, small.T, OPTIM_BF16));
         }
-        free(want);
     }
 }
 
 // Every stored stream of the optimizer, one after another, in host memory.
-static char* streams(const Model* m, int64_t* bytes) {
-    char* all = nullptr;
-    *bytes = 0;
+static Bytes streams(const Model* m) {
+    Bytes all;
     for (int i = 0; i < optim_stream_count(m->arena.optim); i++) {
         OptimStream stream = optim_stream(m->arena.optim, i);
-        int64_t size = stream.elements * stream.element_bytes;
-        all = (char*)realloc(all, *bytes + size);
-        copy_to_host(m->dev, all + *bytes, stream.data, size);
-        *bytes += size;
+        const int64_t at = (int64_t)all.size(), size = stream.elements * stream.element_bytes;
+        all.resize(at + size);
+        copy_to_host(m->dev, all.data() + at, stream.data, size);
     }
     return all;
 }
@@ -482,19 +445,15 @@ static void train_small(Model* m, const Device* dev, const Setup* setup, int ste
 static void check_determinism(Test* test, const Device* dev, const Setup* setup) {
     constexpr int STEPS = 6;
     float losses[2][STEPS];
-    char* state[2];
-    int64_t bytes[2];
-    Model m;
+    Bytes state[2];
     for (int run = 0; run < 2; run++) {
+        TestModel m;
         train_small(&m, dev, setup, STEPS, losses[run]);
-        state[run] = streams(&m, &bytes[run]);
-        if (run == 0) model_free(&m);
+        state[run] = streams(&m);
     }
     expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "losses differ");
-    expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], bytes[0]) == 0, "weights or states differ");
+    expect(state[0] == state[1], "weights or states differ");
     expect(losses[0][STEPS - 1] < losses[0][0], "the loss goes from %g to %g", losses[0][0], losses[0][STEPS - 1]);
-    free(state[0]), free(state[1]);
-    model_free(&m);
 }
 
 TEST_BOTH(model_determinism) {
@@ -510,13 +469,13 @@ TEST_BOTH(model_determinism) {
 
 // Initial weights.
 
-static float* weights_of(const Model* m) {
-    float* values = (float*)calloc(m->arena.elements, sizeof(float));
-    for (int t = 0; t < m->arena.count; t++) optim_get_weights(m->arena.optim, t, values + m->arena.tensors[t].offset);
+static Floats weights_of(const Model* m) {
+    Floats values(m->arena.elements);
+    for (int t = 0; t < m->arena.count; t++) optim_get_weights(m->arena.optim, t, &values[m->arena.tensors[t].offset]);
     return values;
 }
 
-static float* initial_weights(Model* m, const Device* dev, const Setup* setup, uint64_t seed) {
+static Floats initial_weights(Model* m, const Device* dev, const Setup* setup, uint64_t seed) {
     model_open(m, dev, setup);
     model_init(m, seed);
     return weights_of(m);
@@ -540,13 +499,12 @@ static void expect_normal(Test* test, const char* name, const float* values, int
 
 TEST(model_init) {
     Device dev = test_device(false);
-    Model first, second, other;
-    float *values = initial_weights(&first, &dev, &INITIAL, 1), *again = initial_weights(&second, &dev, &INITIAL, 1);
-    float* seeded = initial_weights(&other, &dev, &INITIAL, 2);
-    expect(memcmp(values, again, first.arena.elements * 4) == 0, "the same seed gives other bits");
+    TestModel first, second, other;
+    Floats values = initial_weights(&first, &dev, &INITIAL, 1), seeded = initial_weights(&other, &dev, &INITIAL, 2);
+    expect(values == initial_weights(&second, &dev, &INITIAL, 1), "the same seed gives other bits");
     for (int t = 0; t < first.arena.count; t++) {
         const OptimTensor* tensor = &first.arena.tensors[t];
-        const float *w = values + tensor->offset, *o = seeded + tensor->offset;
+        const float *w = &values[tensor->offset], *o = &seeded[tensor->offset];
         int64_t n = (t == WTE ? first.config.V : tensor->rows) * tensor->cols;
         if (tensor->rows > 1) {
             bool residual = strstr(tensor->name, "c_proj") != nullptr;
@@ -561,13 +519,11 @@ TEST(model_init) {
         for (int64_t i = 0; i < n; i++) expect(w[i] == want, "%s is %g, want %g", tensor->name, w[i], want);
     }
     // Two matrices of one shape have nothing in common.
-    const float* a = values + first.arena.tensors[FIRST_BLOCK + 4].offset;
-    const float* b = values + first.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 4].offset;
+    const float* a = &values[first.arena.tensors[FIRST_BLOCK + 4].offset];
+    const float* b = &values[first.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 4].offset];
     double product = 0, n = 128.0 * 128.0;
     for (int i = 0; i < 128 * 128; i++) product += (double)a[i] * b[i];
     expect(fabs(product) < 5 * 0.01 * 0.01 * sqrt(n), "c_proj of two blocks correlate: %g", product);
-    free(values), free(again), free(seeded);
-    model_free(&first), model_free(&second), model_free(&other);
 }
 
 TEST(model_init_gpu) {
@@ -575,13 +531,10 @@ TEST(model_init_gpu) {
     for (const char* weights : {"fp32", "lin8:sr", "bf16+16", "e4m3/tensor+fp32"}) {
         Setup setup = INITIAL;
         setup.weights = weights;
-        Model on_cpu, on_gpu;
-        float *want = initial_weights(&on_cpu, &cpu, &setup, 1), *got = initial_weights(&on_gpu, &gpu, &setup, 1);
-        expect(memcmp(want, got, on_cpu.arena.elements * 4) == 0, "%s: CPU and GPU begin with other bits", weights);
-        free(want), free(got);
-        model_free(&on_cpu), model_free(&on_gpu);
+        TestModel on_cpu, on_gpu;
+        expect(initial_weights(&on_cpu, &cpu, &setup, 1) == initial_weights(&on_gpu, &gpu, &setup, 1),
+               "%s: CPU and GPU begin with other bits", weights);
     }
-    device_close(&gpu);
 }
 
 static void check_padding(Test* test, const Device* dev, const char* weights, OptimType type) {
@@ -590,10 +543,10 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
     setup.weights = weights;
     setup.type = type;
     float losses[4];
-    Model m;
+    TestModel m;
     // Bytes of the text are below 250, so the data fits a vocabulary that needs padding.
     train_small(&m, dev, &setup, 4, losses);
-    float* values = weights_of(&m);
+    const Floats values = weights_of(&m);
     int64_t at = m.arena.tensors[WTE].offset + 250 * 128, end = m.arena.tensors[WTE].offset + 256 * 128;
     for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
     // The gaps between the tensors of the arena are zero in every stream.
@@ -602,8 +555,6 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
         expect(stream.elements == m.arena.elements, "stream %s has %lld elements", stream.name,
                (long long)stream.elements);
     }
-    free(values);
-    model_free(&m);
 }
 
 TEST_BOTH(model_padding_stays_zero) {
@@ -679,20 +630,17 @@ TEST_BOTH(model_decoded_parts) {
         for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_BLOCK}) {
             Setup setup = {{3, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, weights, "fp32", "fp32"};
             float losses[2][4];
-            char* state[2];
-            int64_t bytes[2];
+            Bytes state[2];
             for (int k = 0; k < 2; k++) {
-                Model m;
+                TestModel m;
                 setup.keeps_copy = k == 0;
                 train_small(&m, dev, &setup, 4, losses[k]);
                 expect((m.arena.decoded == nullptr) == (k == 0), "%s: %s", weights,
                        m.arena.decoded ? "decoded" : "a copy");
-                state[k] = streams(&m, &bytes[k]);
-                model_free(&m);
+                state[k] = streams(&m);
             }
             expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%s: losses differ", weights);
-            expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], bytes[0]) == 0, "%s: streams differ", weights);
-            free(state[0]), free(state[1]);
+            expect(state[0] == state[1], "%s: streams differ", weights);
         }
     }
 }
@@ -703,12 +651,12 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     constexpr int STEPS = 3;
     // One step over the arena; parts after the backward pass; parts inside it; the same with states in host memory.
     constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
-    char* state[2 * KINDS];
-    int64_t bytes[2 * KINDS], grads[2 * KINDS];
+    Bytes state[2 * KINDS];
+    int64_t grads[2 * KINDS];
     float norm[2 * KINDS];
     for (int k = 0; k < 2 * KINDS; k++) {
         const int kind = k % KINDS;
-        Model m;
+        TestModel m;
         OptimConfig config = setup_optim(setup);
         config.offload = k >= KINDS;
         model_shape(&m, dev, setup);
@@ -728,21 +676,17 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         grads[k] = arena_grads_bytes(&m.arena);
         expect(kind == WHOLE || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");
         arena_settle(&m.arena);
-        state[k] = streams(&m, &bytes[k]);
-        model_free(&m);
+        state[k] = streams(&m);
     }
     expect(grads[INSIDE] < grads[AFTER], "released gradients take %lld of %lld bytes", (long long)grads[INSIDE],
            (long long)grads[AFTER]);
     expect(norm[AFTER] == norm[INSIDE], "norms %.9g and %.9g", norm[AFTER], norm[INSIDE]);
-    const auto same = [&](int a, int b) {
-        return bytes[a] == bytes[b] && memcmp(state[a], state[b], (size_t)bytes[a]) == 0;
-    };
-    expect(same(AFTER, INSIDE), "inside the backward pass: other bits");
-    expect(same(WHOLE, AFTER) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
+    expect(state[AFTER] == state[INSIDE], "inside the backward pass: other bits");
+    expect((state[WHOLE] == state[AFTER]) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
     for (int k = 0; k < KINDS; k++) {
-        expect(same(k, KINDS + k) && norm[k] == norm[KINDS + k], "states on the host, kind %d: other bits", k);
+        expect(state[k] == state[KINDS + k] && norm[k] == norm[KINDS + k], "states on the host, kind %d: other bits",
+               k);
     }
-    for (char* each : state) free(each);
 }
 
 TEST_BOTH(model_release) {
@@ -771,25 +715,22 @@ TEST_BOTH(model_spills) {
             Setup setup = {
                 {layers, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, "bf16:sr", "fp32", "fp32"};
             float losses[2][4];
-            char* state[2];
-            int64_t bytes[2], kept[2];
+            Bytes state[2];
+            int64_t kept[2];
             for (int k = 0; k < 2; k++) {
-                Model m;
+                TestModel m;
                 setup.spills = k == 1;
                 train_small(&m, dev, &setup, 4, losses[k]);
-                state[k] = streams(&m, &bytes[k]);
+                state[k] = streams(&m);
                 kept[k] = activations_bytes(&m, true);
-                model_free(&m);
             }
             expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%d layers: losses differ", layers);
-            expect(bytes[0] == bytes[1] && memcmp(state[0], state[1], (size_t)bytes[0]) == 0, "%d layers: other bits",
-                   layers);
+            expect(state[0] == state[1], "%d layers: other bits", layers);
             // All but three leave; scratch may be what is largest.
             const int64_t leave = spill_bytes(layers, 2 * 64 * 128 * (type == OPTIM_FP32 ? 4 : 2));
             expect((leave > 0) == (layers > 2) && kept[0] - kept[1] <= leave, "%d layers: %lld bytes less", layers,
                    (long long)(kept[0] - kept[1]));
             if (layers == 7) expect(kept[0] - kept[1] == leave, "%lld bytes less", (long long)(kept[0] - kept[1]));
-            for (char* each : state) free(each);
         }
     }
 }
@@ -801,7 +742,7 @@ TEST(memory_plan_offload) {
                          RECOMPUTE_BLOCK,           0, "bf16:sr", "fp32",     "dyn8/256"};
     MemoryPlan plan[2];
     for (int k = 0; k < 2; k++) {
-        Model m;
+        TestModel m;
         OptimConfig config = setup_optim(&setup);
         config.offload = k == 1;
         model_shape(&m, &dev, &setup);
@@ -815,7 +756,6 @@ TEST(memory_plan_offload) {
         expect(plan[k].host == real.host + spilled, "%lld bytes on the host", (long long)plan[k].host);
         expect(plan[k].states == real.states + real.tables + slots, "%lld of states", (long long)plan[k].states);
         if (spilled > 0) expect_allocated(test, "residuals", spilled, (void**)&m.spill.host, 1);
-        model_free(&m);
     }
     expect(plan[0].host == 0 && plan[1].host > 0 && plan[1].total - plan[1].host < plan[0].total,
            "the device has less");
@@ -829,7 +769,7 @@ TEST(memory_plan_files) {
     for (const char* weights : {"fp32", "bf16+fp32", "bf16:sr", "bf16+8", "lin8:sr", "e4m3:ef", "e4m3/tensor+fp32"}) {
         Setup setup = INITIAL;
         setup.weights = weights;
-        Model m;
+        TestModel m;
         OptimConfig config = setup_optim(&setup);
         model_shape(&m, &dev, &setup);
         m.arena.elements = optim_layout(m.arena.tensors, m.arena.count, &config);
@@ -851,7 +791,6 @@ TEST(memory_plan_files) {
                (long long)model, (long long)plan.model);
         expect(plan.optimizer >= optimizer - padding && plan.optimizer <= optimizer + padding,
                "%s: optimizer %lld bytes, planned %lld", weights, (long long)optimizer, (long long)plan.optimizer);
-        model_free(&m);
     }
 }
 
@@ -865,8 +804,7 @@ TEST(memory_plan) {
         {config, 128, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 20, "e4m3/tensor", "fp32", "fp32", false, false, true}};
     Device dev = test_device(false);
     for (const Setup& setup : setups) {
-        Model m;
-        model_open(&m, &dev, &setup);
+        TestModel m(&dev, &setup);
         OptimConfig config = setup_optim(&setup);
         MemoryPlan plan = memory_plan(&m, &config);
         OptimBytes bytes = optim_bytes(&config, m.arena.tensors, m.arena.count, m.arena.type),
@@ -888,7 +826,6 @@ TEST(memory_plan) {
         expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
         expect_allocated(test, "activations", plan.activations, &m.activations, 1);
         expect_allocated(test, "input, losses and scales", plan.other, other, setup.fp8 ? 3 : 2);
-        model_free(&m);
     }
 }
 
@@ -896,12 +833,10 @@ TEST(memory_plan) {
 TEST(memory_plan_of_ranks) {
     const Setup setup = {
         {3, 128, 2, 64, 300, 384}, 4, 64, OPTIM_FP32, false, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
-    Device cpu, gpu;
-    device_open(&cpu, false, 0);
-    Model m;
-    model_open(&m, &cpu, &setup);
+    const Device cpu = test_device(false);
+    TestModel m(&cpu, &setup);
     OptimConfig config = setup_optim(&setup);
-    gpu = cpu;
+    Device gpu = cpu;
     gpu.gpu = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
     int64_t cut[] = {0, m.arena.elements, m.arena.elements}, total[2];
     Shard shard = {};
@@ -913,7 +848,6 @@ TEST(memory_plan_of_ranks) {
         total[i] = memory_plan(&on_gpu, &config).total;
     }
     expect(total[1] - total[0] == 12345, "the plan grows by %lld bytes", (long long)(total[1] - total[0]));
-    model_free(&m);
 }
 
 TEST_ALONE(memory_plan_gpu) {
@@ -925,21 +859,17 @@ TEST_ALONE(memory_plan_gpu) {
         {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_BF16, false, RECOMPUTE_BLOCK, 512, "bf16:sr", "bf16", "bf16:sr"},
         {{6, 384, 6, 256, 5000, 5120}, 16, 256, OPTIM_FP32, false, RECOMPUTE_GELU, 0, "fp32", "fp32", "fp32"}};
     for (const Setup& setup : setups) {
-        Model warm, m;
-        model_open(&warm, &dev, &setup);  // modules load and contexts grow here, not in what is measured
-        model_free(&warm);
+        { TestModel warm(&dev, &setup); }  // modules load and contexts grow here, not in what is measured
         size_t before, after, total;
         check(cudaMemGetInfo(&before, &total));
-        model_open(&m, &dev, &setup);
+        TestModel m(&dev, &setup);
         check(cudaMemGetInfo(&after, &total));
         OptimConfig config = setup_optim(&setup);
         int64_t planned = memory_plan(&m, &config).total - WORKSPACE_BYTES - dev.context - MODULE_BYTES,
                 real = (int64_t)before - (int64_t)after;
         expect(real >= planned - granularity && real <= planned + 16 * granularity,
                "planned %lld bytes, allocated %lld", (long long)planned, (long long)real);
-        snprintf(test->note, sizeof(test->note), "planned %.1f MiB, allocated %.1f", planned / 1048576.0,
-                 real / 1048576.0);
-        model_free(&m);
+        note(test, "planned %.1f MiB, allocated %.1f", planned / 1048576.0, real / 1048576.0);
     }
 }
 

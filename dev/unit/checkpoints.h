@@ -5,51 +5,42 @@
 // Saves a trained model, loads it into a fresh one; every stream must be equal.
 static void check_round_trip(Test* test, const Device* dev, const Setup* setup, const char* folder) {
     float losses[3];
-    char error[DATA_ERROR_BYTES], checkpoint[PATH_BYTES];
-    Model saved, loaded;
+    char error[DATA_ERROR_BYTES];
+    TestModel saved;
     train_small(&saved, dev, setup, 3, losses);
-    path_join(checkpoint, folder, setup->weights);
+    const char* checkpoint = joined(folder, setup->weights);
     expect(folder_new(checkpoint, error), "%s", error);
     Run* run = run_of(&saved, setup, checkpoint);
     run->folder.state.step = 3, run->folder.state.sequences = 24;
     const bool written = checkpoint_write(run, seconds_now(), true);
     expect(written, "%s", run->folder.error);
-    strcat(checkpoint, "/step_00000003");
+    checkpoint = joined(checkpoint, "step_00000003");
     Json* state = checkpoint_verify(checkpoint, error);
     expect(state, "%s", error);
     if (state) {
         expect(json_int(state, "step", 0) == 3 && json_int(state, "sequences", 0) == 24, "state.json");
         expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
-        model_open(&loaded, dev, setup);
+        TestModel loaded(dev, setup);
         run->model = &loaded;
         checkpoint_read(run, state, checkpoint);
-        int64_t bytes, loaded_bytes;
-        char *want = streams(&saved, &bytes), *got = streams(&loaded, &loaded_bytes);
-        expect(bytes == loaded_bytes && memcmp(want, got, bytes) == 0, "%s: streams differ", setup->weights);
+        expect(streams(&saved) == streams(&loaded), "%s: streams differ", setup->weights);
         // The weights that the matmuls read, too.
         int64_t size = saved.arena.elements * (saved.arena.type == OPTIM_FP32 ? 4 : 2);
-        char *a = (char*)malloc(size), *b = (char*)malloc(size);
-        copy_to_host(dev, a, saved.arena.weights, size);
-        copy_to_host(dev, b, loaded.arena.weights, size);
-        expect(memcmp(a, b, size) == 0, "%s: the decoded weights differ", setup->weights);
-        free(want), free(got), free(a), free(b);
-        model_free(&loaded);
+        Bytes a(size), b(size);
+        copy_to_host(dev, a.data(), saved.arena.weights, size);
+        copy_to_host(dev, b.data(), loaded.arena.weights, size);
+        expect(a == b, "%s: the decoded weights differ", setup->weights);
     }
-    json_free(state);
-    model_free(&saved);
-    remove_run(run);
 }
 
 TEST_BOTH(checkpoint_round_trip) {
     Device dev = test_device(gpu);
-    char folder[PATH_BYTES];
-    temporary_folder(folder);
+    const char* folder = new_folder();
     for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
         Setup setup = TRAINED;
         setup.weights = weights, setup.type = gpu ? OPTIM_BF16 : OPTIM_FP32, setup.keeps_copy = true;
         check_round_trip(test, &dev, &setup, folder);
     }
-    remove_folder(folder);
 }
 
 // A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.
@@ -57,11 +48,10 @@ TEST(model_file_orientation) {
     Device dev = test_device(false);
     Setup setup = INITIAL;
     setup.config.V = 250, setup.config.Vp = 256;
-    char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    temporary_folder(folder);
-    path_join(path, folder, "step_00000000/model.safetensors");
-    Model m;
-    float* values = initial_weights(&m, &dev, &setup, 4);
+    char error[DATA_ERROR_BYTES];
+    const char *folder = new_folder(), *path = joined(folder, "step_00000000/model.safetensors");
+    TestModel m;
+    const Floats values = initial_weights(&m, &dev, &setup, 4);
     Run* run = run_of(&m, &setup, folder);
     bool written = checkpoint_write(run, seconds_now(), true);
     expect(written, "%s", run->folder.error);
@@ -81,7 +71,7 @@ TEST(model_file_orientation) {
         bool shaped = tensor && tensor->dims == 2 && tensor->shape[0] == in && tensor->shape[1] == out;
         expect(shaped, "%s is not of shape (in, out) = (%lld, %lld)", name, (long long)in, (long long)out);
         const float* ours =
-            values + m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset;
+            &values[m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset];
         const float* data = shaped ? (const float*)tensor_data(&file, tensor) : nullptr;
         for (int64_t i = 0; shaped && i < in * out; i++) {
             wrong += data[i] != ours[i % out * in + i / out];
@@ -90,50 +80,40 @@ TEST(model_file_orientation) {
     }
     const SafetensorsTensor* wte = opened ? safetensors_find(&file, "transformer.wte.weight") : nullptr;
     expect(wte && wte->shape[0] == 250 && wte->shape[1] == 128, "wte is stored without its padding");
-    expect(wte && memcmp(tensor_data(&file, wte), values + m.arena.tensors[WTE].offset, 250 * 128 * 4) == 0, "wte");
-    if (opened) safetensors_close(&file);
-    free(values);
-    model_free(&m);
-    remove_run(run);
+    expect(wte && memcmp(tensor_data(&file, wte), &values[m.arena.tensors[WTE].offset], 250 * 128 * 4) == 0, "wte");
 }
 
 // Names as OpenAI's own upload has them, without "transformer.", and values in another type.
 TEST(model_file_names) {
     Device dev = test_device(false);
-    char folder[PATH_BYTES], path[PATH_BYTES], error[DATA_ERROR_BYTES];
-    temporary_folder(folder);
-    path_join(path, folder, "model.safetensors");
-    Model m;
-    model_open(&m, &dev, &INITIAL);
-    SafetensorsEntry* entries = (SafetensorsEntry*)calloc(m.arena.count, sizeof(SafetensorsEntry));
+    char error[DATA_ERROR_BYTES];
+    const char *folder = new_folder(), *path = joined(folder, "model.safetensors");
+    TestModel m(&dev, &INITIAL);
+    std::vector<SafetensorsEntry> entries(m.arena.count);
     for (int t = 0; t < m.arena.count; t++) {
         int64_t rows = t == WTE ? m.config.V : m.arena.tensors[t].rows, cols = m.arena.tensors[t].cols;
         bool transposed = m.stored[t].transposed;
         entries[t] = {m.arena.tensors[t].name, "F16", {transposed ? cols : rows, transposed ? rows : cols}, 2};
         if (m.arena.tensors[t].rows == 1) entries[t].shape[0] = cols, entries[t].dims = 1;
     }
-    SafetensorsWriter* writer = safetensors_begin(path, entries, m.arena.count, nullptr, error);
+    SafetensorsWriter* writer = safetensors_begin(path, entries.data(), m.arena.count, nullptr, error);
     bool fine = writer != nullptr;
     for (int t = 0; t < m.arena.count && fine; t++) {
         int64_t n = (t == WTE ? m.config.V : m.arena.tensors[t].rows) * m.arena.tensors[t].cols;
-        uint16_t* half = (uint16_t*)malloc(n * 2);
+        std::vector<uint16_t> half(n);
         for (int64_t i = 0; i < n; i++) half[i] = (uint16_t)(0x3C00 + t);  // 1 + t / 1024
         half[0] = 0xC000, half[1] = 0x0001;                                // -2 and 2^-24
-        fine = safetensors_write(writer, half, n * 2, error);
-        free(half);
+        fine = safetensors_write(writer, half.data(), n * 2, error);
     }
     fine = fine && safetensors_finish(writer, nullptr, nullptr, error);
     expect(fine, "%s", error);
     if (fine) model_read(&m, folder);
-    float* values = weights_of(&m);
+    const Floats values = weights_of(&m);
     for (int t = 0; t < m.arena.count; t++) {
-        const float* w = values + m.arena.tensors[t].offset;
+        const float* w = &values[m.arena.tensors[t].offset];
         bool transposed = m.stored[t].transposed;
         expect(w[0] == -2.0f && w[transposed ? m.arena.tensors[t].cols : 1] == ldexpf(1, -24), "%s: %g and %g",
                m.arena.tensors[t].name, w[0], w[1]);
         expect(w[2] == 1.0f + (float)t / 1024, "%s: %g", m.arena.tensors[t].name, w[2]);
     }
-    free(values), free(entries);
-    model_free(&m);
-    remove_folder(folder);
 }

@@ -19,11 +19,10 @@ static OptimConfig folded_optim(bool grads_bf16, bool offload) {
 // Forward and backward for micro-batch `micro` of a step. A share that is NaN makes loss and gradients NaN.
 static void feed_folded(const Model* m, int step, int micro, bool first, float share = 1.0f / FOLDED) {
     const int n = m->B * m->T;
-    int *tokens = (int*)malloc(2 * n * sizeof(int)), *targets = tokens + n;
+    std::vector<int> tokens(2 * n);
     for (int i = 0; i < 2 * n; i++)
         tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(400 + FOLDED * step + micro, i)));
-    feed(m, tokens, targets, first, share);
-    free(tokens);
+    feed(m, &tokens[0], &tokens[n], first, share);
 }
 
 static bool takes_turns(const Arena* a, int t) {
@@ -36,10 +35,11 @@ static bool takes_turns(const Arena* a, int t) {
 static float reference_step(Model* model, int step, float* p, float* m, int micro = FOLDED) {
     Arena* a = &model->arena;
     for (int i = 0; i < FOLDED; i++) feed_folded(model, step, i, i == 0);
-    float *sum = gradients(model), loss = scalar(model, SCALAR_LOSS);
+    Floats sum = gradients(model);
+    const float loss = scalar(model, SCALAR_LOSS);
     for (int i = 0; i < micro; i++) {
         feed_folded(model, step, i, true);
-        float* g = gradients(model);
+        const Floats g = gradients(model);
         for (int t = 0; t < a->count; t++) {
             const int64_t begin = a->tensors[t].offset, end = begin + a->tensors[t].rows * a->tensors[t].cols;
             for (int64_t e = begin; takes_turns(a, t) && e < end; e++) {
@@ -47,7 +47,6 @@ static float reference_step(Model* model, int step, float* p, float* m, int micr
                 sum[e] = g[e];
             }
         }
-        free(g);
     }
     for (int t = 0; t < a->count && micro == FOLDED; t++) {
         const int64_t begin = a->tensors[t].offset, end = begin + a->tensors[t].rows * a->tensors[t].cols;
@@ -58,7 +57,6 @@ static float reference_step(Model* model, int step, float* p, float* m, int micr
         arena_set(a, t, p + begin);
     }
     optim_decode(a->optim);
-    free(sum);
     return loss;
 }
 
@@ -76,22 +74,21 @@ static void folded_step(Model* model, int step, int number, int bad = -1) {
 
 static void expect_folded(Test* test, const Model* model, const float* p, const float* m, const char* when) {
     const Arena* a = &model->arena;
-    float *weights = weights_of(model), *momentum = (float*)malloc(a->elements * sizeof(float));
+    Floats weights = weights_of(model), momentum(a->elements);
     for (int i = 0; i < optim_stream_count(a->optim); i++) {
         const OptimStream stream = optim_stream(a->optim, i);
-        if (strcmp(stream.name, "m") == 0) copy_to_host(model->dev, momentum, stream.data, a->elements * 4);
+        if (strcmp(stream.name, "m") == 0) copy_to_host(model->dev, momentum.data(), stream.data, a->elements * 4);
     }
     for (int t = 0; t < a->count; t++) {
         const int64_t at = a->tensors[t].offset, bytes = a->tensors[t].rows * a->tensors[t].cols * 4;
-        expect(memcmp(weights + at, p + at, bytes) == 0, "%s: weights of %s", when, a->tensors[t].name);
-        expect(memcmp(momentum + at, m + at, bytes) == 0, "%s: m of %s", when, a->tensors[t].name);
+        expect(memcmp(&weights[at], p + at, bytes) == 0, "%s: weights of %s", when, a->tensors[t].name);
+        expect(memcmp(&momentum[at], m + at, bytes) == 0, "%s: m of %s", when, a->tensors[t].name);
     }
-    free(weights), free(momentum);
 }
 
 static void check_folded(Test* test, const Device* dev, const Setup* setup, bool offload) {
-    Model reference, released;
-    for (Model* each : {&reference, &released}) {
+    TestModel reference, released;
+    for (TestModel* each : {&reference, &released}) {
         OptimConfig config = folded_optim(setup->grads_bf16, offload && each == &released);
         model_shape(each, dev, setup);
         each->arena.elements = optim_layout(each->arena.tensors, each->arena.count, &config);
@@ -102,7 +99,8 @@ static void check_folded(Test* test, const Device* dev, const Setup* setup, bool
     const int64_t kept = arena_grads_bytes(&released.arena), all = arena_grads_bytes(&reference.arena);
     expect(kept < all || setup->config.L == 1, "released gradients take %lld of %lld bytes", (long long)kept,
            (long long)all);
-    float *p = weights_of(&reference), *m = (float*)calloc(reference.arena.elements, sizeof(float));
+    Floats weights = weights_of(&reference), momentum(reference.arena.elements);
+    float *p = weights.data(), *m = momentum.data();
     for (int step = 1; step <= 2; step++) {
         const float loss = reference_step(&reference, step, p, m);
         folded_step(&released, step, step);
@@ -118,8 +116,6 @@ static void check_folded(Test* test, const Device* dev, const Setup* setup, bool
     reference_step(&reference, 4, p, m);
     folded_step(&released, 4, 3);
     expect_folded(test, &released, p, m, "the step after it");
-    free(p), free(m);
-    model_free(&reference), model_free(&released);
 }
 
 TEST_BOTH(model_folds) {
