@@ -77,46 +77,28 @@ struct Shape {
 static const Shape SHAPES[] = {
     {64, 12, 1024, 64}, {16, 25, 1024, 64}, {16, 12, 4096, 64}, {4, 12, 16384, 64}, {16, 16, 1024, 128}};
 
-// Uniform in [-size, size).
-__global__ void fill_kernel(bf16* values, int64_t n, float size, uint32_t seed) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
-    uint32_t x = (uint32_t)i * 2654435761u + seed * 40503u + (uint32_t)(i >> 32);
-    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13, x *= 0xc2b2ae35u, x ^= x >> 16;
-    values[i] = __float2bfloat16(((float)x / 2147483648.0f - 1.0f) * size);
-}
-
-struct Buffers {
-    int64_t n;  // elements of out
+struct Buffers : Room {
+    Shape s;
+    int64_t n, rows;  // elements of out, rows of lse
     bf16 *qkv, *dqkv, *out, *dout;
     float* lse;
     void* scratch;
+
+    Buffers(const Device* on, Shape shape, float size = 1.7f)
+        : Room(on), s(shape), n((int64_t)s.B * s.T * s.NH * s.HS), rows((int64_t)s.B * s.NH * s.T) {
+        qkv = filled(this, 3 * n, size, 1), dout = filled(this, n, 1.0f, 2);
+        dqkv = device<bf16>(3 * n), out = device<bf16>(n), lse = device<float>(rows);
+        scratch = device<char>(attention_backward_scratch_bytes(on, s.B, s.T, s.NH * s.HS, s.NH));
+    }
 };
 
-static Buffers buffers_open(const Device* dev, Shape s, float size = 1.7f) {
-    Buffers b;
-    b.n = (int64_t)s.B * s.T * s.NH * s.HS;
-    b.qkv = (bf16*)device_alloc(dev, 3 * b.n * 2), b.dqkv = (bf16*)device_alloc(dev, 3 * b.n * 2);
-    b.out = (bf16*)device_alloc(dev, b.n * 2), b.dout = (bf16*)device_alloc(dev, b.n * 2);
-    b.lse = (float*)device_alloc(dev, (int64_t)s.B * s.T * s.NH * 4);
-    b.scratch = device_alloc(dev, attention_backward_scratch_bytes(dev, s.B, s.T, s.NH * s.HS, s.NH));
-    fill_kernel<<<(unsigned)ceil_div(3 * b.n, 256), 256, 0, dev->stream>>>(b.qkv, 3 * b.n, size, 1);
-    fill_kernel<<<(unsigned)ceil_div(b.n, 256), 256, 0, dev->stream>>>(b.dout, b.n, 1.0f, 2);
-    check_launch();
-    return b;
+static void run_forward(const Variant* v, const Buffers* b) {
+    v->forward(b->dev, b->out, b->lse, b->qkv, b->s.B, b->s.T, b->s.NH * b->s.HS, b->s.NH);
 }
 
-static void buffers_close(const Device* dev, Buffers* b) {
-    device_free(dev, b->qkv), device_free(dev, b->dqkv), device_free(dev, b->out), device_free(dev, b->dout);
-    device_free(dev, b->lse), device_free(dev, b->scratch);
-}
-
-static void run_forward(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
-    v->forward(dev, b->out, b->lse, b->qkv, s.B, s.T, s.NH * s.HS, s.NH);
-}
-
-static void run_backward(const Device* dev, const Variant* v, const Buffers* b, Shape s) {
-    v->backward(dev, b->dqkv, b->scratch, b->dout, b->qkv, b->out, b->lse, s.B, s.T, s.NH * s.HS, s.NH);
+static void run_backward(const Variant* v, const Buffers* b) {
+    v->backward(b->dev, b->dqkv, b->scratch, b->dout, b->qkv, b->out, b->lse, b->s.B, b->s.T, b->s.NH * b->s.HS,
+                b->s.NH);
 }
 
 // Prints the first elements that are off by more than any rounding explains.
@@ -129,112 +111,71 @@ static void print_first_wrong(const float* got, const float* want, int64_t n, in
     }
 }
 
-// What the plain C version gives for the inputs of buffers_open.
-struct Reference {
-    Shape s;
-    float size;       // of q, k and v
-    int64_t n, rows;  // elements of out, rows of lse
-    Buffers b;
-    float *out, *lse, *dqkv;
+// What the plain C version gives for these inputs.
+struct Reference : Buffers {
+    float size;  // of q, k and v
+    float *want, *want_lse, *want_dqkv;
+
+    Reference(const Device* on, Shape shape, float largest) : Buffers(on, shape, largest), size(largest) {
+        const float *values = host_floats(this, qkv, 3 * n), *gradient = host_floats(this, dout, n);
+        want = host<float>(n), want_lse = host<float>(rows), want_dqkv = host<float>(3 * n);
+        attention_forward_cpu(want, want_lse, values, s.B, s.T, s.NH * s.HS, s.NH);
+        attention_backward_cpu(want_dqkv, gradient, values, want, want_lse, s.B, s.T, s.NH * s.HS, s.NH);
+    }
 };
 
-static Reference reference_open(const Device* dev, Shape s, float size) {
-    Reference r = {s, size, 0, (int64_t)s.B * s.NH * s.T, buffers_open(dev, s, size), nullptr, nullptr, nullptr};
-    r.n = r.b.n;
-    r.out = (float*)malloc(r.n * 4), r.lse = (float*)malloc(r.rows * 4), r.dqkv = (float*)malloc(3 * r.n * 4);
-    float *qkv = host_floats(dev, r.b.qkv, 3 * r.n), *dout = host_floats(dev, r.b.dout, r.n);
-    attention_forward_cpu(r.out, r.lse, qkv, s.B, s.T, s.NH * s.HS, s.NH);
-    attention_backward_cpu(r.dqkv, dout, qkv, r.out, r.lse, s.B, s.T, s.NH * s.HS, s.NH);
-    free(qkv), free(dout);
-    return r;
-}
-
-static void reference_close(const Device* dev, Reference* r) {
-    free(r->out), free(r->lse), free(r->dqkv);
-    buffers_close(dev, &r->b);
-}
-
-static bool variant_is_right(const Device* dev, const Variant* v, const Reference* r) {
+static bool variant_is_right(const Variant* v, Reference* r) {
     const double bound = 1.0 / 256;  // bf16's epsilon
     double backward = 0.0;
-    check(cudaMemsetAsync(r->b.out, 0xff, r->n * 2, dev->stream));
-    check(cudaMemsetAsync(r->b.lse, 0xff, r->rows * 4, dev->stream));
-    run_forward(dev, v, &r->b, r->s);
-    float *out = host_floats(dev, r->b.out, r->n), *lse = (float*)malloc(r->rows * 4);
-    copy_to_host(dev, lse, r->b.lse, r->rows * 4);
-    const double forward = relative_error(out, r->out, r->n), log_sum = relative_error(lse, r->lse, r->rows);
+    check(cudaMemsetAsync(r->out, 0xff, r->n * 2, r->dev->stream));
+    check(cudaMemsetAsync(r->lse, 0xff, r->rows * 4, r->dev->stream));
+    run_forward(v, r);
+    const float *out = host_floats(r, r->out, r->n), *lse = r->to_host(r->lse, r->rows);
+    const double forward = relative_error(out, r->want, r->n), log_sum = relative_error(lse, r->want_lse, r->rows);
     if (v->backward && r->size < 2.0f) {  // scores in the thousands are a test of the forward pass
-        run_backward(dev, v, &r->b, r->s);
-        float* dqkv = host_floats(dev, r->b.dqkv, 3 * r->n);
-        backward = relative_error(dqkv, r->dqkv, 3 * r->n);
-        free(dqkv);
+        run_backward(v, r);
+        backward = relative_error(host_floats(r, r->dqkv, 3 * r->n), r->want_dqkv, 3 * r->n);
     }
     // out is rounded before D is computed from it; lse is fp32 throughout
     const bool right = forward <= bound && backward <= 2 * bound && log_sum <= 1e-5;
     printf("%-14s HS %3d T %4d  error / bf16 epsilon: forward %.2f, backward %.2f, lse %.1e  %s\n", v->name, r->s.HS,
            r->s.T, forward / bound, backward / bound, log_sum, right ? "ok" : "WRONG");
     if (!right) {
-        print_first_wrong(out, r->out, r->n, r->s.T, r->s.NH * r->s.HS, bound);
-        print_first_wrong(lse, r->lse, r->rows, r->s.T, 1, 1e-5);
+        print_first_wrong(out, r->want, r->n, r->s.T, r->s.NH * r->s.HS, bound);
+        print_first_wrong(lse, r->want_lse, r->rows, r->s.T, 1, 1e-5);
     }
     fflush(stdout);
-    free(out), free(lse);
     return right;
 }
 
-static int compare_floats(const void* a, const void* b) {
-    float x = *(const float*)a, y = *(const float*)b;
-    return (x > y) - (x < y);
-}
-
-constexpr int WARM = 3, RUNS = 20;
-
-static float time_once(const Device* dev, const Variant* v, const Buffers* b, Shape s, bool forward, bool backward) {
-    static cudaEvent_t start = nullptr, stop = nullptr;
-    float milliseconds;
-    if (!start) {
-        check(cudaEventCreate(&start));
-        check(cudaEventCreate(&stop));
-    }
-    check(cudaEventRecord(start, dev->stream));
-    if (forward) run_forward(dev, v, b, s);
-    if (backward) run_backward(dev, v, b, s);
-    check(cudaEventRecord(stop, dev->stream));
-    check(cudaEventSynchronize(stop));
-    check(cudaEventElapsedTime(&milliseconds, start, stop));
-    return milliseconds;
-}
-
-static float median(float* times /*(RUNS)*/) {
-    qsort(times, RUNS, sizeof(float), compare_floats);
-    return (times[RUNS / 2 - 1] + times[RUNS / 2]) / 2;
-}
-
-// One run of each variant after the other, RUNS times, so that all share the GPU's temperature and clocks.
+// One run of each variant after the other, 20 times after 3, so that all share the GPU's temperature and clocks.
 static void time_shape(const Device* dev, const Variant* variants, int count, Shape s) {
-    Buffers b = buffers_open(dev, s);
+    const Buffers b(dev, s);
     const double flops = 2.0 * s.B * s.NH * s.T * s.T * s.HS;
-    float(*times)[3][RUNS] = (float(*)[3][RUNS])calloc(count, sizeof(*times));
-    for (int run = -WARM; run < RUNS; run++)
-        for (int i = 0; i < count; i++)
-            for (int what = 0; what < (variants[i].backward ? 3 : 1); what++) {
-                float now = time_once(dev, &variants[i], &b, s, what != 1, what != 0);
-                if (run >= 0) times[i][what][run] = now;
-            }
+    std::vector<Times> times(3 * count);  // of each variant: forward, backward, both
+    for (int run = -3; run < 20; run++) {
+        for (int i = 0; i < 3 * count; i++) {
+            const Variant* v = &variants[i / 3];
+            if (i % 3 > 0 && !v->backward) continue;
+            const double now = elapsed_ms(dev, [&] {
+                if (i % 3 != 1) run_forward(v, &b);
+                if (i % 3 != 0) run_backward(v, &b);
+            });
+            if (run >= 0) times[i].add(now);
+        }
+    }
     for (int i = 0; i < count; i++) {
-        const float forward = median(times[i][0]);
+        const double forward = times[3 * i].median();
         printf("%-14s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
         if (!variants[i].backward) {
             printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
         } else {
-            const float backward = median(times[i][1]), both = median(times[i][2]);
+            const double backward = times[3 * i + 1].median(), both = times[3 * i + 2].median();
             printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
                    2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
         }
     }
     fflush(stdout);
-    free(times);
-    buffers_close(dev, &b);
 }
 
 #ifdef NIBBLE_HANG_REPORT
@@ -269,9 +210,8 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     int wrong[COUNT] = {}, count = 0;
     for (int HS = 64; HS <= 128; HS += 64)
         for (auto input : INPUTS) {
-            Reference r = reference_open(&dev, {2, 2, input.T, HS}, input.size);
-            for (int i = 0; i < COUNT; i++) wrong[i] += !variant_is_right(&dev, &VARIANTS[i], &r);
-            reference_close(&dev, &r);
+            Reference r(&dev, {2, 2, input.T, HS}, input.size);
+            for (int i = 0; i < COUNT; i++) wrong[i] += !variant_is_right(&VARIANTS[i], &r);
         }
     Variant right[COUNT];
     for (int i = 0; i < COUNT; i++)

@@ -11,11 +11,17 @@
 
 constexpr int V = 50257, Vp = 50304;
 
-struct Arrays {
+struct Arrays : Room {
     int64_t N;
     float* losses;
     bf16* logits;
     int* targets;
+
+    Arrays(const Device* on, int64_t rows) : Room(on), N(rows) {
+        int* own = host<int>(N);
+        for (int64_t i = 0; i < N; i++) own[i] = (int)(i * 7919 % V);
+        losses = device<float>(N), logits = filled(this, N * Vp, 8.0f, 1), targets = to_device(own, N);
+    }
 };
 
 // A block a row, the row read twice: the second time from L2, as far as it is still there.
@@ -124,42 +130,19 @@ static const Variant VARIANTS[] = {{"two reads", run_two_reads, 2},
                                    {"prod", run_prod, 2},
                                    {"prod, losses alone", run_losses, 1}};
 
-static Arrays arrays_open(const Device* dev, int64_t N) {
-    Arrays a = {N, (float*)device_alloc(dev, N * 4), filled(dev, N * Vp, 8.0f, 1), (int*)device_alloc(dev, N * 4)};
-    int* targets = (int*)malloc(N * 4);
-    for (int64_t i = 0; i < N; i++) targets[i] = (int)(i * 7919 % V);
-    copy_to_device(dev, a.targets, targets, N * 4);
-    free(targets);
-    return a;
-}
-
-static void arrays_close(const Device* dev, Arrays* a) {
-    device_free(dev, a->losses), device_free(dev, a->logits), device_free(dev, a->targets);
-}
-
 static bool is_right(const Device* dev, const Variant* v) {
     const int64_t N = 300;
-    Arrays a = arrays_open(dev, N);
-    bf16* bits = (bf16*)malloc(N * Vp * 2);
-    float *want = (float*)malloc(N * Vp * 4), *losses = (float*)malloc(2 * N * 4);
-    int* targets = (int*)malloc(N * 4);
-    copy_to_host(dev, bits, a.logits, N * Vp * 2);
-    copy_to_host(dev, targets, a.targets, N * 4);
-    for (int64_t i = 0; i < N * Vp; i++) want[i] = __bfloat162float(bits[i]);
-    classifier_cpu(losses, want, targets, 1e-3f, true, N, V, Vp);
+    Arrays a(dev, N);
+    float *want = host_floats(&a, a.logits, N * Vp), *want_loss = a.host<float>(N);
+    classifier_cpu(want_loss, want, a.to_host(a.targets, N), 1e-3f, true, N, V, Vp);
     v->run(dev, &a);
-    copy_to_host(dev, bits, a.logits, N * Vp * 2);
-    copy_to_host(dev, losses + N, a.losses, N * 4);
+    const float *got = host_floats(&a, a.logits, N * Vp), *losses = a.to_host(a.losses, N);
     double worst = 0.0, worst_loss = 0.0;
-    for (int64_t i = 0; i < N * Vp && v->accesses == 2; i++) {
-        double bound = fabs(want[i]) / 256 + 1e-10;
-        worst = fmax(worst, fabs(__bfloat162float(bits[i]) - want[i]) / bound);
-    }
-    for (int64_t i = 0; i < N; i++) worst_loss = fmax(worst_loss, fabs(losses[i] - losses[N + i]) / 1e-4);
-    bool right = worst <= 1.0 && worst_loss <= 1.0;
+    for (int64_t i = 0; i < N * Vp && v->accesses == 2; i++)
+        worst = fmax(worst, fabs(got[i] - want[i]) / (fabs(want[i]) / 256 + 1e-10));
+    for (int64_t i = 0; i < N; i++) worst_loss = fmax(worst_loss, fabs(want_loss[i] - losses[i]) / 1e-4);
+    const bool right = worst <= 1.0 && worst_loss <= 1.0;
     printf("%-20s of bound: dlogits %.2f, losses %.2f  %s\n", v->name, worst, worst_loss, right ? "ok" : "WRONG");
-    free(bits), free(want), free(losses), free(targets);
-    arrays_close(dev, &a);
     return right;
 }
 
@@ -168,23 +151,23 @@ int main() {
     device_open(&dev, true, 0);
     bool right = true;
     for (const Variant& v : VARIANTS) right = is_right(&dev, &v) && right;
-    Arrays a = arrays_open(&dev, 16384), b = arrays_open(&dev, 16384);
-    double rate = print_copy_rate(&dev, a.N * Vp * 2);
-    const int n = 8192;
-    bf16 *x = b.logits, *weight = x + n * n, *out = weight + n * n;
-    auto product = [&] { matmul_forward<bf16>(&dev, out, nullptr, x, weight, nullptr, n, n, n); };
-    for (const Variant& v : VARIANTS) {
-        double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
-        for (int i = 0; i < 100; i++) product();
-        double warm_ms = median_ms_after(&dev, 40, product, [&] { v.run(&dev, &a); });
-        double moved = v.accesses * (double)a.N * Vp * 2;
-        printf("%-20s N %lld V %d %8.4f ms %6.0f GB/s %5.1f %% of copy   between products %8.4f ms %5.1f %%\n", v.name,
-               (long long)a.N, V, ms, moved / ms * 1e-6, 100 * moved / (1e-3 * ms) / rate, warm_ms,
-               100 * moved / (1e-3 * warm_ms) / rate);
-        device_sync(&dev);
-        usleep(300000);  // the card's clocks recover
+    {
+        Arrays a(&dev, 16384), b(&dev, 16384);
+        const double rate = print_copy_rate(&dev, a.N * Vp * 2);
+        const int n = 8192;
+        bf16 *x = b.logits, *weight = x + n * n, *out = weight + n * n;
+        auto product = [&] { matmul_forward<bf16>(&dev, out, nullptr, x, weight, nullptr, n, n, n); };
+        for (const Variant& v : VARIANTS) {
+            const double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
+            for (int i = 0; i < 100; i++) product();
+            const double warm_ms = median_ms_after(&dev, 40, product, [&] { v.run(&dev, &a); });
+            const double moved = v.accesses * (double)a.N * Vp * 2;
+            print_rate(v.name, a.N, V, ms, moved, rate);
+            printf("   between products %8.4f ms %5.1f %%\n", warm_ms, 100 * moved / (1e-3 * warm_ms) / rate);
+            device_sync(&dev);
+            usleep(300000);  // the card's clocks recover
+        }
     }
-    arrays_close(&dev, &a), arrays_close(&dev, &b);
     device_close(&dev);
     return !right;
 }

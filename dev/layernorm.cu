@@ -68,16 +68,30 @@ __global__ void __launch_bounds__(384, 2)
     for (int j = 0; j < 8; j++) own[c + j] = dweight[j], own[C + c + j] = dbias[j];
 }
 
-struct Arrays {
+static int registers_blocks(const Device* dev, int C) {
+    return dev->sm_count * (768 / ((int)ceil_div(C, 256) * 32));
+}
+
+struct Arrays : Room {
     int64_t N;
     int C;
     bf16 *dinp, *dout, *inp, *weight, *out, *sum, *wide;
     float *dweight, *dbias, *dcolumns, *mean, *rstd, *scratch;
-};
 
-static int registers_blocks(const Device* dev, int C) {
-    return dev->sm_count * (768 / ((int)ceil_div(C, 256) * 32));
-}
+    Arrays(const Device* on, int64_t rows, int channels) : Room(on), N(rows), C(channels) {
+        dinp = filled(this, N * C, 1.0f, 1), dout = filled(this, N * C, 1.0f, 2), inp = filled(this, N * C, 1.0f, 3);
+        weight = filled(this, C, 1.0f, 4), out = filled(this, N * C, 1.0f, 5), sum = filled(this, N * C, 1.0f, 6);
+        wide = filled(this, 4 * N * C, 1.0f, 7);
+        dweight = device<float>(C), dcolumns = device<float>(C), dbias = device<float>(4 * C);
+        mean = device<float>(N), rstd = device<float>(N);
+        int64_t bytes = (int64_t)registers_blocks(on, C) * 2 * C * sizeof(float);
+        for (int64_t other :
+             {layernorm_backward_scratch_bytes<bf16>(on, C), matmul_backward_bias_scratch_bytes(on, 4 * C)})
+            bytes = bytes > other ? bytes : other;
+        scratch = (float*)device<char>(bytes);
+        layernorm_forward<bf16>(on, out, mean, rstd, inp, weight, weight, N, C);
+    }
+};
 
 static void run_registers(const Device* dev, const Arrays* a) {
     int threads = (int)ceil_div(a->C, 256) * 32, blocks = registers_blocks(dev, a->C);
@@ -123,53 +137,23 @@ static const Variant VARIANTS[] = {
     {"bias of 3C", run_bias_qkv, 3},       {"bias of 4C", run_bias_fc, 4},
 };
 
-static Arrays arrays_open(const Device* dev, int64_t N, int C) {
-    Arrays a;
-    a.N = N, a.C = C;
-    a.dinp = filled(dev, N * C, 1.0f, 1), a.dout = filled(dev, N * C, 1.0f, 2), a.inp = filled(dev, N * C, 1.0f, 3);
-    a.weight = filled(dev, C, 1.0f, 4), a.out = filled(dev, N * C, 1.0f, 5), a.sum = filled(dev, N * C, 1.0f, 6);
-    a.wide = filled(dev, 4 * N * C, 1.0f, 7);
-    a.dweight = (float*)device_alloc(dev, C * 4), a.dcolumns = (float*)device_alloc(dev, C * 4);
-    a.dbias = (float*)device_alloc(dev, 4 * C * 4);
-    a.mean = (float*)device_alloc(dev, N * 4), a.rstd = (float*)device_alloc(dev, N * 4);
-    int64_t scratch = layernorm_backward_scratch_bytes<bf16>(dev, C);
-    int64_t other = matmul_backward_bias_scratch_bytes(dev, 4 * C);
-    int64_t registers = (int64_t)registers_blocks(dev, C) * 2 * C * sizeof(float);
-    scratch = scratch > other ? scratch : other;
-    a.scratch = (float*)device_alloc(dev, scratch > registers ? scratch : registers);
-    layernorm_forward<bf16>(dev, a.out, a.mean, a.rstd, a.inp, a.weight, a.weight, N, C);
-    return a;
-}
-
-static void arrays_close(const Device* dev, Arrays* a) {
-    void* all[] = {a->dinp,    a->dout,  a->inp,      a->weight, a->out,  a->sum,    a->wide,
-                   a->dweight, a->dbias, a->dcolumns, a->mean,   a->rstd, a->scratch};
-    for (void* array : all) device_free(dev, array);
-}
-
 // A backward variant on 3000 rows.
 static bool is_right(const Device* dev, const Variant* v, int C) {
     const int64_t N = 3000;
-    Arrays a = arrays_open(dev, N, C);
-    float *want = host_floats(dev, a.dinp, N * C), *dout = host_floats(dev, a.dout, N * C);
-    float *inp = host_floats(dev, a.inp, N * C), *weight = host_floats(dev, a.weight, C);
-    float *mean = (float*)malloc(N * 4), *rstd = (float*)malloc(N * 4), *sums = (float*)malloc(5 * C * 4);
-    copy_to_host(dev, mean, a.mean, N * 4), copy_to_host(dev, rstd, a.rstd, N * 4);
-    layernorm_backward_cpu(want, sums, sums + C, sums + 2 * C, dout, inp, weight, mean, rstd, N, C, false);
+    Arrays a(dev, N, C);
+    float *want = host_floats(&a, a.dinp, N * C), *sums[3];
+    for (float*& each : sums) each = a.host<float>(C);
+    layernorm_backward_cpu(want, sums[0], sums[1], sums[2], host_floats(&a, a.dout, N * C),
+                           host_floats(&a, a.inp, N * C), host_floats(&a, a.weight, C), a.to_host(a.mean, N),
+                           a.to_host(a.rstd, N), N, C, false);
     v->run(dev, &a);
-    float* got = host_floats(dev, a.dinp, N * C);
-    copy_to_host(dev, sums + 3 * C, a.dweight, C * 4), copy_to_host(dev, sums + 4 * C, a.dbias, C * 4);
-    double dinp = relative_error(got, want, N * C), dweight = relative_error(sums + 3 * C, sums, C);
-    double dbias = relative_error(sums + 4 * C, sums + C, C), dcolumns = 0.0;
-    if (v->run == run_prod) {
-        copy_to_host(dev, sums + 4 * C, a.dcolumns, C * 4);
-        dcolumns = relative_error(sums + 4 * C, sums + 2 * C, C);
-    }
-    bool right = dinp < 1.0 / 256 && dweight < 1e-5 && dbias < 1e-5 && dcolumns < 1.0 / 256;
+    const double dinp = relative_error(host_floats(&a, a.dinp, N * C), want, N * C),
+                 dweight = relative_error(a.to_host(a.dweight, C), sums[0], C),
+                 dbias = relative_error(a.to_host(a.dbias, C), sums[1], C),
+                 dcolumns = v->run == run_prod ? relative_error(a.to_host(a.dcolumns, C), sums[2], C) : 0.0;
+    const bool right = dinp < 1.0 / 256 && dweight < 1e-5 && dbias < 1e-5 && dcolumns < 1.0 / 256;
     printf("%-22s C %4d  dinp %.2g, dweight %.2g, dbias %.2g, dcolumns %.2g  %s\n", v->name, C, dinp, dweight, dbias,
            dcolumns, right ? "ok" : "WRONG");
-    free(want), free(dout), free(inp), free(weight), free(mean), free(rstd), free(sums), free(got);
-    arrays_close(dev, &a);
     return right;
 }
 
@@ -180,17 +164,15 @@ int main() {
     for (int C : {768, 1600})
         for (const Variant& v : VARIANTS)
             if (v.run == run_prod || v.run == run_registers) right = is_right(&dev, &v, C) && right;
-    double rate = print_copy_rate(&dev, 2ll << 30);
+    const double rate = print_copy_rate(&dev, 2ll << 30);
     const int64_t shapes[][2] = {{65536, 384}, {65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
     for (auto& s : shapes) {
-        Arrays a = arrays_open(&dev, s[0], (int)s[1]);
+        Arrays a(&dev, s[0], (int)s[1]);
         for (const Variant& v : VARIANTS) {
-            double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
-            double moved = v.accesses * (double)s[0] * (double)s[1] * 2;
-            printf("%-22s N %5lld C %4lld %8.4f ms %6.0f GB/s %5.1f %% of copy\n", v.name, (long long)s[0],
-                   (long long)s[1], ms, moved / ms * 1e-6, 100 * moved / (1e-3 * ms) / rate);
+            const double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
+            print_rate(v.name, s[0], s[1], ms, v.accesses * (double)s[0] * (double)s[1] * 2, rate);
+            printf("\n");
         }
-        arrays_close(&dev, &a);
     }
     device_close(&dev);
     return !right;

@@ -4,8 +4,7 @@
 // Median of 9 by CUDA events, random data.
 //   make build/dev/matmul && ./build/dev/matmul [all]      all: every candidate
 #include "../kernels/matmul.cuh"
-#include <time.h>
-
+#include "../data/clock.h"
 #include "timing.h"
 
 struct Product {
@@ -31,12 +30,6 @@ struct Arrays {
     unsigned long long* hash;
 };
 
-static double seconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 static void run_product(const Device* dev, const Product* p, const Arrays* arrays, bool all) {
     MatmulShape shape;
     memset(&shape, 0, sizeof(shape));
@@ -48,9 +41,9 @@ static void run_product(const Device* dev, const Product* p, const Arrays* array
     MatmulPointers pointers = {arrays->a, arrays->b, arrays->d, biased ? arrays->bias : nullptr,
                                aux ? arrays->aux : nullptr};
     device_sync(dev);
-    double begin = seconds();
+    double begin = seconds_now();
     MatmulPlan plan = matmul_plan_create(dev, &shape, &pointers, false);
-    double search_ms = 1e3 * (seconds() - begin);
+    double search_ms = 1e3 * (seconds_now() - begin);
     matmul_point(&plan, &pointers);
     MatmulTrial trial = {nullptr, pointers, arrays->hash, p->m * p->n * (p->fp32 ? 4 : 2), 0, false};
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
@@ -115,16 +108,11 @@ static void run_model(const Device* dev, const char* name, int64_t N, int64_t ro
     };
     printf("%s: %lld rows, C %lld\n", name, (long long)N, (long long)C);
     for (const Product& p : products) {
-        int64_t elements[3] = {p.m * p.k, p.k * p.n, p.m * p.n};
-        Arrays arrays = {filled(dev, elements[0], 1.0f, 0),
-                         filled(dev, elements[1], 1.0f, 0),
-                         (bf16*)device_alloc(dev, elements[2] * 4),
-                         filled(dev, elements[2], 1.0f, 0),
-                         filled(dev, p.m, 1.0f, 0),
-                         (unsigned long long*)device_alloc(dev, 8)};
+        Room room(dev);
+        const Arrays arrays = {filled(&room, p.m * p.k, 1.0f, 0), filled(&room, p.k * p.n, 1.0f, 0),
+                               room.device<bf16>(2 * p.m * p.n),  filled(&room, p.m * p.n, 1.0f, 0),
+                               filled(&room, p.m, 1.0f, 0),       room.device<unsigned long long>(1)};
         run_product(dev, &p, &arrays, all);
-        device_free(dev, arrays.a), device_free(dev, arrays.b), device_free(dev, arrays.d);
-        device_free(dev, arrays.aux), device_free(dev, arrays.bias), device_free(dev, arrays.hash);
     }
 }
 

@@ -7,30 +7,21 @@
 #include "../kernels/matmul.cuh"
 #include "timing.h"
 
-struct Arrays {
+struct Arrays : Room {
     int64_t N;
     int C, OC;  // inp, dout (N, C); pre, given, out (N, OC); weight (OC, C); dweight (C, OC)
     bf16 *inp, *weight, *bias, *pre, *given, *out, *dout, *dweight;
     float *dbias, *scratch;
+
+    Arrays(const Device* on, int64_t rows, int channels, int wide) : Room(on), N(rows), C(channels), OC(wide) {
+        const float scale = 2.0f / sqrtf((float)C);
+        inp = filled(this, N * C, 1.0f, 1), weight = filled(this, (int64_t)OC * C, scale, 2);
+        bias = filled(this, OC, 1.0f, 3), given = filled(this, N * OC, 4.0f, 4), out = filled(this, N * OC, 1.0f, 5);
+        dout = filled(this, N * C, 1.0f, 6), dweight = filled(this, (int64_t)OC * C, scale, 7);
+        pre = filled(this, N * OC, 1.0f, 8), dbias = device<float>(OC);
+        scratch = (float*)device<char>(matmul_backward_gelu_scratch_bytes(on, N, OC));
+    }
 };
-
-static Arrays arrays_open(const Device* dev, int64_t N, int C, int OC) {
-    float scale = 2.0f / sqrtf((float)C);
-    Arrays a;
-    a.N = N, a.C = C, a.OC = OC;
-    a.inp = filled(dev, N * C, 1.0f, 1), a.weight = filled(dev, (int64_t)OC * C, scale, 2);
-    a.bias = filled(dev, OC, 1.0f, 3), a.given = filled(dev, N * OC, 4.0f, 4), a.out = filled(dev, N * OC, 1.0f, 5);
-    a.dout = filled(dev, N * C, 1.0f, 6), a.dweight = filled(dev, (int64_t)OC * C, scale, 7);
-    a.pre = filled(dev, N * OC, 1.0f, 8);
-    a.dbias = (float*)device_alloc(dev, OC * 4);
-    a.scratch = (float*)device_alloc(dev, matmul_backward_gelu_scratch_bytes(dev, N, OC));
-    return a;
-}
-
-static void arrays_close(const Device* dev, Arrays* a) {
-    void* all[] = {a->inp, a->weight, a->bias, a->pre, a->given, a->out, a->dout, a->dweight, a->dbias, a->scratch};
-    for (void* array : all) device_free(dev, array);
-}
 
 static void forward_plain(const Device* dev, const Arrays* a) {
     matmul_forward<bf16>(dev, a->pre, nullptr, a->inp, a->weight, a->bias, a->N, a->C, a->OC);
@@ -71,72 +62,54 @@ static const Variant VARIANTS[] = {
 constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
 
 static bool is_right(const Device* dev, int64_t N, int C, int OC) {
-    Arrays a = arrays_open(dev, N, C, OC);
-    int64_t wide = N * OC;
-    float *inp = host_floats(dev, a.inp, N * C), *weight = host_floats(dev, a.weight, (int64_t)OC * C);
-    float *bias = host_floats(dev, a.bias, OC), *given = host_floats(dev, a.given, wide);
-    float *dout = host_floats(dev, a.dout, N * C), *dweight = host_floats(dev, a.dweight, (int64_t)OC * C);
-    float *want = (float*)malloc(wide * 4), *want_pre = (float*)malloc(wide * 4), *sums = (float*)malloc(2 * OC * 4);
+    Arrays a(dev, N, C, OC);
+    const int64_t wide = N * OC;
+    const float *inp = host_floats(&a, a.inp, N * C), *weight = host_floats(&a, a.weight, (int64_t)OC * C);
+    const float *bias = host_floats(&a, a.bias, OC), *given = host_floats(&a, a.given, wide);
+    const float *dout = host_floats(&a, a.dout, N * C), *dweight = host_floats(&a, a.dweight, (int64_t)OC * C);
+    float *want = a.host<float>(wide), *want_pre = a.host<float>(wide), *sums = a.host<float>(OC);
     matmul_backward_gelu_cpu(want, sums, dout, dweight, given, N, OC, C, false);
     backward_ours(dev, &a);
-    check(cudaStreamSynchronize(dev->stream));
-    float* got = host_floats(dev, a.out, wide);
-    double error_d = relative_error(got, want, wide);
+    const float* got = host_floats(&a, a.out, wide);
+    const double error_d = relative_error(got, want, wide);
     column_sum_cpu(sums, got, N, OC, false);
-    copy_to_host(dev, sums + OC, a.dbias, OC * 4);
-    double error_bias = relative_error(sums + OC, sums, OC);
+    const double error_bias = relative_error(a.to_host(a.dbias, OC), sums, OC);
     matmul_forward_cpu(want, want_pre, inp, weight, bias, N, C, OC);
     forward_ours(dev, &a);
-    check(cudaStreamSynchronize(dev->stream));
-    float *out = host_floats(dev, a.out, wide), *pre = host_floats(dev, a.pre, wide);
-    double error_out = relative_error(out, want, wide), error_pre = relative_error(pre, want_pre, wide);
+    const double error_out = relative_error(host_floats(&a, a.out, wide), want, wide),
+                 error_pre = relative_error(host_floats(&a, a.pre, wide), want_pre, wide);
     const double bound = 1.0 / 256;  // bf16's epsilon
-    bool right = error_d < bound && error_out < 2 * bound && error_pre < bound && error_bias < 1e-5;
+    const bool right = error_d < bound && error_out < 2 * bound && error_pre < bound && error_bias < 1e-5;
     printf("N %5lld C %4d OC %4d  errors / bf16 epsilon: pre %.2f, out %.2f, d %.2f; bias %.1e  %s\n", (long long)N, C,
            OC, error_pre / bound, error_out / bound, error_d / bound, error_bias, right ? "ok" : "WRONG");
-    free(inp), free(weight), free(bias), free(given), free(dout), free(dweight), free(want), free(want_pre), free(sums);
-    free(got), free(out), free(pre);
-    arrays_close(dev, &a);
     return right;
 }
 
-// Milliseconds of one of `times` runs.
-static double run_ms(const Device* dev, const Arrays* a, const Variant* v, int times, const cudaEvent_t event[2]) {
-    check(cudaEventRecord(event[0], dev->stream));
-    for (int i = 0; i < times; i++) v->run(dev, a);
-    check(cudaEventRecord(event[1], dev->stream));
-    check(cudaEventSynchronize(event[1]));
-    float ms;
-    check(cudaEventElapsedTime(&ms, event[0], event[1]));
-    return ms / times;
-}
-
 static void time_shape(const Device* dev, int64_t N, int C) {
-    constexpr int ROUNDS = 7;
-    Arrays a = arrays_open(dev, N, C, 4 * C);
-    cudaEvent_t event[2];
-    check(cudaEventCreate(&event[0]));
-    check(cudaEventCreate(&event[1]));
+    Arrays a(dev, N, C, 4 * C);
     const double flops = 8.0 * (double)N * (double)C * (double)C;
     const int times = 1 + (int)(20e-3 * 600e12 / flops);
-    for (double warm = 0.0; warm < 500.0;) warm += times * run_ms(dev, &a, &VARIANTS[0], times, event);
-    double ms[VARIANT_COUNT][ROUNDS];
-    for (int round = 0; round < ROUNDS; round++) {
+    const auto run_ms = [&](const Variant& v) {  // of one of `times` runs
+        return elapsed_ms(dev,
+                          [&] {
+                              for (int i = 0; i < times; i++) v.run(dev, &a);
+                          }) /
+               times;
+    };
+    for (double warm = 0.0; warm < 500.0;) warm += times * run_ms(VARIANTS[0]);
+    Times measured[VARIANT_COUNT];
+    for (int round = 0; round < 7; round++) {
         for (int i = 0; i < VARIANT_COUNT; i++) {
-            run_ms(dev, &a, &VARIANTS[i], times, event);
-            double now = run_ms(dev, &a, &VARIANTS[i], times, event);
-            int at = round;
-            for (; at > 0 && ms[i][at - 1] > now; at--) ms[i][at] = ms[i][at - 1];
-            ms[i][at] = now;
+            run_ms(VARIANTS[i]);
+            measured[i].add(run_ms(VARIANTS[i]));
         }
     }
-    for (int i = 0; i < VARIANT_COUNT; i++)
+    for (int i = 0; i < VARIANT_COUNT; i++) {
+        const Times& t = measured[i];
         printf("%-42s N %5lld C %4d %8.4f ms (%.4f to %.4f) %6.1f TFLOP/s\n", VARIANTS[i].name, (long long)N, C,
-               ms[i][ROUNDS / 2], ms[i][0], ms[i][ROUNDS - 1], flops / ms[i][ROUNDS / 2] * 1e-9);
+               t.median(), t.ms[0], t.ms[t.count - 1], flops / t.median() * 1e-9);
+    }
     fflush(stdout);
-    check(cudaEventDestroy(event[0]));
-    check(cudaEventDestroy(event[1]));
-    arrays_close(dev, &a);
 }
 
 int main() {

@@ -26,12 +26,10 @@ static float half_float(bf16 x) {
 }
 
 template <class T>
-static float* host_values(const Device* dev, const T* device, int64_t n) {
-    T* bits = (T*)malloc((size_t)n * sizeof(T));
-    float* values = (float*)malloc((size_t)n * sizeof(float));
-    copy_to_host(dev, bits, device, n * (int64_t)sizeof(T));
+static float* host_values(Room* room, const T* device, int64_t n) {
+    const T* bits = room->to_host(device, n);
+    float* values = room->host<float>(n);
     for (int64_t i = 0; i < n; i++) values[i] = half_float(bits[i]);
-    free(bits);
     return values;
 }
 
@@ -48,9 +46,10 @@ static void scaled(const Device* dev, T* to, const float* x, int64_t n, float sc
 }
 
 // `count` matrices of norm 1: noise, and for odd ones two directions 20 times as strong, as a momentum has.
-static float* unit_matrices(const Device* dev, int64_t rows, int64_t cols, int64_t count) {
+static float* unit_matrices(Room* room, int64_t rows, int64_t cols, int64_t count) {
     const int64_t size = rows * cols;
-    float* host = (float*)malloc((size_t)(size * count) * sizeof(float));
+    Room own(room->dev);
+    float* host = own.host<float>(size * count);
 #pragma omp parallel for schedule(static)
     for (int64_t m = 0; m < count; m++) {
         uint64_t z = 0x9E3779B97F4A7C15ull * (uint64_t)(m + 1);
@@ -64,10 +63,7 @@ static float* unit_matrices(const Device* dev, int64_t rows, int64_t cols, int64
         }
         for (int64_t i = 0; i < size; i++) x[i] = (float)(x[i] / sqrt(norm));
     }
-    float* device = (float*)device_alloc(dev, size * count * 4);
-    copy_to_device(dev, device, host, size * count * 4);
-    free(host);
-    return device;
+    return room->to_device(host, size * count);
 }
 
 // Checks of the kernel's products.
@@ -75,15 +71,15 @@ static float* unit_matrices(const Device* dev, int64_t rows, int64_t cols, int64
 static bool product_is_right(const Device* dev, const SymmetricProduct* p, const __half* a, const __half* b,
                              const __half* c) {
     const int64_t n = p->rows * p->cols * p->batch;
-    __half* d = (__half*)device_alloc(dev, n * 2);
+    Room room(dev);
+    __half* d = room.device<__half>(n);
     check(cudaMemsetAsync(d, 0xff, (size_t)n * 2, dev->stream));
     const bool fits = symmetric_product_fits(dev, p);
     symmetric_product(dev, p, d, a, b, c);
-    check(cudaStreamSynchronize(dev->stream));
-    float *got = host_values(dev, d, n), *want = (float*)malloc((size_t)n * sizeof(float));
-    float *x = host_values(dev, a, p->rows * p->depth * p->batch),
-          *y = host_values(dev, b, p->depth * p->cols * p->batch);
-    float* z = p->beta != 0.0f ? host_values(dev, c, n) : nullptr;
+    const float *got = host_values(&room, d, n), *x = host_values(&room, a, p->rows * p->depth * p->batch),
+                *y = host_values(&room, b, p->depth * p->cols * p->batch),
+                *z = p->beta != 0.0f ? host_values(&room, c, n) : nullptr;
+    float* want = room.host<float>(n);
     symmetric_product_cpu(p, want, x, y, z);
     const double error = relative_error(got, want, n), bound = 1.0 / 2048;
     const bool right = error < bound;
@@ -91,8 +87,6 @@ static bool product_is_right(const Device* dev, const SymmetricProduct* p, const
            (long long)p->cols, (long long)p->depth, p->transpose_a ? "t" : "n", p->transpose_b ? "t" : "n",
            p->symmetric ? "symmetric" : "whole", (long long)p->batch, error / bound, right ? "ok" : "WRONG",
            fits ? "" : " (library)");
-    free(got), free(want), free(x), free(y), free(z);
-    device_free(dev, d);
     return right;
 }
 
@@ -100,8 +94,9 @@ static bool product_is_right(const Device* dev, const SymmetricProduct* p, const
 static bool products_are_right(const Device* dev, int64_t rows, int64_t cols, int64_t batch) {
     const bool tall = rows > cols;
     const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
-    float* values = unit_matrices(dev, rows, cols, batch);
-    __half *x = (__half*)device_alloc(dev, size * batch * 2), *r = (__half*)device_alloc(dev, square * batch * 2);
+    Room room(dev);
+    const float* values = unit_matrices(&room, rows, cols, batch);
+    __half *x = room.device<__half>(size * batch), *r = room.device<__half>(square * batch);
     scaled(dev, x, values, size * batch, 16.0f);
     const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, batch};
     const SymmetricProduct polynomial = {side, side, side, false, true, 0.3f, -0.7f, 1.5f, true, batch};
@@ -111,9 +106,7 @@ static bool products_are_right(const Device* dev, int64_t rows, int64_t cols, in
     symmetric_product_library(dev, &gram, r, x, x, nullptr);
     right = product_is_right(dev, &polynomial, r, r, r) && right;
     right = product_is_right(dev, &multiply, r, r, nullptr) && right;
-    right = product_is_right(dev, &apply, tall ? x : r, tall ? r : x, nullptr) && right;
-    device_free(dev, values), device_free(dev, x), device_free(dev, r);
-    return right;
+    return product_is_right(dev, &apply, tall ? x : r, tall ? r : x, nullptr) && right;
 }
 
 // Newton-Schulz in double, for the check.
@@ -123,12 +116,14 @@ __global__ void double_add_kernel(double* y, const double* x, int64_t n, double 
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) y[i] = p * x[i] + q * y[i];
 }
 
-static float* exact_polar(const Device* dev, const OptimConfig* config, const float* values, int rows, int cols) {
+static float* exact_polar(Room* room, const OptimConfig* config, const float* values, int rows, int cols) {
+    const Device* dev = room->dev;
     const bool tall = rows > cols;
     const int side = tall ? cols : rows, depth = tall ? rows : cols;
     const int64_t size = (int64_t)rows * cols, square = (int64_t)side * side;
-    double *x = (double*)device_alloc(dev, size * 8), *y = (double*)device_alloc(dev, size * 8);
-    double *r = (double*)device_alloc(dev, square * 8), *b = (double*)device_alloc(dev, square * 8);
+    Room own(dev);
+    double *x = own.device<double>(size), *y = own.device<double>(size);
+    double *r = own.device<double>(square), *b = own.device<double>(square);
     scaled(dev, x, values, size, 1.0f);
     for (int step = 0; step < config->ns_steps; step++) {
         NewtonSchulz c;
@@ -141,12 +136,9 @@ static float* exact_polar(const Device* dev, const OptimConfig* config, const fl
         double_add_kernel<<<4096, 256, 0, dev->stream>>>(x, y, size, 1.0, c.a);
         check_launch();
     }
-    double* host = (double*)malloc((size_t)size * 8);
-    float* result = (float*)malloc((size_t)size * 4);
-    copy_to_host(dev, host, x, size * 8);
+    const double* host = own.to_host(x, size);
+    float* result = room->host<float>(size);
     for (int64_t i = 0; i < size; i++) result[i] = (float)host[i];
-    free(host);
-    device_free(dev, x), device_free(dev, y), device_free(dev, r), device_free(dev, b);
     return result;
 }
 
@@ -157,19 +149,11 @@ struct Matrices {
     void *given, *x, *y, *squares;
 };
 
-static Matrices matrices_open(const Device* dev, int64_t rows, int64_t cols, int64_t count) {
-    const int64_t side = rows < cols ? rows : cols, bytes = rows * cols * count * 2;
-    return {rows,
-            cols,
-            count,
-            device_alloc(dev, bytes),
-            device_alloc(dev, bytes),
-            device_alloc(dev, bytes),
-            device_alloc(dev, polar_squares(rows, cols) * side * side * count * 2)};
-}
-
-static void matrices_close(const Device* dev, Matrices* m) {
-    device_free(dev, m->given), device_free(dev, m->x), device_free(dev, m->y), device_free(dev, m->squares);
+static Matrices matrices_open(Room* room, int64_t rows, int64_t cols, int64_t count) {
+    const int64_t side = rows < cols ? rows : cols, n = rows * cols * count;
+    Matrices m = {rows, cols, count, room->device<bf16>(n), room->device<bf16>(n), room->device<bf16>(n), nullptr};
+    m.squares = room->device<bf16>(polar_squares(rows, cols) * side * side * count);
+    return m;
 }
 
 static void* run_plain(const Device* dev, const OptimConfig* config, const Matrices* m) {
@@ -231,30 +215,26 @@ static void give(const Device* dev, const Variant* v, const Matrices* m, const f
 static bool polar_is_right(const Device* dev, const char* coefficients, int rows, int cols) {
     const OptimConfig config = config_of(coefficients);
     const int64_t size = (int64_t)rows * cols;
-    float* values = unit_matrices(dev, rows, cols, 2);
-    Matrices m = matrices_open(dev, rows, cols, 2);
+    Room room(dev);
+    const float* values = unit_matrices(&room, rows, cols, 2);
+    const Matrices m = matrices_open(&room, rows, cols, 2);
     double error[VARIANT_COUNT] = {};
     for (int i = 0; i < VARIANT_COUNT; i++) {
         give(dev, &VARIANTS[i], &m, values, m.x);
         void* result = VARIANTS[i].run(dev, &config, &m);
-        check(cudaStreamSynchronize(dev->stream));
-        float* got = VARIANTS[i].is_half ? host_values(dev, (__half*)result, 2 * size)
-                                         : host_values(dev, (bf16*)result, 2 * size);
+        float* got = VARIANTS[i].is_half ? host_values(&room, (__half*)result, 2 * size)
+                                         : host_values(&room, (bf16*)result, 2 * size);
         for (int64_t k = 0; k < 2 * size && VARIANTS[i].is_half; k++) got[k] /= POLAR_SCALE;
         for (int k = 0; k < 2; k++) {
-            float* want = exact_polar(dev, &config, values + k * size, rows, cols);
+            const float* want = exact_polar(&room, &config, values + k * size, rows, cols);
             const double e = relative_error(got + k * size, want, size);
             error[i] = isnan(error[i]) || e <= error[i] ? error[i] : e;
-            free(want);
         }
-        free(got);
     }
     const bool right = error[0] < 0.1 && error[1] < 0.2 && error[2] <= error[0] && error[3] <= 2.0 * error[0];
     printf(
         "%4d x %4d, %-14s: off float64 by %.2g (plain, bf16), %.2g (Gram, library), %.2g (R anew), %.2g (prod)  %s\n",
         rows, cols, coefficients, error[0], error[1], error[2], error[3], right ? "ok" : "WRONG");
-    device_free(dev, values);
-    matrices_close(dev, &m);
     return right;
 }
 
@@ -279,9 +259,11 @@ static Matrices part_of(const Matrices* m, int64_t first, int64_t count, int64_t
 static void time_model(const Device* dev, const Model* model, double ceiling) {
     const OptimConfig config = config_of("jordan");
     const int64_t C = model->channels, L = model->layers;
-    Matrices m[] = {matrices_open(dev, C, C, 4 * L), matrices_open(dev, 4 * C, C, L), matrices_open(dev, C, 4 * C, L)};
-    float* values[3];
-    for (int i = 0; i < 3; i++) values[i] = unit_matrices(dev, m[i].rows, m[i].cols, m[i].count);
+    Room room(dev);
+    const Matrices m[] = {matrices_open(&room, C, C, 4 * L), matrices_open(&room, 4 * C, C, L),
+                          matrices_open(&room, C, 4 * C, L)};
+    const float* values[3];
+    for (int i = 0; i < 3; i++) values[i] = unit_matrices(&room, m[i].rows, m[i].cols, m[i].count);
     const int64_t chunks[] = {L, 1 << 27, 1 << 26, 1 << 25};
     for (int v = 0; v < VARIANT_COUNT + 3; v++) {
         const Variant* variant = &VARIANTS[v < VARIANT_COUNT ? v : VARIANT_COUNT - 1];
@@ -316,16 +298,15 @@ static void time_model(const Device* dev, const Model* model, double ceiling) {
                100.0 * 1e3 * flop / ms / ceiling);
         fflush(stdout);
     }
-    for (int i = 0; i < 3; i++) device_free(dev, values[i]), matrices_close(dev, &m[i]);
 }
 
 // Each of our kernel's products, by itself, beside the library's.
 static void time_products(const Device* dev, int64_t rows, int64_t cols, int64_t batch) {
     const bool tall = rows > cols;
     const int64_t side = tall ? cols : rows, depth = tall ? rows : cols;
-    Matrices m = matrices_open(dev, rows, cols, batch);
-    float* values = unit_matrices(dev, rows, cols, batch);
-    scaled(dev, (__half*)m.x, values, rows * cols * batch, POLAR_SCALE);
+    Room room(dev);
+    const Matrices m = matrices_open(&room, rows, cols, batch);
+    scaled(dev, (__half*)m.x, unit_matrices(&room, rows, cols, batch), rows * cols * batch, POLAR_SCALE);
     __half *x = (__half*)m.x, *y = (__half*)m.y, *r = (__half*)m.squares, *z = r + side * side * batch;
     const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, batch};
     const SymmetricProduct polynomial = {side, side, side, false, true, 8e-6f, -0.02f, 3.0f, true, batch};
@@ -356,19 +337,16 @@ static void time_products(const Device* dev, int64_t rows, int64_t cols, int64_t
             1e-9 * tiles / ms[1]);
     }
     fflush(stdout);
-    device_free(dev, values);
-    matrices_close(dev, &m);
 }
 
 static double ceiling_of(const Device* dev) {
     constexpr int64_t n = 8192;
-    bf16 *a = filled(dev, n * n, 1.0f, 1), *b = filled(dev, n * n, 1.0f, 2), *d = filled(dev, n * n, 1.0f, 3);
+    Room room(dev);
+    bf16 *a = filled(&room, n * n, 1.0f, 1), *b = filled(&room, n * n, 1.0f, 2), *d = room.device<bf16>(n * n);
     const MatmulProduct p = {n, n, n, false, false, 1.0f, 0.0f, 1, 0, 0, 0};
     auto run = [&] { matmul_product<bf16, bf16>(dev, &p, d, a, b, nullptr); };
     median_ms(dev, 60, run);
-    const double rate = 2.0 * n * n * n / (1e-3 * median_ms(dev, 20, run));
-    device_free(dev, a), device_free(dev, b), device_free(dev, d);
-    return rate;
+    return 2.0 * n * n * n / (1e-3 * median_ms(dev, 20, run));
 }
 
 int main(int argc, char** argv) {

@@ -1,32 +1,51 @@
 // Times of work on a GPU's stream, its operands, and checks of its results, for the programs in dev/.
 #pragma once
 #include "../kernels/matmul_plan.cuh"
+#include "room.h"
 
-// Median milliseconds of `run()` on the stream, of `times` (at most 64) after two for warm-up, by CUDA events, each
-// after an untimed `before()`. `spread`: half of what lies between the first and the last tenth, as a share of the
-// median.
-template <typename Before, typename Function>
-double median_ms_after(const Device* dev, int times, Before before, Function run, double* spread = nullptr) {
+// Up to 64 times in order.
+struct Times {
+    double ms[64];
+    int count = 0;
+
+    void add(double now) {
+        int at = count++;
+        for (; at > 0 && ms[at - 1] > now; at--) ms[at] = ms[at - 1];
+        ms[at] = now;
+    }
+    double median() const { return ms[count / 2]; }
+    // Half of what lies between the first and the last tenth, as a share of the median.
+    double spread() const { return 0.5 * (ms[count - 1 - count / 10] - ms[count / 10]) / median(); }
+};
+
+// Milliseconds of `run()` on the stream, by CUDA events.
+template <typename Function>
+double elapsed_ms(const Device* dev, Function run) {
     cudaEvent_t begin, end;
+    float ms;
     check(cudaEventCreate(&begin));
     check(cudaEventCreate(&end));
-    double ms[64];
-    for (int i = -2; i < times; i++) {
-        before();
-        check(cudaEventRecord(begin, dev->stream));
-        run();
-        check(cudaEventRecord(end, dev->stream));
-        check(cudaEventSynchronize(end));
-        float elapsed;
-        check(cudaEventElapsedTime(&elapsed, begin, end));
-        int at = i;
-        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
-        if (i >= 0) ms[at] = elapsed;
-    }
+    check(cudaEventRecord(begin, dev->stream));
+    run();
+    check(cudaEventRecord(end, dev->stream));
+    check(cudaEventSynchronize(end));
+    check(cudaEventElapsedTime(&ms, begin, end));
     check(cudaEventDestroy(begin));
     check(cudaEventDestroy(end));
-    if (spread) *spread = 0.5 * (ms[times - 1 - times / 10] - ms[times / 10]) / ms[times / 2];
-    return ms[times / 2];
+    return ms;
+}
+
+// The median of `times` runs after two for warm-up, each after an untimed `before()`.
+template <typename Before, typename Function>
+double median_ms_after(const Device* dev, int times, Before before, Function run, double* spread = nullptr) {
+    Times measured;
+    for (int i = -2; i < times; i++) {
+        before();
+        const double ms = elapsed_ms(dev, run);
+        if (i >= 0) measured.add(ms);
+    }
+    if (spread) *spread = measured.spread();
+    return measured.median();
 }
 
 template <typename Function>
@@ -48,12 +67,11 @@ __global__ static void clock_kernel(uint64_t times[2]) {
 
 // Megahertz at which the multiprocessors run now. Under products an H200 is at its power limit and far below its most.
 inline double clock_mhz(const Device* dev) {
-    uint64_t* times = (uint64_t*)device_alloc(dev, 16);
-    uint64_t host[2];
+    Room room(dev);
+    uint64_t* times = room.device<uint64_t>(2);
     clock_kernel<<<1, 1, 0, dev->stream>>>(times);
     check_launch();
-    copy_to_host(dev, host, times, sizeof(host));
-    device_free(dev, times);
+    const uint64_t* host = room.to_host(times, 2);
     return 1e3 * (double)host[0] / (double)host[1];
 }
 
@@ -64,29 +82,32 @@ inline double copy_rate(const Device* dev, void* to, const void* from, int64_t b
     return 2.0 * (double)bytes / (1e-3 * ms);
 }
 
-// n values on the device, uniform in [-scale, scale); device_free gives them back.
-inline bf16* filled(const Device* dev, int64_t n, float scale, uint32_t seed) {
-    bf16* values = (bf16*)device_alloc(dev, n * 2);
-    matmul_fill(dev, values, n, scale, seed);
+// n values on the device, uniform in [-scale, scale).
+inline bf16* filled(Room* room, int64_t n, float scale, uint32_t seed) {
+    bf16* values = room->device<bf16>(n);
+    matmul_fill(room->dev, values, n, scale, seed);
     return values;
 }
 
 // The copy rate of arrays of so many bytes, told with the GPU's name.
 inline double print_copy_rate(const Device* dev, int64_t bytes) {
-    bf16 *from = filled(dev, bytes / 2, 1.0f, 1), *to = filled(dev, bytes / 2, 1.0f, 2);
-    double rate = copy_rate(dev, to, from, bytes);
-    device_free(dev, from), device_free(dev, to);
+    Room room(dev);
+    const double rate = copy_rate(dev, filled(&room, bytes / 2, 1.0f, 2), filled(&room, bytes / 2, 1.0f, 1), bytes);
     printf("%s: copy %.0f GB/s\n", dev->name, rate * 1e-9);
     return rate;
 }
 
-// What device memory holds, as floats; the caller frees them.
-inline float* host_floats(const Device* dev, const bf16* device, int64_t n) {
-    bf16* bits = (bf16*)malloc(n * 2);
-    float* values = (float*)malloc(n * 4);
-    copy_to_host(dev, bits, device, n * 2);
+// One line of a variant that moves so many bytes in so many milliseconds.
+inline void print_rate(const char* name, int64_t rows, int64_t cols, double ms, double bytes, double copy) {
+    printf("%-22s %6lld x %5lld %8.4f ms %6.0f GB/s %5.1f %% of copy", name, (long long)rows, (long long)cols, ms,
+           bytes / ms * 1e-6, 100 * bytes / (1e-3 * ms) / copy);
+}
+
+// What device memory holds, as floats.
+inline float* host_floats(Room* room, const bf16* device, int64_t n) {
+    const bf16* bits = room->to_host(device, n);
+    float* values = room->host<float>(n);
     for (int64_t i = 0; i < n; i++) values[i] = __bfloat162float(bits[i]);
-    free(bits);
     return values;
 }
 
