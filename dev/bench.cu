@@ -25,10 +25,11 @@ struct Ceilings {
 // The codes of random values, so that the tensor cores take the power that they take in a step.
 static double measure_fp8(const Device* dev, const bf16* values, bf16* out, int64_t n) {
     if (dev->compute < 89) return 0;
-    void* memory = device_alloc(dev, fp8_bytes(3));
+    Room room(dev);
+    void* memory = room.device<char>(fp8_bytes(3));
     device_zero(dev, memory, fp8_bytes(3));
     Fp8 scales = fp8_open(3, FP8_E5M2, memory);
-    uint8_t* codes = (uint8_t*)device_alloc(dev, n * n);
+    uint8_t* codes = room.device<uint8_t>(n * n);
     const Fp8Operand to = {codes, nullptr, 0, FP8_E4M3};
     fp8_begin(dev, &scales);
     fp8_cast<bf16>(dev, &scales, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, n, (int)n,
@@ -37,24 +38,19 @@ static double measure_fp8(const Device* dev, const bf16* values, bf16* out, int6
         fp8_product<bf16>(dev, &scales, out, codes, 0, FP8_E4M3, codes, 0, FP8_E4M3, (const bf16*)nullptr, n, n, n,
                           true, false);
     });
-    device_free(dev, codes);
-    device_free(dev, memory);
     return 2.0 * (double)n * (double)n * (double)n / (1e-3 * ms);
 }
 
 static Ceilings measure_ceilings(const Device* dev) {
     Ceilings ceilings;
+    Room room(dev);
     int64_t bytes = 4ll << 30, n = 8192;
-    bf16* a = filled(dev, bytes / 2, 1.0f, 0);
-    bf16* b = filled(dev, bytes / 2, 1.0f, 0);
+    bf16 *a = filled(&room, bytes / 2, 1.0f, 0), *b = filled(&room, bytes / 2, 1.0f, 0);
+    bf16* c = filled(&room, n * n, 1.0f, 0);
     ceilings.copy = copy_rate(dev, b, a, bytes);
-    bf16* c = filled(dev, n * n, 1.0f, 0);
     double ms = median_ms(dev, 10, [&] { matmul_forward<bf16>(dev, c, nullptr, a, b, nullptr, n, (int)n, (int)n); });
     ceilings.gemm = 2.0 * n * n * n / (1e-3 * ms);
     ceilings.fp8 = measure_fp8(dev, a, c, n);
-    device_free(dev, a);
-    device_free(dev, b);
-    device_free(dev, c);
     return ceilings;
 }
 
@@ -96,301 +92,222 @@ static void account(Account* account, const char* name, double calls, double flo
            100 * calls * ms / account->step_ms, rate, 100 * floor / ms);
 }
 
-// A model's step and what its operators are given: block 0's arrays stand for every block's.
+// The operators of a model's step, each alone, and what they are given: block 0's arrays stand for every block's.
 template <typename G>
-struct Operands {
+struct Operators {
     Model* m;
-    Activations<bf16> act;
-    Parameters<bf16> w;
-    Parameters<G> d;
-    Input input;
+    Account* a;
     double mb;  // micro-batches
-};
-
-template <typename G>
-static void operands_open(Operands<G>* x, Model* m, double micro_batches) {
-    x->m = m;
-    x->mb = micro_batches;
-    x->act = activations_layout<bf16>(m, m->activations, true);
-    x->w = parameters_in<bf16>(m, m->arena.weights);
-    x->d = parameters_in<G>(m, m->arena.grads);
-    x->input = input_layout(m, m->input);
-}
-
-template <typename G>
-static void account_forward(Operands<G>* x, Account* a) {
-    Model* m = x->m;
     const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
-    int64_t N = (int64_t)B * T;
-    double NC = (double)N * C, mb = x->mb;
-    Parameters<bf16>& w = x->w;
-    Input& input = x->input;
+    Activations<bf16> act = activations_layout<bf16>(m, m->activations, true);
+    Parameters<bf16> w = parameters_in<bf16>(m, m->arena.weights);
+    Parameters<G> d = parameters_in<G>(m, m->arena.grads);
+    Input input = input_layout(m, m->input);
     BlockActivations<bf16>* b = &act.block[0];
     BlockParameters<bf16>* p = &w.block[0];
-    account(a, "embedding forward", mb, 0, 2 * NC * 2,
-            [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
-    const Fp8Codes codes = linear_input_codes(&act.fp8, fp8_slot(0, FC));
-    account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC, [&] {
-        residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
-                                         act.branch, p->ln2w, p->ln2b, N, C, &codes);
-    });
-    account(a, "attention forward", mb * L, 2.0 * T * NC, 0,
-            [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
-    if (m->uses_fp8) return;
-    account(a, "qkv", mb * L, 6 * NC * C, 0,
-            [&] { matmul_forward<bf16>(dev, b->qkv, nullptr, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C); });
-    account(a, "attention projection", mb * L, 2 * NC * C, 0,
-            [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->attention, p->attprojw, p->attprojb, N, C, C); });
-    account(a, "fc + gelu", mb * L, 8 * NC * C, 0,
-            [&] { matmul_forward<bf16>(dev, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C); });
-    account(a, "fc projection", mb * L, 8 * NC * C, 0,
-            [&] { matmul_forward<bf16>(dev, act.branch, nullptr, b->gelu, p->fcprojw, p->fcprojb, N, 4 * C, C); });
-}
-
-template <typename G>
-static void account_head(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int C = m->config.C, Vp = m->config.Vp;
-    int64_t rows = m->logit_rows;
-    double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
-    Parameters<bf16>& w = x->w;
-    Input& input = x->input;
-    account(a, "head", chunks, 2.0 * rows * C * Vp, 0,
-            [&] { matmul_forward<bf16>(dev, act.logits, nullptr, act.lnf, w.wte, nullptr, rows, C, Vp); });
-    account(a, "classifier", chunks, 0, 4.0 * rows * Vp,
-            [&] { classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, m->config.V, Vp); });
-    account(a, "d head input", chunks, 2.0 * rows * C * Vp, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.logits, w.wte, rows, C, Vp); });
-    account(a, "d head weight", chunks, 2.0 * rows * C * Vp, 0,
-            [&] { matmul_backward_weight<bf16, float>(dev, m->dwte_sum, act.logits, act.lnf, rows, C, Vp, true); });
-}
-
-// "d NAME": the gradient of it.
-template <typename G>
-static void account_mlp_backward(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int C = m->config.C, L = m->config.L;
-    int64_t N = (int64_t)m->B * m->T;
-    double NC = (double)N * C, mb = x->mb;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    float* scratch = (float*)act.scratch;
-    account(a, "d fc projection input, gelu", mb * L, 8 * NC * C, 0, [&] {
-        matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
-                                      false);
-    });
-    account(a, "d fc projection weight", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, x->mb > 1); });
-    account(a, "d fc input", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->fcw, N, C, 4 * C); });
-    account(a, "d fc weight", mb * L, 8 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->fcw, act.dwide, b->ln2, N, C, 4 * C, x->mb > 1); });
-}
-
-template <typename G>
-static void account_projections_backward(Operands<G>* x, Account* a) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int C = m->config.C, L = m->config.L;
-    int64_t N = (int64_t)m->B * m->T;
-    double NC = (double)N * C, mb = x->mb;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    account(a, "d attention projection input", mb * L, 2 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dresidual, p->attprojw, N, C, C); });
-    account(a, "d attention projection weight", mb * L, 2 * NC * C, 0, [&] {
-        matmul_backward_weight<bf16, G>(dev, q->attprojw, act.dresidual, b->attention, N, C, C, x->mb > 1);
-    });
-    account(a, "d qkv input", mb * L, 6 * NC * C, 0,
-            [&] { matmul_backward_input<bf16>(dev, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C); });
-    account(a, "d qkv weight", mb * L, 6 * NC * C, 0,
-            [&] { matmul_backward_weight<bf16, G>(dev, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, x->mb > 1); });
-}
-
-// Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets` distinct
-// tokens).
-template <typename G>
-static void account_sums(Operands<G>* x, Account* a, int buckets) {
-    Model* m = x->m;
-    const Device* dev = m->dev;
-    Activations<bf16>& act = x->act;
-    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH;
-    int64_t N = (int64_t)m->B * m->T;
-    double NC = (double)N * C, g = sizeof(G), mb = x->mb;
-    BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
+    BlockParameters<G>* q = &d.block[0];
     float* scratch = (float*)act.scratch;
     const Fp8Use* use = &act.fp8;
-    const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->made),
-                   wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_made);
-    account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
+    int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, V = m->config.V, Vp = m->config.Vp;
+    int64_t N = (int64_t)B * T, rows = m->logit_rows;
+    double NC = (double)N * C, n = mb * L, chunks = mb * (double)ceil_div(N, rows);  // n: blocks of all micro-batches
+
+    // The products of a layer with C inputs and OC outputs.
+    void matmul(const char* name, double calls, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
+                const bf16* bias, int64_t N, int C, int OC) {
+        account(a, name, calls, 2.0 * (double)N * C * OC, 0,
+                [&] { matmul_forward<bf16>(dev, out, pre, inp, weight, bias, N, C, OC); });
+    }
+
+    void input_gradient(const char* name, double calls, bf16* dinp, const bf16* dout, const bf16* weight, int64_t N,
+                        int C, int OC) {
+        account(a, name, calls, 2.0 * (double)N * C * OC, 0,
+                [&] { matmul_backward_input<bf16>(dev, dinp, dout, weight, N, C, OC); });
+    }
+
+    template <typename D>
+    void weight_gradient(const char* name, double calls, D* dweight, const bf16* dout, const bf16* inp, int64_t N,
+                         int C, int OC, bool accumulate) {
+        account(a, name, calls, 2.0 * (double)N * C * OC, 0,
+                [&] { matmul_backward_weight<bf16, D>(dev, dweight, dout, inp, N, C, OC, accumulate); });
+    }
+
+    void forward() {
+        account(a, "embedding forward", mb, 0, 2 * NC * 2,
+                [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
+        const Fp8Codes codes = linear_input_codes(use, fp8_slot(0, FC));
+        account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC, [&] {
+            residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
+                                             act.branch, p->ln2w, p->ln2b, N, C, &codes);
+        });
+        account(a, "attention forward", n, 2.0 * T * NC, 0,
+                [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
+        bf16 *branch = act.branch, *none = nullptr;
+        if (m->uses_fp8) return;
+        matmul("qkv", n, b->qkv, none, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
+        matmul("attention projection", n, branch, none, b->attention, p->attprojw, p->attprojb, N, C, C);
+        matmul("fc + gelu", n, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
+        matmul("fc projection", n, branch, none, b->gelu, p->fcprojw, p->fcprojb, N, 4 * C, C);
+    }
+
+    void head() {
+        bf16 *logits = act.logits, *lnf = act.lnf, *none = nullptr;
+        matmul("head", chunks, logits, none, lnf, w.wte, none, rows, C, Vp);
+        account(a, "classifier", chunks, 0, 4.0 * (double)rows * Vp,
+                [&] { classifier<bf16>(dev, m->losses, logits, input.targets, 1e-5f, true, rows, V, Vp); });
+        input_gradient("d head input", chunks, act.dbranch, logits, w.wte, rows, C, Vp);
+        weight_gradient("d head weight", chunks, m->dwte_sum, logits, lnf, rows, C, Vp, true);
+    }
+
+    // "d NAME": the gradient of it.
+    void layers_backward() {
+        const bool more = mb > 1;
+        account(a, "d fc projection input, gelu", n, 8 * NC * C, 0, [&] {
+            matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
+                                          false);
+        });
+        weight_gradient("d fc projection weight", n, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, more);
+        input_gradient("d fc input", n, act.dbranch, act.dwide, p->fcw, N, C, 4 * C);
+        weight_gradient("d fc weight", n, q->fcw, act.dwide, b->ln2, N, C, 4 * C, more);
+        input_gradient("d attention projection input", n, act.dbranch, act.dresidual, p->attprojw, N, C, C);
+        weight_gradient("d attention projection weight", n, q->attprojw, act.dresidual, b->attention, N, C, C, more);
+        input_gradient("d qkv input", n, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C);
+        weight_gradient("d qkv weight", n, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, more);
+    }
+
+    // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets`
+    // distinct tokens).
+    void sums(int buckets) {
+        const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->made),
+                       wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_made);
+        account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
+            layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
+                                        b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &codes);
+        });
+        account(a, "attention backward", n, 2.5 * 2.0 * T * NC, 0, [&] {
+            attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B,
+                                    T, C, NH, false, &wide);
+        });
+        account(a, "gradient norm", 1, 0, sizeof(G) * (double)m->arena.elements, [&] {
+            global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements,
+                           1.0f);
+        });
+        account(a, "embedding backward", mb, 0, NC * 2, [&] {
+            embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, input.order, input.bucket,
+                                        buckets, B, T, C, Vp, false);
+        });
+    }
+
+    // A product of codes that lie where the step left them.
+    template <typename D>
+    void product(const char* name, double calls, D* out, const uint8_t* left, const uint8_t* right, int64_t rows,
+                 int64_t cols, int64_t depth, bool gradient) {
+        const Fp8Type type = gradient ? use->scales->gradients : FP8_E4M3;
+        const double flops = 2.0 * (double)rows * (double)cols * (double)depth;
+        a->fp8 = true;
+        account(a, name, calls, flops, 0, [&] {
+            fp8_product<D>(dev, use->scales, out, left, FP8_GRADIENT, type, right, 0, FP8_E4M3, (const D*)nullptr, rows,
+                           cols, depth, !gradient, false);
+        });
+        a->fp8 = false;
+    }
+
+    // A cast of (N, C): 2 bytes read an element, and one written by rows and one by columns.
+    void cast(const char* name, double calls, const bf16* inp, uint8_t* rows, uint8_t* columns, int64_t N, int C) {
+        const Fp8Operand to = {rows, columns, 0, FP8_E4M3};
+        account(a, name, calls, 0, (2.0 + (rows ? 1 : 0) + (columns ? 1 : 0)) * (double)N * C, [&] {
+            fp8_cast<bf16>(dev, act.fp8.scales, &to, FP8_COPY, inp, (const bf16*)nullptr, (float*)nullptr, nullptr, N,
+                           C, false);
+        });
+    }
+
+    // Codes by rows to codes by columns.
+    void transpose(const char* name, double calls, uint8_t* columns, const uint8_t* rows, int64_t N, int C) {
+        account(a, name, calls, 0, 2.0 * (double)N * C, [&] { fp8_by_columns(dev, columns, rows, N, C); });
+    }
+
+    // The layers next to GELU, with GELU and its gradient: products of our own, with casts of the weights and a
+    // transposition of the input; or the library's, and casts.
+    void gelu_fp8() {
+        const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
+        // The operands are those of a step: what layernorm writes, of values that the scales were made for.
+        const Fp8Codes input = linear_input_codes(use, fc),
+                       gradient = linear_gradient_codes(use, projection, use->made);
+        residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
+                                         act.branch, p->ln2w, p->ln2b, N, C, &input);
         layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
-                                    b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &codes);
-    });
-    account(a, "attention backward", mb * L, 2.5 * 2.0 * T * NC, 0, [&] {
-        attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B, T,
-                                C, NH, false, &wide);
-    });
-    account(a, "gradient norm", 1, 0, g * (double)m->arena.elements, [&] {
-        global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements, 1.0f);
-    });
-    account(a, "embedding backward", mb, 0, NC * 2, [&] {
-        embedding_backward<bf16, G>(dev, x->d.wte, x->d.wpe, m->dwte_sum, act.dresidual, x->input.order,
-                                    x->input.bucket, buckets, B, T, C, m->config.Vp, false);
-    });
-}
+                                    b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
+        a->fp8 = use->gelu_made;
+        account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
+            linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
+                                             weight_of<bf16>(m, 0, FC), p->fcb, N, C, 4 * C);
+        });
+        account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
+            linear_backward_gelu<bf16, G>(dev, use, projection, act.dwide, q->fcb, scratch, act.dresidual,
+                                          weight_of<bf16>(m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
+        });
+        a->fp8 = false;
+        if (use->gelu_made) return;
+        account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
+            linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
+        });
+        account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
+            linear_gradient_gelu<bf16, G>(dev, use, fc, act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
+        });
+    }
 
-// A product of codes that lie where the step left them.
-template <typename D>
-static void account_product(Account* a, const Fp8Use* use, const char* name, double calls, D* out, const uint8_t* left,
-                            const uint8_t* right, int64_t rows, int64_t cols, int64_t depth, bool gradient) {
-    const Fp8Type type = gradient ? use->scales->gradients : FP8_E4M3;
-    const double flops = 2.0 * (double)rows * (double)cols * (double)depth;
-    a->fp8 = true;
-    account(a, name, calls, flops, 0, [&] {
-        fp8_product<D>(a->dev, use->scales, out, left, FP8_GRADIENT, type, right, 0, FP8_E4M3, (const D*)nullptr, rows,
-                       cols, depth, !gradient, false);
-    });
-    a->fp8 = false;
-}
+    // The codes of weights: casts of what is stored or decoded, or what is stored itself, transposed.
+    void weights() {
+        const LinearWeight<bf16> fc = weight_of<bf16>(m, 0, FC);
+        uint8_t* to = use->weight;
+        if (fc.codes) return transpose("transposed, weights", 2 * n, to, fc.codes, 4 * C, C);
+        cast("cast, weights by rows", 2 * n, fc.values, to, nullptr, 4 * C, C);
+        cast("cast, weights by columns", 2 * n, fc.values, nullptr, to, 4 * C, C);
+    }
 
-// A cast of (N, C): 2 bytes read an element, and one written by rows and one by columns.
-template <typename G>
-static void account_cast(Operands<G>* x, Account* a, const char* name, double calls, const bf16* inp, uint8_t* rows,
-                         uint8_t* columns, int64_t N, int C) {
-    const Fp8Operand to = {rows, columns, 0, FP8_E4M3};
-    account(a, name, calls, 0, (2.0 + (rows ? 1 : 0) + (columns ? 1 : 0)) * (double)N * C, [&] {
-        fp8_cast<bf16>(a->dev, x->act.fp8.scales, &to, FP8_COPY, inp, (const bf16*)nullptr, (float*)nullptr, nullptr, N,
-                       C, false);
-    });
-}
+    // The products of linear layers in fp8, and the passes that make their codes.
+    void fp8() {
+        product("qkv", n, b->qkv, use->rows, use->weight, N, 3 * C, C, false);
+        product("attention projection", n, act.branch, use->rows, use->weight, N, C, C, false);
+        product("fc projection", n, act.branch, use->rows, use->weight, N, C, 4 * C, false);
+        product("d fc projection weight", n, q->fcprojw, use->dcolumns, b->gelu_codes, C, 4 * C, N, true);
+        product("d fc input", n, act.dbranch, use->drows, use->weight, N, C, 4 * C, true);
+        product("d fc weight", n, q->fcw, use->dcolumns, b->ln2_codes, 4 * C, C, N, true);
+        product("d attention projection input", n, act.dbranch, use->drows, use->weight, N, C, C, true);
+        product("d attention projection weight", n, q->attprojw, use->dcolumns, b->attention_codes, C, C, N, true);
+        product("d qkv input", n, act.dbranch, use->drows, use->weight, N, C, 3 * C, true);
+        product("d qkv weight", n, q->qkvw, use->dcolumns, b->ln1_codes, 3 * C, C, N, true);
+        gelu_fp8();
+        cast("cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
+        transpose("transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
+        if (use->attention_made) transpose("transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
+        if (!use->attention_made) cast("cast, qkv", n, act.dwide, use->drows, use->dcolumns, N, 3 * C);
+        weights();
+    }
 
-// Codes by rows to codes by columns.
-static void account_transpose(Account* a, const char* name, double calls, uint8_t* columns, const uint8_t* rows,
-                              int64_t N, int C) {
-    account(a, name, calls, 0, 2.0 * (double)N * C, [&] { fp8_by_columns(a->dev, columns, rows, N, C); });
-}
+    // The head in fp8.
+    void head_fp8() {
+        cast("cast, head", mb, w.wte, use->head[0], use->head[1], Vp, C);
+        cast("cast, lnf", chunks, act.lnf, use->rows, use->head_columns, rows, C);
+        product("head", chunks, act.logits, use->rows, use->head[0], rows, Vp, C, false);
+        const Fp8Codes codes = linear_logit_codes(use, fp8_slot(m->config.L, QKV));
+        account(a, "classifier", chunks, 0, 3.0 * rows * Vp, [&] {
+            classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, m->config.V, Vp, &codes);
+        });
+        transpose("transposed, logits", chunks, use->dhead_columns, use->dhead, rows, Vp);
+        product("d head input", chunks, act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
+        product("d head weight", chunks, m->dwte_sum, use->dhead_columns, use->head_columns, Vp, C, rows, true);
+    }
 
-// The layers next to GELU, with GELU and its gradient: products of our own, with casts of the weights and a
-// transposition of the input; or the library's, and casts.
-template <typename G>
-static void account_gelu_fp8(Operands<G>* x, Account* a, int64_t N, int C, double n) {
-    const Fp8Use* use = &x->act.fp8;
-    BlockActivations<bf16>* b = &x->act.block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    float* scratch = (float*)x->act.scratch;
-    const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
-    const Device* dev = a->dev;
-    // The operands are those of a step: what layernorm writes, of values that the scales were made for.
-    const Fp8Codes input = linear_input_codes(use, fc), gradient = linear_gradient_codes(use, projection, use->made);
-    residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, x->act.residual[0],
-                                     x->act.branch, p->ln2w, p->ln2b, N, C, &input);
-    layernorm_backward<bf16, G>(dev, x->act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, x->act.dbranch,
-                                b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
-    a->fp8 = use->gelu_made;
-    account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
-                                         weight_of<bf16>(x->m, 0, FC), p->fcb, N, C, 4 * C);
-    });
-    account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-        linear_backward_gelu<bf16, G>(dev, use, projection, x->act.dwide, q->fcb, scratch, x->act.dresidual,
-                                      weight_of<bf16>(x->m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
-    });
-    a->fp8 = false;
-    if (use->gelu_made) return;
-    account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
-        linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
-    });
-    account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
-        linear_gradient_gelu<bf16, G>(dev, use, fc, x->act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
-    });
-}
-
-// The codes of weights: casts of what is stored or decoded, or what is stored itself, transposed.
-template <typename G>
-static void account_weights(Operands<G>* x, Account* a, int C, double n) {
-    const Fp8Use* use = &x->act.fp8;
-    const LinearWeight<bf16> fc = weight_of<bf16>(x->m, 0, FC);
-    if (fc.codes) return account_transpose(a, "transposed, weights", 2 * n, use->weight, fc.codes, 4 * C, C);
-    account_cast(x, a, "cast, weights by rows", 2 * n, fc.values, use->weight, nullptr, 4 * C, C);
-    account_cast(x, a, "cast, weights by columns", 2 * n, fc.values, nullptr, use->weight, 4 * C, C);
-}
-
-// The products of linear layers in fp8, and the passes that make their codes.
-template <typename G>
-static void account_fp8(Operands<G>* x, Account* a) {
-    const Fp8Use* use = &x->act.fp8;
-    Activations<bf16>* act = &x->act;
-    BlockActivations<bf16>* b = &act->block[0];
-    BlockParameters<bf16>* p = &x->w.block[0];
-    BlockParameters<G>* q = &x->d.block[0];
-    const int C = x->m->config.C;
-    const int64_t N = (int64_t)x->m->B * x->m->T;
-    const double n = x->mb * x->m->config.L;
-    account_product(a, use, "qkv", n, b->qkv, use->rows, use->weight, N, 3 * C, C, false);
-    account_product(a, use, "attention projection", n, act->branch, use->rows, use->weight, N, C, C, false);
-    account_product(a, use, "fc projection", n, act->branch, use->rows, use->weight, N, C, 4 * C, false);
-    account_product(a, use, "d fc projection weight", n, q->fcprojw, use->dcolumns, b->gelu_codes, C, 4 * C, N, true);
-    account_product(a, use, "d fc input", n, act->dbranch, use->drows, use->weight, N, C, 4 * C, true);
-    account_product(a, use, "d fc weight", n, q->fcw, use->dcolumns, b->ln2_codes, 4 * C, C, N, true);
-    account_product(a, use, "d attention projection input", n, act->dbranch, use->drows, use->weight, N, C, C, true);
-    account_product(a, use, "d attention projection weight", n, q->attprojw, use->dcolumns, b->attention_codes, C, C, N,
-                    true);
-    account_product(a, use, "d qkv input", n, act->dbranch, use->drows, use->weight, N, C, 3 * C, true);
-    account_product(a, use, "d qkv weight", n, q->qkvw, use->dcolumns, b->ln1_codes, 3 * C, C, N, true);
-    account_gelu_fp8(x, a, N, C, n);
-    account_cast(x, a, "cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
-    account_transpose(a, "transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
-    if (use->attention_made) account_transpose(a, "transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
-    if (!use->attention_made) account_cast(x, a, "cast, qkv", n, act->dwide, use->drows, use->dcolumns, N, 3 * C);
-    account_weights(x, a, C, n);
-}
-
-// The head in fp8.
-template <typename G>
-static void account_head_fp8(Operands<G>* x, Account* a) {
-    const Fp8Use* use = &x->act.fp8;
-    Model* m = x->m;
-    const int C = m->config.C, Vp = m->config.Vp;
-    const int64_t rows = m->logit_rows;
-    const double chunks = x->mb * (double)ceil_div((int64_t)m->B * m->T, rows);
-    account_cast(x, a, "cast, head", x->mb, x->w.wte, use->head[0], use->head[1], Vp, C);
-    account_cast(x, a, "cast, lnf", chunks, x->act.lnf, use->rows, use->head_columns, rows, C);
-    account_product(a, use, "head", chunks, x->act.logits, use->rows, use->head[0], rows, Vp, C, false);
-    const Fp8Codes codes = linear_logit_codes(use, fp8_slot(m->config.L, QKV));
-    account(a, "classifier", chunks, 0, 3.0 * rows * Vp, [&] {
-        classifier<bf16>(m->dev, m->losses, x->act.logits, x->input.targets, 1e-5f, true, rows, m->config.V, Vp,
-                         &codes);
-    });
-    account_transpose(a, "transposed, logits", chunks, use->dhead_columns, use->dhead, rows, Vp);
-    account_product(a, use, "d head input", chunks, x->act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
-    account_product(a, use, "d head weight", chunks, m->dwte_sum, use->dhead_columns, use->head_columns, Vp, C, rows,
-                    true);
-}
-
-template <typename G>
-static void account_operators(Model* m, Account* a, double micro_batches, int buckets) {
-    Operands<G>* x = (Operands<G>*)calloc(1, sizeof(Operands<G>));
-    operands_open(x, m, micro_batches);
-    account_forward(x, a);
-    if (m->uses_fp8) account_fp8(x, a);
-    if (m->uses_fp8 && m->head_fp8) account_head_fp8(x, a);
-    if (!m->head_fp8) account_head(x, a);
-    if (!m->uses_fp8) account_mlp_backward(x, a), account_projections_backward(x, a);
-    account_sums(x, a, buckets);
-    free(x);
-}
+    void all(int buckets) {
+        forward();
+        if (m->uses_fp8) fp8();
+        if (m->uses_fp8 && m->head_fp8) head_fp8();
+        if (!m->head_fp8) head();
+        if (!m->uses_fp8) layers_backward();
+        sums(buckets);
+    }
+};
 
 // A model as the trainer would make it from these options.
 static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
@@ -407,7 +324,7 @@ constexpr int STEPS = 5;  // of about a second and more, within a per cent of ea
 
 // Milliseconds of whole steps, in order, after two for warm-up, and the least until the host had queued all of a step;
 // returns the last loss.
-static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double ms[STEPS], double* queued) {
+static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, Times* times, double* queued) {
     float scalars[3];
     *queued = INFINITY;
     for (int i = -2; i < STEPS; i++) {
@@ -415,10 +332,7 @@ static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double 
         train_step(m, feeder, micro_batches, 1e-4f, 1.0f, i + 3);
         *queued = fmin(*queued, 1e3 * (seconds_now() - begin));
         copy_to_host(m->dev, scalars, m->scalars, sizeof(scalars));
-        double elapsed = 1e3 * (seconds_now() - begin);
-        int at = i;
-        for (; at > 0 && ms[at - 1] > elapsed; at--) ms[at] = ms[at - 1];
-        if (i >= 0) ms[at] = elapsed;
+        if (i >= 0) times->add(1e3 * (seconds_now() - begin));
     }
     return scalars[0];
 }
@@ -427,11 +341,8 @@ static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, double 
 static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config, int64_t micro_batches, Account* a) {
     Input input = input_layout(m, m->input);
     int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
-    if (m->arena.grads_bf16) {
-        account_operators<bf16>(m, a, (double)micro_batches, buckets);
-    } else {
-        account_operators<float>(m, a, (double)micro_batches, buckets);
-    }
+    if (m->arena.grads_bf16) Operators<bf16>{m, a, (double)micro_batches}.all(buckets);
+    if (!m->arena.grads_bf16) Operators<float>{m, a, (double)micro_batches}.all(buckets);
     OptimBytes bytes = optim_bytes(config, m->arena.tensors, m->arena.count, OPTIM_BF16);
     // All is read and written; but bf16+fp32's copy in bf16 is only written.
     const bool copy = strcmp(config->weights, "bf16+fp32") == 0;
@@ -463,18 +374,19 @@ static void bench(const Device* dev, Ceilings ceilings, const Options* base, con
     if (!dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
     feeder_open(&feeder, dev, &data, m.B, m.T, 1, true, 0);
-    double ms[STEPS], queued;
-    float loss = time_steps(&m, &feeder, micro_batches, ms, &queued);
+    Times times;
+    double queued;
+    float loss = time_steps(&m, &feeder, micro_batches, &times, &queued);
     double clock = clock_mhz(dev);
     size_t available, total;
     check(cudaMemGetInfo(&available, &total));
-    double median = ms[STEPS / 2], rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
+    double median = times.median(), rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
         "\n%s  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of "
         "%d), "
         "%.0f tokens/s",
-        name, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, ms[0],
-        ms[STEPS - 1], STEPS, rate);
+        name, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, times.ms[0],
+        times.ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.config.L, m.config.C, m.T) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, loss %.3f\n", queued, clock,
            (double)(total - available) / (1 << 30), loss);
