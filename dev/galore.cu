@@ -192,10 +192,11 @@ __global__ void fill_kernel(E* to, int64_t n, float middle, float scale, uint64_
     }
 }
 
-static void* new_array(const Device* dev, const Step* s, int64_t n, float scale, uint64_t seed) {
-    void* x = device_alloc(dev, n * (s->precision == BF16 ? 2 : 4));
-    if (s->precision == BF16) fill_kernel<bf16><<<4096, 256, 0, dev->stream>>>((bf16*)x, n, 0.0f, scale, seed);
-    if (s->precision != BF16) fill_kernel<float><<<4096, 256, 0, dev->stream>>>((float*)x, n, 0.0f, scale, seed);
+static void* new_array(Room* room, const Step* s, int64_t n, float scale, uint64_t seed) {
+    void* x = room->device<char>(n * (s->precision == BF16 ? 2 : 4));
+    cudaStream_t stream = room->dev->stream;
+    if (s->precision == BF16) fill_kernel<bf16><<<4096, 256, 0, stream>>>((bf16*)x, n, 0.0f, scale, seed);
+    if (s->precision != BF16) fill_kernel<float><<<4096, 256, 0, stream>>>((float*)x, n, 0.0f, scale, seed);
     check_launch();
     return x;
 }
@@ -208,17 +209,17 @@ static void set_moments(const Device* dev, const Step* s) {
     check_launch();
 }
 
-static Step step_open(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
+static Step step_open(Room* room, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
+    const Device* dev = room->dev;
     Step s = {};
     const bool left = rows < cols;
     const int64_t side = left ? rows : cols;
     s.precision = precision, s.rows = rows, s.cols = cols, s.rank = rank, s.length = left ? cols : rows;
     s.size = rows * cols, s.small = s.length * rank;
-    s.g = new_array(dev, &s, s.size, 1.0f, 1), s.w = new_array(dev, &s, s.size, 1.0f, 2);
-    s.u = new_array(dev, &s, s.size, 1.0f, 3), s.n = new_array(dev, &s, s.small, 1.0f, 4);
-    s.q = new_array(dev, &s, rank * side, 1.7f / sqrtf((float)side), 7);
-    s.low = (float*)device_alloc(dev, s.small * 4);
-    s.m = (float*)device_alloc(dev, s.small * 4), s.v = (float*)device_alloc(dev, s.small * 4);
+    s.g = new_array(room, &s, s.size, 1.0f, 1), s.w = new_array(room, &s, s.size, 1.0f, 2);
+    s.u = new_array(room, &s, s.size, 1.0f, 3), s.n = new_array(room, &s, s.small, 1.0f, 4);
+    s.q = new_array(room, &s, rank * side, 1.7f / sqrtf((float)side), 7);
+    s.low = room->device<float>(s.small), s.m = room->device<float>(s.small), s.v = room->device<float>(s.small);
     set_moments(dev, &s);
     s.adam = {s.m, s.v, 0.1f, 0.001f, 0.5f, 0.07f, 1e-8f};
     s.update = {0.999f, 1e-3f};
@@ -231,11 +232,6 @@ static Step step_open(const Device* dev, Precision precision, int64_t rows, int6
         s.back = library_open(dev, precision, type, false, false, rows, cols, rank, s.u, s.n, s.q);
     }
     return s;
-}
-
-static void step_close(const Device* dev, Step* s) {
-    for (void* array : {s->g, s->w, s->u, s->q, s->n, (void*)s->low, (void*)s->m, (void*)s->v}) device_free(dev, array);
-    library_close(&s->project), library_close(&s->back);
 }
 
 // Halves of a step: up to N, and from there.
@@ -298,10 +294,11 @@ __global__ void to_double_kernel(double* to, const E* from, int64_t n) {
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) to[i] = (double)(float)from[i];
 }
 
-static double* doubles_of(const Device* dev, const Step* s, const void* x, int64_t n) {
-    double* d = (double*)device_alloc(dev, n * 8);
-    if (s->precision == BF16) to_double_kernel<bf16><<<4096, 256, 0, dev->stream>>>(d, (const bf16*)x, n);
-    if (s->precision != BF16) to_double_kernel<float><<<4096, 256, 0, dev->stream>>>(d, (const float*)x, n);
+static double* doubles_of(Room* room, Precision precision, const void* x, int64_t n) {
+    double* d = room->device<double>(n);
+    cudaStream_t stream = room->dev->stream;
+    if (precision == BF16) to_double_kernel<bf16><<<4096, 256, 0, stream>>>(d, (const bf16*)x, n);
+    if (precision != BF16) to_double_kernel<float><<<4096, 256, 0, stream>>>(d, (const float*)x, n);
     check_launch();
     return d;
 }
@@ -315,23 +312,23 @@ __global__ void double_adam_kernel(Adam adam, double* low, double* m, int64_t n)
 }
 
 // ||got - want|| / ||want||, both on the device. `factor` multiplies want.
-static double error_of(const Device* dev, const double* want, double* got, int64_t n, double factor) {
-    double *a = (double*)malloc((size_t)n * 8), *b = (double*)malloc((size_t)n * 8), error = 0.0, norm = 0.0;
-    copy_to_host(dev, a, want, n * 8);
-    copy_to_host(dev, b, got, n * 8);
+static double error_of(const Device* dev, const double* want, const double* got, int64_t n, double factor) {
+    Room room(dev);
+    const double *a = room.to_host(want, n), *b = room.to_host(got, n);
+    double error = 0.0, norm = 0.0;
     for (int64_t i = 0; i < n; i++) error += pow(b[i] - factor * a[i], 2), norm += pow(factor * a[i], 2);
-    free(a), free(b);
     return sqrt(error / norm);
 }
 
 // Bounds: low is a sum of products of operands rounded to TF32 (2^-11 each, half of it on average) or exact; N and the
 // weights are rounded to bf16 there. Sums of fp32 over K terms err by about sqrt(K) 2^-24.
 static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
-    Step s = step_open(dev, precision, rows, cols, rank);
+    Room room(dev);
+    Step s = step_open(&room, precision, rows, cols, rank);
     const bool left = rows < cols;
-    double *g = doubles_of(dev, &s, s.g, s.size), *q = doubles_of(dev, &s, s.q, rank * (left ? rows : cols));
-    double* low = (double*)device_alloc(dev, s.small * 8);
-    double *m = (double*)device_alloc(dev, s.small * 8), *u = (double*)device_alloc(dev, s.size * 8);
+    const double *g = doubles_of(&room, precision, s.g, s.size),
+                 *q = doubles_of(&room, precision, s.q, rank * (left ? rows : cols));
+    double *low = room.device<double>(s.small), *m = room.device<double>(s.small), *u = room.device<double>(s.size);
     if (left) double_product(dev, low, q, false, g, false, (int)rank, (int)cols, (int)rows);
     if (!left) double_product(dev, low, g, false, q, true, (int)rows, (int)rank, (int)cols);
     double_adam_kernel<<<1024, 256, 0, dev->stream>>>(s.adam, low, m, s.small);
@@ -348,26 +345,21 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
         check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
         variant.first[precision](dev, &s);
         variant.second[precision](dev, &s);
-        double* change = doubles_of(dev, &s, s.w, s.size);
-        double* moments = (double*)device_alloc(dev, s.small * 8);
-        to_double_kernel<float><<<1024, 256, 0, dev->stream>>>(moments, s.m, s.small);
-        check_launch();
-        const double e_m = error_of(dev, m, moments, s.small, 1.0);
-        const double e_u = error_of(dev, u, change, s.size, -(double)s.update.rate);
+        const double e_m = error_of(dev, m, doubles_of(&room, FP32, s.m, s.small), s.small, 1.0);
+        const double e_u = error_of(dev, u, doubles_of(&room, precision, s.w, s.size), s.size, -(double)s.update.rate);
         const bool good = e_m < of_low[precision] && e_u < of_u[precision];
         printf("  %s %.1e %.1e%s", variant.name, e_m, e_u, good ? "" : " WRONG");
         right = right && good;
-        device_free(dev, change), device_free(dev, moments);
     }
     printf("\n");
-    for (double* array : {g, q, low, m, u}) device_free(dev, array);
-    step_close(dev, &s);
+    library_close(&s.project), library_close(&s.back);
     return right;
 }
 
 static void time_step(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank, double rate,
                       bool parts) {
-    Step s = step_open(dev, precision, rows, cols, rank);
+    Room room(dev);
+    Step s = step_open(&room, precision, rows, cols, rank);
     const double element = precision == BF16 ? 2.0 : 4.0;
     const double floor = 1e3 * (3.0 * (double)s.size * element + 16.0 * (double)s.small) / rate;
     printf("%5lld x %5lld r %3lld %s: floor %.4f ms;", (long long)rows, (long long)cols, (long long)rank,
@@ -382,7 +374,7 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     }
     printf("\n");
     fflush(stdout);
-    step_close(dev, &s);
+    library_close(&s.project), library_close(&s.back);
 }
 
 int main(int argc, char** argv) {

@@ -70,7 +70,7 @@ static OptimConfig combination(const char* text) {
     return config;
 }
 
-// Whether a format has scales that a pass of its own measures before the step.
+// True if a format has scales that a pass of its own measures before the step.
 static bool is_measured(const char* format) {
     return strstr(format, "/tensor") || strstr(format, "/rank1");
 }
@@ -118,11 +118,11 @@ static void bench(const Device* dev, FILE* csv, const char* text, const Size* si
     const Model* m = &size->model;
     optim_layout(m->arena.tensors, m->arena.count, &config);
     Optim* optim = optim_create(dev, &config, m->arena.tensors, m->arena.count, OPTIM_BF16);
-    bf16* grads = (bf16*)device_alloc(dev, m->arena.elements * 2);
+    Room room(dev);
+    bf16* grads = room.device<bf16>(m->arena.elements);
     fill_kernel<<<(unsigned)ceil_div(m->arena.elements, 256), 256, 0, dev->stream>>>(grads, m->arena.elements, 3);
     check_launch();
-    float one = 1.0f, *scale = (float*)device_alloc(dev, sizeof(float));
-    copy_to_device(dev, scale, &one, sizeof(float));
+    const float one = 1.0f, *scale = room.to_device(&one, 1);
     int64_t step = 0;
     double spread, ms = median_ms(
                        dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); }, &spread);
@@ -140,8 +140,6 @@ static void bench(const Device* dev, FILE* csv, const char* text, const Size* si
                 1e9 * ms / (double)m->arena.elements, bytes / (double)m->arena.elements, state, bytes / ms * 1e-6,
                 share);
     }
-    device_free(dev, scale);
-    device_free(dev, grads);
     optim_free(optim);
 }
 
