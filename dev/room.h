@@ -10,9 +10,12 @@ struct Room {
 
     explicit Room(const Device* of) : dev(of) {}
     Room(const Room&) = delete;
-    ~Room() {
+    ~Room() { clear(); }
+
+    void clear() {
         for (void* block : on_host) free(block);
         for (void* block : on_device) device_free(dev, block);
+        on_host.clear(), on_device.clear();
     }
 
     // n values, not initialised.
@@ -20,6 +23,11 @@ struct Room {
     T* host(int64_t n) {
         on_host.push_back(memory_take(n * (int64_t)sizeof(T) + 1));
         return (T*)on_host.back();
+    }
+
+    template <typename T>
+    T* zeros(int64_t n) {
+        return (T*)memset((void*)host<T>(n), 0, (size_t)n * sizeof(T));
     }
 
     template <typename T>

@@ -16,9 +16,9 @@ static void model_open(Run* run, const OptimConfig* config, int64_t long_tensor,
 
 // A slot of a tensor, padding included, by the row's own functions.
 
-static void* table_of(const FormatRow* format) {
+static void* table_of(const Run* f, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
-    void* table = malloc((size_t)format->table_bytes);
+    void* table = f->room.host<char>(format->table_bytes);
     format->fill(table);
     return table;
 }
@@ -35,7 +35,7 @@ static Streams place_streams(const Run* f, int tensor, const Place* place) {
                 data[i] = (char*)stream.data + stream_bytes(info, f->tensor[tensor].offset - place->begin);
         }
     }
-    return {data[0], data[1], table_of(place->format), data[2]};
+    return {data[0], data[1], table_of(f, place->format), data[2]};
 }
 
 static Place find_place(const Run* f, int tensor, Slot slot) {
@@ -51,16 +51,15 @@ static NoiseKey slot_key(const Run* f, int tensor, Slot slot) {
     return {0, 0, noise[slot], f->tensor[tensor].offset};
 }
 
-// Returns the values that the update reads; the caller frees them. Padding counts as zero.
+// Returns the values that the update reads, in memory that goes with the run. Padding counts as zero.
 static float* slot_values(const Run* f, int tensor, Slot slot) {
     Place place = find_place(f, tensor, slot);
     Streams streams = place_streams(f, tensor, &place);
     int64_t padded = tensor_padded(&f->tensor[tensor]);
-    float* values = (float*)malloc((size_t)padded * sizeof(float));
+    float* values = f->room.host<float>(padded);
     for (int64_t i = 0; i < padded; i += TILE_ELEMENTS)
         place.format->load(streams, (int)i, values + i, TILE_ELEMENTS, slot_key(f, tensor, slot));
     for (int64_t i = f->tensor[tensor].cols; i < padded; i++) values[i] = 0.0f;
-    free((void*)streams.table);
     return values;
 }
 
@@ -70,9 +69,9 @@ static bool holds_nearest(const Run* f, int tensor, Slot slot, const float* valu
     Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     void** to[3] = {&want.codes, &want.extra, &want.more};
-    void *const from[3] = {there.codes, there.extra, there.more}, *table = table_of(place.nearest);
+    void *const from[3] = {there.codes, there.extra, there.more}, *table = table_of(f, place.nearest);
     if (slot != SLOT_WEIGHTS) want.table = table;
-    for (int i = 0; i < 3; i++) *to[i] = calloc(1, (size_t)stream_bytes(place.format->stream[i], padded) + 1);
+    for (int i = 0; i < 3; i++) *to[i] = f->room.zeros<char>(stream_bytes(place.format->stream[i], padded));
     for (int64_t i = 0; i < padded; i += TILE_ELEMENTS) {
         if (slot == SLOT_WEIGHTS) place.format->set(want, i, values + i, TILE_ELEMENTS);
         if (slot == SLOT_WEIGHTS) continue;
@@ -82,10 +81,7 @@ static bool holds_nearest(const Run* f, int tensor, Slot slot, const float* valu
     for (int i = 0; i < 3; i++) {
         int64_t bytes = stream_bytes(place.format->stream[i], padded);
         same = same && (bytes == 0 || memcmp(*to[i], from[i], (size_t)bytes) == 0);
-        free(*to[i]);
     }
-    free((void*)there.table);
-    free(table);
     return same;
 }
 
@@ -95,7 +91,6 @@ static void expect_converted(Test* test, const Run* to, const Run* from, Slot sl
         expect(holds_nearest(to, t, slot, values), "%s of %s, %s in %s and %s here", slot_name(slot),
                from->tensor[t].name, find_place(from, t, slot).format->name, "the checkpoint",
                find_place(to, t, slot).format->name);
-        free(values);
     }
 }
 
@@ -105,7 +100,6 @@ static int64_t differing(const Run* a, const Run* b, Slot slot) {
     for (int t = 0; t < TENSORS; t++) {
         float *x = slot_values(a, t, slot), *y = slot_values(b, t, slot);
         for (int64_t i = 0; i < a->tensor[t].cols; i++) count += memcmp(&x[i], &y[i], 4) != 0;
-        free(x), free(y);
     }
     return count;
 }
@@ -214,7 +208,6 @@ static void check_overrides(Test* test, const char* weights, const char* const (
                 if (from.nearest != to.nearest) {
                     expect(holds_nearest(&f[i], t, slot, x), "%s of %s", slot_name(slot), f[0].tensor[t].name);
                 }
-                free(x), free(y);
             }
         }
     }
@@ -275,7 +268,6 @@ TEST(convert_rules) {
         for (int t = 0; t < TENSORS && begins; t++) {
             float* values = slot_values(&to, t, SLOT_SLOW);
             for (int64_t i = 0; i < to.tensor[t].cols; i++) expect(values[i] == 0.0f, "%g", values[i]);
-            free(values);
         }
     }
     Run from, to;

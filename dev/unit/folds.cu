@@ -34,19 +34,16 @@ static OptimConfig folds_config(const Case* c) {
 static void* micro_gradients(const Run* run, int step, int micro) {
     const bool narrow = is(run->config.grads, "bf16");
     const int64_t begin = run->config.begin, end = run->config.end ? run->config.end : run->elements;
-    float* values = (float*)calloc((size_t)run->elements, 4);
-    uint16_t* codes = (uint16_t*)calloc((size_t)run->elements, 2);
+    float* values = run->room.zeros<float>(run->elements);
+    uint16_t* codes = run->room.zeros<uint16_t>(run->elements);
     for (int t = 0; t < COUNT; t++) {
         for (int64_t i = 0; i < model[t].rows * model[t].cols; i++) {
             const float g = gradient(10 * step + micro, t * 1000000 + i);
             values[run->tensor[t].offset + i] = g, codes[run->tensor[t].offset + i] = Bf16::encode(g);
         }
     }
-    const int64_t bytes = (end - begin) * (narrow ? 2 : 4);
-    void* grads = device_alloc(&run->dev, bytes);
-    copy_to_device(&run->dev, grads, narrow ? (const void*)(codes + begin) : (const void*)(values + begin), bytes);
-    free(values), free(codes);
-    return grads;
+    if (narrow) return run->room.to_device(codes + begin, end - begin);
+    return run->room.to_device(values + begin, end - begin);
 }
 
 // Folds a micro-batch's gradients, of all tensors or from tensor `first` on.
@@ -54,25 +51,21 @@ static void fold(Run* run, int step, int micro, float factor = 0.5f, int first =
     const int64_t element = is(run->config.grads, "bf16") ? 2 : 4;
     int tensor[COUNT];
     const void* at[COUNT];
-    void *grads = micro_gradients(run, step, micro), *scale = device_alloc(&run->dev, 4);
-    copy_to_device(&run->dev, scale, &factor, 4);
+    const void* grads = micro_gradients(run, step, micro);
     for (int t = first; t < COUNT; t++) {
         tensor[t] = t;
         at[t] = (const char*)grads + (run->tensor[t].offset - run->config.begin) * element;
     }
-    optim_fold_tensors(run->optim, tensor + first, at + first, COUNT - first, (const float*)scale, step, micro);
+    optim_fold_tensors(run->optim, tensor + first, at + first, COUNT - first, run->room.to_device(&factor, 1), step,
+                       micro);
     device_sync(&run->dev);
-    device_free(&run->dev, grads), device_free(&run->dev, scale);
 }
 
 // Takes the step of the last micro-batch.
 static void finish(Run* run, int step) {
     const float factor = 0.5f;
-    void *grads = micro_gradients(run, step, MICRO), *scale = device_alloc(&run->dev, 4);
-    copy_to_device(&run->dev, scale, &factor, 4);
-    optim_step(run->optim, grads, (const float*)scale, 1e-2f, step);
+    optim_step(run->optim, micro_gradients(run, step, MICRO), run->room.to_device(&factor, 1), 1e-2f, step);
     device_sync(&run->dev);
-    device_free(&run->dev, grads), device_free(&run->dev, scale);
 }
 
 // Adds c g to the first `elements` of m as optim_fold_tensors should, and stores the sum as the format stores it.
@@ -81,8 +74,7 @@ static void fold_by_hand(const Run* run, void* m, int64_t elements, int step, in
                     *from = find_row(grads_table(), run->config.grads);
     const float beta = 0.95f, rest = (float)(1.0 - (double)beta),
                 c = (is(run->config.rule, "sgd") ? 1.0f : rest) / beta;
-    void* device = micro_gradients(run, step, micro);
-    void* grads = to_host(run, device, run->elements * from->stream[0].bits / 8);
+    void* grads = to_host(run, micro_gradients(run, step, micro), run->elements * from->stream[0].bits / 8);
     for (int64_t at = 0; at < elements; at += TILE_ELEMENTS) {
         float g[TILE_ELEMENTS], x[TILE_ELEMENTS];
         const Streams state = {(char*)m + at * format->stream[0].bits / 8, nullptr},
@@ -93,8 +85,6 @@ static void fold_by_hand(const Run* run, void* m, int64_t elements, int step, in
         for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = fmaf(c, g[i] * 0.5f, x[i]);
         format->store(state, 0, x, TILE_ELEMENTS, key);
     }
-    device_free(&run->dev, device);
-    free(grads);
 }
 
 static void check_formula(Test* test, const Case* c, bool gpu) {
@@ -119,7 +109,6 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
         finish(&folded, step), finish(&plain, step);
         const char* where = difference(&folded, &plain);
         expect(!where, "%s, m %s: the last micro-batch of step %d: %s", c->rule, c->m, step, where);
-        free(want), free(got);
     }
 }
 
@@ -141,9 +130,8 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
     OptimStream m = {}, its = {};
     expect(find_stream(&folded, "m", &m) && folded.tensor[2].offset == 0, "%s: matrices come first", rule);
     const float factors[] = {0.5f, 1.0f};
-    float* scale = (float*)device_alloc(&folded.dev, sizeof(factors));
-    void* zeros = device_alloc(&folded.dev, folded.elements * 4);
-    copy_to_device(&folded.dev, scale, factors, sizeof(factors));
+    const float* scale = folded.room.to_device(factors, 2);
+    float* zeros = folded.room.device<float>(folded.elements);
     device_zero(&folded.dev, zeros, folded.elements * 4);
     for (int step = 1; step <= STEPS; step++) {
         run_copy(&folded, &plain);
@@ -164,10 +152,7 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
         const char* where = difference(&folded, &plain);
         expect(!where, "%s, m %s: step %d: %s", rule, state, step, where);
         device_sync(&folded.dev);
-        device_free(&folded.dev, grads);
-        free(want);
     }
-    device_free(&folded.dev, scale), device_free(&folded.dev, zeros);
 }
 
 TEST_BOTH(folds_of_matrices) {
@@ -210,7 +195,6 @@ TEST_BOTH(folds_are_the_step_of_the_sum) {
         }
         expect(worst <= 1.0 && worst > 1e-3, "%s: %g of the bound", c.rule, worst);
         note(test, "%s %.2g of the bound", c.rule, worst);
-        free(m);
     }
 }
 
@@ -249,14 +233,12 @@ TEST_BOTH(folds_round_apart_and_may_be_left_out) {
     const int64_t named = run[0].tensor[2].offset;
     expect(memcmp(first, second, (size_t)named * 2) == 0, "tensors that were not named change");
     expect(memcmp(first + named, second + named, 4096) != 0, "a tensor that was named does not change");
-    free(first), free(second);
     // If m begins at 0, only the noise of two micro-batches can make a difference.
     Run again;
     int64_t apart = 0;
     run_open(&again, &config, model, COUNT, OPTIM_BF16, gpu);
-    void *grads = micro_gradients(&run[0], 1, 1), *scale = device_alloc(&again.dev, 4);
-    const float one = 0.7f;
-    copy_to_device(&again.dev, scale, &one, 4);
+    const float one = 0.7f, *scale = again.room.to_device(&one, 1);
+    const void* grads = micro_gradients(&run[0], 1, 1);
     uint16_t* m[2];
     for (int number = 1; number <= 2; number++) {
         const int tensor = 3;
@@ -264,14 +246,12 @@ TEST_BOTH(folds_round_apart_and_may_be_left_out) {
         OptimStream stream;
         find_stream(&again, "m", &stream);
         device_zero(&again.dev, stream.data, stream.elements * 2);
-        optim_fold_tensors(again.optim, &tensor, &at, 1, (const float*)scale, 1, number);
+        optim_fold_tensors(again.optim, &tensor, &at, 1, scale, 1, number);
         m[number - 1] = (uint16_t*)run_array(&again, "m");
     }
     const int64_t n = model[3].rows * model[3].cols, begin = again.tensor[3].offset;
     for (int64_t i = begin; i < begin + n; i++) apart += m[0][i] != m[1][i];
     expect(apart > n / 4 && apart < 3 * n / 4, "%lld of %lld are rounded otherwise", (long long)apart, (long long)n);
-    for (uint16_t* each : m) free(each);
-    device_free(&again.dev, grads), device_free(&again.dev, scale);
 }
 
 TEST(folds_only_where_m_says_all) {

@@ -37,7 +37,6 @@ static void read_basis(LowRun* low, const Run* run, const OptimStream* stream) {
         if (is(low->config.rank_basis, "lin8")) low->q[i] = (float)((int)((const uint8_t*)host)[i] - 127);
     }
     for (int64_t i = 0; i < MOST_LOW && scales; i++) low->q[i] *= i / 256 < n ? ((const float*)host)[i / 256] : 0.0f;
-    free((void*)host);
 }
 
 static Shape stepped;  // the shape of given_gradient's matrix

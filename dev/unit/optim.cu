@@ -323,16 +323,15 @@ static int launches_of_step(const OptimConfig* config) {
     Run run;
     run_open(&run, config, model, 3, OPTIM_BF16, true);
     const Device* gpu = &run.dev;
-    void *grads = device_alloc(gpu, run.elements * 4), *scale = device_alloc(gpu, 4);
+    float *grads = run.room.device<float>(run.elements), *scale = run.room.device<float>(1);
     device_sync(gpu);
     cudaGraph_t graph;
     size_t nodes = 0;
     check(cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal));
-    optim_step(run.optim, grads, (float*)scale, 1e-2f, 1);
+    optim_step(run.optim, grads, scale, 1e-2f, 1);
     check(cudaStreamEndCapture(gpu->stream, &graph));
     check(cudaGraphGetNodes(graph, nullptr, &nodes));
     check(cudaGraphDestroy(graph));
-    device_free(gpu, grads), device_free(gpu, scale);
     return (int)nodes;
 }
 

@@ -545,7 +545,6 @@ static Drift drift(const char* weights, float lr, void (*load)(const Streams&, i
         if (!(fabs(error) <= result.worst)) result.worst = fabs(error);
     }
     optim_free(optim);
-    device_close(&dev);
     return result;
 }
 
@@ -610,7 +609,6 @@ static double distance(const char* weights, const char* m, int steps, double* me
         }
         memcpy(value[r], optim_weights(optim), sizeof(value[r]));
         optim_free(optim);
-        device_close(&dev);
     }
     double square = 0.0, sum = 0.0;
     for (int i = 0; i < N; i++) {
@@ -648,7 +646,6 @@ static void check_feedback(Test* test, const char* name, float rate) {
             if (is(stream.name, "v")) memcpy(v, stream.data, sizeof(v));
         }
         optim_free(optim);
-        device_close(&dev);
     }
     // The update of step 1 is m / (1 - beta1) over the root of v / (1 - beta2).
     const double beta1 = (double)0.9f, rest1 = 1.0 - beta1, rest2 = 1.0 - (double)0.95f, least = 0.01 * (double)lr_max;
@@ -713,7 +710,7 @@ TEST(rules_split_16_is_an_fp32_run) {
             run_steps(&run[r], 1, 20, plain);
         }
         const int64_t n = run[0].elements;
-        float* joined = (float*)malloc((size_t)n * sizeof(float));
+        float* joined = run[0].room.host<float>(n);
         Streams streams = {optim_stream(run[1].optim, 0).data, optim_stream(run[1].optim, 1).data};
         Split<int16_t, NEAREST>::load(streams, 0, joined, (int)n, NoiseKey{});
         expect(memcmp(joined, optim_stream(run[0].optim, 0).data, (size_t)n * 4) == 0, "%s: weights", rule);
@@ -722,6 +719,5 @@ TEST(rules_split_16_is_an_fp32_run) {
             expect(is(a.name, b.name) && memcmp(a.data, b.data, (size_t)(a.elements * a.element_bytes)) == 0, "%s: %s",
                    rule, a.name);
         }
-        free(joined);
     }
 }

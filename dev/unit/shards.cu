@@ -20,9 +20,9 @@ __global__ void many_gradients_kernel(uint16_t* grads, int64_t elements, int ste
 }
 
 static void many_steps(Optim* optim, const Device* dev, int64_t begin, int64_t elements) {
-    uint16_t* grads = (uint16_t*)device_alloc(dev, elements * 2);
-    float one = 1.0f, *scale = (float*)device_alloc(dev, 4);
-    copy_to_device(dev, scale, &one, 4);
+    Room room(dev);
+    uint16_t* grads = room.device<uint16_t>(elements);
+    const float one = 1.0f, *scale = room.to_device(&one, 1);
     for (int step = 1; step <= 2; step++) {
         if (dev->gpu) {
             many_gradients_kernel<<<(unsigned)ceil_div(elements, 256), 256, 0, dev->stream>>>(grads, elements, step);
@@ -33,8 +33,6 @@ static void many_steps(Optim* optim, const Device* dev, int64_t begin, int64_t e
         optim_step(optim, grads, scale, 1e-2f, step);
     }
     device_sync(dev);
-    device_free(dev, grads);
-    device_free(dev, scale);
 }
 
 TEST(shards_beyond_2_31_elements_gpu) {
@@ -53,12 +51,10 @@ TEST(shards_beyond_2_31_elements_gpu) {
             for (int s = 0; s < optim_stream_count(shard); s++) {
                 OptimStream want = optim_stream(shard, s), got = optim_stream(whole, s);
                 int64_t bytes = want.elements * want.element_bytes, before = begin / (elements / got.elements);
-                const char* at = (const char*)got.data + before * got.element_bytes;
-                char* copy = (char*)malloc((size_t)bytes);
-                copy_to_host(&gpu, copy, at, bytes);
+                Room room(&gpu);
+                const char* copy = room.to_host((const char*)got.data + before * got.element_bytes, bytes);
                 expect(memcmp(copy, want.data, (size_t)bytes) == 0, "%s: %s from element %lld on", preset, want.name,
                        (long long)begin);
-                free(copy);
             }
             optim_free(shard);
         }

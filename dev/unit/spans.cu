@@ -131,8 +131,6 @@ static void plain_slot(const Run* run, const PlainFormat* format, const char* sl
         }
         at += numbers_of(format, tensor);
     }
-    free(codes);
-    free(numbers);
 }
 
 // Stored against values: numbers equal, codes nearest.
@@ -164,8 +162,6 @@ static void check_slot(Test* test, const Run* run, const PlainFormat* format, co
         at += count;
     }
     expect(codes && numbers, "%s %s: no such arrays", slot, name);
-    free(codes);
-    free(numbers);
 }
 
 // The update of a step from the stored states and weights, by AdamW's own formula an element at a time.
@@ -192,7 +188,7 @@ TEST(spans_states_against_plain_loops) {
         const PlainFormat *format_m = find_plain(pair[0]), *format_v = find_plain(pair[1]);
         Run run;
         spans_open(&run, &config, OPTIM_FP32);
-        float* all = (float*)calloc((size_t)run.elements * 2, 4);
+        float* all = run.room.zeros<float>(run.elements * 2);
         float *m = all, *v = all + run.elements, *p = (float*)run_array(&run, "weights");
         for (int step = 1; step <= STEPS; step++) {
             plain_slot(&run, format_m, "m", m);
@@ -204,10 +200,8 @@ TEST(spans_states_against_plain_loops) {
                    step);
             check_slot(test, &run, format_m, "m", m, step);
             check_slot(test, &run, format_v, "v", v, step);
-            free(weights);
             compared += 2 * run.elements;
         }
-        free(all), free(p);
     }
     note(test, "%.1fe6 codes", 1e-6 * (double)compared);
 }
@@ -222,7 +216,7 @@ TEST(spans_stochastic_states) {
         OptimConfig config = spans_config("adamw", "fp32", noisy[0], noisy[1]);
         Run run;
         spans_open(&run, &config, OPTIM_FP32);
-        float* all = (float*)calloc((size_t)run.elements * 4, 4);
+        float* all = run.room.zeros<float>(run.elements * 4);
         float *m = all, *v = m + run.elements, *back = v + run.elements, *numbers = back + run.elements;
         float* p = (float*)run_array(&run, "weights");
         plain_update(&run, 1, p, m, v);
@@ -250,7 +244,6 @@ TEST(spans_stochastic_states) {
             expect(beyond == 0, "%s: %lld codes pass a level", noisy[k], (long long)beyond);
             expect(up > 500 && down > 500, "%s: %lld up, %lld down", noisy[k], (long long)up, (long long)down);
         }
-        free(all), free(p);
     }
 }
 
@@ -369,9 +362,9 @@ TEST(spans_edges) {
 static void check_copy(Test* test, const Run* run, const PlainFormat* format, int step) {
     float* master = (float*)run_array(run, "master");
     check_slot(test, run, format, "weights", master, step);
-    float *numbers = (float*)run_array(run, "weights.scales"), *seen = (float*)malloc((size_t)run->elements * 4);
+    float *numbers = (float*)run_array(run, "weights.scales"), *seen = run->room.host<float>(run->elements);
     uint8_t* codes = (uint8_t*)run_array(run, "weights");
-    uint16_t* copy = (uint16_t*)malloc((size_t)run->elements * 2);
+    uint16_t* copy = run->room.host<uint16_t>(run->elements);
     copy_to_host(&run->dev, copy, optim_weights(run->optim), run->elements * 2);
     for (int t = 0; t < TENSORS; t++) {
         const OptimTensor* tensor = &run->tensor[t];
@@ -387,7 +380,6 @@ static void check_copy(Test* test, const Run* run, const PlainFormat* format, in
         expect(wrong == 0, "%s step %d tensor %d: %lld weights are not code times scale", format->name, step, t,
                (long long)wrong);
     }
-    free(master), free(numbers), free(seen), free(codes), free(copy);
 }
 
 TEST(spans_weights_with_master) {
@@ -406,7 +398,6 @@ TEST(spans_weights_with_master) {
             check_copy(test, &run, find_plain(name), step);
             float *master = (float*)run_array(&run, "master"), *want = (float*)run_array(&exact, "weights");
             expect(memcmp(master, want, (size_t)run.elements * 4) == 0, "%s: the master is an fp32 run's", weights);
-            free(master), free(want);
         }
     }
 }
@@ -447,7 +438,7 @@ TEST(spans_weights_in_place) {
         OptimConfig config = spans_config("adamw", name, "fp32", "fp32");
         Run run;
         spans_open(&run, &config, OPTIM_BF16);
-        float *all = (float*)calloc((size_t)run.elements * 3, 4), first = 0.0f;
+        float *all = run.room.zeros<float>(run.elements * 3), first = 0.0f;
         float *p = all, *m = p + run.elements, *v = m + run.elements;
         for (int64_t i = 0; i < length(&model[0]); i++) p[i] = i % 2 ? 0.87f : -0.87f;
         optim_set_weights(run.optim, 0, p);
@@ -464,9 +455,7 @@ TEST(spans_weights_in_place) {
                 check_in_place(test, &run, t, step, numbers + 3 * t, p + at, m + at, v + at, m_now + at);
             }
             if (step == 1) expect(numbers[1] == 2 * first, "%s: the scale stays %a", name, (double)first);
-            free(before[0]), free(before[1]), free(numbers), free(m_now);
         }
-        free(all);
     }
 }
 
@@ -494,18 +483,15 @@ TEST(spans_convert) {
         check_slot(test, &narrow, find_plain("e4m3/tensor"), "weights", p, 0);
         check_copy(test, &narrow, find_plain("e4m3/tensor"), 0);
         expect_load(test, &back, &narrow);
-        float *weights = (float*)run_array(&back, "weights"), *want = (float*)calloc((size_t)back.elements, 4);
+        float *weights = (float*)run_array(&back, "weights"), *want = back.room.zeros<float>(back.elements);
         expect(memcmp(weights, p, (size_t)back.elements * 4) == 0, "the master was not lossless");
         for (int k = 0; k < 2; k++) {
             float* got = (float*)run_array(&back, k ? "v" : "m");
             memset(want, 0, (size_t)back.elements * 4);
             plain_slot(&narrow, formats[k], k ? "v" : "m", want);
             expect(memcmp(got, want, (size_t)back.elements * 4) == 0, "%s is not what fp32 holds of it", pair[k]);
-            free(got);
         }
-        free(weights), free(want);
     }
-    free(m), free(v), free(p);
 }
 
 TEST(spans_refuse_a_cut_tensor) {

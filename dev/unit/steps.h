@@ -5,6 +5,7 @@
 #include "../../optim/jit.h"
 #include "../../optim/table.cuh"
 #include "../../optim/plan.h"
+#include "../room.h"
 #include "rules.h"
 
 // Rules that read elements or rows; those that read matrices are tested in matrix.cu.
@@ -21,12 +22,14 @@ struct Run {
     int64_t elements;  // of the whole arena
     Optim* optim = nullptr;
     OptimType compute;
+    mutable Room room{&dev};  // for copies that go with the run
 
     Run() = default;
     Run(const Run&) = delete;
     ~Run() { close(); }
 
     void close() {
+        room.clear();
         if (optim) optim_free(optim), device_close(&dev);
         optim = nullptr;
     }
@@ -82,13 +85,12 @@ inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* ten
     memcpy(run->tensor, tensors, (size_t)count * sizeof(*tensors));
     run->elements = optim_layout(run->tensor, count, config);
     run->optim = optim_create(&run->dev, &run->config, run->tensor, count, compute);
-    float* values = (float*)malloc((size_t)run->elements * 4);
+    float* values = run->room.host<float>(run->elements);
     for (int t = 0; t < count; t++) {
         for (int64_t i = 0; i < tensors[t].rows * tensors[t].cols; i++) values[i] = run_start(t, i);
         optim_set_weights(run->optim, t, values);
     }
     optim_decode(run->optim);
-    free(values);
 }
 
 // Steps `first` to `last`; padding has gradients of zero, as the trainer leaves it.
@@ -96,9 +98,10 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
     const Device* dev = &run->dev;
     const bool narrow = is(run->config.grads, "bf16");
     const int64_t begin = run->config.begin, end = run->config.end ? run->config.end : run->elements;
-    float *values = (float*)calloc((size_t)run->elements, 4), *scale = (float*)device_alloc(dev, 4);
-    uint16_t* rounded = (uint16_t*)calloc((size_t)run->elements, 2);
-    void* grads = device_alloc(dev, (end - begin) * 4);
+    Room room(dev);
+    float *values = room.zeros<float>(run->elements), *scale = room.device<float>(1);
+    uint16_t* rounded = room.zeros<uint16_t>(run->elements);
+    void* grads = room.device<float>(end - begin);
     for (int step = first; step <= last; step++) {
         const float factor = step == how.bad ? NAN : how.factor;
         copy_to_device(dev, scale, &factor, 4);
@@ -115,8 +118,6 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
         if (!how.take) optim_step(run->optim, grads, scale, how.lr, step);
     }
     device_sync(dev);
-    device_free(dev, grads), device_free(dev, scale);
-    free(values), free(rounded);
 }
 
 inline bool find_stream(const Run* run, const char* name, OptimStream* stream) {
@@ -127,14 +128,12 @@ inline bool find_stream(const Run* run, const char* name, OptimStream* stream) {
     return false;
 }
 
-// Bytes of device memory as host memory, which the caller frees.
+// Bytes of device memory as host memory, which goes with the run.
 inline void* to_host(const Run* run, const void* data, int64_t bytes) {
-    void* copy = malloc((size_t)bytes + 1);
-    copy_to_host(&run->dev, copy, data, bytes);
-    return copy;
+    return run->room.to_host((const char*)data, bytes);
 }
 
-// A stored array in host memory, which the caller frees; NULL if there is none.
+// A stored array in such memory; NULL if there is none.
 inline void* run_array(const Run* run, const char* name) {
     OptimStream stream;
     if (!find_stream(run, name, &stream)) return nullptr;
@@ -142,10 +141,8 @@ inline void* run_array(const Run* run, const char* name) {
 }
 
 inline bool same_bytes(const Run* a, const void* x, const Run* b, const void* y, int64_t bytes) {
-    void *of_a = to_host(a, x, bytes), *of_b = to_host(b, y, bytes);
-    bool same = memcmp(of_a, of_b, (size_t)bytes) == 0;
-    free(of_a), free(of_b);
-    return same;
+    Room of_a(&a->dev), of_b(&b->dev);
+    return memcmp(of_a.to_host((const char*)x, bytes), of_b.to_host((const char*)y, bytes), (size_t)bytes) == 0;
 }
 
 // Finds where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the
@@ -166,11 +163,10 @@ inline const char* difference(const Run* a, const Run* b) {
 
 inline bool same_tensor(const Run* a, const Run* b, int tensor) {
     const int64_t n = a->tensor[tensor].rows * a->tensor[tensor].cols;
-    float *x = (float*)malloc((size_t)n * 4), *y = (float*)malloc((size_t)n * 4);
+    Room room(nullptr);
+    float *x = room.host<float>(n), *y = room.host<float>(n);
     optim_get_weights(a->optim, tensor, x), optim_get_weights(b->optim, tensor, y);
-    bool same = memcmp(x, y, (size_t)n * 4) == 0;
-    free(x), free(y);
-    return same;
+    return memcmp(x, y, (size_t)n * 4) == 0;
 }
 
 // A run on the CPU as a checkpoint, from which another is loaded.
@@ -231,9 +227,8 @@ inline void run_copy(const Run* from, const Run* to) {
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
         const OptimStream a = optim_stream(from->optim, s), b = optim_stream(to->optim, s);
         const int64_t bytes = a.elements * a.element_bytes;
-        void* host = to_host(from, a.data, bytes);
-        copy_to_device(&to->dev, b.data, host, bytes);
-        free(host);
+        Room room(&from->dev);
+        copy_to_device(&to->dev, b.data, room.to_host((const char*)a.data, bytes), bytes);
     }
     optim_decode(to->optim);
 }
