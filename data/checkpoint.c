@@ -16,10 +16,9 @@
 #define PIECE_BYTES (64 << 20)  // of memory in which arrays pass between device and file
 
 char* path_absolute(const char* path) {
-    char folder[PATH_BYTES], whole[2 * PATH_BYTES];
+    char folder[PATH_BYTES];
     if (!path[0] || path[0] == '/' || !getcwd(folder, sizeof(folder))) return text_copy(path);
-    snprintf(whole, sizeof(whole), "%s/%s", folder, path);
-    return text_copy(whole);
+    return text_copy(path_in(folder, path));
 }
 
 char* paths_absolute(const char* list) {
@@ -125,10 +124,9 @@ typedef struct {
 // Writes FOLDER/FILE->name and sums it into `file`. With folder NULL the bytes are asked for and dropped. A value that
 // is not finite is an error.
 static bool source_write(const char* folder, const Source* source, CheckpointFile* file, char* error) {
-    char path[PATH_BYTES];
-    if (folder) snprintf(path, sizeof(path), "%s/%s", folder, file->name);
     SafetensorsWriter* writer =
-        folder ? safetensors_begin(path, source->entries, source->count, source->format, error) : NULL;
+        folder ? safetensors_begin(path_in(folder, file->name), source->entries, source->count, source->format, error)
+               : NULL;
     bool ok = writer || !folder;
     void* piece = NULL;
     for (int i = 0; i < source->count && ok; i++) {
@@ -195,7 +193,6 @@ static bool model_write(const char* folder, const Checkpoint* checkpoint, Checkp
 }
 
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error) {
-    char path[PATH_BYTES];
     char* whole = NULL;
     size_t length = 0;
     FILE* state = text_stream(&whole, &length);
@@ -204,8 +201,7 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
         CheckpointFile file = files[i];
-        snprintf(path, sizeof(path), "%s/%s", folder, file.name);
-        if (file.bytes < 0 && !file_exists(path)) continue;
+        if (file.bytes < 0 && !file_exists(path_in(folder, file.name))) continue;
         if (file.bytes < 0) ok = file_sum(folder, file.name, &file.crc, &file.bytes, error);
         fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, file.name, (long long)file.bytes,
                 file.crc);
@@ -215,8 +211,7 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     fflush(state);
     fprintf(state, "\"crc32c\": %u\n}\n", crc32c(0, whole, (int64_t)length));
     fclose(state);
-    snprintf(path, sizeof(path), "%s/state.json", folder);
-    ok = ok && file_write(path, whole, (int64_t)length, error) && folder_sync(folder, error);
+    ok = ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
     free(whole);
     return ok;
 }
@@ -249,14 +244,13 @@ static bool state_write(const RunFolder* run, const char* folder, const Checkpoi
 static bool folder_finish(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
                           const CheckpointFile arrays[2], char* error) {
     CheckpointFile files[16] = {arrays[0], arrays[1], {"config.json", 0, -1, false}};
-    char path[PATH_BYTES];
     int count = 3;
-    snprintf(path, sizeof(path), "%s/config.json", folder);
     const char* dtype = "bfloat16";
     for (int t = 0; t < checkpoint->count; t++) {
         if (strcmp(checkpoint->tensors[t].dtype, "BF16") != 0) dtype = "float32";
     }
-    bool ok = gpt2_config_write(path, &checkpoint->shape, dtype, run->config, &run->special, error);
+    bool ok =
+        gpt2_config_write(path_in(folder, "config.json"), &checkpoint->shape, dtype, run->config, &run->special, error);
     for (int i = 0; MODEL_FOLDER_FILES[i] && ok; i++) {
         files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
         ok = file_copy(run->path, MODEL_FOLDER_FILES[i], folder, error);
@@ -266,13 +260,11 @@ static bool folder_finish(const RunFolder* run, const char* folder, const Checkp
 
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
                      char* error) {
-    char path[PATH_BYTES];
     memset(reader, 0, sizeof(*reader));
     reader->tensors = tensors;
-    snprintf(path, sizeof(path), "%s/optimizer.safetensors", folder);
     return model_folder_open(&reader->model, folder, error) &&
            model_folder_used(&reader->model, tensors, count, layers, error) &&
-           safetensors_open(&reader->optimizer, path, error);
+           safetensors_open(&reader->optimizer, path_in(folder, "optimizer.safetensors"), error);
 }
 
 void checkpoint_close(CheckpointReader* reader) {
@@ -365,8 +357,7 @@ static bool files_whole(const char* folder, const Json* files, const char* left_
 }
 
 Json* checkpoint_state(const char* folder, char* error) {
-    char path[PATH_BYTES];
-    snprintf(path, sizeof(path), "%s/state.json", folder);
+    const char* path = path_in(folder, "state.json");
     int64_t bytes;
     char* text = file_read(path, &bytes, error);
     if (!text) return NULL;
@@ -391,12 +382,11 @@ bool checkpoint_model_whole(const char* folder, char* error) {
 
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
     static const char* const not_copied[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
-    char path[PATH_BYTES];
     const Json* files = json_get(state, "files");
     for (const Json* file = files ? files->child : NULL; file; file = file->next) {
         bool left = false;
         for (int i = 0; i < 3; i++) left = left || strcmp(file->key, not_copied[i]) == 0;
-        snprintf(path, sizeof(path), "%s/%s", run_folder, file->key);
+        const char* path = path_in(run_folder, file->key);
         if (left || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
         char reason[DATA_ERROR_BYTES];
         if (file_whole(run_folder, file, reason)) continue;
@@ -462,23 +452,22 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     const bool weights = model_folder_has_weights(folder);
     Json* state = weights ? NULL : newest(folder, true, path, sizeof(path));
     if (state) folder = text_copy(path);
-    snprintf(path, sizeof(path), "%s/log.jsonl", folder);
-    if (!weights && !state && file_exists(path)) {
+    if (!weights && !state && file_exists(path_in(folder, "log.jsonl"))) {
         data_error(error, "--model %s is a run without a whole checkpoint; let it save one, or name another folder",
                    folder);
         return NULL;
     }
     json_free(state);
-    snprintf(path, sizeof(path), "%s/state.json", folder);
     *name = folder;
-    if (!weights || access(path, F_OK) != 0 || checkpoint_model_whole(folder, reason)) return folder;
+    const bool checkpoint = access(path_in(folder, "state.json"), F_OK) == 0;
+    if (!weights || !checkpoint || checkpoint_model_whole(folder, reason)) return folder;
     data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, reason);
     return NULL;
 }
 
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error) {
-    char inner[PATH_BYTES], reason[DATA_ERROR_BYTES];
+    char reason[DATA_ERROR_BYTES];
     *named_itself = false;
     *state = NULL;
     if (strcmp(resume, "off") == 0) return true;
@@ -489,8 +478,7 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         return data_error(
             error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
     }
-    snprintf(inner, sizeof(inner), "%s/state.json", named);
-    *named_itself = !automatic && file_exists(inner);
+    *named_itself = !automatic && file_exists(path_in(named, "state.json"));
     if (*named_itself) {
         snprintf(folder, bytes, "%s", named);
         while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
@@ -540,9 +528,8 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
 
 // The run folder that a checkpoint lies in; false with a sentence where that is none, as of a copied checkpoint.
 static bool run_of(const char* checkpoint, char* run_folder, size_t bytes, char* error) {
-    char log[PATH_BYTES + 16];
     const char* slash = strrchr(checkpoint, '/');
-    snprintf(log, sizeof(log), "%s/log.jsonl", folder_parent(checkpoint, run_folder, bytes));
+    const char* log = path_in(folder_parent(checkpoint, run_folder, bytes), "log.jsonl");
     if (step_of(slash ? slash + 1 : checkpoint, "") >= 0 && file_exists(log)) return true;
     return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
 }
@@ -554,8 +541,7 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
     bool same = parent && chosen && strcmp(parent, chosen) == 0;
     free(parent);
     free(chosen);
-    snprintf(path, sizeof(path), "%s/log.jsonl", run_folder);
-    if (!same && file_exists(path)) {
+    if (!same && file_exists(path_in(run_folder, "log.jsonl"))) {
         return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run_folder,
                           checkpoint);
     }
@@ -604,8 +590,7 @@ bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* 
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
         if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
-        snprintf(path, sizeof(path), "%s/%s", run_folder, entry->d_name);
-        ok = folder_remove(path, error) && ok;
+        ok = folder_remove(path_in(run_folder, entry->d_name), error) && ok;
     }
     if (dir) closedir(dir);
     return ok;

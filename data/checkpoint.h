@@ -8,9 +8,8 @@
 #include "model_folder.h"
 #include "options.h"
 #include "run_folder.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // The path from the root, "" where it is ""; glob patterns stay what they are. The caller owns it.
 char* path_absolute(const char* path);
@@ -123,6 +122,4 @@ bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64
 // The same for a run with these options, which may go on from the checkpoint `state` (NULL: it begins anew).
 bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -3,9 +3,8 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 typedef enum {
     CONTENT_TEXT,
@@ -22,6 +21,4 @@ bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset);
 // when it is not found.
 int64_t pickle_int(const char* pickle, int64_t bytes, const char* key);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

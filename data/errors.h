@@ -2,9 +2,8 @@
 // Every other file of data/ may include this one; it includes nothing of the project.
 #pragma once
 #include <stdbool.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 #define DATA_ERROR_BYTES 16384  // what every `error` must have room for: two paths and a sentence
 
@@ -24,6 +23,4 @@ void memory_failed(const char* text);
 // Prints a notice, which is no error, to stderr; a library replaces it by a function that prints nothing.
 void notice(const char* text);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -6,9 +6,8 @@
 // on how many processes share the batches; so the scores are the same to the bit for any number of them.
 #pragma once
 #include "tokenizer.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 typedef enum { EVALUATION_CHOICES, EVALUATION_LAST_WORD } EvaluationKind;
 
@@ -112,6 +111,4 @@ void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationRes
 // choices.
 bool evaluation_write(FILE* file, const Evaluation* evaluation, const EvaluationScore* scores, char* error);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

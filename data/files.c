@@ -66,6 +66,14 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #endif
 
+const char* path_in(const char* folder, const char* name) {
+    static _Thread_local char* paths[64];
+    static _Thread_local unsigned next;
+    char** path = &paths[next++ % 64];
+    free(*path);
+    return *path = text_format("%s/%s", folder, name);
+}
+
 bool folder_exists(const char* path) {
     struct stat status;
     return stat(path, &status) == 0 && S_ISDIR(status.st_mode);
@@ -136,8 +144,7 @@ char* file_read(const char* path, int64_t* bytes, char* error) {
 }
 
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error) {
-    char path[PATH_BYTES];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    const char* path = path_in(folder, name);
     *crc = 0;
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return false;
@@ -230,13 +237,11 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
 }
 
 bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error) {
-    char from[PATH_BYTES], to[PATH_BYTES];
-    snprintf(from, sizeof(from), "%s/%s", from_folder, name);
-    snprintf(to, sizeof(to), "%s/%s", to_folder, name);
+    const char* from = path_in(from_folder, name);
     if (access(from, F_OK) != 0) return true;
     int64_t bytes;
     char* text = file_read(from, &bytes, error);
-    bool fine = text && file_write(to, text, bytes, error);
+    bool fine = text && file_write(path_in(to_folder, name), text, bytes, error);
     free(text);
     return fine;
 }

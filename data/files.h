@@ -10,9 +10,11 @@
 #include <stdio.h>
 #include "errors.h"
 #include "memory.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
+
+// FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls.
+const char* path_in(const char* folder, const char* name);
 
 #define FILE_READ_MOST (64 << 20)  // the largest file that file_read takes: 64 MiB
 
@@ -62,6 +64,4 @@ bool folder_sync(const char* path, char* error);
 // itself. True when nothing has the name.
 bool folder_remove(const char* path, char* error);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

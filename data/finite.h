@@ -3,9 +3,8 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // True if every value is finite, and for types without NaN and infinity (integers, codes). Otherwise false, with "NAME
 // holds VALUE at element N" in `error`, which may be NULL. `dtype` is safetensors' name; `first` is the number of the
@@ -13,6 +12,4 @@ extern "C" {
 // memory.
 bool values_finite(const char* name, const char* dtype, const void* values, int64_t bytes, int64_t first, char* error);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -185,9 +185,8 @@ static int64_t shape_number(const Json* json, const char* key, int64_t otherwise
 }
 
 bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error) {
-    char path[4608], reason[DATA_ERROR_BYTES];
-    snprintf(path, sizeof(path), "%s/config.json", folder);
-    Json* json = json_read(path, reason);
+    char reason[DATA_ERROR_BYTES];
+    Json* json = json_read(path_in(folder, "config.json"), reason);
     if (!json) return data_error(error, "--model %s: %s; name another folder", folder, reason);
     bool ok = is_plain_gpt2(json, folder, error);
     *shape = (Gpt2Shape){

@@ -6,9 +6,8 @@
 #include <stdint.h>
 #include "options.h"
 #include "tokenizer.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 typedef struct {
     int64_t layers, channels, heads, positions, vocabulary;
@@ -44,6 +43,4 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
                        const SpecialTokens* tokens, char* error);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

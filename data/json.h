@@ -3,9 +3,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // A tree. Numbers keep their text so that 64-bit integers are exact.
 typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonKind;
@@ -33,6 +32,4 @@ void json_write(FILE* file, const Json* json);         // the whole tree; number
 void json_write_string(FILE* file, const char* text);  // quoted and escaped; bytes that are no UTF-8 become U+FFFD
 void json_write_number(FILE* file, double value);      // shortest decimal that reads back; non-finite as null
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -109,9 +109,7 @@ static bool list_glob(FileList* list, const char* pattern, char* error) {
 }
 
 static bool folder_has(const char* folder, const char* name) {
-    char path[4352];
-    snprintf(path, sizeof(path), "%.4095s/%s", folder, name);
-    return access(path, R_OK) == 0;
+    return access(path_in(folder, name), R_OK) == 0;
 }
 
 static bool lists_share(const FileList* a, const FileList* b) {
@@ -150,10 +148,8 @@ static void list_part(FileList* list, const FileList* validation, DatasetPart pa
 static bool folder_is_nanogpt(const char* folder) {
     static const char* const names[] = {"train.bin", "val.bin"};
     for (int i = 0; i < 2; i++) {
-        char path[4352];
         int32_t magic = 0;
-        snprintf(path, sizeof(path), "%.4095s/%s", folder, names[i]);
-        int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+        int descriptor = open(path_in(folder, names[i]), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
         if (descriptor < 0) continue;
         bool raw = read_at(descriptor, &magic, sizeof(magic), 0) && magic != SHARD_MAGIC;
         close(descriptor);
@@ -363,9 +359,8 @@ static double meta_ratio(const Dataset* data, const Json* meta) {
 
 // The vocabulary in nanoGPT's meta.pkl, which is there for texts of characters; without one the tokens are GPT-2's.
 static bool read_pickle(Dataset* data, const char* folder, char* error) {
-    char path[4352];
+    const char* path = path_in(folder, "meta.pkl");
     int64_t bytes = 0;
-    snprintf(path, sizeof(path), "%.4095s/meta.pkl", folder);
     if (access(path, F_OK) != 0) return true;
     char* pickle = file_read(path, &bytes, error);
     if (!pickle) return false;
@@ -382,7 +377,7 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
 
 // Facts about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
 static bool read_meta(Dataset* data, DataFormat format, char* error) {
-    char path[4352], folder[4096] = ".";
+    char folder[4096] = ".";
     const char* first = data->file[0].path;
     int64_t length = base_name(first) - first - 1;
     if (length >= 0) snprintf(folder, sizeof(folder), "%.*s", length > 0 ? (int)length : 1, first);
@@ -391,7 +386,7 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
                      folder_has(folder, "tokenizer.json");
     if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
     data->vocabulary = GPT2_VOCABULARY;
-    snprintf(path, sizeof(path), "%.4095s/meta.json", folder);
+    const char* path = path_in(folder, "meta.json");
     if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
     int64_t bytes = 0;
     char reason[DATA_ERROR_BYTES];

@@ -13,9 +13,8 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "files.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 typedef struct {
     char path[4096];  // what the user named
@@ -99,6 +98,4 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
 const Batch* loader_next(Loader* loader, char* error);
 void loader_close(Loader* loader);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -5,9 +5,8 @@
 #pragma once
 #include <stddef.h>
 #include <stdio.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 void* memory_take(size_t bytes);  // not initialised
 void* memory_zero(size_t count, size_t bytes);
@@ -28,13 +27,6 @@ void memory_begin(void);
 // The path of the last good checkpoint for the sentence; its text may change, and is "" while there is none.
 void memory_checkpoint(const char* path);
 // Ends the process for want of so many bytes.
-#ifdef __cplusplus
-[[noreturn]]
-#else
-_Noreturn
-#endif
-void memory_missing(size_t bytes);
+__attribute__((noreturn)) void memory_missing(size_t bytes);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -55,9 +55,7 @@ int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocab
 }
 
 static bool has(const char* folder, const char* name) {
-    char path[PATH_BYTES];
-    snprintf(path, sizeof(path), "%s/%s", folder, name);
-    return access(path, F_OK) == 0;
+    return access(path_in(folder, name), F_OK) == 0;
 }
 
 bool model_folder_has_weights(const char* path) {
@@ -66,10 +64,8 @@ bool model_folder_has_weights(const char* path) {
 
 // Says what a folder without weights has instead, and what to type.
 static bool no_weights(const char* path, char* error) {
-    char pattern[PATH_BYTES];
     glob_t found;
-    snprintf(pattern, sizeof(pattern), "%s/pytorch_model*.bin", path);
-    bool pickled = glob(pattern, GLOB_NOSORT, NULL, &found) == 0;
+    bool pickled = glob(path_in(path, "pytorch_model*.bin"), GLOB_NOSORT, NULL, &found) == 0;
     if (pickled) globfree(&found);
     if (!pickled) {
         return data_error(error, "there is neither %s/model.safetensors nor %s; name a folder that holds one of them",
@@ -86,8 +82,7 @@ static bool no_weights(const char* path, char* error) {
 }
 
 static bool open_file(ModelFolder* folder, const char* name, char* error) {
-    char path[PATH_BYTES];
-    snprintf(path, sizeof(path), "%s/%s", folder->path, name);
+    const char* path = path_in(folder->path, name);
     Safetensors* larger = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
     folder->file = larger;
     char reason[DATA_ERROR_BYTES];
@@ -148,7 +143,6 @@ static bool open_index(ModelFolder* folder, const Json* index, char* error) {
 }
 
 bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
-    char index_path[PATH_BYTES];
     *folder = (ModelFolder){text_copy(path), NULL, 0};
     bool ok;
     if (has(path, "model.safetensors")) {
@@ -156,9 +150,8 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
     } else if (!has(path, INDEX)) {
         ok = no_weights(path, error);
     } else {
-        snprintf(index_path, sizeof(index_path), "%s/%s", path, INDEX);
         char reason[DATA_ERROR_BYTES];
-        Json* index = json_read(index_path, reason);
+        Json* index = json_read(path_in(path, INDEX), reason);
         ok = index ? open_index(folder, index, error) : data_error(error, "%s; fetch the model again", reason);
         json_free(index);
     }

@@ -2,9 +2,8 @@
 // and model.safetensors.index.json, which says in which of them each tensor is.
 #pragma once
 #include "safetensors.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // Names of files that a run folder and each checkpoint keep beside config.json and the weights; NULL ends the list.
 extern const char* const MODEL_FOLDER_FILES[];
@@ -52,6 +51,4 @@ void model_folder_close(ModelFolder* folder);
 bool model_folder_read_all(const char* path, const ModelTensor* tensors, int count, int layers,
                            void (*take)(void* context, int t, const float* values), void* context, char* error);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -6,9 +6,8 @@
 #include <stdint.h>
 #include <stdio.h>
 #include "errors.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 #define OPTION_TEXT_BYTES 64
 #define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
@@ -83,6 +82,4 @@ bool size_parse(const char* text, int64_t* bytes);
 // The text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

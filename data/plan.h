@@ -3,9 +3,8 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // Bytes of device memory; on the CPU of this machine's.
 typedef struct {
@@ -33,6 +32,4 @@ const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences,
 // The same for this machine's memory, of which --offload needs `need` bytes and `available` are free.
 const char* plan_host_lacks(int64_t need, int64_t available, const char* offload);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -6,9 +6,8 @@
 #include "loader.h"
 #include "plan.h"
 #include "run_folder.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // Facts that the banner states beside the options.
 typedef struct {
@@ -73,6 +72,4 @@ void report_evaluation(void* run, const Evaluation* evaluation, const Evaluation
 // `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

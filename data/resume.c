@@ -123,12 +123,10 @@ static const char* format_distrust(const char* path, const char* folder) {
 }
 
 bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
-    char path[PATH_BYTES];
     struct stat info;
     const char* formats = text_of(resume, "format");
     if (resume_given(resume, "format") || !*formats) return true;
-    snprintf(path, sizeof(path), "%s/state.json", folder);
-    const bool own = stat(path, &info) == 0 && info.st_uid == geteuid();
+    const bool own = stat(path_in(folder, "state.json"), &info) == 0 && info.st_uid == geteuid();
     const char* reason = own ? NULL : "the checkpoint belongs to another user";
     char *list = text_copy(formats), *shown = text_copy(formats), *rest = NULL;
     for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(NULL, ",", &rest)) {

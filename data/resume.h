@@ -3,9 +3,8 @@
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 enum { RESUME_CHANGED_BYTES = 16384 };
 
@@ -44,6 +43,4 @@ bool resume_options(Resume* resume, char* error);
 // files are this user's, and the files lie where nobody else put them. A note on stderr says so, if `print`.
 bool resume_formats(const Resume* resume, const char* folder, bool print, char* error);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

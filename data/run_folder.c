@@ -39,11 +39,7 @@ bool run_saves_states(const RunFolder* run) {
 bool run_folder_free(const char* folder, bool again, char* error) {
     static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
     bool there[4];
-    for (int i = 0; i < 4; i++) {
-        char path[PATH_BYTES];
-        snprintf(path, sizeof(path), "%s/%s", folder, names[i]);
-        there[i] = file_exists(path);
-    }
+    for (int i = 0; i < 4; i++) there[i] = file_exists(path_in(folder, names[i]));
     int64_t* steps;
     const bool run = checkpoint_list(folder, &steps) > 0 || there[0];
     free(steps);
@@ -78,12 +74,11 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
 }
 
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error) {
-    char state[PATH_BYTES];
     const bool again = strcmp(resume, "off") != 0;
     const char* named = *run ? run : resume;
     if (*run && !run_folder_free(run, again, error)) return false;
-    snprintf(state, sizeof(state), "%s/state.json", named);  // of a checkpoint: its run is held once it is known
-    if (!again || dry_run || !folder_exists(named) || file_exists(state)) return true;
+    const bool checkpoint = file_exists(path_in(named, "state.json"));  // whose run is held once it is known
+    if (!again || dry_run || !folder_exists(named) || checkpoint) return true;
     return run_folder_hold(folder, named, error);
 }
 
@@ -107,22 +102,20 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
 }
 
 static bool config_write(const RunFolder* run, char* error) {
-    char path[PATH_BYTES];
     char* text = NULL;
     size_t length = 0;
     FILE* config = text_stream(&text, &length);
     options_json(run->table, run->fields, false, config);
     fputc('\n', config);
     fclose(config);
-    snprintf(path, sizeof(path), "%s/config.json", run->path);
-    bool ok = file_write(path, text, (int64_t)length, error);
+    bool ok = file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
     free(text);
     return ok;
 }
 
 // Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
 static bool files_make(RunFolder* run, bool again) {
-    char path[PATH_BYTES], reason[DATA_ERROR_BYTES], *error = run->error;
+    char reason[DATA_ERROR_BYTES], *error = run->error;
     const char** name = option_value(run->table, run->fields, "run");
     if (!**name) {
         if (!folder_name(run, run_text(run, "model"), error)) return false;
@@ -134,10 +127,8 @@ static bool files_make(RunFolder* run, bool again) {
     if (!folder_make(run->path, reason)) return data_error(error, "--run %s: %s; name another one", run->path, reason);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
     // The file whose refusal leaves nothing that makes this the folder of a run comes first.
-    snprintf(path, sizeof(path), "%s/log.txt", run->path);
-    FILE* text = log_open(path, reason);
-    snprintf(path, sizeof(path), "%s/log.jsonl", run->path);
-    if (text) run->log = log_open(path, reason);
+    FILE* text = log_open(path_in(run->path, "log.txt"), reason);
+    if (text) run->log = log_open(path_in(run->path, "log.jsonl"), reason);
     if (!run->log || !config_write(run, reason)) {
         return data_error(error, "--run %s: %s", run->path, reason);
     }
@@ -182,12 +173,11 @@ void run_say_next(RunFolder* run, bool stopped) {
     if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
     const bool samples = run->samples && !stopped;
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
-    char here[PATH_BYTES], python[PATH_BYTES] = "", plot[PATH_BYTES];
-    ssize_t length = readlink("/proc/self/exe", plot, sizeof(plot) - 64);
-    plot[length > 0 ? length : 0] = 0;
-    const char* folder = folder_parent(plot, here, sizeof(here));
-    snprintf(python, sizeof(python), "%.4000s/.venv/bin/python", folder);
-    snprintf(plot, sizeof(plot), "%.4000s/dev/plot.py", folder);
+    char here[PATH_BYTES], program[PATH_BYTES];
+    ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
+    program[length > 0 ? length : 0] = 0;
+    const char* folder = folder_parent(program, here, sizeof(here));
+    const char *python = path_in(folder, ".venv/bin/python"), *plot = path_in(folder, "dev/plot.py");
     if (!file_exists(python) || !file_exists(plot)) return;
     char* cwd = getcwd(NULL, 0);
     size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
@@ -202,8 +192,7 @@ const char* run_resume_words(const RunFolder* run) {
 }
 
 bool run_folder_asks_save(RunFolder* run) {
-    char path[PATH_BYTES];
-    snprintf(path, sizeof(path), "%s/save", run->path);
+    const char* path = path_in(run->path, "save");
     const bool file = !run->quiet && file_exists(path), asked = file || signal_save;
     if (asked && !run->quiet) unlink(path);
     signal_save = 0;
@@ -322,7 +311,7 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
 // takes nothing from the folder of its first weights.
 static bool tokenizer_take(RunFolder* run, const char* const folders[3], const Json* state) {
-    char path[PATH_BYTES], reason[DATA_ERROR_BYTES], *error = run->error;
+    char reason[DATA_ERROR_BYTES], *error = run->error;
     const char *checkpoint = folders[0], *model = *checkpoint ? "" : folders[1];
     const char* const sources[3] = {checkpoint, model, folders[2]};
     if (state && !checkpoint_has_copies(checkpoint, state, run->path, reason)) {
@@ -335,8 +324,7 @@ static bool tokenizer_take(RunFolder* run, const char* const folders[3], const J
         }
     }
     if (!*checkpoint && !*model) return true;
-    snprintf(path, sizeof(path), "%s/config.json", *checkpoint ? checkpoint : model);
-    run->config = json_read(path, error);
+    run->config = json_read(path_in(*checkpoint ? checkpoint : model, "config.json"), error);
     return run->config != NULL;
 }
 

@@ -5,9 +5,8 @@
 #include "json.h"
 #include "options.h"
 #include "sampling.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 enum { RUN_PATH_BYTES = 4096 };
 
@@ -94,6 +93,4 @@ bool run_log_members(RunFolder* run, const char* type, const char* members);
 // A sample, the `index`th of its step: what follows the prompt.
 bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -2,9 +2,8 @@
 #pragma once
 #include "files.h"
 #include "json.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // Writing: begin with all the tensors' names, types and shapes, then give the bytes in the same order, in pieces of any
 // size; finish checks that all came, syncs, and returns the CRC-32C and size of the whole file (either may be NULL). A
@@ -53,6 +52,4 @@ bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor
 void transpose(void* out, const void* inp, int64_t rows, int64_t cols, int element_bytes);
 void safetensors_close(Safetensors* file);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

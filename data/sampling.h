@@ -1,9 +1,8 @@
 // Prompts as tokens, and samples as text. Drawing the tokens is the trainer's part.
 #pragma once
 #include "tokenizer.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 typedef struct {
     char** text;
@@ -43,6 +42,4 @@ void samples_done(void* samples, int index, const int* tokens, int64_t used);
 // Writes sample `index` of `count`: a line that says which one if there are several, the prompt, and the text.
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

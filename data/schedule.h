@@ -2,9 +2,8 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step.
 typedef struct {
@@ -27,6 +26,4 @@ bool schedule_choose(Schedule* schedule, bool warmup_typed, char* error);
 // The learning rate of step 0, 1, ... steps-1.
 double learning_rate(const Schedule* schedule, int64_t step);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

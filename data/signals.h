@@ -13,9 +13,8 @@
 #pragma once
 #include <signal.h>
 #include <stdbool.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 extern volatile sig_atomic_t signal_stop, signal_save;
 
@@ -30,6 +29,4 @@ void signals_quiet(void);
 // nothing to save, and a signal ends the process at once. The text must outlive the call.
 void signals_doing(const char* what, double seconds);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -33,10 +33,8 @@ static inline uint64_t text_hash(const char* text, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i++) hash = (hash ^ (unsigned char)text[i]) * 0x100000001b3u;
     return hash;
 }
-
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 // The code point at text[0..bytes) and, returned, its length: 1 to 4 bytes, or 0 when they are no well-formed UTF-8.
 int utf8_next(const char* text, int64_t bytes, uint32_t* point);
@@ -44,6 +42,4 @@ int utf8_next(const char* text, int64_t bytes, uint32_t* point);
 // UTF-8) by '?'. Newlines and tabs stay when `lines` is true.
 void text_disarm(char* text, bool lines);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

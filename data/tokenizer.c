@@ -311,12 +311,11 @@ static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* 
     return fine && bytes_complete(tokenizer, path, error);
 }
 
-// The first of two names that is in the folder, written to `path`; false when neither is.
-static bool find_file(const char* folder, const char* name, const char* other, char path[4352]) {
-    snprintf(path, 4352, "%.4095s/%s", folder, name);
-    if (access(path, F_OK) == 0) return true;
-    snprintf(path, 4352, "%.4095s/%s", folder, other);
-    return access(path, F_OK) == 0;
+// The path of the first of two names that is in the folder; NULL when neither is.
+static const char* find_file(const char* folder, const char* name, const char* other) {
+    const char* path = path_in(folder, name);
+    if (access(path, F_OK) != 0) path = path_in(folder, other);
+    return access(path, F_OK) == 0 ? path : NULL;
 }
 
 // True if `json` is absent, null, false or an empty text.
@@ -367,11 +366,11 @@ static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, const in
 // vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
 static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, const int* byte_of,
                             char* error) {
-    char beside[4352];
     Entries entries = {NULL, 0, 0};
     Json *json = json_read(path, error), *more = NULL;
     bool fine = json && entries_object(&entries, json, false, path, error);
-    if (fine && find_file(folder, "tokenizer.json", "added_tokens.json", beside)) {
+    const char* beside = find_file(folder, "tokenizer.json", "added_tokens.json");
+    if (fine && beside) {
         const bool whole = strcmp(strrchr(beside, '/'), "/tokenizer.json") == 0;
         more = json_read(beside, error);
         fine = more && (whole ? entries_list(&entries, json_get(more, "added_tokens"), beside, error)
@@ -385,20 +384,18 @@ static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char
 }
 
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    char path[4352], merges[4352], whole[4352];
     int byte_of[324];
     int64_t bytes = 0;
     alphabet(byte_of);
-    bool vocabulary = find_file(folder, "vocab.json", "encoder.json", path);
-    bool pairs = vocabulary && find_file(folder, "merges.txt", "vocab.bpe", merges);
-    if (!pairs && find_file(folder, "tokenizer.json", "tokenizer.json", whole)) {
-        return open_tokenizer_json(tokenizer, whole, byte_of, error);
-    }
-    if (!vocabulary) {
+    const char* path = find_file(folder, "vocab.json", "encoder.json");
+    const char* merges = path ? find_file(folder, "merges.txt", "vocab.bpe") : NULL;
+    const char* whole = merges ? NULL : find_file(folder, "tokenizer.json", "tokenizer.json");
+    if (whole) return open_tokenizer_json(tokenizer, whole, byte_of, error);
+    if (!path) {
         return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
     }
     bool fine = open_vocabulary(tokenizer, folder, path, byte_of, error);
-    if (!fine || !pairs) return fine;
+    if (!fine || !merges) return fine;
     char* text = file_read(merges, &bytes, error);
     if (!text) return false;
     fine = read_merges(tokenizer, text, bytes, merges, byte_of, error);
@@ -408,9 +405,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
 }
 
 bool tokenizer_exists(const char* folder) {
-    char path[4352];
-    return find_file(folder, "vocab.json", "encoder.json", path) ||
-           find_file(folder, "tokenizer.json", "tokenizer.json", path);
+    return find_file(folder, "vocab.json", "encoder.json") || find_file(folder, "tokenizer.json", "tokenizer.json");
 }
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
@@ -447,9 +442,7 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
 
 // FROM/NAME to TO/COPY, unless that is there.
 static bool copy_missing(const char* from, const char* name, const char* to, const char* copy, char* error) {
-    char source[4608], target[4608];
-    snprintf(source, sizeof(source), "%s/%s", from, name);
-    snprintf(target, sizeof(target), "%s/%s", to, copy);
+    const char *source = path_in(from, name), *target = path_in(to, copy);
     if (access(source, F_OK) != 0 || access(target, F_OK) == 0) return true;
     int64_t bytes;
     char* text = file_read(source, &bytes, error);
@@ -474,8 +467,7 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
     bool fine = true;
     for (int i = 0; i < SPECIAL_TOKENS; i++) tokens->id[i] = -1;
     for (int f = 0; f < 2 && tokenizer->slots > 0; f++) {
-        char path[4608];
-        snprintf(path, sizeof(path), "%s/%s", folder, files[f]);
+        const char* path = path_in(folder, files[f]);
         Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
         fine = fine && (json || access(path, F_OK) != 0);
         for (int i = 0; i < SPECIAL_TOKENS && json; i++) {

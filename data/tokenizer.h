@@ -6,9 +6,8 @@
 #include <stdint.h>
 #include "files.h"
 #include "json.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "linkage.h"
+C_LINKAGE_BEGIN
 
 typedef struct Tokenizer Tokenizer;
 // folder NULL or "": tokens are bytes. Otherwise vocab.json and merges.txt are read, or the same under OpenAI's names,
@@ -48,6 +47,4 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
 // Returns how many; -1 where the tokenizer cannot encode.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

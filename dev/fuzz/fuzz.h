@@ -2,9 +2,8 @@
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "../../data/linkage.h"
+C_LINKAGE_BEGIN
 
 typedef struct {
     const char* bytes;
@@ -19,6 +18,4 @@ __attribute__((noreturn)) void fuzz_leave(void);  // ends this input
 void fuzz_formats(FuzzInput input);     // optim/user.cu
 void fuzz_rendezvous(FuzzInput input);  // kernels/ranks/launch.c
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -1,9 +1,8 @@
 // HMAC-SHA256 (RFC 2104, FIPS 180-4): the keyed hash by which two ranks prove to each other that they know one secret.
 #pragma once
 #include <stddef.h>
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "../../data/linkage.h"
+C_LINKAGE_BEGIN
 
 enum { HMAC_BYTES = 32 };
 
@@ -13,6 +12,4 @@ void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t co
 // Compares two hashes in a time that does not depend on where they differ.
 int hmac_equal(const unsigned char a[HMAC_BYTES], const unsigned char b[HMAC_BYTES]);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -17,9 +17,8 @@
 #include <stddef.h>
 #include <stdint.h>
 #include "../../data/errors.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "../../data/linkage.h"
+C_LINKAGE_BEGIN
 
 enum { LAUNCH_LISTENERS = 8 };  // sockets, one for each address of rank 0's host
 enum { SILENCE_SECONDS = 20 };  // without a beat, or without progress: NIBBLE_SILENCE=N in the environment, for tests
@@ -69,6 +68,4 @@ void launch_leave(Launch* launch);
 // The first host of Slurm's list, such as "gpu[003-007,9],login": gpu003. False when it cannot be read.
 bool launch_first_host(const char* list, char* host, size_t bytes);
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -19,9 +19,8 @@
 #include "../../data/clock.h"
 #include "hmac.h"
 #include "launch.h"
-#ifdef __cplusplus
-extern "C" {
-#endif
+#include "../../data/linkage.h"
+C_LINKAGE_BEGIN
 
 enum {
     PORTS = 8,            // that rank 0 may take, from the first on, where another program has some of them
@@ -91,6 +90,4 @@ static inline void sleep_ms(int ms) {
     nanosleep(&time, NULL);
 }
 
-#ifdef __cplusplus
-}
-#endif
+C_LINKAGE_END

@@ -1,0 +1,9 @@
+// What stands between these has C's names in C++ too.
+#pragma once
+#ifdef __cplusplus
+#define C_LINKAGE_BEGIN extern "C" {
+#define C_LINKAGE_END }
+#else
+#define C_LINKAGE_BEGIN
+#define C_LINKAGE_END
+#endif
