@@ -40,12 +40,6 @@ EMBED_SOURCE
 #define OPTIM_HOST
 #endif
 
-#ifdef __CUDA_ARCH__
-constexpr bool ON_GPU = true;
-#else
-constexpr bool ON_GPU = false;
-#endif
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr bool ON_HOPPER = true;  // or later
 #else
@@ -59,45 +53,34 @@ constexpr bool ON_HOPPER = false;
 #define OPTIM_UNROLL
 #endif
 
-OPTIM_INLINE float exact_mul(float a, float b) {
+// The first expression on the GPU, the second on the CPU.
 #ifdef __CUDA_ARCH__
-    return __fmul_rn(a, b);
+#define OPTIM_EITHER(GPU, CPU) GPU
 #else
-    return a * b;
+#define OPTIM_EITHER(GPU, CPU) CPU
 #endif
+
+constexpr bool ON_GPU = OPTIM_EITHER(true, false);
+
+OPTIM_INLINE float exact_mul(float a, float b) {
+    return OPTIM_EITHER(__fmul_rn(a, b), a * b);
 }
 
 OPTIM_INLINE float exact_add(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fadd_rn(a, b);
-#else
-    return a + b;
-#endif
+    return OPTIM_EITHER(__fadd_rn(a, b), a + b);
 }
 
 // a * b + c, rounded once.
 OPTIM_INLINE float exact_fma(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-    return __fmaf_rn(a, b, c);
-#else
-    return fmaf(a, b, c);
-#endif
+    return OPTIM_EITHER(__fmaf_rn(a, b, c), fmaf(a, b, c));
 }
 
 OPTIM_INLINE float exact_div(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fdiv_rn(a, b);
-#else
-    return a / b;
-#endif
+    return OPTIM_EITHER(__fdiv_rn(a, b), a / b);
 }
 
 OPTIM_INLINE float exact_sqrt(float a) {
-#ifdef __CUDA_ARCH__
-    return __fsqrt_rn(a);
-#else
-    return sqrtf(a);
-#endif
+    return OPTIM_EITHER(__fsqrt_rn(a), sqrtf(a));
 }
 
 // The root of a moment, correctly rounded, of max(v, 2^-100): below, an approximate start would flush to zero. A root
@@ -169,22 +152,14 @@ OPTIM_INLINE float one_nan(float x, uint32_t nan) {
 #endif
 }
 
-// The sign of x at bit 31; 0 for NaN, whose sign differs between machines.
+// The sign of x at bit 31; 0 for NaN, whose sign differs between machines: a GPU's arithmetic makes it positive.
 OPTIM_INLINE uint32_t sign_bits(float x) {
-#ifdef __CUDA_ARCH__
-    return __float_as_uint(x) & 0x80000000u;  // arithmetic makes NaN positive
-#else
-    return is_nan(x) ? 0u : float_bits(x) & 0x80000000u;
-#endif
+    return OPTIM_EITHER(float_bits(x), is_nan(x) ? 0u : float_bits(x)) & 0x80000000u;
 }
 
 // The result of an arithmetic operation, with the NaN that a GPU makes.
 OPTIM_INLINE float one_nan(float x) {
-#ifdef __CUDA_ARCH__
-    return x;
-#else
-    return is_nan(x) ? bits_float(0x7fffffffu) : x;
-#endif
+    return OPTIM_EITHER(x, is_nan(x) ? bits_float(0x7fffffffu) : x);
 }
 
 OPTIM_INLINE float canonical(float x) {
@@ -193,25 +168,14 @@ OPTIM_INLINE float canonical(float x) {
 
 // Comparisons with a defined result for NaN: the second operand.
 OPTIM_INLINE float exact_min(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return fminf(a, b);
-#else
-    return a < b ? a : b;
-#endif
+    return OPTIM_EITHER(fminf(a, b), a < b ? a : b);
 }
 
 OPTIM_INLINE float exact_max(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return fmaxf(a, b);
-#else
-    return a > b ? a : b;
-#endif
+    return OPTIM_EITHER(fmaxf(a, b), a > b ? a : b);
 }
 
+// On a GPU it is free in the comparison that follows.
 OPTIM_INLINE float exact_abs(float a) {
-#ifdef __CUDA_ARCH__
-    return fabsf(a);  // free in the comparison that follows
-#else
-    return bits_float(float_bits(a) & 0x7fffffffu);
-#endif
+    return OPTIM_EITHER(fabsf(a), bits_float(float_bits(a) & 0x7fffffffu));
 }

@@ -176,11 +176,7 @@ struct ScaleE8m0 {
 
 // 2^23 + floor(x) for 0 <= x < 2^22, whose lower bits are the integer.
 OPTIM_INLINE uint32_t floor_bits(float x) {
-#ifdef __CUDA_ARCH__
-    return __float_as_uint(__fadd_rd(x, 8388608.0f));
-#else
-    return 0x4b000000u + (uint32_t)x;
-#endif
+    return OPTIM_EITHER(__float_as_uint(__fadd_rd(x, 8388608.0f)), 0x4b000000u + (uint32_t)x);
 }
 
 // a * b + c, rounded once, then cut to [0, 1]; NaN becomes 0.
