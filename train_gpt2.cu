@@ -875,7 +875,7 @@ static bool sample_next(void* context, int* tokens, int count) {
 // ends. All ranks call it.
 static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
                    SampleDone done, void* context) {
-    Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, 0};
+    Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, {}};
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
     const int64_t lent = m->arena.lent_bytes,

@@ -3,6 +3,8 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "clock.h"
 #include "text.h"
 
 static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const Tokenizer* tokenizer, int V,
@@ -88,12 +90,18 @@ static int samples_count(const Samples* samples) {
 
 void samples_next(Samples* samples, int* tokens, int count, int end) {
     const int stop = samples->tokenizer && samples->stop ? tokenizer_end(samples->tokenizer) : -1;
-    for (int i = 0; i < count; i++) tokens[i] = tokens[i] == stop ? end : tokens[i];
+    for (int i = 0; i < count; i++) {
+        samples->so_far.drawn += tokens[i] >= 0 && samples->so_far.began > 0;
+        tokens[i] = tokens[i] == stop ? end : tokens[i];
+    }
+    if (samples->so_far.began == 0)
+        samples->so_far.began = seconds_now();  // the first tokens wait for prompts and for compilers
+    samples->so_far.seconds = seconds_now() - samples->so_far.began;
     const int token = tokens[0];
     if (!samples->to || samples_count(samples) > 1 || (token < 0 && token != end)) return;
     int bytes = 0;
     const char* text = token >= 0 ? tokenizer_decode(samples->tokenizer, token, &bytes) : "";
-    if (samples->streamed++ == 0) fputs(samples->prompts->text[0], samples->to);
+    if (samples->so_far.streamed++ == 0) fputs(samples->prompts->text[0], samples->to);
     fwrite(text, 1, (size_t)bytes, samples->to);
     if (fflush(samples->to) != 0 && errno == EPIPE) exit(0);  // nobody reads on; other failures are reported at the end
 }
@@ -120,6 +128,11 @@ void samples_done(void* context, int index, const int* tokens, int64_t used) {
     fclose(memory);
     if (samples->to && count > 1) sample_write(samples->to, index, count, samples->prompts->text[prompt], text, bytes);
     if (samples->to && count == 1) fputc('\n', samples->to);
+    if (samples->to && index == count - 1 && samples->so_far.drawn > 0) {
+        fflush(samples->to);
+        fprintf(stderr, "train: drew %lld tokens in %.3f s, %.0f a second\n", (long long)samples->so_far.drawn,
+                samples->so_far.seconds, (double)samples->so_far.drawn / samples->so_far.seconds);
+    }
     if (samples->done) samples->done(samples->context, index, samples->prompts->text[prompt], text, bytes);
     free(text);
 }

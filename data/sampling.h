@@ -32,12 +32,17 @@ typedef struct {
     SampleDone done;             // NULL: nobody asks
     void* context;
     const void* model;  // the caller's, who draws the tokens
-    int64_t streamed;   // tokens of a single sample that are printed
+    struct {
+        int64_t streamed;  // tokens of a single sample that are printed
+        int64_t drawn;     // tokens after the first ones, and the seconds that they took
+        double began, seconds;
+    } so_far;  // zeros at first
 } Samples;
 // Each of `count` samples got a token. Replaces the end-of-text token by `end` where samples stop at it, and prints the
 // token of a single sample; of negative ones only `end` is a sample's. Ends the program when nobody reads on.
 void samples_next(Samples* samples, int* tokens, int count, int end);
-// Sample `index` of `samples` (a Samples) is complete: `used` tokens, with its prompt.
+// Sample `index` of `samples` (a Samples) is complete: `used` tokens, with its prompt. After the last one, where
+// samples are printed, a line on stderr says how fast the tokens came.
 void samples_done(void* samples, int index, const int* tokens, int64_t used);
 // Writes sample `index` of `count`: a line that says which one if there are several, the prompt, and the text.
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);

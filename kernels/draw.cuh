@@ -6,11 +6,14 @@
 // over it whatever computes them, and equal logits and numbers give the same token. Of equal scores the first wins.
 // Temperature 0 takes the likeliest token. A row with a value that is not finite gives DRAW_NOT_FINITE.
 //
-// The k likeliest are those not below the k-th largest logit, which a search by the bits of the logits finds: of the
-// numbers that order as the logits do, four rounds each fix the next 8 bits by counting. All tokens that equal the k-th
-// take part.
+// The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for it
+// goes by the bits of the logits, as numbers that order as the logits do: the CPU fixes 8 bits a round by counting, the
+// GPU one bit.
 //
-// Bytes on the GPU: a row of logits is read six times, five of them from the L2 cache.
+// GPU: a block for each row reads it twice. First each thread finds the largest of its logits. The k-th largest of
+// these is not above the k-th largest of all, since k different logits reach it; so only the logits that reach it, not
+// many more than k, are kept, one for a thread, and searched. With k above DRAW_SHORT or very many equal logits, each
+// of 32 rounds reads the row, which takes a few times as long.
 #pragma once
 #include <float.h>
 #include <limits.h>
@@ -20,6 +23,7 @@
 
 constexpr int DRAW_NOT_FINITE = -2;
 constexpr int DRAW_THREADS = 1024;
+constexpr int DRAW_SHORT = 512;  // the largest k for which what may be one of the k likeliest usually fits the threads
 
 struct DrawOptions {
     double temperature;
@@ -82,58 +86,102 @@ inline void draw_cpu(int* tokens, const float* logits, const int* samples, const
 }
 
 #ifdef __CUDACC__
-// draw_threshold_cpu by a block.
-__device__ inline uint32_t draw_threshold(const float* logits, int V, int64_t k) {
-    __shared__ int count[256];
-    __shared__ uint32_t found;
-    __shared__ int64_t left;
-    if (k <= 0 || k >= V) return 0;
-    uint32_t prefix = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        __syncthreads();
-        if (threadIdx.x < 256) count[threadIdx.x] = 0;
-        __syncthreads();
-        for (int begin = 0; begin < V; begin += blockDim.x) {
-            const int v = begin + threadIdx.x;
-            const uint32_t key = v < V ? draw_key(logits[v]) : 0;
-            const bool counts = v < V && (shift == 24 || key >> (shift + 8) == prefix);
-            // Most logits share a few digits: the threads of a warp that have the same one add up first.
-            const int digit = counts ? (int)(key >> shift & 255) : -1;
-            const unsigned same = __match_any_sync(0xffffffffu, digit);
-            if (counts && __ffs(same) - 1 == (int)(threadIdx.x % 32)) atomicAdd(&count[digit], __popc(same));
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            int digit = 255;
-            int64_t rest = k;
-            while (count[digit] < rest) rest -= count[digit--];
-            found = prefix << 8 | (uint32_t)digit, left = rest;
-        }
-        __syncthreads();
-        prefix = found, k = left;
+// The largest number that at least k keys reach, by a block: count(t) of all its threads is the number of keys >= t.
+template <typename Count>
+__device__ inline uint32_t draw_search(const Count& count, int64_t k) {
+    uint32_t found = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        const uint32_t next = found | 1u << bit;
+        if (count(next) >= k) found = next;
     }
-    return prefix;
+    return found;
 }
 
-// Grid R, block DRAW_THREADS; any V. Counts are integers, so their order does not matter. Deterministic.
+// The token of this thread among those that may be one of the k likeliest, or -1 if they are fewer than the threads.
+// False if they are more. `largest` is the key of the largest of the thread's logits.
+__device__ inline bool draw_short_list(const float* row, int V, int64_t k, uint32_t largest, int* token) {
+    __shared__ int list[DRAW_THREADS], length;
+    const uint32_t bound = draw_search([&](uint32_t t) { return __syncthreads_count(largest >= t); }, k);
+    if (threadIdx.x == 0) length = 0;
+    __syncthreads();
+    // Most threads have nothing to add, and the order of the list does not matter.
+    for (int v = threadIdx.x; v < V && largest >= bound; v += blockDim.x) {
+        if (draw_key(row[v]) < bound) continue;
+        const int at = atomicAdd(&length, 1);
+        if (at < DRAW_THREADS) list[at] = v;
+    }
+    __syncthreads();
+    *token = (int)threadIdx.x < length ? list[threadIdx.x] : -1;
+    return length <= DRAW_THREADS;
+}
+
+// Of a thread: its best token so far.
+struct DrawBest {
+    double score;
+    int token;
+};
+
+// The best of a thread's tokens among the k likeliest of a row. k > 0, temperature > 0.
+template <typename Score>
+__device__ inline DrawBest draw_likeliest(const float* row, int V, int64_t k, uint32_t largest, const Score& score) {
+    int own = -1;
+    if (k <= DRAW_SHORT && draw_short_list(row, V, k, largest, &own)) {
+        const uint32_t key = own >= 0 ? draw_key(row[own]) : 0;
+        const uint32_t kth = draw_search([&](uint32_t t) { return __syncthreads_count(key >= t); }, k);
+        if (key < kth) return {-INFINITY, INT_MAX};
+        return {score(own), own};
+    }
+    const auto in_row = [&](uint32_t t) {
+        __shared__ int count;
+        int own = 0;
+#pragma unroll 8
+        for (int v = threadIdx.x; v < V; v += blockDim.x) own += draw_key(row[v]) >= t;
+        for (int half = 16; half > 0; half /= 2) own += __shfl_xor_sync(0xffffffffu, own, half);
+        __syncthreads();  // the last round's count has been read
+        if (threadIdx.x == 0) count = 0;
+        __syncthreads();
+        if (threadIdx.x % 32 == 0) atomicAdd(&count, own);
+        __syncthreads();
+        return count;
+    };
+    const uint32_t kth = draw_search(in_row, k);
+    DrawBest best = {-INFINITY, INT_MAX};
+    for (int v = threadIdx.x; v < V; v += blockDim.x) {
+        if (draw_key(row[v]) < kth) continue;
+        const double its = score(v);
+        if (its > best.score) best = {its, v};
+    }
+    return best;
+}
+
+// Grid R, block DRAW_THREADS; any V. Deterministic.
 __global__ static void __launch_bounds__(DRAW_THREADS)
     draw_kernel(int* tokens, const float* logits, const int* samples, const int* places, DrawOptions o, int V, int Vp) {
     __shared__ double scores[DRAW_THREADS];
     __shared__ int winners[DRAW_THREADS];
     const float* row = logits + (int64_t)blockIdx.x * Vp;
-    bool bad = false;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) bad = bad || !(fabsf(row[v]) <= FLT_MAX);
-    bad = __syncthreads_or(bad);
     const double temperature = o.top_k == 1 ? 0 : o.temperature;
-    const uint32_t threshold = temperature == 0 || bad ? 0 : draw_threshold(row, V, o.top_k);
-    double best = -INFINITY;
-    int token = INT_MAX;
-    for (int v = threadIdx.x; v < V && !bad; v += blockDim.x) {
-        if (draw_key(row[v]) < threshold) continue;
-        const double score = draw_score(row[v], temperature, o.seed, samples[blockIdx.x], places[blockIdx.x], v);
-        if (score > best) best = score, token = v;
+    const auto score = [&](int v) {
+        return draw_score(row[v], temperature, o.seed, samples[blockIdx.x], places[blockIdx.x], v);
+    };
+    bool bad = false;
+    uint32_t largest = 0;
+#pragma unroll 8
+    for (int v = threadIdx.x; v < V; v += blockDim.x) {
+        bad = bad || !(fabsf(row[v]) <= FLT_MAX);
+        largest = max(largest, draw_key(row[v]));
     }
-    scores[threadIdx.x] = best, winners[threadIdx.x] = token;
+    bad = __syncthreads_or(bad);
+    DrawBest best = {-INFINITY, INT_MAX};
+    if (!bad && temperature != 0 && o.top_k > 0 && o.top_k < V) {
+        best = draw_likeliest(row, V, o.top_k, largest, score);
+    } else {
+        for (int v = threadIdx.x; v < V && !bad; v += blockDim.x) {
+            const double its = score(v);
+            if (its > best.score) best = {its, v};
+        }
+    }
+    scores[threadIdx.x] = best.score, winners[threadIdx.x] = best.token;
     __syncthreads();
     for (int half = DRAW_THREADS / 2; half > 0; half /= 2) {
         const int other = threadIdx.x + half;

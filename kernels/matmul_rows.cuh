@@ -10,11 +10,11 @@
 // is packed once into panels of 64 outputs with k outermost, as bf16 where every value is one (the weights of most
 // checkpoints), since then half as many bytes pass.
 //
-// GPU, bf16: mma.sync with the weights as the 16-row operand and up to 8 rows of inp as the 8 columns of the other,
-// both from global memory straight into registers. The sum over k may take its terms in any order if both operands take
-// the same: thread t of four holds k = 8t .. 8t + 7 of each 32, one load of 16 bytes, which feeds two instructions. The
-// eight warps of a block share the k of 16 outputs, and their sums are added in the order of the warps. fp32: a warp
-// computes one element.
+// GPU, bf16: mma.sync with a band of 16 outputs' weights as the 16-row operand and a tile of up to 8 rows of inp as the
+// 8 columns of the other, both from global memory straight into registers. The sum over k may take its terms in any
+// order if both operands take the same: thread t of four holds k = 8t .. 8t + 7 of each 32, one load of 16 bytes, which
+// feeds two instructions. The eight warps of a block share the k of its outputs, and their sums are added in the order
+// of the warps. fp32: a warp computes one element.
 #pragma once
 #include <assert.h>
 
@@ -120,57 +120,65 @@ inline void matmul_rows_cpu(float* out, const float* inp, const PackedMatrix* we
 #ifdef __CUDACC__
 constexpr int MATMUL_ROWS_WARPS = 8;
 constexpr int MATMUL_ROWS_DEPTH = 32;  // k of a warp's load
-constexpr int MATMUL_ROWS_AHEAD = 4;   // loads of weights under way
 
-// Grid (OC / 16, ceil(N / (8 TILES))), block 256, C a multiple of 32, OC of 16; N any. Deterministic; the order of a
-// sum depends on C alone. D: float or bf16.
-template <typename D, int TILES>
+// Grid (OC / (16 BANDS), ceil(N / (8 TILES))), block 256, C a multiple of 32, OC of 16 BANDS; N any. AHEAD: loads of
+// each operand under way. Deterministic; the order of a sum depends on C alone. D: float or bf16.
+template <typename D, int TILES, int BANDS, int AHEAD>
 __global__ void __launch_bounds__(32 * MATMUL_ROWS_WARPS)
     matmul_rows_kernel(D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu, int N, int C, int OC) {
     __shared__ float partial[MATMUL_ROWS_WARPS][TILES][4][32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int first = blockIdx.y * 8 * TILES;  // row of inp
-    const bf16* upper = weight + ((int64_t)blockIdx.x * 16 + g) * C + 8 * t;
-    const bf16* lower = upper + 8 * (int64_t)C;
+    const bf16* outputs = weight + ((int64_t)blockIdx.x * 16 * BANDS + g) * C + 8 * t;
     const bf16* rows = inp + ((int64_t)first + g) * C + 8 * t;
     constexpr int step = MATMUL_ROWS_WARPS * MATMUL_ROWS_DEPTH;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
-    float sum[TILES][4] = {};
-    for (int begin = warp * MATMUL_ROWS_DEPTH; begin < C; begin += MATMUL_ROWS_AHEAD * step) {
-        uint4 a[MATMUL_ROWS_AHEAD], b[MATMUL_ROWS_AHEAD];
+    const auto load = [&](const bf16* from, int row, int k, bool there) {
+        return there ? *reinterpret_cast<const uint4*>(from + (int64_t)row * C + k) : make_uint4(0, 0, 0, 0);
+    };
+    float sum[BANDS][TILES][4] = {};
+    for (int begin = warp * MATMUL_ROWS_DEPTH; begin < C; begin += AHEAD * step) {
+        uint4 w[AHEAD][BANDS][2], x[AHEAD][TILES];
 #pragma unroll
-        for (int i = 0; i < MATMUL_ROWS_AHEAD; i++) {
+        for (int i = 0; i < AHEAD; i++) {
             const int k = begin + i * step;
-            a[i] = k < C ? *reinterpret_cast<const uint4*>(upper + k) : zero;
-            b[i] = k < C ? *reinterpret_cast<const uint4*>(lower + k) : zero;
+#pragma unroll
+            for (int b = 0; b < 2 * BANDS; b++) w[i][b / 2][b % 2] = load(outputs, 8 * b, k, k < C);
+#pragma unroll
+            for (int n = 0; n < TILES; n++) x[i][n] = load(rows, 8 * n, k, k < C && first + 8 * n + g < N);
         }
 #pragma unroll
-        for (int i = 0; i < MATMUL_ROWS_AHEAD; i++) {
-            const int k = begin + i * step;
-            if (k >= C) break;
-            const uint32_t low[4] = {a[i].x, b[i].x, a[i].y, b[i].y}, high[4] = {a[i].z, b[i].z, a[i].w, b[i].w};
+        for (int i = 0; i < AHEAD; i++) {
+            if (begin + i * step >= C) break;
 #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                uint4 x = zero;
-                if (first + 8 * n + g < N) x = *reinterpret_cast<const uint4*>(rows + 8 * (int64_t)n * C + k);
-                mma(sum[n], low, x.x, x.y);
-                mma(sum[n], high, x.z, x.w);
+            for (int b = 0; b < BANDS; b++) {
+                const uint4 upper = w[i][b][0], lower = w[i][b][1];
+                const uint32_t low[4] = {upper.x, lower.x, upper.y, lower.y},
+                               high[4] = {upper.z, lower.z, upper.w, lower.w};
+#pragma unroll
+                for (int n = 0; n < TILES; n++) {
+                    mma(sum[b][n], low, x[i][n].x, x[i][n].y);
+                    mma(sum[b][n], high, x[i][n].z, x[i][n].w);
+                }
             }
         }
     }
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
-        for (int i = 0; i < 4; i++) partial[warp][n][i][lane] = sum[n][i];
-    __syncthreads();
-    for (int e = threadIdx.x; e < 128 * TILES; e += blockDim.x) {
-        const int row = e / 16, o = e % 16;  // see mma for where an element lies
-        const int i = (o >= 8 ? 2 : 0) + (row & 1), from = 4 * (o % 8) + (row % 8) / 2;
-        float total = 0.0f;
-        for (int w = 0; w < MATMUL_ROWS_WARPS; w++) total += partial[w][row / 8][i][from];
-        const int column = blockIdx.x * 16 + o;
-        if (bias) total += to_float(bias[column]);
-        if (gelu) total = gelu_value<bf16>(total);
-        if (first + row < N) out[(int64_t)(first + row) * OC + column] = from_float<D>(total);
+    for (int b = 0; b < BANDS; b++) {
+        if (b > 0) __syncthreads();  // the sums of the band before have been read
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            for (int i = 0; i < 4; i++) partial[warp][n][i][lane] = sum[b][n][i];
+        __syncthreads();
+        for (int e = threadIdx.x; e < 128 * TILES; e += blockDim.x) {
+            const int row = e / 16, o = e % 16;  // see mma for where an element lies
+            const int i = (o >= 8 ? 2 : 0) + (row & 1), from = 4 * (o % 8) + (row % 8) / 2;
+            float total = 0.0f;
+            for (int part = 0; part < MATMUL_ROWS_WARPS; part++) total += partial[part][row / 8][i][from];
+            const int column = (blockIdx.x * BANDS + b) * 16 + o;
+            if (bias) total += to_float(bias[column]);
+            if (gelu) total = gelu_value<bf16>(total);
+            if (first + row < N) out[(int64_t)(first + row) * OC + column] = from_float<D>(total);
+        }
     }
 }
 
@@ -191,13 +199,26 @@ __global__ static void __launch_bounds__(256) matmul_rows_fp32_kernel(float* out
     out[(int64_t)blockIdx.y * OC + column] = sum;
 }
 
-template <typename D, int TILES>
+template <typename D, int TILES, int BANDS, int AHEAD>
 void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
                         int N, int C, int OC) {
-    dim3 grid(OC / 16, (unsigned)ceil_div(N, 8 * TILES));
-    matmul_rows_kernel<D, TILES>
+    dim3 grid(OC / (16 * BANDS), (unsigned)ceil_div(N, 8 * TILES));
+    matmul_rows_kernel<D, TILES, BANDS, AHEAD>
         <<<grid, 32 * MATMUL_ROWS_WARPS, 0, dev->stream>>>(out, inp, weight, bias, gelu, N, C, OC);
     check_launch();
+}
+
+// The one place that chooses a variant. One row is a matter of loads under way. Up to 64 rows are read by every block
+// that computes outputs of them, through the L2 cache: few rows a block keep all multiprocessors busy, and where the
+// outputs suffice for that (the head) many rows and outputs a block read least.
+template <typename D>
+void matmul_rows_choose(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
+                        int N, int C, int OC) {
+    const bool wide = ceil_div(N, 64) * (OC / 32) >= 2 * dev->sm_count;
+    const auto launch = N <= 8 ? matmul_rows_launch<D, 1, 1, 4>
+                        : wide ? matmul_rows_launch<D, 8, 2, 1>
+                               : matmul_rows_launch<D, 2, 1, 4>;
+    launch(dev, out, inp, weight, bias, gelu, N, C, OC);
 }
 #endif
 
@@ -224,12 +245,8 @@ void matmul_rows(const Device* dev, D* out, const X* inp, const X* weight, const
         dim3 grid(OC / 8, N);
         matmul_rows_fp32_kernel<<<grid, 256, 0, dev->stream>>>((float*)out, inp, weight, bias, gelu, C, OC);
         check_launch();
-    } else if (N <= 8) {
-        matmul_rows_launch<D, 1>(dev, out, inp, weight, bias, gelu, N, C, OC);
-    } else if (N <= 32) {
-        matmul_rows_launch<D, 4>(dev, out, inp, weight, bias, gelu, N, C, OC);
     } else {
-        matmul_rows_launch<D, 8>(dev, out, inp, weight, bias, gelu, N, C, OC);
+        matmul_rows_choose(dev, out, inp, weight, bias, gelu, N, C, OC);
     }
 #endif
 }

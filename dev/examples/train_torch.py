@@ -1,10 +1,12 @@
 """A small GPT in torch, trained on a text's bytes with nibble_optim and, to compare, with torch's AdamW or torchao's.
 
-    python3 dev/examples/train_torch.py --optimizer adamw8 [--data FILE] [--steps 300] [--log loss.csv]
+    python3 dev/examples/train_torch.py --optimizer adamw8 [--data FILE] [--steps 300] [--run runs/adamw8]
 
 --optimizer: torch, torchao, or a preset of nibble_optim (adamw32, adamw8, adamw4l, ...). Weights are fp32 for torch and
-torchao and bf16 for the presets. The text is this repository's sources unless --data names another."""
+torchao and bf16 for the presets. The text is this repository's sources unless --data names another. --run writes a
+log.jsonl, which `python3 dev/plot.py RUN...` draws."""
 import argparse
+import json
 import pathlib
 import sys
 import time
@@ -76,7 +78,7 @@ def main():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--log", default="")
+    parser.add_argument("--run", default="")
     a = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     files = [pathlib.Path(a.data)] if a.data else sorted(ROOT.glob("*/*.c*")) + [ROOT / "train_gpt2.cu"]
@@ -90,11 +92,26 @@ def main():
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, 1.1 - i / a.steps))
     draw = torch.Generator().manual_seed(2)
 
-    def batch(begin, end):
-        at = torch.randint(begin, end - a.length - 1, (a.batch, 1), generator=draw) + torch.arange(a.length + 1)
+    def batch(begin, end, fixed=None):
+        source = draw if fixed is None else torch.Generator().manual_seed(fixed)
+        at = torch.randint(begin, end - a.length - 1, (a.batch, 1), generator=source) + torch.arange(a.length + 1)
         return text[at[:, :-1]].to(device), text[at[:, 1:]].to(device)
 
-    log = open(a.log, "w") if a.log else None
+    if a.run:
+        pathlib.Path(a.run).mkdir(parents=True, exist_ok=True)
+    log = open(pathlib.Path(a.run, "log.jsonl"), "w") if a.run else None
+
+    def record(kind, step, loss):
+        if log:
+            tokens, seconds = step * a.batch * a.length, time.time() - begin
+            print(json.dumps(dict(type=kind, step=step, tokens=tokens, time_s=seconds, loss=loss)), file=log)
+
+    def validate(step):
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            loss = sum(model(*batch(cut, len(text), fixed)).item() for fixed in range(20)) / 20
+        record("val", step, loss)
+        return loss
+
     begin = time.time()
     for step in range(1, a.steps + 1):
         with torch.autocast(device, torch.bfloat16):
@@ -104,17 +121,17 @@ def main():
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if log:
-            log.write(f"{step},{loss.item():.6f}\n")
+        record("train", step, loss.item())
         if step % 20 == 0 or step == 1:
             print(f"step {step:5}  loss {loss.item():.4f}  {time.time() - begin:.1f} s", flush=True)
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
-        val = sum(model(*batch(cut, len(text))).item() for _ in range(20)) / 20
+        if step % max(a.steps // 10, 1) == 0:
+            val = validate(step)
     kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
     states = sum(v.numel() * v.element_size() for v in kept)
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    most = f", most in use {torch.cuda.max_memory_allocated() / 1e6:.0f} MB" if device == "cuda" else ""
     print(f"{a.optimizer}: validation {val:.4f} nats a byte, weights {weights / 1e6:.2f} MB, states "
-          f"{states / 1e6:.2f} MB")
+          f"{states / 1e6:.2f} MB{most}")
 
 
 if __name__ == "__main__":
