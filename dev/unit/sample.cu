@@ -9,13 +9,6 @@ namespace {
 
 const DecodeShape SMALL = {2, 128, 2, 300, 384, 24};
 
-// A model's tensors in host memory, with values that bf16 holds where `narrow`.
-struct Weights {
-    int count;
-    int64_t* size;
-    float** values;
-};
-
 int64_t tensor_size(const DecodeShape* s, int i) {
     const int64_t C = s->C;
     const int64_t block[DECODE_TENSORS] = {C, C, 3 * C * C, 3 * C, C * C, C, C, C, 4 * C * C, 4 * C, 4 * C * C, C};
@@ -23,37 +16,40 @@ int64_t tensor_size(const DecodeShape* s, int i) {
     return i == 0 ? s->Vp * C : i == 1 ? s->T * C : i < 2 + blocks ? block[(i - 2) % DECODE_TENSORS] : C;
 }
 
-Weights weights_random(const DecodeShape* s, bool narrow, uint64_t seed) {
-    Weights w = {s->L * DECODE_TENSORS + 4, nullptr, nullptr};
-    w.size = (int64_t*)malloc(w.count * sizeof(int64_t)), w.values = (float**)malloc(w.count * sizeof(float*));
-    for (int i = 0; i < w.count; i++) {
-        const int which = (i - 2) % DECODE_TENSORS;
-        const bool last = i >= w.count - 2;
-        const bool scale = i == w.count - 2 || (i >= 2 && !last && (which == LN1W || which == LN2W));
-        w.size[i] = tensor_size(s, i);
-        // Larger than a model's initial weights, so that texts depend on all of their tokens.
-        w.values[i] = random_floats(w.size[i], seed + i, i < 2 ? 0.3f : 0.2f);
-        for (int64_t j = 0; j < w.size[i]; j++) {
-            if (scale) w.values[i][j] += 1.0f;
-            if (narrow) w.values[i][j] = to_float(from_float<bf16>(w.values[i][j]));
+// A model's tensors in host memory, with values that bf16 holds where `narrow`.
+struct Weights {
+    int count;
+    std::vector<int64_t> size;
+    std::vector<float*> values;
+    Room room{nullptr};
+
+    Weights(const DecodeShape* s, bool narrow, uint64_t seed) : count(s->L * DECODE_TENSORS + 4) {
+        for (int i = 0; i < count; i++) {
+            const int which = (i - 2) % DECODE_TENSORS;
+            const bool last = i >= count - 2;
+            const bool scale = i == count - 2 || (i >= 2 && !last && (which == LN1W || which == LN2W));
+            const int64_t n = tensor_size(s, i);
+            float* x = room.host<float>(n);
+            for (int64_t j = 0; j < n; j++) {
+                // Larger than a model's initial weights, so that texts depend on all of their tokens.
+                x[j] = (i < 2 ? 0.3f : 0.2f) * test_uniform(seed + i, j) + (scale ? 1.0f : 0.0f);
+                if (narrow) x[j] = to_float(from_float<bf16>(x[j]));
+            }
+            size.push_back(n), values.push_back(x);
         }
     }
-    return w;
-}
-
-void weights_free(Weights* w) {
-    for (int i = 0; i < w->count; i++) free(w->values[i]);
-    free(w->values), free(w->size);
-}
+};
 
 // The logits (Vp) after the last of T tokens by the forward pass that trains.
 void plain_logits(float* logits, const DecodeShape* s, const Weights* w, const int* tokens, int T) {
     const int64_t C = s->C;
-    float *residual = floats(T * C), *normed = floats(T * C), *qkv = floats(T * 3 * C), *attention = floats(T * C);
-    float *branch = floats(T * C), *fc = floats(T * 4 * C), *gelu = floats(T * 4 * C), *lse = floats(T * s->NH);
-    float *mean = floats(T), *rstd = floats(T);
+    Room room(nullptr);
+    auto array = [&](int64_t n) { return room.host<float>(n); };
+    float *residual = array(T * C), *normed = array(T * C), *qkv = array(T * 3 * C), *attention = array(T * C);
+    float *branch = array(T * C), *fc = array(T * 4 * C), *gelu = array(T * 4 * C), *lse = array(T * s->NH);
+    float *mean = array(T), *rstd = array(T);
     embedding_forward_cpu(residual, tokens, w->values[0], w->values[1], 1, T, s->C);
-    float* const* p = w->values + 2;
+    float* const* p = &w->values[2];
     layernorm_forward_cpu(normed, mean, rstd, residual, p[LN1W], p[LN1B], T, s->C);
     for (int l = 0; l < s->L; l++, p += DECODE_TENSORS) {
         matmul_forward_cpu(qkv, nullptr, normed, p[QKVW], p[QKVB], T, s->C, 3 * s->C);
@@ -66,64 +62,55 @@ void plain_logits(float* logits, const DecodeShape* s, const Weights* w, const i
                                        p[DECODE_TENSORS + 1], T, s->C);
     }
     matmul_forward_cpu(logits, nullptr, normed + (T - 1) * C, w->values[0], nullptr, 1, s->C, s->Vp);
-    for (float* buffer : {residual, normed, qkv, attention, branch, fc, gelu, lse, mean, rstd}) free(buffer);
 }
 
 // A decoder over weights on a device, and the logits that it had after each step.
 struct Sampler {
     const Device* dev;
+    Room room;
     Decoder decoder;
-    const void** tensors;
+    std::vector<const void*> tensors;
     float* logits;  // (length, S, Vp) of all steps, or NULL
-    int steps;
-    int stop_at;  // ends the text that draws this token; -1: none
-};
+    int steps = 0;
+    int stop_at = -1;  // ends the text that draws this token; -1: none
 
-bool sampler_next(void* context, int* tokens, int count) {
-    Sampler* sampler = (Sampler*)context;
-    const Decoder* d = &sampler->decoder;
-    const int64_t n = (int64_t)count * d->shape.Vp;
-    if (sampler->logits) copy_to_host(sampler->dev, sampler->logits + sampler->steps * n, d->logits, n * 4);
-    sampler->steps++;
-    for (int i = 0; i < count; i++)
-        if (tokens[i] == sampler->stop_at) tokens[i] = DECODE_END;
-    return true;
-}
-
-template <typename X>
-void* tensor_to_device(const Device* dev, const float* values, int64_t n) {
-    X* rounded = (X*)malloc(n * sizeof(X));
-    for (int64_t i = 0; i < n; i++) rounded[i] = from_float<X>(values[i]);
-    void* device = device_alloc(dev, n * sizeof(X));
-    copy_to_device(dev, device, rounded, n * sizeof(X));
-    free(rounded);
-    return device;
-}
-
-void sampler_open(Sampler* sampler, const Device* dev, const DecodeShape* s, const Weights* w, bool fp32, int S,
-                  const DrawOptions* draw, int64_t keep_steps) {
-    *sampler = {dev, {}, nullptr, nullptr, 0, -1};
-    sampler->tensors = (const void**)malloc(w->count * sizeof(void*));
-    for (int i = 0; i < w->count; i++) {
-        sampler->tensors[i] = fp32 ? tensor_to_device<float>(dev, w->values[i], w->size[i])
-                                   : tensor_to_device<bf16>(dev, w->values[i], w->size[i]);
+    Sampler(const Device* dev, const DecodeShape* s, const Weights* w, bool fp32, int S, const DrawOptions* draw,
+            int64_t keep_steps)
+        : dev(dev), room(dev) {
+        for (int i = 0; i < w->count; i++) {
+            tensors.push_back(fp32 ? (void*)room.to_device(w->values[i], w->size[i]) : rounded(w, i));
+        }
+        logits = keep_steps ? room.host<float>(keep_steps * S * s->Vp) : nullptr;
+        const DecodeCalls calls = {this, nullptr, next, nullptr};
+        decode_open(&decoder, dev, s, fp32, tensors.data(), S, draw, &calls, nullptr);
     }
-    if (keep_steps) sampler->logits = floats(keep_steps * S * s->Vp);
-    const DecodeCalls calls = {sampler, nullptr, sampler_next, nullptr};
-    decode_open(&sampler->decoder, dev, s, fp32, sampler->tensors, S, draw, &calls, nullptr);
-}
 
-void sampler_close(Sampler* sampler, int count) {
-    decode_close(&sampler->decoder);
-    for (int i = 0; i < count; i++) device_free(sampler->dev, (void*)sampler->tensors[i]);
-    free(sampler->tensors), free(sampler->logits);
-}
+    ~Sampler() { decode_close(&decoder); }
+
+    bf16* rounded(const Weights* w, int i) {
+        Room staged(dev);
+        bf16* values = staged.host<bf16>(w->size[i]);
+        for (int64_t j = 0; j < w->size[i]; j++) values[j] = from_float<bf16>(w->values[i][j]);
+        return room.to_device(values, w->size[i]);
+    }
+
+    static bool next(void* context, int* tokens, int count) {
+        Sampler* sampler = (Sampler*)context;
+        const Decoder* d = &sampler->decoder;
+        const int64_t n = (int64_t)count * d->shape.Vp;
+        if (sampler->logits) copy_to_host(sampler->dev, sampler->logits + sampler->steps * n, d->logits, n * 4);
+        sampler->steps++;
+        for (int i = 0; i < count; i++)
+            if (tokens[i] == sampler->stop_at) tokens[i] = DECODE_END;
+        return true;
+    }
+};
 
 // Weights that are there a part at a time: only the last two parts that were asked for hold their values.
 struct Parts {
     const DecodeShape* shape;
     const Weights* weights;
-    float** shown;
+    std::vector<float*> shown;
     int last[2];
 };
 
@@ -149,8 +136,8 @@ bool parts_next(void*, int*, int) {
 
 constexpr int TEXT = 200;  // room of a test's text
 
-DecodeText text_begin(int prompt, int sample) {
-    DecodeText text = {(int*)malloc(TEXT * sizeof(int)), prompt, sample, 0, 0, false};
+DecodeText text_begin(Room* room, int prompt, int sample) {
+    DecodeText text = {room->host<int>(TEXT), prompt, sample, 0, 0, false};
     for (int i = 0; i < prompt; i++) text.tokens[i] = (int)((1 + test_uniform(40 + sample, i)) * 150);
     return text;
 }
@@ -190,10 +177,8 @@ TEST(sampling_rows_are_the_matmul) {
                 matmul_forward_cpu(want, nullptr, inp, weight, nullptr, N, C, OC);
                 matmul_rows<float, float>(&dev, got, inp, weight, &packed, nullptr, false, N, C, OC);
                 expect(memcmp(got, want, (size_t)N * OC * 4) == 0, "%d x %d x %d differs", N, C, OC);
-                free(inp), free(want), free(fc), free(got);
             }
             packed_matrix_free(&packed);
-            free(weight), free(bias);
         }
     }
 }
@@ -203,15 +188,14 @@ TEST(sampling_cache_changes_no_bit) {
     constexpr int STEPS = 40;
     Device dev = test_device(false);
     for (bool narrow : {true, false}) {
-        Weights w = weights_random(&SMALL, narrow, 7);
+        const Weights w(&SMALL, narrow, 7);
         const int prompts[] = {1, 5, 24, 25, 90};
         DecodeText texts[5];
-        Sampler sampler;
         DrawOptions draw = {0.9, 20, 3};
-        sampler_open(&sampler, &dev, &SMALL, &w, true, 5, &draw, STEPS);
-        for (int i = 0; i < 5; i++) texts[i] = text_begin(prompts[i], i);
+        Sampler sampler(&dev, &SMALL, &w, true, 5, &draw, STEPS);
+        for (int i = 0; i < 5; i++) texts[i] = text_begin(&sampler.room, prompts[i], i);
         decode_texts(&sampler.decoder, texts, 5, STEPS);
-        float* want = floats(SMALL.Vp);
+        float* want = sampler.room.host<float>(SMALL.Vp);
         for (int i = 0; i < 5; i++) {
             expect(texts[i].used == prompts[i] + STEPS, "text %d has %lld tokens", i, (long long)texts[i].used);
             for (int step = 0; step < STEPS; step++) {
@@ -225,11 +209,7 @@ TEST(sampling_cache_changes_no_bit) {
                        texts[i].tokens[used], token);
                 if (test->failures) break;
             }
-            free(texts[i].tokens);
         }
-        free(want);
-        sampler_close(&sampler, w.count);
-        weights_free(&w);
     }
 }
 
@@ -237,17 +217,17 @@ TEST(sampling_cache_changes_no_bit) {
 TEST(sampling_weights_in_parts) {
     constexpr int STEPS = 20;
     Device dev = test_device(false);
-    Weights w = weights_random(&SMALL, false, 8);
-    float* shown[64];
-    for (int i = 0; i < w.count; i++) shown[i] = floats(w.size[i]);
-    Parts parts = {&SMALL, &w, shown, {-1, -1}};
+    Weights w(&SMALL, false, 8);
+    Parts parts = {&SMALL, &w, {}, {-1, -1}};
+    for (int64_t n : w.size) parts.shown.push_back(w.room.host<float>(n));
     DrawOptions draw = {0.9, 20, 3};
     DecodeText texts[2];
     for (bool whole : {true, false}) {
         const DecodeCalls calls = {&parts, whole ? nullptr : parts_need, parts_next, nullptr};
         Decoder decoder;
-        texts[whole] = text_begin(30, 0);
-        decode_open(&decoder, &dev, &SMALL, true, (const void**)(whole ? w.values : shown), 1, &draw, &calls, nullptr);
+        const void** tensors = (const void**)(whole ? w.values : parts.shown).data();
+        texts[whole] = text_begin(&w.room, 30, 0);
+        decode_open(&decoder, &dev, &SMALL, true, tensors, 1, &draw, &calls, nullptr);
         decode_texts(&decoder, &texts[whole], 1, STEPS);
         decode_close(&decoder);
     }
@@ -259,17 +239,17 @@ TEST(sampling_weights_in_parts) {
 // the window from nothing), nor on the texts beside them, and end where they are told to.
 void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool fp32, double temperature) {
     constexpr int STEPS = 30, TEXTS = 3;
-    Weights w = weights_random(s, true, 11);
+    Weights w(s, true, 11);
     DrawOptions draw = {temperature, 10, 5};
     DecodeText together[TEXTS];
-    Sampler sampler;
-    sampler_open(&sampler, dev, s, &w, fp32, TEXTS, &draw, 0);
-    for (int i = 0; i < TEXTS; i++) together[i] = text_begin(1 + 9 * i, i);
-    decode_texts(&sampler.decoder, together, TEXTS, STEPS);
-    sampler_close(&sampler, w.count);
-    sampler_open(&sampler, dev, s, &w, fp32, 1, &draw, 0);
+    for (int i = 0; i < TEXTS; i++) together[i] = text_begin(&w.room, 1 + 9 * i, i);
+    {
+        Sampler sampler(dev, s, &w, fp32, TEXTS, &draw, 0);
+        decode_texts(&sampler.decoder, together, TEXTS, STEPS);
+    }
+    Sampler sampler(dev, s, &w, fp32, 1, &draw, 0);
     for (int i = 0; i < TEXTS; i++) {
-        DecodeText alone = text_begin(1 + 9 * i, i), uncached = text_begin(1 + 9 * i, i);
+        DecodeText alone = text_begin(&w.room, 1 + 9 * i, i), uncached = text_begin(&w.room, 1 + 9 * i, i);
         decode_texts(&sampler.decoder, &alone, 1, STEPS);
         int at = text_difference(&alone, &together[i]);
         expect(at < 0, "text %d alone and beside others differ from token %d on", i, at);
@@ -279,16 +259,12 @@ void expect_same_texts(Test* test, const Device* dev, const DecodeShape* s, bool
         }
         at = text_difference(&uncached, &together[i]);
         expect(at < 0, "text %d with and without a cache differ from token %d on", i, at);
-        DecodeText ended = text_begin(1 + 9 * i, i);
+        DecodeText ended = text_begin(&w.room, 1 + 9 * i, i);
         sampler.stop_at = together[i].tokens[9 * i + 5];
         decode_texts(&sampler.decoder, &ended, 1, STEPS);
         sampler.stop_at = -1;
         expect(ended.ended && ended.used <= 9 * i + 5, "a text did not end: %lld tokens", (long long)ended.used);
-        free(alone.tokens), free(uncached.tokens), free(ended.tokens);
     }
-    sampler_close(&sampler, w.count);
-    for (DecodeText& text : together) free(text.tokens);
-    weights_free(&w);
 }
 
 TEST(sampling_texts_are_independent) {
@@ -366,7 +342,8 @@ void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C
     Array<X> inp = array_random<X>(dev, (int64_t)N * C, 1, 1), weight = array_random<X>(dev, (int64_t)OC * C, 2, 1);
     Array<X> bias = array_random<X>(dev, OC, 3, 1), out = array_of<X>(dev, (int64_t)N * OC, nullptr);
     Array<float> logits = array_of<float>(dev, (int64_t)N * OC, nullptr);
-    float *want = floats((int64_t)N * OC), *fc = floats((int64_t)N * OC);
+    Room room(dev);
+    float *want = room.host<float>((int64_t)N * OC), *fc = room.host<float>((int64_t)N * OC);
     matmul_forward_cpu(want, gelu ? fc : nullptr, inp.host, weight.host, bias.host, N, C, OC);
     check_output(test, worst, dev, "rows", &out, nullptr, want, product_bound(C, 1), [&] {
         matmul_rows<X, X>(dev, out.device, inp.device, weight.device, nullptr, bias.device, gelu, N, C, OC);
@@ -375,7 +352,6 @@ void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C
     check_output(test, worst, dev, "logits", &logits, nullptr, want, product_bound(C, 1), [&] {
         matmul_rows<X, float>(dev, logits.device, inp.device, weight.device, nullptr, nullptr, false, N, C, OC);
     });
-    free(want), free(fc);
 }
 
 OPERATOR_TEST(sampling_matmul_rows_gpu) {
@@ -400,18 +376,15 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     Room room(dev);
     int *sequence = room.to_device(sequences, R), *position = room.to_device(positions, R);
     const AttentionCache host = {S, T, sequences, positions}, device = {S, T, sequence, position};
-    float *want_cache = floats(n), *want = floats((int64_t)R * C);
-    memcpy(want_cache, cache.host, n * 4);
+    float *want_cache = room.copy(cache.host, n), *before = room.copy(cache.host, n);
+    float* want = room.host<float>((int64_t)R * C);
     attention_append_cpu(want_cache, qkv.host, &host, R, C, NH);
     attention_decode_cpu(want, qkv.host, want_cache, &host, R, C, NH);
-    float* before = floats(n);
-    memcpy(before, cache.host, n * 4);
     check_output(test, worst, dev, "cache", &cache, before, want_cache, 1e-30,
                  [&] { attention_append(dev, cache.device, qkv.device, &device, R, C, NH); });
     array_set(dev, &cache, want_cache);
     check_output(test, worst, dev, "attention", &out, nullptr, want, product_bound(T + HS, 1),
                  [&] { attention_decode(dev, out.device, qkv.device, cache.device, &device, R, C, NH); });
-    free(want), free(want_cache), free(before);
 }
 
 OPERATOR_TEST(sampling_attention_gpu) {
@@ -431,11 +404,10 @@ TEST(sampling_draw_gpu) {
     for (int r = 0; r < R; r++) numbers[0][r] = r % 9, numbers[1][r] = 31 * r;
     logits[3 * (int64_t)VP + 17] = NAN;
     for (int v = V; v < VP; v++) logits[v] = NAN;  // the padding is never used
-    float* device = (float*)device_alloc(&dev, (int64_t)R * VP * 4);
-    copy_to_device(&dev, device, logits, (int64_t)R * VP * 4);
     Room room(&dev);
+    float* device = room.to_device(logits, (int64_t)R * VP);
     int *samples = room.to_device(numbers[0], R), *places = room.to_device(numbers[1], R);
-    int* tokens = (int*)device_alloc(&dev, R * 4);
+    int* tokens = room.device<int>(R);
     for (double temperature : {0.0, 0.8, 3.0}) {
         for (int64_t k : {0, 1, 2, 50, 20000}) {
             DrawOptions options = {temperature, k, 77};
@@ -458,16 +430,15 @@ TEST(sampling_logits_gpu) {
     const DecodeShape s = {3, 256, 4, 300, 384, 64};
     Device dev, cpu;
     device_open(&dev, true, 0), device_open(&cpu, false, 0);
-    Weights w = weights_random(&s, true, 21);
-    float* want = floats(s.Vp);
+    Weights w(&s, true, 21);
+    float* want = w.room.host<float>(s.Vp);
     double worst = 0;
     for (bool fp32 : {true, false}) {
         const double sums = s.L * (9.0 * s.C + 64 + s.T) + s.C, roundings = 7.0 * s.L + 4.0;
         const double bound = fp32 ? 2.0 * ldexp(sqrt(sums), -24) : 4.0 * ldexp(sqrt(roundings), -9);
         DrawOptions draw = {0.8, 40, 3};
-        Sampler sampler;
-        DecodeText texts[2] = {text_begin(1, 0), text_begin(50, 1)};
-        sampler_open(&sampler, &dev, &s, &w, fp32, 2, &draw, STEPS);
+        DecodeText texts[2] = {text_begin(&w.room, 1, 0), text_begin(&w.room, 50, 1)};
+        Sampler sampler(&dev, &s, &w, fp32, 2, &draw, STEPS);
         decode_texts(&sampler.decoder, texts, 2, STEPS);
         for (int i = 0; i < 2; i++) {
             const int prompt = i == 0 ? 1 : 50;
@@ -483,10 +454,8 @@ TEST(sampling_logits_gpu) {
                 const double multiple = sqrt(difference / norm) / bound;
                 if (!(multiple <= worst)) worst = multiple;
             }
-            free(texts[i].tokens);
         }
         expect(worst <= 1, "%s: the logits differ by %.2f times the bound", fp32 ? "fp32" : "bf16", worst);
-        sampler_close(&sampler, w.count);
     }
     note_worst(test, worst);
 }
