@@ -205,5 +205,5 @@ TEST(doublescales_stochastic_means) {
         expect(fabs(off) <= 4.0 * sqrt(square), "block %d: %.2f standard errors", b, off / sqrt(square));
     }
     expect(counted >= 20, "%d blocks", counted);
-    snprintf(test->note, sizeof(test->note), "%d blocks, %.1f of 4 standard errors", counted, worst);
+    note(test, "%d blocks, %.1f of 4 standard errors", counted, worst);
 }

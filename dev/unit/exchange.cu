@@ -2,6 +2,7 @@
 // cuts and buckets; and of the loader's slices.
 #include "../../data/loader.h"
 #include "../../kernels/ranks/collect.cuh"
+#include "../room.h"
 #include "apart.h"
 #include "gpus.h"
 #include "ranks.h"
@@ -32,7 +33,7 @@ static double encoding_error(const float* grads, bool* finite) {
 }
 
 TEST(exchange_formats) {
-    float* grads = (float*)malloc(TILES * TILE_ELEMENTS * sizeof(float));
+    static float grads[TILES * TILE_ELEMENTS];
     fill_gradients(grads, 3);
     double worst = 0;
     bool finite;
@@ -41,7 +42,7 @@ TEST(exchange_formats) {
         expect(finite, "tile %d is not finite any more", t);
     }
     expect(worst <= 1, "bf16 %.3f of the bound", worst);
-    snprintf(test->note, sizeof(test->note), "of bound: bf16 %.2f", worst);
+    note(test, "of bound: bf16 %.2f", worst);
     // A number that is not finite stays so: the step is then skipped by all.
     for (float bad : {INFINITY, -INFINITY, NAN}) {
         grads[77] = bad;
@@ -54,7 +55,7 @@ TEST(exchange_formats) {
 TEST(exchange_order) {
     constexpr int world = 5;
     constexpr int64_t n = TILES * TILE_ELEMENTS, bytes = n * (int64_t)sizeof(float);
-    float *grads = (float*)malloc(world * bytes), *out = (float*)malloc(bytes), *want = (float*)malloc(bytes);
+    static float grads[world * n], out[n], want[n];
     for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 10 + r);
     for (int64_t i = 0; i < n; i++) {
         float sum = 0.0f;
@@ -75,9 +76,11 @@ template <typename G, CommFormat FORMAT>
 static void check_kernels(Test* test, const Device* dev, const char* what) {
     constexpr int world = 3;
     int64_t tile_bytes = shard_tile_bytes(FORMAT, sizeof(G)), n = TILES * TILE_ELEMENTS;
-    float* grads = (float*)malloc(world * n * sizeof(float));
-    G *typed = (G*)malloc(world * n * sizeof(G)), *sum = (G*)malloc(n * sizeof(G)), *got = (G*)malloc(n * sizeof(G));
-    char* codes = (char*)calloc(world * TILES, tile_bytes);
+    const int64_t bytes = world * TILES * tile_bytes;
+    Room room(dev);
+    float* grads = room.host<float>(world * n);
+    G *typed = room.host<G>(world * n), *sum = room.host<G>(n), *got = room.host<G>(n);
+    char* codes = room.zeros<char>(bytes);
     for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 20 + r);
     for (int64_t i = 0; i < world * n; i++) typed[i] = from_float<G>(grads[i]), grads[i] = to_float(typed[i]);
     for (int t = 0; t < world * TILES; t++) {
@@ -87,17 +90,12 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
     Contributions c = {codes + TILES * tile_bytes, codes, TILES * tile_bytes, tile_bytes, 1, world};
     shard_sum_cpu<G, FORMAT>(sum, c, TILES);
 
-    G *d_grads = (G*)device_alloc(dev, world * n * sizeof(G)), *d_sum = (G*)device_alloc(dev, n * sizeof(G));
-    char *d_codes = (char*)device_alloc(dev, world * TILES * tile_bytes),
-         *back = (char*)calloc(world * TILES, tile_bytes);
-    copy_to_device(dev, d_grads, typed, world * n * sizeof(G));
-    device_zero(dev, d_codes, world * TILES * tile_bytes);
-    if constexpr (FORMAT == COMM_AS_IS) {
-        copy_to_device(dev, d_codes, codes, world * TILES * tile_bytes);
-    } else {
+    G *d_grads = room.to_device(typed, world * n), *d_sum = room.device<G>(n);
+    char* d_codes = room.to_device(codes, bytes);
+    if constexpr (FORMAT != COMM_AS_IS) {
+        device_zero(dev, d_codes, bytes);
         shard_encode<G>(dev, dev->stream, d_codes, d_grads, world * TILES, tile_bytes);
-        copy_to_host(dev, back, d_codes, world * TILES * tile_bytes);
-        expect(memcmp(back, codes, world * TILES * tile_bytes) == 0, "%s: the GPU encodes otherwise", what);
+        expect(memcmp(room.to_host(d_codes, bytes), codes, bytes) == 0, "%s: the GPU encodes otherwise", what);
     }
     Contributions d = c;
     d.mine = d_codes + TILES * tile_bytes, d.others = d_codes;
@@ -111,10 +109,10 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
         expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU keeps otherwise, add %d", what, add);
     }
 #ifdef __CUDACC__
-    double *d_parts = (double*)device_alloc(dev, TILES * sizeof(double)), parts[TILES], want[TILES];
+    double *d_parts = room.device<double>(TILES), want[TILES];
     shard_squares_kernel<G><<<1, 256, 0, dev->stream>>>(d_parts, d_grads, TILES);
     check_launch();
-    copy_to_host(dev, parts, d_parts, sizeof(parts));
+    const double* parts = room.to_host(d_parts, TILES);
     shard_squares_cpu(want, grads, TILES);
     for (int t = 0; t < TILES; t++) {
         bool huge = t == 2;  // beyond fp32
@@ -122,10 +120,7 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
         expect(huge ? isinf(parts[t]) : fabs(parts[t] - want[t]) <= bound, "%s: squares of tile %d: %g, want %g", what,
                t, parts[t], want[t]);
     }
-    device_free(dev, d_parts);
 #endif
-    device_free(dev, d_grads), device_free(dev, d_sum), device_free(dev, d_codes);
-    free(grads), free(typed), free(sum), free(got), free(codes), free(back);
 }
 
 TEST(exchange_kernels_gpu) {
@@ -226,30 +221,26 @@ static unsigned char byte_of(int from, int to, int64_t i) {
 }
 
 // `bytes` of what rank `from` sends to rank `to`, in device memory.
-static char* bytes_on(const Device* dev, int from, int to, int64_t bytes) {
-    char *host = (char*)malloc((size_t)bytes + 1), *device = (char*)device_alloc(dev, bytes + 1);
-    for (int64_t i = 0; i < bytes; i++) host[i] = (char)byte_of(from, to, i);
-    copy_to_device(dev, device, host, bytes);
-    free(host);
-    return device;
+static char* bytes_on(Room* room, int from, int to, int64_t bytes) {
+    char* host = room->host<char>(bytes + 1);
+    for (int64_t i = 0; i <= bytes; i++) host[i] = (char)byte_of(from, to, i);
+    return room->to_device(host, bytes + 1);  // one more, so that none at all have a place, too
 }
 
-static void require_bytes(const Device* dev, int from, int to, const void* device, int64_t bytes) {
-    unsigned char* host = (unsigned char*)malloc((size_t)bytes + 1);
-    copy_to_host(dev, host, device, bytes);
+static void require_bytes(Room* room, int from, int to, const void* device, int64_t bytes) {
+    const unsigned char* host = room->to_host((const unsigned char*)device, bytes);
     for (int64_t i = 0; i < bytes; i++) require(host[i] == byte_of(from, to, i));
-    free(host);
 }
 
 // Pieces of other sizes between all pairs, some empty and some of several slots. `unit`: of their bytes.
 static void check_transport(Comm* comm, int64_t unit) {
-    const Device* dev = comm->dev;
+    Room room(comm->dev);
     int me = comm->rank;
     auto length = [unit](int from, int to) { return (from * 5 + to * 3) % 4 * unit + (to + from) % 2; };
     CommPiece sends[8], receives[8];
     for (int r = 0; r < comm->world; r++) {
-        sends[r] = {bytes_on(dev, me, r, length(me, r)), length(me, r)};
-        receives[r] = {bytes_on(dev, me, me, length(r, me)), length(r, me)};
+        sends[r] = {bytes_on(&room, me, r, length(me, r)), length(me, r)};
+        receives[r] = {bytes_on(&room, me, me, length(r, me)), length(r, me)};
     }
     for (int again = 0; again < 3; again++) {
         comm_after_device(comm);
@@ -257,8 +248,7 @@ static void check_transport(Comm* comm, int64_t unit) {
         device_after_comm(comm);
     }
     for (int r = 0; r < comm->world; r++) {
-        if (r != me) require_bytes(dev, r, me, receives[r].data, receives[r].bytes);
-        device_free(dev, sends[r].data), device_free(dev, receives[r].data);
+        if (r != me) require_bytes(&room, r, me, receives[r].data, receives[r].bytes);
     }
 }
 
@@ -525,11 +515,12 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
     shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
     bool split = mode >= SHARD_GRADS;
     int64_t begin = s.cut[me], part = shard_kept(&s);
-    float* grads = (float*)calloc(split ? s.packed + part : MINI, 4);
-    float *own = (float*)malloc(part * 4), *whole = (float*)calloc(MINI, 4);
+    Room room(nullptr);
+    float* grads = room.zeros<float>(split ? s.packed + part : MINI);
+    float *own = room.host<float>(part), *whole = room.zeros<float>(MINI);
     float *weights = (float*)shard_open(&s, grads, own), *kept = (float*)s.kept_grads;
     float scalars[SCALARS] = {0.25f * (me + 1)};
-    double *parts = (double*)calloc(MINI / TILE_ELEMENTS, sizeof(double)), norm = 0;
+    double *parts = room.zeros<double>(MINI / TILE_ELEMENTS), norm = 0;
     mini_reduce(&s, grads);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
@@ -566,7 +557,6 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
     require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
     shard_close(&s);
     if (mode >= SHARD_STATES) free(weights);
-    free(grads), free(own), free(whole), free(parts);
 }
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
@@ -576,9 +566,10 @@ static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommForm
     s.mode = mode, s.format = format, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
     shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
     int64_t part = shard_kept(&s);
-    float *grads = (float*)calloc(mode >= SHARD_GRADS ? s.packed + part : MINI, 4), *own = (float*)calloc(part, 4);
+    Room room(nullptr);
+    float *grads = room.zeros<float>(mode >= SHARD_GRADS ? s.packed + part : MINI), *own = room.zeros<float>(part);
     float* weights = (float*)shard_open(&s, grads, own);
-    double* parts = (double*)calloc(MINI / TILE_ELEMENTS, sizeof(double));
+    double* parts = room.zeros<double>(MINI / TILE_ELEMENTS);
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
         mini_reduce(&s, grads, nan ? bad : -1);
@@ -588,7 +579,6 @@ static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommForm
     }
     shard_close(&s);
     if (mode >= SHARD_STATES) free(weights);
-    free(grads), free(own), free(parts);
 }
 
 static void nan_main(Launch* launch) {

@@ -34,7 +34,7 @@ TEST(cpu_exp_error) {
     expect(cpu_exp(-1000.0f) == 0.0f && cpu_exp(-INFINITY) == 0.0f, "underflow");
     expect(isinf(cpu_exp(89.0f)) && isinf(cpu_exp(INFINITY)), "overflow");
     expect(isnan(cpu_exp(NAN)) && isnan(cpu_sigmoid(NAN)), "NaN");
-    snprintf(test->note, sizeof(test->note), "exp %.3g, sigmoid %.3g", worst, worst_sigmoid);
+    note(test, "exp %.3g, sigmoid %.3g", worst, worst_sigmoid);
 }
 
 // The definition in cpu_gemm.h, literally; `twin` in double.

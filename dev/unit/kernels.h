@@ -36,7 +36,7 @@ inline double share_beyond(const float* got, const float* want, int64_t n, doubl
 }
 
 inline void note_worst(Test* test, double worst) {
-    snprintf(test->note, sizeof(test->note), "worst %.2f of bound", worst);
+    note(test, "worst %.2f of bound", worst);
 }
 
 // A case on `dev`, a GPU if its name ends in _gpu; it ends with the largest error, `worst`, as a multiple of the bound.

@@ -77,6 +77,13 @@ static bool open_data(Test* test, Dataset* data, const char* path, DatasetPart p
     return open;
 }
 
+static void expect_not_opened(Test* test, const char* path, DatasetPart part, double fraction, int T, const char* why) {
+    char error[DATA_ERROR_BYTES] = "";
+    Dataset data;
+    expect_refused(dataset_open(&data, path, DATA_AUTO, part, fraction, T, error), error, why);
+    expect(data.file == NULL && data.files == 0, "the dataset is left half open");
+}
+
 // The first `count` sequences from `first` on, T+1 tokens each, through batches of B.
 static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count,
                    int* out) {
@@ -258,11 +265,10 @@ DATA_TEST(data_loader_split) {
     expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
                    "a window of T = 10 needs 11");
     const char* path = joined(folder, "x.bin");
-    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_VALIDATION, 0, T, error), error,
-                   "not between 0 and 1");
-    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_TRAIN, 1.5, T, error), error, "not between 0 and 1");
-    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_TRAIN, NAN, T, error), error, "not between 0 and 1");
-    expect_refused(dataset_open(&train, path, DATA_AUTO, DATASET_WHOLE, 0, 0, error), error, "T = 0");
+    expect_not_opened(test, path, DATASET_VALIDATION, 0, T, "not between 0 and 1");
+    expect_not_opened(test, path, DATASET_TRAIN, 1.5, T, "not between 0 and 1");
+    expect_not_opened(test, path, DATASET_TRAIN, NAN, T, "not between 0 and 1");
+    expect_not_opened(test, path, DATASET_WHOLE, 0, 0, "T = 0");
 }
 
 // The first token of every window, to tell which files were taken and in which order.
@@ -304,11 +310,9 @@ DATA_TEST(data_loader_glob) {
     const int last[] = {420};
     expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
     Dataset data;
-    expect_refused(dataset_open(&data, joined(folder, "none*"), DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
-                   "no file matches");
+    expect_not_opened(test, joined(folder, "none*"), DATASET_TRAIN, 0.1, T, "no file matches");
     put_text(joined(folder, "c_train_3.txt"), "some text, long enough for a window");
-    expect_refused(dataset_open(&data, joined(folder, "c_train_*"), DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
-                   "name one kind");
+    expect_not_opened(test, joined(folder, "c_train_*"), DATASET_WHOLE, 0.1, T, "name one kind");
     put_text(joined(folder, "d.txt"), "some more text, long enough for a window");
     if (open_data(test, &data, joined(folder, "*.txt"), DATASET_WHOLE, 0, T)) {
         expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
@@ -320,10 +324,9 @@ DATA_TEST(data_loader_folder) {
     enum { T = 10 };
     Dataset data;
     put_text(joined(folder, "notes.txt"), "notes");
-    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error, "holds no train_*.bin");
+    expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "holds no train_*.bin");
     put_shard(test, joined(folder, "val_000000.bin"), 300, 21, identity);
-    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
-                   "no train_*.bin to train on");
+    expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "no train_*.bin to train on");
     put_shard(test, joined(folder, "train_000000.bin"), 0, 31, identity);
     put_shard(test, joined(folder, "train_000001.bin"), 100, 25, identity);
     const int train[] = {0, 10, 20, 100, 110, 300, 310}, validation[] = {300, 310};
@@ -356,67 +359,62 @@ DATA_TEST(data_loader_folder) {
         dataset_close(&data);
     }
     put_text(joined(folder, "meta.json"), "{\"vocabulary\": 70000}");
-    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
-                   "no vocabulary between 1 and");
+    expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "no vocabulary between 1 and");
     put_text(joined(folder, "meta.json"), "{\"vocabulary\": ");
-    expect_refused(dataset_open(&data, folder, DATA_AUTO, DATASET_TRAIN, 0.1, T, error), error,
-                   "meta.json is not valid JSON");
+    expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "meta.json is not valid JSON");
 }
 
 DATA_TEST(data_loader_bad_files) {
     enum { T = 10 };
     Dataset data;
     const char* path = joined(folder, "x.bin");
-#define refused(piece)                                                                                    \
-    do {                                                                                                  \
-        expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, piece); \
-        expect(strstr(error, "x.bin"), "%s does not name the file", error);                               \
-        expect(data.file == NULL && data.files == 0, "the dataset is left half open");                    \
-    } while (0)
+    const struct {
+        int tokens, claimed, magic, version;
+        const char* why;
+    } headers[] = {
+        {100, -1, 20240522, 1, "an evaluation set of llm.c"},
+        {100, -1, 20240326, 1, "a model of llm.c"},
+        {100, -1, 20240801, 7, "Llama 3"},
+        {100, -1, 20240520, 2, "version 2 and version 1 can be read"},
+        {100, 101, 20240520, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
+        {100, 99, 20240520, 1, "corrupted: its header says 99 tokens"},
+        {100, 2000000000, 20240520, 1, "truncated"},
+        {T, -1, 20240520, 1, "has 10 tokens and a window of T = 10 needs 11"},
+        {0, -1, 20240520, 1, "has 0 tokens"}};
+    const struct {
+        const char *text, *why;
+    } texts[] = {{"", "is empty"},
+                 {"ab", "not a shard of tokens"},
+                 {"Once upon a time there was a text in a file called .bin", "or --data-format bytes to train"}};
+    auto refused = [&](const char* why) {
+        expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, why);
+        expect(strstr(error, "x.bin"), "%s does not name the file", error);
+        expect(data.file == NULL && data.files == 0, "the dataset is left half open");
+    };
     refused("No such file");
-    put_text(path, "");
-    refused("is empty");
-    put_text(path, "ab");
-    refused("not a shard of tokens");
-    put_text(path, "Once upon a time there was a text in a file called .bin");
-    refused("or --data-format bytes to train");
-    put_shard(test, path, 0, 100, token_of, -1, 20240522);
-    refused("an evaluation set of llm.c");
-    put_shard(test, path, 0, 100, token_of, -1, 20240326);
-    refused("a model of llm.c");
-    put_shard(test, path, 0, 100, token_of, -1, 20240801, 7);
-    refused("Llama 3");
-    put_shard(test, path, 0, 100, token_of, -1, 20240520, 2);
-    refused("version 2 and version 1 can be read");
-    put_shard(test, path, 0, 100, token_of, 101);
-    refused("truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224");
-    put_shard(test, path, 0, 100, token_of, 99);
-    refused("corrupted: its header says 99 tokens");
-    put_shard(test, path, 0, 100, token_of, 2000000000);
-    refused("truncated");
+    for (const auto& row : texts) {
+        put_text(path, row.text);
+        refused(row.why);
+    }
+    for (const auto& row : headers) {
+        put_shard(test, path, 0, row.tokens, token_of, row.claimed, row.magic, row.version);
+        refused(row.why);
+    }
     put_shard(test, path, 0, 100, token_of);
-    const int lengths[] = {1023, 600, 12, 8, 7, 4};
-    for (int length : lengths) {
+    for (int length : {1023, 600, 12, 8, 7, 4}) {
         expect(truncate(path, length) == 0, "%s", strerror(errno));
         refused("truncated");
     }
-    put_shard(test, path, 0, T, token_of);
-    refused("has 10 tokens and a window of T = 10 needs 11");
-    put_shard(test, path, 0, 0, token_of);
-    refused("has 0 tokens");
     path = joined(folder, "x.bin/y");
     refused("Not a directory");
-#undef refused
-    expect_refused(dataset_open(&data, "", DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, "empty");
-    expect_refused(dataset_open(&data, "/dev/null", DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
-                   "not a regular file");
+    expect_not_opened(test, "", DATASET_WHOLE, 0.1, T, "empty");
+    expect_not_opened(test, "/dev/null", DATASET_WHOLE, 0.1, T, "not a regular file");
     static char longest[5000];
     memset(longest, 'a', 4999);
-    expect_refused(dataset_open(&data, longest, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error,
-                   "over 4000 characters");
+    expect_not_opened(test, longest, DATASET_WHOLE, 0.1, T, "over 4000 characters");
     // A name of any length must fit the sentence's buffer.
     longest[3999] = 0;
-    expect_refused(dataset_open(&data, longest, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, "cannot open aaa");
+    expect_not_opened(test, longest, DATASET_WHOLE, 0.1, T, "cannot open aaa");
 }
 
 DATA_TEST(data_loader_token_above_vocabulary) {

@@ -71,7 +71,7 @@ TEST(newton_schulz_forms_agree) {
         }
     }
     expect(share < 0.5, "the bound tells nothing: %g of the result", share);
-    snprintf(test->note, sizeof(test->note), "%.2g of the bound, which is at most %.2g of the result", worst, share);
+    note(test, "%.2g of the bound, which is at most %.2g of the result", worst, share);
 }
 
 // Rounding to fp16 where a GPU rounds: within the bound, and, in the root of the mean square, closer to the exact
@@ -92,7 +92,7 @@ TEST(newton_schulz_in_fp16) {
     }
     expect(worst <= 1.0 && worst > 1e-4, "%g of the bound", worst);
     expect(off <= 0.125, "%g of the result", off);
-    snprintf(test->note, sizeof(test->note), "%.2g of the bound, %.2g of the result", worst, off);
+    note(test, "%.2g of the bound, %.2g of the result", worst, off);
 }
 
 // A launch's tiles are each square of 128 that it must compute, once, and no other; what a block takes in its rounds

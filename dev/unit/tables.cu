@@ -119,7 +119,7 @@ TEST(tables_banner_says_what_is_allocated) {
                name, cost.banner, cost.weights + cost.states);
         rows++;
     }
-    snprintf(test->note, sizeof(test->note), "%d rows", rows);
+    note(test, "%d rows", rows);
 }
 
 // Returns the output of --list-formats or --list-presets; the caller frees it.
@@ -196,7 +196,7 @@ TEST(tables_list_of_formats) {
         for (int i = 0; i < table.count; i++) listed += table.row[i].note[0] != 0;
     }
     expect(rows == listed, "%d rows of %d", rows, listed);
-    snprintf(test->note, sizeof(test->note), "%d rows", rows);
+    note(test, "%d rows", rows);
 }
 
 // True if a list has a name between spaces, commas or ends of lines.
@@ -347,5 +347,5 @@ TEST(tables_strange_is_the_same_in_every_block) {
         }
         rows++;
     }
-    snprintf(test->note, sizeof(test->note), "%d rows", rows);
+    note(test, "%d rows", rows);
 }
