@@ -18,6 +18,7 @@
 #include "../../data/safetensors.h"
 #include "../../optim/optim.h"
 #include "../../optim/storage.h"
+#include "../room.h"
 #include "tensors.h"
 #include "test.h"
 
@@ -25,7 +26,8 @@ static const char PEERS[] = "dev/reference/peers.safetensors";
 constexpr int64_t MOST = 3072;                // elements of the largest array of the file
 constexpr int64_t KEPT = 256, TENSORS = 2;    // of the runs: elements of a tensor, the first with decay
 constexpr int64_t ELEMENTS = KEPT * TENSORS;  // as they lie in the one tensor behind the other
-constexpr double U = 1.0 / (1 << 24);         // half a unit in the last place of 1: one rounding of fp32
+constexpr int64_t LENGTHS[TENSORS] = {KEPT, KEPT};
+constexpr double U = 1.0 / (1 << 24);  // half a unit in the last place of 1: one rounding of fp32
 // make_peers.py's settings of the runs.
 constexpr float LR = 0x1p-7f, BETA1 = 0.9f, BETA2 = 0.95f, BETA3 = 0.999f, ALPHA = 4.0f, EPS = 1e-8f, DECAY = 0.1f;
 constexpr int STEPS = 6, RAMP = 12;
@@ -135,34 +137,28 @@ static Floats peers_map(const Format* format) {
 
 // An optimizer on the CPU with tensors of the given lengths, and a gradient arena.
 struct Run {
-    Device dev;
+    Device dev = test_device(false);
     OptimTensor tensor[2];
     int count;
     int64_t elements;
     Optim* optim;
-    float *grads, *scale;
+    Room room{&dev};
+    float *grads, scale = 1.0f;
+
+    Run(OptimConfig config, const int64_t* lengths, int tensors) : count(tensors) {
+        char error[DATA_ERROR_BYTES];
+        if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+        for (int t = 0; t < count; t++) tensor[t] = {"tensor", 1, lengths[t], t == 0, 0};
+        elements = optim_layout(tensor, count, &config);
+        optim = optim_create(&dev, &config, tensor, count, OPTIM_FP32);
+        grads = room.device<float>(elements);
+        memset(grads, 0, (size_t)elements * 4);
+    }
+
+    ~Run() { optim_free(optim); }
+
+    void step(float lr, int number) { optim_step(optim, grads, &scale, lr, number); }
 };
-
-static void run_open(Run* run, OptimConfig config, const int64_t* lengths, int count) {
-    char error[DATA_ERROR_BYTES];
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
-    device_open(&run->dev, false, 0);
-    run->count = count;
-    for (int t = 0; t < count; t++) run->tensor[t] = {"tensor", 1, lengths[t], t == 0, 0};
-    run->elements = optim_layout(run->tensor, count, &config);
-    run->optim = optim_create(&run->dev, &config, run->tensor, count, OPTIM_FP32);
-    run->grads = (float*)device_alloc(&run->dev, run->elements * 4);
-    run->scale = (float*)device_alloc(&run->dev, 4);
-    memset(run->grads, 0, (size_t)run->elements * 4);
-    *run->scale = 1.0f;
-}
-
-static void run_close(Run* run) {
-    optim_free(run->optim);
-    device_free(&run->dev, run->grads);
-    device_free(&run->dev, run->scale);
-    device_close(&run->dev);
-}
 
 // Moves the tensors' part of a stream from or to an array in which they lie one behind the other.
 static void run_stream(const Run* run, const char* name, void* packed, bool write) {
@@ -208,12 +204,10 @@ static void run_set_stored(Run* run, const Format* format, const Stored* stored)
 static Stored store_ours(const Format* format, const Floats* x) {
     const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
     OptimConfig config = {"", "adamw", "fp32", "fp32", m, v, 0.0f, 0.0f, EPS, 0.0f, 1};
-    Run run;
-    run_open(&run, config, &x->n, 1);
+    Run run(config, &x->n, 1);
     memcpy(run.grads, x->x, (size_t)x->n * 4);
-    optim_step(run.optim, run.grads, run.scale, LR, 1);
+    run.step(LR, 1);
     Stored stored = run_stored(&run, format);
-    run_close(&run);
     return stored;
 }
 
@@ -395,21 +389,19 @@ TEST(peers_logarithms) {
 static void levels_ours(const Format* format, Floats* level) {
     const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "";
     OptimConfig config = {"", format->moment_v ? "adamw" : "sgd", "fp32", "fp32", m, v, 0.5f, 0.5f, 1e-30f, 0.0f, 1};
-    Run run;
+    Run run(config, &level->n, 1);
     Stored codes = {level->n, {}, {}};
     for (int64_t i = 0; i < level->n; i++) codes.code[i] = (uint8_t)i;
     for (int64_t b = 0; b * format->block < level->n; b++) codes.scale[b] = 1.0f / format->units;
-    run_open(&run, config, &level->n, 1);
     run_set_stored(&run, format, &codes);
     Floats ones = *level;
     for (int64_t i = 0; i < ones.n; i++) ones.x[i] = 1.0f;
     if (format->moment_v) run_stream(&run, "m", ones.x, true);
-    optim_step(run.optim, run.grads, run.scale, format->moment_v ? 1.0f : 2.0f, 1);
+    run.step(format->moment_v ? 1.0f : 2.0f, 1);
     run_stream(&run, "weights", level->x, false);
     for (int64_t i = 0; i < level->n; i++) {
         level->x[i] = format->moment_v ? 1.0f / level->x[i] / level->x[i] : -level->x[i];
     }
-    run_close(&run);
 }
 
 // Their dynamic maps come from a partition in fp32, ours are rounded once: up to 2 units in the last place apart. Their
@@ -673,22 +665,19 @@ static void check_codes(Test* test, const Case* c, const Run* run, const Exact* 
 
 // One step of ours from their state, against theirs.
 static Worst check_step(Test* test, const Case* c, int step) {
-    static const int64_t lengths[TENSORS] = {KEPT, KEPT};
     Exact exact[ELEMENTS];
     State before = state_before(c, step);
     Floats grads = peers_floats(peers_find("run.grads"));
-    Run run;
-    run_open(&run, run_config(c), lengths, TENSORS);
+    Run run(run_config(c), LENGTHS, TENSORS);
     run_set_state(&run, c, &before, step);
     run_gradients(&run, &grads, step);
-    optim_step(run.optim, run.grads, run.scale, LR, step);
+    run.step(LR, step);
     for (int64_t i = 0; i < ELEMENTS; i++) {
         exact[i] = exact_step(c, &before, i, grads.x[(step - 1) * ELEMENTS + i], step);
     }
     Worst worst = {};
     check_floats(test, c, &run, &before, exact, step, &worst);
     check_codes(test, c, &run, exact, step);
-    run_close(&run);
     return worst;
 }
 
@@ -732,31 +721,23 @@ TEST(peers_step_quantised) {
     }
 }
 
-// All six steps by ourselves from their start.
-static Run run_all(const Case* c) {
-    static const int64_t lengths[TENSORS] = {KEPT, KEPT};
-    State start = state_before(c, 1);
-    Floats grads = peers_floats(peers_find("run.grads"));
-    Run run;
-    run_open(&run, run_config(c), lengths, TENSORS);
-    run_set_state(&run, c, &start, 1);
-    for (int step = 1; step <= STEPS; step++) {
-        run_gradients(&run, &grads, step);
-        optim_step(run.optim, run.grads, run.scale, LR, step);
-    }
-    return run;
-}
-
 // The largest move of a weight, and the number of codes of m and v that differ, after six steps of our own and of
-// theirs.
+// theirs from one start.
 struct Drift {
     double weights[TENSORS], ours_moved, theirs_moved;
     int m, v, levels;  // levels: the most that codes of m are apart
 };
 
 static Drift compare_runs(const Case* c) {
-    Run run = run_all(c);
-    Floats p = {}, start = state_before(c, 1).weights;
+    Run run(run_config(c), LENGTHS, TENSORS);
+    const State begin = state_before(c, 1);
+    const Floats grads = peers_floats(peers_find("run.grads")), start = begin.weights;
+    run_set_state(&run, c, &begin, 1);
+    for (int step = 1; step <= STEPS; step++) {
+        run_gradients(&run, &grads, step);
+        run.step(LR, step);
+    }
+    Floats p = {};
     Floats theirs = peers_run_floats(c, ".weights", STEPS);
     run_stream(&run, "weights", p.x, false);
     Drift drift = {};
@@ -778,7 +759,6 @@ static Drift compare_runs(const Case* c) {
             if (!k && apart > drift.levels) drift.levels = apart;
         }
     }
-    run_close(&run);
     return drift;
 }
 
@@ -814,20 +794,19 @@ TEST(peers_run_quantised) {
     }
 }
 
-static Run split_run(const char* weights, Floats* x) {
-    OptimConfig config = {"", "sgd", weights, "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1};
-    Run run;
-    run_open(&run, config, &x->n, 1);
-    optim_set_weights(run.optim, 0, x->x);
-    return run;
-}
+struct SplitRun : Run {
+    SplitRun(const char* weights, const Floats* x)
+        : Run({"", "sgd", weights, "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1}, &x->n, 1) {
+        optim_set_weights(optim, 0, x->x);
+    }
+};
 
 // FlashOptim's 24-bit weights and ours: the same bf16 but for ties, even theirs and away from zero ours; of both, what
 // is lost is half a step of the 8 bits at most, 1/508 of a bf16's step theirs and 1/512 ours.
 TEST(peers_split_24) {
     Floats x = peers_floats(peers_find("split.weights")), back = peers_floats(peers_find("split.back8"));
     Bytes high = peers_bytes(peers_find("split.high"));
-    Run run = split_run("bf16+8", &x);
+    const SplitRun run("bf16+8", &x);
     uint16_t ours[MOST], theirs[MOST];
     int8_t low[MOST];
     run_stream(&run, "weights", ours, false);
@@ -850,13 +829,12 @@ TEST(peers_split_24) {
     expect(worst <= 1.0 / 512, "ours %g of a step off", worst);
     expect(ties > 4 && ties < 48, "%d ties", ties);
     note(test, "1/%.1f of a step, theirs 1/%.1f; %d ties", 1.0 / worst, 1.0 / theirs_worst, ties);
-    run_close(&run);
 }
 
 // FlashOptim's 32-bit weights lose the last bit of some; ours, bf16+16, of none.
 TEST(peers_split_32) {
     Floats x = peers_floats(peers_find("split.weights")), back = peers_floats(peers_find("split.back16"));
-    Run run = split_run("bf16+16", &x);
+    const SplitRun run("bf16+16", &x);
     uint16_t high[MOST];
     int16_t low[MOST];
     run_stream(&run, "weights", high, false);
@@ -870,5 +848,4 @@ TEST(peers_split_32) {
         expect(ulps(back.x[i], x.x[i], 0.0) <= 1.0, "%a: theirs %a", x.x[i], back.x[i]);
     }
     note(test, "theirs lose the last bit of %d of %lld", lost, (long long)x.n);
-    run_close(&run);
 }
