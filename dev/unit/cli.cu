@@ -25,7 +25,7 @@ TEST(cli_run) {
     const char* run = joined(work, "deep/run");
     run_well(child, SHAPE " --data %s/text.txt --run %s --batch 4 --steps 60 --sample-tokens 20 --prompt=fox", work,
              run);
-    expect(child.bytes[1] == 0, "stderr: %s", ERR(child));
+    expect(child.text[1].empty(), "stderr: %s", ERR(child));
     for (const char* words : {"\n val ", "\nval ", "bits per byte", "\nsample ---", "\nfox", "\nsave ", "\nstep ",
                               "eta", "memory ", "--sample \"...\" --model"}) {
         expect(words[1] == ' ' || strstr(OUT(child), words), "the output has no '%s'", words + (words[0] == '\n'));
@@ -543,7 +543,7 @@ FOLDER_TEST(cli_sample) {
                  options[i]);
         const char* rest = strchr(ERR(child), '\n');
         expect(strncmp(ERR(child), "train: drew 39 tokens in ", 25) == 0 && rest && !rest[1], "stderr: %s", ERR(child));
-        expect(strncmp(OUT(child), "ab", 2) == 0 && child.bytes[0] > 40, "%s gives '%s'", options[i], OUT(child));
+        expect(strncmp(OUT(child), "ab", 2) == 0 && child.text[0].size() > 40, "%s gives '%s'", options[i], OUT(child));
         text[i] = strdup(OUT(child));
     }
     expect(strcmp(text[0], text[1]) == 0, "the same seed, another text");

@@ -10,6 +10,8 @@
 #include <sys/resource.h>
 #include <time.h>
 
+#include <string>
+
 #include "../../data/checkpoint.h"
 #include "files.h"
 
@@ -25,10 +27,9 @@ struct Child {
     const char* limit;   // a command of the shell's that comes before, as ulimit; NULL: none
     // Set by start() and wait_for().
     pid_t pid;
-    int pipe[2];    // its stdout and stderr
-    char* text[2];  // what came so far, NUL-terminated
-    size_t bytes[2];
-    int code;  // exit code, or 128 + signal
+    int pipe[2];          // its stdout and stderr
+    std::string text[2];  // what came so far
+    int code;             // exit code, or 128 + signal
     double started;
 };
 
@@ -83,7 +84,7 @@ __attribute__((format(printf, 2, 3))) inline void start(Child* child, const char
     vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
     for (char* word = strtok(text, " "); word && count < 127; word = strtok(nullptr, " ")) words[count++] = word;
-    for (int i = 0; i < 2; i++) child->text[i] = (char*)calloc(1, 1), child->bytes[i] = 0;
+    for (std::string& each : child->text) each.clear();
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
     child->started = now();
     fflush(stdout);
@@ -107,10 +108,7 @@ inline bool pump(Child* child, int ms) {
             child->pipe[i] = -1;
             continue;
         }
-        child->text[i] = (char*)realloc(child->text[i], child->bytes[i] + got + 1);
-        memcpy(child->text[i] + child->bytes[i], piece, got);
-        child->bytes[i] += got;
-        child->text[i][child->bytes[i]] = 0;
+        child->text[i].append(piece, (size_t)got);
     }
     return true;
 }
@@ -128,10 +126,6 @@ inline void finish(Child* child) {
     child->code = late ? -1 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-inline void forget(Child* child) {
-    free(child->text[0]), free(child->text[1]);
-}
-
 // It may see the GPU if `gpu`, and runs in `folder`, NULL: here.
 inline Child new_child(bool gpu = false, const char* folder = nullptr) {
     Child child = {};
@@ -139,14 +133,14 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
     return child;
 }
 
-#define OUT(child) ((child).text[0])
-#define ERR(child) ((child).text[1])
+#define OUT(child) ((child).text[0].c_str())
+#define ERR(child) ((child).text[1].c_str())
 
 // Runs to the end and expects this exit code; prints stderr otherwise.
 #define expect_code(child, want) \
     expect((child).code == (want), "exit code %d, want %d; stderr: %s", (child).code, want, ERR(child))
 
-// Runs ./train to the end; the caller forgets the child.
+// Runs ./train to the end.
 #define run_train(child, ...)   \
     Child child = new_child();  \
     start(&child, __VA_ARGS__); \
@@ -169,8 +163,22 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
 #define train_well(...)               \
     do {                              \
         run_well(child, __VA_ARGS__); \
-        forget(&child);               \
     } while (0)
+
+// Calls body(name) for each name in --list-presets.
+template <class Body>
+void for_presets(Test* test, Body body) {
+    run_well(list, "--list-presets");
+    char name[32];
+    int presets = 0;
+    for (const char* line = OUT(list); *line; line += strcspn(line, "\n"), line += *line == '\n') {
+        if (sscanf(line, " %31s", name) != 1 || name[0] == '-') continue;
+        body(name);
+        presets++;
+    }
+    expect(presets >= 10, "--list-presets lists %d", presets);
+    note(test, "%d presets", presets);
+}
 
 // A folder for one test, holding text.txt: sentences of a few words.
 
@@ -366,7 +374,7 @@ inline void make_model_ending(const char* work, const char* name, const char* fr
 
 // One sentence on stderr and exit code 2.
 inline void expect_error(Test* test, const Child* child, const char* what, const char* needle, const char* needle2) {
-    const char* error = child->text[1];
+    const char* error = ERR(*child);
     const char* end = strchr(error, '\n');
     expect(child->code == 2, "%s: exit code %d, want 2; stderr: %s", what, child->code, error);
     expect(strncmp(error, "train: error: ", 14) == 0 && end && end[1] == 0, "%s: not one sentence: %s", what, error);
@@ -379,5 +387,4 @@ inline void expect_error(Test* test, const Child* child, const char* what, const
     do {                                                   \
         run_train(child, __VA_ARGS__);                     \
         expect_error(test, &child, what, needle, needle2); \
-        forget(&child);                                    \
     } while (0)

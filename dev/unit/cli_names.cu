@@ -22,7 +22,7 @@ __attribute__((format(printf, 3, 4))) static const char* train_in(Test* test, co
     start(&child, "%s", words);
     finish(&child);
     expect(child.code == 0, "%s: exit code %d: %s", words, child.code, ERR(child));
-    return child.text[0];
+    return strdup(OUT(child));
 }
 
 #define TINY SHAPE " " QUICK " --device cpu"

@@ -404,7 +404,7 @@ FOLDER_TEST(folders_bin_only) {
     run_train(child, "--sample a --model %s", folder);
     expect_error(test, &child, "pytorch_model.bin", "type python3 -c '", "it'\\''s' and start again");
     // The command is Python: a stand-in for the packages shows that it reads the .bin and writes model.safetensors.
-    char *begin = strstr(ERR(child), "python3 -c"), *end = begin ? strstr(begin, " and start again") : nullptr;
+    const char *begin = strstr(ERR(child), "python3 -c"), *end = begin ? strstr(begin, " and start again") : nullptr;
     if (begin && end && system("python3 -c '' 2>/dev/null") == 0) {
         char command[2 * PATHS];
         mkdir(joined(work, "packages"), 0755), mkdir(joined(work, "packages/safetensors"), 0755);

@@ -149,7 +149,6 @@ FOLDER_TEST(memory_limits_end_in_a_sentence) {
     for (; step >= 1024; step /= 2) {
         Child child = run_limited('v', least + step, "--help", work);
         if (child.code != 0 && child.code != 2) least += step;
-        forget(&child);
     }
     for (int64_t limit = least + 1024; limit < least + 400000 && whole < 2; limit += 5000) {
         Child child = run_limited('v', limit, words, work);
@@ -163,7 +162,6 @@ FOLDER_TEST(memory_limits_end_in_a_sentence) {
                (long long)before, (long long)newest);
         whole += child.code == 0;
         if (child.code == 0) remove_tree(run), newest = -1;
-        forget(&child);
     }
     expect(sentences > 2 && whole == 2, "%d limits ended in a sentence and %d in a whole run", sentences, whole);
     Child child = run_limited('s', 1024, words, work);
