@@ -93,27 +93,27 @@ double worst_row(const float* got, const float* want, int64_t tokens, int parts,
     return worst;
 }
 
-void attention_compare(Test* test, double* worst, const char* what, const Attention* got, const Attention* want) {
+// `bounds`: how many of them the two may be apart.
+void attention_compare(Test* test, double* worst, const char* what, const Attention* got, const Attention* want,
+                       double bounds) {
     const int64_t tokens = (int64_t)got->B * got->T;
-    const double dout = sqrt(got->HS / 3.0);
-    for (int part = -1; part < 3; part++) {
-        const bool zero = got->T == 1 && (part == 0 || part == 1);  // the queries and keys of one token
-        const double own =
-            part < 0 ? worst_row(got->out.host, want->out.host, tokens, 1, 0, got->NH, got->HS, 0)
-                     : worst_row(got->dqkv.host, want->dqkv.host, tokens, 3, part, got->NH, got->HS, zero ? dout : 0);
-        expect(own <= 1.0, "%s, T %d, heads of %d: %s is off by %.3g times the bound", what, got->T, got->HS,
-               part < 0    ? "out"
-               : part == 0 ? "dq"
-               : part == 1 ? "dk"
-                           : "dv",
-               own);
+    const char* const names[] = {"dq", "dk", "dv", "out", "lse"};
+    for (int part = 0; part < 5; part++) {
+        // The gradients of the queries and keys of one token are zero.
+        const double least = got->T == 1 && part < 2 ? sqrt(got->HS / 3.0) : 0.0;
+        double own = 0.0;
+        if (part < 3)
+            own = worst_row(got->dqkv.host, want->dqkv.host, tokens, 3, part, got->NH, got->HS, least);
+        else if (part == 3)
+            own = worst_row(got->out.host, want->out.host, tokens, 1, 0, got->NH, got->HS, least);
+        for (int64_t i = 0; part == 4 && i < got->lse.n && !isnan(own); i++) {
+            const double off = fabs((double)got->lse.host[i] - want->lse.host[i]) /
+                               (EPS32 * (got->T + got->HS) * (1.0 + fabs(want->lse.host[i])));
+            if (!(off <= own)) own = off;
+        }
+        expect(own <= bounds, "%s, T %d, heads of %d: %s is off by %.3g times the bound", what, got->T, got->HS,
+               names[part], own);
         if (!(own <= *worst)) *worst = own;
-    }
-    for (int64_t i = 0; i < got->lse.n; i++) {
-        const double off = fabs((double)got->lse.host[i] - want->lse.host[i]);
-        expect(off <= EPS32 * (got->T + got->HS) * (1 + fabs(want->lse.host[i])), "%s, T %d: lse %lld is off by %.3g",
-               what, got->T, (long long)i, off);
-        if (!(off < 1)) break;
     }
 }
 
@@ -123,13 +123,14 @@ OPERATOR_TEST(cards_attention_gpu) {
         Device card = dev;
         card.compute = compute;
         for (int HS : {64, 128}) {
-            if (compute == 100 && HS == 128 && dev.shared_memory < BackwardShape<128, 64>::SHARED) continue;
             if (HS == 128 && dev.shared_memory < ATTENTION_WIDE_BYTES) continue;
+            // They differ in the backward pass of heads of 128 alone.
+            if (compute == 100 && (HS == 64 || dev.shared_memory < BackwardShape<128, 64>::SHARED)) continue;
             for (int T : {1, 37, 129, 200, 320, 700}) {
                 Attention got = attention_inputs(&dev, 2, T, HS, 3), want = attention_inputs(&dev, 2, T, HS, 3);
                 attention_on(&card, &got, &got);
                 attention_plain(&want, &got);
-                attention_compare(test, &worst, compute == 80 ? "as sm_80" : "as sm_100", &got, &want);
+                attention_compare(test, &worst, compute == 80 ? "as sm_80" : "as sm_100", &got, &want, 1.0);
             }
         }
     }
@@ -145,7 +146,7 @@ OPERATOR_TEST(cards_attention_long_gpu) {
         Attention own = attention_inputs(&dev, 1, T, HS, 2), other = attention_inputs(&dev, 1, T, HS, 2);
         attention_on(&dev, &own, &own);
         attention_on(&card, &other, &own);
-        attention_compare(test, &worst, "this card", &own, &other);
+        attention_compare(test, &worst, "this card", &own, &other, 2.0);
     }
 }
 #endif
