@@ -259,6 +259,50 @@ TEST_BOTH(placed_missing_gradients) {
     run_close(&all), run_close(&some);
 }
 
+// The bytes of the states that the tensors without overrides have, in the order of the list; the caller frees them.
+static char* plain_states(const Run* run, int64_t* bytes) {
+    char* all = nullptr;
+    *bytes = 0;
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        const OptimStream stream = optim_stream(run->optim, s);
+        const int64_t its = stream.elements * stream.element_bytes;
+        if (strncmp(stream.name, "weights", 7) == 0 || strchr(stream.name, '[')) continue;
+        all = (char*)realloc(all, (size_t)(*bytes + its) + 1);
+        copy_to_host(&run->dev, all + *bytes, stream.data, its);
+        *bytes += its;
+    }
+    return all;
+}
+
+// Where all tensors of some formats have no gradient, what they keep beside their elements stays too: numbers of rows,
+// and scales of tensors, which share an array with those of others if these are weights.
+TEST_BOTH(placed_launch_without_gradients) {
+    static const Case alone[] = {{"", "adam-mini", "bf16:sr", "bf16:sr", "", "ln*|*.bias: rule=adamw v=fp32"},
+                                 {"", "adamw", "bf16:sr", "dyn8/rank1", "lin4/rank1", "ln*|*.bias: m=fp32 v=fp32"},
+                                 {"", "adamw", "e4m3/tensor", "dyn8", "fp32", "ln*|*.bias: m=fp32"}};
+    constexpr unsigned MATRICES = 1u << 0 | 1u << 2 | 1u << 5 | 1u << 6;
+    for (const Case& its : alone) {
+        const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+        Run run;
+        int64_t bytes[2];
+        float before[3] = {}, after[3] = {};
+        run_open(&run, &config, OPTIM_BF16, gpu, true, 0);
+        const float* scale = optim_codes(run.optim, 2).numbers;  // of weights that have one
+        run_step(&run, 1);
+        char* states = plain_states(&run, &bytes[0]);
+        if (scale) copy_to_host(&run.dev, before, scale, sizeof(before));
+        run_step(&run, 2, MATRICES);
+        char* now = plain_states(&run, &bytes[1]);
+        if (scale) copy_to_host(&run.dev, after, scale, sizeof(after));
+        expect(bytes[0] > 0 && bytes[0] == bytes[1] && memcmp(states, now, (size_t)bytes[0]) == 0,
+               "%s, weights %s, m %s: states of tensors without gradients move", its.rule, its.weights, its.m);
+        expect(memcmp(before, after, sizeof(before)) == 0 && (before[1] > 0.0f) == !!strstr(its.weights, "/tensor"),
+               "weights %s: the scale was %g and is %g", its.weights, (double)before[1], (double)after[1]);
+        free(states), free(now);
+        run_close(&run);
+    }
+}
+
 // A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
 TEST_BOTH(placed_cut_tensor) {
     constexpr int64_t CUT = 768, N = 37 * 129;
