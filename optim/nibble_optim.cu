@@ -546,8 +546,9 @@ static void* states_allocate(void* context, int64_t bytes) {
     return block->memory;
 }
 
+// `before` receives the device to go back to, also from a mistake.
 static void optim_make(NibbleOptim* optim, const char* const* settings, const NibbleTensor* tensors,
-                       void* (*allocate)(void* context, int64_t bytes), void* context, void* stream) {
+                       void* (*allocate)(void* context, int64_t bytes), void* context, void* stream, int* before) {
     if (optim->count < 0) user_error("%d tensors were named", optim->count);
     settings_read(optim, settings);
     if (optim->gpu >= 0) gpu_open(optim);
@@ -562,7 +563,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     config->allocator = optim;
     optim->allocate = allocate;
     optim->context = context;
-    const int before = device_enter(optim, stream);
+    *before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
     const Plan* plan = optim_parts(optim->optim).plan;
     for (int i = 0; i < plan->launches; i++) {
@@ -574,7 +575,6 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     require_whole_tensors(optim, plan);
     optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
     optim_describe(config, optim->describe, sizeof(optim->describe));
-    device_leave(optim, before);
 }
 
 static void optim_unmake(NibbleOptim* optim) {
@@ -614,7 +614,9 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
         optim->count = count;
     });
     if (status != NIBBLE_OK) return status;
-    status = guarded(error, [&] { optim_make(optim, settings, tensors, allocate, context, stream); });
+    int before = -1;
+    status = guarded(error, [&] { optim_make(optim, settings, tensors, allocate, context, stream, &before); });
+    device_leave(optim, before);
     if (status == NIBBLE_OK) {
         *result = optim;
     } else {
