@@ -798,7 +798,8 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         for (Hyper& hyper : moment.group) hyper = hyper_create(its->config, &rate, 1.0, its->step);
         kernel_run(optim, &launch->kernel, &moment);
         if (fused) {
-            low_rank_apply(dev, its->config, work, i, basis, arguments, its->places, grads.is_bf16);
+            if (optim->compute != OPTIM_BF16) apply.copy = none;  // optim_step_end makes it
+            low_rank_apply(dev, its->config, work, i, basis, &apply, its->places, grads.is_bf16);
             continue;
         }
         low_rank_update(dev, its->config, work, i, basis);
