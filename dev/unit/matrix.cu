@@ -1,6 +1,6 @@
 // Tests of the rules that read whole matrices: muon and normuon against the papers' equations in double, with bounds
 // that are carried along with the reference; resumes, skipped steps and shards to the bit; what is refused.
-#include "../../optim/matrix/matrix.h"
+#include "../../optim/placed.h"
 #include "newton_schulz.h"
 #include "steps.h"
 
@@ -181,6 +181,44 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
         expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
         expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
         check_resume_and_shards(test, &config, gpu);
+    }
+}
+
+// No bit depends on how many matrices are taken at a time: all, two tensors or one. The rows with overrides go the
+// fused way on a GPU, as their sizes and ranks are multiples of 8.
+TEST_BOTH(matrix_chunks) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
+    CacheFolder folder;
+    const struct {
+        const char *rule, *weights, *m, *overrides;
+    } rows[] = {{"muon", "bf16:sr", "bf16:sr", ""},
+                {"normuon", "fp32", "soft8/32", ""},
+                {"fira", "bf16:sr", "fp32", ""},
+                {"apollo", "fp32", "de4/64", ""},
+                {"galore", "bf16:sr", "fp32", ""},
+                {"galore", "fp32", "fp32", "wte|ln*|c_proj.weight: rule=adamw v=fp32"},
+                {"galore", "bf16:sr", "de4/64", "wte|ln*|c_proj.weight: rule=adamw v=fp32"}};
+    for (const auto& row : rows) {
+        OptimConfig config = matrix_config(row.rule, row.weights, row.m);
+        if (*row.overrides) config.overrides = row.overrides, config.rank = 8;
+        config.rank_gap = 2;
+        Run whole, parts;
+        matrix_open(&whole, &config, gpu);
+        run_steps(&whole, 1, STEPS, matrix_steps(3));
+        for (const int64_t tiles : {1, 4}) {
+            config.matrix_chunk = tiles * TILE_ELEMENTS;
+            matrix_open(&parts, &config, gpu);
+            run_steps(&parts, 1, STEPS, matrix_steps(3));
+            const char* where = difference(&whole, &parts);
+            expect(!where, "%s, m %s, chunks of %lld tiles: %s", row.rule, row.m, (long long)tiles, where);
+            const MatrixWork* work = optim_matrix_work(parts.optim, 0);
+            expect(work->plan.chunks > 1 || (tiles == 4 && *row.overrides), "%s: one chunk of %lld tiles", row.rule,
+                   (long long)tiles);
+            const LaunchPlan* launch = &optim_parts(parts.optim).plan->launch[0];
+            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*row.overrides != 0), "%s, \"%s\"",
+                   row.rule, row.overrides);
+            expect_planned(test, &parts, row.rule);
+        }
     }
 }
 

@@ -208,9 +208,11 @@ static bool states_same(const Run* arena, const Run* placed, const char** differ
 
 static void compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
     const OptimConfig config = case_config(its, compute, grads);
+    OptimConfig chunks = config;
     Run arena, placed;
     run_open(&arena, &config, compute, gpu, false, 0);
-    run_open(&placed, &config, compute, gpu, true, shift);
+    if (shift > 0) chunks.matrix_chunk = TILE_ELEMENTS;  // each tensor alone
+    run_open(&placed, &chunks, compute, gpu, true, shift);
     for (int step = 1; step <= STEPS; step++) {
         run_step(&arena, step);
         run_step(&placed, step);
