@@ -4,12 +4,14 @@
 #include "../../optim/table.cuh"
 #include "rules.h"
 
-constexpr int TENSORS = 7, STEPS = 3;
+constexpr int TENSORS = 9, STEPS = 3;
 static const OptimTensor shapes[TENSORS] = {
-    {"wte.weight", 37, 129, true, 0},          {"h.0.ln_1.weight", 1, 300, false, 0},
-    {"h.0.mlp.c_fc.weight", 64, 64, true, 0},  {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
-    {"ln_f.weight", 1, 2500, false, 0},        {"h.0.attn.c_attn.weight", 96, 40, true, 0, 3},
-    {"h.0.mlp.c_proj.weight", 20, 51, true, 0}};
+    {"wte.weight", 37, 129, true, 0},           {"h.0.ln_1.weight", 1, 300, false, 0},
+    {"h.0.mlp.c_fc.weight", 64, 64, true, 0},   {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
+    {"ln_f.weight", 1, 2500, false, 0},         {"h.0.attn.c_attn.weight", 96, 40, true, 0, 3},
+    {"h.0.mlp.c_proj.weight", 20, 51, true, 0}, {"h.1.ln_1.weight", 1, 9, false, 0},
+    {"h.1.mlp.c_fc.bias", 1, 2050, true, 0}};
+static_assert(TENSORS > STEP_GROUPS, "more constants than a launch has room for");
 
 struct Case {
     const char *preset, *rule, *weights, *m, *v, *overrides;
@@ -39,10 +41,6 @@ static const Case cases[] = {
     {"", "galore", "bf16:sr", "dyn8", "udyn8", ""},
     {"", "galore", "fp32", "bf16:sr", "fp32", "wte: wd=0.3"},
     {"", "galore", "bf16+fp32", "fp32", "fp32", ""},
-    // Without c_proj, whose sides are no multiples of 8, a GPU takes the fused way (matrix/low_rank.h).
-    {"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
-    {"", "galore", "fp32", "bf16:sr", "fp32", "*.c_proj.weight: rule=adamw"},
-    {"", "galore", "bf16", "fp32", "fp32", "*.c_proj.weight: rule=adamw"},
     {"", "fira", "bf16:sr", "fp32", "fp32", ""},
     {"", "apollo", "bf16:kahan", "dyn8:sr", "sqrt8", ""},
     {"", "apollo-mini", "bf16:sr", "fp32", "fp32", ""},
@@ -77,6 +75,8 @@ struct Run {
     char *weights[TENSORS], *grads[TENSORS];
     char* arena;
     float* scalars;  // 0.5, NaN, 0, 1
+    bool rates;      // three learning rates, by turns; otherwise one
+    bool each;       // a group for each tensor; otherwise for each learning rate and decay
 };
 
 static int64_t length(int t) {
@@ -151,12 +151,12 @@ static void run_placed(Run* run, int step, unsigned missing, bool found_inf, con
                        const float* lr_at = nullptr) {
     const void* grads[TENSORS];
     int group_of[TENSORS];
-    const double lr = 1e-2f, decay = 0.1f;
-    const PlacedGroup group[] = {{lr, 0.0, 0.9f, 0.95f, 1e-8f, step, lr_at},
-                                 {lr, decay, 0.9f, 0.95f, 1e-8f, step, lr_at}};
+    PlacedGroup group[TENSORS] = {};
     for (int t = 0; t < TENSORS; t++) {
+        const int rate = run->rates ? t % 3 : 0, decay = shapes[t].decay ? 1 : 0;
         grads[t] = missing >> t & 1u ? nullptr : run->grads[t];
-        group_of[t] = shapes[t].decay ? 1 : 0;
+        group_of[t] = run->each ? t : 2 * rate + decay;
+        group[group_of[t]] = {(double)1e-2f * (1 + rate), decay ? (double)0.1f : 0.0, 0.9f, 0.95f, 1e-8f, step, lr_at};
     }
     const PlacedStep placed = {
         (void**)run->weights, grads, group_of, group, scale, run->scalars + (found_inf ? 3 : 2), step};
@@ -206,13 +206,16 @@ static bool states_same(const Run* arena, const Run* placed, const char** differ
     return true;
 }
 
-static void compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
+// Returns whether the first launch went galore's fused way.
+static bool compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
     const OptimConfig config = case_config(its, compute, grads);
     OptimConfig chunks = config;
     Run arena, placed;
     run_open(&arena, &config, compute, gpu, false, 0);
-    if (shift > 0) chunks.matrix_chunk = TILE_ELEMENTS;  // each tensor alone
+    if (shift > 0 && strcmp(grads, "fp32") == 0) chunks.matrix_chunk = TILE_ELEMENTS;  // each tensor alone
     run_open(&placed, &chunks, compute, gpu, true, shift);
+    const LaunchPlan* launch = &optim_parts(placed.optim).plan->launch[0];
+    const bool fused = low_rank_fuses(&placed.dev, &launch->config, optim_matrix_work(placed.optim, 0));
     for (int step = 1; step <= STEPS; step++) {
         run_step(&arena, step);
         run_step(&placed, step);
@@ -226,6 +229,7 @@ static void compare_case(Test* test, const Case* its, OptimType compute, const c
     expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
            config.rule, config.weights, config.m, grads, shift, name);
     run_close(&arena), run_close(&placed);
+    return fused;
 }
 
 TEST_BOTH(placed_same_as_arenas) {
@@ -240,6 +244,31 @@ TEST_BOTH(placed_same_as_arenas) {
         compared++;
     }
     snprintf(test->note, sizeof(test->note), "%d combinations", compared);
+}
+
+// Without c_proj, whose sides are no multiples of 8, a GPU takes the fused way (matrix/low_rank.h), which writes
+// weights of each kind, in the caller's tensors or beside them, from gradients of both types.
+TEST_BOTH(placed_fused) {
+    constexpr const char* REST = "*.c_proj.weight: rule=adamw";
+    const struct {
+        Case its;
+        OptimType compute;
+        const char* grads;
+        int shift;
+    } rows[] = {{{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
+                 OPTIM_BF16,
+                 "bf16",
+                 0},
+                {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "fp32", 1},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "fp32", 0},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "bf16", 0},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
+                {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
+    for (const auto& row : rows) {
+        const bool fused = compare_case(test, &row.its, row.compute, row.grads, row.shift, gpu);
+        expect(fused == gpu, "%s, grads %s: the fused way was not taken", row.its.weights, row.grads);
+    }
 }
 
 // A tensor without a gradient keeps its bits, and the others do not notice.
@@ -305,6 +334,28 @@ TEST_BOTH(placed_launch_without_gradients) {
     }
 }
 
+// Tensors with more constants than one launch takes are stepped by several, after the passes over all of them.
+TEST_BOTH(placed_many_groups) {
+    static const Case many[] = {{"adamw8", "", "", "", "", ""},
+                                {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},
+                                {"came8", "", "", "", "", ""},
+                                {"adamw8", "", "", "", "", "", 1.01f},
+                                {"", "adamw", "e4m3/tensor", "dyn8/rank1", "fp32", "wte: rule=sgd"}};
+    for (const Case& its : many) {
+        const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+        Run one, several;
+        for (Run* run : {&one, &several}) run_open(run, &config, OPTIM_BF16, gpu, true, 0), run->rates = true;
+        several.each = true;
+        for (int step = 1; step <= STEPS; step++) run_step(&one, step), run_step(&several, step);
+        const char* name = "";
+        for (int t = 0; t < TENSORS; t++) {
+            expect(weights_same(&one, &several, t), "%s%s: %s differs", its.preset, its.rule, shapes[t].name);
+        }
+        expect(states_same(&one, &several, &name), "%s%s: %s differs", its.preset, its.rule, name);
+        run_close(&one), run_close(&several);
+    }
+}
+
 // A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
 TEST_BOTH(placed_cut_tensor) {
     constexpr int64_t CUT = 768, N = 37 * 129;
@@ -351,12 +402,13 @@ TEST_BOTH(placed_cut_tensor) {
 // Replays of a captured step are the steps that follow, with a learning rate from device memory, and so is a step after
 // them.
 #ifdef __CUDACC__
-static void graph_case(Test* test, const Case* its) {
+static void graph_case(Test* test, const Case* its, bool each) {
     OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
     Run plain, run;
     run_open(&plain, &config, OPTIM_BF16, true, true, 1);
     config.replays = true;
     run_open(&run, &config, OPTIM_BF16, true, true, 1);
+    run.each = each;
     const float rate = 1e-2f;
     float* lr = (float*)device_alloc(&run.dev, sizeof(rate));
     copy_to_device(&run.dev, lr, &rate, sizeof(rate));
@@ -405,7 +457,8 @@ TEST(placed_graph_gpu) {
                                   {"", "normuon", "bf16:sr", "bf16:sr", "", "c_proj.weight: lr=0.5 wd=0.3"},
                                   {"adamw4l", "", "", "", "", "ln*: m=fp32 lr=0.5", 1.2f},
                                   {"came8", "", "", "", "", "", 1.01f}};
-    for (const Case& its : graphs) graph_case(test, &its);
+    for (const Case& its : graphs) graph_case(test, &its, false);
+    for (const int i : {0, 7, 12}) graph_case(test, &graphs[i], true);
 #else
     (void)test;
 #endif
