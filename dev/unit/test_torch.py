@@ -181,6 +181,20 @@ def library_rules_that_read_matrices():
 
 
 @test
+def library_matrices_take_eight_groups():
+    plain = Plain([(4, 8)] * 9, rule="muon", m="fp32")
+    grads = [floats([0.1] * len(w)) for w in plain.weights]
+    for count in (8, 9):
+        groups = [(1e-2 / (g + 1), 0.1, 0.9, 0.95, 1e-8, 1) for g in range(count)]
+        plain.group_of = array.array("i", [t % count for t in range(9)])
+
+        def step():
+            plain.handle.step(array.array("Q", map(ctypes.addressof, plain.weights)),
+                              array.array("Q", map(ctypes.addressof, grads)), plain.group_of, groups, 1)
+        raises(ValueError, "more than 8 learning rates", step) if count > 8 else step()
+
+
+@test
 def library_muon_by_hand():
     """One singular value: u of rank 1 has the orthogonal factor u / ||u||, which five steps bring near."""
     plain = Plain([(40, 30)], rule="muon", m="fp32", overrides="none", ns_coefficients="polar-express", ns_steps=8)
@@ -623,6 +637,82 @@ def torch_cuda_graph():
             with torch.cuda.graph(graph):
                 optimizer.step()
         raises(kind, words, captured)
+
+
+@test
+def torch_refused_capture_is_forgotten():
+    """The gradients that a refused capture has named are those of the next step."""
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    models = [model_of("cuda") for _ in range(2)]
+    for model, refused in zip(models, (False, True)):
+        optimizer, kept = make(model, preset="galore8", capturable=True), []
+        for number in (1, 2):
+            for p in model.parameters():
+                kept.append(torch.sin(number + torch.arange(float(p.numel()), device="cuda")).view_as(p))
+                p.grad = kept[-1]
+            if refused and number == 2:
+                def captured():
+                    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                        optimizer.step()
+                raises(ValueError, "the host decides", captured)
+            optimizer.step()
+    assert same(*models)
+
+
+@test
+def torch_threads_do_not_meet():
+    """Optimizers of several threads, on a GPU each on a stream of its own."""
+    presets = ("muon8", "galore8", "adamw8", "adafactor8")
+
+    def steps(model, preset, errors):
+        device = next(model.parameters()).device
+        with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext():
+            try:
+                optimizer = make(model, preset=preset)
+                for number in range(1, 9):
+                    for p in model.parameters():
+                        p.grad = torch.sin(number + torch.arange(float(p.numel()), device=device)).view_as(p).to(p)
+                    optimizer.step()
+                optimizer.state_dict()
+                if device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+            except Exception as error:
+                errors.append(error)
+
+    for device in DEVICES:
+        alone, together = ([model_of(device, torch.bfloat16) for _ in presets] for _ in range(2))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        errors = []
+        for model, preset in zip(alone, presets):
+            steps(model, preset, errors)
+        threads = [threading.Thread(target=steps, args=(*each, errors)) for each in zip(together, presets)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert not errors, errors
+        assert all(map(same, alone, together)), device
+
+
+@test
+def torch_two_gpus():
+    """Parameters on two GPUs step as they would alone; a mistake leaves the current GPU as it was."""
+    if len(DEVICES) < 2 or torch.cuda.device_count() < 2:
+        raise Skip("no two GPUs")
+    for preset in ("adamw8", "muon8", "galore8"):
+        models = [[model_of(f"cuda:{i}", torch.bfloat16) for i in (0, 1)] for _ in range(2)]
+        both = torch.nn.ModuleList(models[0])
+        optimizers = [make(both, preset=preset), *(make(model, preset=preset) for model in models[1])]
+        for number in range(1, 4):
+            for model in (*models[0], *models[1]):
+                for p in model.parameters():
+                    p.grad = torch.sin(number + torch.arange(float(p.numel()), device=p.device)).view_as(p).to(p)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert same(models[0][0], models[1][0]), preset
+    raises(MemoryError, "allocate gave no memory",
+           lambda: nibble_optim.Handle({"device": "cuda:1"}, [("t", 1, 5, 0, -1)], lambda _: 0))
+    assert torch.cuda.current_device() == 0
 
 
 @test
