@@ -16,6 +16,7 @@ static const OptimTensor large[TENSORS] = {small[0], small[1], {"h.0.mlp.c_fc.we
                                            small[3], small[4], {"h.0.attn.c_attn.weight", 1368, 520, true, 0, 3},
                                            small[6], small[7], small[8]};
 static const OptimTensor* shapes = small;
+static int multiprocessors;  // that a GPU is said to have; 0: those that it has
 static_assert(TENSORS > STEP_GROUPS, "more constants than a launch has room for");
 
 struct Case {
@@ -111,6 +112,7 @@ static void run_open(Run* run, const OptimConfig* config, OptimType compute, boo
     static const float scalars[4] = {0.5f, NAN, 0.0f, 1.0f};
     *run = {};
     device_open(&run->dev, gpu, 0);
+    if (gpu && multiprocessors > 0) run->dev.sm_count = multiprocessors;
     run->config = *config;
     run->bytes[0] = compute == OPTIM_FP32 ? 4 : 2;
     run->bytes[1] = strcmp(config->grads, "fp32") == 0 ? 4 : 2;
@@ -277,6 +279,20 @@ TEST_BOTH(placed_fused) {
     }
 }
 
+// Many tiles for few thread blocks: the stages of each go round, and so do the places that they keep.
+TEST(placed_many_tiles_gpu) {
+    static const Case cases[] = {{"adamw8", "", "", "", "", ""},
+                                 {"int8w4", "", "", "", "", ""},
+                                 {"came8", "", "", "", "", ""},
+                                 {"", "adamw", "bf16+16", "bf16:sr", "fp32", ""},
+                                 {"", "muon", "bf16:sr", "dyn8", "", ""}};
+    shapes = large, multiprocessors = 7;
+    for (const Case& its : cases) {
+        for (int shift = 0; shift < 2; shift++) compare_case(test, &its, OPTIM_BF16, "bf16", shift, true);
+    }
+    shapes = small, multiprocessors = 0;
+}
+
 // A tensor without a gradient keeps its bits, and the others do not notice.
 TEST_BOTH(placed_missing_gradients) {
     const Case its = {"adamw8", "", "", "", "", ""};
@@ -363,10 +379,9 @@ TEST_BOTH(placed_many_groups) {
 }
 
 // A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
-TEST_BOTH(placed_cut_tensor) {
+static void check_cut(Test* test, const Case* its, bool gpu) {
     constexpr int64_t CUT = 768, N = 37 * 129;
-    const Case its = {"adamw8", "", "", "", "", ""};
-    OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+    OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
     config.placed = true;
     Run whole;
     run_open(&whole, &config, OPTIM_BF16, gpu, true, 0);
@@ -380,6 +395,10 @@ TEST_BOTH(placed_cut_tensor) {
         optim_layout(&tensor, 1, &config);
         part[p] = optim_create(&whole.dev, &config, &tensor, 1, OPTIM_BF16);
         tables[p] = placed_create(part[p], OPTIM_BF16, &placed);
+        float* values = (float*)calloc((size_t)(head + count), sizeof(float));
+        for (int64_t i = 0; i < count; i++) values[head + i] = initial(0, first + i);
+        optim_set_weights(part[p], 0, values);
+        free(values);
         weights[p] = (char*)device_alloc(&whole.dev, N * 2);
         grads[p] = (char*)device_alloc(&whole.dev, N * 2);
         put(&whole, weights[p], 2, N, initial, 0, 0);
@@ -400,9 +419,18 @@ TEST_BOTH(placed_cut_tensor) {
     copy_to_host(&whole.dev, a, whole.weights[0], N * 2);
     copy_to_host(&whole.dev, b, weights[0], CUT * 2);
     copy_to_host(&whole.dev, b + CUT * 2, weights[1], (N - CUT) * 2);
-    expect(memcmp(a, b, sizeof(a)) == 0, "the parts differ from the whole");
+    expect(memcmp(a, b, sizeof(a)) == 0, "%s%s, weights %s: the parts differ from the whole", its->preset, its->rule,
+           config.weights);
     for (int p = 0; p < 2; p++) placed_free(tables[p]), optim_free(part[p]);
     run_close(&whole);
+}
+
+TEST_BOTH(placed_cut_tensor) {
+    static const Case cut[] = {{"adamw8", "", "", "", "", ""},
+                               {"flash24", "", "", "", "", ""},
+                               {"", "adamw", "lin8:sr", "dyn8/64:sr", "udyn8", ""},
+                               {"", "ademamix", "bf16+16", "bf16:sr", "fp32", ""}};
+    for (const Case& its : cut) check_cut(test, &its, gpu);
 }
 
 // Replays of a captured step are the steps that follow, with a learning rate from device memory, and so is a step after
@@ -465,9 +493,9 @@ TEST(placed_graph_gpu) {
                                   {"came8", "", "", "", "", "", 1.01f}};
     for (const Case& its : graphs) graph_case(test, &its, false);
     for (const int i : {0, 7, 12}) graph_case(test, &graphs[i], true);
-    shapes = large;
-    for (const int i : {10, 11}) graph_case(test, &graphs[i], false);
-    shapes = small;
+    shapes = large, multiprocessors = 7;
+    for (const int i : {0, 10, 11}) graph_case(test, &graphs[i], false);
+    shapes = small, multiprocessors = 0;
 #else
     (void)test;
 #endif
