@@ -258,6 +258,21 @@ TEST_BOTH(matrix_chunks) {
     }
 }
 
+// A batch has no more matrices than a grid has rows.
+TEST(matrix_many_matrices) {
+    constexpr int COUNT = 70, PARTS = 1024;
+    OptimTensor tensors[COUNT];
+    for (OptimTensor& tensor : tensors) tensor = {"h.0.w", 2 * PARTS, 1, true, 0, PARTS};
+    const OptimConfig config = matrix_config("muon", "fp32", "fp32");
+    optim_layout(tensors, COUNT, &config);
+    Plan* plan = plan_ranges(&config, tensors, COUNT);
+    MatrixPlan its = matrix_plan(plan, 0, tensors, COUNT);
+    expect(its.chunks == 2 && its.batches == 2 && its.batch[0].count == 63 * PARTS && its.batch[1].count == 7 * PARTS,
+           "%d chunks of %d, %d matrices", its.chunks, its.batch[0].count, its.batch[1].count);
+    matrix_plan_free(&its);
+    plan_free(plan);
+}
+
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.
 JIT_TEST(matrix_moments_equal_cpu_gpu) {
     for (const char* m : {"fp32", "bf16:sr", "soft8/32", "de4/32@dq8"}) {

@@ -6,7 +6,8 @@
 
 #include "../rules/muon.cuh"
 
-constexpr int SLICES = 16;  // of a matrix, whose sums of squares are added in order
+constexpr int MOST_MATRICES = 65535;  // of a chunk, since a grid has no more rows
+constexpr int SLICES = 16;            // of a matrix, whose sums of squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
 // Dimensions are padded with zeros, which stay zero, to what products in fp16 want.
@@ -101,7 +102,8 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
         const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
         if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
         MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
-        if (!chunk || end - chunk->begin > config->matrix_chunk) {
+        const bool full = its.matrices - first + tensor->parts > MOST_MATRICES;
+        if (!chunk || full || end - chunk->begin > config->matrix_chunk) {
             if (chunk) chunk_close(&its, first);
             first = its.matrices;
             chunk = &its.chunk[its.chunks++];
