@@ -93,7 +93,7 @@ NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char*
 // and the bias corrections. Gradients and parameters are those of the capture, and so are the groups' constants, but
 // for lr_at. nibble_optim_clock waits for the stream and returns the number of the last step, with which the caller
 // goes on counting after replays. Rules that project gradients (galore, fira, apollo) and scales of whole tensors are
-// refused.
+// refused. A graph cannot be replayed after nibble_optim_free.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
 // Tells the optimizer that the caller has written to a parameter. The next step makes what it keeps beside the
