@@ -640,6 +640,27 @@ def torch_cuda_graph():
 
 
 @test
+def torch_cuda_graph_of_many_tensors():
+    """More addresses than one launch brings into a graph."""
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    runs = []
+    for captured in (False, True):
+        params = [torch.nn.Parameter(torch.sin(t + torch.arange(30.0, device="cuda"))) for t in range(300)]
+        optimizer, graph = nibble_optim.Optimizer(params, preset="adamw8", capturable=True), torch.cuda.CUDAGraph()
+        for t, p in enumerate(params):
+            p.grad = torch.cos(t + torch.arange(30.0, device="cuda"))
+        optimizer.step()
+        if captured:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for _ in range(3):
+            graph.replay() if captured else optimizer.step()
+        runs.append(params)
+    assert all(map(torch.equal, *runs))
+
+
+@test
 def torch_refused_capture_is_forgotten():
     """The gradients that a refused capture has named are those of the next step."""
     if len(DEVICES) < 2:
