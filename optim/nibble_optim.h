@@ -31,7 +31,8 @@ typedef struct NibbleOptim NibbleOptim;
 // a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
 // is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
 // block that is cut: each of its parts has a scale of its own. Rules that read rows or matrices take no part, except
-// adam-mini (cuts at rows); the setting share is for them.
+// adam-mini (cuts at rows); the setting share is for them. Without it, whole matrices that come behind parts of other
+// tensors have the noise of another place.
 typedef struct {
     const char* name;    // for overrides and messages
     int64_t rows, cols;  // of the whole tensor; 1 row for a vector
