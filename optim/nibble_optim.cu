@@ -2,8 +2,9 @@
 // gradients are the caller's (placed.h).
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
-// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each mistake in
-// nibble_optim_create leaks some KB of host memory; the states' device memory is freed from a list of its own.
+// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each failure of
+// nibble_optim_create leaks some KB; what the optimizer has made by then is freed with it, and the states' device
+// memory from a list of its own.
 #include "nibble_optim.h"
 
 #include <math.h>
@@ -561,6 +562,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     config->weight_decay = -1.0f;  // a step's groups say
     config->allocate = states_allocate;
     config->allocator = optim;
+    config->made = &optim->optim;
     optim->allocate = allocate;
     optim->context = context;
     *before = device_enter(optim, stream);

@@ -73,7 +73,9 @@ struct OptimConfig {
     // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
     // memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;
-    void* allocator = nullptr;  // its context
+    void* allocator = nullptr;      // its context
+    struct Optim** made = nullptr;  // receives the optimizer at once, to be freed if making it fails and the process
+                                    // goes on
 };
 
 // Bytes that a combination takes. They are known before anything is allocated.

@@ -346,6 +346,36 @@ def library_mistakes_are_sentences():
 
 
 @test
+def library_frees_what_a_failure_leaves():
+    """Whichever allocation of states fails; the buffers for matrices are the largest part, 24 MB here."""
+    blocks, left = [], 0
+
+    def allocate(count):
+        nonlocal left
+        left -= 1
+        blocks.append(ctypes.create_string_buffer(count + 16))
+        return 0 if left < 0 else ctypes.addressof(blocks[-1]) + -ctypes.addressof(blocks[-1]) % 16
+
+    def make(most):
+        nonlocal left
+        left = most
+        blocks.clear()
+        nibble_optim.Handle({"rule": "muon", "m": "fp32", "parameters": "fp32", "overrides": "v: rule=adamw v=fp32"},
+                            [("w", 1024, 1024, 0, -1), ("v", 1, 50, 0, -1)], allocate)
+
+    make(100)
+    calls = 100 - left
+    assert calls > 2, calls
+    memory = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    for call in range(calls):
+        raises(MemoryError, "allocate gave no memory", lambda: make(call))
+    before = memory()
+    for _ in range(20):
+        raises(MemoryError, "allocate gave no memory", lambda: make(calls - 1))
+    assert memory() - before < 100 << 20, f"{(memory() - before) >> 20} MB more"
+
+
+@test
 def library_prints_nothing_and_goes_on():
     code = "import sys; sys.path.insert(0, sys.argv[1]); import nibble_optim\n" \
            "for _ in range(3):\n    try: nibble_optim.Handle({'preset': 'x'}, [])\n    except ValueError: pass\n"
