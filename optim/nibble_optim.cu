@@ -62,6 +62,13 @@ const void* built_in_measure(const Rows*) {
     return nullptr;
 }
 
+// CUDA keeps an error until it is asked for it, and the check of the next launch would take it for that launch's.
+static void error_forget() {
+#ifdef __CUDACC__
+    cudaGetLastError();
+#endif
+}
+
 // Calls the function and turns an error in it into a status and a sentence.
 template <class Function>
 static NibbleStatus guarded(char* error, Function function) {
@@ -70,6 +77,7 @@ static NibbleStatus guarded(char* error, Function function) {
     own.status = NIBBLE_OK;
     failure = &own;
     if (setjmp(own.jump) == 0) function();
+    if (own.status != NIBBLE_OK) error_forget();
     failure = before;
     if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", own.status == NIBBLE_OK ? "" : own.text);
     return own.status;

@@ -691,6 +691,21 @@ def torch_cuda_graph_of_many_tensors():
 
 
 @test
+def torch_goes_on_after_missing_memory():
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    models = [model_of("cuda") for _ in range(2)]
+    optimizers = [make(model, preset="adamw8") for model in models]
+    for model, optimizer, number in ((model, optimizer, number) for number in (1, 2)
+                                     for model, optimizer in zip(models, optimizers)):
+        if model is models[1]:
+            raises(MemoryError, "cudaErrorMemoryAllocation", lambda: nibble_optim.Handle(
+                {"device": "cuda", "preset": "adamw32"}, [("t", 1 << 20, 1 << 20, 0, -1)]))
+        train(model, optimizer, number, number)
+    assert same(*models)
+
+
+@test
 def torch_refused_capture_is_forgotten():
     """The gradients that a refused capture has named are those of the next step."""
     if len(DEVICES) < 2:
