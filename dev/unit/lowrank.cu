@@ -247,12 +247,13 @@ TEST_BOTH(lowrank_copies) {
             expect(same_tensor(&cpu, &run, 0), "%s, %s: another tensor differs", weights, overrides);
             for (int t = 0; t < 2; t++) {
                 const int64_t n = tensors[t].rows * tensors[t].cols, size = compute == OPTIM_FP32 ? 4 : 2;
-                float* stored = floats(n);
-                void* seen = to_host(&run, (char*)optim_weights(run.optim) + run.tensor[t].offset * size, n * size);
+                float *stored = floats(n), *seen = floats(n);
+                const char* at = (const char*)optim_weights(run.optim) + run.tensor[t].offset * size;
+                copy_to_host(&run.dev, seen, at, n * size);
                 optim_get_weights(run.optim, t, stored);
                 int64_t wrong = 0;
                 for (int64_t i = 0; i < n; i++) {
-                    wrong += compute == OPTIM_FP32 ? ((const float*)seen)[i] != stored[i]
+                    wrong += compute == OPTIM_FP32 ? seen[i] != stored[i]
                                                    : ((const uint16_t*)seen)[i] != Bf16::encode(stored[i]);
                 }
                 expect(wrong == 0, "%s, %s: %lld weights of %s are not their copies", weights, overrides,
