@@ -134,6 +134,10 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
     return scratch;
 }
 
+// Bytes of a block's shared memory without which the backward pass has no heads of 128: what it takes in fp32, which is
+// more than in bf16.
+constexpr int ATTENTION_WIDE_BYTES = (4 * 64 * (128 + 4) + 64 * 65) * 4;
+
 // The same on Hopper: {ticket, flags}, rows, dq_sum, column sums.
 struct HopperBackwardScratch {
     int64_t flags, rows, dq_sum, bytes;  // bytes: of all
@@ -719,9 +723,15 @@ void attention_forward(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
 
-// Whatever X is. fp32 needs less, the CPU none.
+// Whatever X is. fp32 needs less, the CPU none. Refuses what backward could not launch, before anything is allocated.
 inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
     if (!dev->gpu) return 0;
+    if (C == NH * 128 && dev->shared_memory < ATTENTION_WIDE_BYTES) {
+        user_error(
+            "attention with heads of 128 channels needs %d bytes of shared memory, this GPU has %d for a block; type "
+            "--heads %d",
+            ATTENTION_WIDE_BYTES, dev->shared_memory, 2 * NH);
+    }
     if (dev->compute == 90) return hopper_backward_scratch(B, T, NH, C / NH).bytes;  // never less than the other
     AttentionScratch scratch = attention_scratch(B, T, C, NH);
     return scratch.flags + scratch.D + scratch.dq_sum;
@@ -739,6 +749,9 @@ inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch
             (float*)(scratch + sizes.flags), T, NH, 1.0f / sqrtf((float)Shape::HS));
     check_launch();
 }
+
+static_assert(fp32_shared_bytes(128, 4) == ATTENTION_WIDE_BYTES);
+static_assert(BackwardShape<128, 32>::SHARED <= ATTENTION_WIDE_BYTES);
 
 // Runs the backward pass by FFMA or mma.sync, on any GPU.
 template <typename X, int HS>

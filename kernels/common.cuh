@@ -226,7 +226,7 @@ inline void device_open(Device* dev, bool gpu, int index) {
     dev->context = memory_used(dev);
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
     check(cudaMalloc(&dev->ticket, sizeof(int)));
-    check(cudaMemset(dev->ticket, 0, sizeof(int)));
+    check(cudaMemsetAsync(dev->ticket, 0, sizeof(int), dev->stream));
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
 }
 

@@ -4,7 +4,8 @@
 // with the largest logit / temperature + g is taken, where g = -log(-log(u)) and u is uniform, a function of the seed,
 // the sample, the place in its text and the token. So nothing has to be summed or sorted, a row is drawn in two passes
 // over it whatever computes them, and equal logits and numbers give the same token. Of equal scores the first wins.
-// Temperature 0 takes the likeliest token. A row with a value that is not finite gives DRAW_NOT_FINITE.
+// Temperature 0 takes the likeliest token, and so does one that is as good as 0. A row with a value that is not finite
+// gives DRAW_NOT_FINITE.
 //
 // The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for it
 // goes by the bits of the logits, as numbers that order as the logits do: the CPU fixes 8 bits a round by counting, the
@@ -24,6 +25,7 @@
 constexpr int DRAW_NOT_FINITE = -2;
 constexpr int DRAW_THREADS = 1024;
 constexpr int DRAW_SHORT = 512;  // the largest k for which what may be one of the k likeliest usually fits the threads
+constexpr double DRAW_COLD = 1e-200;  // below it g is lost beside logit / temperature, which might overflow
 
 struct DrawOptions {
     double temperature;
@@ -40,7 +42,7 @@ __host__ __device__ inline uint32_t draw_key(float logit) {
 
 __host__ __device__ inline double draw_score(float logit, double temperature, uint64_t seed, int sample, int place,
                                              int token) {
-    if (temperature == 0) return logit;
+    if (temperature < DRAW_COLD) return logit;
     const uint64_t bits =
         random_bits(seed, ((uint64_t)1 << 20) + (uint64_t)sample, (uint64_t)place << 20 | (uint64_t)token);
     const double u = ((double)(bits >> 11) + 0.5) / 9007199254740992.0;

@@ -322,12 +322,20 @@ struct LowStore {
     __device__ void take(int row, int column, float4 x, Old) const { *(float4*)(low + row * cols + column) = x; }
 };
 
-// The number of blocks that share a tile of a projection: the one that keeps the multiprocessors, which have room for
-// two blocks each, busiest.
+// True if the device runs a kernel that was compiled with clusters; from PTX of sm_80 a newer one has a kernel without.
+template <typename Kernel>
+bool low_has_clusters(Kernel* kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel));
+    return attributes.ptxVersion >= 90;
+}
+
+// The number of blocks that share a tile of a projection, if blocks can: the one that keeps the multiprocessors, which
+// have room for two blocks each, busiest.
 inline int low_slices(const Device* dev, int64_t tiles, int64_t steps) {
     int best = 1;
     double least = INFINITY;
-    for (int slices = 1; slices <= LP_SLICES && dev->compute >= 90; slices++) {
+    for (int slices = 1; slices <= LP_SLICES; slices++) {
         const double waves = (double)ceil_div(tiles * slices, 2 * dev->sm_count);
         // A block's time: its part of K, and about four steps for the start and the sum.
         const double time = waves * ((double)ceil_div(steps, slices) + 4.0);
@@ -342,7 +350,8 @@ void low_rank_launch(const Device* dev, const E* a, const E* b, LowShapes s, con
     constexpr int BYTES = lp_shared_bytes<E, COLUMNS>();
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const unsigned across = (unsigned)ceil_div(s.across, COLUMNS), down = (unsigned)ceil_div(s.channels, LP_ROWS);
-    s.slices = BACK ? 1 : low_slices(dev, (int64_t)across * down, ceil_div(s.depth, LowOperand<E>::DEPTH));
+    const bool shares = !BACK && low_has_clusters(kernel);
+    s.slices = shares ? low_slices(dev, (int64_t)across * down, ceil_div(s.depth, LowOperand<E>::DEPTH)) : 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)s.slices, across, down), config.blockDim = dim3(LP_THREADS);
     config.dynamicSmemBytes = BYTES, config.stream = dev->stream;

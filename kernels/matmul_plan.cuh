@@ -180,10 +180,12 @@ inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const M
     check(cudaMemGetInfo(&available, &total));
     if ((size_t)bytes + (64 << 20) > available || cudaMalloc(&trial->memory, bytes) != cudaSuccess) {
         cudaGetLastError();
-        fprintf(stderr,
-                "train: notice: no room (%.2f GB) to time the algorithms of a product %lld x %lld x %lld; cuBLASLt's "
-                "first is taken\n",
-                1e-9 * (double)bytes, (long long)s->m, (long long)s->n, (long long)s->k);
+        char text[256];
+        snprintf(text, sizeof(text),
+                 "train: notice: no room (%.2f GB) to time the algorithms of a product %lld x %lld x %lld; cuBLASLt's "
+                 "first is taken\n",
+                 1e-9 * (double)bytes, (long long)s->m, (long long)s->n, (long long)s->k);
+        notice(text);
         return false;
     }
     for (int i = 0; i < 5; i++) {

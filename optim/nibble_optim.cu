@@ -2,8 +2,9 @@
 // gradients are the caller's (placed.h).
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
-// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each mistake in
-// nibble_optim_create leaks some KB of host memory; the states' device memory is freed from a list of its own.
+// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each failure of
+// nibble_optim_create leaks some KB; what the optimizer has made by then is freed with it, and the states' device
+// memory from a list of its own.
 #include "nibble_optim.h"
 
 #include <math.h>
@@ -61,6 +62,13 @@ const void* built_in_measure(const Rows*) {
     return nullptr;
 }
 
+// CUDA keeps an error until it is asked for it, and the check of the next launch would take it for that launch's.
+static void error_forget() {
+#ifdef __CUDACC__
+    cudaGetLastError();
+#endif
+}
+
 // Calls the function and turns an error in it into a status and a sentence.
 template <class Function>
 static NibbleStatus guarded(char* error, Function function) {
@@ -69,6 +77,7 @@ static NibbleStatus guarded(char* error, Function function) {
     own.status = NIBBLE_OK;
     failure = &own;
     if (setjmp(own.jump) == 0) function();
+    if (own.status != NIBBLE_OK) error_forget();
     failure = before;
     if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", own.status == NIBBLE_OK ? "" : own.text);
     return own.status;
@@ -546,8 +555,9 @@ static void* states_allocate(void* context, int64_t bytes) {
     return block->memory;
 }
 
+// `before` receives the device to go back to, also from a mistake.
 static void optim_make(NibbleOptim* optim, const char* const* settings, const NibbleTensor* tensors,
-                       void* (*allocate)(void* context, int64_t bytes), void* context, void* stream) {
+                       void* (*allocate)(void* context, int64_t bytes), void* context, void* stream, int* before) {
     if (optim->count < 0) user_error("%d tensors were named", optim->count);
     settings_read(optim, settings);
     if (optim->gpu >= 0) gpu_open(optim);
@@ -560,9 +570,10 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     config->weight_decay = -1.0f;  // a step's groups say
     config->allocate = states_allocate;
     config->allocator = optim;
+    config->made = &optim->optim;
     optim->allocate = allocate;
     optim->context = context;
-    const int before = device_enter(optim, stream);
+    *before = device_enter(optim, stream);
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
     const Plan* plan = optim_parts(optim->optim).plan;
     for (int i = 0; i < plan->launches; i++) {
@@ -574,7 +585,6 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     require_whole_tensors(optim, plan);
     optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
     optim_describe(config, optim->describe, sizeof(optim->describe));
-    device_leave(optim, before);
 }
 
 static void optim_unmake(NibbleOptim* optim) {
@@ -614,7 +624,9 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
         optim->count = count;
     });
     if (status != NIBBLE_OK) return status;
-    status = guarded(error, [&] { optim_make(optim, settings, tensors, allocate, context, stream); });
+    int before = -1;
+    status = guarded(error, [&] { optim_make(optim, settings, tensors, allocate, context, stream, &before); });
+    device_leave(optim, before);
     if (status == NIBBLE_OK) {
         *result = optim;
     } else {

@@ -31,7 +31,8 @@ typedef struct NibbleOptim NibbleOptim;
 // a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
 // is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
 // block that is cut: each of its parts has a scale of its own. Rules that read rows or matrices take no part, except
-// adam-mini (cuts at rows); the setting share is for them.
+// adam-mini (cuts at rows); the setting share is for them. Without it, whole matrices that come behind parts of other
+// tensors have the noise of another place.
 typedef struct {
     const char* name;    // for overrides and messages
     int64_t rows, cols;  // of the whole tensor; 1 row for a vector
@@ -93,7 +94,7 @@ NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char*
 // and the bias corrections. Gradients and parameters are those of the capture, and so are the groups' constants, but
 // for lr_at. nibble_optim_clock waits for the stream and returns the number of the last step, with which the caller
 // goes on counting after replays. Rules that project gradients (galore, fira, apollo) and scales of whole tensors are
-// refused.
+// refused. A graph cannot be replayed after nibble_optim_free.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
 // Tells the optimizer that the caller has written to a parameter. The next step makes what it keeps beside the

@@ -505,13 +505,14 @@ static void launch_create(Optim* optim, int index) {
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
                     OptimType compute) {
     Optim* optim = (Optim*)memory_zero(1, sizeof(Optim));
+    if (config->made) *config->made = optim;
     optim->dev = dev;
     optim->config = *config;
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
         user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
     }
     optim->compute = compute;
-    optim->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
+    optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
     optim->count = count;
     for (int i = 0; i < count; i++) {
         optim->tensors[i] = tensors[i];
@@ -535,17 +536,21 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     return optim;
 }
 
+// One that was not made completely has no plan yet, or not all of what it names.
 void optim_free(Optim* optim) {
     if (!optim) return;
-    for (int i = 0; i < optim->plan->weights_count; i++) {
+    const int weights = optim->plan ? optim->plan->weights_count : 0,
+              launches = optim->plan ? optim->plan->launches : 0;
+    for (int i = 0; i < weights; i++) {
+        if (!optim->weights[i].row) continue;
         if (optim->seen && optim->weights[i].are_seen) optim->weights[i].streams.codes = nullptr;
         free_streams(optim, optim->weights[i].row, &optim->weights[i].streams, false);
     }
     device_free(optim->dev, optim->seen);
-    for (int i = 0; i < optim->plan->launches; i++) {
+    for (int i = 0; i < launches; i++) {
         Launch* launch = &optim->launch[i];
         Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
-        for (int slot = SLOT_M; slot < SLOTS; slot++) {
+        for (int slot = SLOT_M; slot < SLOTS && launch->plan; slot++) {
             free_streams(optim, slot_format(&launch->plan->config, &launch->rows, (Slot)slot), kept[slot], true);
         }
         rows_free(optim->dev, &launch->passes);
@@ -553,7 +558,7 @@ void optim_free(Optim* optim) {
     }
     device_free(optim->dev, optim->factors);
     device_free(optim->dev, optim->tiles);
-    plan_free(optim->plan);
+    if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
     free(optim->tensors);
     free(optim);
@@ -798,7 +803,8 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         for (Hyper& hyper : moment.group) hyper = hyper_create(its->config, &rate, 1.0, its->step);
         kernel_run(optim, &launch->kernel, &moment);
         if (fused) {
-            low_rank_apply(dev, its->config, work, i, basis, arguments, its->places, grads.is_bf16);
+            if (optim->compute != OPTIM_BF16) apply.copy = none;  // optim_step_end makes it
+            low_rank_apply(dev, its->config, work, i, basis, &apply, its->places, grads.is_bf16);
             continue;
         }
         low_rank_update(dev, its->config, work, i, basis);

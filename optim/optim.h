@@ -58,20 +58,24 @@ struct OptimConfig {
     const char* ns_coefficients = "jordan";
     const char* rank_basis = "fp32";  // of galore: how its directions are stored, fp32, bf16 or lin8 in blocks of 256
     int64_t rank = 0,
-            rank_gap = 200;       // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
-    float rank_scale = 0.0f;      // and factor on the update, 0 the paper's (matrix/low_rank.h)
-    float limit_growth = 0.0f;    // a tensor's update grows by at most this factor a step; 0: no limit
-    float clip_update = 1.0f;     // adafactor, came: the largest RMS of a tensor's update; 0: no limit
-    bool relative_steps = false;  // adafactor: the learning rate is at most 1 / sqrt(step)
-    bool scale_by_rms = false;    // adafactor: the update is multiplied by the RMS of the tensor's weights
-    bool offload = false;         // the states lie in host memory, from where the caller brings them (offload.h)
-    bool folds = false;           // optim_fold_tensors will be called
-    bool replays = false;         // of placed steps: they may be captured in CUDA graphs
+            rank_gap = 200;          // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
+    float rank_scale = 0.0f;         // and factor on the update, 0 the paper's (matrix/low_rank.h)
+    int64_t matrix_chunk = 1 << 27;  // rules that read matrices take about so many elements at a time: no bit depends
+                                     // on it (matrix/matrix.h)
+    float limit_growth = 0.0f;       // a tensor's update grows by at most this factor a step; 0: no limit
+    float clip_update = 1.0f;        // adafactor, came: the largest RMS of a tensor's update; 0: no limit
+    bool relative_steps = false;     // adafactor: the learning rate is at most 1 / sqrt(step)
+    bool scale_by_rms = false;       // adafactor: the update is multiplied by the RMS of the tensor's weights
+    bool offload = false;            // the states lie in host memory, from where the caller brings them (offload.h)
+    bool folds = false;              // optim_fold_tensors will be called
+    bool replays = false;            // of placed steps: they may be captured in CUDA graphs
     bool placed = false;  // gradients, and weights in the compute type, lie in tensors of the caller's own (placed.h)
     // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
     // memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;
-    void* allocator = nullptr;  // its context
+    void* allocator = nullptr;      // its context
+    struct Optim** made = nullptr;  // receives the optimizer at once, to be freed if making it fails and the process
+                                    // goes on
 };
 
 // Bytes that a combination takes. They are known before anything is allocated.

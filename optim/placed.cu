@@ -57,7 +57,9 @@ struct PlacedTables {
                          // arena beside
     float* scalars;      // device: 1, and the scale of a step
     int64_t* clock;      // device: the number of the last step
+    bool moved;          // the device has other addresses than `pointers`
     bool captured;       // a graph may change the places behind our back
+    bool kept;           // and uses these tables, which others may replace
     Replayed* replayed;  // device memory: what a graph's kernels read
     PlacedView view;
 };
@@ -147,10 +149,11 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     tables->first_slot = (int32_t*)memory_zero(count, sizeof(int32_t));
     tables->number_of = (int*)memory_zero(count, sizeof(int));
     tables->whole_at = (int64_t*)memory_zero(LAUNCHES, sizeof(int64_t));
-    tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
-    copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
     tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
     device_zero(parts.dev, tables->clock, sizeof(int64_t));
+    tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
+    // This waits for the stream, also for what optim_create has queued: steps may take another one.
+    copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
     if (parts.config->replays) tables->replayed = (Replayed*)device_alloc(parts.dev, sizeof(Replayed));
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
     tables->view.grad_bytes = config_rows(parts.config).grads->stream[0].bits / 8;
@@ -163,8 +166,9 @@ static void tables_clear(PlacedTables* tables) {
     PlacedView* view = &tables->view;
     void* device[] = {view->tile, view->places, view->beside, view->weights, view->grads, tables->step_tiles};
     for (void* memory : device) {
-        if (!tables->captured) device_free(dev, memory);  // a graph may still use them
+        if (!tables->kept) device_free(dev, memory);
     }
+    tables->kept = false;
     view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
     view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
     free(tables->run);
@@ -175,6 +179,7 @@ static void tables_clear(PlacedTables* tables) {
 
 void placed_free(PlacedTables* tables) {
     if (!tables) return;
+    tables->kept = false;  // a graph has no use without the rest
     tables_clear(tables);
     device_free(tables->parts.dev, tables->scalars);
     device_free(tables->parts.dev, tables->clock);
@@ -357,9 +362,9 @@ static void tables_build(PlacedTables* tables) {
 // The step.
 
 // Takes over what this step says of each tensor. Builds the tables if another set of tensors, groups or alignments
-// needs them, which cannot be done during a capture. Returns whether an address has changed.
-static bool tables_update(PlacedTables* tables, const PlacedStep* step, bool capturing) {
-    bool same = tables->built, moved = !same || tables->captured;
+// needs them, which cannot be done during a capture.
+static void tables_update(PlacedTables* tables, const PlacedStep* step, bool capturing) {
+    bool same = tables->built, moved = tables->moved || tables->captured;
     for (int t = 0; t < tables->parts.count; t++) {
         const int64_t shift = -tables->tensor[t].head;
         const void* grads = tables->tensor[t].count > 0 ? step->grads[t] : nullptr;
@@ -380,8 +385,8 @@ static bool tables_update(PlacedTables* tables, const PlacedStep* step, bool cap
             "a step is captured that differs from the last one in the tensors with gradients, their types or "
             "groups; take such a step before the capture");
     }
+    tables->moved = moved || !same;
     if (!same) tables_build(tables);
-    return moved || !same;
 }
 
 #ifdef __CUDACC__
@@ -715,13 +720,27 @@ static void require_same_constants(const PlacedTables* tables, const PlacedStep*
     }
 }
 
+// Ends a step. The scales of tensors that were not in it stay as they are.
+static void tables_settle(const PlacedTables* tables, const float* scale) {
+    const int count = tables->parts.count;
+    bool all = true;
+    for (int t = 0; t < count; t++) all = all && (tables->group_of[t] >= 0 || tables->tensor[t].count == 0);
+    if (all) return optim_settle(tables->optim, scale);
+    for (int t = 0; t < count; t++) {
+        if (tables->group_of[t] >= 0) optim_settle_tensor(tables->optim, t, scale);
+    }
+}
+
 void placed_step(PlacedTables* tables, const PlacedStep* step) {
-    const bool capturing = is_capturing(tables->parts.dev), moved = tables_update(tables, step, capturing);
+    const bool capturing = is_capturing(tables->parts.dev);
+    tables_update(tables, step, capturing);
     optim_replay(tables->optim, nullptr);  // of a capture that failed
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
-    if (moved || capturing) tables_places(tables, capturing);
+    if (tables->moved || capturing) tables_places(tables, capturing);
+    tables->moved = false;
     tables->captured = tables->captured || capturing;
+    tables->kept = tables->kept || capturing;
     require_same_constants(tables, step);
     const float* scale = tables_scale(tables, step);
     tables_move(tables, BRING);
@@ -734,7 +753,7 @@ void placed_step(PlacedTables* tables, const PlacedStep* step) {
         run_step(tables, run, step, scale);
     }
     optim_replay(tables->optim, nullptr);
-    optim_settle(tables->optim, scale);
+    tables_settle(tables, scale);
     tables_move(tables, RETURN);
     if (tables->parts.config->replays) clock_set(tables, capturing ? 0 : step->step);
 }

@@ -139,6 +139,10 @@ OPERATOR_TEST(classifier_gpu) {
         classifier_gpu_case<float>(test, &worst, &dev, s[0], s[1], s[2]);
         classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
     }
+    classifier_gpu_case<bf16>(test, &worst, &dev, 3, 150000, 150016);  // too long to stay in shared memory
+    Device older = dev;
+    older.compute = 80;
+    classifier_gpu_case<bf16>(test, &worst, &older, 37, 50257, 50304, wide_logit);
     for (int64_t N : {1, 37, 1000, 65536}) {
         Array<float> losses = array_random<float>(&dev, N, 1, 4.0f), mean = array_of<float>(&dev, 1, nullptr);
         double sum = 0.0;

@@ -262,7 +262,8 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
 TEST(fp8_made_gpu) {
     Device dev = test_device(true);
     for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
-        for (int C : {64, 384, 768, 1024, 1280, 1600, 2048, 2560, 6400}) check_made_layernorm(test, &dev, 272, C, type);
+        for (int C : {64, 384, 768, 1024, 1280, 1600, 2048, 2560, 4096, 6400})
+            check_made_layernorm(test, &dev, 272, C, type);
         if (!attention_backward_codes(&dev, 128, 2)) continue;
         check_made_attention(test, &dev, 3, 208, 2, 64, type);
         check_made_attention(test, &dev, 2, 1024, 3, 64, type);

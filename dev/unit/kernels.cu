@@ -370,8 +370,10 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
     check_output(test, worst, dev, "rstd alone", &rstd, nullptr, want_rstd, bound, alone);
 }
 
+// Rows of 1 to 8 vectors a lane, longer ones, and such as leave room for one stage alone (12288 in fp32).
 const int LAYERNORM_SHAPES[][2] = {{1, 8},     {3, 64},   {37, 768},  {1000, 768}, {5000, 1600},
-                                   {40, 1032}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192}};
+                                   {40, 1032}, {3, 2056}, {37, 5120}, {300, 5120}, {3, 8192},
+                                   {9, 512},   {9, 640},  {9, 1024},  {9, 2048},   {150, 12288}};
 
 OPERATOR_TEST(layernorm_forward_gpu) {
     for (auto& shape : LAYERNORM_SHAPES) {

@@ -1,13 +1,15 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
-// double, five steps; the directions of galore against the gradient's leading ones.
+// double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
+#include "../../kernels/low_rank.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
+#include "tensor_cores.h"
 
 constexpr int STEPS = 5, MOST_LOW = 64 * 48;
 constexpr float LR = 0.02f;
 
 struct Shape {
-    int rows, cols;
+    int rows, cols, parts = 1;
 };
 static const Shape shapes[] = {{64, 24}, {24, 64}, {32, 32}};
 
@@ -45,17 +47,19 @@ static float given_gradient(int64_t step, int, int64_t i) {
     return (float)low_gradient((int)step, stepped, (int)i);
 }
 
-// Five steps with low->config, whose gradients are fp32 or bf16.
-static void low_steps(LowRun* low, const Shape& s, bool gpu) {
-    const OptimTensor tensor = {"h.0.w", s.rows, s.cols, true, 0};
+// Five steps with low->config, whose gradients are fp32 or bf16; if `beside`, next to another matrix, which comes
+// first.
+static void low_steps(LowRun* low, const Shape& s, bool gpu, bool beside = false) {
+    const OptimTensor tensors[] = {{"h.0.w", s.rows, s.cols, true, 0, s.parts}, {"h.1.w", 40, 24, true, 0}};
+    const OptimTensor turned[] = {tensors[1], tensors[0]};
     Run run;
     Steps how;
     stepped = s;
     low->config = resolved(low->config);
     how.lr = LR, how.given = given_gradient;
-    run_open(&run, &low->config, &tensor, 1, OPTIM_FP32, gpu);
+    run_open(&run, &low->config, beside ? turned : tensors, beside ? 2 : 1, OPTIM_FP32, gpu);
     run_steps(&run, 1, STEPS, how);
-    optim_get_weights(run.optim, 0, low->p);
+    optim_get_weights(run.optim, beside ? 1 : 0, low->p);
     for (int i = 0; i < optim_stream_count(run.optim); i++) {
         const OptimStream stream = optim_stream(run.optim, i);
         if (strncmp(stream.name, "basis", 5) == 0) read_basis(low, &run, &stream);
@@ -173,18 +177,18 @@ TEST_BOTH(lowrank_against_double) {
 // apart there.
 static void check_fused(Test* test, const char* weights) {
     static LowRun run[2];
-    for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}}) {
+    for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}, Shape{96, 32, 3}}) {
         for (LowRun& each : run) {
             each.config = {"", "galore", weights, "fp32", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
             each.config.rank = 16, each.config.rank_gap = 3;
-            low_steps(&each, s, &each == &run[1]);
+            low_steps(&each, s, &each == &run[1], true);
         }
         double error = 0.0, moved = 0.0;
         int differ = 0;
         const int n = s.rows * s.cols;
         for (int i = 0; i < n; i++) {
             error += pow((double)run[1].p[i] - (double)run[0].p[i], 2);
-            moved += pow((double)run[0].p[i] - (double)start(i), 2);
+            moved += pow((double)run[0].p[i] - (double)run_start(1, i), 2);
             differ += run[1].p[i] != run[0].p[i];
         }
         const bool rounds = !is(weights, "fp32");
@@ -223,6 +227,99 @@ TEST(lowrank_fused_gpu) {
     for (const char* weights : {"fp32", "bf16", "bf16:sr"}) check_fused(test, weights);
     check_fused_bf16(test);
 }
+
+// Of two formats of weights, one is read as it is stored: its memory is that of the other one's copy. adamw has equal
+// bits on both devices.
+TEST_BOTH(lowrank_copies) {
+    const OptimTensor tensors[] = {{"wte.weight", 64, 64, true, 0}, {"h.0.c_fc.weight", 40, 24, true, 0}};
+    for (const auto& [weights, overrides] :
+         {std::pair{"fp32", "c_fc.weight: weights=bf16"}, std::pair{"bf16", "c_fc.weight: weights=fp32"}}) {
+        OptimConfig config = {"", "galore", weights, "fp32", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+        config.overrides = overrides, config.rank = 8;
+        config = resolved(config);
+        for (const OptimType compute : {OPTIM_FP32, OPTIM_BF16}) {
+            Run cpu, run;
+            run_open(&cpu, &config, tensors, 2, compute, false);
+            run_open(&run, &config, tensors, 2, compute, gpu);
+            run_steps(&cpu, 1, STEPS);
+            run_steps(&run, 1, STEPS);
+            expect(same_tensor(&cpu, &run, 0), "%s, %s: another tensor differs", weights, overrides);
+            for (int t = 0; t < 2; t++) {
+                const int64_t n = tensors[t].rows * tensors[t].cols, size = compute == OPTIM_FP32 ? 4 : 2;
+                float *stored = floats(n), *seen = floats(n);
+                const char* at = (const char*)optim_weights(run.optim) + run.tensor[t].offset * size;
+                copy_to_host(&run.dev, seen, at, n * size);
+                optim_get_weights(run.optim, t, stored);
+                int64_t wrong = 0;
+                for (int64_t i = 0; i < n; i++) {
+                    wrong += compute == OPTIM_FP32 ? seen[i] != stored[i]
+                                                   : ((const uint16_t*)seen)[i] != Bf16::encode(stored[i]);
+                }
+                expect(wrong == 0, "%s, %s: %lld weights of %s are not their copies", weights, overrides,
+                       (long long)wrong, tensors[t].name);
+                free(stored), free(seen);
+            }
+        }
+    }
+}
+
+#ifdef __CUDACC__
+// Bounds the error of a product of uniform numbers. fp32 is in two parts of 11 bits: three products, of which each has
+// at most 3 2^-22 of itself too little or too much; six standard deviations of these. Blocks that share a tile add up
+// to eight sums.
+static double low_bound(const Device* dev, int64_t depth, bool fp32) {
+    TensorCore core = tensor_core(dev->compute);
+    const double sums = 4.0 * EPS32 * 2.0 * sqrt((double)depth);
+    if (!fp32) return tensor_core_bound(core, depth, 1.0) + sums;
+    core.products /= 2;
+    return tensor_core_bound(core, 3 * depth, 1.0) + sums + 6.0 * ldexp(1.0, -22) * sqrt((double)depth);
+}
+
+// Both products of a matrix, as the fused way takes them: with gradients of bf16 the library has the first one.
+template <typename E>
+static void check_products(Test* test, const Device* dev, const Shape& s, int64_t rank, double* worst) {
+    constexpr bool FP32 = sizeof(E) == 4;
+    constexpr int PARTS = FP32 ? 3 : 1;
+    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
+    const bool right = R >= C;
+    char what[80];
+    snprintf(what, sizeof(what), "%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
+    const Array<E> g = array_random<E>(dev, R * C, 1, 1.0f), q = array_random<E>(dev, rank * side, 2, 1.0f),
+                   n = array_random<E>(dev, rank * length, 3, 1.0f);
+    Array<float> low(dev, rank * length), u(dev, R * C);
+    float *turned = floats(rank * side), *want = floats(R * C);
+    for (int64_t i = 0; i < rank * side; i++) turned[i % side * rank + i / side] = q.host[i];
+    if constexpr (FP32) {
+        const CpuGemm of_rows = {R, rank, C, g.host, C, 1, turned, rank, 1, want, false},
+                      of_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want, false};
+        exact_gemm(right ? &of_rows : &of_columns);
+        const LowStore sink = {low.device, right ? rank : length};
+        check_output(test, worst, dev, what, &low, nullptr, want, low_bound(dev, side, true),
+                     [&] { low_project<E, PARTS>(dev, g.device, q.device, R, C, rank, sink); });
+    }
+    const CpuGemm of_rows = {R, C, rank, n.host, rank, 1, q.host, side, 1, want, false},
+                  of_columns = {R, C, rank, q.host, 1, side, n.host, length, 1, want, false};
+    exact_gemm(right ? &of_rows : &of_columns);
+    const LowStore sink = {u.device, C};
+    check_output(test, worst, dev, what, &u, nullptr, want, low_bound(dev, rank, FP32),
+                 [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
+    free(turned), free(want);
+}
+
+// Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in
+// one block and divided among several.
+OPERATOR_TEST(lowrank_products_gpu) {
+    const struct {
+        Shape shape;
+        int rank;
+    } rows[] = {{{32, 32}, 8},   {{48, 96}, 24},      {{136, 40}, 40},    {{264, 264}, 136},
+                {{72, 520}, 64}, {{1040, 1032}, 136}, {{1032, 1040}, 72}, {{34000, 64}, 16}};
+    for (const auto& row : rows) {
+        check_products<float>(test, &dev, row.shape, row.rank, &worst);
+        check_products<bf16>(test, &dev, row.shape, row.rank, &worst);
+    }
+}
+#endif
 
 // Rows of the basis are orthonormal, and hold the 4 leading directions of the first step's gradient: what it leaves of
 // the gradient is the noise.

@@ -1,6 +1,7 @@
 // Tests of the rules that read whole matrices: muon and normuon against the papers' equations in double, with bounds
 // that are carried along with the reference; resumes, skipped steps and shards to the bit; what is refused.
-#include "../../optim/matrix/matrix.h"
+#include "../../optim/placed.h"
+#include "kernels.h"
 #include "newton_schulz.h"
 #include "steps.h"
 
@@ -126,6 +127,41 @@ TEST_BOTH(matrix_against_double) {
     }
 }
 
+// Matrices whose products our own kernel makes (kernels/matmul_symmetric.cuh): tall, wide and square, in batches, with
+// tiles that are not whole. Rounding to fp16 costs an eighth of an update at most, as newton_schulz_in_fp16 finds; and
+// no bit depends on the batch.
+TEST(matrix_large_gpu) {
+    constexpr int LARGE = 4;
+    const OptimTensor large[LARGE] = {{"h.0.attn.c_attn.weight", 3 * 456, 520, true, 0, 3},
+                                      {"h.0.mlp.c_fc.weight", 600, 456, true, 0},
+                                      {"h.0.mlp.c_proj.weight", 464, 464, true, 0},
+                                      {"h.1.mlp.c_fc.weight", 600, 456, true, 0}};
+    CacheFolder folder;
+    for (const char* rule : {"muon", "normuon"}) {
+        OptimConfig config = matrix_config(rule, "fp32", "fp32");
+        Run run[3];  // on the CPU, on the GPU, and there each tensor by itself
+        for (int k = 0; k < 3; k++) {
+            if (k == 2) config.matrix_chunk = TILE_ELEMENTS;
+            run_open(&run[k], &config, large, LARGE, OPTIM_FP32, k > 0);
+            run_steps(&run[k], 1, 2, matrix_steps());
+        }
+        expect(!difference(&run[1], &run[2]), "%s: the batch matters", rule);
+        for (int t = 0; t < LARGE; t++) {
+            const int64_t n = large[t].rows * large[t].cols;
+            float *want = floats(n), *got = floats(n);
+            double off = 0.0, moved = 0.0;
+            optim_get_weights(run[0].optim, t, want), optim_get_weights(run[1].optim, t, got);
+            for (int64_t i = 0; i < n; i++) {
+                off += pow((double)got[i] - (double)want[i], 2);
+                moved += pow((double)want[i] - (double)run_start(t, i), 2);
+            }
+            expect(off > 0.0 && off < moved / 64.0, "%s: %s is %g of the steps off", rule, large[t].name,
+                   sqrt(off / moved));
+            free(want), free(got);
+        }
+    }
+}
+
 TEST(matrix_orthogonalises) {
     // Jordan's polynomial leaves singular values in 0.68 to 1.14; Polar Express with the margins of its coefficients
     // for rounding, whose product is about 0.9, below 1.
@@ -182,6 +218,59 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
         expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
         check_resume_and_shards(test, &config, gpu);
     }
+}
+
+// No bit depends on how many matrices are taken at a time: all, two tensors or one. The rows with overrides go the
+// fused way on a GPU, as their sizes and ranks are multiples of 8.
+TEST_BOTH(matrix_chunks) {
+    if (gpu && !jit_available()) skip("libnvrtc was not found");
+    CacheFolder folder;
+    const struct {
+        const char *rule, *weights, *m, *overrides;
+    } rows[] = {{"muon", "bf16:sr", "bf16:sr", ""},
+                {"normuon", "fp32", "soft8/32", ""},
+                {"fira", "bf16:sr", "fp32", ""},
+                {"apollo", "fp32", "de4/64", ""},
+                {"galore", "bf16:sr", "fp32", ""},
+                {"galore", "fp32", "fp32", "wte|ln*|c_proj.weight: rule=adamw v=fp32"},
+                {"galore", "bf16:sr", "de4/64", "wte|ln*|c_proj.weight: rule=adamw v=fp32"}};
+    for (const auto& row : rows) {
+        OptimConfig config = matrix_config(row.rule, row.weights, row.m);
+        if (*row.overrides) config.overrides = row.overrides, config.rank = 8;
+        config.rank_gap = 2;
+        Run whole, parts;
+        matrix_open(&whole, &config, gpu);
+        run_steps(&whole, 1, STEPS, matrix_steps(3));
+        for (const int64_t tiles : {1, 4}) {
+            config.matrix_chunk = tiles * TILE_ELEMENTS;
+            matrix_open(&parts, &config, gpu);
+            run_steps(&parts, 1, STEPS, matrix_steps(3));
+            const char* where = difference(&whole, &parts);
+            expect(!where, "%s, m %s, chunks of %lld tiles: %s", row.rule, row.m, (long long)tiles, where);
+            const MatrixWork* work = optim_matrix_work(parts.optim, 0);
+            expect(work->plan.chunks > 1 || (tiles == 4 && *row.overrides), "%s: one chunk of %lld tiles", row.rule,
+                   (long long)tiles);
+            const LaunchPlan* launch = &optim_parts(parts.optim).plan->launch[0];
+            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*row.overrides != 0), "%s, \"%s\"",
+                   row.rule, row.overrides);
+            expect_planned(test, &parts, row.rule);
+        }
+    }
+}
+
+// A batch has no more matrices than a grid has rows.
+TEST(matrix_many_matrices) {
+    constexpr int COUNT = 70, PARTS = 1024;
+    OptimTensor tensors[COUNT];
+    for (OptimTensor& tensor : tensors) tensor = {"h.0.w", 2 * PARTS, 1, true, 0, PARTS};
+    const OptimConfig config = matrix_config("muon", "fp32", "fp32");
+    optim_layout(tensors, COUNT, &config);
+    Plan* plan = plan_ranges(&config, tensors, COUNT);
+    MatrixPlan its = matrix_plan(plan, 0, tensors, COUNT);
+    expect(its.chunks == 2 && its.batches == 2 && its.batch[0].count == 63 * PARTS && its.batch[1].count == 7 * PARTS,
+           "%d chunks of %d, %d matrices", its.chunks, its.batch[0].count, its.batch[1].count);
+    matrix_plan_free(&its);
+    plan_free(plan);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.

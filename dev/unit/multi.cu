@@ -100,6 +100,7 @@ TEST(multi_modes) {
     check_modes(test, false, 2, 1, "--recompute block --comm bf16");
     check_modes(test, false, 4, 1, "--preset muon4");  // whose matrices are not cut
     check_modes(test, false, 3, 1, "--rule normuon");
+    check_modes(test, false, 3, 1, "--preset galore8 --rank-gap 2");
     check_modes(test, false, 3, 1, "--preset came8 --limit-growth 1.01");  // nor any tensor
     check_modes(test, false, 4, 1, "--rule adafactor --m none --adafactor-lr paper");
     check_modes(test, false, 3, 1, "--matmul fp8 --head fp8");    // whose scales all ranks share
@@ -113,6 +114,8 @@ GPUS_TEST(multi_modes_gpu) {
     check_modes(test, true, ranks, 2, "--preset adamw32");
     check_modes(test, true, ranks, 1, "--preset muon4");
     check_modes(test, true, ranks, 1, "--rule normuon");
+    check_modes(test, true, ranks, 1, "--preset galore8 --rank-gap 2");  // the fused way, whoever has a matrix
+    check_modes(test, true, ranks, 1, "--preset galore8 --rank-gap 2 --grads fp32");
     check_modes(test, true, ranks, 1, "--preset came8 --limit-growth 1.01");
     check_modes(test, true, ranks, 1, "--preset rmnp4");
     check_modes(test, true, ranks, 1, "--matmul fp8 --head fp8");

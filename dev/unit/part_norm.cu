@@ -25,16 +25,24 @@ static void want_factors(const PartCase& row, const double* square, double* tota
     }
 }
 
-static void check_part(Test* test, const Device* dev, const PartCase& row) {
+// With gradients of type G. `tiled`: from squares of tiles, which are summed here.
+template <typename G>
+static void check_part(Test* test, const Device* dev, const PartCase& row, bool tiled) {
+    constexpr int64_t TILE = 4000;
     Room room(dev);
     PartGrads part = {{}, {}, COUNT};
-    double square[COUNT] = {};
+    double square[COUNT] = {}, tiles[64] = {};
+    int64_t first[COUNT + 1] = {};
     const double unset = NAN;
     for (int t = 0; t < COUNT; t++) {
-        float* host = room.host<float>(LENGTH[t]);
-        for (int64_t i = 0; i < LENGTH[t]; i++) host[i] = test_uniform(t, i);
-        if (t == row.bad) host[LENGTH[t] - 1] = INFINITY;
-        for (int64_t i = 0; i < LENGTH[t]; i++) square[t] += (double)host[i] * host[i];
+        G* host = room.host<G>(LENGTH[t]);
+        for (int64_t i = 0; i < LENGTH[t]; i++) host[i] = from_float<G>(test_uniform(t, i));
+        if (t == row.bad) host[LENGTH[t] - 1] = from_float<G>(INFINITY);
+        first[t + 1] = first[t] + ceil_div(LENGTH[t], TILE);
+        for (int64_t i = 0; i < LENGTH[t]; i++) {
+            const double each = (double)to_float(host[i]) * to_float(host[i]);
+            square[t] += each, tiles[first[t] + i / TILE] += each;
+        }
         part.grads[t] = room.to_device(host, LENGTH[t]), part.n[t] = LENGTH[t];
     }
     float scalars[2] = {row.loss, row.last}, factor[PART_TENSORS], want[COUNT];
@@ -47,7 +55,8 @@ static void check_part(Test* test, const Device* dev, const PartCase& row) {
                      room.to_device(row.before != 0 ? &row.before : &unset, 1),
                      room.device<float>(PART_TENSORS),
                      row.before != 0};
-    part_norm<float>(dev, clip, part, room.device<char>(part_norm_scratch_bytes(dev)));
+    if (tiled) part_norm_of_tiles(dev, clip, COUNT, room.to_device(tiles, 64), first);
+    if (!tiled) part_norm<G>(dev, clip, part, room.device<char>(part_norm_scratch_bytes(dev)));
     copy_to_host(dev, factor, clip.factor, sizeof(factor));
     copy_to_host(dev, &got, clip.square, sizeof(got));
     want_factors(row, square, &total, want);
@@ -98,6 +107,9 @@ TEST_BOTH(part_norm) {
                              {"micro-batches before", CLIP_STEP, 0, 2, 0, -1, 1e5},
                              {"one of them not finite", CLIP_STEP, 0, 2, 0, -1, NAN, false}};
     Device dev = test_device(gpu);
-    for (const PartCase& row : rows) check_part(test, &dev, row);
+    for (const PartCase& row : rows) {
+        for (const bool tiled : {false, true}) check_part<float>(test, &dev, row, tiled);
+        if (gpu) check_part<bf16>(test, &dev, row, false);
+    }
     check_end(test, &dev);
 }

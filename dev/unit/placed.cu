@@ -4,12 +4,20 @@
 #include "../../optim/table.cuh"
 #include "rules.h"
 
-constexpr int TENSORS = 7, STEPS = 3;
-static const OptimTensor shapes[TENSORS] = {
-    {"wte.weight", 37, 129, true, 0},          {"h.0.ln_1.weight", 1, 300, false, 0},
-    {"h.0.mlp.c_fc.weight", 64, 64, true, 0},  {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
-    {"ln_f.weight", 1, 2500, false, 0},        {"h.0.attn.c_attn.weight", 96, 40, true, 0, 3},
-    {"h.0.mlp.c_proj.weight", 20, 51, true, 0}};
+constexpr int TENSORS = 9, STEPS = 3;
+static const OptimTensor small[TENSORS] = {
+    {"wte.weight", 37, 129, true, 0},           {"h.0.ln_1.weight", 1, 300, false, 0},
+    {"h.0.mlp.c_fc.weight", 64, 64, true, 0},   {"h.0.mlp.c_fc.bias", 1, 1, false, 0},
+    {"ln_f.weight", 1, 2500, false, 0},         {"h.0.attn.c_attn.weight", 96, 40, true, 0, 3},
+    {"h.0.mlp.c_proj.weight", 20, 51, true, 0}, {"h.1.ln_1.weight", 1, 9, false, 0},
+    {"h.1.mlp.c_fc.bias", 1, 2050, true, 0}};
+// With matrices whose products our own kernel makes (kernels/matmul_symmetric.cuh).
+static const OptimTensor large[TENSORS] = {small[0], small[1], {"h.0.mlp.c_fc.weight", 600, 456, true, 0},
+                                           small[3], small[4], {"h.0.attn.c_attn.weight", 1368, 520, true, 0, 3},
+                                           small[6], small[7], small[8]};
+static const OptimTensor* shapes = small;
+static int multiprocessors;  // that a GPU is said to have; 0: those that it has
+static_assert(TENSORS > STEP_GROUPS, "more constants than a launch has room for");
 
 struct Case {
     const char *preset, *rule, *weights, *m, *v, *overrides;
@@ -39,10 +47,6 @@ static const Case cases[] = {
     {"", "galore", "bf16:sr", "dyn8", "udyn8", ""},
     {"", "galore", "fp32", "bf16:sr", "fp32", "wte: wd=0.3"},
     {"", "galore", "bf16+fp32", "fp32", "fp32", ""},
-    // Without c_proj, whose sides are no multiples of 8, a GPU takes the fused way (matrix/low_rank.h).
-    {"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
-    {"", "galore", "fp32", "bf16:sr", "fp32", "*.c_proj.weight: rule=adamw"},
-    {"", "galore", "bf16", "fp32", "fp32", "*.c_proj.weight: rule=adamw"},
     {"", "fira", "bf16:sr", "fp32", "fp32", ""},
     {"", "apollo", "bf16:kahan", "dyn8:sr", "sqrt8", ""},
     {"", "apollo-mini", "bf16:sr", "fp32", "fp32", ""},
@@ -77,6 +81,8 @@ struct Run {
     char *weights[TENSORS], *grads[TENSORS];
     char* arena;
     float* scalars;  // 0.5, NaN, 0, 1
+    bool rates;      // three learning rates, by turns; otherwise one
+    bool each;       // a group for each tensor; otherwise for each learning rate and decay
 };
 
 static int64_t length(int t) {
@@ -106,10 +112,11 @@ static void run_open(Run* run, const OptimConfig* config, OptimType compute, boo
     static const float scalars[4] = {0.5f, NAN, 0.0f, 1.0f};
     *run = {};
     device_open(&run->dev, gpu, 0);
+    if (gpu && multiprocessors > 0) run->dev.sm_count = multiprocessors;
     run->config = *config;
     run->bytes[0] = compute == OPTIM_FP32 ? 4 : 2;
     run->bytes[1] = strcmp(config->grads, "fp32") == 0 ? 4 : 2;
-    memcpy(run->tensor, shapes, sizeof(shapes));
+    memcpy(run->tensor, shapes, sizeof(small));
     for (int t = 0; placed && t < TENSORS; t++) run->tensor[t].decay = true;
     run->config.placed = placed;
     if (placed) run->config.weight_decay = -1.0f;
@@ -121,9 +128,10 @@ static void run_open(Run* run, const OptimConfig* config, OptimType compute, boo
     copy_to_device(&run->dev, run->scalars, scalars, sizeof(scalars));
     PlacedTensor places[TENSORS];
     for (int t = 0; t < TENSORS; t++) {
-        float values[5000];
+        float* values = (float*)malloc((size_t)length(t) * sizeof(float));
         for (int64_t i = 0; i < length(t); i++) values[i] = initial(0, t * 10000 + i);
         optim_set_weights(run->optim, t, values);
+        free(values);
         places[t] = {length(t), 0, run->tensor[t].offset};
         if (!placed) continue;
         run->weights[t] = (char*)device_alloc(&run->dev, length(t) * 4 + 64) + shift * run->bytes[0];
@@ -151,12 +159,12 @@ static void run_placed(Run* run, int step, unsigned missing, bool found_inf, con
                        const float* lr_at = nullptr) {
     const void* grads[TENSORS];
     int group_of[TENSORS];
-    const double lr = 1e-2f, decay = 0.1f;
-    const PlacedGroup group[] = {{lr, 0.0, 0.9f, 0.95f, 1e-8f, step, lr_at},
-                                 {lr, decay, 0.9f, 0.95f, 1e-8f, step, lr_at}};
+    PlacedGroup group[TENSORS] = {};
     for (int t = 0; t < TENSORS; t++) {
+        const int rate = run->rates ? t % 3 : 0, decay = shapes[t].decay ? 1 : 0;
         grads[t] = missing >> t & 1u ? nullptr : run->grads[t];
-        group_of[t] = shapes[t].decay ? 1 : 0;
+        group_of[t] = run->each ? t : 2 * rate + decay;
+        group[group_of[t]] = {(double)1e-2f * (1 + rate), decay ? (double)0.1f : 0.0, 0.9f, 0.95f, 1e-8f, step, lr_at};
     }
     const PlacedStep placed = {
         (void**)run->weights, grads, group_of, group, scale, run->scalars + (found_inf ? 3 : 2), step};
@@ -206,11 +214,16 @@ static bool states_same(const Run* arena, const Run* placed, const char** differ
     return true;
 }
 
-static void compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
+// Returns whether the first launch went galore's fused way.
+static bool compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
     const OptimConfig config = case_config(its, compute, grads);
+    OptimConfig chunks = config;
     Run arena, placed;
     run_open(&arena, &config, compute, gpu, false, 0);
-    run_open(&placed, &config, compute, gpu, true, shift);
+    if (shift > 0 && strcmp(grads, "fp32") == 0) chunks.matrix_chunk = TILE_ELEMENTS;  // each tensor alone
+    run_open(&placed, &chunks, compute, gpu, true, shift);
+    const LaunchPlan* launch = &optim_parts(placed.optim).plan->launch[0];
+    const bool fused = low_rank_fuses(&placed.dev, &launch->config, optim_matrix_work(placed.optim, 0));
     for (int step = 1; step <= STEPS; step++) {
         run_step(&arena, step);
         run_step(&placed, step);
@@ -224,6 +237,7 @@ static void compare_case(Test* test, const Case* its, OptimType compute, const c
     expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
            config.rule, config.weights, config.m, grads, shift, name);
     run_close(&arena), run_close(&placed);
+    return fused;
 }
 
 TEST_BOTH(placed_same_as_arenas) {
@@ -238,6 +252,45 @@ TEST_BOTH(placed_same_as_arenas) {
         compared++;
     }
     snprintf(test->note, sizeof(test->note), "%d combinations", compared);
+}
+
+// Without c_proj, whose sides are no multiples of 8, a GPU takes the fused way (matrix/low_rank.h), which writes
+// weights of each kind, in the caller's tensors or beside them, from gradients of both types.
+TEST_BOTH(placed_fused) {
+    constexpr const char* REST = "*.c_proj.weight: rule=adamw";
+    const struct {
+        Case its;
+        OptimType compute;
+        const char* grads;
+        int shift;
+    } rows[] = {{{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
+                 OPTIM_BF16,
+                 "bf16",
+                 0},
+                {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "fp32", 1},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "fp32", 0},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "bf16", 0},
+                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
+                {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
+    for (const auto& row : rows) {
+        const bool fused = compare_case(test, &row.its, row.compute, row.grads, row.shift, gpu);
+        expect(fused == gpu, "%s, grads %s: the fused way was not taken", row.its.weights, row.grads);
+    }
+}
+
+// Many tiles for few thread blocks: the stages of each go round, and so do the places that they keep.
+TEST(placed_many_tiles_gpu) {
+    static const Case cases[] = {{"adamw8", "", "", "", "", ""},
+                                 {"int8w4", "", "", "", "", ""},
+                                 {"came8", "", "", "", "", ""},
+                                 {"", "adamw", "bf16+16", "bf16:sr", "fp32", ""},
+                                 {"", "muon", "bf16:sr", "dyn8", "", ""}};
+    shapes = large, multiprocessors = 7;
+    for (const Case& its : cases) {
+        for (int shift = 0; shift < 2; shift++) compare_case(test, &its, OPTIM_BF16, "bf16", shift, true);
+    }
+    shapes = small, multiprocessors = 0;
 }
 
 // A tensor without a gradient keeps its bits, and the others do not notice.
@@ -259,11 +312,76 @@ TEST_BOTH(placed_missing_gradients) {
     run_close(&all), run_close(&some);
 }
 
+// The bytes of the states that the tensors without overrides have, in the order of the list; the caller frees them.
+static char* plain_states(const Run* run, int64_t* bytes) {
+    char* all = nullptr;
+    *bytes = 0;
+    for (int s = 0; s < optim_stream_count(run->optim); s++) {
+        const OptimStream stream = optim_stream(run->optim, s);
+        const int64_t its = stream.elements * stream.element_bytes;
+        if (strncmp(stream.name, "weights", 7) == 0 || strchr(stream.name, '[')) continue;
+        all = (char*)realloc(all, (size_t)(*bytes + its) + 1);
+        copy_to_host(&run->dev, all + *bytes, stream.data, its);
+        *bytes += its;
+    }
+    return all;
+}
+
+// Where all tensors of some formats have no gradient, what they keep beside their elements stays too: numbers of rows,
+// and scales of tensors, which share an array with those of others if these are weights.
+TEST_BOTH(placed_launch_without_gradients) {
+    static const Case alone[] = {{"", "adam-mini", "bf16:sr", "bf16:sr", "", "ln*|*.bias: rule=adamw v=fp32"},
+                                 {"", "adamw", "bf16:sr", "dyn8/rank1", "lin4/rank1", "ln*|*.bias: m=fp32 v=fp32"},
+                                 {"", "adamw", "e4m3/tensor", "dyn8", "fp32", "ln*|*.bias: m=fp32"}};
+    constexpr unsigned MATRICES = 1u << 0 | 1u << 2 | 1u << 5 | 1u << 6;
+    for (const Case& its : alone) {
+        const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+        Run run;
+        int64_t bytes[2];
+        float before[3] = {}, after[3] = {};
+        run_open(&run, &config, OPTIM_BF16, gpu, true, 0);
+        const float* scale = optim_codes(run.optim, 2).numbers;  // of weights that have one
+        run_step(&run, 1);
+        char* states = plain_states(&run, &bytes[0]);
+        if (scale) copy_to_host(&run.dev, before, scale, sizeof(before));
+        run_step(&run, 2, MATRICES);
+        char* now = plain_states(&run, &bytes[1]);
+        if (scale) copy_to_host(&run.dev, after, scale, sizeof(after));
+        expect(bytes[0] > 0 && bytes[0] == bytes[1] && memcmp(states, now, (size_t)bytes[0]) == 0,
+               "%s, weights %s, m %s: states of tensors without gradients move", its.rule, its.weights, its.m);
+        expect(memcmp(before, after, sizeof(before)) == 0 && (before[1] > 0.0f) == !!strstr(its.weights, "/tensor"),
+               "weights %s: the scale was %g and is %g", its.weights, (double)before[1], (double)after[1]);
+        free(states), free(now);
+        run_close(&run);
+    }
+}
+
+// Tensors with more constants than one launch takes are stepped by several, after the passes over all of them.
+TEST_BOTH(placed_many_groups) {
+    static const Case many[] = {{"adamw8", "", "", "", "", ""},
+                                {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},
+                                {"came8", "", "", "", "", ""},
+                                {"adamw8", "", "", "", "", "", 1.01f},
+                                {"", "adamw", "e4m3/tensor", "dyn8/rank1", "fp32", "wte: rule=sgd"}};
+    for (const Case& its : many) {
+        const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+        Run one, several;
+        for (Run* run : {&one, &several}) run_open(run, &config, OPTIM_BF16, gpu, true, 0), run->rates = true;
+        several.each = true;
+        for (int step = 1; step <= STEPS; step++) run_step(&one, step), run_step(&several, step);
+        const char* name = "";
+        for (int t = 0; t < TENSORS; t++) {
+            expect(weights_same(&one, &several, t), "%s%s: %s differs", its.preset, its.rule, shapes[t].name);
+        }
+        expect(states_same(&one, &several, &name), "%s%s: %s differs", its.preset, its.rule, name);
+        run_close(&one), run_close(&several);
+    }
+}
+
 // A tensor in two parts, cut at a multiple of the blocks but not of a tile, steps as the whole one does.
-TEST_BOTH(placed_cut_tensor) {
+static void check_cut(Test* test, const Case* its, bool gpu) {
     constexpr int64_t CUT = 768, N = 37 * 129;
-    const Case its = {"adamw8", "", "", "", "", ""};
-    OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
+    OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
     config.placed = true;
     Run whole;
     run_open(&whole, &config, OPTIM_BF16, gpu, true, 0);
@@ -277,6 +395,10 @@ TEST_BOTH(placed_cut_tensor) {
         optim_layout(&tensor, 1, &config);
         part[p] = optim_create(&whole.dev, &config, &tensor, 1, OPTIM_BF16);
         tables[p] = placed_create(part[p], OPTIM_BF16, &placed);
+        float* values = (float*)calloc((size_t)(head + count), sizeof(float));
+        for (int64_t i = 0; i < count; i++) values[head + i] = initial(0, first + i);
+        optim_set_weights(part[p], 0, values);
+        free(values);
         weights[p] = (char*)device_alloc(&whole.dev, N * 2);
         grads[p] = (char*)device_alloc(&whole.dev, N * 2);
         put(&whole, weights[p], 2, N, initial, 0, 0);
@@ -297,20 +419,30 @@ TEST_BOTH(placed_cut_tensor) {
     copy_to_host(&whole.dev, a, whole.weights[0], N * 2);
     copy_to_host(&whole.dev, b, weights[0], CUT * 2);
     copy_to_host(&whole.dev, b + CUT * 2, weights[1], (N - CUT) * 2);
-    expect(memcmp(a, b, sizeof(a)) == 0, "the parts differ from the whole");
+    expect(memcmp(a, b, sizeof(a)) == 0, "%s%s, weights %s: the parts differ from the whole", its->preset, its->rule,
+           config.weights);
     for (int p = 0; p < 2; p++) placed_free(tables[p]), optim_free(part[p]);
     run_close(&whole);
 }
 
+TEST_BOTH(placed_cut_tensor) {
+    static const Case cut[] = {{"adamw8", "", "", "", "", ""},
+                               {"flash24", "", "", "", "", ""},
+                               {"", "adamw", "lin8:sr", "dyn8/64:sr", "udyn8", ""},
+                               {"", "ademamix", "bf16+16", "bf16:sr", "fp32", ""}};
+    for (const Case& its : cut) check_cut(test, &its, gpu);
+}
+
 // Replays of a captured step are the steps that follow, with a learning rate from device memory, and so is a step after
-// them.
+// them, also one without the tensors of `missing`, which has other tables.
 #ifdef __CUDACC__
-static void graph_case(Test* test, const Case* its) {
+static void graph_case(Test* test, const Case* its, bool each, unsigned missing = 0) {
     OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
     Run plain, run;
     run_open(&plain, &config, OPTIM_BF16, true, true, 1);
     config.replays = true;
     run_open(&run, &config, OPTIM_BF16, true, true, 1);
+    run.each = each;
     const float rate = 1e-2f;
     float* lr = (float*)device_alloc(&run.dev, sizeof(rate));
     copy_to_device(&run.dev, lr, &rate, sizeof(rate));
@@ -322,9 +454,9 @@ static void graph_case(Test* test, const Case* its) {
     check(cudaStreamEndCapture(run.dev.stream, &graph));
     check(cudaGraphInstantiate(&exec, graph, 0));
     for (int step = 3; step <= 7; step++) {
-        run_step(&plain, step);
+        run_step(&plain, step, step == 5 ? missing : 0);
         if (step == 5 || step == 7) {
-            run_step(&run, step);
+            run_step(&run, step, step == 5 ? missing : 0);
             continue;
         }
         put_grads(&run, step);
@@ -359,7 +491,12 @@ TEST(placed_graph_gpu) {
                                   {"", "normuon", "bf16:sr", "bf16:sr", "", "c_proj.weight: lr=0.5 wd=0.3"},
                                   {"adamw4l", "", "", "", "", "ln*: m=fp32 lr=0.5", 1.2f},
                                   {"came8", "", "", "", "", "", 1.01f}};
-    for (const Case& its : graphs) graph_case(test, &its);
+    for (const Case& its : graphs) graph_case(test, &its, false);
+    for (const int i : {0, 7, 12}) graph_case(test, &graphs[i], true);
+    for (const int i : {0, 2}) graph_case(test, &graphs[i], false, 1u << 2 | 1u << 4);
+    shapes = large, multiprocessors = 7;
+    for (const int i : {0, 10, 11}) graph_case(test, &graphs[i], false);
+    shapes = small, multiprocessors = 0;
 #else
     (void)test;
 #endif

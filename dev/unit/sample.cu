@@ -108,6 +108,7 @@ struct Sampler {
 
 // Weights that are there a part at a time: only the last two parts that were asked for hold their values.
 struct Parts {
+    const Device* dev;
     const DecodeShape* shape;
     const Weights* weights;
     std::vector<float*> shown;
@@ -125,8 +126,9 @@ void parts_need(void* context, int part) {
     for (int i = 0; i < parts->weights->count; i++) {
         const int own = part_of(parts->shape, i);
         const bool there = own == parts->last[0] || own == parts->last[1];
-        for (int64_t j = 0; j < parts->weights->size[i]; j++)
-            parts->shown[i][j] = there ? parts->weights->values[i][j] : NAN;
+        const int64_t n = parts->weights->size[i];
+        std::vector<float> values(n, NAN);
+        copy_to_device(parts->dev, parts->shown[i], there ? parts->weights->values[i] : values.data(), n * 4);
     }
 }
 
@@ -213,26 +215,34 @@ TEST(sampling_cache_changes_no_bit) {
     }
 }
 
-// Weights that are decoded or gathered a part at a time give the same text.
-TEST(sampling_weights_in_parts) {
+// Weights that are decoded or gathered a part at a time give the same text, of a model of one layer too.
+TEST_BOTH(sampling_weights_in_parts) {
     constexpr int STEPS = 20;
-    Device dev = test_device(false);
-    Weights w(&SMALL, false, 8);
-    Parts parts = {&SMALL, &w, {}, {-1, -1}};
-    for (int64_t n : w.size) parts.shown.push_back(w.room.host<float>(n));
-    DrawOptions draw = {0.9, 20, 3};
-    DecodeText texts[2];
-    for (bool whole : {true, false}) {
-        const DecodeCalls calls = {&parts, whole ? nullptr : parts_need, parts_next, nullptr};
-        Decoder decoder;
-        const void** tensors = (const void**)(whole ? w.values : parts.shown).data();
-        texts[whole] = text_begin(&w.room, 30, 0);
-        decode_open(&decoder, &dev, &SMALL, true, tensors, 1, &draw, &calls, nullptr);
-        decode_texts(&decoder, &texts[whole], 1, STEPS);
-        decode_close(&decoder);
+    const Device dev = test_device(gpu);
+    for (int layers : {2, 1}) {
+        DecodeShape shape = SMALL;
+        shape.L = layers;
+        const Weights w(&shape, false, 8);
+        Room room(&dev);
+        Parts parts = {&dev, &shape, &w, {}, {-1, -1}};
+        std::vector<float*> all;
+        for (int i = 0; i < w.count; i++)
+            for (auto* to : {&parts.shown, &all}) to->push_back(room.to_device(w.values[i], w.size[i]));
+        DrawOptions draw = {0.9, 20, 3};
+        DecodeText texts[2];
+        for (bool whole : {true, false}) {
+            const DecodeCalls calls = {&parts, whole ? nullptr : parts_need, parts_next, nullptr};
+            Decoder decoder;
+            const void** tensors = (const void**)(whole ? all : parts.shown).data();
+            texts[whole] = text_begin(&room, 30, 0);
+            decode_open(&decoder, &dev, &shape, true, tensors, 1, &draw, &calls, nullptr);
+            decode_texts(&decoder, &texts[whole], 1, STEPS);
+            decode_close(&decoder);
+        }
+        const int at = text_difference(&texts[0], &texts[1]);
+        expect(at < 0, "%d layers: the texts differ from token %d on", layers, at);
+        expect(texts[0].used == 30 + STEPS, "%d layers: %lld tokens", layers, (long long)texts[0].used);
     }
-    const int at = text_difference(&texts[0], &texts[1]);
-    expect(at < 0, "the texts differ from token %d on", at);
 }
 
 // Several tests ask this on either device: texts do not depend on the cache (each token by a new decoder that computes
@@ -304,10 +314,12 @@ TEST(sampling_draws_the_softmax) {
     expect_draws(test, logits, 5, 0.0, 0, best);
     expect_draws(test, logits, 5, 2.0, 1, best);
     const float tied[] = {1, 3, 3, 2}, far[] = {-1e30f, 1e30f, 0}, bad[] = {0, NAN, 1}, endless[] = {0, INFINITY, 1};
-    DrawOptions likeliest = {0, 0, 1}, usual = {0.7, 0, 1}, one = {0.7, 1, 1};
+    const float cold_logits[] = {-3, -1, -2};
+    DrawOptions likeliest = {0, 0, 1}, usual = {0.7, 0, 1}, one = {0.7, 1, 1}, coldest = {1e-310, 0, 1};
     expect(draw_row_cpu(tied, 4, &likeliest, 0, 0) == 1, "of equal logits the first is the likeliest");
     expect(draw_row_cpu(tied, 4, &one, 0, 0) == 1, "of equal logits the first is the likeliest");
     expect(draw_row_cpu(far, 3, &usual, 0, 0) == 1, "logits far apart");
+    expect(draw_row_cpu(cold_logits, 3, &coldest, 0, 0) == 1, "a temperature by which logits would overflow");
     expect(draw_row_cpu(bad, 3, &usual, 0, 0) == DRAW_NOT_FINITE, "NaN");
     expect(draw_row_cpu(endless, 3, &likeliest, 0, 0) == DRAW_NOT_FINITE, "infinity");
 }
@@ -362,6 +374,45 @@ OPERATOR_TEST(sampling_matmul_rows_gpu) {
             matmul_rows_case<float>(test, &worst, &dev, N, shape[0], shape[1], N % 2 == 0);
         }
     }
+    dev.sm_count = 1;  // many rows and outputs a block, as for a head
+    for (int N : {9, 31, 33, 64, 65}) {
+        matmul_rows_case<bf16>(test, &worst, &dev, N, 64, 64, N % 2 == 0);
+        matmul_rows_case<bf16>(test, &worst, &dev, N, 1600, 448, N % 2 == 0);
+    }
+}
+
+// Row n of N has the bits that it has alone, by whichever kernel a GPU with so many multiprocessors computes N rows.
+template <typename X>
+void matmul_rows_bits(Test* test, Device dev, int C, int OC) {
+    const int most = 80;
+    Array<X> inp = array_random<X>(&dev, (int64_t)most * C, 1, 1),
+             weight = array_random<X>(&dev, (int64_t)OC * C, 2, 1);
+    Array<float> alone = array_of<float>(&dev, (int64_t)most * OC, nullptr),
+                 rows = array_of<float>(&dev, alone.n, nullptr);
+    const auto run = [&](float* out, int first, int N) {
+        matmul_rows<X, float>(&dev, out + (int64_t)first * OC, inp.device + (int64_t)first * C, weight.device, nullptr,
+                              nullptr, false, N, C, OC);
+    };
+    for (int n = 0; n < most; n++) run(alone.device, n, 1);
+    copy_to_host(&dev, alone.host, alone.device, alone.n * 4);
+    for (int sm_count : {1, 1 << 20}) {
+        dev.sm_count = sm_count;
+        for (int N : {3, 8, 9, 16, 17, 64, 80}) {
+            run(rows.device, 0, N);
+            copy_to_host(&dev, rows.host, rows.device, (int64_t)N * OC * 4);
+            expect(memcmp(rows.host, alone.host, (int64_t)N * OC * 4) == 0,
+                   "%d x %d, %d rows on %d multiprocessors: other bits than alone", OC, C, N, sm_count);
+        }
+    }
+}
+
+TEST(sampling_rows_bits_gpu) {
+    const Device dev = test_device(true);
+    const int shapes[][2] = {{64, 64}, {192, 384}, {1600, 448}, {4096, 128}};
+    for (const auto& shape : shapes) {
+        matmul_rows_bits<bf16>(test, dev, shape[0], shape[1]);
+        matmul_rows_bits<float>(test, dev, shape[0], shape[1]);
+    }
 }
 
 // Scores of order 1 to 8 standard deviations; out is a mean of values below 1.
@@ -396,28 +447,61 @@ OPERATOR_TEST(sampling_attention_gpu) {
     }
 }
 
+// A cache of more than 2^31 elements: the last sequence, and the last token of it, give what they give in a cache of
+// their own. All but the row's own key and value are the same number.
+TEST(sampling_cache_beyond_2_31_gpu) {
+    constexpr int S = 48, T = 30000, NH = 12, HS = 64, C = NH * HS;
+    Device dev = test_device(true);
+    if (dev.memory < (int64_t)12 << 30) skip("needs 12 GiB of GPU memory");
+    Array<bf16> qkv = array_random<bf16>(&dev, 3 * C, 5, 1);
+    static bf16 bits[2][C];
+    for (int large : {0, 1}) {
+        const int sequences = large ? S : 1, sequence = sequences - 1, position = T - 1;
+        Room room(&dev);
+        const AttentionCache at = {sequences, T, room.to_device(&sequence, 1), room.to_device(&position, 1)};
+        const int64_t bytes = attention_cache_elements(sequences, T, C) * (int64_t)sizeof(bf16);
+        bf16 *cache = room.device<bf16>(bytes / (int64_t)sizeof(bf16)), *out = room.device<bf16>(C);
+        check(cudaMemsetAsync(cache, 0x3d, (size_t)bytes, dev.stream));
+        check(cudaMemsetAsync(out, 0xff, C * sizeof(bf16), dev.stream));
+        attention_append<bf16>(&dev, cache, qkv.device, &at, 1, C, NH);
+        attention_decode<bf16>(&dev, out, qkv.device, cache, &at, 1, C, NH);
+        copy_to_host(&dev, bits[large], out, C * sizeof(bf16));
+        // The row's value is where it belongs: the last of the values.
+        bf16 last;
+        copy_to_host(&dev, &last, cache + bytes / (int64_t)sizeof(bf16) - 1, sizeof(last));
+        expect(to_float(last) == qkv.host[3 * C - 1], "the last value is %g, not %g", to_float(last),
+               qkv.host[3 * C - 1]);
+    }
+    for (int c = 0; c < C; c++) expect(isfinite(to_float(bits[0][c])), "value %d is not finite", c);
+    expect(memcmp(bits[0], bits[1], C * sizeof(bf16)) == 0, "the row's bits depend on the size of the cache");
+}
+
 TEST(sampling_draw_gpu) {
-    constexpr int R = 70, V = 50257, VP = 50304;
+    constexpr int R = 70, VP = 50304;
     Device dev = test_device(true);
     float* logits = random_floats((int64_t)R * VP, 6, 9);
     int numbers[2][R], want[R], got[R];
     for (int r = 0; r < R; r++) numbers[0][r] = r % 9, numbers[1][r] = 31 * r;
+    // Of some rows thousands of logits are equal, so that no short list holds the likeliest, and of some all are.
+    for (int64_t i = 0; i < R * (int64_t)VP; i++)
+        if (i / VP % 5 == 1) logits[i] = rintf(i / VP % 2 ? logits[i] / 20 : logits[i]) - 100;
     logits[3 * (int64_t)VP + 17] = NAN;
-    for (int v = V; v < VP; v++) logits[v] = NAN;  // the padding is never used
+    for (int v = 50257; v < VP; v++) logits[v] = NAN;  // the padding is never used
     Room room(&dev);
     float* device = room.to_device(logits, (int64_t)R * VP);
     int *samples = room.to_device(numbers[0], R), *places = room.to_device(numbers[1], R);
     int* tokens = room.device<int>(R);
-    for (double temperature : {0.0, 0.8, 3.0}) {
-        for (int64_t k : {0, 1, 2, 50, 20000}) {
-            DrawOptions options = {temperature, k, 77};
-            draw_cpu(want, logits, numbers[0], numbers[1], &options, R, V, VP);
-            draw(&dev, tokens, device, samples, places, &options, R, V, VP);
-            copy_to_host(&dev, got, tokens, R * 4);
-            for (int r = 0; r < R; r++) {
-                expect(got[r] == want[r], "row %d at %g, top %lld: token %d, want %d", r, temperature, (long long)k,
-                       got[r], want[r]);
-            }
+    for (int draws = 0; draws < 3 * 8 * 4; draws++) {
+        const int V = draws % 3 == 0 ? 50257 : draws % 3 == 1 ? 1300 : 300;  // the last are fewer than the threads
+        const int64_t k[] = {0, 1, 2, 50, 512, 513, 20000, V - 1};
+        const double temperature[] = {0.0, 0.8, 3.0, 1e-310};
+        DrawOptions options = {temperature[draws / 24], k[draws / 3 % 8], 77};
+        draw_cpu(want, logits, numbers[0], numbers[1], &options, R, V, VP);
+        draw(&dev, tokens, device, samples, places, &options, R, V, VP);
+        copy_to_host(&dev, got, tokens, R * 4);
+        for (int r = 0; r < R; r++) {
+            expect(got[r] == want[r], "row %d of %d at %g, top %lld: token %d, want %d", r, V, options.temperature,
+                   (long long)options.top_k, got[r], want[r]);
         }
     }
     expect(want[3] == DRAW_NOT_FINITE, "NaN gives %d", want[3]);

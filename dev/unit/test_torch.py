@@ -181,6 +181,20 @@ def library_rules_that_read_matrices():
 
 
 @test
+def library_matrices_take_eight_groups():
+    plain = Plain([(4, 8)] * 9, rule="muon", m="fp32")
+    grads = [floats([0.1] * len(w)) for w in plain.weights]
+    for count in (8, 9):
+        groups = [(1e-2 / (g + 1), 0.1, 0.9, 0.95, 1e-8, 1) for g in range(count)]
+        plain.group_of = array.array("i", [t % count for t in range(9)])
+
+        def step():
+            plain.handle.step(array.array("Q", map(ctypes.addressof, plain.weights)),
+                              array.array("Q", map(ctypes.addressof, grads)), plain.group_of, groups, 1)
+        raises(ValueError, "more than 8 learning rates", step) if count > 8 else step()
+
+
+@test
 def library_muon_by_hand():
     """One singular value: u of rank 1 has the orthogonal factor u / ||u||, which five steps bring near."""
     plain = Plain([(40, 30)], rule="muon", m="fp32", overrides="none", ns_coefficients="polar-express", ns_steps=8)
@@ -329,6 +343,36 @@ def library_mistakes_are_sentences():
     raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
     raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))
     raises(ValueError, "states are of", lambda: plain.handle.load(Plain([5], preset="adamw4").handle.save()))
+
+
+@test
+def library_frees_what_a_failure_leaves():
+    """Whichever allocation of states fails; the buffers for matrices are the largest part, 24 MB here."""
+    blocks, left = [], 0
+
+    def allocate(count):
+        nonlocal left
+        left -= 1
+        blocks.append(ctypes.create_string_buffer(count + 16))
+        return 0 if left < 0 else ctypes.addressof(blocks[-1]) + -ctypes.addressof(blocks[-1]) % 16
+
+    def make(most):
+        nonlocal left
+        left = most
+        blocks.clear()
+        nibble_optim.Handle({"rule": "muon", "m": "fp32", "parameters": "fp32", "overrides": "v: rule=adamw v=fp32"},
+                            [("w", 1024, 1024, 0, -1), ("v", 1, 50, 0, -1)], allocate)
+
+    make(100)
+    calls = 100 - left
+    assert calls > 2, calls
+    memory = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    for call in range(calls):
+        raises(MemoryError, "allocate gave no memory", lambda: make(call))
+    before = memory()
+    for _ in range(20):
+        raises(MemoryError, "allocate gave no memory", lambda: make(calls - 1))
+    assert memory() - before < 100 << 20, f"{(memory() - before) >> 20} MB more"
 
 
 @test
@@ -980,6 +1024,10 @@ def torch_python_takes_little_time():
         report.append(f"{1e6 * min(seconds):.0f} us for {count} tensors")
         assert min(seconds) < 1e-3, report[-1]
     return ", ".join(report)
+
+
+sys.modules["test_torch"] = sys.modules[__name__]
+import test_torch_gpu  # noqa: E402,F401  registers its cases
 
 
 def main():

@@ -31,6 +31,8 @@ WHOLE = {"wte": ((40, 24), Shard(0)), "h.0.a": ((24, 40), Shard(0)), "h.0.bias":
          "h.1.a": ((5, 64), Shard(0)), "h.1.b": ((7, 9), Replicate()), "ln_f": ((2,), Shard(0)),
          "h.2.a": ((33, 20), Shard(0)), "h.2.b": ((2, 65), Shard(0)), "h.3.a": ((24, 16), Shard(0))}
 ANY = [dict(preset="muon8"), dict(preset="muon", rule="normuon", m="bf16:sr"), dict(preset="galore8", rank_gap=2),
+       # Sizes and ranks that are multiples of 8: on GPUs its fused way.
+       dict(preset="galore8", rank_gap=2, rank=8, overrides="h.1|h.2: rule=adamw v=fp32"),
        dict(rule="apollo", m="bf16:sr"), dict(preset="adafactor8"), dict(preset="came8"),
        dict(preset="rmnp4", m="bf16:sr"), dict(rule="adam-mini"), dict(preset="adamw8", limit_growth=1.001),
        dict(m="dyn8/rank1"), dict(preset="adamw8"), dict(preset="adamw4l")]
@@ -99,7 +101,7 @@ for dtype in (torch.float32, torch.bfloat16):
 owned = 0
 for settings in ANY + OF_BF16:
     for dtype in (torch.float32, torch.bfloat16)[settings in OF_BF16:]:
-        rule = nibble_optim.Handle({**settings, "device": "cpu"}, []).setting("rule")
+        rule = nibble_optim.Handle({**settings, "device": "cpu", "overrides": None}, []).setting("rule")
         partly = rule in VECTORS_ALONE or (rule == "adamw" and list(settings) == ["preset"])
         owned += case(WHOLE, dtype, settings, partly)
 assert owned > 100, "few parameters had owners"

@@ -304,7 +304,7 @@ struct LowMatrix {
     StoredBasis basis;  // Q, of the rules that store it
     float* last;        // the norm of the limit, or null
     float *q, *y, *z;   // room for (rank, side), (rank, side) and the moments' shape
-    float* sums;        // room for 2 length + 2 numbers
+    float* sums;        // room for 4 length + 4 numbers
 };
 
 static LowMatrix low_matrix(const Device* dev, const OptimConfig* config, const MatrixWork* work, const Matrix* m,

@@ -6,8 +6,8 @@
 
 #include "../rules/muon.cuh"
 
-constexpr int64_t CHUNK_ELEMENTS = 1 << 27;
-constexpr int SLICES = 16;  // of a matrix, whose sums of squares are added in order
+constexpr int MOST_MATRICES = 65535;  // of a chunk, since a grid has no more rows
+constexpr int SLICES = 16;            // of a matrix, whose sums of squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
 // Dimensions are padded with zeros, which stay zero, to what products in fp16 want.
@@ -83,7 +83,8 @@ void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, i
 MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
     MatrixPlan its = {};
     int64_t matrices = 1, tile = 0;
-    const bool low = is_low_rank(find_row(rule_table(), plan->launch[index].config.rule));
+    const OptimConfig* config = &plan->launch[index].config;
+    const bool low = is_low_rank(find_row(rule_table(), config->rule));
     for (int t = 0; t < count; t++) matrices += tensors[t].parts;
     its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
@@ -95,13 +96,14 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
         if (tensor->cols == 0) continue;  // another process has it
         if (low && plan->launch_of[t] == index) {
             const int64_t rows = tensor->rows / tensor->parts, cols = tensor->cols;
-            const int64_t rank = low_shape(&plan->launch[index].config, rows, cols).rank;
+            const int64_t rank = low_shape(config, rows, cols).rank;
             its.by_eights = its.by_eights && rows % 8 == 0 && cols % 8 == 0 && rank % 8 == 0;
         }
         const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
         if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
         MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
-        if (!chunk || end - chunk->begin > CHUNK_ELEMENTS) {
+        const bool full = its.matrices - first + tensor->parts > MOST_MATRICES;
+        if (!chunk || full || end - chunk->begin > config->matrix_chunk) {
             if (chunk) chunk_close(&its, first);
             first = its.matrices;
             chunk = &its.chunk[its.chunks++];

@@ -1,0 +1,117 @@
+"""Cases that need a GPU, or two, or find more on one. test_torch.py, whose helpers these use, runs them."""
+import contextlib
+import threading
+
+from test_torch import DEVICES, Skip, make, model_of, nibble_optim, raises, same, test, torch, train
+
+
+@test
+def torch_cuda_graph_of_many_tensors():
+    """More addresses than one launch brings into a graph."""
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    runs = []
+    for captured in (False, True):
+        params = [torch.nn.Parameter(torch.sin(t + torch.arange(30.0, device="cuda"))) for t in range(300)]
+        optimizer, graph = nibble_optim.Optimizer(params, preset="adamw8", capturable=True), torch.cuda.CUDAGraph()
+        for t, p in enumerate(params):
+            p.grad = torch.cos(t + torch.arange(30.0, device="cuda"))
+        optimizer.step()
+        if captured:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for _ in range(3):
+            graph.replay() if captured else optimizer.step()
+        runs.append(params)
+    assert all(map(torch.equal, *runs))
+
+
+@test
+def torch_goes_on_after_missing_memory():
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    models = [model_of("cuda") for _ in range(2)]
+    optimizers = [make(model, preset="adamw8") for model in models]
+    for model, optimizer, number in ((model, optimizer, number) for number in (1, 2)
+                                     for model, optimizer in zip(models, optimizers)):
+        if model is models[1]:
+            raises(MemoryError, "cudaErrorMemoryAllocation", lambda: nibble_optim.Handle(
+                {"device": "cuda", "preset": "adamw32"}, [("t", 1 << 20, 1 << 20, 0, -1)]))
+        train(model, optimizer, number, number)
+    assert same(*models)
+
+
+@test
+def torch_refused_capture_is_forgotten():
+    """The gradients that a refused capture has named are those of the next step."""
+    if len(DEVICES) < 2:
+        raise Skip("no GPU")
+    models = [model_of("cuda") for _ in range(2)]
+    for model, refused in zip(models, (False, True)):
+        optimizer, kept = make(model, preset="galore8", capturable=True), []
+        for number in (1, 2):
+            for p in model.parameters():
+                kept.append(torch.sin(number + torch.arange(float(p.numel()), device="cuda")).view_as(p))
+                p.grad = kept[-1]
+            if refused and number == 2:
+                def captured():
+                    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                        optimizer.step()
+                raises(ValueError, "the host decides", captured)
+            optimizer.step()
+    assert same(*models)
+
+
+@test
+def torch_threads_do_not_meet():
+    """Optimizers of several threads, on a GPU each on a stream of its own."""
+    presets = ("muon8", "galore8", "adamw8", "adafactor8")
+
+    def steps(model, preset, errors):
+        device = next(model.parameters()).device
+        with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else contextlib.nullcontext():
+            try:
+                optimizer = make(model, preset=preset)
+                for number in range(1, 9):
+                    for p in model.parameters():
+                        p.grad = torch.sin(number + torch.arange(float(p.numel()), device=device)).view_as(p).to(p)
+                    optimizer.step()
+                optimizer.state_dict()
+                if device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+            except Exception as error:
+                errors.append(error)
+
+    for device in DEVICES:
+        alone, together = ([model_of(device, torch.bfloat16) for _ in presets] for _ in range(2))
+        if device == "cuda":
+            torch.cuda.synchronize()
+        errors = []
+        for model, preset in zip(alone, presets):
+            steps(model, preset, errors)
+        threads = [threading.Thread(target=steps, args=(*each, errors)) for each in zip(together, presets)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        assert not errors, errors
+        assert all(map(same, alone, together)), device
+
+
+@test
+def torch_two_gpus():
+    """Parameters on two GPUs step as they would alone; a mistake leaves the current GPU as it was."""
+    if len(DEVICES) < 2 or torch.cuda.device_count() < 2:
+        raise Skip("no two GPUs")
+    for preset in ("adamw8", "muon8", "galore8"):
+        models = [[model_of(f"cuda:{i}", torch.bfloat16) for i in (0, 1)] for _ in range(2)]
+        both = torch.nn.ModuleList(models[0])
+        optimizers = [make(both, preset=preset), *(make(model, preset=preset) for model in models[1])]
+        for number in range(1, 4):
+            for model in (*models[0], *models[1]):
+                for p in model.parameters():
+                    p.grad = torch.sin(number + torch.arange(float(p.numel()), device=p.device)).view_as(p).to(p)
+            for optimizer in optimizers:
+                optimizer.step()
+        assert same(models[0][0], models[1][0]), preset
+    raises(MemoryError, "allocate gave no memory",
+           lambda: nibble_optim.Handle({"device": "cuda:1"}, [("t", 1, 5, 0, -1)], lambda _: 0))
+    assert torch.cuda.current_device() == 0
