@@ -29,21 +29,18 @@ static void step_by_parts(void*, Run* run, const void* given, const float* scale
             tensor[i] = t;
             count++;
         }
-        float* own = (float*)device_alloc(&run->dev, run->elements * 4);
+        Room room(&run->dev);
+        float* own = room.device<float>(run->elements);
         int64_t used = 0;
         for (int i = 0; i < count; i++) {
             const OptimTensor* t = &run->tensor[tensor[i]];
             const int64_t padded = ceil_div(t->rows * t->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
             at[i] = number % 2 ? own + used : grads + t->offset;
-            float* host = (float*)malloc((size_t)padded * 4);
-            copy_to_host(&run->dev, host, grads + t->offset, padded * 4);
-            copy_to_device(&run->dev, own + used, host, padded * 4);
-            free(host);
+            copy_to_device(&run->dev, own + used, room.to_host(grads + t->offset, padded), padded * 4);
             used += padded;
         }
         optim_step_tensors(run->optim, tensor, at, count, scale, lr, step);
         device_sync(&run->dev);
-        device_free(&run->dev, own);
     }
 }
 
@@ -112,16 +109,15 @@ static void expect_codes(Test* test, const Run* copy, const Run* run, const Deco
     const uint8_t* at = decoded_codes(decoded, t);
     expect(at && at == stored.codes && (uintptr_t)at % 16 == 0 && !decoded_at(decoded, t), "%s: no operand", what);
     if (!at) return;
-    float *want = (float*)malloc((size_t)n * 4), numbers[3];
-    uint8_t* codes = (uint8_t*)malloc((size_t)n);
+    Room room(&run->dev);
+    float* want = room.host<float>(n);
     optim_get_weights(copy->optim, t, want);
-    copy_to_host(&run->dev, codes, at, n);
-    copy_to_host(&run->dev, numbers, stored.numbers, sizeof(numbers));
+    const uint8_t* codes = room.to_host(at, n);
+    const float* numbers = room.to_host((const float*)stored.numbers, 3);
     int64_t wrong = 0;
     for (int64_t i = 0; i < n; i++) wrong += fp8_decode(codes[i], FP8_E4M3) * numbers[1] != want[i];
     expect(wrong == 0 && numbers[2] == 1.0f / numbers[1], "%s: %lld of %s are not code times scale", what,
            (long long)wrong, model[t].name);
-    free(want), free(codes);
 }
 
 static void check_operands(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
@@ -137,7 +133,8 @@ static void check_operands(Test* test, const char* weights, const char* override
     const bool smaller = bytes.room < all.room || (bytes.room == all.room && strstr(overrides, "ln*"));
     expect(bytes.lent == 2 * matrix && all.lent == 0 && smaller, "%s, %s: room %lld and %lld, without %lld", weights,
            overrides, (long long)bytes.room, (long long)bytes.lent, (long long)all.room);
-    void* room = device_alloc(&run.dev, bytes.lent);
+    Room room(&run.dev);
+    char* lent = room.device<char>(bytes.lent);
     Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
     for (int step = 1; step <= STEPS; step++) {
         for (int number : {3, 0, 1, 2, 4, 3, 2, 1, 0}) {
@@ -145,7 +142,7 @@ static void check_operands(Test* test, const char* weights, const char* override
             if (number < LAYERS) expect_codes(test, &copy, &run, decoded, 3 + 2 * number, weights);
             if (number >= LAYERS) expect_part(test, &copy, &run, decoded, number);
         }
-        decoded_lend(decoded, room);
+        decoded_lend(decoded, lent);
         for (int number : {3, 0, 1, 2, 4, 0, 1}) {
             decoded_need(decoded, number);
             expect_part(test, &copy, &run, decoded, number);
@@ -156,7 +153,6 @@ static void check_operands(Test* test, const char* weights, const char* override
         decoded_forget(decoded);
     }
     decoded_close(decoded);
-    device_free(&run.dev, room);
 }
 
 static void check_all_operands(Test* test, OptimType compute, bool gpu) {

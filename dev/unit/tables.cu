@@ -97,32 +97,25 @@ TEST(tables_signs) {
 
 TEST(tables_banner_says_what_is_allocated) {
     int rows = 0;
-    for (int i = 0; i < STATES; i++, rows++) {
-        const char* name = state_names[i];
-        OptimConfig config = table_config("", "fp32", serves_m(name) ? name : "fp32", name);
-        Cost cost = cost_of(test, &config);
-        double more = more_of(name) * (serves_m(name) ? 2 : 1);
+    const auto check_row = [&](const char* name, const OptimConfig& config, double more) {
+        const Cost cost = cost_of(test, &config);
         expect(says(cost.banner, cost.weights + cost.states, more), "%s: %g bytes, allocated %g", name, cost.banner,
                cost.weights + cost.states);
-    }
-    for (const char* name : weights_names) {
-        OptimConfig config = table_config("", name, "bf16", "bf16");
-        Cost cost = cost_of(test, &config);
-        expect(says(cost.banner, cost.weights + cost.states, more_of(name)), "%s: %g bytes, allocated %g", name,
-               cost.banner, cost.weights + cost.states);
         rows++;
+    };
+    for (const char* name : state_names) {
+        const bool m = serves_m(name);
+        check_row(name, table_config("", "fp32", m ? name : "fp32", name), more_of(name) * (m ? 2 : 1));
     }
+    for (const char* name : weights_names) check_row(name, table_config("", name, "bf16", "bf16"), more_of(name));
     for (const char* name : preset_names) {
-        OptimConfig config = table_config(name, "", "", "");
-        Cost cost = cost_of(test, &config);
-        expect(says(cost.banner, cost.weights + cost.states, more_of(config.weights)), "%s: %g bytes, allocated %g",
-               name, cost.banner, cost.weights + cost.states);
-        rows++;
+        const OptimConfig config = table_config(name, "", "", "");
+        check_row(name, config, more_of(config.weights));
     }
     note(test, "%d rows", rows);
 }
 
-// Returns the output of --list-formats or --list-presets; the caller frees it.
+// The output of --list-formats or --list-presets.
 static char* list_text(Test* test, bool presets) {
     constexpr size_t BYTES = 1 << 16;
     char* text = (char*)calloc(1, BYTES);
@@ -259,8 +252,6 @@ TEST(tables_list_of_presets) {
     }
     expect(rows == PRESET_COUNT, "%d rows", rows);
 }
-
-// The name of the strange value.
 
 static const char* number(float x, char (&text)[32]) {
     snprintf(text, sizeof(text), "%.3g", fabs((double)x) == 0.0 ? 0.0 : isnan(x) ? (double)NAN : (double)x);
