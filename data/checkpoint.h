@@ -99,8 +99,7 @@ Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
 // The folder that --model names, from the root, which *model becomes, or "" where it names a built-in shape or is
 // "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that shape,
 // and a folder of the same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint must be
-// whole. `needed`: for
-// --sample, which goes with a folder only.
+// whole. `needed`: for --sample, which goes with a folder only.
 const char* checkpoint_model(const char** model, bool needed, char* error);
 // The checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which sets
 // *named_itself, a checkpoint's. Its name into `folder` and its state.json's tree into *state, NULL: begin anew.

@@ -1,9 +1,8 @@
 // Speed of the optimizer step alone: bytes that must move (every stored stream read and written once, gradients read,
 // what is only written counted once, all that is read counted twice where a first pass measures scales of tensors or of
-// rows and columns) over the time of optim_step, as a share of the device-to-device copy rate
-// measured in the same run (bytes read + written). Medians of CUDA-event times after a warm-up, on random data, with
-// one tensor of 2^30 elements and with GPT-2's own tensors; states are those of a few steps, so no format sees zeros
-// only.
+// rows and columns) over the time of optim_step, as a share of the device-to-device copy rate measured in the same run
+// (bytes read + written). Medians of CUDA-event times after a warm-up, on random data, with one tensor of 2^30 elements
+// and with GPT-2's own tensors; states are those of a few steps, so no format sees zeros only.
 //
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
 //   without names: the presets and every listed format of the tables; dev/plot_optim.py draws the CSV
