@@ -363,13 +363,13 @@ inline void make_model(const char* work, const char* name, const char* from, con
     if (share > 0) write_bytes(folder, "model.safetensors", weights, (size_t)((double)bytes * share));
 }
 
-// A copy of a checkpoint in bf16 whose last weight has the two bytes `value`.
-inline void make_model_ending(const char* work, const char* name, const char* from, const char* value) {
+// WORK/bad: a copy of a checkpoint in bf16 whose last weight is the largest bf16.
+inline void make_overflowing_model(const char* work, const char* from) {
     int64_t bytes;
-    make_model(work, name, from, "gelu_new", "gelu_new", 1);
-    char* weights = contents(joined(work, name), "model.safetensors", &bytes);
-    memcpy(weights + bytes - 2, value, 2);
-    write_bytes(joined(work, name), "model.safetensors", weights, (size_t)bytes);
+    make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
+    char* weights = contents(work, "bad/model.safetensors", &bytes);
+    memcpy(weights + bytes - 2, "\x7f\x7f", 2);
+    write_bytes(work, "bad/model.safetensors", weights, (size_t)bytes);
 }
 
 // One sentence on stderr and exit code 2.

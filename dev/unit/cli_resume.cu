@@ -1,11 +1,11 @@
 // Tests of the command line: a run that stops, is stopped, resumed, converted or damaged (cli.h says how they run it).
 #include "cli.h"
 
-// The number after a key in the newest checkpoint's state.json, -1 without it.
-static int64_t state_number(const char* run, const char* key) {
+// The steps that the newest checkpoint says were skipped; -1: it does not say.
+static long long skipped_steps(const char* run) {
     char folder[PATH_MAX];
     Json* state = checkpoint_newest(run, folder, sizeof(folder));
-    return state ? json_int(state, key, -1) : -1;
+    return state ? json_int(state, "skipped", -1) : -1;
 }
 
 // The losses and counts of all training lines from one on: every step was skipped.
@@ -30,19 +30,19 @@ FOLDER_TEST(cli_nonfinite) {
     train_well(BRIEF "/used --steps 1", work, work);
     const char *from = joined(work, "used/step_00000001"), *bad = joined(work, "bad");
     const char* run = joined(work, "run");
-    make_model_ending(work, "bad", from, "\x7f\x7f");
+    make_overflowing_model(work, from);
     const char* common = QUICK " --device cpu --seq 32";
     run_train(skips, "%s --data %s/text.txt --model %s --run %s --steps 3", common, work, bad, run);
     expect_error(test, &skips, "no finite loss", "ended without a finite loss and gradient", "step_00000003");
     expect(strstr(OUT(skips), "norm inf: weights and states stay as they were (2 skipped"),
            "a skipped step is not told: %s", OUT(skips));
     expect(strstr(OUT(skips), "\nskipped  3 of 3 steps"), "the count is not told at the end");
-    expect(state_number(run, "skipped") == 3, "state.json says %lld", (long long)state_number(run, "skipped"));
+    expect(skipped_steps(run) == 3, "state.json says %lld", skipped_steps(run));
     expect_skipped_steps(test, run, 3);
     expect_equal_files(test, bad, checkpoint_of(run, 3), "model.safetensors");
     refused("no finite loss", "ended without a finite loss and gradient", "step_00000008",
             "--resume %s --steps 8 --device cpu", run);
-    expect(state_number(run, "skipped") == 8, "state.json says %lld", (long long)state_number(run, "skipped"));
+    expect(skipped_steps(run) == 8, "state.json says %lld", skipped_steps(run));
     expect_skipped_steps(test, run, 8);
     run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
     expect_error(test, &end, "ten in a row", "the norm of the gradient inf", "10 steps in a row were skipped");

@@ -888,7 +888,7 @@ FOLDER_TEST(multi_failures) {
     // Weights that make every loss NaN.
     train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
     const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
-    make_model_ending(work, "bad", from, "\x7f\x7f");
+    make_overflowing_model(work, from);
     Child nan = new_child();
     start_ranks(
         &nan, false, 2,

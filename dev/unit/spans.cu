@@ -17,8 +17,8 @@ static void spans_open(Run* run, const OptimConfig* config, OptimType compute) {
     run_open(run, config, model, TENSORS, compute);
 }
 
-static OptimConfig spans_config(const char* rule, const char* weights, const char* m, const char* v) {
-    return states_config(rule, weights, "fp32", m, v);
+static OptimConfig spans_config(const char* weights, const char* m, const char* v) {
+    return states_config("adamw", weights, "fp32", m, v);
 }
 
 static int64_t length(const OptimTensor* tensor) {
@@ -184,7 +184,7 @@ TEST(spans_states_against_plain_loops) {
     constexpr int STEPS = 4;
     int64_t compared = 0;
     for (const auto& pair : pairs) {
-        OptimConfig config = spans_config("adamw", "fp32", pair[0], pair[1]);
+        OptimConfig config = spans_config("fp32", pair[0], pair[1]);
         const PlainFormat *format_m = find_plain(pair[0]), *format_v = find_plain(pair[1]);
         Run run;
         spans_open(&run, &config, OPTIM_FP32);
@@ -213,7 +213,7 @@ TEST(spans_stochastic_states) {
     for (const auto& pair : pairs) {
         char noisy[2][64];
         for (int k = 0; k < 2; k++) snprintf(noisy[k], sizeof(noisy[k]), "%s:sr", pair[k]);
-        OptimConfig config = spans_config("adamw", "fp32", noisy[0], noisy[1]);
+        OptimConfig config = spans_config("fp32", noisy[0], noisy[1]);
         Run run;
         spans_open(&run, &config, OPTIM_FP32);
         float* all = run.room.zeros<float>(run.elements * 4);
@@ -386,8 +386,7 @@ TEST(spans_weights_with_master) {
     for (const char* name : {"e4m3/tensor", "e5m2/tensor"}) {
         char weights[64];
         snprintf(weights, sizeof(weights), "%s+fp32", name);
-        OptimConfig narrow = spans_config("adamw", weights, "fp32", "bf16"),
-                    wide = spans_config("adamw", "fp32", "fp32", "bf16");
+        OptimConfig narrow = spans_config(weights, "fp32", "bf16"), wide = spans_config("fp32", "fp32", "bf16");
         Run run, exact;
         spans_open(&run, &narrow, OPTIM_BF16);
         spans_open(&exact, &wide, OPTIM_BF16);
@@ -435,7 +434,7 @@ static void check_in_place(Test* test, const Run* run, int t, int step, const fl
 // Weights that are updated in place. Those of the first tensor grow beyond what their first scale holds.
 TEST(spans_weights_in_place) {
     for (const char* name : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"}) {
-        OptimConfig config = spans_config("adamw", name, "fp32", "fp32");
+        OptimConfig config = spans_config(name, "fp32", "fp32");
         Run run;
         spans_open(&run, &config, OPTIM_BF16);
         float *all = run.room.zeros<float>(run.elements * 3), first = 0.0f;
@@ -461,7 +460,7 @@ TEST(spans_weights_in_place) {
 
 // From fp32 into the formats and back: numbers of the loaded values, the nearest codes, and what they decode to.
 TEST(spans_convert) {
-    OptimConfig wide = spans_config("adamw", "fp32", "fp32", "fp32");
+    OptimConfig wide = spans_config("fp32", "fp32", "fp32");
     Run exact;
     spans_open(&exact, &wide, OPTIM_FP32);
     run_steps(&exact, 1, 3);
@@ -472,7 +471,7 @@ TEST(spans_convert) {
                                     {"dyn8/rank1", "udyn8/rank1"},
                                     {"e5m2/tensor", "sqrt4/rank1"}};
     for (const auto& pair : pairs) {
-        OptimConfig config = spans_config("adamw", "e4m3/tensor+fp32", pair[0], pair[1]);
+        OptimConfig config = spans_config("e4m3/tensor+fp32", pair[0], pair[1]);
         const PlainFormat* const formats[2] = {find_plain(pair[0]), find_plain(pair[1])};
         Run narrow, back;
         spans_open(&narrow, &config, OPTIM_BF16);
@@ -498,7 +497,7 @@ TEST(spans_refuse_a_cut_tensor) {
     char said[1024];
     int code = run_apart(
         [] {
-            OptimConfig config = spans_config("adamw", "bf16:sr", "fp32", "lin4/rank1");
+            OptimConfig config = spans_config("bf16:sr", "fp32", "lin4/rank1");
             OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
             optim_layout(&tensor, 1, &config);
             config.begin = TILE_ELEMENTS, config.end = 3 * TILE_ELEMENTS;
