@@ -12,6 +12,7 @@ from collections import defaultdict
 from copy import deepcopy
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from . import library, lists, shares
 
@@ -600,8 +601,20 @@ class Optimizer(torch.optim.Optimizer):
 
     # The step.
 
-    @torch.no_grad()
     def step(self, closure=None):
+        arguments = () if closure is None else (closure,)
+        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
+
+    step.hooked = True  # else torch puts its wrapper around step, which takes 5 us even if there is nothing to call
+
+    def _is_watched(self):
+        """True if torch's wrapper has something to do: hooks to call, or a profiler to tell."""
+        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or
+                    torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks or
+                    torch._C._autograd._profiler_enabled())
+
+    @torch.no_grad()
+    def _plain_step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -611,6 +624,8 @@ class Optimizer(torch.optim.Optimizer):
         grads = [p.grad for p in self._flat]
         self._step(self._flat, grads)
         return loss
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_plain_step)
 
     def _step(self, params, grads):
         if len(self._part_of) < len(params) or self._apart:
