@@ -39,7 +39,7 @@ def raises(kind, words, function):
     except kind as error:
         assert words in str(error), f"{words!r} is not in {error}"
         return
-    raise AssertionError(f"no {kind.__name__} was raised")
+    raise AssertionError(f"nothing was raised that says {words!r}")
 
 
 def floats(values):

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 import warnings
 
 from test_library import ROOT, Skip, main, nibble_optim, raises, test
 
 try:
     import torch
+    import torch.distributed.fsdp
     from nibble_optim import lists
 except ImportError:
     torch = None
@@ -371,39 +373,120 @@ def torch_gradients_of_other_kinds():
         optimizer.step()
 
 
-@test
-def torch_gradients_change_between_steps():
-    """What the optimizer remembers of the last step's tensors: after any change a step is that of an optimizer which
-    remembers nothing."""
-    def steps(remember):
-        torch.manual_seed(3)
-        params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((8, 16), (5,), (40, 64))]
-        optimizer = nibble_optim.Optimizer(params, preset="adamw8", weights="bf16+16", lr=1e-2, seed=1)
-        for number in range(14):
-            for i, p in enumerate(params):
-                p.grad = torch.randn(p.shape).bfloat16()
-                if number == 3 and i == 0:
-                    p.grad = torch.randn(16, 8).bfloat16().t()  # not contiguous
-                if number == 5 and i == 1:
-                    p.grad = None
-                if number == 7 and i == 2:
-                    p.grad.data = p.grad.float()  # torch lets this pass
-                if number == 9 and i == 2:
-                    p.data = p.data.clone()  # elsewhere, with the same values
-                if number == 11 and i == 0:
-                    with torch.no_grad():
-                        p.mul_(0.5)
-            if not remember and optimizer._parts:
-                optimizer._parts[0].layout, optimizer._parts[0].where = None, None
-                optimizer._parts[0].own_counters = False
-            optimizer.step()
-            if number == 13 and remember and lists.Layout.of(params):
-                assert optimizer._parts[0].layout is not None, "no layout is remembered, so nothing was tested"
-        return [p.detach() for p in params], optimizer.state_dict()["state"]
+def change_gradient(view):
+    """The gradient becomes `view` of its own memory, which holds finite numbers in any type. torch lets .data pass."""
+    def change(p, memory):
+        p.grad.data = view(memory)
+    return change
 
-    weights, states = zip(*(steps(remember) for remember in (True, False)))
-    assert all(torch.equal(a, b) for a, b in zip(*weights))
-    assert all(torch.equal(a, states[1][i][name]) for i in range(3) for name, a in states[0][i].items())
+
+def change_object(change):
+    """The gradient stays the object that it is."""
+    return lambda p, _: change(p.grad)
+
+
+def turn(p, _):
+    """As a transposed weight is trained on: the backward pass gives gradients the parameter's strides."""
+    p.data = p.data.t()
+    p.grad = torch.ones(16, 16).bfloat16().t()
+
+
+def reshape(p, _):
+    p.data = p.data.view(8, 32)
+    p.grad = torch.ones(8, 32).bfloat16()
+
+
+def replace(name, value):
+    return lambda p, _: setattr(p, name, value(p))
+
+
+def write(p, _):
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+# What other code may do to a parameter of 16 x 16 in bf16 between two steps, and a word of the refusal. Gradients lie
+# in `memory` of 512 numbers. "at its address": a comparison of addresses sees no change.
+CHANGES = [
+    ("nothing", lambda *_: None, None),
+    ("gradient missing", replace("grad", lambda p: None), None),
+    ("gradient elsewhere", replace("grad", lambda p: p.grad.clone()), None),
+    ("gradient not contiguous", replace("grad", lambda p: p.grad.clone().t()), None),
+    ("another at its address", change_gradient(lambda memory: memory[:256].view(16, 16)), None),
+    ("another at its address, transposed", replace("grad", lambda p: p.grad.detach().t()), None),
+    ("another at its address, in fp32", change_gradient(lambda memory: memory.view(torch.float32).view(16, 16)), None),
+    ("another at its address, with holes", change_gradient(lambda memory: memory.view(16, 32)[:, :16]), None),
+    ("another at its address, shorter", change_gradient(lambda memory: memory[:128].view(8, 16)), "of shape (8, 16)"),
+    ("another at its address, of integers", change_gradient(lambda memory: memory[:256].view(torch.int16).view(16, 16)),
+     "gradient of torch.int16"),
+    ("in fp32", change_object(lambda grad: setattr(grad, "data", grad.float())), None),
+    ("transposed in place", change_object(lambda grad: grad.t_()), None),
+    ("resized to less", change_object(lambda grad: grad.resize_(8, 16)), "of shape (8, 16)"),
+    ("resized to more", change_object(lambda grad: grad.resize_(16, 17)), "of shape (16, 17)"),
+    ("set to others' memory", change_object(lambda grad: grad.set_(torch.ones(16, 16).bfloat16())), None),
+    ("sparse", replace("grad", lambda p: p.grad.to_sparse()), "sparse gradient"),
+    ("parameter elsewhere", replace("data", lambda p: p.data.clone()), None),
+    ("parameter elsewhere, in fp32", replace("data", lambda p: p.data.float()), "has been replaced"),
+    ("parameter elsewhere, shorter", replace("data", lambda p: p.data[:8].clone()), "has been replaced"),
+    ("parameter elsewhere, transposed", replace("data", lambda p: p.data.clone().t()), "has been replaced"),
+    ("parameter at its address, transposed", turn, "has been replaced"),
+    ("parameter at its address, in another shape", reshape, "has been replaced"),
+    ("parameter written", write, None),
+    ("parameter frozen", lambda p, _: p.requires_grad_(False), None)]
+
+
+def steps_with_a_change(change, remember):
+    """What seven steps leave; the change comes before the fifth. Gradients are the same objects from step to step.
+    `remember`: as users step; otherwise the optimizer has to look at everything anew, and without the functions of
+    torch that not every version has."""
+    if not remember:
+        with unittest.mock.patch.multiple(lists, _equal=None, _guards=None, _takes_lists=False):
+            return steps_of(change, False)
+    return steps_of(change, True)
+
+
+def steps_of(change, remember):
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((5,), (16, 16), (40, 64))]
+    optimizer = nibble_optim.Optimizer(params, preset="adamw8", weights="bf16+16", lr=1e-2, seed=1)
+    memory = torch.zeros(512).bfloat16()
+    for p in params:
+        p.grad = memory[:256].view(16, 16) if p.shape == (16, 16) else torch.zeros_like(p)
+    for number in range(1, 8):
+        memory.copy_(torch.randn(512))
+        for p in params:
+            if p.grad is not None and not (p.shape == (16, 16) and number > 4):
+                p.grad.copy_(torch.randn(p.shape))
+        if number == 5:
+            change(params[1], memory)
+        if optimizer._parts and not remember:
+            optimizer._parts[0].where, optimizer._parts[0].own_counters = None, False
+        elif optimizer._parts and lists.Layout.of(params):
+            assert optimizer._parts[0].layout is not None, "nothing is remembered, so nothing is tested"
+        optimizer.step()
+    versions = [p._version for p in params]
+    return versions, [p.detach() for p in params], optimizer.state_dict()["state"]
+
+
+@test
+def torch_changes_between_steps():
+    """What the optimizer remembers of the last step's tensors: after any change a step is that of an optimizer which
+    remembers nothing, or is refused."""
+    for name, change, refusal in CHANGES:
+        if refusal:
+            for remember in (True, False):
+                raises((RuntimeError, TypeError), refusal, lambda: steps_with_a_change(change, remember))
+            continue
+        (versions, weights, states), (again, want, others) = (steps_with_a_change(change, remember)
+                                                              for remember in (True, False))
+        assert versions == again and versions[0] == 7, (name, versions, again)
+        assert all(torch.equal(a, b) for a, b in zip(weights, want)), name
+        assert all(torch.equal(a, others[i][key]) for i in range(3) for key, a in states[i].items()), name
+
+
+@test
+def torch_parameters_that_share_a_counter():
+    """Parameters that are views of one tensor: their version counter rises by more than one a step."""
     whole = torch.randn(64).bfloat16()
     views = [whole[:32].detach().requires_grad_(), whole[32:].detach().requires_grad_()]  # of one version counter
     copies = [view.detach().clone().requires_grad_() for view in views]
@@ -562,6 +645,8 @@ def torch_checkpoint_on_other_ranks():
 
 def run_ranks(name, counts):
     """Runs a script on so many ranks, one count after the other, with one folder."""
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        raise Skip("FSDP2 and its DTensors are in torch from 2.6 on")
     with tempfile.TemporaryDirectory() as folder:
         for count in counts:
             command = [sys.executable, str(ROOT / "dev" / "unit" / name), folder]
@@ -617,7 +702,8 @@ def torch_rules_are_those_of_peers():
     """torch's AdamW and Adafactor; came-pytorch where it is installed."""
     check = subprocess.run([sys.executable, str(ROOT / "dev" / "reference" / "check_rules.py")], stdout=subprocess.PIPE,
                            stderr=subprocess.STDOUT, text=True)
-    assert check.returncode == 0 and "ok    adafactor" in check.stdout, check.stdout
+    tested = "ok    adafactor" in check.stdout or not hasattr(torch.optim, "Adafactor")
+    assert check.returncode == 0 and tested, check.stdout
 
 
 @test

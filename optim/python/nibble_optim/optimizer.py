@@ -254,12 +254,12 @@ class _Part:
             self.versions = versions
         if self.where is not None and lists.same_addresses(self.locals, self.where, self.numbers):
             return
-        for p, local, shape in zip(self.params, self.locals, self.shapes):
+        for p, local, shape, order in zip(self.params, self.locals, self.shapes, self.order):
             if _local(p) is not local or local.device != self.device or local.dtype is not self.dtype or \
-                    local.shape != shape:
+                    local.shape != shape or _order(p) != order:
                 raise RuntimeError(f"a parameter of {tuple(shape)} on {self.device} has been replaced since its first "
-                                   f"step, by {tuple(local.shape)} on {local.device}; move or change the model first "
-                                   "and make the optimizer then")
+                                   f"step, by {tuple(local.shape)} of {local.dtype} with strides {local.stride()} on "
+                                   f"{local.device}; move or change the model first and make the optimizer then")
         self.where = lists.addresses(self.locals)
         self.weights = array.array("Q", self.where)
 
@@ -270,6 +270,7 @@ class _Part:
                 self.grads_where = lists.addresses(grads)
                 self.grads_at = array.array("Q", self.grads_where)
             return self.grads_at, ()
+        self.where = None  # where gradients have another layout, parameters may, even at their old addresses
         dtype, ordered, addresses, kept = self.grads, self.ordered, [], []
         plain = not ordered
         for t, grad in enumerate(grads):
@@ -348,7 +349,7 @@ class _Part:
                 if grad is not None:
                     self.age[t] += 1
                     self.steps[t].fill_(self.age[t])
-        torch.autograd.graph.increment_version(self.counted)
+        lists.increment_versions(self.counted)
         if self.watched:
             self._find_versions()
 
@@ -500,6 +501,13 @@ class Optimizer(torch.optim.Optimizer):
         return {key: group.get(key) for key in FORMATS if group.get(key) is not None}
 
     def add_param_group(self, param_group):
+        params = param_group["params"]
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+            if params and all(isinstance(p, tuple) for p in params):  # torch before 2.6 takes no names
+                names, params = map(list, zip(*params))
+                param_group = {**param_group, "param_names": names}
+            param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for p in group["params"]:
