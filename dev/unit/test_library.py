@@ -1,4 +1,4 @@
-"""Tests of libnibble_optim's own interface, with plain memory and without torch; test_torch.py runs them before its own.
+"""Tests of libnibble_optim's own interface, with plain memory and without torch. test_torch.py runs them too.
 
     make lib && python3 dev/unit/test_library.py [-k SUBSTRING]
 
