@@ -602,6 +602,7 @@ class Optimizer(torch.optim.Optimizer):
             names = group.get("param_names")
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
+        self._idle = None  # the places of parameters that have had no gradient yet
         self._check_stacked()
         self._check_needs()
         self._group_of = dict(zip(self._flat, self._flat_group))
@@ -640,7 +641,7 @@ class Optimizer(torch.optim.Optimizer):
         part = _Part(self, params, settings, grads, self._end if element is None else element)
         self._place(part)
         self._parts.append(part)
-        self._end = max(self._end, part.handle.end)
+        self._end, self._idle = max(self._end, part.handle.end), None
         for t, p in enumerate(params):
             self._part_of[p] = (part, t)
         return part
@@ -711,7 +712,12 @@ class Optimizer(torch.optim.Optimizer):
                 group["steps"] = step if not self._apart else max(max(part.age) for part in self._parts)
 
     def _make_missing(self, params, grads):
-        new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
+        if self._idle is None:
+            self._idle = [i for i, p in enumerate(self._flat) if p not in self._part_of]
+        if params is self._flat:
+            new = [(params[i], grads[i]) for i in self._idle if grads[i] is not None]
+        else:
+            new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
         if any(g.layout is not torch.strided for _, g in new):
             raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
         if new and _is_capturing():
