@@ -518,6 +518,22 @@ def missing_in_turn(device, missing):
 
 
 @test
+def torch_replays_with_a_missing_gradient():
+    """The CPU takes what would be captured at once, as the first replay takes it: only its parameters count it."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = nibble_optim.Optimizer(params, preset="adamw8", capturable=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer._parts[0].step([params[0].grad, None, params[2].grad], optimizer.param_groups, 2, captured=True)
+    states = optimizer.state_dict()["state"]
+    assert [int(states[i]["step"]) for i in range(3)] == [2, 1, 2]
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [3, 2, 3]
+    assert optimizer.param_groups[0]["steps"] == 3
+
+
+@test
 def torch_parameters_that_share_a_counter():
     """Parameters that are views of one tensor: their version counter rises by more than one a step."""
     whole = torch.randn(64).bfloat16()

@@ -358,6 +358,8 @@ class _Part:
     def catch_up(self):
         """Counts the steps of replayed graphs, which took the parameters of the capture."""
         clock = self.handle.clock(self.stream()) if self.captured else self.clock
+        if len(self.captured) < len(self.age) and clock != self.clock:
+            self._part_ways()
         for t in self.captured:
             self.age[t] += clock - self.clock
         self.counts.copy_(torch.tensor(self.age[:len(self.counts)], device="cpu"))
