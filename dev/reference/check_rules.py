@@ -57,7 +57,8 @@ def adamw(params, lr):
 
 
 def adafactor(params, lr):
-    return torch.optim.Adafactor(params, lr=lr, weight_decay=0.0, d=1.0, beta2_decay=-0.8), {
+    from torch.optim import Adafactor  # since torch 2.5
+    return Adafactor(params, lr=lr, weight_decay=0.0, d=1.0, beta2_decay=-0.8), {
         "rule": "adafactor", "m": "none", "weight_decay": 0.0, "clip_update": 1.0}
 
 

@@ -1,440 +1,34 @@
-"""Tests of libnibble_optim and of the Python package nibble_optim.
+"""Tests of the Python package nibble_optim, and of the library that it calls (test_library.py).
 
     make lib && python3 dev/unit/test_torch.py [-k SUBSTRING]
 
-The library's own interface is tested with plain memory; what needs torch is skipped where torch is not installed, and
-what needs a GPU where there is none (cases then run on the CPU alone). The bits against ./train's optimizer object are
-in dev/unit/placed.cu, which steps both.
+What needs torch is skipped where torch is not installed, and what needs a GPU where there is none (cases then run on
+the CPU alone).
 """
-import array
 import contextlib
 import copy
-import ctypes
 import io
 import os
 import pathlib
-import shutil
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
+import unittest.mock
 import warnings
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "optim" / "python"))
-import nibble_optim  # noqa: E402
-from nibble_optim import library  # noqa: E402
+from test_library import ROOT, Skip, main, nibble_optim, raises, test
 
 try:
     import torch
+    import torch.distributed.fsdp
     from nibble_optim import lists
 except ImportError:
     torch = None
 
-TESTS = []
 DEVICES = ["cpu"] + (["cuda"] if torch is not None and torch.cuda.is_available() and nibble_optim.gpus() > 0 else [])
 
-
-class Skip(Exception):
-    pass
-
-
-def test(function):
-    TESTS.append(function)
-    return function
-
-
-def raises(kind, words, function):
-    try:
-        function()
-    except kind as error:
-        assert words in str(error), f"{words!r} is not in {error}"
-        return
-    raise AssertionError(f"no {kind.__name__} was raised")
-
-
-# The library, without torch.
-
-def floats(values):
-    return (ctypes.c_float * len(values))(*values)
-
-
-class Plain:
-    """Tensors of fp32 in host memory, of n elements or (rows, columns), and steps over them."""
-
-    def __init__(self, shapes, **settings):
-        shapes = [shape if isinstance(shape, tuple) else (1, shape) for shape in shapes]
-        lengths = [rows * cols for rows, cols in shapes]
-        self.weights = [floats([((7 * i + 3 * t) % 11 - 5) / 7 for i in range(n)]) for t, n in enumerate(lengths)]
-        tensors = [(f"t{t}", *shape, 0, -1) for t, shape in enumerate(shapes)]
-        self.handle = nibble_optim.Handle({"device": "cpu", "parameters": "fp32", **settings}, tensors)
-        self.group_of = array.array("i", [0] * len(lengths))
-
-    def step(self, number, lr=1e-2, decay=0.1, missing=(), betas=(0.9, 0.95), eps=1e-8, scale=1):
-        grads = [floats([((5 * i + number) % 13 - 6) / 9 * scale for i in range(len(w))]) for w in self.weights]
-        address = lambda x: ctypes.addressof(x)
-        self.handle.step(array.array("Q", map(address, self.weights)),
-                         array.array("Q", [0 if t in missing else address(g) for t, g in enumerate(grads)]),
-                         self.group_of, [(lr, decay, *betas, eps, number)], number)
-
-    def bytes(self):
-        return [bytes(w) for w in self.weights] + [self.handle.save()]
-
-
-@test
-def library_adamw_by_hand():
-    plain = Plain([3], preset="adamw32")
-    weights, m, v = list(plain.weights[0]), [0.0] * 3, [0.0] * 3
-    for number in range(1, 6):
-        plain.step(number)
-        for i in range(3):
-            g = ((5 * i + number) % 13 - 6) / 9
-            m[i] += 0.1 * (g - m[i])
-            v[i] += 0.05 * (g * g - v[i])
-            ahead = m[i] / (1 - 0.9 ** number) / ((v[i] / (1 - 0.95 ** number)) ** 0.5 + 1e-8)
-            weights[i] -= 1e-2 * (ahead + 0.1 * weights[i])
-    # Five steps of lr; each rounds to 2^-24 of a weight and to some 2^-22 of an update.
-    assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
-
-
-def same_again_and_resumed(shapes, **settings):
-    """Three runs that end with the same bytes, of which the third goes on from what the first saved after step 2."""
-    runs = [Plain(shapes, seed=3, **settings) for _ in range(3)]
-    for number in range(1, 5):
-        for run in runs[:2]:
-            run.step(number)
-        if number == 2:
-            runs[2].handle.load(runs[0].handle.save())
-            for to, source in zip(runs[2].weights, runs[0].weights):
-                ctypes.memmove(to, source, ctypes.sizeof(to))
-        if number > 2:
-            runs[2].step(number)
-    assert runs[0].bytes() == runs[1].bytes() == runs[2].bytes(), settings
-    return runs
-
-
-@test
-def library_same_bits_again_and_resumed():
-    for preset in ("adamw32", "adamw8", "adamw4", "adamw4d", "flash24", "adafactor8", "came8", "rmnp4"):
-        same_again_and_resumed([(50, 100), 1, 2048, 300], preset=preset)
-
-
-@test
-def library_missing_gradient_leaves_a_tensor_alone():
-    a, b = Plain([3000, 500], preset="adamw8"), Plain([3000, 500], preset="adamw8")
-    for run in (a, b):
-        run.step(1)
-    before = bytes(a.weights[1])
-    a.step(2, missing=[1])
-    b.step(2)
-    assert bytes(a.weights[1]) == before != bytes(b.weights[1])
-    assert bytes(a.weights[0]) == bytes(b.weights[0])
-
-
-@test
-def library_rule_that_reads_rows_by_hand():
-    for nesterov in ("on", "off"):
-        rmnp_by_hand(nesterov)
-
-
-def rmnp_by_hand(nesterov):
-    rows, cols, momentum = 3, 5, 0.9
-    plain = Plain([(rows, cols)], rule="rmnp", m="fp32", momentum=momentum, nesterov=nesterov, overrides="none")
-    weights, m = list(plain.weights[0]), [0.0] * (rows * cols)
-    for number in range(1, 6):
-        plain.step(number)
-        g = [((5 * i + number) % 13 - 6) / 9 for i in range(rows * cols)]
-        m = [a + (1 - momentum) * (b - a) for a, b in zip(m, g)]
-        u = [b + momentum * (a - b) for a, b in zip(m, g)] if nesterov == "on" else m
-        for i in range(rows * cols):
-            row = u[i // cols * cols:(i // cols + 1) * cols]
-            length = sum(x * x for x in row) ** 0.5
-            weights[i] = weights[i] * (1 - 1e-2 * 0.1) - 1e-2 * u[i] / length
-    assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
-
-
-@test
-def library_rule_that_reads_rows_takes_all_tensors():
-    plain = Plain([(4, 8), (8, 4)], preset="adafactor8")
-    before = plain.bytes()
-    raises(ValueError, "takes all tensors or none", lambda: plain.step(1, missing=[1]))
-    assert plain.bytes() == before
-    plain.step(1)
-    assert plain.bytes() != before
-
-
-MATRIX_RULES = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini")
-
-
-@test
-def library_rules_that_read_matrices():
-    shapes = [(50, 100), (33, 20), (8, 300)]
-    for rule in MATRIX_RULES:
-        runs = same_again_and_resumed(shapes, rule=rule, m="dyn8", rank_gap=2)
-        before = runs[0].bytes()
-        raises(ValueError, "takes all tensors or none", lambda: runs[0].step(5, missing=[1]))
-        assert runs[0].bytes() == before, rule
-        raises(ValueError, "t is sharded", lambda: nibble_optim.Handle({"rule": rule}, [("t", 8, 300, 0, 1200)]))
-
-
-@test
-def library_matrices_take_eight_groups():
-    plain = Plain([(4, 8)] * 9, rule="muon", m="fp32")
-    grads = [floats([0.1] * len(w)) for w in plain.weights]
-    for count in (8, 9):
-        groups = [(1e-2 / (g + 1), 0.1, 0.9, 0.95, 1e-8, 1) for g in range(count)]
-        plain.group_of = array.array("i", [t % count for t in range(9)])
-
-        def step():
-            plain.handle.step(array.array("Q", map(ctypes.addressof, plain.weights)),
-                              array.array("Q", map(ctypes.addressof, grads)), plain.group_of, groups, 1)
-        raises(ValueError, "more than 8 learning rates", step) if count > 8 else step()
-
-
-@test
-def library_muon_by_hand():
-    """One singular value: u of rank 1 has the orthogonal factor u / ||u||, which five steps bring near."""
-    plain = Plain([(40, 30)], rule="muon", m="fp32", overrides="none", ns_coefficients="polar-express", ns_steps=8)
-    before = list(plain.weights[0])
-    x, y = [((3 * i) % 7 - 3) / 5 for i in range(40)], [((4 * i) % 9 - 4) / 7 for i in range(30)]
-    grad = floats([a * b for a in x for b in y])
-    plain.handle.step(array.array("Q", [ctypes.addressof(plain.weights[0])]),
-                      array.array("Q", [ctypes.addressof(grad)]), plain.group_of,
-                      [(1e-2, 0.1, 0.9, 0.95, 1e-8, 1)], 1)
-    length = sum(g * g for g in grad) ** 0.5
-    for b, w, g in zip(before, plain.weights[0], grad):
-        want = b * (1 - 1e-2 * 0.1) - 1e-2 * 0.2 * 40 ** 0.5 * g / length
-        assert abs(w - want) < 1e-2 * 0.2 * 40 ** 0.5 * 0.02 * abs(g) / length + 1e-6, (w, want)
-
-
-@test
-def library_tensor_scales_of_two_groups():
-    """Scales of whole tensors are no reason for equal betas."""
-    plain = Plain([(40, 33), (33, 40)], rule="adamw", m="dyn8/rank1", v="fp32")
-    plain.group_of = array.array("i", [0, 1])
-    grads = [floats([0.01] * len(w)) for w in plain.weights]
-    plain.handle.step(array.array("Q", map(ctypes.addressof, plain.weights)),
-                      array.array("Q", map(ctypes.addressof, grads)), plain.group_of,
-                      [(1e-2, 0.0, 0.9, 0.95, 1e-8, 1), (1e-2, 0.0, 0.9, 0.99, 1e-8, 1)], 1)
-    assert all(abs(w[0] - (7 * 0 + 3 * t) % 11 / 7 + 5 / 7 + 1e-2) < 1e-4 for t, w in enumerate(plain.weights))
-
-
-@test
-def library_stacked_matrices():
-    """Three matrices in one tensor step as three tensors."""
-    for rule in ("muon", "normuon", "fira"):
-        one = Plain([(96, 64)], rule=rule, m="fp32", stacked="wte:5; t*: 3")
-        three = Plain([(32, 64)] * 3, rule=rule, m="fp32")  # of a whole tile each: they lie where the parts of one do
-        for t in range(3):
-            ctypes.memmove(three.weights[t], ctypes.byref(one.weights[0], t * 8192), 8192)
-        for number in range(1, 4):
-            grads = floats([((5 * i + number) % 13 - 6) / 9 for i in range(96 * 64)])
-            for run, size in ((one, 0), (three, 8192)):
-                at = [ctypes.addressof(grads) + size * t for t in range(len(run.weights))]
-                run.handle.step(array.array("Q", map(ctypes.addressof, run.weights)), array.array("Q", at),
-                                run.group_of, [(1e-2, 0.1, 0.9, 0.95, 1e-8, number)], number)
-        assert bytes(one.weights[0]) == b"".join(map(bytes, three.weights)), rule
-    saved = Plain([(96, 64)], rule="muon", m="fp32", stacked="t*:3").handle.save()
-    raises(ValueError, "stacked t*:3", lambda: Plain([(96, 64)], rule="muon", m="fp32").handle.load(saved))
-    raises(ValueError, "no 3 equal matrices", lambda: Plain([(32, 40)], rule="muon", stacked="t0:3"))
-
-
-@test
-def library_part_of_a_model_has_its_noise():
-    """A tensor's projection and noise depend on where it lies in the model, not on who steps it."""
-    shapes = [(33, 20), (8, 300)]
-    both = Plain(shapes, rule="apollo", m="fp32", seed=3)
-    parts = [Plain(shapes[1:], rule="apollo", m="fp32", seed=3, element=element)
-             for element in (both.handle.element(1), 0)]
-    for number in range(1, 4):
-        for t, part in enumerate(parts):
-            if number == 1:
-                ctypes.memmove(part.weights[0], both.weights[1], ctypes.sizeof(both.weights[1]))
-            part.step(number)
-        both.step(number)
-    assert bytes(both.weights[1]) == bytes(parts[0].weights[0]) != bytes(parts[1].weights[0])
-
-
-@test
-def library_shares_of_tensors_that_are_read_whole():
-    """Optimizers that divide a model among them have the bits of one that has all of it."""
-    shapes = [(24, 16), 40, (8, 300), (33, 20), (16, 48), 7]
-    vectors = {"overrides": "t1|t5: rule=adamw m=fp32 v=fp32"}
-    for settings in ({"preset": "muon8", **vectors}, {"rule": "normuon", "m": "bf16:sr", **vectors},
-                     {"preset": "galore8", "m": "bf16:sr", **vectors}, {"rule": "apollo", "m": "fp32", **vectors},
-                     {"preset": "adafactor8"}, {"preset": "came8"},
-                     {"rule": "adam-mini"}, {"preset": "adamw8", "limit_growth": 1.001}, {"m": "dyn8/rank1"}):
-        whole = Plain(shapes, seed=3, element=4096, **settings)
-        for count in (1, 2, 3, 9):
-            plain = Plain(shapes, seed=3, element=4096, share=f"rest/{count}", **settings)
-            owners = [plain.handle.owner(t) for t in range(len(shapes))]
-            assert [owners[1], owners[5]] == [-1, -1] or "overrides" not in settings, (settings, owners)
-            assert {owners[t] for t in (0, 2, 3, 4)} <= set(range(count)), (settings, owners)
-            handles = [plain.handle, *(Plain(shapes, seed=3, element=4096, share=f"{i}/{count}", **settings).handle
-                                       for i in range(count))]
-            for number in range(1, 4):
-                if count == 1:
-                    whole.step(number)
-                for handle in handles:
-                    plain.handle = handle
-                    plain.step(number)
-            assert plain.bytes()[:-1] == whole.bytes()[:-1], (settings, count)
-    for share in ("2/2", "x/2", "/2", "1/2x", "1", "-1/3", "1/0"):
-        raises(ValueError, "type I/N", lambda: Plain([5], share=share))
-    # Rows with and without whole blocks of 256; a vector; one that is not cut.
-    handle = nibble_optim.Handle({"preset": "adamw8", "share": "rest/2"}, [
-        ("a", 6, 128, 0, 256), ("b", 4, 512, 1024, 1024), ("c", 1, 512, 0, 256), ("d", 6, 100, 0, -1)])
-    assert [handle.owner(t) >= 0 for t in range(5)] == [True, False, True, False, False]
-
-
-@test
-def library_clock():
-    for preset in ("adamw8", "came8", "muon8"):
-        plain = Plain([(5, 8)], preset=preset, capturable=1)
-        assert plain.handle.clock() == 0
-        for number in (1, 2, 7):
-            plain.step(number)
-            assert plain.handle.clock() == number
-
-
-@test
-def library_limit_growth():
-    """A tensor's update grows by no more than the factor from step to step; without it, it does."""
-    most = {}
-    for limit in (0, 1):
-        plain = Plain([(20, 30), 7], preset="adamw32", limit_growth=limit)
-        norms, before = [], list(plain.weights[0])
-        for number in range(1, 9):
-            plain.step(number, decay=0.0, scale=1 if number < 6 else 100)
-            norms.append(sum((a - b) ** 2 for a, b in zip(plain.weights[0], before)) ** 0.5)
-            before = list(plain.weights[0])
-        most[limit] = max(b / a for a, b in zip(norms, norms[1:]))
-    assert most[1] < 1 + 1e-4 and most[0] > 1.02, most
-    raises(ValueError, "takes all tensors or none", lambda: plain.step(9, missing=[1]))
-    raises(ValueError, "adds the decay to the gradient", lambda: Plain([5], rule="adam", limit_growth=1.01))
-    raises(ValueError, "norm of their own", lambda: Plain([(5, 5)], rule="muon", limit_growth=1.01))
-    raises(ValueError, "reads whole tensors",
-           lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
-
-
-@test
-def library_mistakes_are_sentences():
-    for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
-                            ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
-                            ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
-                            ({"parameters": "fp16"}, "fp32 or bf16"),
-                            ({"weights": "bf16:sr"}, "parameters of fp32"),
-                            ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
-                            ({"v": "none"}, 'type v="fp32", say'), ({"rule": "muon"}, "t0 is a vector"),
-                            ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
-                            ({"stacked": "t0"}, "a pattern"),
-                            ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
-        raises(ValueError, words, lambda: Plain([5], **settings))
-    raises(MemoryError, "allocate gave no memory", lambda: nibble_optim.Handle({}, [("t", 1, 5, 0, -1)], lambda _: 0))
-    for shape, words in [((0, 5), "1 row or more"), ((1 << 40, 1 << 40), "2^42 elements")]:
-        raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape, 0, -1)]))
-    plain = Plain([5], preset="adamw8")
-    for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
-                            ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps 0")]:
-        raises(ValueError, words, lambda: plain.step(**settings))
-    raises(ValueError, "no states", lambda: plain.handle.load(b"x" * 2000))
-    raises(ValueError, "other tensors", lambda: plain.handle.load(Plain([6], preset="adamw8").handle.save()))
-    raises(ValueError, "states are of", lambda: plain.handle.load(Plain([5], preset="adamw4").handle.save()))
-
-
-@test
-def library_frees_what_a_failure_leaves():
-    """Whichever allocation of states fails; the buffers for matrices are the largest part, 24 MB here."""
-    blocks, left = [], 0
-
-    def allocate(count):
-        nonlocal left
-        left -= 1
-        blocks.append(ctypes.create_string_buffer(count + 16))
-        return 0 if left < 0 else ctypes.addressof(blocks[-1]) + -ctypes.addressof(blocks[-1]) % 16
-
-    def make(most):
-        nonlocal left
-        left = most
-        blocks.clear()
-        nibble_optim.Handle({"rule": "muon", "m": "fp32", "parameters": "fp32", "overrides": "v: rule=adamw v=fp32"},
-                            [("w", 1024, 1024, 0, -1), ("v", 1, 50, 0, -1)], allocate)
-
-    make(100)
-    calls = 100 - left
-    assert calls > 2, calls
-    memory = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    for call in range(calls):
-        raises(MemoryError, "allocate gave no memory", lambda: make(call))
-    before = memory()
-    for _ in range(20):
-        raises(MemoryError, "allocate gave no memory", lambda: make(calls - 1))
-    assert memory() - before < 100 << 20, f"{(memory() - before) >> 20} MB more"
-
-
-@test
-def library_prints_nothing_and_goes_on():
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import nibble_optim\n" \
-           "for _ in range(3):\n    try: nibble_optim.Handle({'preset': 'x'}, [])\n    except ValueError: pass\n"
-    run = subprocess.run([sys.executable, "-c", code, str(ROOT / "optim" / "python")], capture_output=True)
-    assert (run.returncode, run.stdout, run.stderr) == (0, b"", b""), run
-
-
-@test
-def library_threads_do_not_meet():
-    want = Plain([4000], preset="adamw8")
-    for number in range(1, 9):
-        want.step(number)
-    runs, errors = [Plain([4000], preset="adamw8") for _ in range(4)], []
-
-    def work(run):
-        for number in range(1, 9):
-            run.step(number)
-            try:
-                nibble_optim.Handle({"preset": "nothing"}, [])
-            except ValueError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=work, args=(run,)) for run in runs]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert len(errors) == 32 and all("nothing" in error for error in errors)
-    assert all(run.bytes() == want.bytes() for run in runs)
-
-
-@test
-def library_example_in_c():
-    if not shutil.which("gcc"):
-        raise Skip("no gcc")
-    where = pathlib.Path(library.library()._name).resolve().parent
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/optim"
-        subprocess.run(["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", ROOT / "dev/examples/optim.c",
-                        f"-L{where}", "-lnibble_optim", "-o", program], check=True)
-        run = subprocess.run([program], capture_output=True, text=True,
-                             env={**os.environ, "LD_LIBRARY_PATH": str(where)})
-    assert run.returncode == 0 and "has the same bits" in run.stdout, run
-
-
-@test
-def library_wheel_in_an_empty_environment():
-    wheels = sorted(ROOT.glob("dist/nibble_optim-*.whl"), key=lambda path: path.stat().st_mtime)
-    if not wheels:
-        raise Skip("no wheel; make wheel makes one")
-    code = "from nibble_optim import Handle; print(Handle({'preset': 'adamw8'}, [('w', 3, 4, 0, -1)]).describe())"
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([f"{folder}/bin/pip", "install", "-q", "--no-index", "--disable-pip-version-check", wheels[-1]],
-                       check=True)
-        env = {name: value for name, value in os.environ.items() if name not in ("NIBBLE_OPTIM_LIBRARY", "PYTHONPATH")}
-        run = subprocess.run([f"{folder}/bin/python", "-c", code], capture_output=True, text=True, env=env, cwd=folder)
-    assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
-
-
-# The optimizer of torch.
 
 def model_of(device="cpu", dtype=None, seed=0):
     torch.manual_seed(seed)
@@ -577,6 +171,28 @@ def torch_groups_schedulers_closures_hooks():
         assert calls == ["pre", "post"] * 3
         for p, q in zip(model.parameters(), reference.parameters()):
             assert (p - q).abs().max() < 3e-5, "a thousandth of what three steps can move a weight"
+
+
+@test
+def torch_hooks_and_profilers_see_each_step():
+    """Each kind of hook alone, and a profiler, which step() could miss while it goes around torch's wrapper."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    p = torch.nn.Parameter(torch.ones(4))
+    p.grad, calls = torch.ones(4), []
+    optimizer, again = (nibble_optim.Optimizer([p], preset="adamw32") for _ in range(2))
+    for register in (register_optimizer_step_pre_hook, optimizer.register_step_pre_hook,
+                     register_optimizer_step_post_hook, optimizer.register_step_post_hook):
+        handle = register(lambda one, args, kwargs: calls.append((one, args, kwargs)))
+        optimizer.step()
+        handle.remove()
+        optimizer.step()
+        assert calls == [(optimizer, (optimizer,), {})], (register, calls)
+        calls.clear()
+    optimizer.register_step_pre_hook(lambda one, args, kwargs: ((one, lambda: 7), kwargs))
+    assert optimizer.step() == 7 and again.step() is None, "a hook may give a closure"
+    with torch.autograd.profiler.profile() as profiled:
+        again.step()
+    assert "Optimizer.step#Optimizer.step" in [event.key for event in profiled.key_averages()]
 
 
 @test
@@ -757,39 +373,169 @@ def torch_gradients_of_other_kinds():
         optimizer.step()
 
 
-@test
-def torch_gradients_change_between_steps():
-    """What the optimizer remembers of the last step's tensors: after any change a step is that of an optimizer which
-    remembers nothing."""
-    def steps(remember):
-        torch.manual_seed(3)
-        params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((8, 16), (5,), (40, 64))]
-        optimizer = nibble_optim.Optimizer(params, preset="adamw8", weights="bf16+16", lr=1e-2, seed=1)
-        for number in range(14):
-            for i, p in enumerate(params):
-                p.grad = torch.randn(p.shape).bfloat16()
-                if number == 3 and i == 0:
-                    p.grad = torch.randn(16, 8).bfloat16().t()  # not contiguous
-                if number == 5 and i == 1:
-                    p.grad = None
-                if number == 7 and i == 2:
-                    p.grad.data = p.grad.float()  # torch lets this pass
-                if number == 9 and i == 2:
-                    p.data = p.data.clone()  # elsewhere, with the same values
-                if number == 11 and i == 0:
-                    with torch.no_grad():
-                        p.mul_(0.5)
-            if not remember and optimizer._parts:
-                optimizer._parts[0].layout, optimizer._parts[0].where = None, None
-                optimizer._parts[0].own_counters = False
-            optimizer.step()
-            if number == 13 and remember and lists.Layout.of(params):
-                assert optimizer._parts[0].layout is not None, "no layout is remembered, so nothing was tested"
-        return [p.detach() for p in params], optimizer.state_dict()["state"]
+def change_gradient(view):
+    """The gradient becomes `view` of its own memory, which holds finite numbers in any type. torch lets .data pass."""
+    def change(p, memory):
+        p.grad.data = view(memory)
+    return change
 
-    weights, states = zip(*(steps(remember) for remember in (True, False)))
-    assert all(torch.equal(a, b) for a, b in zip(*weights))
-    assert all(torch.equal(a, states[1][i][name]) for i in range(3) for name, a in states[0][i].items())
+
+def change_object(change):
+    """The gradient stays the object that it is."""
+    return lambda p, _: change(p.grad)
+
+
+def turn(p, _):
+    """As a transposed weight is trained on: the backward pass gives gradients the parameter's strides."""
+    p.data = p.data.t()
+    p.grad = torch.ones(16, 16).bfloat16().t()
+
+
+def reshape(p, _):
+    p.data = p.data.view(8, 32)
+    p.grad = torch.ones(8, 32).bfloat16()
+
+
+def replace(name, value):
+    return lambda p, _: setattr(p, name, value(p))
+
+
+def write(p, _):
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+# What other code may do to a parameter of 16 x 16 in bf16 between two steps, and a word of the refusal. Gradients lie
+# in `memory` of 512 numbers. "at its address": a comparison of addresses sees no change.
+CHANGES = [
+    ("nothing", lambda *_: None, None),
+    ("gradient missing", replace("grad", lambda p: None), None),
+    ("gradient elsewhere", replace("grad", lambda p: p.grad.clone()), None),
+    ("gradient not contiguous", replace("grad", lambda p: p.grad.clone().t()), None),
+    ("another at its address", change_gradient(lambda memory: memory[:256].view(16, 16)), None),
+    ("another at its address, transposed", replace("grad", lambda p: p.grad.detach().t()), None),
+    ("another at its address, in fp32", change_gradient(lambda memory: memory.view(torch.float32).view(16, 16)), None),
+    ("another at its address, with holes", change_gradient(lambda memory: memory.view(16, 32)[:, :16]), None),
+    ("another at its address, shorter", change_gradient(lambda memory: memory[:128].view(8, 16)), "of shape (8, 16)"),
+    ("another at its address, of integers", change_gradient(lambda memory: memory[:256].view(torch.int16).view(16, 16)),
+     "gradient of torch.int16"),
+    ("in fp32", change_object(lambda grad: setattr(grad, "data", grad.float())), None),
+    ("transposed in place", change_object(lambda grad: grad.t_()), None),
+    ("resized to less", change_object(lambda grad: grad.resize_(8, 16)), "of shape (8, 16)"),
+    ("resized to more", change_object(lambda grad: grad.resize_(16, 17)), "of shape (16, 17)"),
+    ("set to others' memory", change_object(lambda grad: grad.set_(torch.ones(16, 16).bfloat16())), None),
+    ("sparse", replace("grad", lambda p: p.grad.to_sparse()), "sparse gradient"),
+    ("parameter elsewhere", replace("data", lambda p: p.data.clone()), None),
+    ("parameter elsewhere, in fp32", replace("data", lambda p: p.data.float()), "has been replaced"),
+    ("parameter elsewhere, shorter", replace("data", lambda p: p.data[:8].clone()), "has been replaced"),
+    ("parameter elsewhere, transposed", replace("data", lambda p: p.data.clone().t()), "has been replaced"),
+    ("parameter at its address, transposed", turn, "has been replaced"),
+    ("parameter at its address, in another shape", reshape, "has been replaced"),
+    ("parameter written", write, None),
+    ("parameter frozen", lambda p, _: p.requires_grad_(False), None)]
+
+
+def steps_with_a_change(change, remember):
+    """What seven steps leave; the change comes before the fifth. Gradients are the same objects from step to step.
+    `remember`: as users step; otherwise the optimizer has to look at everything anew, and without the functions of
+    torch that not every version has."""
+    if not remember:
+        with unittest.mock.patch.multiple(lists, _equal=None, _guards=None, _takes_lists=False):
+            return steps_of(change, False)
+    return steps_of(change, True)
+
+
+def steps_of(change, remember):
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((5,), (16, 16), (40, 64))]
+    optimizer = nibble_optim.Optimizer(params, preset="adamw8", weights="bf16+16", lr=1e-2, seed=1)
+    memory = torch.zeros(512).bfloat16()
+    for p in params:
+        p.grad = memory[:256].view(16, 16) if p.shape == (16, 16) else torch.zeros_like(p)
+    for number in range(1, 8):
+        memory.copy_(torch.randn(512))
+        for p in params:
+            if p.grad is not None and not (p.shape == (16, 16) and number > 4):
+                p.grad.copy_(torch.randn(p.shape))
+        if number == 5:
+            change(params[1], memory)
+        if optimizer._parts and not remember:
+            optimizer._parts[0].where, optimizer._parts[0].own_counters = None, False
+        elif optimizer._parts and lists.Layout.of(params):
+            assert optimizer._parts[0].known[()].layout is not None, "nothing is remembered, so nothing is tested"
+        optimizer.step()
+    versions = [p._version for p in params]
+    return versions, [p.detach() for p in params], optimizer.state_dict()["state"]
+
+
+@test
+def torch_changes_between_steps():
+    """What the optimizer remembers of the last step's tensors: after any change a step is that of an optimizer which
+    remembers nothing, or is refused."""
+    for name, change, refusal in CHANGES:
+        if refusal:
+            for remember in (True, False):
+                raises((RuntimeError, TypeError), refusal, lambda: steps_with_a_change(change, remember))
+            continue
+        (versions, weights, states), (again, want, others) = (steps_with_a_change(change, remember)
+                                                              for remember in (True, False))
+        assert versions == again and versions[0] == 7, (name, versions, again)
+        assert all(torch.equal(a, b) for a, b in zip(weights, want)), name
+        assert all(torch.equal(a, others[i][key]) for i in range(3) for key, a in states[i].items()), name
+
+
+@test
+def torch_gradients_missing_in_turn():
+    """As torch's AdamW, where each parameter counts its steps. Sets of missing gradients stay, change and come back; in
+    the second run a parameter's first gradient comes late."""
+    sets = [(), (1,), (1,), (1,), (), (0, 3), (0, 3), (1,), (2,), (1,), (1,), (0, 3), (), (), (0, 1, 2), (0, 1, 2)]
+    for device in DEVICES:
+        for missing in (sets, [(2,), (2,), *sets]):
+            missing_in_turn(device, missing)
+
+
+def missing_in_turn(device, missing):
+    torch.manual_seed(4)
+    mine = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in ((5,), (16, 16), (40, 64), (7, 3))]
+    theirs = copy.deepcopy(mine)
+    first, second = (make([{"params": params[:2]}, {"params": params[2:], "lr": 3e-3}], lr=1e-3, weight_decay=0.1,
+                          betas=(0.9, 0.95), **more)
+                     for make, params, more in ((nibble_optim.Optimizer, mine, {"preset": "adamw32"}),
+                                                (torch.optim.AdamW, theirs, {})))
+    for number, without in enumerate(missing):
+        for i, (p, q) in enumerate(zip(mine, theirs)):
+            p.grad = None if i in without else torch.randn_like(p)
+            q.grad = None if i in without else p.grad.clone()
+        for optimizer in (first, second):
+            optimizer.param_groups[1]["lr"] = 3e-3 / (1 + number)
+            optimizer.step()
+        # A thousandth of what these steps can move a weight.
+        assert all((p - q).abs().max() < 16e-6 for p, q in zip(mine, theirs)), number
+    steps = [sum(i not in without for without in missing) for i in range(4)]
+    assert [int(first.state[p]["step"]) for p in mine] == [int(second.state[q]["step"]) for q in theirs] == steps
+    again = copy.deepcopy(first)
+    assert [int(again.state[p]["step"]) for p in again.param_groups[0]["params"]] == steps[:2]
+
+
+@test
+def torch_replays_with_a_missing_gradient():
+    """The CPU takes what would be captured at once, as the first replay takes it: only its parameters count it."""
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = nibble_optim.Optimizer(params, preset="adamw8", capturable=True)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer._parts[0].step([params[0].grad, None, params[2].grad], optimizer.param_groups, 2, captured=True)
+    states = optimizer.state_dict()["state"]
+    assert [int(states[i]["step"]) for i in range(3)] == [2, 1, 2]
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [3, 2, 3]
+    assert optimizer.param_groups[0]["steps"] == 3
+
+
+@test
+def torch_parameters_that_share_a_counter():
+    """Parameters that are views of one tensor: their version counter rises by more than one a step."""
     whole = torch.randn(64).bfloat16()
     views = [whole[:32].detach().requires_grad_(), whole[32:].detach().requires_grad_()]  # of one version counter
     copies = [view.detach().clone().requires_grad_() for view in views]
@@ -948,6 +694,8 @@ def torch_checkpoint_on_other_ranks():
 
 def run_ranks(name, counts):
     """Runs a script on so many ranks, one count after the other, with one folder."""
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):
+        raise Skip("FSDP2 and its DTensors are in torch from 2.6 on")
     with tempfile.TemporaryDirectory() as folder:
         for count in counts:
             command = [sys.executable, str(ROOT / "dev" / "unit" / name), folder]
@@ -1003,54 +751,49 @@ def torch_rules_are_those_of_peers():
     """torch's AdamW and Adafactor; came-pytorch where it is installed."""
     check = subprocess.run([sys.executable, str(ROOT / "dev" / "reference" / "check_rules.py")], stdout=subprocess.PIPE,
                            stderr=subprocess.STDOUT, text=True)
-    assert check.returncode == 0 and "ok    adafactor" in check.stdout, check.stdout
+    tested = "ok    adafactor" in check.stdout or not hasattr(torch.optim, "Adafactor")
+    assert check.returncode == 0 and tested, check.stdout
+
+
+def least(function, before=lambda: None):
+    """Microseconds, of 50 calls."""
+    times = []
+    for _ in range(50):
+        before()
+        begin = time.perf_counter()
+        function()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return min(times)
 
 
 @test
 def torch_python_takes_little_time():
+    """Without the library's own work, a step takes a few times as long as reading all p.grad; where the optimizer looks
+    at each tensor in Python, it is 20 to 30 times."""
     report = []
     for count in (148, 580):
         params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(count)]
+
+        def renew():
+            for p in params:
+                p.grad = torch.ones_like(p)
+
         optimizer = nibble_optim.Optimizer(params, preset="adamw8")
-        for p in params:
-            p.grad = torch.ones_like(p)
+        renew()
         optimizer.step()
-        part, seconds = optimizer._parts[0], []
-        part.handle.step = lambda *_: None  # without the library's own work
-        for _ in range(50):
-            begin = time.perf_counter()
-            optimizer.step()
-            seconds.append(time.perf_counter() - begin)
-        report.append(f"{1e6 * min(seconds):.0f} us for {count} tensors")
-        assert min(seconds) < 1e-3, report[-1]
-    return ", ".join(report)
+        optimizer._parts[0].handle.step = lambda *_: None
+        reading = least(lambda: [p.grad for p in params])
+        old, new = least(optimizer.step), least(optimizer.step, renew)
+        params[3].grad = None
+        missing = least(optimizer.step)
+        report.append(f"{count} tensors: {old:.0f} us, new gradients {new:.0f}, one missing {missing:.0f}")
+        assert lists.Layout.of(params) is None or max(old, new, missing) < 10 * reading + 20, (report[-1], reading)
+    return "; ".join(report)
 
 
 sys.modules["test_torch"] = sys.modules[__name__]
 import test_torch_gpu  # noqa: E402,F401  registers its cases
 
 
-def main():
-    picked = sys.argv[2] if len(sys.argv) > 2 and sys.argv[1] == "-k" else ""
-    counts = {"ok": 0, "FAIL": 0, "skip": 0}
-    for function in TESTS:
-        if picked not in function.__name__:
-            continue
-        begin, note = time.perf_counter(), ""
-        try:
-            if torch is None and function.__name__.startswith("torch_"):
-                raise Skip("torch is not installed")
-            verdict, note = "ok", function() or ""
-        except Skip as reason:
-            verdict, note = "skip", str(reason)
-        except BaseException:
-            verdict = "FAIL"
-            traceback.print_exc(file=sys.stdout)
-        counts[verdict] += 1
-        print(f"{verdict:5} {function.__name__:48} {time.perf_counter() - begin:5.2f} s  {note}", flush=True)
-    print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")
-    return counts["FAIL"] > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(torch))

@@ -1,9 +1,10 @@
 """Questions about a list of tensors that one call into torch answers, at 30 ns a tensor where a loop in Python takes
-200. The two functions of torch behind them are private. Where torch has none, or one that answers otherwise than it
-should, Layout.of gives None and same_addresses reads each address."""
+200. The functions of torch behind them are private or new. Where torch has none, or one that answers otherwise than it
+should, Layout.of gives None, and the others go from tensor to tensor."""
 import operator
 
 import torch
+from torch.autograd.graph import increment_version
 
 data_ptr, version = torch.Tensor.data_ptr, operator.attrgetter("_version")
 
@@ -14,6 +15,15 @@ def addresses(tensors):
 
 def versions(tensors):
     return list(map(version, tensors))
+
+
+def increment_versions(tensors):
+    """Tells torch that the tensors have been written."""
+    if _takes_lists:
+        increment_version(tensors)
+    else:
+        for tensor in tensors:
+            increment_version(tensor)
 
 
 _equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -55,13 +65,17 @@ def _trusted(guards):
 
 
 try:
-    from torch._C._dynamo.guards import TensorGuards
-    _guards = _trusted(TensorGuards)
+    _guards = _trusted(torch._C._dynamo.guards.TensorGuards)
 except Exception:  # another torch: there is no such class, or its arguments are others
     _guards = None
+_one = torch.zeros(2)
 try:
-    _one = torch.zeros(2)
     if not _equal([_one], [_one.data_ptr()], [0]) or _equal([_one], [_one.data_ptr() + 4], [0]):
         _equal = None
 except Exception:
     _equal = None
+try:
+    increment_version([_one])
+    _takes_lists = _one._version == 1
+except Exception:  # before torch 2.6
+    _takes_lists = False

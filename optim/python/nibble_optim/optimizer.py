@@ -12,6 +12,7 @@ from collections import defaultdict
 from copy import deepcopy
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from . import library, lists, shares
 
@@ -82,6 +83,40 @@ def _address(grad, param, dtype, order):
     return grad.to(dtype).contiguous()
 
 
+def _missing(grads):
+    return tuple([t for t, grad in enumerate(grads) if grad is None])
+
+
+class _Known:
+    """Gradients that could be used as they were: the layout of those that are not missing, and their last addresses. In
+    most steps nothing but addresses has changed."""
+
+    def __init__(self, grads, missing, addresses):
+        self.count = len(grads)
+        self.there = [t for t, grad in enumerate(grads) if grad is not None] if missing else None
+        its = self._its(grads)
+        self.layout, self.numbers = lists.Layout.of(its), list(range(len(its)))
+        self.where, self.addresses = lists.addresses(its), addresses
+
+    def _its(self, grads):
+        return grads if self.there is None else [grads[t] for t in self.there]
+
+    def find(self, grads):
+        """The addresses as an array, 0 for a missing one; None if the others' layout has changed."""
+        its = self._its(grads)
+        if self.layout is None or not self.layout.same(its):
+            return None
+        if not lists.same_addresses(its, self.where, self.numbers):
+            self.where = lists.addresses(its)
+            if self.there is None:
+                self.addresses = array.array("Q", self.where)
+            else:
+                self.addresses = array.array("Q", bytes(8 * self.count))
+                for t, address in zip(self.there, self.where):
+                    self.addresses[t] = address
+        return self.addresses
+
+
 class _Part:
     """Parameters of one type, device and formats: one optimizer of the library, and the memory of its states."""
 
@@ -107,8 +142,10 @@ class _Part:
         self.shares, self.owned = None, []
         self._make(settings, tensors)
         self.weights, self.where, self.numbers = None, None, list(range(len(params)))
-        # Of the last gradients that could be used as they were: in most steps only their addresses are others.
-        self.layout, self.layouts, self.grads_at, self.grads_where = None, 0, None, None
+        # A _Known for each set of missing gradients, how many were made, and the last such set.
+        self.known, self.made, self.last_missing = {}, 0, ()
+        # Of the last step of parameters of several ages: the missing gradients, one parameter of each group, group_of.
+        self.divided = None
         self.views = [dict(self._views(t)) for t in range(len(params))]
         self.by_rows = [{name for name, *_, run, bits in self._states(t) if self._row_bytes(t, run, bits)}
                         for t in range(len(params))]
@@ -118,9 +155,9 @@ class _Part:
         # Owners' changes raise the counters of what they are copied to, besides.
         self.versions, self.own_counters = None, False if self.shares else None
         # A write through a DTensor raises the counter of the DTensor alone, not that of the local tensor.
-        sharded = [t for t, p in enumerate(params) if _is_dtensor(p)]
-        self.counted = [*self.locals, *(params[t] for t in sharded)]
-        self.counted_of = [*self.numbers, *sharded]
+        self.sharded = [t for t, p in enumerate(params) if _is_dtensor(p)]
+        self.counted = [*self.locals, *(params[t] for t in self.sharded)]
+        self.counted_of = [*self.numbers, *self.sharded]
 
     def _make(self, settings, tensors):
         """Makes the library's optimizer; and if sharded parameters need owners, another one of those that this rank
@@ -253,22 +290,27 @@ class _Part:
             self.versions = versions
         if self.where is not None and lists.same_addresses(self.locals, self.where, self.numbers):
             return
-        for p, local, shape in zip(self.params, self.locals, self.shapes):
+        for p, local, shape, order in zip(self.params, self.locals, self.shapes, self.order):
             if _local(p) is not local or local.device != self.device or local.dtype is not self.dtype or \
-                    local.shape != shape:
+                    local.shape != shape or _order(p) != order:
                 raise RuntimeError(f"a parameter of {tuple(shape)} on {self.device} has been replaced since its first "
-                                   f"step, by {tuple(local.shape)} on {local.device}; move or change the model first "
-                                   "and make the optimizer then")
+                                   f"step, by {tuple(local.shape)} of {local.dtype} with strides {local.stride()} on "
+                                   f"{local.device}; move or change the model first and make the optimizer then")
         self.where = lists.addresses(self.locals)
         self.weights = array.array("Q", self.where)
 
     def find_grads(self, grads):
         """The gradients' addresses, 0 where there is none; and tensors to keep alive until the step is under way."""
-        if self.layout is not None and self.layout.same(grads):
-            if not lists.same_addresses(grads, self.grads_where, self.numbers):
-                self.grads_where = lists.addresses(grads)
-                self.grads_at = array.array("Q", self.grads_where)
-            return self.grads_at, ()
+        if self.sharded:
+            grads = [grad if grad is None else _local(grad) for grad in grads]
+        found = self.known[()].find(grads) if not self.last_missing and () in self.known else None
+        if found is None:
+            self.last_missing = _missing(grads)
+            if self.last_missing in self.known:
+                found = self.known[self.last_missing].find(grads)
+        if found is not None:
+            return found, ()
+        self.where = None  # where gradients have another layout, parameters may, even at their old addresses
         dtype, ordered, addresses, kept = self.grads, self.ordered, [], []
         plain = not ordered
         for t, grad in enumerate(grads):
@@ -284,21 +326,24 @@ class _Part:
             addresses.append(grad.data_ptr() or 1)  # an empty shard takes part in name alone
         found = array.array("Q", addresses)
         # Layouts that change all the time are not worth their making.
-        if plain and not kept and not {0, 1} & set(addresses) and self.layouts < 8:
-            self.layout, self.layouts = lists.Layout.of(grads), self.layouts + 1
-            self.grads_at, self.grads_where = found, addresses
+        if plain and not kept and 1 not in addresses and self.made < 8:
+            self.known[self.last_missing], self.made = _Known(grads, self.last_missing, found), self.made + 1
         return found, kept
 
-    def constants(self, grads, groups, all_together, captured):
+    def constants(self, groups, missing, all_together, captured):
         """What each group's tensors share, a group for each age as well; and the group of each tensor."""
         if all_together:
             age = self.age[0] + 1
             return [self._constants(groups[g], age, captured) for g in self.used], self.group_of
-        number, group_of = {}, []
-        for t, grad in enumerate(grads):
-            key = (self.groups[t], self.age[t] + 1)
-            group_of.append(number.setdefault(key, len(number)) if grad is not None else 0)
-        return [self._constants(groups[g], age, captured) for g, age in number], array.array("i", group_of)
+        if self.divided is None or self.divided[0] != missing:
+            number, firsts, group_of, without = {}, [], [], set(missing)
+            for t, key in enumerate(zip(self.groups, self.age)):
+                if t not in without and number.setdefault(key, len(number)) == len(firsts):
+                    firsts.append(t)
+                group_of.append(0 if t in without else number[key])
+            self.divided = (missing, firsts, array.array("i", group_of))
+        _, firsts, group_of = self.divided
+        return [self._constants(groups[self.groups[t]], self.age[t] + 1, captured) for t in firsts], group_of
 
     @staticmethod
     def _constants(group, age, captured):
@@ -313,11 +358,12 @@ class _Part:
     def catch_up(self):
         """Counts the steps of replayed graphs, which took the parameters of the capture."""
         clock = self.handle.clock(self.stream()) if self.captured else self.clock
+        if len(self.captured) < len(self.age) and clock != self.clock:
+            self._part_ways()
         for t in self.captured:
             self.age[t] += clock - self.clock
-        for step, age in zip(self.steps, self.age):
-            step.fill_(age)
-        self.clock = clock
+        self.counts.copy_(torch.tensor(self.age[:len(self.counts)], device="cpu"))
+        self.clock, self.divided = clock, None
 
     def step(self, grads, groups, step, captured=False):
         """grads: one for each parameter, or None. groups: the optimizer's. captured: into a CUDA graph; nothing happens
@@ -327,8 +373,9 @@ class _Part:
             own = [grad if owner < 0 else None for grad, owner in zip(grads, self.shares.owners)]
         addresses, kept = self.find_grads(own)
         self.find_weights()
-        all_together = self.together and (addresses is self.grads_at or all(g is not None for g in grads))
-        constants, group_of = self.constants(grads, groups, all_together, captured)
+        missing = _missing(grads) if self.shares else self.last_missing
+        all_together = self.together and not missing
+        constants, group_of = self.constants(groups, missing, all_together, captured)
         if self.shares:
             self._check_shares(grads, captured, constants, group_of)
         self.handle.step(self.weights, addresses, group_of, constants, step, self.stream())
@@ -340,14 +387,14 @@ class _Part:
         self.clock = step
         if all_together:
             self.age = [self.age[0] + 1] * len(grads)
-            self.steps[0].fill_(self.age[0])
+            self.counts.fill_(self.age[0])
         else:
             self._part_ways()
-            for t, grad in enumerate(grads):
-                if grad is not None:
-                    self.age[t] += 1
-                    self.steps[t].fill_(self.age[t])
-        torch.autograd.graph.increment_version(self.counted)
+            self.age = [age + (grad is not None) for age, grad in zip(self.age, grads)]
+            there = torch.ones(len(grads), device="cpu")
+            there[list(missing)] = 0
+            self.counts += there
+        lists.increment_versions(self.counted)
         if self.watched:
             self._find_versions()
 
@@ -396,15 +443,21 @@ class _Part:
         """Parameters that step together share the tensor "step"; from now on each has its own."""
         if self.together:
             self.together = False
-            self.steps = [torch.tensor(float(age)) for age in self.age]
+            self._count()
             for p, step in zip(self.params, self.steps):
                 self.state[p]["step"] = step
+
+    def _count(self):
+        """Makes the tensors that tell how many steps each parameter has taken: one, or views of one."""
+        ages = self.age[:1] if self.together else self.age
+        self.counts, self.divided = torch.tensor(ages, dtype=torch.float32, device="cpu"), None
+        self.steps = [self.counts[i] for i in range(len(ages))]
 
     def publish(self, state, ages):
         """Enters the states of all parameters, which have taken so many steps, into the optimizer's."""
         self.state, self.age, self.clock, self.captured = state, list(ages), 0, []
         self.together = len(set(self.age)) == 1
-        self.steps = [torch.tensor(float(age)) for age in (self.age[:1] if self.together else self.age)]
+        self._count()
         for t, p in enumerate(self.params):
             state[p] = {"step": self.steps[0 if self.together else t],
                         "element": torch.tensor(self.handle.element(t)), **self._published(t)}
@@ -499,6 +552,13 @@ class Optimizer(torch.optim.Optimizer):
         return {key: group.get(key) for key in FORMATS if group.get(key) is not None}
 
     def add_param_group(self, param_group):
+        params = param_group["params"]
+        if not isinstance(params, torch.Tensor):
+            params = list(params)
+            if params and all(isinstance(p, tuple) for p in params):  # torch before 2.6 takes no names
+                names, params = map(list, zip(*params))
+                param_group = {**param_group, "param_names": names}
+            param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for p in group["params"]:
@@ -544,6 +604,7 @@ class Optimizer(torch.optim.Optimizer):
             names = group.get("param_names")
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
+        self._idle = None  # the places of parameters that have had no gradient yet
         self._check_stacked()
         self._check_needs()
         self._group_of = dict(zip(self._flat, self._flat_group))
@@ -582,7 +643,7 @@ class Optimizer(torch.optim.Optimizer):
         part = _Part(self, params, settings, grads, self._end if element is None else element)
         self._place(part)
         self._parts.append(part)
-        self._end = max(self._end, part.handle.end)
+        self._end, self._idle = max(self._end, part.handle.end), None
         for t, p in enumerate(params):
             self._part_of[p] = (part, t)
         return part
@@ -600,8 +661,20 @@ class Optimizer(torch.optim.Optimizer):
 
     # The step.
 
-    @torch.no_grad()
     def step(self, closure=None):
+        arguments = () if closure is None else (closure,)
+        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
+
+    step.hooked = True  # else torch puts its wrapper around step, which takes 5 us even if there is nothing to call
+
+    def _is_watched(self):
+        """True if torch's wrapper has something to do: hooks to call, or a profiler to tell."""
+        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or
+                    torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks or
+                    torch._C._autograd._profiler_enabled())
+
+    @torch.no_grad()
+    def _plain_step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -611,6 +684,8 @@ class Optimizer(torch.optim.Optimizer):
         grads = [p.grad for p in self._flat]
         self._step(self._flat, grads)
         return loss
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_plain_step)
 
     def _step(self, params, grads):
         if len(self._part_of) < len(params) or self._apart:
@@ -639,7 +714,12 @@ class Optimizer(torch.optim.Optimizer):
                 group["steps"] = step if not self._apart else max(max(part.age) for part in self._parts)
 
     def _make_missing(self, params, grads):
-        new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
+        if self._idle is None:
+            self._idle = [i for i, p in enumerate(self._flat) if p not in self._part_of]
+        if params is self._flat:
+            new = [(params[i], grads[i]) for i in self._idle if grads[i] is not None]
+        else:
+            new = [(p, g) for p, g in zip(params, grads) if g is not None and p not in self._part_of]
         if any(g.layout is not torch.strided for _, g in new):
             raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
         if new and _is_capturing():
