@@ -2,13 +2,15 @@
 // definition, and the backward pass against central differences of that one. On a GPU: forward and backward in bf16
 // and fp32 against the plain C version, at lengths that are and are not multiples of the tiles, for heads of 64 and
 // 128, and twice for equal bits; in bf16 on Hopper forward both by wgmma and by mma.sync, as other GPUs run it, and
-// backward in both directions. A batch large enough that blocks draw several pieces of work is sampled by heads.
+// backward in both directions. A batch large enough that blocks draw several pieces of work is sampled by heads. The
+// ways of other cards are tried by a device that is said to be one: its compute capability and shared memory choose.
 // GPU results are compared row by row (a row is one head of one token): the error's norm may be
 //   eps * (norm of the row + a tenth of the root mean square norm of all rows).
 // bf16: two roundings (p or ds, then the result), each at most 2^-9 of a term, in a sum that may cancel to half the
 // norm of its terms: eps = 2^-7. fp32: eps = 2^-23 * 2 (HS + T), the length of the two sums in sequence.
 #include "../../kernels/attention.cuh"
 #include "../room.h"
+#include "apart.h"
 #include "test.h"
 
 // out and lse of one batch, in double; qkv as in attention.cuh.
@@ -82,6 +84,21 @@ TEST(attention_gradient) {
     check_gradient_cpu(test, 1, 13, 36, 2);
     check_gradient_cpu(test, 3, 1, 16, 2);   // one token
     check_gradient_cpu(test, 1, 6, 128, 2);  // heads of 64
+}
+
+// Heads of 128 are refused in the plan where a block has too little shared memory for them, with the way out.
+TEST(attention_wide_heads_refused) {
+    char text[512];
+    for (int NH : {6, 3}) {  // of 64 and of 128 channels
+        const auto ask = [NH] {
+            Device dev = {};
+            dev.gpu = true, dev.compute = 89, dev.sm_count = 128, dev.shared_memory = 99 << 10;
+            if (attention_backward_scratch_bytes(&dev, 4, 1024, 384, NH) <= 0) abort();
+        };
+        const int code = run_apart(ask, text, sizeof(text));
+        expect(NH == 6 ? code == 0 : code == 2 && strstr(text, "heads of 128") && strstr(text, "--heads 6"),
+               "%d heads: %d, %s", NH, code, text);
+    }
 }
 
 // The larger one; NaN when either is.
@@ -265,29 +282,51 @@ static double run_backward(Test* test, GpuCase<X>* c, double eps, bool with_bias
     return worst_gradient(c, got[0], want, eps);
 }
 
+// As `card` computes it; if `whole`, also by mma.sync and with the bias gradient.
 template <typename X>
-static void check_gpu(Test* test, int HS) {
-    static const int lengths[] = {1, 37, 64, 100, 129, 192, 320, 1000, 1024, 2100};
-    const Device dev = test_device(true);
+static void check_gpu(Test* test, const Device* card, int HS, bool whole, std::initializer_list<int> lengths) {
     double worst_forward = 0.0, worst_backward = 0.0;
     for (int T : lengths) {
         const double eps = sizeof(X) == 2 ? 1.0 / 128 : 2.4e-7 * (HS + T);
-        GpuCase<X> c(&dev, T > 2000 ? 1 : 2, T, HS, T > 2000 ? 2 : 3);
+        GpuCase<X> c(card, T > 2000 ? 1 : 2, T, HS, T > 2000 ? 2 : 3);
         c.solve();
         double forward = run_forward(test, &c, eps, attention_forward<X>);
-        if constexpr (sizeof(X) == 2) forward = larger(forward, run_forward(test, &c, eps, forward_by_mma));
-        double backward = run_backward(test, &c, eps, true, [&](bool, X* dqkv, char* scratch) {
-            attention_backward<X>(&dev, dqkv, (void*)scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, T, c.C, c.NH);
+        if constexpr (sizeof(X) == 2) {
+            if (whole) forward = larger(forward, run_forward(test, &c, eps, forward_by_mma));
+        }
+        double backward = run_backward(test, &c, eps, whole, [&](bool, X* dqkv, char* scratch) {
+            attention_backward<X>(card, dqkv, (void*)scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, T, c.C, c.NH);
         });
-        expect(forward <= 1.0, "T %d HS %d: forward is off by %.3g times the bound", T, HS, forward);
-        expect(backward <= 1.0, "T %d HS %d: backward is off by %.3g times the bound", T, HS, backward);
+        expect(forward <= 1.0, "T %d HS %d, sm_%d: forward is off by %.3g times the bound", T, HS, card->compute,
+               forward);
+        expect(backward <= 1.0, "T %d HS %d, sm_%d: backward is off by %.3g times the bound", T, HS, card->compute,
+               backward);
         worst_forward = larger(worst_forward, forward), worst_backward = larger(worst_backward, backward);
     }
     note(test, "forward %.2f, backward %.2f of bound", worst_forward, worst_backward);
 }
 
+template <typename X>
+static void check_own_gpu(Test* test) {
+    const Device dev = test_device(true);
+    for (int HS : {64, 128}) check_gpu<X>(test, &dev, HS, true, {1, 37, 64, 100, 129, 192, 320, 1000, 1024, 2100});
+}
+
 TEST(attention_bf16_gpu) {
-    for (int HS : {64, 128}) check_gpu<bf16>(test, HS);
+    check_own_gpu<bf16>(test);
+}
+
+// By mma.sync, as an A100 and a B200 do it; these differ in the backward pass of heads of 128 alone.
+TEST(attention_other_cards_gpu) {
+    Device card = test_device(true);
+    for (int HS : {64, 128}) {
+        if (HS == 128 && card.shared_memory < ATTENTION_WIDE_BYTES) continue;
+        for (int compute : {80, 100}) {
+            if (compute == 100 && (HS == 64 || card.shared_memory < BackwardShape<128, 64>::SHARED)) continue;
+            card.compute = compute;
+            check_gpu<bf16>(test, &card, HS, false, {1, 37, 129, 200, 320, 700});
+        }
+    }
 }
 
 // Scores whose largest value lies tens and thousands of powers of two over those seen before: one probability is
@@ -308,7 +347,7 @@ TEST(attention_bf16_far_scores_gpu) {
 }
 
 TEST(attention_fp32_gpu) {
-    for (int HS : {64, 128}) check_gpu<float>(test, HS);
+    check_own_gpu<float>(test);
 }
 
 // One head of one batch, (T, parts, HS), from (B, T, parts, NH, HS).
@@ -336,8 +375,9 @@ static double check_head(const GpuCase<bf16>* c, const float* dqkv, int64_t bh) 
     return larger(worst, worst_gradient(dout, got, want, T, HS, HS, T == 1, eps));
 }
 
-// Computes on the GPU twice, into poisoned memory: c->out, c->lse and dqkv, which it returns.
-static float* run_both(Test* test, GpuCase<bf16>* c) {
+// Computes on the GPU twice, into poisoned memory: c->out, c->lse and dqkv, which it returns. The backward pass goes on
+// from the out and lse of `from`.
+static float* run_both(Test* test, GpuCase<bf16>* c, const GpuCase<bf16>* from) {
     int64_t bytes;
     bf16 *d_dqkv = c->device<bf16>(3 * c->n), *bits[2][2];
     char* scratch = backward_scratch(c, c->B, c->T, c->C, c->NH, &bytes);
@@ -346,8 +386,8 @@ static float* run_both(Test* test, GpuCase<bf16>* c) {
         poison(c->dev, c->d_out, c->n * 2), poison(c->dev, c->d_lse, c->rows * 4);
         poison(c->dev, d_dqkv, 3 * c->n * 2), poison(c->dev, scratch, bytes);
         attention_forward<bf16>(c->dev, c->d_out, c->d_lse, c->d_qkv, c->B, c->T, c->C, c->NH);
-        attention_backward<bf16>(c->dev, d_dqkv, (void*)scratch, c->d_dout, c->d_qkv, c->d_out, c->d_lse, c->B, c->T,
-                                 c->C, c->NH);
+        attention_backward<bf16>(c->dev, d_dqkv, (void*)scratch, c->d_dout, c->d_qkv, from->d_out, from->d_lse, c->B,
+                                 c->T, c->C, c->NH);
         c->out = c->floats_of(c->d_out, c->n, &bits[run][0]);
         dqkv = c->floats_of(d_dqkv, 3 * c->n, &bits[run][1]);
     }
@@ -366,7 +406,7 @@ TEST(attention_bf16_many_pieces_gpu) {
     double worst = 0.0;
     for (int HS : {64, 128}) {
         GpuCase<bf16> c(&dev, B, T, HS, NH);
-        const float* dqkv = run_both(test, &c);
+        const float* dqkv = run_both(test, &c, &c);
         const int heads = (B * NH - 1) / 5 + 1;
         double own[B * NH];
 #pragma omp parallel for schedule(dynamic)
@@ -377,6 +417,25 @@ TEST(attention_bf16_many_pieces_gpu) {
         }
     }
     note(test, "%.2f of bound", worst);
+}
+
+// Sequences so long that a group of heads is one head, by this card's way and by mma.sync: one checks the other.
+TEST(attention_bf16_long_gpu) {
+    const Device dev = test_device(true);
+    Device card = dev;
+    card.compute = 80;
+    for (int HS : {64, 128}) {
+        if (HS == 128 && dev.shared_memory < ATTENTION_WIDE_BYTES) continue;
+        const int T = HS == 64 ? 33001 : 17003;
+        GpuCase<bf16> own(&dev, 1, T, HS, 2), other(&card, 1, T, HS, 2);
+        const float *got = run_both(test, &own, &own), *want = run_both(test, &other, &own);
+        const double eps = 1.0 / 128, common = 0.1 * mean_norm(other.out, own.rows, HS);
+        double worst = worst_row(own.out, other.out, own.rows, HS, eps, common);
+        worst = larger(worst, worst_lse(own.lse, other.lse, own.rows, HS + T));
+        worst = larger(worst, worst_gradient(&own, got, want, eps));
+        expect(worst <= 2.0, "T %d, heads of %d: the two are %.3g bounds apart", T, HS, worst);
+        note(test, "%.2f of bound", worst);
+    }
 }
 
 // The same sequence B times must give the same bits B times. Compares every `step`-th batch and the last with the
