@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import shlex
 import sys
 
 
@@ -15,6 +16,12 @@ def regular(path):
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
+
+
+def installs(packages):
+    """What to type where packages are missing: the pip of the Python that runs, whichever `pip` is on the PATH."""
+    here = os.path.relpath(sys.executable)
+    return f"type `{shlex.quote(sys.executable if here.startswith('..') else here)} -m pip install {packages}`"
 
 
 class Parser(argparse.ArgumentParser):
