@@ -228,6 +228,12 @@ def test_errors(case):
         (case.folder / "empty" / f"{name}.py").write_text("raise ImportError\n")
     for kind, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
         case.refuse("watch.py", f"-m pip install {package}", "--export", kind, PYTHONPATH=str(case.folder / "empty"))
+    (case.folder / "empty" / "torch.py").write_text("raise ImportError\n")
+    for name in ("check_eval", "check_export"):
+        command = [sys.executable, str(ROOT / "dev" / "reference" / f"{name}.py")]
+        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(case.folder / "empty")})
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        assert "-m pip install -r dev/reference/requirements.txt`" in done.stderr, done
     case.refuse("plot.py", "give a run folder that holds a log.jsonl", "none")
     os.mkfifo(case.folder / "pipe.jsonl")
     case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")
