@@ -157,9 +157,10 @@ def sources(inputs):
 
 
 def write_all(options):
+    named = list(sources(options.inputs))
     vocabulary = Bytes() if options.tokenizer == "bytes" else open_vocabulary(options.tokenizer)
     folder = Path(options.out)
-    for name, path in list(sources(options.inputs)):
+    for name, path in named:
         target = folder / f"{name}.eval"
         if target.exists() and not options.force:
             raise Problem(f"{target}: exists already; give another --out, or --force to replace it")
