@@ -444,6 +444,8 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     char* whole = file_read(joined(data, "vocab.json"), &bytes, error);
     write_text(data, "vocab.json", replaced(whole, "\"th\"", "\"he\""));
     write_text(data, "merges.txt", "#version: 0.2\nh e\nt he\n");
+    run_well(fit, "--fit 24G --preset adamw8 --model %s", from);  // without data, for the model's own vocabulary
+    expect(strstr(OUT(fit), "adamw8 "), "%s", OUT(fit));
     const char* type = "data/prepare.py FILE --tokenizer";
     refused("--model", "was prepared with another tokenizer than", type, begun, data, work, from);
     expect(!exists(work, "new"), "a run folder is left");
