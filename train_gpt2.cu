@@ -1225,9 +1225,8 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-// --fit: a line for each preset that goes with the other options, and for each --recompute, for the vocabulary of
-// --data or --model DIR, else GPT-2's. Gradients are fp32 unless --grads says otherwise, as in a step of several
-// micro-batches.
+// --fit: a line for each --recompute of each preset that goes with the other options, for the vocabulary of --data or
+// --model DIR, else GPT-2's. Gradients are fp32 unless --grads says otherwise, as in steps of several micro-batches.
 static int fit_main(const Options* asked, const bool* given) {
     const char* const recompute[] = {"none", "gelu", "block"};
     const bool one = option_given(&TABLE, given, "preset"), way = option_given(&TABLE, given, "recompute");
