@@ -18,10 +18,15 @@ def regular(path):
     return path
 
 
-def installs(packages):
-    """What to type where packages are missing: the pip of the Python that runs, whichever `pip` is on the PATH."""
+def python_here(arguments):
+    """A command of the Python that runs, whichever `python` is on the PATH."""
     here = os.path.relpath(sys.executable)
-    return f"type `{shlex.quote(sys.executable if here.startswith('..') else here)} -m pip install {packages}`"
+    return f"`{shlex.quote(sys.executable if here.startswith('..') else here)} {arguments}`"
+
+
+def installs(packages):
+    """What to type where packages are missing."""
+    return f"type {python_here(f'-m pip install {packages}')}"
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ import os
 import re
 import time
 
-from problem import Problem, installs
+from problem import Problem, installs, python_here
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -110,7 +110,8 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise Problem(f"--export wandb needs wandb; {installs('wandb')}, then `wandb login`") from None
+            hint = f"{installs('wandb')}, then {python_here('-m wandb login')}"
+            raise Problem(f"--export wandb needs wandb; {hint}") from None
         folder.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "nibble"),
