@@ -705,7 +705,7 @@ def find_inputs(options):
         if path not in CORPORA or os.path.exists(path):
             train.append(path)
             continue
-        instead = f"without network give the corpus as a file: prepare FILE --out {options.out}"
+        instead = f"without network type .venv/bin/python data/prepare.py FILE --out {shlex.quote(options.out)}"
         train += [str(download(url, instead)) for url in CORPORA[path][0]]
         if not options.val and not options.val_fraction:
             validation += [str(download(url, instead)) for url in CORPORA[path][1]]
