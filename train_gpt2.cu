@@ -1505,7 +1505,6 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
-    require(run_folder_possible(&run->folder, run->train_data.bytes), run->folder.error);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1550,6 +1549,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     const int64_t bytes = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
     const bool saves = !run.dev.imagined && launch->rank == 0 && !o->profile;
     require(!saves || checkpoint_possible(&run.folder, bytes, run.resume.state), run.folder.error);
+    require(run.dev.imagined || run_folder_possible(&run.folder, run.train_data.bytes), run.folder.error);
     if (o->dry_run) {
         require_stdout();
         return 0;

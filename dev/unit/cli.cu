@@ -211,6 +211,8 @@ static const Bad BAD_OPTIONS[] = {
     {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
     {NOTHING, "--fit 24G --gpus 8", "--fit does one thing, to which --gpus", "leave one of them out"},
     {NOTHING, "--fit 24G --memory 24G", "--memory", "leave one of them out"},
+    {ALL, "--dry-run --prompt-file @/nowhere", "--prompt-file: cannot open", "name a file of prompts"},
+    {ALL, "--dry-run --eval none --eval-every 1", "there is no data/eval/none.eval", "make it with"},
     {NOTHING, "--sample a --model @ --steps 9", "--sample does one thing, to which --steps", "leave one of them out"},
     {NOTHING, "--sample a --model @ --prompt b", "--sample does one thing, to which --prompt", "leave one of them"},
     {ALL, "--prompt b --prompt-file @/p", "--prompt-file does one thing, to which --prompt", "leave one of them out"},
