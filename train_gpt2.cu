@@ -1225,20 +1225,20 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-// --fit: a line for each preset that goes with the other options, and for each --recompute, for --data's vocabulary or
-// GPT-2's. Gradients are fp32 unless --grads says otherwise, as they are in a step of several micro-batches.
+// --fit: a line for each --recompute of each preset that goes with the other options, for the vocabulary of --data or
+// --model DIR, else GPT-2's. Gradients are fp32 unless --grads says otherwise, as in steps of several micro-batches.
 static int fit_main(const Options* asked, const bool* given) {
     const char* const recompute[] = {"none", "gelu", "block"};
     const bool one = option_given(&TABLE, given, "preset"), way = option_given(&TABLE, given, "recompute");
     const DataSource source = data_source(asked);
     Device dev;
-    int rows = 0, vocabulary = 50257;
     bool bytes = false;
     char why[2][DATA_ERROR_BYTES] = {}, *error = why[0];
-    if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
-    device_imagine(&dev, asked->fit);
     const char *model = asked->model, *folder = checkpoint_model(&model, false, error);
     require(folder != nullptr, error);
+    int rows = 0, vocabulary = *folder ? 0 : 50257;
+    if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
+    device_imagine(&dev, asked->fit);
     OptimConfig typed = optim_config_of(asked);
     require(!one || optim_resolve(&typed, error, DATA_ERROR_BYTES), error);
     for (int i = 0; const char* preset = optim_preset(i / 3); i++) {
@@ -1505,7 +1505,6 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
-    require(run_folder_possible(&run->folder, run->train_data.bytes), run->folder.error);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1550,6 +1549,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     const int64_t bytes = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
     const bool saves = !run.dev.imagined && launch->rank == 0 && !o->profile;
     require(!saves || checkpoint_possible(&run.folder, bytes, run.resume.state), run.folder.error);
+    require(run.dev.imagined || run_folder_possible(&run.folder, run.train_data.bytes), run.folder.error);
     if (o->dry_run) {
         require_stdout();
         return 0;

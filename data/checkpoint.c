@@ -439,7 +439,7 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
         data_error(
             error,
             "--sample and --eval need --model DIR, a folder with config.json and model.safetensors (a checkpoint is "
-            "one)");
+            "one); for samples and scores on the way of a run, type --sample-every N and --eval-every N");
         return NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;

@@ -18,7 +18,7 @@ import struct
 import sys
 from pathlib import Path
 
-from input_files import READ_ERRORS, Problem, damaged, download, open_input
+from input_files import READ_ERRORS, Problem, damaged, download, make_folder, open_input
 from vocabulary import Bytes, crc32c, open_vocabulary
 
 MAGIC, VERSION, HEADER = b"nib-eval", 1, "<8sIIIIIIQI16x"
@@ -131,35 +131,42 @@ def read_questions(path, vocabulary):
     except READ_ERRORS as error:
         raise damaged(path, error) from None
     if questions.kind is None:
-        raise Problem(f"{path}: there is no question in it")
+        raise Problem(f"{path}: there is no question in it; give one JSON object a line")
     return questions
 
 
 def sources(inputs):
     """[(name, path)] of NAME=FILE, FILE (its name up to the first dot) or a public one's name."""
+    names = set()
     for text in inputs:
         name, equals, path = text.partition("=")
         if not equals and text in PUBLIC and not os.path.exists(text):
-            path = str(download(PUBLIC[text], f"without network give the file: prepare --eval {text}=FILE.jsonl"))
+            instead = f"without network type .venv/bin/python data/prepare.py --eval {text}=FILE.jsonl"
+            path = str(download(PUBLIC[text], instead))
         elif not equals:
             name, path = Path(text).name.split(".")[0], text
         if not re.fullmatch(r"[\w-]+", name):
             raise Problem(f"{text}: give NAME=FILE.jsonl, where NAME has letters, digits, - and _ alone")
         if not os.path.isfile(path):
-            raise Problem(f"{path}: no such file; give NAME=FILE.jsonl or one of {', '.join(PUBLIC)}")
+            found = "not a" if os.path.exists(path) else "no such"
+            raise Problem(f"{path}: {found} file; give NAME=FILE.jsonl or one of {', '.join(PUBLIC)}")
+        if name in names:
+            raise Problem(f"{text}: another file is {name} too; give each its own NAME=FILE.jsonl")
+        names.add(name)
         yield name, path
 
 
 def write_all(options):
+    named = list(sources(options.inputs))
     vocabulary = Bytes() if options.tokenizer == "bytes" else open_vocabulary(options.tokenizer)
     folder = Path(options.out)
-    for name, path in sources(options.inputs):
+    for name, path in named:
         target = folder / f"{name}.eval"
         if target.exists() and not options.force:
             raise Problem(f"{target}: exists already; give another --out, or --force to replace it")
         questions = read_questions(path, vocabulary)
         contents = questions.contents()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, folder)
         partial = target.with_name(target.name + ".tmp")
         partial.write_bytes(contents)
         os.replace(partial, target)

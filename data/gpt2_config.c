@@ -255,9 +255,9 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
     }
     if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
         return data_error(error,
-                          "the data has a vocabulary of %d tokens and --model %s of %lld; prepare the data with the "
-                          "model's tokenizer (data/prepare.py)",
-                          vocabulary, model, (long long)shape->vocabulary);
+                          "the data has a vocabulary of %d tokens and --model %s of %lld; type .venv/bin/python "
+                          "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
+                          vocabulary, model, (long long)shape->vocabulary, shell_word(folder));
     }
     if (t->positions > shape->positions) {
         return data_error(error, "--seq %lld is longer than the model's %lld positions; type --seq %lld or less",

@@ -15,8 +15,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 
+VENV = "type `make venv`, and .venv/bin/python data/prepare.py instead"  # where a package is missing
+
+
 class Problem(Exception):
     """Something the user can mend: one sentence, exit status 2."""
+
+
+def make_folder(folder, out):
+    """Makes the folder that --out OUT asks for, with those above it; it may be there already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(f"--out {out}: the folder cannot be made ({error.strerror}); give another --out") from None
 
 
 class ZstdFile(io.RawIOBase):
@@ -26,7 +37,7 @@ class ZstdFile(io.RawIOBase):
         try:
             import zstandard
         except ImportError:
-            raise Problem("a .zst file needs zstandard; type `pip install -r data/requirements.txt`") from None
+            raise Problem(f"a .zst file needs zstandard; {VENV}") from None
         self.library, self.file = zstandard, open(path, "rb")
         self.frame, self.packed, self.ready = None, b"", b""
 

@@ -114,10 +114,12 @@ static bool unknown_option(const OptionTable* table, const char* word, char* err
         return data_error(error, "'%s' is not an option; options begin with --, and --help lists them", word);
     }
     if (!option) return data_error(error, "unknown option %.*s; --help lists all", (int)length, word);
-    const char* format =
-        slips ? "unknown option %.*s; did you mean --%s? (--help lists all)" : "unknown option %.*s; type --%s %s";
-    snprintf(error, DATA_ERROR_BYTES, format, (int)length, word, option->name, option->values);
-    return false;
+    if (slips) {
+        return data_error(error, "unknown option %.*s; did you mean --%s? (--help lists all)", (int)length, word,
+                          option->name);
+    }
+    return data_error(error, "unknown option %.*s; type --%s%s%s", (int)length, word, option->name,
+                      *option->values ? " " : "", option->values);
 }
 
 // Is `text` one of the names in `values`, which '|' separates?

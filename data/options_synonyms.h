@@ -17,6 +17,10 @@ static const OptionSynonym SYNONYMS[] = {
     {"tokenizer tokenizer-name tokenizer-path tokenizer-file encoding vocab-file merges-file",
      "leave it out: nibble takes the tokenizer from the --data folder, which data/prepare.py writes"},
     {"vocab-size vocabulary vocab padded-vocab-size", "leave it out: the vocabulary is the data's"},
+    {"train-bpe train-tokenizer", "leave it out: data/prepare.py trains vocabularies, and --data has the one to use"},
+    {"tasks benchmark benchmarks eval-tasks", "type --eval NAMES, such as hellaswag,lambada"},
+    {"watch export dashboard", "leave it out: type .venv/bin/python dev/watch.py RUNS"},
+    {"vram gpu-memory", "type --fit 24G, or --dry-run --memory 24G"},
     {"shuffle no-shuffle streaming num-proc num-workers workers dataloader-num-workers preprocessing-num-workers "
      "pin-memory dataloader-pin-memory prefetch cache-dir overwrite-cache max-train-samples max-eval-samples "
      "group-by-length",
@@ -201,7 +205,8 @@ static const OptionNeed NEEDS[] = {
 
 // Pairs of an option that replaces training, or another option, and of one that it would ignore.
 static const char* const APART[][2] = {
-    {"sample", "eval"}, {"sample", "dry-run"}, {"sample", "fit"},    {"sample", "eval-out"},    {"fit", "eval"},
-    {"fit", "gpus"},    {"fit", "memory"},     {"fit", "batch"},     {"fit", "resume"},         {"fit", "dry-run"},
-    {"fit", "device"},  {"fit", "shard"},      {"sample", "prompt"}, {"prompt-file", "prompt"},
+    {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"},         {"sample", "eval-out"}, {"sample", "prompt"},
+    {"sample", "steps"}, {"sample", "data"},    {"sample", "run"},         {"sample", "profile"},  {"fit", "eval"},
+    {"fit", "gpus"},     {"fit", "memory"},     {"fit", "batch"},          {"fit", "resume"},      {"fit", "dry-run"},
+    {"fit", "device"},   {"fit", "shard"},      {"prompt-file", "prompt"},
 };

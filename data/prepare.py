@@ -53,10 +53,11 @@ try:
     import vocabulary
     from vocabulary import END, SPACE_MOST
 except ImportError as missing:
-    print(f"prepare: error: {missing}; type `pip install -r data/requirements.txt`", file=sys.stderr)
+    print(f"prepare: error: {missing}; type `make venv`, and .venv/bin/python data/prepare.py instead", file=sys.stderr)
     sys.exit(2)
 
-from input_files import PACKED_NAME, READ_ERRORS, Problem, damaged, download, first_bytes, open_input, unpacker
+from input_files import PACKED_NAME, READ_ERRORS, VENV, Problem, damaged, download, first_bytes, make_folder
+from input_files import open_input, unpacker
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -111,7 +112,7 @@ def open_parquet(path):
     try:
         import pyarrow.parquet
     except ImportError:
-        raise Problem("a .parquet file needs pyarrow; type `pip install -r data/requirements.txt`") from None
+        raise Problem(f"a .parquet file needs pyarrow; {VENV}") from None
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:
@@ -588,6 +589,18 @@ def count(text):
     return int(value)
 
 
+def bpe_size(text):
+    """The tokens of a vocabulary to train."""
+    try:
+        size = count(text)
+    except argparse.ArgumentTypeError:
+        size = 0
+    if not BPE_LEAST <= size <= vocabulary.VOCABULARY_MOST:
+        bounds = f"{BPE_LEAST} to {vocabulary.VOCABULARY_MOST}"
+        raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from {bounds}, such as 8192")
+    return size
+
+
 def fraction(text):
     try:
         value = float(text)
@@ -635,7 +648,7 @@ def parse(arguments):
     )
     add(
         "--train-bpe",
-        type=count,
+        type=bpe_size,
         metavar="N",
         help="train a vocabulary of N tokens on the training text (the first GiB of it) and use it",
     )
@@ -653,8 +666,6 @@ def parse(arguments):
     options.out = options.out or ("data/eval" if options.eval else "data/corpus")
     if options.tokenizer and options.train_bpe:
         parser.error("give --tokenizer or --train-bpe, not both")
-    if options.train_bpe and not BPE_LEAST <= options.train_bpe <= vocabulary.VOCABULARY_MOST:
-        parser.error(f"--train-bpe {options.train_bpe} is not within {BPE_LEAST} and {vocabulary.VOCABULARY_MOST}")
     shards = "val", "val_fraction", "train_bpe", "limit_tokens", "workers", "strict", "inline_separators"
     for name in shards if options.eval else ():
         if getattr(options, name):
@@ -694,7 +705,7 @@ def find_inputs(options):
         if path not in CORPORA or os.path.exists(path):
             train.append(path)
             continue
-        instead = f"without network give the corpus as a file: prepare FILE --out {options.out}"
+        instead = f"without network type .venv/bin/python data/prepare.py FILE --out {shlex.quote(options.out)}"
         train += [str(download(url, instead)) for url in CORPORA[path][0]]
         if not options.val and not options.val_fraction:
             validation += [str(download(url, instead)) for url in CORPORA[path][1]]
@@ -743,7 +754,8 @@ def prepare_vocabulary(options, parts, folder, notes):
         return
     trained = vocabulary.train_vocabulary(parts.training_texts(), options.train_bpe, folder)
     if trained.size < options.train_bpe:
-        notes.add(f"tokens of the vocabulary, of {options.train_bpe}", "no more pairs come twice", trained.size)
+        text = "no more pairs come twice, so the vocabulary has fewer tokens than --train-bpe asked for"
+        notes.add(text, f"of {options.train_bpe}", trained.size)
 
 
 def write_shards(options, parts, encoder, folder, notes):
@@ -848,7 +860,7 @@ def prepare(options):
     folder = out.with_name(out.name + ".tmp")
     if folder.exists():
         remove_ours(folder)  # of an interrupted run
-    folder.mkdir(parents=True)
+    make_folder(folder, out)
     try:
         meta, notes = write_corpus(options, folder, train_files, validation_files)
         if out.exists():

@@ -328,6 +328,17 @@ static bool tokenizer_take(RunFolder* run, const char* const folders[3], const J
     return run->config != NULL;
 }
 
+// Refuses data whose tokens are not those that the weights of a checkpoint or a model folder have learned.
+static bool tokenizers_fit(RunFolder* run, const char* const folders[3]) {
+    const char* weights = *folders[0] ? folders[0] : folders[1];
+    if (tokenizers_agree(weights, folders[2])) return true;
+    return data_error(
+        run->error,
+        "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python data/prepare.py "
+        "FILE --tokenizer %s --out DIR, and --data DIR here",
+        run_text(run, "data"), weights, shell_word(weights));
+}
+
 // Opens the tokenizer, and says why there are no samples where it does not fit.
 static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
@@ -356,6 +367,7 @@ bool run_folder_possible(RunFolder* run, bool bytes) {
 bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary) {
     char* error = run->error;
     const bool again = checkpoint || strcmp(run_text(run, "resume"), "auto") == 0;
+    if (!tokenizers_fit(run, folders)) return false;
     if (!files_make(run, again) || !tokenizer_take(run, folders, checkpoint)) return false;
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;

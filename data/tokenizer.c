@@ -451,6 +451,22 @@ static bool copy_missing(const char* from, const char* name, const char* to, con
     return fine;
 }
 
+bool tokenizers_agree(const char* folder, const char* other) {
+    char ignored[DATA_ERROR_BYTES];
+    Tokenizer* mine = *folder && tokenizer_exists(folder) ? tokenizer_open(folder, ignored) : NULL;
+    Tokenizer* its = mine && *other && tokenizer_exists(other) ? tokenizer_open(other, ignored) : NULL;
+    bool agree = true;
+    for (int token = 0; its && agree && token < mine->vocabulary && token < its->vocabulary; token++) {
+        int bytes[2] = {0};
+        const char *text = tokenizer_decode(mine, token, &bytes[0]), *same = tokenizer_decode(its, token, &bytes[1]);
+        if (bytes[0] == 0 || bytes[1] == 0) continue;  // one of them has no such token
+        agree = bytes[0] == bytes[1] && memcmp(text, same, (size_t)bytes[0]) == 0;
+    }
+    if (mine) tokenizer_close(mine);
+    if (its) tokenizer_close(its);
+    return agree;
+}
+
 bool tokenizer_files_copy(const char* from, const char* to, char* error) {
     for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
         if (!copy_missing(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error)) return false;

@@ -22,6 +22,8 @@ bool tokenizer_exists(const char* folder);
 // Copies those files of FROM that describe a tokenizer or a model's use of it, and that TO does not have yet. OpenAI's
 // names become vocab.json and merges.txt. True also where FROM has none.
 bool tokenizer_files_copy(const char* from, const char* to, char* error);
+// True unless two folders both hold a vocabulary and a number stands for different tokens in them.
+bool tokenizers_agree(const char* folder, const char* other);
 void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
 // <|endoftext|>'s token, or -1 for bytes.

@@ -18,7 +18,7 @@ import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from input_files import Problem, damaged, download
+from input_files import VENV, Problem, damaged, download
 
 END = "<|endoftext|>"
 SPACE_MOST = 50000  # characters of white space in a row that tiktoken takes with certainty
@@ -28,6 +28,8 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
+OTHERS = "give a folder that holds one by --tokenizer, or leave that out for GPT-2's"
 FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")  # of a folder, the last two not always
 
 
@@ -134,7 +136,8 @@ def check_words(whole, path):
     plain = cut.get("type") == "ByteLevel" and not cut.get("add_prefix_space") and cut.get("use_regex", True)
     others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "dropout")
     if model.get("type", "BPE") != "BPE" or not plain or whole.get("normalizer") or any(map(model.get, others)):
-        raise Problem(f"{path}: holds no tokenizer of GPT-2's kind (byte-level BPE with its pattern of words)")
+        kind = "of GPT-2's kind (byte-level BPE with its pattern of words)"
+        raise Problem(f"{path}: holds no tokenizer {kind}; {OTHERS}")
 
 
 def read_whole(path):
@@ -148,9 +151,19 @@ def read_whole(path):
     return names, [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
+def what_lacks(folder):
+    """Why a folder holds no vocabulary."""
+    if not folder.is_dir():
+        return "a file, not a folder" if folder.exists() else "no such folder"
+    for name, other in (*PAIRS, *(pair[::-1] for pair in PAIRS)):
+        if (folder / name).is_file():
+            return f"{name} is there and {other} is not"
+    return "there are no vocab.json and merges.txt in it, nor encoder.json and vocab.bpe, nor tokenizer.json"
+
+
 def find_files(folder):
     """The files of a vocabulary: two of the folder, or tokenizer.json alone; none where it holds neither."""
-    for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",)):
+    for names in (*PAIRS, ("tokenizer.json",)):
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
     return []
@@ -175,10 +188,7 @@ def open_vocabulary(folder=None):
     """The vocabulary of a folder; None: GPT-2's."""
     files = find_files(Path(folder)) if folder else find_gpt2()
     if not files:
-        raise Problem(
-            f"{folder}: there are no vocab.json and merges.txt here, nor encoder.json and vocab.bpe, nor tokenizer.json; "
-            "give a folder that holds them, or leave --tokenizer out for GPT-2's"
-        )
+        raise Problem(f"{folder}: {what_lacks(Path(folder))}; {OTHERS}")
     beside = files[0].with_name("tokenizer.json")
     try:
         if len(files) == 2 and beside.is_file():
@@ -189,8 +199,8 @@ def open_vocabulary(folder=None):
     except OSError as error:
         raise damaged(error.filename or files[0], error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        both = " and ".join([str(files[0]), *(file.name for file in files[1:])])
-        raise Problem(f"{both} are not a byte-pair vocabulary like GPT-2's") from None
+        both = f"{files[0]} and {files[1].name} are" if len(files) == 2 else f"{files[0]} is"
+        raise Problem(f"{both} no byte-pair vocabulary like GPT-2's; {OTHERS}") from None
 
 
 def copy_vocabulary(vocabulary, source, folder):
@@ -208,7 +218,7 @@ def train_vocabulary(texts, size, folder):
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
-        raise Problem("--train-bpe needs tokenizers; type `pip install -r data/requirements.txt`") from None
+        raise Problem(f"--train-bpe needs tokenizers; {VENV}") from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

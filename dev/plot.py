@@ -15,7 +15,7 @@ import os
 import sys
 
 from colours import COLOURS
-from problem import Parser, Problem, answered
+from problem import Parser, Problem, answered, installs
 from runlog import RunLog, numbers
 
 try:
@@ -24,7 +24,7 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 except ImportError as missing:
-    print(f"plot: error: {missing}; type `pip install -r dev/requirements.txt`", file=sys.stderr)
+    print(f"plot: error: {missing}; {installs('-r dev/requirements.txt')}", file=sys.stderr)
     sys.exit(2)
 
 # Dashes tell runs apart in grey print and where there are more runs than colours.
@@ -155,7 +155,8 @@ def draw(options):
     try:
         figure.savefig(options.output, dpi=150)
     except (OSError, ValueError) as error:
-        raise Problem(f"{options.output}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise Problem(f"{options.output}: cannot be written ({reason}); give another by -o") from None
     print(options.output)
 
 

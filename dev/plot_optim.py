@@ -8,7 +8,7 @@
 import csv
 import sys
 
-from problem import Parser, Problem, answered
+from problem import Parser, Problem, answered, installs
 
 try:
     import matplotlib
@@ -16,7 +16,7 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 except ImportError as missing:
-    print(f"plot_optim: error: {missing}; type `pip install -r dev/requirements.txt`", file=sys.stderr)
+    print(f"plot_optim: error: {missing}; {installs('-r dev/requirements.txt')}", file=sys.stderr)
     sys.exit(2)
 
 COLOURS = ["#0072B2", "#56B4E9", "#009E73"]  # Okabe and Ito's

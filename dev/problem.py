@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import shlex
 import sys
 
 
@@ -15,6 +16,17 @@ def regular(path):
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
+
+
+def python_here(arguments):
+    """A command of the Python that runs, whichever `python` is on the PATH."""
+    here = os.path.relpath(sys.executable)
+    return f"`{shlex.quote(sys.executable if here.startswith('..') else here)} {arguments}`"
+
+
+def installs(packages):
+    """What to type where packages are missing."""
+    return f"type {python_here(f'-m pip install {packages}')}"
 
 
 class Parser(argparse.ArgumentParser):

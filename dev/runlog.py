@@ -125,6 +125,11 @@ class RunLog:
                 self.records[kind] = kept
                 self.changes += 1
 
+    def complaint(self):
+        """What is wrong with the log, or nothing."""
+        number, reason = self.bad or (0, "")
+        return f"line {number} of its log is not a record ({reason})" if number else f"{reason}"
+
     def last(self, kind):
         """The newest record of a kind, or an empty one."""
         return self.records[kind][-1] if self.records[kind] else {}

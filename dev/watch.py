@@ -22,7 +22,7 @@ from pathlib import Path
 
 import watch_export
 from colours import COLOURS
-from problem import Parser, Problem, answered
+from problem import Parser, Problem, answered, installs
 from runlog import KINDS, RunLog
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +36,8 @@ class Runs:
     def __init__(self, folder):
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise Problem(f"{folder}: no such folder; name one that holds runs, as ./train writes them (runs)")
+            found = "not a folder" if self.folder.exists() else "no such folder"
+            raise Problem(f"{folder}: {found}; name one that holds runs, as ./train writes them (runs)")
         self.logs, self.lock = {}, threading.Lock()
         self.poll()
         if not self.logs:
@@ -56,7 +57,7 @@ class Runs:
             try:
                 log.poll()
             except OSError as error:  # removed, or not readable now
-                log.bad = log.bad or (0, error.strerror)
+                log.bad = log.bad or (0, f"its log cannot be read ({error.strerror})")
 
 
 def column(records, field):
@@ -89,7 +90,7 @@ def summary(name, log):
         "parameters": log.config.get("parameters"),
         "resumes": len(log.resumes),
         "last": {kind: log.last(kind) for kind in ("train", "val", "memory")},
-        "bad": f"line {log.bad[0]} of its log is not a record ({log.bad[1]})" if log.bad else "",
+        "bad": log.complaint(),
     }
 
 
@@ -113,7 +114,7 @@ def bokeh_program():
     try:
         from bokeh.resources import Resources
     except ImportError as missing:
-        raise Problem(f"{missing}; type `pip install -r dev/requirements.txt`") from None
+        raise Problem(f"{missing}; {installs('-r dev/requirements.txt')}") from None
     return "\n".join(Resources(mode="inline", components=["bokeh", "bokeh-api"]).js_raw).encode()
 
 
@@ -213,7 +214,10 @@ def main():
         serve(runs, options.port)
         return
     folder = Path(options.out) if options.out else runs.folder / "export"
-    watch_export.export(runs, options.export, folder, options.follow)
+    try:
+        watch_export.export(runs, options.export, folder, options.follow)
+    except OSError as error:
+        raise Problem(f"--out {folder}: cannot be written ({error.strerror}); give another --out") from None
 
 
 if __name__ == "__main__":

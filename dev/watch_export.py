@@ -11,7 +11,7 @@ import os
 import re
 import time
 
-from problem import Problem
+from problem import Problem, installs, python_here
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -73,9 +73,8 @@ class Tensorboard:
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise Problem(
-                "--export tensorboard needs tensorboardX; type `pip install tensorboardX tensorboard`"
-            ) from None
+            hint = installs("tensorboardX tensorboard")
+            raise Problem(f"--export tensorboard needs tensorboardX; {hint}") from None
         self.make, self.folder, self.writer = SummaryWriter, folder / file_name(name), None
         self.changes, self.written = None, {}
 
@@ -111,7 +110,8 @@ class Wandb:
         try:
             import wandb
         except ImportError:
-            raise Problem("--export wandb needs wandb; type `pip install wandb` and `wandb login`") from None
+            hint = f"{installs('wandb')}, then {python_here('-m wandb login')}"
+            raise Problem(f"--export wandb needs wandb; {hint}") from None
         folder.mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "nibble"),
@@ -148,7 +148,8 @@ def export(runs, kind, folder, follow):
         for name, log in runs.logs.items():
             if name not in writers:
                 writers[name] = WRITERS[kind](folder, name, log)
-                print(f"{name}: {len(log.records['train'])} training steps", flush=True)
+                steps = f"{len(log.records['train'])} training steps"
+                print(f"{name}: {steps}{', ' * bool(log.bad)}{log.complaint()}", flush=True)
             state = log.changes, log.line
             if seen.get(name) == state and not closing:
                 continue

@@ -1,28 +1,33 @@
 #!/usr/bin/env python3
 """Compares the scores of `./train --eval` with transformers on the same model folder, example by example.
 
-    ./train --model DIR --eval hellaswag --eval-out scores.jsonl
-    python dev/reference/check_eval.py DIR data/eval/hellaswag.eval scores.jsonl
+    pip install -r dev/reference/requirements.txt
+    ./train --model DIR --eval hellaswag,lambada --eval-out scores.jsonl
+    python dev/reference/check_eval.py DIR data/eval/hellaswag.eval scores.jsonl    # and for lambada likewise
 
-transformers scores every row of the evaluation file in float32. Both must make the same choice, except where the reference's
-scores of the two choices lie within twice the rounding: the largest difference that computing in bfloat16 makes to the
+transformers scores every row of the evaluation file in float32. Both must make the same choice, except where the
+reference's scores of the two choices lie within twice the rounding: the largest difference that computing in bfloat16 makes to the
 reference's own scores of --rounding-rows rows, or --tolerance nats. No score may differ by more than that either. The last
 line counts; the exit status is 1 when an example differs. Mistakes are answered by one sentence and exit status 2.
 """
 
 import json
 import os
+import re
 import struct
 import sys
 
-import numpy as np
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from problem import Parser, Problem, answered, installs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
-import torch
-from transformers import GPT2LMHeadModel
-
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from problem import Parser, Problem, answered
+try:
+    import numpy as np
+    import torch
+    from transformers import GPT2LMHeadModel
+except ImportError as missing:
+    print(f"check_eval: error: {missing}; {installs('-r dev/reference/requirements.txt')}", file=sys.stderr)
+    sys.exit(2)
 
 HEADER = "<8s6IQI16xI"
 NORMS = ("choice", "choice_norm", "choice_bytes")
@@ -49,6 +54,10 @@ class Questions:
 
 
 def load(folder, dtype, device):
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise Problem(f"{folder}: there is no config.json in it; give a checkpoint, such as RUN/step_00001000")
+    if os.path.isfile(os.path.join(folder, "log.jsonl")):
+        raise Problem(f"{folder}: a run folder; give a checkpoint in it, such as {folder}/{newest(folder)}")
     try:
         model = GPT2LMHeadModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError, RuntimeError) as error:
@@ -58,7 +67,8 @@ def load(folder, dtype, device):
 
 @torch.no_grad()
 def score(model, rows, batch):
-    """(sum of ln p of the continuation, least lead of its tokens over all others) of each row, in its last T + 1 tokens."""
+    """(sum of ln p of the continuation, least lead of its tokens over all others) of each row, in its last T + 1 tokens.
+    Nothing predicts the first of these, so of a longer continuation only the last T tokens count."""
     most, device = model.config.n_positions + 1, model.device
     result = np.zeros((len(rows), 2))
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
@@ -71,7 +81,7 @@ def score(model, rows, batch):
             line[: len(text)] = torch.from_numpy(text)
         logits = model(input_ids=padded[:, :-1].to(device)).logits.float()  # what follows the text is not seen by it
         for j, (i, text) in enumerate(zip(picked, texts)):
-            count = rows[i][1]
+            count = min(rows[i][1], len(text) - 1)
             its = logits[j, len(text) - 1 - count : len(text) - 1]
             targets = padded[j, len(text) - count : len(text)].to(device)[:, None]
             mine = its.gather(1, targets)[:, 0]
@@ -88,14 +98,25 @@ def measured_rounding(options, questions, reference, device):
     return float(np.abs(got - want).max())
 
 
-def read_scores(path, count):
+def newest(folder):
+    """The last checkpoint of a run."""
+    return max((name for name in os.listdir(folder) if re.fullmatch(r"step_\d+", name)), default="step_00001000")
+
+
+def read_scores(path, name, count):
+    """The lines of the evaluation file `name` among those of all that an --eval scored."""
     try:
         with open(path, encoding="utf-8") as file:
-            lines = [json.loads(line) for line in file]
-    except (OSError, ValueError) as error:
-        raise Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    if [line.get("example") for line in lines] != list(range(count)):
-        raise Problem(f"{path}: {len(lines)} examples, and the evaluation file has {count}; write both from one --eval")
+            lines = [line for line in map(json.loads, file) if line["task"] == name]
+            numbers = [line["example"] for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = getattr(error, "strerror", None) or f"not the scores of --eval-out: {error}"
+        raise Problem(f"{path}: cannot be read ({reason})") from None
+    if numbers != list(range(count)):
+        raise Problem(
+            f"{path}: {len(lines)} examples of {name}, and the evaluation file has {count}; write the scores again with "
+            "./train --eval FILE.eval --model DIR --eval-out SCORES.jsonl"
+        )
     return lines
 
 
@@ -124,7 +145,8 @@ def differences(line, answer, reference, lengths, rounding):
 
 def check(options):
     questions = Questions(options.questions)
-    lines = read_scores(options.scores, len(questions.examples))
+    name = os.path.basename(options.questions).removesuffix(".eval")
+    lines = read_scores(options.scores, name, len(questions.examples))
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
     model = load(options.folder, torch.float32, device)

@@ -15,14 +15,17 @@ import math
 import os
 import sys
 
-import numpy as np
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from problem import Parser, Problem, answered, installs
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
-import torch
-from transformers import GPT2LMHeadModel
-
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from problem import Parser, Problem, answered
+try:
+    import numpy as np
+    import torch
+    from transformers import GPT2LMHeadModel
+except ImportError as missing:
+    print(f"check_export: error: {missing}; {installs('-r dev/reference/requirements.txt')}", file=sys.stderr)
+    sys.exit(2)
 
 MAGIC, HEADER_BYTES = 20240520, 1024
 

@@ -433,6 +433,29 @@ static void expect_tokens(Test* test, const Tokenizer* tokenizer) {
     expect(bytes == 3 && memcmp(text, "the", 3) == 0, "%.*s", bytes, text);
 }
 
+// Tokens of another vocabulary mean nothing to weights that have learned one, whether it is larger or as large.
+FOLDER_TEST(folders_data_of_another_tokenizer) {
+    const char *from = train_shards(test, work), *data = joined(work, "data"), *used = joined(work, "used");
+    const char* begun = QUICK " --seq 32 --steps 1 --data %s --run %s/new --model %s";
+    train_well(begun, data, work, from);
+    remove_tree(joined(work, "new"));
+    char error[DATA_ERROR_BYTES];
+    int64_t bytes;
+    char* whole = file_read(joined(data, "vocab.json"), &bytes, error);
+    write_text(data, "vocab.json", replaced(whole, "\"th\"", "\"he\""));
+    write_text(data, "merges.txt", "#version: 0.2\nh e\nt he\n");
+    run_well(fit, "--fit 24G --preset adamw8 --model %s", from);  // without data, for the model's own vocabulary
+    expect(strstr(OUT(fit), "adamw8 "), "%s", OUT(fit));
+    const char* type = "data/prepare.py FILE --tokenizer";
+    refused("--model", "was prepared with another tokenizer than", type, begun, data, work, from);
+    expect(!exists(work, "new"), "a run folder is left");
+    refused("--resume", "was prepared with another tokenizer than", type, "--resume %s --steps 2", used);
+    write_text(data, "vocab.json", whole);
+    write_text(data, "merges.txt", "#version: 0.2\nt h\nth e\n");
+    train_well("--resume %s --steps 2", used);
+    free(whole);
+}
+
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.
 FOLDER_TEST(folders_tokenizer_json) {
     char error[DATA_ERROR_BYTES];

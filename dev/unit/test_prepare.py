@@ -537,12 +537,17 @@ def test_evaluation_errors(case):
         vocabulary=None,
     )
     case.refuse("no such file", "--eval", "none")
+    (case.folder / "folder").mkdir()
+    case.refuse("folder: not a file; give NAME=FILE.jsonl", "--eval", "a=folder")
+    good = case.write("good.jsonl", '{"text": "in the"}')
+    case.refuse("another file is a too; give each its own NAME", "--eval", f"a={good}", f"a={good}")
+    case.refuse("good.jsonl: the folder cannot be made", "--eval", good, "--out", "good.jsonl")
     case.refuse("NAME=FILE.jsonl", "--eval", "a b=e.jsonl")
     for more in (("--val", "e.jsonl"), ("--val-fraction", 0.1), ("--limit-tokens", 9), ("--strict",)):
         case.refuse(f"leave {more[0]} out", "--eval", "e.jsonl", *more)
     nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
     nowhere.update(dict.fromkeys(("no_proxy", "NO_PROXY"), ""))
-    case.refuse("prepare --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **nowhere)
+    case.refuse("type .venv/bin/python data/prepare.py --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **nowhere)
 
 
 def library(case):
@@ -614,9 +619,10 @@ def test_train_bpe(case):
     done = case.run(
         case.write("few.txt", "aa bb " * 50), "--val", val, "--train-bpe", 1000, "--out", "few", vocabulary=None
     )
-    assert done.returncode == 0 and "tokens of the vocabulary, of 1000: 26" in done.stdout, done
-    for size in (257, 70000):
-        case.refuse(f"--train-bpe {size} is not within 258 and 65536", text, "--train-bpe", size, vocabulary=None)
+    assert done.returncode == 0 and "fewer tokens than --train-bpe asked for: 26" in done.stdout, done
+    for size in ("257", "70000", "-5", "8k"):
+        hint = f"--train-bpe: '{size}' was found; type a whole number from 258 to 65536"
+        case.refuse(hint, text, f"--train-bpe={size}", vocabulary=None)
     case.refuse("--tokenizer or --train-bpe", text, "--train-bpe", 300)
     case.refuse("bytes need no preparation", text, vocabulary="bytes")
     for change in (
@@ -677,6 +683,28 @@ def test_vocabulary_under_hugging_face_names(case):
     assert (again.folder / "merges.txt").read_text("utf-8") == merges
 
 
+def test_vocabulary_errors(case):
+    text = case.write("a.txt", sample(1, 3000))
+    half = case.folder / "half"
+    write_vocabulary(half, ("vocab.json", "merges.txt"))
+    whole = {name: (half / name).read_text("utf-8") for name in ("vocab.json", "merges.txt")}
+    for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
+        (half / name).unlink()
+        case.refuse(f"half: {other} is there and {name} is not; give a folder", text, vocabulary="half")
+        for broken in ("", "{", "a b\n"):
+            (half / name).write_text(broken)
+            case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
+        (half / name).write_text(whole[name], "utf-8")
+    case.refuse("none: no such folder; give a folder", text, vocabulary="none")
+    case.refuse("a.txt: a file, not a folder; give a folder", text, vocabulary="a.txt")
+    case.refuse("vocab.bpe, nor tokenizer.json; give a folder", text, vocabulary=".")
+    for broken in ("", "junk", "[]"):
+        case.write("tokenizer.json", broken)
+        case.refuse("tokenizer.json is no byte-pair vocabulary like GPT-2's; give a folder", text, vocabulary=".")
+    (case.folder / "tokenizer.json").unlink()
+    case.refuse("a.txt/b: the folder cannot be made", text, "--out", "a.txt/b")
+
+
 def test_errors(case):
     good = case.write("good.txt", "the the\n" * 100)
     case.refuse("none.txt: no such file", "none.txt")
@@ -698,7 +726,7 @@ def test_errors(case):
     (case.folder / "no.txt.gz").write_bytes(b"not packed")
     case.refuse("no.txt.gz: cannot be read", "no.txt.gz")
     case.refuse("--val", case.write("one.jsonl", '{"text": "a"}\n'))
-    case.refuse("vocab.bpe, nor tokenizer.json; give a folder", good, vocabulary="cache")
+    case.refuse("cache: no such folder; give a folder", good, vocabulary="cache")
     (case.folder / "vocabulary" / "vocab.bpe").write_text("#version: 0.2\nt h\n", "utf-8")
     case.refuse("byte-pair vocabulary", good)
     case.refuse("--shard-tokens", good, "--shard-tokens", 10)

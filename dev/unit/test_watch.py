@@ -215,13 +215,25 @@ def test_errors(case):
     case.refuse("watch.py", "--follow and --out go with --export", "--follow")
     case.refuse("watch.py", "--port is of the page", "--export", "csv", "--port", 1)
     case.refuse("watch.py", "invalid choice", "--export", "paper")
+    case.refuse("watch.py", "log.jsonl: not a folder; name one that holds runs", case.runs / "a" / "log.jsonl")
+    (case.folder / "file").write_text("")
+    case.refuse("watch.py", "--out file: cannot be written (File exists)", "--export", "csv", "--out", "file")
+    case.log("broken", CONFIG, "oh\n")
+    told = case.run("watch.py", "--export", "csv", "--out", "tables").stdout
+    assert "broken: 0 training steps, line 2 of its log is not a record" in told and "a: 1 training steps\n" in told, told
     with Server(case) as server:
         case.refuse("watch.py", "type --port 0 for a free one", "--port", server.port)
     (case.folder / "empty").mkdir()
     for name in ("tensorboardX", "wandb"):  # as if not installed
         (case.folder / "empty" / f"{name}.py").write_text("raise ImportError\n")
     for kind, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
-        case.refuse("watch.py", f"type `pip install {package}", "--export", kind, PYTHONPATH=str(case.folder / "empty"))
+        case.refuse("watch.py", f"-m pip install {package}", "--export", kind, PYTHONPATH=str(case.folder / "empty"))
+    (case.folder / "empty" / "torch.py").write_text("raise ImportError\n")
+    for name in ("check_eval", "check_export"):
+        command = [sys.executable, str(ROOT / "dev" / "reference" / f"{name}.py")]
+        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(case.folder / "empty")})
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        assert "-m pip install -r dev/reference/requirements.txt`" in done.stderr, done
     case.refuse("plot.py", "give a run folder that holds a log.jsonl", "none")
     os.mkfifo(case.folder / "pipe.jsonl")
     case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")

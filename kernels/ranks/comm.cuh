@@ -530,7 +530,7 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     cudaError_t status = cudaGetDeviceCount(&gpus);
     if (status != cudaSuccess) gpus = 0;
     if (strcmp(name, "gpu") == 0 && gpus == 0) {
-        user_error("--device gpu: no GPU answers (%s); type --device cpu",
+        user_error("--device gpu: no GPU answers (%s); type --device cpu, or --dry-run --memory 24G to plan for one",
                    status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
     }
     int index = launch && launch->world > 1 ? rank_device(launch, asked, cpu, gpus) : 0;
