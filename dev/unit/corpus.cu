@@ -25,7 +25,7 @@ static char* put_character(char* to, uint32_t point) {
 
 // The vocabulary of dev/reference/make_words.py: bytes, and pairs of a probe and a byte above 127 in both orders. The
 // files spell a byte as the printable character that stands for it.
-static void put_word_vocabulary(Test* test, const char* folder) {
+static void put_word_vocabulary(const char* folder) {
     static const unsigned char probes[] = "a1. \n";
     static char vocabulary[1 << 16], merges[1 << 16];
     char name[256][8];
@@ -83,7 +83,7 @@ static int64_t word_text(uint32_t first, uint32_t count, char* text) {
 // tiktoken's tokens are hashed in dev/reference/words.txt.
 DATA_TEST(corpus_every_character) {
     enum { BLOCK = 4096, BYTES = BLOCK * 10 * 12 };
-    put_word_vocabulary(test, folder);
+    put_word_vocabulary(folder);
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
     int64_t bytes;
@@ -109,7 +109,7 @@ static bool opens(const char* path, DataFormat format, DatasetPart part, int T, 
 }
 
 // 4000 bytes: the signature, then numbers that no text has, or text.
-static void put_signed(Test* test, const char* path, int at, const char* signature, int length, bool binary) {
+static void put_signed(const char* path, int at, const char* signature, int length, bool binary) {
     static unsigned char bytes[4000];
     uint64_t state = 5;
     for (int i = 0; i < 4000; i++) bytes[i] = binary ? (unsigned char)random_next(&state) : " etaoin\n"[i % 8];
@@ -162,12 +162,12 @@ DATA_TEST(corpus_content) {
     };
     const char *path = joined(folder, "it's text.txt"), *model = joined(folder, "model.bin");
     for (auto& item : cases) {
-        put_signed(test, path, item.at, item.signature, item.length, true);
+        put_signed(path, item.at, item.signature, item.length, true);
         expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, item.name);
         expect(strstr(error, item.advice) && strstr(error, "--data-format bytes"), "%s", error);
         expect(!strstr(error, "type ") || strstr(error, "it'\\''s text.txt'"), "not quoted for a shell: %s", error);
         expect(opens(path, DATA_BYTES, DATASET_WHOLE, 16, error), "%s", error);
-        put_signed(test, model, item.at, item.signature, item.length, true);
+        put_signed(model, item.at, item.signature, item.length, true);
         bool known = strcmp(item.name, "binary") != 0;
         expect_refused(opens(model, DATA_AUTO, DATASET_WHOLE, 16, error), error, known ? item.name : "not a shard of");
         expect(strstr(error, item.advice), "%s", error);
@@ -176,7 +176,7 @@ DATA_TEST(corpus_content) {
     const char* printable[] = {"PAR1", "PARE", "FEA1", "x^",   "GGUF", "ORC",
                                "RIFF", "MZ",   "ID3",  "GIF8", "OggS", "fLaC"};
     for (const char* signature : printable) {
-        put_signed(test, path, 0, signature, (int)strlen(signature), false);
+        put_signed(path, 0, signature, (int)strlen(signature), false);
         expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);
     }
 }

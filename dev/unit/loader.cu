@@ -15,7 +15,7 @@ static int token_of(int64_t i) {
     return (int)((i * 7919 + i / 257) % 50257);
 }
 
-static void put_shard(Test* test, const char* path, int64_t first, int64_t tokens, TokenValue value,
+static void put_shard(const char* path, int64_t first, int64_t tokens, TokenValue value,
                       int64_t claimed = -1, int magic = 20240520, int version = 1) {
     char* file = (char*)calloc(1, (size_t)(1024 + 2 * tokens));
     int32_t header[3] = {magic, version, (int32_t)(claimed < 0 ? tokens : claimed)};
@@ -107,7 +107,7 @@ static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, 
 DATA_TEST(data_loader_order) {
     enum { T = 8, TOKENS = 8 * 37 + 5, SEQUENCES = 37 * 2 + 10 };
     Dataset data;
-    put_shard(test, joined(folder, "train.bin"), 0, TOKENS, token_of);
+    put_shard(joined(folder, "train.bin"), 0, TOKENS, token_of);
     if (!open_data(test, &data, joined(folder, "train.bin"), DATASET_WHOLE, 0, T)) return;
     expect(dataset_windows(&data, T) == 37 && data.tokens == TOKENS && !data.bytes, "windows");
     static int want[SEQUENCES * (T + 1)], got[SEQUENCES * (T + 1)];
@@ -175,7 +175,7 @@ static int sparse_token(int64_t i) {
 DATA_TEST(data_loader_buckets) {
     enum { T = 32, B = 8, N = B * T };
     Dataset data;
-    put_shard(test, joined(folder, "x.bin"), 0, 10000, sparse_token);
+    put_shard(joined(folder, "x.bin"), 0, 10000, sparse_token);
     if (!open_data(test, &data, joined(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
     Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
@@ -230,7 +230,7 @@ DATA_TEST(data_loader_bytes) {
 DATA_TEST(data_loader_split) {
     enum { T = 10 };
     Dataset train, validation;
-    put_shard(test, joined(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
+    put_shard(joined(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
     if (!open_data(test, &train, joined(folder, "x.bin"), DATASET_TRAIN, 0.1, T)) return;
     if (!open_data(test, &validation, joined(folder, "x.bin"), DATASET_VALIDATION, 0.1, T)) return;
     expect(train.tokens == 900 && validation.tokens == 100, "%lld and %lld", (long long)train.tokens,
@@ -291,22 +291,22 @@ static int identity(int64_t i) {
 
 DATA_TEST(data_loader_glob) {
     enum { T = 10 };
-    put_shard(test, joined(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
-    put_shard(test, joined(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
-    put_shard(test, joined(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
+    put_shard(joined(folder, "c_train_1.bin"), 100, 25, identity);  // windows at 100, 110
+    put_shard(joined(folder, "c_train_0.bin"), 0, 31, identity);    // 0, 10, 20
+    put_shard(joined(folder, "c_train_2.bin"), 200, 41, identity);  // 200, 210, 220, 230
     const int all[] = {0, 10, 20, 100, 110, 200, 210, 220, 230};
     expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_WHOLE, T, 9, all);
     // No c_val_*: a quarter of the last shard, 10 tokens, raised to a window of 11, leaving 30 (two windows).
     const int tail[] = {230};
     expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_TRAIN, T, 7, all);
     expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 1, tail);
-    put_shard(test, joined(folder, "c_val_0.bin"), 300, 21, identity);
+    put_shard(joined(folder, "c_val_0.bin"), 300, 21, identity);
     const int validation[] = {300, 310};
     expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_TRAIN, T, 9, all);
     expect_firsts(test, joined(folder, "c_train_*.bin"), DATASET_VALIDATION, T, 2, validation);
     // A pattern whose validation twin would catch training files falls back to the tail.
     expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 2, validation);
-    put_shard(test, joined(folder, "interval_train_9.bin"), 400, 31, identity);
+    put_shard(joined(folder, "interval_train_9.bin"), 400, 31, identity);
     const int last[] = {420};
     expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
     Dataset data;
@@ -325,10 +325,10 @@ DATA_TEST(data_loader_folder) {
     Dataset data;
     put_text(joined(folder, "notes.txt"), "notes");
     expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "holds no train_*.bin");
-    put_shard(test, joined(folder, "val_000000.bin"), 300, 21, identity);
+    put_shard(joined(folder, "val_000000.bin"), 300, 21, identity);
     expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "no train_*.bin to train on");
-    put_shard(test, joined(folder, "train_000000.bin"), 0, 31, identity);
-    put_shard(test, joined(folder, "train_000001.bin"), 100, 25, identity);
+    put_shard(joined(folder, "train_000000.bin"), 0, 31, identity);
+    put_shard(joined(folder, "train_000001.bin"), 100, 25, identity);
     const int train[] = {0, 10, 20, 100, 110, 300, 310}, validation[] = {300, 310};
     expect_firsts(test, folder, DATASET_TRAIN, T, 5, train);
     expect_firsts(test, folder, DATASET_VALIDATION, T, 2, validation);
@@ -397,10 +397,10 @@ DATA_TEST(data_loader_bad_files) {
         refused(row.why);
     }
     for (const auto& row : headers) {
-        put_shard(test, path, 0, row.tokens, token_of, row.claimed, row.magic, row.version);
+        put_shard(path, 0, row.tokens, token_of, row.claimed, row.magic, row.version);
         refused(row.why);
     }
-    put_shard(test, path, 0, 100, token_of);
+    put_shard(path, 0, 100, token_of);
     for (int length : {1023, 600, 12, 8, 7, 4}) {
         expect(truncate(path, length) == 0, "%s", strerror(errno));
         refused("truncated");
@@ -420,8 +420,8 @@ DATA_TEST(data_loader_bad_files) {
 DATA_TEST(data_loader_token_above_vocabulary) {
     enum { T = 10 };
     Dataset data;
-    put_shard(test, joined(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
-    put_shard(test, joined(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
+    put_shard(joined(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
+    put_shard(joined(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
     if (!open_data(test, &data, joined(folder, "?.bin"), DATASET_WHOLE, 0, T)) return;
     int tokens[T], targets[T];
     const char* wanted = "x.bin holds token 50257 at position 70 and the vocabulary has 50257 tokens";
