@@ -15,8 +15,8 @@ static int token_of(int64_t i) {
     return (int)((i * 7919 + i / 257) % 50257);
 }
 
-static void put_shard(const char* path, int64_t first, int64_t tokens, TokenValue value,
-                      int64_t claimed = -1, int magic = 20240520, int version = 1) {
+static void put_shard(const char* path, int64_t first, int64_t tokens, TokenValue value, int64_t claimed = -1,
+                      int magic = 20240520, int version = 1) {
     char* file = (char*)calloc(1, (size_t)(1024 + 2 * tokens));
     int32_t header[3] = {magic, version, (int32_t)(claimed < 0 ? tokens : claimed)};
     memcpy(file, header, sizeof(header));
