@@ -68,6 +68,13 @@ def make_optimizer(name, model, lr):
     return Optimizer(groups, preset=name, lr=lr, betas=(0.9, 0.95), seed=1)
 
 
+def held(tensor):
+    """Bytes; torchao's states are tensors that are made of others."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.numel() * tensor.element_size()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", default="adamw8")
@@ -126,9 +133,8 @@ def main():
             print(f"step {step:5}  loss {loss.item():.4f}  {time.time() - begin:.1f} s", flush=True)
         if step % max(a.steps // 10, 1) == 0:
             val = validate(step)
-    kept = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)]
-    states = sum(v.numel() * v.element_size() for v in kept)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    states = sum(held(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
+    weights = sum(held(p) for p in model.parameters())
     most = f", most in use {torch.cuda.max_memory_allocated() / 1e6:.0f} MB" if device == "cuda" else ""
     print(f"{a.optimizer}: validation {val:.4f} nats a byte, weights {weights / 1e6:.2f} MB, states "
           f"{states / 1e6:.2f} MB{most}")
