@@ -1,4 +1,4 @@
-// What stands between these has C's names in C++ too.
+// Declarations between C_LINKAGE_BEGIN and C_LINKAGE_END have C's names in C++ too.
 #pragma once
 #ifdef __cplusplus
 #define C_LINKAGE_BEGIN extern "C" {

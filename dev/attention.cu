@@ -111,7 +111,7 @@ static void print_first_wrong(const float* got, const float* want, int64_t n, in
     }
 }
 
-// What the plain C version gives for these inputs.
+// Inputs, and the plain C version's results for them.
 struct Reference : Buffers {
     float size;  // of q, k and v
     float *want, *want_lse, *want_dqkv;

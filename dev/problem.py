@@ -25,7 +25,7 @@ def python_here(arguments):
 
 
 def installs(packages):
-    """What to type where packages are missing."""
+    """Returns what to type where packages are missing."""
     return f"type {python_here(f'-m pip install {packages}')}"
 
 

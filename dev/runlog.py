@@ -126,7 +126,7 @@ class RunLog:
                 self.changes += 1
 
     def complaint(self):
-        """What is wrong with the log, or nothing."""
+        """Returns what is wrong with the log, or nothing."""
         number, reason = self.bad or (0, "")
         return f"line {number} of its log is not a record ({reason})" if number else f"{reason}"
 

@@ -103,7 +103,7 @@ inline void print_rate(const char* name, int64_t rows, int64_t cols, double ms, 
            bytes / ms * 1e-6, 100 * bytes / (1e-3 * ms) / copy);
 }
 
-// What device memory holds, as floats.
+// Returns the values in device memory as floats.
 inline float* host_floats(Room* room, const bf16* device, int64_t n) {
     const bf16* bits = room->to_host(device, n);
     float* values = room->host<float>(n);

@@ -14,7 +14,7 @@
 // GPU: a block for each row reads it twice. First each thread finds the largest of its logits. The k-th largest of
 // these is not above the k-th largest of all, since k different logits reach it; so only the logits that reach it, not
 // many more than k, are kept, one for a thread, and searched. With k above DRAW_SHORT or very many equal logits, each
-// of 32 rounds reads the row, which takes a few times as long.
+// of 32 rounds reads the row.
 #pragma once
 #include <float.h>
 #include <limits.h>
@@ -117,7 +117,7 @@ __device__ inline bool draw_short_list(const float* row, int V, int64_t k, uint3
     return length <= DRAW_THREADS;
 }
 
-// Of a thread: its best token so far.
+// A thread keeps its best token so far here.
 struct DrawBest {
     double score;
     int token;

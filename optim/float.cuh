@@ -175,7 +175,7 @@ OPTIM_INLINE float exact_max(float a, float b) {
     return OPTIM_EITHER(fmaxf(a, b), a > b ? a : b);
 }
 
-// On a GPU it is free in the comparison that follows.
+// A GPU takes the absolute value within the comparison that follows, at no cost.
 OPTIM_INLINE float exact_abs(float a) {
     return OPTIM_EITHER(fabsf(a), bits_float(float_bits(a) & 0x7fffffffu));
 }

@@ -131,7 +131,7 @@ def main():
         record("train", step, loss.item())
         if step % 20 == 0 or step == 1:
             print(f"step {step:5}  loss {loss.item():.4f}  {time.time() - begin:.1f} s", flush=True)
-        if step % max(a.steps // 10, 1) == 0:
+        if step % max(a.steps // 10, 1) == 0 or step == a.steps:
             val = validate(step)
     states = sum(held(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))
     weights = sum(held(p) for p in model.parameters())

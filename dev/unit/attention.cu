@@ -163,7 +163,7 @@ struct GpuCase : Room {
     // The plain C version's out and lse.
     void solve() { attention_forward_cpu(out, lse, qkv, B, T, C, NH); }
 
-    // What solve() has computed, on the device.
+    // Copies what solve() has computed to the device.
     void hand_over() {
         d_out = rounded(out, n);
         copy_to_device(dev, d_lse, lse, rows * 4);
@@ -282,7 +282,7 @@ static double run_backward(Test* test, GpuCase<X>* c, double eps, bool with_bias
     return worst_gradient(c, got[0], want, eps);
 }
 
-// As `card` computes it; if `whole`, also by mma.sync and with the bias gradient.
+// Checks the way that `card` takes; if `whole`, also mma.sync's forward pass and the bias gradient.
 template <typename X>
 static void check_gpu(Test* test, const Device* card, int HS, bool whole, std::initializer_list<int> lengths) {
     double worst_forward = 0.0, worst_backward = 0.0;
@@ -316,7 +316,7 @@ TEST(attention_bf16_gpu) {
     check_own_gpu<bf16>(test);
 }
 
-// By mma.sync, as an A100 and a B200 do it; these differ in the backward pass of heads of 128 alone.
+// Checks mma.sync's way, which an A100 and a B200 take. They differ in the backward pass of heads of 128 alone.
 TEST(attention_other_cards_gpu) {
     Device card = test_device(true);
     for (int HS : {64, 128}) {

@@ -65,7 +65,7 @@ inline bool expect_compiles(Test* test, const char* expression, const char* arch
     return good;
 }
 
-// What ./train, beside this program, writes to its two streams; its exit code goes to *code.
+// Runs the ./train beside this program. Returns what it writes to its two streams, and its exit code in *code.
 inline const char* run_train(const char* words, int* code) {
     return shell(formatted("%s/train %s 2>&1 < /dev/null", test_folder(), words), code);
 }

@@ -84,7 +84,7 @@ inline char* contents(const char* folder, const char* name, int64_t* bytes) {
     return file_read(joined(folder, name), bytes, error);
 }
 
-// What a command writes to its standard output; its exit code goes to *code.
+// Runs a command in a shell. Returns what it writes to its standard output, and its exit code in *code.
 inline const char* shell(const char* command, int* code) {
     constexpr size_t PIECE = 4096;
     char* text = nullptr;

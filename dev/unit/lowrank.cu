@@ -228,8 +228,8 @@ TEST(lowrank_fused_gpu) {
     check_fused_bf16(test);
 }
 
-// Of two formats of weights, one is read as it is stored: its memory is that of the other one's copy. adamw has equal
-// bits on both devices.
+// The matmuls read one of two formats of weights as it is stored: its memory is that of the other one's copy. adamw has
+// equal bits on both devices.
 TEST_BOTH(lowrank_copies) {
     const OptimTensor tensors[] = {{"wte.weight", 64, 64, true, 0}, {"h.0.c_fc.weight", 40, 24, true, 0}};
     for (const auto& [weights, overrides] :

@@ -137,7 +137,7 @@ TEST(symmetric_product_mirrors) {
 #ifdef __CUDACC__
 constexpr int64_t BATCH = 3;
 
-// On the device, and rounded in `host` too.
+// Rounds `host` to half precision, and returns a copy of it on the device.
 static __half* halves_on(Room* room, float* host, int64_t n) {
     __half* bits = room->host<__half>(n);
     for (int64_t i = 0; i < n; i++) bits[i] = __float2half_rn(host[i]), host[i] = __half2float(bits[i]);

@@ -25,7 +25,7 @@ static void want_factors(const PartCase& row, const double* square, double* tota
     }
 }
 
-// With gradients of type G. `tiled`: from squares of tiles, which are summed here.
+// Checks one row with gradients of type G. `tiled`: the norm comes from squares of tiles, which are summed here.
 template <typename G>
 static void check_part(Test* test, const Device* dev, const PartCase& row, bool tiled) {
     constexpr int64_t TILE = 4000;

@@ -11,7 +11,7 @@ static const OptimTensor small[TENSORS] = {
     {"ln_f.weight", 1, 2500, false, 0},         {"h.0.attn.c_attn.weight", 96, 40, true, 0, 3},
     {"h.0.mlp.c_proj.weight", 20, 51, true, 0}, {"h.1.ln_1.weight", 1, 9, false, 0},
     {"h.1.mlp.c_fc.bias", 1, 2050, true, 0}};
-// With matrices whose products our own kernel makes (kernels/matmul_symmetric.cuh).
+// These matrices are large enough for our own products (kernels/matmul_symmetric.cuh).
 static const OptimTensor large[TENSORS] = {small[0], small[1], {"h.0.mlp.c_fc.weight", 600, 456, true, 0},
                                            small[3], small[4], {"h.0.attn.c_attn.weight", 1368, 520, true, 0, 3},
                                            small[6], small[7], small[8]};
@@ -254,7 +254,7 @@ TEST_BOTH(placed_same_as_arenas) {
     snprintf(test->note, sizeof(test->note), "%d combinations", compared);
 }
 
-// Without c_proj, whose sides are no multiples of 8, a GPU takes the fused way (matrix/low_rank.h), which writes
+// A GPU takes galore's fused way (matrix/low_rank.h) without c_proj, whose sides are no multiples of 8. It writes
 // weights of each kind, in the caller's tensors or beside them, from gradients of both types.
 TEST_BOTH(placed_fused) {
     constexpr const char* REST = "*.c_proj.weight: rule=adamw";

@@ -482,7 +482,7 @@ TEST(sampling_draw_gpu) {
     float* logits = random_floats((int64_t)R * VP, 6, 9);
     int numbers[2][R], want[R], got[R];
     for (int r = 0; r < R; r++) numbers[0][r] = r % 9, numbers[1][r] = 31 * r;
-    // Of some rows thousands of logits are equal, so that no short list holds the likeliest, and of some all are.
+    // Some rows have thousands of equal logits, so that no short list holds the likeliest; in others all are equal.
     for (int64_t i = 0; i < R * (int64_t)VP; i++)
         if (i / VP % 5 == 1) logits[i] = rintf(i / VP % 2 ? logits[i] / 20 : logits[i]) - 100;
     logits[3 * (int64_t)VP + 17] = NAN;

@@ -386,7 +386,7 @@ def change_object(change):
 
 
 def turn(p, _):
-    """As a transposed weight is trained on: the backward pass gives gradients the parameter's strides."""
+    """Trains on with a transposed weight: the backward pass gives gradients the parameter's strides."""
     p.data = p.data.t()
     p.grad = torch.ones(16, 16).bfloat16().t()
 
@@ -405,8 +405,8 @@ def write(p, _):
         p.mul_(0.5)
 
 
-# What other code may do to a parameter of 16 x 16 in bf16 between two steps, and a word of the refusal. Gradients lie
-# in `memory` of 512 numbers. "at its address": a comparison of addresses sees no change.
+# Each row names a change that other code may make to a parameter of 16 x 16 in bf16 between two steps, makes it, and has
+# a word of the refusal. Gradients lie in `memory` of 512 numbers. "at its address": comparing addresses sees no change.
 CHANGES = [
     ("nothing", lambda *_: None, None),
     ("gradient missing", replace("grad", lambda p: None), None),
@@ -436,7 +436,7 @@ CHANGES = [
 
 
 def steps_with_a_change(change, remember):
-    """What seven steps leave; the change comes before the fifth. Gradients are the same objects from step to step.
+    """Returns what seven steps leave; the change comes before the fifth. Gradients are the same objects from step to step.
     `remember`: as users step; otherwise the optimizer has to look at everything anew, and without the functions of
     torch that not every version has."""
     if not remember:
@@ -486,7 +486,7 @@ def torch_changes_between_steps():
 
 @test
 def torch_gradients_missing_in_turn():
-    """As torch's AdamW, where each parameter counts its steps. Sets of missing gradients stay, change and come back; in
+    """Parameters move as torch's AdamW moves them, where each counts its steps. Sets of missing gradients stay, change and come back; in
     the second run a parameter's first gradient comes late."""
     sets = [(), (1,), (1,), (1,), (), (0, 3), (0, 3), (1,), (2,), (1,), (1,), (0, 3), (), (), (0, 1, 2), (0, 1, 2)]
     for device in DEVICES:

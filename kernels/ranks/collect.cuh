@@ -1,12 +1,13 @@
-// What ranks keep of a sharded run (shard.cuh), brought to rank 0 for a checkpoint, and a check that all ranks have the
-// same. A checkpoint does not depend on the number of ranks. All ranks call each of these functions; ranks other than 0
-// only send their parts. Cost: each byte crosses to rank 0 once and then to the host, a staging buffer at a time.
+// Rank 0 collects what each rank of a sharded run keeps (shard.cuh), for a checkpoint, which does not depend on the
+// number of ranks. shard_equal checks that all ranks have the same bytes. All ranks call each of these functions; ranks
+// other than 0 only send their parts. Cost: each byte crosses to rank 0 once and then to the host, a staging buffer at
+// a time.
 #pragma once
 #include "../../data/files.h"
 #include "shard.cuh"
 
-// To the host memory of rank 0, from rank `from`, at most shard_staging_bytes at a time; all ranks call it. The data is
-// the device's, or the host's.
+// Copies at most shard_staging_bytes of rank `from` to the host memory of rank 0. All ranks call it. `on_host`: the
+// data is in host memory, otherwise in the device's.
 inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes, int from, bool on_host) {
     const Device* dev = s->comm.dev;
     bool own = from == 0 && s->comm.rank == 0;
@@ -46,8 +47,8 @@ inline bool shard_equal(Shard* s, const void* data, int64_t bytes) {
     return limits[0] == -limits[1];
 }
 
-// Elements begin to begin + n of the arena into `values` on rank 0, part by part from those who keep them. `kept`: this
-// rank's part, of elements of `size` bytes, in device memory; NULL: what it has is in its own `values` already.
+// Copies elements begin to begin + n of the arena to `values` on rank 0, part by part from those who keep them. `kept`:
+// this rank's part, of elements of `size` bytes, in device memory; NULL: what it has is in its own `values` already.
 inline void shard_collect(Shard* s, void* values, int64_t begin, int64_t n, int size, const void* kept) {
     int64_t most = shard_staging_bytes(s) / size, own = s->cut[s->comm.rank];
     for (int r = 0; r < s->comm.world; r++) {
@@ -77,8 +78,8 @@ struct ShardArrays {
     const void** own;  // (count) this rank's data
 };
 
-// From what this rank has; alone, or where nothing is sharded, that is all. Launches stand in the arena's order, so an
-// array that an earlier rank lacks comes after those that it has.
+// Lists the arrays of all ranks; `own` are this rank's, and the whole list if nothing is sharded. Launches stand in the
+// arena's order, so an array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     constexpr int most = SHARD_ARRAYS;
     assert(count <= most);
@@ -107,7 +108,8 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     return all;
 }
 
-// Bytes `at` to at + bytes of array i into `host` on rank 0, part by part from those who keep them; all ranks call it.
+// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from those who keep them; all ranks call
+// it.
 inline void shard_arrays_read(Shard* s, const ShardArrays* all, int i, int64_t at, int64_t bytes, void* host) {
     const int64_t piece = shard_staging_bytes(s);
     int64_t begin = 0;

@@ -144,7 +144,8 @@ class _Part:
         self.weights, self.where, self.numbers = None, None, list(range(len(params)))
         # A _Known for each set of missing gradients, how many were made, and the last such set.
         self.known, self.made, self.last_missing = {}, 0, ()
-        # Of the last step of parameters of several ages: the missing gradients, one parameter of each group, group_of.
+        # If parameters have several ages, the last step leaves here: its missing gradients, one parameter of each
+        # group, group_of.
         self.divided = None
         self.views = [dict(self._views(t)) for t in range(len(params))]
         self.by_rows = [{name for name, *_, run, bits in self._states(t) if self._row_bytes(t, run, bits)}
