@@ -175,16 +175,25 @@ TEST(cli_shell_words) {
     }
 }
 
-// Pastes what a run printed after "next", and below it, into a shell; returns how many commands there were.
-static int paste_next(Test* test, const char* folder, const char* out) {
+// Before a command in a shell: runs it until log.jsonl, in the run folder `run`, has a step more, for half a minute at
+// most, and stops it then. The exit code is the command's.
+static const char* until_a_step(const char* run) {
+    return formatted(
+        "until_a_step() { log=%s/log.jsonl; steps() { grep -s '\"train\"' \"$log\" | wc -l; }; n=`steps`; "
+        "\"$@\" & for i in `seq 300`; do [ \"`steps`\" = \"$n\" ] || break; sleep 0.1; done; "
+        "kill -TERM $!; wait $!; }; until_a_step ",
+        shell_word(run));
+}
+
+// Pastes what a run in `run` printed after "next", and below it, into a shell; returns how many commands there were.
+static int paste_next(Test* test, const char* folder, const char* run, const char* out) {
     int count = 0, code;
     const char* next = strstr(out, "\nnext     ");
     expect(next, "nothing comes next: %s", out);
     for (const char* line = next ? next + 10 : nullptr; line; count++) {
         char command[2 * PATH_MAX];
         const bool resumes = strstr(line, " --resume ") != nullptr;  // for ever
-        snprintf(command, sizeof(command), "%s%.*s", resumes ? "timeout --preserve-status -s INT 2 " : "",
-                 (int)strcspn(line, "\n"), line);
+        snprintf(command, sizeof(command), "%s%.*s", resumes ? until_a_step(run) : "", (int)strcspn(line, "\n"), line);
         const char* said = shell_in(folder, &code, command);
         expect(code == 0, "%s: exit code %d: %s", command, code, said);
         line = strchr(line, '\n');
@@ -211,14 +220,14 @@ FOLDER_TEST(cli_printed_commands) {
         snprintf(line, sizeof(line), "%s " SHAPE " " QUICK " --device cpu --data ../text.txt --run 'my $run' --steps 2",
                  program);
         const char* out = shell_in(folder, &code, line);
-        expect(code == 0 && paste_next(test, folder, out) == 2, "%s: %s", line, out);
+        expect(code == 0 && paste_next(test, folder, "my $run", out) == 2, "%s: %s", line, out);
         if (inside) continue;
         snprintf(line, sizeof(line),
-                 "rm -r \"../it's home/.venv\"; timeout --preserve-status -s INT 2 %s " TINY
-                 " --data ../text.txt --run \"it's\" --steps 100000000",
-                 program);
+                 "rm -r \"../it's home/.venv\"; %s%s " TINY " --data ../text.txt --run \"it's\" --steps 100000000",
+                 until_a_step("it's"), program);
         out = shell_in(folder, &code, line);
-        expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, out) == 1, "%s: %s", line, out);
+        expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, "it's", out) == 1, "%s: %s", line,
+               out);
     }
 }
 

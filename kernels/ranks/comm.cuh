@@ -510,7 +510,7 @@ inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) 
     if (gpus == 0 || cpu) {
         if (stand_in_asked()) return 0;
         user_error("%d ranks were asked for and each needs a GPU of its own, %s; leave --gpus, or the launcher, out",
-                   launch->world, gpus == 0 ? "and no GPU answers" : "and --device cpu is typed");
+                   launch->world, cpu ? "and --device cpu is typed" : "and no GPU answers");
     }
     if (gpus == 1 && asked == 1) return 0;
     if (asked > gpus) {
@@ -523,12 +523,22 @@ inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) 
     return launch->local_rank;
 }
 
+// Counts the GPUs that this process may use. The count starts the driver, which takes seconds on a machine with many
+// GPUs, so it is left out where CUDA_VISIBLE_DEVICES hides all of them.
+inline cudaError_t count_gpus(int* gpus) {
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+    *gpus = 0;
+    if (visible && visible[0] == 0) return cudaSuccess;
+    const cudaError_t status = cudaGetDeviceCount(gpus);
+    if (status != cudaSuccess) *gpus = 0;
+    return status;
+}
+
 // Opens the device that --device names: "auto", "gpu" or "cpu". `launch` is NULL for a program without ranks.
 inline void device_choose(Device* dev, const char* name, const Launch* launch, int64_t asked) {
     const bool cpu = strcmp(name, "cpu") == 0;
     int gpus = 0;
-    cudaError_t status = cudaGetDeviceCount(&gpus);
-    if (status != cudaSuccess) gpus = 0;
+    const cudaError_t status = cpu ? cudaSuccess : count_gpus(&gpus);
     if (strcmp(name, "gpu") == 0 && gpus == 0) {
         user_error("--device gpu: no GPU answers (%s); type --device cpu, or --dry-run --memory 24G to plan for one",
                    status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
