@@ -75,19 +75,27 @@ static int ranks_on_gpus() {
 
 static const char* const modes[] = {"none", "states", "grads", "weights"};
 
+// Runs on more than two GPUs take seconds to start, so these cases leave out half of their combinations there.
+static bool runs_few(bool gpu, int ranks) {
+    return gpu && ranks > 2;
+}
+
 // Runs of all modes are the same to the bit where a step has one micro-batch a rank; with several, none is states and
 // grads is weights, since the others sum over the ranks before they sum over the micro-batches.
 static void check_modes(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
     const char* work = work_folder();
     const char* run[4];
+    const bool ends_alone = micro_batches == 1 && runs_few(gpu, ranks);
     for (int i = 0; i < 4; i++) {
+        if (ends_alone && (i == 1 || i == 2)) continue;
         run[i] = joined(work, modes[i]);
         train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 6 --shard %s %s", work, run[i],
                     32 * ranks * micro_batches, modes[i], options);
     }
+    if (micro_batches == 1) expect_equal_runs(test, run[0], run[3], 6);
+    if (ends_alone) return;
     expect_equal_runs(test, run[0], run[1], 6);
     expect_equal_runs(test, run[2], run[3], 6);
-    if (micro_batches == 1) expect_equal_runs(test, run[0], run[2], 6);
 }
 
 TEST(multi_modes) {
@@ -130,6 +138,7 @@ static void check_released(Test* test, bool gpu, int ranks, const char* clip, co
     const char* first = nullptr;
     for (int i = 0; i < 4; i++) {
         for (int k = 0; k < 3; k++) {
+            if (runs_few(gpu, ranks) && (i + k) % 2 == 1) continue;
             const char* run = formatted("%s/%s_%d", work, modes[i], k);
             train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 4 --shard %s %s %s %s", work, run,
                         32 * ranks, modes[i], clip, released[k], options);
@@ -162,6 +171,7 @@ static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, con
     const char* offload = strstr(options, "muon ") ? "none" : "states";  // not of rules that read matrices
     for (int i = 0; i < 9; i++) {
         if (i / 4 == 1 && strcmp(offload, "none") == 0) continue;
+        if (runs_few(gpu, ranks) && i != 0 && i != 3 && i != 5 && i != 8) continue;
         run = formatted("%s/%d", work, i);
         train_ranks(gpu, ranks,
                     SEVERAL

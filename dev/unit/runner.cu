@@ -31,9 +31,9 @@ Test** test_list() {
     return &head;
 }
 
-bool test_gpu_present() {
+int test_gpus() {
     int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
 }
 
 struct Counts {
@@ -106,7 +106,7 @@ static void case_left() {
 }
 
 static void run_here(Test** cases, int count, Counts* counts) {
-    bool gpu = test_gpu_present();
+    bool gpu = test_gpus() > 0;
     atexit(case_left);
     for (int i = 0; i < count; i++) {
         char folder[1024];
@@ -144,7 +144,21 @@ struct Worker {
     char folder[1024];
 };
 
-static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
+// Cases that take several GPUs have such names; every other case sees one GPU. It is another one for each `number`, so
+// that the GPUs of a machine share the cases; and CUDA starts faster, as it need not open all of them.
+static void show_gpus(const char* name, int number, int gpus) {
+    if (gpus < 2 || strncmp(name, "multi_", 6) == 0 || strncmp(name, "exchange_", 9) == 0) return;
+    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
+    char list[1024], one[16];
+    snprintf(list, sizeof(list), "%s", visible ? visible : "");
+    const char* word = strtok(list, ",");
+    for (int i = 0; word && i < number % gpus; i++) word = strtok(nullptr, ",");
+    snprintf(one, sizeof(one), "%d", number % gpus);
+    setenv("CUDA_VISIBLE_DEVICES", word ? word : one, 1);
+}
+
+// `number`: how many cases were started before.
+static void worker_start(Worker* worker, Test* test, int number, int gpus, int threads) {
     int ends[2];
     fflush(stdout);
     *worker->ending = {};
@@ -159,7 +173,8 @@ static void worker_start(Worker* worker, Test* test, bool gpu, int threads) {
         dup2(ends[1], 1), dup2(ends[1], 2);
         omp_set_num_threads(threads);
         setenv("TMPDIR", worker->folder, 1);
-        run_case(test, gpu);
+        show_gpus(test->name, number, gpus);
+        run_case(test, gpus > 0);
         fflush(stdout);
         *worker->ending = {true, test->skipped, test->failures};
         _exit(0);
@@ -235,7 +250,7 @@ static void workers_wait(Worker* workers, int jobs, Counts* counts) {
 }
 
 // The cases of (count) that are, or are not, to be alone.
-static void run_beside(Test** cases, int count, bool alone, int jobs, int threads, bool gpu, Counts* counts) {
+static void run_beside(Test** cases, int count, bool alone, int jobs, int threads, int gpus, Counts* counts) {
     Worker workers[MOST_JOBS] = {};
     size_t bytes = MOST_JOBS * sizeof(Ending);
     Ending* endings = (Ending*)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -246,7 +261,10 @@ static void run_beside(Test** cases, int count, bool alone, int jobs, int thread
         busy = 0;
         for (int i = 0; i < jobs; i++) {
             while (next < count && cases[next]->alone != alone) next++;
-            if (!workers[i].test && next < count) worker_start(&workers[i], cases[next++], gpu, threads);
+            if (!workers[i].test && next < count) {
+                worker_start(&workers[i], cases[next], next, gpus, threads);
+                next++;
+            }
             busy += workers[i].test != nullptr;
         }
         if (busy > 0) workers_wait(workers, jobs, counts);
@@ -255,11 +273,11 @@ static void run_beside(Test** cases, int count, bool alone, int jobs, int thread
 }
 
 // Asked by a process of its own: see above.
-static bool gpu_present_asked_aside() {
-    int status = 1;
+static int gpus_asked_aside() {
+    int status = 0;
     pid_t child = fork();
-    if (child == 0) _exit(test_gpu_present() ? 0 : 1);
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    if (child == 0) _exit(test_gpus());
+    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) ? WEXITSTATUS(status) : 0;
 }
 
 static bool name_picked(const char* name, int argc, char** argv) {
@@ -398,9 +416,9 @@ int main(int argc, char** argv) {
         run_here(picked, count, &counts);
     } else {
         int cores = omp_get_max_threads();
-        bool gpu = gpu_present_asked_aside();
-        run_beside(picked, count, false, jobs, cores > jobs ? cores / jobs : 1, gpu, &counts);
-        run_beside(picked, count, true, 1, cores, gpu, &counts);
+        int gpus = gpus_asked_aside();
+        run_beside(picked, count, false, jobs, cores > jobs ? cores / jobs : 1, gpus, &counts);
+        run_beside(picked, count, true, 1, cores, gpus, &counts);
     }
     printf("%d passed, %d failed, %d skipped\n", counts.passed, counts.failed, counts.skipped);
     return counts.failed > 0 || counts.passed == 0;

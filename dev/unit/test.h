@@ -128,7 +128,7 @@ inline const char* test_folder() {
     return path;
 }
 
-bool test_gpu_present();  // a CUDA device answers
+int test_gpus();  // how many CUDA devices answer
 
 inline Device test_device(bool gpu) {
     Device dev;
