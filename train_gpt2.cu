@@ -1482,8 +1482,7 @@ static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder
     if (run->launch->rank == 0) {
-        const char* const folders[] = {run->resume.from, run->model_folder, run->train_data.tokenizer};
-        require(run_folder_make(&run->folder, folders, run->resume.state, run->train_data.bytes, run->model->config.V),
+        require(run_folder_make(&run->folder, run->resume.state, run->train_data.bytes, run->model->config.V),
                 run->folder.error);
     }
     launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
@@ -1508,8 +1507,7 @@ static void begin(Run* run) {
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
-    const bool resumes = run->resume.state != nullptr;
-    require(!resumes || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
+    require(!run->resume.state || run_log(&run->folder, "resume", 0, nullptr, nullptr), run->folder.error);
 }
 
 static void end(Run* run) {
@@ -1532,6 +1530,8 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     }
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
     require(run.model_folder != nullptr, run.folder.error);
+    const char** sources = run.folder.sources;
+    sources[0] = run.resume.from, sources[1] = run.model_folder, sources[2] = run.train_data.tokenizer;
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, &run.train_data, &run.val_data), run.folder.error);

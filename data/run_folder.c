@@ -310,10 +310,10 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
 
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
 // takes nothing from the folder of its first weights.
-static bool tokenizer_take(RunFolder* run, const char* const folders[3], const Json* state) {
+static bool tokenizer_take(RunFolder* run, const Json* state) {
     char reason[DATA_ERROR_BYTES], *error = run->error;
-    const char *checkpoint = folders[0], *model = *checkpoint ? "" : folders[1];
-    const char* const sources[3] = {checkpoint, model, folders[2]};
+    const char *checkpoint = run->sources[0], *model = *checkpoint ? "" : run->sources[1];
+    const char* const sources[3] = {checkpoint, model, run->sources[2]};
     if (state && !checkpoint_has_copies(checkpoint, state, run->path, reason)) {
         return data_error(error, "--resume: %s", reason);
     }
@@ -329,9 +329,9 @@ static bool tokenizer_take(RunFolder* run, const char* const folders[3], const J
 }
 
 // Refuses data whose tokens are not those that the weights of a checkpoint or a model folder have learned.
-static bool tokenizers_fit(RunFolder* run, const char* const folders[3]) {
-    const char* weights = *folders[0] ? folders[0] : folders[1];
-    if (tokenizers_agree(weights, folders[2])) return true;
+static bool tokenizers_fit(RunFolder* run) {
+    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
+    if (tokenizers_agree(weights, run->sources[2])) return true;
     return data_error(
         run->error,
         "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python data/prepare.py "
@@ -359,16 +359,16 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
 }
 
 bool run_folder_possible(RunFolder* run, bool bytes) {
-    return (run_whole(run, "eval-every") == 0 ||
+    return tokenizers_fit(run) &&
+           (run_whole(run, "eval-every") == 0 ||
             evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
            prompts_check(run_text(run, "prompt-file"), run->error);
 }
 
-bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary) {
+bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary) {
     char* error = run->error;
     const bool again = checkpoint || strcmp(run_text(run, "resume"), "auto") == 0;
-    if (!tokenizers_fit(run, folders)) return false;
-    if (!files_make(run, again) || !tokenizer_take(run, folders, checkpoint)) return false;
+    if (!files_make(run, again) || !tokenizer_take(run, checkpoint)) return false;
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
     if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;

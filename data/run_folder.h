@@ -35,6 +35,7 @@ typedef struct {
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
     const OptionTable* table;              // the options of the run, which are read by name, and their values
     void* fields;
+    const char* sources[3];  // folders that may have a tokenizer: the checkpoint's, the model's, the data's, or ""
     RunState state;
     Tokenizer* tokenizer;  // NULL where there is none
     SpecialTokens special;
@@ -61,12 +62,12 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
 // Makes the folder that --run names, or, where that is "", runs/DATE_TIME_MODEL (_2, _3, ... where that is taken), with
 // config.json, log.txt and log.jsonl; --run becomes its path. Then keeps in it what comes with the tokenizer and the
 // model, whatever becomes of where they came from, and opens the tokenizer, the prompts and the tasks of --eval.
-// `folders` may have a tokenizer, the first one before the others: the checkpoint's, the model's and the data's, or "".
 // `checkpoint` is the state.json that the run goes on from, or NULL. Where the tokenizer does not fit a model of
 // `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
-bool run_folder_make(RunFolder* run, const char* const folders[3], const Json* checkpoint, bool bytes, int vocabulary);
+bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary);
 void run_folder_close(RunFolder* run);
-// Before that: can the tasks of --eval and the prompts of --prompt-file be opened, for data that is `bytes` or tokens?
+// Before that: are the data's tokens, where it is not `bytes`, those that the weights of `sources` have learned, and
+// can the tasks of --eval and the prompts of --prompt-file be opened?
 bool run_folder_possible(RunFolder* run, bool bytes);
 
 // Prints on the terminal and into log.txt.

@@ -450,6 +450,7 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     refused("--model", "was prepared with another tokenizer than", type, begun, data, work, from);
     expect(!exists(work, "new"), "a run folder is left");
     refused("--resume", "was prepared with another tokenizer than", type, "--resume %s --steps 2", used);
+    refused("--dry-run", "was prepared with another tokenizer than", type, "--dry-run --resume %s --steps 2", used);
     write_text(data, "vocab.json", whole);
     write_text(data, "merges.txt", "#version: 0.2\nt h\nth e\n");
     train_well("--resume %s --steps 2", used);
