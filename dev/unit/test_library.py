@@ -13,24 +13,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import traceback
+
+from cases import run_cases
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "optim" / "python"))
 import nibble_optim  # noqa: E402
 from nibble_optim import library  # noqa: E402
-
-TESTS = []
-
-
-class Skip(Exception):
-    pass
-
-
-def test(function):
-    TESTS.append(function)
-    return function
 
 
 def raises(kind, words, function):
@@ -68,8 +57,7 @@ class Plain:
         return [bytes(w) for w in self.weights] + [self.handle.save()]
 
 
-@test
-def library_adamw_by_hand():
+def test_library_adamw_by_hand():
     plain = Plain([3], preset="adamw32")
     weights, m, v = list(plain.weights[0]), [0.0] * 3, [0.0] * 3
     for number in range(1, 6):
@@ -100,14 +88,12 @@ def same_again_and_resumed(shapes, **settings):
     return runs
 
 
-@test
-def library_same_bits_again_and_resumed():
+def test_library_same_bits_again_and_resumed():
     for preset in ("adamw32", "adamw8", "adamw4", "adamw4d", "flash24", "adafactor8", "came8", "rmnp4"):
         same_again_and_resumed([(50, 100), 1, 2048, 300], preset=preset)
 
 
-@test
-def library_missing_gradient_leaves_a_tensor_alone():
+def test_library_missing_gradient_leaves_a_tensor_alone():
     a, b = Plain([3000, 500], preset="adamw8"), Plain([3000, 500], preset="adamw8")
     for run in (a, b):
         run.step(1)
@@ -118,8 +104,7 @@ def library_missing_gradient_leaves_a_tensor_alone():
     assert bytes(a.weights[0]) == bytes(b.weights[0])
 
 
-@test
-def library_rule_that_reads_rows_by_hand():
+def test_library_rule_that_reads_rows_by_hand():
     for nesterov in ("on", "off"):
         rmnp_by_hand(nesterov)
 
@@ -140,8 +125,7 @@ def rmnp_by_hand(nesterov):
     assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
 
 
-@test
-def library_rule_that_reads_rows_takes_all_tensors():
+def test_library_rule_that_reads_rows_takes_all_tensors():
     plain = Plain([(4, 8), (8, 4)], preset="adafactor8")
     before = plain.bytes()
     raises(ValueError, "takes all tensors or none", lambda: plain.step(1, missing=[1]))
@@ -153,8 +137,7 @@ def library_rule_that_reads_rows_takes_all_tensors():
 MATRIX_RULES = ("muon", "normuon", "galore", "fira", "apollo", "apollo-mini")
 
 
-@test
-def library_rules_that_read_matrices():
+def test_library_rules_that_read_matrices():
     shapes = [(50, 100), (33, 20), (8, 300)]
     for rule in MATRIX_RULES:
         runs = same_again_and_resumed(shapes, rule=rule, m="dyn8", rank_gap=2)
@@ -164,8 +147,7 @@ def library_rules_that_read_matrices():
         raises(ValueError, "t is sharded", lambda: nibble_optim.Handle({"rule": rule}, [("t", 8, 300, 0, 1200)]))
 
 
-@test
-def library_matrices_take_eight_groups():
+def test_library_matrices_take_eight_groups():
     plain = Plain([(4, 8)] * 9, rule="muon", m="fp32")
     grads = [floats([0.1] * len(w)) for w in plain.weights]
     for count in (8, 9):
@@ -178,8 +160,7 @@ def library_matrices_take_eight_groups():
         raises(ValueError, "more than 8 learning rates", step) if count > 8 else step()
 
 
-@test
-def library_muon_by_hand():
+def test_library_muon_by_hand():
     """One singular value: u of rank 1 has the orthogonal factor u / ||u||, which five steps bring near."""
     plain = Plain([(40, 30)], rule="muon", m="fp32", overrides="none", ns_coefficients="polar-express", ns_steps=8)
     before = list(plain.weights[0])
@@ -194,8 +175,7 @@ def library_muon_by_hand():
         assert abs(w - want) < 1e-2 * 0.2 * 40 ** 0.5 * 0.02 * abs(g) / length + 1e-6, (w, want)
 
 
-@test
-def library_tensor_scales_of_two_groups():
+def test_library_tensor_scales_of_two_groups():
     """Scales of whole tensors are no reason for equal betas."""
     plain = Plain([(40, 33), (33, 40)], rule="adamw", m="dyn8/rank1", v="fp32")
     plain.group_of = array.array("i", [0, 1])
@@ -206,8 +186,7 @@ def library_tensor_scales_of_two_groups():
     assert all(abs(w[0] - (7 * 0 + 3 * t) % 11 / 7 + 5 / 7 + 1e-2) < 1e-4 for t, w in enumerate(plain.weights))
 
 
-@test
-def library_stacked_matrices():
+def test_library_stacked_matrices():
     """Three matrices in one tensor step as three tensors."""
     for rule in ("muon", "normuon", "fira"):
         one = Plain([(96, 64)], rule=rule, m="fp32", stacked="wte:5; t*: 3")
@@ -226,8 +205,7 @@ def library_stacked_matrices():
     raises(ValueError, "no 3 equal matrices", lambda: Plain([(32, 40)], rule="muon", stacked="t0:3"))
 
 
-@test
-def library_part_of_a_model_has_its_noise():
+def test_library_part_of_a_model_has_its_noise():
     """A tensor's projection and noise depend on where it lies in the model, not on who steps it."""
     shapes = [(33, 20), (8, 300)]
     both = Plain(shapes, rule="apollo", m="fp32", seed=3)
@@ -242,8 +220,7 @@ def library_part_of_a_model_has_its_noise():
     assert bytes(both.weights[1]) == bytes(parts[0].weights[0]) != bytes(parts[1].weights[0])
 
 
-@test
-def library_shares_of_tensors_that_are_read_whole():
+def test_library_shares_of_tensors_that_are_read_whole():
     """Optimizers that divide a model among them have the bits of one that has all of it."""
     shapes = [(24, 16), 40, (8, 300), (33, 20), (16, 48), 7]
     vectors = {"overrides": "t1|t5: rule=adamw m=fp32 v=fp32"}
@@ -274,8 +251,7 @@ def library_shares_of_tensors_that_are_read_whole():
     assert [handle.owner(t) >= 0 for t in range(5)] == [True, False, True, False, False]
 
 
-@test
-def library_clock():
+def test_library_clock():
     for preset in ("adamw8", "came8", "muon8"):
         plain = Plain([(5, 8)], preset=preset, capturable=1)
         assert plain.handle.clock() == 0
@@ -284,8 +260,7 @@ def library_clock():
             assert plain.handle.clock() == number
 
 
-@test
-def library_limit_growth():
+def test_library_limit_growth():
     """A tensor's update grows by no more than the factor from step to step; without it, it does."""
     most = {}
     for limit in (0, 1):
@@ -304,8 +279,7 @@ def library_limit_growth():
            lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
 
 
-@test
-def library_mistakes_are_sentences():
+def test_library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
@@ -329,8 +303,7 @@ def library_mistakes_are_sentences():
     raises(ValueError, "states are of", lambda: plain.handle.load(Plain([5], preset="adamw4").handle.save()))
 
 
-@test
-def library_frees_what_a_failure_leaves():
+def test_library_frees_what_a_failure_leaves():
     """Whichever allocation of states fails; the buffers for matrices are the largest part, 24 MB here."""
     blocks, left = [], 0
 
@@ -359,16 +332,14 @@ def library_frees_what_a_failure_leaves():
     assert memory() - before < 100 << 20, f"{(memory() - before) >> 20} MB more"
 
 
-@test
-def library_prints_nothing_and_goes_on():
+def test_library_prints_nothing_and_goes_on():
     code = "import sys; sys.path.insert(0, sys.argv[1]); import nibble_optim\n" \
            "for _ in range(3):\n    try: nibble_optim.Handle({'preset': 'x'}, [])\n    except ValueError: pass\n"
     run = subprocess.run([sys.executable, "-c", code, str(ROOT / "optim" / "python")], capture_output=True)
     assert (run.returncode, run.stdout, run.stderr) == (0, b"", b""), run
 
 
-@test
-def library_threads_do_not_meet():
+def test_library_threads_do_not_meet():
     want = Plain([4000], preset="adamw8")
     for number in range(1, 9):
         want.step(number)
@@ -389,10 +360,9 @@ def library_threads_do_not_meet():
     assert all(run.bytes() == want.bytes() for run in runs)
 
 
-@test
-def library_example_in_c():
+def test_library_example_in_c():
     if not shutil.which("gcc"):
-        raise Skip("no gcc")
+        return "skipped: no gcc"
     where = pathlib.Path(library.library()._name).resolve().parent
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/optim"
@@ -403,11 +373,10 @@ def library_example_in_c():
     assert run.returncode == 0 and "has the same bits" in run.stdout, run
 
 
-@test
-def library_wheel_in_an_empty_environment():
+def test_library_wheel_in_an_empty_environment():
     wheels = sorted(ROOT.glob("dist/nibble_optim-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        raise Skip("no wheel; make wheel makes one")
+        return "skipped: no wheel; make wheel makes one"
     code = "from nibble_optim import Handle; print(Handle({'preset': 'adamw8'}, [('w', 3, 4, 0, -1)]).describe())"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -418,28 +387,5 @@ def library_wheel_in_an_empty_environment():
     assert run.returncode == 0 and run.stdout.startswith("adamw  weights bf16:sr"), run
 
 
-def main(torch=None):
-    """Runs the tests that were defined by now and returns the exit status."""
-    picked = sys.argv[2] if len(sys.argv) > 2 and sys.argv[1] == "-k" else ""
-    counts = {"ok": 0, "FAIL": 0, "skip": 0}
-    for function in TESTS:
-        if picked not in function.__name__:
-            continue
-        begin, note = time.perf_counter(), ""
-        try:
-            if torch is None and function.__name__.startswith("torch_"):
-                raise Skip("torch is not installed")
-            verdict, note = "ok", function() or ""
-        except Skip as reason:
-            verdict, note = "skip", str(reason)
-        except BaseException:
-            verdict = "FAIL"
-            traceback.print_exc(file=sys.stdout)
-        counts[verdict] += 1
-        print(f"{verdict:5} {function.__name__:48} {time.perf_counter() - begin:5.2f} s  {note}", flush=True)
-    print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")
-    return counts["FAIL"] > 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(globals()))

@@ -18,7 +18,9 @@ import time
 import unittest.mock
 import warnings
 
-from test_library import ROOT, Skip, main, nibble_optim, raises, test
+import test_library
+from cases import run_cases
+from test_library import ROOT, nibble_optim, raises
 
 try:
     import torch
@@ -71,8 +73,7 @@ def each_kind():
                 yield device, dtype, preset
 
 
-@test
-def torch_close_to_adamw():
+def test_torch_close_to_adamw():
     for device in DEVICES:
         a, b = model_of(device), model_of(device)
         settings = dict(lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
@@ -82,8 +83,7 @@ def torch_close_to_adamw():
             assert (p - q).abs().max() < 20 * 1e-3 * 1e-3, "a thousandth of what 20 steps can move a weight"
 
 
-@test
-def torch_losses_fall_in_every_format():
+def test_torch_losses_fall_in_every_format():
     for device, dtype, preset in each_kind():
         model = model_of(device, dtype)
         matrices = preset in MATRIX_PRESETS  # whose updates do not shrink with the gradient: lr has to
@@ -101,8 +101,7 @@ def torch_losses_fall_in_every_format():
         assert losses[-1] < 0.2 * losses[0], (device, dtype, preset, losses[0], losses[-1])
 
 
-@test
-def torch_state_dict_to_the_bit():
+def test_torch_state_dict_to_the_bit():
     for device, dtype, preset in each_kind():
         a = model_of(device, dtype)
         first = make(a, preset=preset)
@@ -122,10 +121,9 @@ def torch_state_dict_to_the_bit():
                 assert torch.equal(value, second.state[q][name]), (device, dtype, preset, name)
 
 
-@test
-def torch_cpu_and_gpu_are_equal():
+def test_torch_cpu_and_gpu_are_equal():
     if len(DEVICES) < 2:
-        raise Skip("no GPU")
+        return "skipped: no GPU"
     for dtype in (torch.float32, torch.bfloat16):
         for preset in PRESETS:
             models = [model_of(device, dtype) for device in DEVICES]
@@ -142,8 +140,7 @@ def torch_cpu_and_gpu_are_equal():
                     assert torch.equal(value, optimizers[1].state[q][name].cpu()), (dtype, preset, name)
 
 
-@test
-def torch_groups_schedulers_closures_hooks():
+def test_torch_groups_schedulers_closures_hooks():
     for device in DEVICES:
         model = model_of(device)
         groups = [{"params": [model[0].weight, model[2].weight], "lr": 1e-2, "weight_decay": 0.1},
@@ -173,8 +170,7 @@ def torch_groups_schedulers_closures_hooks():
             assert (p - q).abs().max() < 3e-5, "a thousandth of what three steps can move a weight"
 
 
-@test
-def torch_hooks_and_profilers_see_each_step():
+def test_torch_hooks_and_profilers_see_each_step():
     """Each kind of hook alone, and a profiler, which step() could miss while it goes around torch's wrapper."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
     p = torch.nn.Parameter(torch.ones(4))
@@ -195,8 +191,7 @@ def torch_hooks_and_profilers_see_each_step():
     assert "Optimizer.step#Optimizer.step" in [event.key for event in profiled.key_averages()]
 
 
-@test
-def torch_missing_gradients_and_new_groups():
+def test_torch_missing_gradients_and_new_groups():
     for device in DEVICES:
         model, extra = model_of(device), torch.nn.Parameter(torch.ones(7, device=device))
         optimizer = make(model, preset="adamw8")
@@ -222,12 +217,11 @@ def torch_missing_gradients_and_new_groups():
         assert all(torch.equal(p, q) for p, q in zip(list(model.parameters()) + [extra], again))
 
 
-@test
-def torch_cuda_graph():
+def test_torch_cuda_graph():
     """Replays of a captured training step, with a learning rate that changes, are the steps that follow; so are eager
     steps between replays."""
     if len(DEVICES) < 2:
-        raise Skip("no GPU")
+        return "skipped: no GPU"
     rate = lambda number: 1e-2 / number
     kinds = [{"preset": preset} for preset in (*PRESETS, "muon", "muon8", "muon4")]
     kinds += [{"preset": "muon", "rule": "normuon"}, {"rule": "adam-mini"}, {"preset": "adamw8", "limit_growth": 1.001}]
@@ -285,8 +279,7 @@ def torch_cuda_graph():
         raises(kind, words, captured)
 
 
-@test
-def torch_limit_growth():
+def test_torch_limit_growth():
     for device in DEVICES:
         runs = []
         for _ in range(2):
@@ -303,8 +296,7 @@ def torch_limit_growth():
         assert not same(free, runs[0][0]), "nothing was limited"
 
 
-@test
-def torch_matrices_and_the_rest():
+def test_torch_matrices_and_the_rest():
     """Groups for a rule of matrices and for what it leaves; a new group; a schedule; resumed to the bit."""
     def build(model):
         matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -345,8 +337,7 @@ def torch_matrices_and_the_rest():
     raises(ValueError, "takes all matrices", lambda: train(model, backward, 1, 1))
 
 
-@test
-def torch_gradients_of_other_kinds():
+def test_torch_gradients_of_other_kinds():
     for device in DEVICES:
         p = torch.nn.Parameter(torch.ones(64, 48, dtype=torch.bfloat16, device=device))
         q = torch.nn.Parameter(torch.ones(64, 48, dtype=torch.bfloat16, device=device))
@@ -468,8 +459,7 @@ def steps_of(change, remember):
     return versions, [p.detach() for p in params], optimizer.state_dict()["state"]
 
 
-@test
-def torch_changes_between_steps():
+def test_torch_changes_between_steps():
     """What the optimizer remembers of the last step's tensors: after any change a step is that of an optimizer which
     remembers nothing, or is refused."""
     for name, change, refusal in CHANGES:
@@ -484,8 +474,7 @@ def torch_changes_between_steps():
         assert all(torch.equal(a, others[i][key]) for i in range(3) for key, a in states[i].items()), name
 
 
-@test
-def torch_gradients_missing_in_turn():
+def test_torch_gradients_missing_in_turn():
     """Parameters move as torch's AdamW moves them, where each counts its steps. Sets of missing gradients stay, change and come back; in
     the second run a parameter's first gradient comes late."""
     sets = [(), (1,), (1,), (1,), (), (0, 3), (0, 3), (1,), (2,), (1,), (1,), (0, 3), (), (), (0, 1, 2), (0, 1, 2)]
@@ -517,8 +506,7 @@ def missing_in_turn(device, missing):
     assert [int(again.state[p]["step"]) for p in again.param_groups[0]["params"]] == steps[:2]
 
 
-@test
-def torch_replays_with_a_missing_gradient():
+def test_torch_replays_with_a_missing_gradient():
     """The CPU takes what would be captured at once, as the first replay takes it: only its parameters count it."""
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     optimizer = nibble_optim.Optimizer(params, preset="adamw8", capturable=True)
@@ -533,8 +521,7 @@ def torch_replays_with_a_missing_gradient():
     assert optimizer.param_groups[0]["steps"] == 3
 
 
-@test
-def torch_parameters_that_share_a_counter():
+def test_torch_parameters_that_share_a_counter():
     """Parameters that are views of one tensor: their version counter rises by more than one a step."""
     whole = torch.randn(64).bfloat16()
     views = [whole[:32].detach().requires_grad_(), whole[32:].detach().requires_grad_()]  # of one version counter
@@ -553,8 +540,7 @@ def torch_parameters_that_share_a_counter():
     assert not lists.same_addresses(tensors[::-1], lists.addresses(tensors), [0, 1])
 
 
-@test
-def torch_grad_scaler_skips_steps():
+def test_torch_grad_scaler_skips_steps():
     for device in DEVICES:
         model = model_of(device)
         optimizer = make(model, preset="adamw8")
@@ -571,8 +557,7 @@ def torch_grad_scaler_skips_steps():
         assert not same(model, before)
 
 
-@test
-def torch_mistakes_are_exceptions():
+def test_torch_mistakes_are_exceptions():
     p, q = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(12, 8))
     q.grad = torch.ones_like(q)
     for kind, words, function in [
@@ -618,8 +603,7 @@ def torch_mistakes_are_exceptions():
     raises(RuntimeError, "replaced", optimizer.step)
 
 
-@test
-def torch_weights_written_by_others():
+def test_torch_weights_written_by_others():
     model = model_of(dtype=torch.bfloat16)
     optimizer = make(model, preset="adamw32", lr=0.0)
     train(model, optimizer, 1, 1)
@@ -629,8 +613,7 @@ def torch_weights_written_by_others():
     assert (model[0].weight == 3.0).all(), "the master has followed"
 
 
-@test
-def torch_step_in_backward():
+def test_torch_step_in_backward():
     for device in DEVICES:
         for preset in ("adamw8", "adamw32"):
             models = [model_of(device, torch.bfloat16) for _ in range(2)]
@@ -642,8 +625,7 @@ def torch_step_in_backward():
             assert all(p.grad is None for p in models[1].parameters())
 
 
-@test
-def torch_lines_of_the_readme():
+def test_torch_lines_of_the_readme():
     text = (ROOT / "optim" / "python" / "README.md").read_text()
     block = text[text.index("    import torch"):].split("\n\n")[0]
     code, _, shown = "\n".join(line[4:] for line in block.split("\n")).partition("   # ")
@@ -653,8 +635,7 @@ def torch_lines_of_the_readme():
     assert printed.getvalue().strip() == shown, printed.getvalue()
 
 
-@test
-def torch_compat():
+def test_torch_compat():
     from nibble_optim.compat import bitsandbytes, flashoptim, torchao
     peers = [getattr(torchao, n) for n in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")] + \
         [getattr(bitsandbytes.optim, n) for n in ("Adam", "AdamW", "Adam8bit", "AdamW8bit", "Lion", "Lion8bit",
@@ -680,14 +661,12 @@ def torch_compat():
     assert [optimizer.state[p]["m"].dtype for p in big] == [torch.float32, torch.uint8]
 
 
-@test
-def torch_dtensor_shards():
+def test_torch_dtensor_shards():
     """With fully_shard's kind of cuts, on GPUs if there are enough, states and weights are those of one process."""
     run_ranks("test_torch_shards.py", (1, 2, 3))
 
 
-@test
-def torch_checkpoint_on_other_ranks():
+def test_torch_checkpoint_on_other_ranks():
     """A distributed checkpoint of two ranks continues on one and on three."""
     run_ranks("test_torch_ranks.py", (2, 1, 3))
 
@@ -695,7 +674,7 @@ def torch_checkpoint_on_other_ranks():
 def run_ranks(name, counts):
     """Runs a script on so many ranks, one count after the other, with one folder."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
-        raise Skip("FSDP2 and its DTensors are in torch from 2.6 on")
+        return "skipped: FSDP2 and its DTensors are in torch from 2.6 on"
     with tempfile.TemporaryDirectory() as folder:
         for count in counts:
             command = [sys.executable, str(ROOT / "dev" / "unit" / name), folder]
@@ -705,12 +684,11 @@ def run_ranks(name, counts):
             assert all(rank.returncode == 0 for rank in ranks), "\n".join(texts)
 
 
-@test
-def torch_converts_train_checkpoints():
+def test_torch_converts_train_checkpoints():
     """A checkpoint of ./train goes into a torch optimizer and out again, byte for byte."""
     program = ROOT / "train"
     if not program.exists():
-        raise Skip("no ./train")
+        return "skipped: no ./train"
     for preset in ("adamw8", "muon8", "galore8"):
         converts(program, preset)
 
@@ -746,8 +724,7 @@ def converts(program, preset):
         assert all(here[n][0] == back[n][0] and torch.equal(here[n][1], back[n][1]) for n in here)
 
 
-@test
-def torch_rules_are_those_of_peers():
+def test_torch_rules_are_those_of_peers():
     """torch's AdamW and Adafactor; came-pytorch where it is installed."""
     check = subprocess.run([sys.executable, str(ROOT / "dev" / "reference" / "check_rules.py")], stdout=subprocess.PIPE,
                            stderr=subprocess.STDOUT, text=True)
@@ -766,8 +743,7 @@ def least(function, before=lambda: None):
     return min(times)
 
 
-@test
-def torch_python_takes_little_time():
+def test_torch_python_takes_little_time():
     """Without the library's own work, a step takes a few times as long as reading all p.grad; where the optimizer looks
     at each tensor in Python, it is 20 to 30 times."""
     report = []
@@ -792,8 +768,9 @@ def torch_python_takes_little_time():
 
 
 sys.modules["test_torch"] = sys.modules[__name__]
-import test_torch_gpu  # noqa: E402,F401  registers its cases
+import test_torch_gpu  # noqa: E402
 
 
 if __name__ == "__main__":
-    sys.exit(main(torch))
+    sys.exit(run_cases({**vars(test_library), **globals(), **vars(test_torch_gpu)},
+                       missing=None if torch else "torch is not installed", among="test_torch_"))

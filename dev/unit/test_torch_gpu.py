@@ -2,14 +2,13 @@
 import contextlib
 import threading
 
-from test_torch import DEVICES, Skip, make, model_of, nibble_optim, raises, same, test, torch, train
+from test_torch import DEVICES, make, model_of, nibble_optim, raises, same, torch, train
 
 
-@test
-def torch_cuda_graph_of_many_tensors():
+def test_torch_cuda_graph_of_many_tensors():
     """More addresses than one launch brings into a graph."""
     if len(DEVICES) < 2:
-        raise Skip("no GPU")
+        return "skipped: no GPU"
     runs = []
     for captured in (False, True):
         params = [torch.nn.Parameter(torch.sin(t + torch.arange(30.0, device="cuda"))) for t in range(300)]
@@ -26,10 +25,9 @@ def torch_cuda_graph_of_many_tensors():
     assert all(map(torch.equal, *runs))
 
 
-@test
-def torch_goes_on_after_missing_memory():
+def test_torch_goes_on_after_missing_memory():
     if len(DEVICES) < 2:
-        raise Skip("no GPU")
+        return "skipped: no GPU"
     models = [model_of("cuda") for _ in range(2)]
     optimizers = [make(model, preset="adamw8") for model in models]
     for model, optimizer, number in ((model, optimizer, number) for number in (1, 2)
@@ -41,11 +39,10 @@ def torch_goes_on_after_missing_memory():
     assert same(*models)
 
 
-@test
-def torch_refused_capture_is_forgotten():
+def test_torch_refused_capture_is_forgotten():
     """The gradients that a refused capture has named are those of the next step."""
     if len(DEVICES) < 2:
-        raise Skip("no GPU")
+        return "skipped: no GPU"
     models = [model_of("cuda") for _ in range(2)]
     for model, refused in zip(models, (False, True)):
         optimizer, kept = make(model, preset="galore8", capturable=True), []
@@ -62,8 +59,7 @@ def torch_refused_capture_is_forgotten():
     assert same(*models)
 
 
-@test
-def torch_threads_do_not_meet():
+def test_torch_threads_do_not_meet():
     """Optimizers of several threads, on a GPU each on a stream of its own."""
     presets = ("muon8", "galore8", "adamw8", "adafactor8")
 
@@ -96,11 +92,10 @@ def torch_threads_do_not_meet():
         assert all(map(same, alone, together)), device
 
 
-@test
-def torch_two_gpus():
+def test_torch_two_gpus():
     """Parameters on two GPUs step as they would alone; a mistake leaves the current GPU as it was."""
     if len(DEVICES) < 2 or torch.cuda.device_count() < 2:
-        raise Skip("no two GPUs")
+        return "skipped: no two GPUs"
     for preset in ("adamw8", "muon8", "galore8"):
         models = [[model_of(f"cuda:{i}", torch.bfloat16) for i in (0, 1)] for _ in range(2)]
         both = torch.nn.ModuleList(models[0])
