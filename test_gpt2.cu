@@ -38,7 +38,6 @@ struct Setup {
 static OptimConfig setup_optim(const Setup* s) {
     OptimConfig config = {"adamw32", "adamw", s->weights, s->grads_bf16 ? "bf16" : "fp32", s->m, s->v, 0.9f, 0.95f,
                           1e-8f,     0.1f,    7};
-    char error[DATA_ERROR_BYTES];
     if (!optim_resolve(&config, error, sizeof(error))) user_error("%s", error);
     config.keeps_copy = s->keeps_copy;
     return config;
@@ -81,7 +80,6 @@ struct TestModel : Model {
 static Run* run_of(Model* m, const Setup* setup, const char* folder) {
     static Options options;
     static Run run;
-    char error[DATA_ERROR_BYTES];
     require(options_defaults(&TABLE, &options, error), error);
     options.rule = "adamw", options.weights = setup->weights, options.m = setup->m, options.v = setup->v;
     run = {};
@@ -217,7 +215,6 @@ static void golden_weights(Model* m) {
     const char *folder = new_folder(), *path = joined(folder, "model.safetensors"), *target = realpath(GOLDEN, nullptr);
     if (!target || symlink(target, path) != 0) user_error("%s: %s", path, strerror(errno));
     ModelFolder files;
-    char error[DATA_ERROR_BYTES];
     if (!model_folder_open(&files, folder, error)) user_error("%s", error);
     for (int t = 0; t < m->arena.count; t++) {
         Floats values(m->arena.tensors[t].rows * m->arena.tensors[t].cols);
@@ -232,8 +229,7 @@ static void golden_weights(Model* m) {
 // out.
 static bool golden_gradient(const Safetensors* file, const Model* m, int t, float* values) {
     const OptimTensor* tensor = &m->arena.tensors[t];
-    char name[128];
-    snprintf(name, sizeof(name), "grad.transformer.%s", tensor->name);
+    const char* name = formatted("grad.transformer.%s", tensor->name);
     const SafetensorsTensor* found = safetensors_find(file, name);
     if (!found) return false;
     int64_t rows = t == WTE ? m->config.V : tensor->rows, cols = tensor->cols;
@@ -248,7 +244,6 @@ static bool golden_gradient(const Safetensors* file, const Model* m, int t, floa
 
 static void check_golden(Test* test, const Device* dev, OptimType type, bool grads_bf16) {
     Safetensors file;
-    char error[DATA_ERROR_BYTES];
     bool opened = safetensors_open(&file, GOLDEN, error);
     expect(opened, "%s", error);
     if (!opened) return;
@@ -419,7 +414,6 @@ static const Setup TRAINED = {
 static void open_words(Dataset* data, int T) {
     constexpr int BYTES = 6000;
     static char text[BYTES];
-    char error[DATA_ERROR_BYTES];
     for (int i = 0; i < BYTES; i++) text[i] = i % 5 == 4 ? ' ' : (char)('a' + (int)(13 * (1 + test_uniform(9, i / 5))));
     if (!dataset_open_memory(data, text, BYTES, DATASET_TRAIN, 0.1, T, error)) user_error("%s", error);
 }

@@ -72,8 +72,7 @@ static void check_gradient_cpu(Test* test, int B, int T, int C, int NH) {
     attention_forward(&dev, out, lse, qkv, B, T, C, NH);
     attention_backward(&dev, dqkv, (void*)nullptr, dout, qkv, out, lse, B, T, C, NH);
     const double bound = 1.2e-7 * (C / NH + T);  // epsilon times the length of the sums; values are of order 1
-    char name[64];
-    snprintf(name, sizeof(name), "T%d HS%d", T, C / NH);
+    const char* name = formatted("T%d HS%d", T, C / NH);
     expect_close(test, name, out, want_out, n, bound, bound);
     expect_close(test, "lse", lse, want_lse, (int64_t)B * NH * T, bound, bound);
     expect_close(test, "dqkv", dqkv, want, 3 * n, bound, bound);

@@ -57,7 +57,6 @@ struct CacheFolder {
 
 // Expects that NVRTC makes a kernel of an expression.
 inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {
-    static char error[JIT_ERROR_BYTES];
     JitImage image;
     const bool good = jit_compile(expression, architecture, &image, error);
     expect(good && image.image_bytes > 1000, "%s, %s: %s", expression, architecture, good ? "it is empty" : error);
@@ -96,7 +95,6 @@ int in_processes(Test* test, int count, Body body) {
 // True if a format of states may be given to --m.
 inline bool serves_m(const char* name) {
     OptimConfig config = {"", "adamw", "fp32", "fp32", name, "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
-    char error[4096] = "";
     bool serves = optim_resolve(&config, error, sizeof(error));
     if (!serves && !strstr(error, "holds no negative numbers")) printf("    %s\n", error), exit(1);
     return serves;
@@ -105,7 +103,6 @@ inline bool serves_m(const char* name) {
 // True if weights of this storage go with a rule and an m: those whose errors are fed back do not with all.
 inline bool goes_with(const char* rule, const char* weights, const char* m) {
     OptimConfig config = {"", rule, weights, "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
-    char error[4096] = "";
     bool goes = optim_resolve(&config, error, sizeof(error));
     if (!goes && !strstr(weights, ":ef")) printf("    %s\n", error), exit(1);
     return goes;

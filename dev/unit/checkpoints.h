@@ -5,7 +5,6 @@
 // Saves a trained model, loads it into a fresh one; every stream must be equal.
 static void check_round_trip(Test* test, const Device* dev, const Setup* setup, const char* folder) {
     float losses[3];
-    char error[DATA_ERROR_BYTES];
     TestModel saved;
     train_small(&saved, dev, setup, 3, losses);
     const char* checkpoint = joined(folder, setup->weights);
@@ -48,7 +47,6 @@ TEST(model_file_orientation) {
     Device dev = test_device(false);
     Setup setup = INITIAL;
     setup.config.V = 250, setup.config.Vp = 256;
-    char error[DATA_ERROR_BYTES];
     const char *folder = new_folder(), *path = joined(folder, "step_00000000/model.safetensors");
     TestModel m;
     const Floats values = initial_weights(&m, &dev, &setup, 4);
@@ -64,8 +62,7 @@ TEST(model_file_orientation) {
     } matrices[] = {
         {"attn.c_attn", 128, 384}, {"attn.c_proj", 128, 128}, {"mlp.c_fc", 128, 512}, {"mlp.c_proj", 512, 128}};
     for (int k = 0; k < 4 && opened; k++) {
-        char name[128];
-        snprintf(name, sizeof(name), "transformer.h.1.%s.weight", matrices[k].name);
+        const char* name = formatted("transformer.h.1.%s.weight", matrices[k].name);
         const SafetensorsTensor* tensor = safetensors_find(&file, name);
         int64_t in = matrices[k].in, out = matrices[k].out, wrong = 0;
         bool shaped = tensor && tensor->dims == 2 && tensor->shape[0] == in && tensor->shape[1] == out;
@@ -86,7 +83,6 @@ TEST(model_file_orientation) {
 // Names as OpenAI's own upload has them, without "transformer.", and values in another type.
 TEST(model_file_names) {
     Device dev = test_device(false);
-    char error[DATA_ERROR_BYTES];
     const char *folder = new_folder(), *path = joined(folder, "model.safetensors");
     TestModel m(&dev, &INITIAL);
     std::vector<SafetensorsEntry> entries(m.arena.count);

@@ -269,7 +269,6 @@ struct Losses {
 };
 
 inline void read_losses(Test* test, const char* run, Losses* losses) {
-    char error[DATA_ERROR_BYTES];
     int64_t bytes = 0;
     memset(losses, 0, sizeof(*losses));
     char* log = contents(run, "log.jsonl", &bytes);
@@ -323,8 +322,7 @@ inline bool wait_for_step(Child* child, const char* run, int step) {
     char want[32];
     snprintf(want, sizeof(want), "\"step\": %d,", step);
     while (now() - child->started < CHILD_SECONDS) {
-        int64_t bytes;
-        char* log = contents(run, "log.jsonl", &bytes);
+        char* log = contents(run, "log.jsonl");
         bool there = log && strstr(log, want);
         free(log);
         if (there) return true;
@@ -343,8 +341,7 @@ inline int checkpoints(const char* run, int64_t* newest) {
 
 // Other words in a checkpoint's state.json, with the checksum that it then has.
 inline void rewrite_state(const char* folder, const char* from, const char* to) {
-    int64_t bytes;
-    const char *text = contents(folder, "state.json", &bytes), *changed = replaced(text, from, to), *seal = nullptr;
+    const char *text = contents(folder, "state.json"), *changed = replaced(text, from, to), *seal = nullptr;
     for (const char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
     if (!strstr(text, from) || !seal) abort();
     const uint32_t crc = crc32c(0, changed, seal - changed);

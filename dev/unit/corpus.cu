@@ -86,8 +86,7 @@ DATA_TEST(corpus_every_character) {
     put_word_vocabulary(folder);
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
-    int64_t bytes;
-    char *words = contents(test_folder(), "dev/reference/words.txt", &bytes), *text = (char*)malloc(BYTES);
+    char *words = contents(test_folder(), "dev/reference/words.txt"), *text = (char*)malloc(BYTES);
     int* tokens = (int*)malloc(BYTES * sizeof(int));
     int blocks = 0;
     for (char* line = words; tokenizer && line && *line; line = strchr(line, '\n') + 1, blocks++) {
@@ -315,8 +314,7 @@ DATA_TEST(corpus_short_shards) {
     };
     for (auto& item : cases) {
         for (int i = 0; i < 4; i++) {
-            char name[32];
-            snprintf(name, sizeof(name), "s%d.bin", i);
+            const char* name = formatted("s%d.bin", i);
             write_shard(folder, name, 20240520, 1, item.tokens[i], item.tokens[i], 3);
         }
         Dataset data;
@@ -337,7 +335,6 @@ DATA_TEST(corpus_short_shards) {
 }
 
 static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, DataFormat format = DATA_AUTO) {
-    char error[DATA_ERROR_BYTES] = "";
     Dataset data = {};
     expect(dataset_open(&data, path, format, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s", error);
     uint32_t crc = data.crc;
@@ -347,7 +344,7 @@ static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, Data
 
 // The fingerprint is that of the tokens: not of names or times, and of each part of a file alone.
 TEST(corpus_fingerprint) {
-    char error[DATA_ERROR_BYTES] = "", text[20000];
+    char text[20000];
     const char* folder = new_folder();
     for (int i = 0; i < 20000; i++) text[i] = " etaoin\n"[i * 7 / 5 % 8];
     const char *one = joined(folder, "one.txt"), *two = joined(folder, "./two");

@@ -77,7 +77,6 @@ static Json* parse_text(const char* text, char* error) {
 }
 
 TEST(data_json_values) {
-    char error[DATA_ERROR_BYTES] = "";
     const char* text =
         " {\"a\": [1, -2.5e3, 0, true, false, null], \"b\": {\"c\": \"x\\\"\\\\\\/\\b\\f\\n\\r\\t\\u0041\\u00e9\\u20AC"
         "\\ud83d\\ude00\"}, \"big\": 9223372036854775807, \"small\": -9223372036854775808, \"over\": "
@@ -104,7 +103,6 @@ TEST(data_json_values) {
 }
 
 TEST(data_json_round_trip) {
-    char error[DATA_ERROR_BYTES] = "";
     char* text = NULL;
     size_t bytes = 0;
     FILE* file = open_memstream(&text, &bytes);
@@ -163,7 +161,6 @@ TEST(data_json_round_trip) {
 }
 
 TEST(data_json_malformed) {
-    char error[DATA_ERROR_BYTES] = "";
     const char* bad[] = {"",
                          " ",
                          "{",
@@ -241,7 +238,6 @@ TEST(data_json_malformed) {
 
 // Linear time: 200,000 members, two strings each, would take minutes if a member's cost grew with their number.
 TEST(data_json_large) {
-    char error[DATA_ERROR_BYTES] = "";
     char* text = NULL;
     size_t bytes = 0;
     FILE* file = open_memstream(&text, &bytes);
@@ -272,7 +268,6 @@ static unsigned char entry_byte(int64_t i) {
 
 // Writes the five tensors above, in pieces of `piece` bytes.
 static void put_safetensors(Test* test, const char* path, int64_t piece, uint32_t* crc, int64_t* bytes) {
-    char error[DATA_ERROR_BYTES] = "";
     unsigned char data[ENTRY_TOTAL];
     for (int i = 0; i < ENTRY_TOTAL; i++) data[i] = entry_byte(i);
     SafetensorsWriter* writer = safetensors_begin(path, entries, ENTRIES, "pt", error);

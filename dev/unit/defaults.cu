@@ -19,7 +19,7 @@ static const char* const unsigned_format =
 // An elementwise format without a sign serves v and is refused for m, in --m and in --override.
 CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
     const char* folder = new_folder();
-    char text[1024], error[4096];
+    char text[1024];
     const struct {
         const char *name, *member, *m, *v, *overrides, *holds;
     } rows[] = {

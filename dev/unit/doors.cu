@@ -40,7 +40,6 @@ static void rank_begin(Rank* rank, const Launch& launch, int limit) {
     rank->took = now();
     rank->pid = fork();
     if (rank->pid == 0) {
-        char error[DATA_ERROR_BYTES];
         Launch own = launch;
         dup2(out[1], 2);
         setenv("NIBBLE_SILENCE", "4", 1);
@@ -180,8 +179,7 @@ TEST(doors_text_is_disarmed) {
         {"", true, ""},
     };
     for (const auto& c : cases) {
-        char text[64];
-        snprintf(text, sizeof(text), "%s", c.text);
+        char* text = strdup(c.text);
         text_disarm(text, c.lines);
         expect(strcmp(text, c.want) == 0, "'%s', want '%s'", text, c.want);
     }
@@ -225,7 +223,6 @@ TEST(doors_bind_the_named_address) {
         {"nowhere.invalid", "secret", false, false, "knows no host nowhere.invalid"},
     };
     for (const auto& c : cases) {
-        char error[DATA_ERROR_BYTES] = "";
         Launch launch = door_launch(0, 2, door_port(0), c.secret, c.host);
         bool fine = rendezvous_listen(&launch, PORTS, error);
         if (!fine && strcmp(c.host, "::1") == 0) continue;  // a machine without IPv6
@@ -237,7 +234,6 @@ TEST(doors_bind_the_named_address) {
         rendezvous_close(&launch);
     }
     // A port that another program has is passed over; if all are taken, a sentence says so.
-    char error[DATA_ERROR_BYTES] = "";
     Launch first = door_launch(0, 2, door_port(0), ""), second = first, third = first;
     expect(rendezvous_listen(&first, PORTS, error), "%s", error);
     expect(rendezvous_listen(&second, PORTS, error) && second.port > first.port, "%d: %s", second.port, error);
@@ -334,7 +330,6 @@ TEST(doors_different_secrets) {
 // A false rank 0 answers: its challenge is right, its welcome, which has no final NUL and no proof, is not.
 TEST(doors_false_rank_0) {
     static Rank rank;
-    char error[DATA_ERROR_BYTES] = "";
     Launch launch = door_launch(0, 2, door_port(7), ""), victim = door_launch(1, 2, door_port(7), "secret");
     expect(rendezvous_listen(&launch, 1, error), "%s", error);
     rank_begin(&rank, victim, 2);
@@ -463,8 +458,7 @@ TEST(doors_warning) {
             const char* const variables[][2] = {{"RANK", rank ? "1" : "0"}, {"LOCAL_RANK", rank ? "1" : "0"},
                                                 {"WORLD_SIZE", "2"},        {"MASTER_ADDR", "127.0.0.1"},
                                                 {"NIBBLE_STAND_IN", "1"},   {"NIBBLE_SECRET", secret}};
-            char port[16];
-            snprintf(port, sizeof(port), "%d", door_port(*secret ? 11 : 10));
+            const char* port = formatted("%d", door_port(*secret ? 11 : 10));
             for (auto& variable : variables) setenv(variable[0], variable[1], 1);
             setenv("MASTER_PORT", port, 1);
             child[rank] = new_child();
@@ -486,8 +480,7 @@ TEST(doors_warning) {
 
 // A checkpoint that names a file of --format, with the checksum that it then has.
 static void name_format(const char* folder, const char* format) {
-    int64_t bytes;
-    const char* at = strstr(contents(folder, "state.json", &bytes), "\"format\": \"") + strlen("\"format\": \"");
+    const char* at = strstr(contents(folder, "state.json"), "\"format\": \"") + strlen("\"format\": \"");
     rewrite_state(folder, formatted("\"format\": \"%.*s\"", (int)strcspn(at, "\""), at),
                   formatted("\"format\": \"%s\"", format));
 }

@@ -62,7 +62,6 @@ const uint32_t FOUR[][2] = {{4, 2}, {3, 0}, {4, 3}, {2, 1}, {0, 0}};
 const uint32_t WORDS[][2] = {{1, 0}, {1, 0}, {1, 0}, {1, 0}, {1, 0}, {0, 0}};
 
 FOLDER_TEST(evaluation_file) {
-    char error[DATA_ERROR_BYTES];
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Evaluation e;
     struct Case {
@@ -117,7 +116,6 @@ FOLDER_TEST(evaluation_file) {
 
 Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)[2]) {
     const char* work = work_folder();
-    char error[DATA_ERROR_BYTES];
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Evaluation e;
     File file = file_make(kind, examples);

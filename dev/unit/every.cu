@@ -102,7 +102,6 @@ static OptimType compute_of(int k) {
 static void compile_all(Test* test, const Configs* all, int count, bool bf16_too) {
     const Device gpu = test_device(true);
     int bad = in_processes(test, (bf16_too ? 2 : 1) * count, [&](int i) {
-        static char error[JIT_ERROR_BYTES];
         char expression[2048], architecture[32];
         JitImage image = {};
         const int k = i % count;
@@ -163,8 +162,7 @@ TEST_BOTH(every_skip_and_resume) {
         where = difference(&whole, &second);
         expect(!where, "%s: %s after a resume", describe(config), where);
         expect(difference(&whole, &first), "%s: nothing moves", describe(config));
-        char names[1024];
-        snprintf(names, sizeof(names), "%s %s %s %s", config->weights, config->m, config->v, config->overrides);
+        const char* names = formatted("%s %s %s %s", config->weights, config->m, config->v, config->overrides);
         expect((difference(&whole, &other) != nullptr) == (strstr(names, ":sr") || strstr(names, ":ef")),
                "%s: another seed", describe(config));
     });
@@ -215,8 +213,7 @@ TEST_BOTH(every_shard) {
         Run whole, shard[6];
         every_open(&whole, config, compute, false);
         run_steps(&whole, 1, 3);
-        char names[1024];
-        snprintf(names, sizeof(names), "%s %s %s %s", config->weights, config->m, config->v, config->overrides);
+        const char* names = formatted("%s %s %s %s", config->weights, config->m, config->v, config->overrides);
         const bool whole_tensors = in_spans(names);
         for (int c = 0; c < 3; c++) {
             int64_t cut[6] = {0};
@@ -396,8 +393,7 @@ CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
 static void compiles(Test* test, const OptimConfig* config, const char* architecture) {
     const char* const step = "optim_step_kernel";
     char name[2][2200];
-    char all[1024];
-    snprintf(all, sizeof(all), "%s %s %s", config->weights, config->m, config->v);
+    const char* all = formatted("%s %s %s", config->weights, config->m, config->v);
     optim_expression(config, OPTIM_BF16, name[0], sizeof(name[0]));
     expect(strncmp(name[0], step, strlen(step)) == 0, "%s", name[0]);
     snprintf(name[1], sizeof(name[1]), "optim_measure_kernel%.2100s", name[0] + strlen(step));

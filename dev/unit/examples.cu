@@ -250,9 +250,7 @@ TEST(examples_rule_leaves_padding_zero) {
 
 // The rule's kernel as NVRTC compiles it.
 static bool rule_kernel(Test* test, const char* types, const char* architecture, JitImage* image) {
-    static char error[JIT_ERROR_BYTES];
-    int64_t bytes;
-    char expression[1024], *source = nullptr, *text = contents(test_folder(), "dev/examples/rule.cuh", &bytes);
+    char expression[1024], *source = nullptr, *text = contents(test_folder(), "dev/examples/rule.cuh");
     snprintf(expression, sizeof(expression), "optim_step_kernel<example::MyRule, %s>", types);
     expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
     bool good = jit_compile(expression, architecture, image, error, source);
@@ -273,7 +271,6 @@ JIT_TEST(examples_rule_compiles) {
 template <class Combination>
 static void compare_rule(Test* test, const Device* gpu, const char* types) {
     static Arrays got;
-    static char error[JIT_ERROR_BYTES];
     char architecture[32];
     JitImage image;
     JitKernel kernel;
@@ -299,7 +296,6 @@ JIT_TEST(examples_rule_equal_cpu_gpu) {
 
 static OptimConfig preset_config(Test* test, const PresetRow* row) {
     OptimConfig config = rule_config();
-    char error[4096] = "";
     config.rule = row->rule, config.weights = row->weights, config.m = row->m, config.v = row->v, config.grads = "fp32";
     expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
     // A preset gives names in full.

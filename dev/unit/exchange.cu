@@ -177,7 +177,6 @@ TEST(exchange_slices) {
     constexpr int T = 8, SEQUENCES = 12, STEPS = 7;
     static unsigned char text[T * 50 + 1];
     static int want[STEPS][SEQUENCES][T];
-    char error[DATA_ERROR_BYTES];
     Dataset data;
     for (size_t i = 0; i < sizeof(text); i++) text[i] = (unsigned char)(i * 37 + i / 256);
     bool opened = dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error);

@@ -11,16 +11,7 @@
 #include "../../data/files.h"
 #include "test.h"
 
-// A formatted text; it is never freed, and neither are those below.
-__attribute__((format(printf, 1, 2))) inline const char* formatted(const char* format, ...) {
-    char* text = nullptr;
-    va_list arguments;
-    va_start(arguments, format);
-    if (vasprintf(&text, format, arguments) < 0) abort();
-    va_end(arguments);
-    return text;
-}
-
+// These texts are never freed.
 inline const char* joined(const char* folder, const char* name) {
     return formatted("%s/%s", folder, name);
 }
@@ -46,15 +37,13 @@ inline const char* new_folder() {
     return path;
 }
 
-// A case with a folder of this kind and room for a sentence, `folder` and `error`.
-#define DATA_TEST(NAME)                                                                          \
-    static void in_data_##NAME(Test* test, const char* folder, char(&error)[DATA_ERROR_BYTES]);  \
-    TEST(NAME) {                                                                                 \
-        char error[DATA_ERROR_BYTES] = "";                                                       \
-        in_data_##NAME(test, new_folder(), error);                                               \
-    }                                                                                            \
-    static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* folder, \
-                               [[maybe_unused]] char(&error)[DATA_ERROR_BYTES])
+// A case with a folder of this kind, `folder`.
+#define DATA_TEST(NAME)                                         \
+    static void in_data_##NAME(Test* test, const char* folder); \
+    TEST(NAME) {                                                \
+        in_data_##NAME(test, new_folder());                     \
+    }                                                           \
+    static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* folder)
 
 inline void put(const char* path, const void* bytes, int64_t count) {
     FILE* file = fopen(path, "wb");
@@ -79,9 +68,10 @@ inline bool exists(const char* folder, const char* name) {
     return access(joined(folder, name), F_OK) == 0;
 }
 
-inline char* contents(const char* folder, const char* name, int64_t* bytes) {
-    char error[DATA_ERROR_BYTES];
-    return file_read(joined(folder, name), bytes, error);
+// A file, and how long it is; NULL where it cannot be read.
+inline char* contents(const char* folder, const char* name, int64_t* bytes = nullptr) {
+    int64_t length;
+    return file_read(joined(folder, name), bytes ? bytes : &length, error);
 }
 
 // Runs a command in a shell. Returns what it writes to its standard output, and its exit code in *code.
@@ -105,11 +95,3 @@ inline uint64_t random_next(uint64_t* state) {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     return z ^ (z >> 31);
 }
-
-// Expects a failure whose sentence holds `piece`.
-#define expect_refused(succeeded, error, piece)                                                      \
-    do {                                                                                             \
-        error[0] = 0;                                                                                \
-        expect(!(succeeded), "succeeded, and should be refused: %s", piece);                         \
-        expect(strstr(error, piece), "the sentence is \"%s\" and should hold \"%s\"", error, piece); \
-    } while (0)

@@ -13,7 +13,6 @@ constexpr int PATHS = 2 * PATH_MAX;
 
 // A copy of a folder's files without state.json, so that it is a model and no checkpoint; returns its path.
 static const char* copy_model(const char* work, const char* name, const char* from, bool state = false) {
-    char error[DATA_ERROR_BYTES];
     const char* to = joined(work, name);
     if (!folder_make(to, error)) abort();
     const char* own[] = {"config.json", "model.safetensors", state ? "state.json" : "none",
@@ -133,7 +132,6 @@ FOLDER_TEST(folders_state_names) {
 // A file that becomes shorter while it is in use is an error and no signal.
 FOLDER_TEST(folders_cut_while_read) {
     const char* path = joined(work, "x.safetensors");
-    char error[DATA_ERROR_BYTES];
     static float values[1 << 16];
     static int tokens[64], targets[64];
     SafetensorsEntry entry = {"x", "BF16", {1 << 16}, 1};
@@ -287,7 +285,6 @@ struct Added {
 
 // Writes the tensors of FROM/model.safetensors from number `first` to number `last`, and `added`, into a file.
 static void rewrite(const char* from, const char* to, int first, int last, const Added* added) {
-    char error[DATA_ERROR_BYTES];
     Safetensors file;
     if (!safetensors_open(&file, joined(from, "model.safetensors"), error)) abort();
     SafetensorsEntry entries[64];
@@ -362,7 +359,6 @@ FOLDER_TEST(folders_several_files) {
     const char *one = "model-00001-of-00002.safetensors", *two = "model-00002-of-00002.safetensors";
     rewrite(from, joined(folder, one), 0, 5, nullptr), rewrite(from, joined(folder, two), 5, 64, nullptr);
     unlink(joined(folder, "model.safetensors"));
-    char error[DATA_ERROR_BYTES];
     Safetensors file;
     expect(safetensors_open(&file, joined(from, "model.safetensors"), error), "%s", error);
     auto index = [&](const char* odd, const char* odd_file) {
@@ -416,8 +412,7 @@ FOLDER_TEST(folders_bin_only) {
                    "def save_file(d, p, metadata): open(p, 'w').write(' '.join(d))\n");
         snprintf(command, sizeof(command), "PYTHONPATH=%s/packages %.*s", work, (int)(end - begin), begin);
         expect(system(command) == 0, "%s", command);
-        int64_t bytes;
-        char* text = contents(folder, "model.safetensors", &bytes);
+        char* text = contents(folder, "model.safetensors");
         expect(text && strcmp(text, joined(folder, "pytorch_model.bin")) == 0, "%s", text ? text : "no file");
     }
 }
@@ -439,7 +434,6 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     const char* begun = QUICK " --seq 32 --steps 1 --data %s --run %s/new --model %s";
     train_well(begun, data, work, from);
     remove_tree(joined(work, "new"));
-    char error[DATA_ERROR_BYTES];
     int64_t bytes;
     char* whole = file_read(joined(data, "vocab.json"), &bytes, error);
     write_text(data, "vocab.json", replaced(whole, "\"th\"", "\"he\""));
@@ -459,7 +453,6 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
 
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.
 FOLDER_TEST(folders_tokenizer_json) {
-    char error[DATA_ERROR_BYTES];
     write_tokenizer(work, false, "");
     Tokenizer* tokenizer = tokenizer_open(work, error);
     expect(tokenizer, "%s", error);
@@ -546,7 +539,7 @@ FOLDER_TEST(folders_config_members) {
                  {"\"use_cache\": true", true}};
     const Gpt2Shape most = {256, 12288, 1024, 65536, 1 << 20};
     for (const auto& item : cases) {
-        char text[512], error[DATA_ERROR_BYTES] = "";
+        char text[512];
         Gpt2Shape shape;
         bool layers = strncmp(item.member, "\"n_layer", 8) == 0, type = strncmp(item.member, "\"model_type", 11) == 0;
         snprintf(text, sizeof(text), "{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
@@ -560,7 +553,6 @@ FOLDER_TEST(folders_config_members) {
 
 // The config.json of a run's checkpoint, as a tree.
 static Json* saved_config(Test* test, const char* run, int step) {
-    char error[DATA_ERROR_BYTES];
     Json* json = json_read(joined(checkpoint_of(run, step), "config.json"), error);
     expect(json, "%s", error);
     return json;
@@ -653,7 +645,7 @@ TEST(folders_sizes) {
                "%s: %d layers, %d channels, %d heads", want.size, got ? got->layers : 0, got ? got->channels : 0,
                got ? got->heads : 0);
     }
-    char text[32], error[DATA_ERROR_BYTES];
+    char text[32];
     for (double wanted = 4e6; wanted < 4e11; wanted *= 1.07) {
         snprintf(text, sizeof(text), "%.4fM", wanted / 1e6);
         const Gpt2Name* got = gpt2_named(text);

@@ -358,7 +358,6 @@ StoredLayer<X> stored_layer_open(Room* room, const char* weights, int64_t N, int
     const Device* dev = room->dev;
     StoredLayer<X> layer = {};
     OptimConfig config = {"fp8", "", weights, "fp32", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
-    char error[1024];
     if (!optim_resolve(&config, error, sizeof(error))) user_error("%s", error);
     config.keeps_copy = false;
     OptimTensor tensor = {"h.0.mlp.c_fc.weight", OC, C, true, 0};
@@ -611,11 +610,9 @@ TEST_BOTH(fp8_runs) {
     expect(fabs(fp8 - other) < 0.05 && fp8 != other, "a loss of %.4f, without fp8 %.4f", fp8, other);
     note(test, "loss %.4f, without fp8 %.4f", fp8, other);
     for (const char* recompute : {"gelu", "block"}) {
-        char options[64];
-        snprintf(options, sizeof(options), "--matmul fp8 --recompute %s", recompute);
+        const char* options = formatted("--matmul fp8 --recompute %s", recompute);
         expect(last_loss(test, gpu, work, recompute, options) == fp8, "--recompute %s changes the loss", recompute);
-        char path[64];
-        snprintf(path, sizeof(path), "%s/step_00000030", recompute);
+        const char* path = formatted("%s/step_00000030", recompute);
         for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
             expect_equal_files(test, joined(work, "fp8/step_00000030"), joined(work, path), file);
         }

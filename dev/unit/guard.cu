@@ -18,7 +18,7 @@ TEST(guard_values) {
         {"U8", 1, 0xff, 0, 0},
     };
     constexpr int COUNT = 200000;
-    char error[DATA_ERROR_BYTES], *values = (char*)malloc(8 * COUNT + 1);
+    char* values = (char*)malloc(8 * COUNT + 1);
     for (const auto& type : types) {
         char* at = values + 1;  // not aligned
         for (int i = 0; i < COUNT; i++) memcpy(at + (int64_t)i * type.bytes, &type.good, type.bytes);
@@ -27,9 +27,8 @@ TEST(guard_values) {
             for (uint64_t bad : {type.infinite, type.nan}) {
                 if (!bad) continue;
                 memcpy(at + (int64_t)place * type.bytes, &bad, type.bytes);
-                char want[64];
-                snprintf(want, sizeof(want), "x holds %s at element %d", bad == type.nan ? "nan" : "infinity",
-                         place + 5);
+                const char* want =
+                    formatted("x holds %s at element %d", bad == type.nan ? "nan" : "infinity", place + 5);
                 bool found = !values_finite("x", type.dtype, at, (int64_t)COUNT * type.bytes, 5, error);
                 expect(found && strcmp(error, want) == 0, "%s: '%s', want '%s'", type.dtype, error, want);
                 memcpy(at + (int64_t)place * type.bytes, &type.good, type.bytes);
@@ -40,9 +39,7 @@ TEST(guard_values) {
 
 // Writes state.json's sums and seal anew, as somebody would who changed a file of the checkpoint on purpose.
 static void seal_again(Test* test, const char* checkpoint) {
-    char error[DATA_ERROR_BYTES];
-    int64_t bytes;
-    char *state = contents(checkpoint, "state.json", &bytes), *files = state ? strstr(state, "\"files\"") : nullptr;
+    char *state = contents(checkpoint, "state.json"), *files = state ? strstr(state, "\"files\"") : nullptr;
     expect(files, "%s/state.json has no files", checkpoint);
     if (files) *files = 0;
     const CheckpointFile all[] = {
@@ -203,8 +200,7 @@ FOLDER_TEST(guard_closed_output) {
                 "${PIPESTATUS[0]}'",
                 work, test_folder(), replaced(words, "WORK", work), full ? "> /dev/full" : "| head -c 1 > /dev/null");
             int status = WEXITSTATUS(system(command));
-            int64_t bytes;
-            char* said = contents(work, "said", &bytes);
+            char* said = contents(work, "said");
             expect(status == (full ? 2 : 0), "%s: status %d: %s", command, status, said);
             expect(!full == !strstr(said, "standard output cannot be written"), "%s: %s", command, said);
             free(said);

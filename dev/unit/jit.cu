@@ -30,7 +30,6 @@ static void small_expression(char* expression, size_t bytes) {
 }
 
 Cached::Cached(Test* test) {
-    static char error[JIT_ERROR_BYTES];
     small_expression(expression, sizeof(expression));
     expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
 }
@@ -38,7 +37,6 @@ Cached::Cached(Test* test) {
 // Fetches the kernel and compares it with the one first compiled; returns whether it came from the cache.
 static bool fetch(Test* test, const Cached& cached, const char* when) {
     const JitImage* want = &cached.want;
-    static char error[JIT_ERROR_BYTES];
     JitImage image;
     bool ok = jit_get(cached.expression, "sm_90", &image, error);
     expect(ok, "%s: %s", when, error);
@@ -116,7 +114,6 @@ TEST(jit_source_is_device_code_alone) {
 }
 
 JIT_TEST(jit_compiles_where_there_is_no_device) {
-    static char error[JIT_ERROR_BYTES];
     char expression[2048], architecture[32];
     expect(jit_architecture(90, architecture, sizeof(architecture), error), "%s", error);
     expect(strcmp(architecture, "sm_90") == 0, "%s", architecture);
@@ -136,7 +133,6 @@ JIT_TEST(jit_compiles_where_there_is_no_device) {
 }
 
 CACHE_TEST(JIT_TEST, jit_failure_shows_its_log) {
-    static char error[JIT_ERROR_BYTES];
     JitImage image;
     expect(!jit_get("optim_step_kernel<NoSuchRule>", "sm_90", &image, error), "compiled");
     expect(strstr(error, "NoSuchRule") && strstr(error, "error"), "%s", error);
@@ -205,8 +201,7 @@ JIT_TEST(jit_cache) {
         expect(fetch(test, cached, "repaired"), "%lld bytes: not written again", (long long)length);
     }
     expect(folder_files(cached.folder.path, false) == 1, "temporary files are left");
-    char nested[128];
-    snprintf(nested, sizeof(nested), "%s/a", cached.folder.path);
+    const char* nested = formatted("%s/a", cached.folder.path);
     setenv("NIBBLE_CACHE", nested, 1);
     expect(!fetch(test, cached, "new folder") && fetch(test, cached, "made"), "mkdir");
     folder_files(nested, true);
@@ -373,7 +368,6 @@ static bool says_what_is_missing(const char* text) {
 }
 
 TEST(jit_without_nvrtc) {
-    static char error[JIT_ERROR_BYTES];
     Setting setting("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
     CacheFolder folder;
     char expression[2048], architecture[32], path[4352];
@@ -435,7 +429,6 @@ static double first_call_ms(Test* test, const char* expression, bool cached) {
 }
 
 static void measure_first_call(Test* test, const char* path) {
-    static char error[JIT_ERROR_BYTES];
     const char* expression = getenv("NIBBLE_TEST_JIT_EXPRESSION");
     JitImage image;
     double begin = cpu_ms();

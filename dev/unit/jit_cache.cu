@@ -19,7 +19,6 @@ static int in_child(char* text, size_t bytes, Body body) {
 
 // Fetches a small kernel: 1 if it came from the cache, 0 if it was compiled, 3 if neither.
 static int fetch_small(const char* source = "__device__ int jit_cache_test = 1;\n") {
-    static char error[JIT_ERROR_BYTES];
     JitImage image;
     if (!jit_get("", ARCHITECTURE, &image, error, source)) return 3;
     int cached = image.cached;
@@ -57,8 +56,7 @@ JIT_TEST(jit_cache_files_of_others) {
     char text[4096];
     CacheFolder folder;
     const char* path = small_path();
-    char aside[200];
-    snprintf(aside, sizeof(aside), "%s/aside", folder.path);
+    const char* aside = formatted("%s/aside", folder.path);
     for (const auto& c : cases) {
         if (c.kind == OWNER && geteuid() != 0) continue;
         expect(in_child(text, sizeof(text), [] { return fetch_small(); }) != 3 && !text[0], "%s", text);
@@ -97,9 +95,8 @@ JIT_TEST(jit_cache_folders_of_others) {
     for (const auto& c : cases) {
         if (c.kind == OWNER && geteuid() != 0) continue;
         bool made = true, is_link = c.kind == LINK || c.kind == SLASH;
-        char named[210];
-        snprintf(named, sizeof(named), "%s%s", is_link || c.kind == FIFO ? link : folder.path,
-                 c.kind == SLASH ? "//" : "");
+        const char* named =
+            formatted("%s%s", is_link || c.kind == FIFO ? link : folder.path, c.kind == SLASH ? "//" : "");
         if (is_link) made = symlink(folder.path, link) == 0;
         if (c.kind == FIFO) made = mkfifo(link, 0600) == 0;
         if (c.kind == GROUP || c.kind == WORLD) made = chmod(folder.path, c.kind == GROUP ? 0770 : 01777) == 0;

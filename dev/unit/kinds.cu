@@ -24,8 +24,7 @@ static void check_rules_mixed(Test* test, const char* overrides, const char* oth
 
 TEST(override_rule) {
     for (const char* rule : RULE_NAMES) {
-        char overrides[64];
-        snprintf(overrides, sizeof(overrides), "h.0: rule=%s", rule);
+        const char* overrides = formatted("h.0: rule=%s", rule);
         if (find_row(rule_table(), rule)->matrix) continue;  // matrix.cu
         if (!is(rule, "adamw")) check_rules_mixed(test, overrides, rule, false);
     }
@@ -44,10 +43,9 @@ TEST(override_rule_refusals) {
                 {"lion", "none", "independent", "--decay-mode coupled"}};
     for (const auto& row : rows) {
         OptimConfig run = make_config(row.rule, "fp32", "fp32"), launch = run;
-        char error[512] = "";
         run.decay_mode = row.mode;
         launch.rule = is(row.mode, "independent") ? "sgd" : is(row.rule, "lion") ? "adamw" : "lion";
         launch.v = row.v;
-        expect(!optim_rule_fits(&launch, &run, error, sizeof(error)) && strstr(error, row.says), "%s", error);
+        expect_refused(optim_rule_fits(&launch, &run, error, sizeof(error)), error, row.says);
     }
 }

@@ -42,7 +42,6 @@ TEST(launch_environment) {
         {"RANK=0", "", "", 0, 1, 0, 0},
         {"RANK=0 WORLD_SIZE=1", "", "", 0, 1, 0, 0},
     };
-    char error[DATA_ERROR_BYTES];
     for (auto& c : cases) {
         Launch launch;
         bool fine = read_environment(c.set, 1, &launch, error);

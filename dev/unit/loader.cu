@@ -71,14 +71,12 @@ TEST(data_shuffle) {
 
 // Opens, or fails the case. T is part of what is checked on opening.
 static bool open_data(Test* test, Dataset* data, const char* path, DatasetPart part, double fraction, int T) {
-    char error[DATA_ERROR_BYTES] = "";
     bool open = dataset_open(data, path, DATA_AUTO, part, fraction, T, error);
     expect(open, "%s", error);
     return open;
 }
 
 static void expect_not_opened(Test* test, const char* path, DatasetPart part, double fraction, int T, const char* why) {
-    char error[DATA_ERROR_BYTES] = "";
     Dataset data;
     expect_refused(dataset_open(&data, path, DATA_AUTO, part, fraction, T, error), error, why);
     expect(data.file == NULL && data.files == 0, "the dataset is left half open");
@@ -87,7 +85,6 @@ static void expect_not_opened(Test* test, const char* path, DatasetPart part, do
 // The first `count` sequences from `first` on, T+1 tokens each, through batches of B.
 static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count,
                    int* out) {
-    char error[DATA_ERROR_BYTES] = "";
     Loader* loader = loader_open(data, B, T, 1337, shuffle, first, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     for (int64_t done = 0; loader && done < count; done += B) {
@@ -142,7 +139,6 @@ DATA_TEST(data_loader_order) {
 // A batch keeps its contents through the next call, while the thread fills the buffers ahead.
 TEST(data_loader_two_batches_in_use) {
     enum { T = 64, B = 16, N = B * T };
-    char error[DATA_ERROR_BYTES] = "";
     static char text[100000];
     uint64_t state = 4;
     for (char& c : text) c = (char)random_next(&state);
@@ -273,7 +269,6 @@ DATA_TEST(data_loader_split) {
 
 // The first token of every window, to tell which files were taken and in which order.
 static void expect_firsts(Test* test, const char* path, DatasetPart part, int T, int64_t windows, const int* first) {
-    char error[DATA_ERROR_BYTES] = "";
     Dataset data;
     int tokens[64], targets[64];
     if (!open_data(test, &data, path, part, 0.25, T)) return;
@@ -484,7 +479,6 @@ DATA_TEST(data_loader_over_2_gib) {
 }
 
 TEST(data_tokenizer_bytes) {
-    char error[DATA_ERROR_BYTES] = "";
     const char* folders[] = {NULL, ""};
     for (const char* folder : folders) {
         Tokenizer* tokenizer = tokenizer_open(folder, error);
@@ -624,7 +618,6 @@ static int64_t decode_all(const Tokenizer* tokenizer, const int* tokens, int cou
 }
 
 TEST(data_tokenizer_gpt2) {
-    char error[DATA_ERROR_BYTES] = "";
     const char* folder = "../shared/data/tokenizer";
     if (access("../shared/data/tokenizer/encoder.json", R_OK) != 0) skip("no %s", folder);
     Tokenizer* tokenizer = tokenizer_open(folder, error);

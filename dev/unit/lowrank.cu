@@ -282,8 +282,7 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     constexpr int PARTS = FP32 ? 3 : 1;
     const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
     const bool right = R >= C;
-    char what[80];
-    snprintf(what, sizeof(what), "%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
+    const char* what = formatted("%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
     const Array<E> g = array_random<E>(dev, R * C, 1, 1.0f), q = array_random<E>(dev, rank * side, 2, 1.0f),
                    n = array_random<E>(dev, rank * length, 3, 1.0f);
     Array<float> low(dev, rank * length), u(dev, R * C);

@@ -239,8 +239,7 @@ GPUS_TEST(multi_transports_gpu) {
             train_ranks(true, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 6 --shard %s", work, run[nccl],
                         64 * ranks, mode);
             unsetenv(variable);
-            int64_t bytes;
-            char* text = contents(run[nccl], "log.txt", &bytes);
+            char* text = contents(run[nccl], "log.txt");
             expect(text && strstr(text, nccl ? "NCCL " : "by copy engines"), "%s: another transport: %s", mode, text);
         }
         expect_equal_runs(test, run[0], run[1], 6);
@@ -271,8 +270,7 @@ static bool gone(const pid_t* ranks, int count) {
 
 // Compares the plan with the GPU's memory in use after the second step: within 3 %.
 static double memory_of(const char* run, const char* name) {
-    int64_t bytes;
-    char want[64], *log = contents(run, "log.jsonl", &bytes);
+    char want[64], *log = contents(run, "log.jsonl");
     snprintf(want, sizeof(want), "\"%s\": ", name);
     const char* line = log ? strstr(log, "\"type\": \"memory\"") : nullptr;
     const char* value = line ? strstr(line, want) : nullptr;
@@ -730,9 +728,8 @@ FOLDER_TEST(multi_refused) {
 TEST(multi_refused_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
-    char have[32];
     Child many = new_child();
-    snprintf(have, sizeof(have), "type --gpus %d", gpu_count());
+    const char* have = formatted("type --gpus %d", gpu_count());
     start_ranks(&many, true, gpu_count() + 1, "--steps 1 --run %s/run", work);
     finish(&many);
     expect_error(test, &many, "more GPUs than there are", "was typed and this machine shows", have);
@@ -915,7 +912,6 @@ FOLDER_TEST(multi_validation) {
     char* sample[3] = {};
     for (int i = 0; i < 3; i++) {
         int ranks = i + 1;
-        int64_t bytes;
         const char* run = formatted("%s/%d", work, ranks);
         train_ranks(
             false, ranks,
@@ -923,11 +919,11 @@ FOLDER_TEST(multi_validation) {
             "--steps 2 --val-every 2 --val-tokens 432 --sample-every 2 --sample-tokens 20 --temperature 0 --prompt "
             "the --shard %s",
             work, run, modes[i + 1]);
-        char* log = contents(run, "log.jsonl", &bytes);
+        char* log = contents(run, "log.jsonl");
         char* line = log ? strstr(log, "\"type\": \"val\", \"step\": 2") : nullptr;
         expect(line, "%d ranks: no validation of step 2", ranks);
         if (line) loss[i] = atof(strstr(line, "\"loss\": ") + 8);
-        char* text = contents(run, "log.txt", &bytes);
+        char* text = contents(run, "log.txt");
         char* begin = text ? strstr(text, "sample ---") : nullptr;
         expect(begin, "%d ranks: no sample", ranks);
         sample[i] = strndup(begin ? begin : "", 120);

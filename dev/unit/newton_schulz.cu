@@ -186,8 +186,7 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
         const __half* bits = room.to_host(d, n);
         for (int64_t i = 0; i < n; i++) (run ? one : got)[i] = __half2float(bits[i]);
     }
-    char what[80];
-    snprintf(what, sizeof(what), "%lld x %lld x %lld", (long long)p->rows, (long long)p->cols, (long long)p->depth);
+    const char* what = formatted("%lld x %lld x %lld", (long long)p->rows, (long long)p->cols, (long long)p->depth);
     // Sums of products, the rounding of what is stored (2^-11 of it), and fp32's of the factors.
     const double sums = fabs((double)p->alpha) * (product_bound(p->depth, 1.0) +
                                                   tensor_core_bound(tensor_core(dev->compute), p->depth, 1.0)) +

@@ -84,9 +84,8 @@ static void check_bytes(Test* test, const Pair* pair, const char* what) {
 }
 
 static void check_case(Test* test, const Case* c, const int* order, bool gpu) {
-    char what[200];
-    snprintf(what, sizeof(what), "%s, %s, %s, \"%s\", tiles %lld to %lld", c->rule, c->weights, c->state, c->overrides,
-             (long long)c->begin, (long long)c->end);
+    const char* what = formatted("%s, %s, %s, \"%s\", tiles %lld to %lld", c->rule, c->weights, c->state, c->overrides,
+                                 (long long)c->begin, (long long)c->end);
     Pair pair;
     pair_open(&pair, c, order, gpu);
     check_bytes(test, &pair, what);

@@ -299,7 +299,6 @@ TEST(optim_presets_are_built_in) {
             OptimConfig config = preset_config(preset, grads);
             expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients", preset, grads);
             Override overrides[OVERRIDES];
-            char error[512] = "";
             int count;
             expect(overrides_parse(config.overrides, overrides, &count, error, sizeof(error)), "%s", error);
             for (int i = 0; i < count; i++) {

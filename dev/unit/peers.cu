@@ -44,7 +44,6 @@ struct Bytes {
 
 static const Safetensors* peers() {
     static Safetensors file;
-    char error[DATA_ERROR_BYTES];
     if (!file.count && !safetensors_open(&file, PEERS, error)) printf("    %s\n", error), exit(1);
     return &file;
 }
@@ -146,7 +145,6 @@ struct Run {
     float *grads, scale = 1.0f;
 
     Run(OptimConfig config, const int64_t* lengths, int tensors) : count(tensors) {
-        char error[DATA_ERROR_BYTES];
         if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
         for (int t = 0; t < count; t++) tensor[t] = {"tensor", 1, lengths[t], t == 0, 0};
         elements = optim_layout(tensor, count, &config);
@@ -316,8 +314,7 @@ static void check_scales(Test* test, const char* what, const Format* format, con
 }
 
 static Comparison compare_input(Test* test, const Format* format, const char* set) {
-    char what[96];
-    snprintf(what, sizeof(what), "%s.%s.%s", format->peer, format->name, set);
+    const char* what = formatted("%s.%s.%s", format->peer, format->name, set);
     Floats inputs = peers_floats(peers_find("input.", set)), map = peers_map(format);
     Stored ours = store_ours(format, &inputs);
     Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
@@ -345,8 +342,7 @@ TEST(peers_stored_numbers) {
 TEST(peers_stored_edges) {
     for (const Format& format : formats) {
         if (!strcmp(format.name, "e4m3") && format.moment_v) continue;
-        char set[64];
-        snprintf(set, sizeof(set), "edges.%s", format.name);
+        const char* set = formatted("edges.%s", format.name);
         Comparison result = compare_input(test, &format, set);
         int differ = result.differ;
         // With y rounded all three of a bound may.
@@ -433,8 +429,7 @@ TEST(peers_tiny_blocks) {
         const Format* format = format_of(name, "torchao", false);
         Floats inputs = peers_floats(peers_find("input.m")), map = peers_map(format);
         Stored ours = store_ours(format, &inputs);
-        char what[64];
-        snprintf(what, sizeof(what), "torchao.%s.m", name);
+        const char* what = formatted("torchao.%s.m", name);
         Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
         double top = 0.0, error[2] = {0.0, 0.0};
         for (int64_t i = 768; i < 1024; i++) {

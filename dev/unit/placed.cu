@@ -64,7 +64,6 @@ static OptimConfig case_config(const Case* its, OptimType compute, const char* g
     config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9, config.rank_gap = 2;
     config.limit_growth = its->growth;
     if (compute == OPTIM_FP32) config.weights = "fp32";
-    char error[4096];
     if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
     return config;
 }

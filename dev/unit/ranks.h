@@ -10,7 +10,6 @@
 // Runs `rank_main` as `ranks` ranks that launch_fork makes in a child; its exit code, and what went to stderr.
 inline int run_ranks(int ranks, void (*rank_main)(Launch*), char* text, size_t bytes) {
     const auto body = [&] {
-        char error[DATA_ERROR_BYTES];
         Launch launch;
         omp_set_num_threads(1);  // the threads of a process that forks are not its children's
         setenv("NIBBLE_SILENCE", "2", 1);

@@ -262,7 +262,6 @@ TEST(rows_convert_v) {
     const OptimConfig config[] = {case_config(&adamw, "fp32", "fp32"), case_config(&adafactor, "fp32", "fp32"),
                                   case_config(&mini, "fp32", "fp32")};
     Run run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
-    char error[1024] = "";
     for (int k = 0; k < 4; k++) kind_open(&run[k], &config[k % 3], false);
     run_steps(&run[0], 1, 3, plain_steps());
     for (int k = 1; k < 3; k++) expect(load(&run[0], &run[k], error, sizeof(error)), "%s", error);
@@ -310,10 +309,10 @@ TEST(rows_convert_refusals) {
         const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
         const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");
         Run run[2];
-        char error[1024] = "";
         kind_open(&run[0], &from, false);
         kind_open(&run[1], &to, false);
         run_steps(&run[0], 1, 1, plain_steps());
+        error[0] = 0;
         const bool loaded = load(&run[0], &run[1], error, sizeof(error));
         expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
     }
@@ -326,7 +325,6 @@ TEST(limit_growth_resumes) {
     for (int from = 0; from < 2; from++) {
         for (int to = 0; to < 2; to++) {
             Run run[2];
-            char error[1024] = "";
             kind_open(&run[0], &config[from], false);
             kind_open(&run[1], &config[to], false);
             run_steps(&run[0], 1, 3, plain_steps());

@@ -257,7 +257,6 @@ TEST(rules_refuse_what_does_not_fit) {
     lion.v = "none";
     resolved(resolved(lion));
     OptimConfig config = fed;
-    char error[1024];
     for (const char* m : {"dyn8/rank1", "e4m3/tensor", "de4", "nf4:sr", "de4/32@dq8"}) {
         config.m = m;
         expect_refusal(test, config, "--weights: weights \"lin8:ef\"",

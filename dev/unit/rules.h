@@ -18,7 +18,6 @@ inline bool keeps_v(const char* rule) {
 
 // A configuration whose names are filled in; ends the test if it is refused.
 inline OptimConfig resolved(OptimConfig config) {
-    char error[4096];
     if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
     return config;
 }
@@ -43,7 +42,6 @@ inline float gradient(int64_t step, int64_t i) {
 }
 
 inline void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
-    char error[1024] = "";
-    expect(!optim_resolve(&config, error, sizeof(error)), "resolved");
-    expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds) && !strchr(error, '\n'), "%s", error);
+    expect_refused(optim_resolve(&config, error, sizeof(error)), error, holds);
+    expect(strncmp(error, begin, strlen(begin)) == 0 && !strchr(error, '\n'), "%s", error);
 }

@@ -119,8 +119,7 @@ static bool is_nearest(const PlainFormat* format, uint32_t code, float x, float 
 
 // One slot of a run, as values of the arena by plain loops.
 static void plain_slot(const Run* run, const PlainFormat* format, const char* slot, float* values) {
-    char name[64];
-    snprintf(name, sizeof(name), "%s.%s", slot, format->tensor ? "scales" : "maxima");
+    const char* name = formatted("%s.%s", slot, format->tensor ? "scales" : "maxima");
     uint8_t* codes = (uint8_t*)run_array(run, slot);
     float *numbers = (float*)run_array(run, name), *at = numbers;
     for (int t = 0; t < TENSORS; t++) {
@@ -136,9 +135,8 @@ static void plain_slot(const Run* run, const PlainFormat* format, const char* sl
 // Stored against values: numbers equal, codes nearest.
 static void check_slot(Test* test, const Run* run, const PlainFormat* format, const char* slot, const float* values,
                        int step) {
-    char name[64];
     static float want[16384];
-    snprintf(name, sizeof(name), "%s.%s", slot, format->tensor ? "scales" : "maxima");
+    const char* name = formatted("%s.%s", slot, format->tensor ? "scales" : "maxima");
     uint8_t* codes = (uint8_t*)run_array(run, slot);
     float *numbers = (float*)run_array(run, name), *at = numbers;
     bool is_v = is(slot, "v");
@@ -384,8 +382,7 @@ static void check_copy(Test* test, const Run* run, const PlainFormat* format, in
 
 TEST(spans_weights_with_master) {
     for (const char* name : {"e4m3/tensor", "e5m2/tensor"}) {
-        char weights[64];
-        snprintf(weights, sizeof(weights), "%s+fp32", name);
+        const char* weights = formatted("%s+fp32", name);
         OptimConfig narrow = spans_config(weights, "fp32", "bf16"), wide = spans_config("fp32", "fp32", "bf16");
         Run run, exact;
         spans_open(&run, &narrow, OPTIM_BF16);

@@ -203,7 +203,6 @@ inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* 
 }
 
 inline Stored expect_load(Test* test, Run* to, const Run* from) {
-    char error[512] = "";
     Stored context;
     expect(run_load(to, from, &context, 0, error, sizeof(error)), "%s", error);
     return context;

@@ -216,9 +216,8 @@ TEST(tables_list_reaches_every_format) {
         expect(strstr(text, more), "%s is not explained", more);
     }
     for (const char* name : state_names) {
-        char plain[64];
         const char* noise = strstr(name, ":sr");
-        snprintf(plain, sizeof(plain), "%.*s", (int)(noise ? noise - name : (ptrdiff_t)strlen(name)), name);
+        const char* plain = formatted("%.*s", (int)(noise ? noise - name : (ptrdiff_t)strlen(name)), name);
         const char* at = strchr(plain, '@');
         bool scale = at && (is(at, "@bf16") || is(at, "@e8m0"));
         bool block = !at && strchr(name, '/') && !in_spans(name);

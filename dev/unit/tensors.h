@@ -1,13 +1,10 @@
 // Tensors of a safetensors file as memory, for tests.
 #pragma once
-#include <stdio.h>
-#include <stdlib.h>
-
 #include "../../data/safetensors.h"
+#include "test.h"
 
 // The bytes of a tensor, which are never freed; ends the test where they cannot be read.
 inline const void* tensor_data(const Safetensors* file, const SafetensorsTensor* tensor) {
-    char error[DATA_ERROR_BYTES];
     void* data = malloc((size_t)tensor->bytes + 1);
     if (!data || !safetensors_read(file, tensor, 0, tensor->bytes, data, error)) printf("    %s\n", error), exit(1);
     return data;
@@ -15,12 +12,10 @@ inline const void* tensor_data(const Safetensors* file, const SafetensorsTensor*
 
 // A whole file's CRC-32C.
 inline uint32_t file_crc(const char* path) {
-    char error[DATA_ERROR_BYTES];
     uint32_t crc = 0;
     int64_t bytes = 0;
     const char* slash = strrchr(path, '/');
-    char folder[4096];
-    snprintf(folder, sizeof(folder), "%.*s", (int)(slash - path), path);
+    const char* folder = formatted("%.*s", (int)(slash - path), path);
     if (!file_sum(folder, slash + 1, &crc, &bytes, error)) printf("    %s\n", error);
     return crc;
 }

@@ -61,6 +61,8 @@ struct TestRegistration {
     }                                                         \
     static void with_jit_##NAME([[maybe_unused]] Test* test)
 
+inline char error[DATA_ERROR_BYTES];  // where functions that fail put their sentence
+
 // Fails the case with a printf message when the condition is false.
 #define expect(condition, ...)                                         \
     do {                                                               \
@@ -70,6 +72,14 @@ struct TestRegistration {
             printf(__VA_ARGS__);                                       \
             printf("\n");                                              \
         }                                                              \
+    } while (0)
+
+// Expects a failure whose sentence holds `piece`.
+#define expect_refused(succeeded, error, piece)                                                      \
+    do {                                                                                             \
+        error[0] = 0;                                                                                \
+        expect(!(succeeded), "succeeded, and should be refused: %s", piece);                         \
+        expect(strstr(error, piece), "the sentence is \"%s\" and should hold \"%s\"", error, piece); \
     } while (0)
 
 #define skip(...)                                              \
@@ -87,6 +97,16 @@ __attribute__((format(printf, 2, 3))) inline void note(Test* test, const char* f
     va_start(arguments, format);
     vsnprintf(test->note + used, sizeof(test->note) - used, format, arguments);
     va_end(arguments);
+}
+
+// A formatted text; it is never freed.
+__attribute__((format(printf, 1, 2))) inline const char* formatted(const char* format, ...) {
+    char* text = nullptr;
+    va_list arguments;
+    va_start(arguments, format);
+    if (vasprintf(&text, format, arguments) < 0) abort();
+    va_end(arguments);
+    return text;
 }
 
 // Compares n values with a bound for each: |got - want| <= bound(i) = absolute + relative * |want|. A NaN fails.

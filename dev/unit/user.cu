@@ -19,7 +19,6 @@ static OptimConfig asked(const char* formats, const char* m, const char* v) {
 
 // Resolves or fails the case.
 static bool resolve(Test* test, OptimConfig* config) {
-    static char error[DATA_ERROR_BYTES];
     bool good = optim_resolve(config, error, sizeof(error));
     expect(good, "%s", error);
     return good;
@@ -54,7 +53,6 @@ static void expect_same_sizes(Test* test, const OptimConfig* config, const Optim
 }
 
 CACHE_TEST(JIT_TEST, user_format_example) {
-    static char error[JIT_ERROR_BYTES];
     OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
     if (resolve(test, &config) && resolve(test, &same)) {
         char line[256], same_line[256], expression[2048];
@@ -110,7 +108,6 @@ CACHE_TEST(JIT_TEST, user_format_lists) {
 }
 
 static void refuses(Test* test, OptimConfig config, const char* begin, const char* holds) {
-    static char error[DATA_ERROR_BYTES];
     error[0] = 0;
     expect(!optim_resolve(&config, error, sizeof(error)), "resolved, and should be refused: %s", holds);
     expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds), "\"%s\" should hold \"%s\"", error,
@@ -142,9 +139,8 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
         {"type.cuh", "\nOPTIM_FORMAT(\"a/64\", \"x\", Blocks<Absent, 64, ScaleFp32, NEAREST>)\n", "type.cuh(2): error"},
     };
     for (const auto& file : files) {
-        char text[1024];
         const char* path = joined(folder, file.name);
-        snprintf(text, sizeof(text), file.text, type);
+        const char* text = formatted(file.text, type);
         put_text(path, text);
         refuses(test, asked(path, "fp32", "fp32"), "--format", file.holds);
         refuses(test, asked(path, "fp32", "fp32"), "--format", file.name);
@@ -196,9 +192,8 @@ CACHE_TEST(JIT_TEST, user_format_enters_the_content_address) {
 
 // A file that names "mine/32"; `text` stands in its body.
 static OptimConfig changed_file(Test* test, const char* path, const char* text, char* sums, size_t bytes) {
-    char file[1024];
-    snprintf(file, sizeof(file), "%s\nOPTIM_FORMAT(\"mine/32\", \"/* x */\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
-             text);
+    const char* file =
+        formatted("%s\nOPTIM_FORMAT(\"mine/32\", \"/* x */\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n", text);
     put_text(path, file);
     OptimConfig config = asked(path, "fp32", "fp32");
     config.overrides = "a: m=mine";
@@ -246,11 +241,9 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     optim_layout(&tensor, 1, &config);
     Optim* optim = optim_create(&cpu, &config, &tensor, 1, OPTIM_FP32);
     float nothing[16] = {};
-    char error[1024] = "";
     OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums};
     stored.config.weights = "fp32";
-    expect(!optim_load(optim, &stored, error, sizeof(error)) && strstr(error, holds), "\"%s\" should hold \"%s\"",
-           error, holds);
+    expect_refused(optim_load(optim, &stored, error, sizeof(error)), error, holds);
     optim_free(optim);
 }
 
@@ -271,8 +264,7 @@ CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
 // These formats fill the constants of each kind of table on a GPU.
 JIT_TEST(user_format_tables_compile) {
     for (const char* format : {"Dyn8", "Udyn8", "De4", "Nf4", "Soft8"}) {
-        char expression[128];
-        snprintf(expression, sizeof(expression), "optim_fill_kernel<Blocks<%s, 64, ScaleFp32, NEAREST>>", format);
+        const char* expression = formatted("optim_fill_kernel<Blocks<%s, 64, ScaleFp32, NEAREST>>", format);
         expect_compiles(test, expression);
     }
 }
