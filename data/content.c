@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include "memory.h"
 #include "options.h"  // shell_word
-#include "files.h"
 
 enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
 

@@ -5,7 +5,6 @@
 // never do: a link that stands in the way is replaced or removed itself, and what it points to stays as it is.
 #pragma once
 #include <stdbool.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include "errors.h"

@@ -1,6 +1,5 @@
 // JSON (RFC 8259): text to a tree, and back.
 #pragma once
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include "linkage.h"

@@ -20,7 +20,6 @@
 #include <unistd.h>
 #include "content.h"
 #include "json.h"
-#include "options.h"  // shell_word
 #include "loader.h"
 #include "options.h"
 

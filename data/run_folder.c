@@ -15,7 +15,6 @@
 #include "clock.h"
 #include "evaluation.h"
 #include "signals.h"
-#include "text.h"
 #include "version.h"
 
 #define PATH_BYTES 4500

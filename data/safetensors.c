@@ -10,7 +10,6 @@
 // the tensors must tile the data without a gap or an overlap, so a truncated file is always noticed.
 // The host is little-endian, as the format is.
 #include <errno.h>
-#include <fcntl.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

@@ -12,7 +12,6 @@
 // is let through.
 #pragma once
 #include <signal.h>
-#include <stdbool.h>
 #include "linkage.h"
 C_LINKAGE_BEGIN
 

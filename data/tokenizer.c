@@ -9,7 +9,6 @@
 // and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length, which
 // is a dozen. The pattern is written out by hand; which characters are letters, numbers and white space is in
 // unicode.h. Every encoding decodes to the bytes it came from.
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

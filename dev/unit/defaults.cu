@@ -1,5 +1,4 @@
 // Tests of the defaults that formats and storages leave members to (optim/formats/storage.cuh).
-#include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "cache.h"
 #include "files.h"

@@ -4,7 +4,6 @@
 #include <errno.h>
 #include <limits.h>
 #include <stdarg.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -1,7 +1,6 @@
 // Whom the cache of compiled kernels trusts (optim/jit.h): folders and files that this user or root owns and nobody
 // else may write. Everything else is passed over with one line, and the kernel is compiled.
 #include <errno.h>
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include "../../optim/jit.h"

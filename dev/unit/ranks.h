@@ -1,7 +1,6 @@
 // Ranks in processes of their own, for unit tests of what they do together.
 #pragma once
 #include <omp.h>
-#include <signal.h>
 
 #include "../../kernels/ranks/launch.h"
 #include "apart.h"

@@ -2,7 +2,6 @@
 // gradients depend on the tensor and on the element in it, not on where the layout puts the tensor, so that runs with
 // other layouts, shards and devices can be compared to the bit.
 #pragma once
-#include "../../optim/jit.h"
 #include "../../optim/table.cuh"
 #include "../../optim/plan.h"
 #include "../room.h"
