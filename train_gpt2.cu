@@ -204,7 +204,7 @@ static OptimConfig optim_config_of(const Options* o) {
 static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
-    require(optim_resolve(config, error, sizeof(error)), error);
+    require(optim_resolve(config, error), error);
     o->rule = config->rule, o->weights = config->weights, o->m = config->m, o->v = config->v;
     o->overrides = config->overrides;
 }
@@ -1159,9 +1159,9 @@ static int64_t available_to(const Model* m) {
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
-    char why[1024];
+    char why[DATA_ERROR_BYTES];
     m->arena.clip_by = clip_by_from(o->clip_by);
-    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, on, why, sizeof(why));
+    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, on, why);
     if (on && !may) user_error("--release on: %s", why);
     const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
     if (on || shard_least(m->arena.shard, fits) == 0) arena_release(&m->arena, config, tokens != micro);
@@ -1170,8 +1170,8 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
 
 // Refuses --offload where a step needs all states at once, or this machine's memory does not hold them.
 static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
-    char why[1024];
-    if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why, sizeof(why))) {
+    char why[DATA_ERROR_BYTES];
+    if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why)) {
         user_error("--offload %s brings states a layer at a time: %s; leave --offload out", o->offload, why);
     }
     if (!m->dev->gpu || m->dev->imagined) return;
@@ -1240,7 +1240,7 @@ static int fit_main(const Options* asked, const bool* given) {
     if (*asked->data) require(dataset_look(&source, &vocabulary, &bytes, error), error);
     device_imagine(&dev, asked->fit);
     OptimConfig typed = optim_config_of(asked);
-    require(!one || optim_resolve(&typed, error, DATA_ERROR_BYTES), error);
+    require(!one || optim_resolve(&typed, error), error);
     for (int i = 0; const char* preset = optim_preset(i / 3); i++) {
         Options o = *asked;
         error = why[*why[0] != 0];  // the first refusal is kept
@@ -1250,12 +1250,11 @@ static int fit_main(const Options* asked, const bool* given) {
         Model m = {};
         OptimConfig config = optim_config_of(&o);
         m.dev = &dev, m.arena.clip_by = clip_by_from(o.clip_by);
-        if (!optim_resolve(&config, error, DATA_ERROR_BYTES)) continue;
+        if (!optim_resolve(&config, error)) continue;
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
         if (!options_needed(&TABLE, &o, given, o.overrides, error)) continue;
-        if (!arena_plan_release(&m.arena, &config, o.clip, strcmp(o.release, "on") == 0, error, DATA_ERROR_BYTES))
-            continue;
+        if (!arena_plan_release(&m.arena, &config, o.clip, strcmp(o.release, "on") == 0, error)) continue;
         const Planner planner = {plan_of, &m, &config, &o};
         report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, &planner, dev.memory, rows++ == 0);
     }

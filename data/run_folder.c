@@ -128,9 +128,7 @@ static bool files_make(RunFolder* run, bool again) {
     // The file whose refusal leaves nothing that makes this the folder of a run comes first.
     FILE* text = log_open(path_in(run->path, "log.txt"), reason);
     if (text) run->log = log_open(path_in(run->path, "log.jsonl"), reason);
-    if (!run->log || !config_write(run, reason)) {
-        return data_error(error, "--run %s: %s", run->path, reason);
-    }
+    if (!run->log || !config_write(run, reason)) return data_error(error, "--run %s: %s", run->path, reason);
     fclose(run->text);  // completes run->banner
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);

@@ -349,9 +349,7 @@ bool safetensors_read(const Safetensors* file, const SafetensorsTensor* tensor, 
 
 bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count,
                         float* values, char* error) {
-    if (strcmp(tensor->dtype, "F32") == 0) {
-        return safetensors_read(file, tensor, 4 * first, 4 * count, values, error);
-    }
+    if (strcmp(tensor->dtype, "F32") == 0) return safetensors_read(file, tensor, 4 * first, 4 * count, values, error);
     bool bf16 = strcmp(tensor->dtype, "BF16") == 0;
     if (!bf16 && strcmp(tensor->dtype, "F16") != 0) {
         return data_error(error, "%s: tensor %s is of type %s; F32, BF16 and F16 can be read", file->path, tensor->name,

@@ -390,9 +390,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     const char* merges = path ? find_file(folder, "merges.txt", "vocab.bpe") : NULL;
     const char* whole = merges ? NULL : find_file(folder, "tokenizer.json", "tokenizer.json");
     if (whole) return open_tokenizer_json(tokenizer, whole, byte_of, error);
-    if (!path) {
-        return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
-    }
+    if (!path) return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
     bool fine = open_vocabulary(tokenizer, folder, path, byte_of, error);
     if (!fine || !merges) return fine;
     char* text = file_read(merges, &bytes, error);

@@ -60,57 +60,55 @@ void arena_spread(Arena* a, OptimConfig* config) {
 }
 
 // Can m of the matrices of layers take the gradients of micro-batches?
-static bool may_fold(const Arena* a, const OptimConfig* config, char* reason, size_t bytes) {
+static bool may_fold(const Arena* a, const OptimConfig* config, char* reason) {
     bool* turns = (bool*)memory_take((size_t)a->count + 1);
     for (int t = 0; t < a->count; t++) turns[t] = release_turns(&a->tensors[t], a->part[t], a->layers, true);
-    const bool may = optim_folds(config, a->tensors, a->count, turns, reason, bytes);
+    const bool may = optim_folds(config, a->tensors, a->count, turns, reason);
     free(turns);
     return may;
 }
 
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
-                       bool asked, char* why, size_t why_bytes) {
-    char reason[512];
-    const bool together = !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+                       bool asked, char* why) {
+    char reason[DATA_ERROR_BYTES];
+    const bool together = !optim_releases(config, a->tensors, a->count, reason);
     const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro;
     const char* when = several ? "with several micro-batches a step, " : "";
     if (together && by_parts) {
         user_error("--clip-by %s: %s; leave --clip-by out", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
-    } else if ((several || together) && !asked) {
-        snprintf(why, why_bytes, "it changes roundings; type --release on");
-    } else if ((several || together) && !may_fold(a, config, reason, sizeof(reason))) {
+    }
+    const bool folds = several || together;
+    if (folds && !asked) return data_error(why, "it changes roundings; type --release on");
+    if (folds && !may_fold(a, config, reason)) {
         char leave[64] = "leave --release out";
         if (!together) snprintf(leave, sizeof(leave), "type --tokens-per-step %lld", (long long)micro);
         const bool says = strstr(reason, "; type ") != nullptr;
-        snprintf(why, why_bytes, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : leave);
-    } else if (clip > 0 && (several || together)) {
-        snprintf(why, why_bytes, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
-    } else if (clip > 0 && !by_parts) {
-        snprintf(why, why_bytes, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
-    } else {
-        return true;
+        return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : leave);
     }
-    return false;
+    if (clip > 0 && folds) {
+        return data_error(why, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
+    }
+    if (clip <= 0 || by_parts) return true;
+    return data_error(why, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
 }
 
 void arena_release(Arena* a, OptimConfig* config, bool several) {
-    char reason[512];
+    char reason[DATA_ERROR_BYTES];
     a->releases = true;
-    a->folds = config->folds = several || !optim_releases(config, a->tensors, a->count, reason, sizeof(reason));
+    a->folds = config->folds = several || !optim_releases(config, a->tensors, a->count, reason);
     if (!a->shard || !a->folds) return;
     ShardTensor* tensors = shard_tensors(a);
     shard_places(a->shard, tensors, a->count, a->layers);
     free(tensors);
 }
 
-bool arena_plan_release(Arena* a, OptimConfig* config, double clip, bool on, char* why, size_t why_bytes) {
+bool arena_plan_release(Arena* a, OptimConfig* config, double clip, bool on, char* why) {
     const bool parts = config->offload || a->clip_by != CLIP_STEP;
-    if (parts && !optim_releases(config, a->tensors, a->count, why, why_bytes)) {
-        const size_t used = strlen(why);
-        snprintf(why + used, why_bytes - used, "; leave %s out", config->offload ? "--offload" : "--clip-by");
-        return false;
+    char reason[DATA_ERROR_BYTES];
+    if (parts && !optim_releases(config, a->tensors, a->count, reason)) {
+        return data_error(why, "%s; leave %s out", reason, config->offload ? "--offload" : "--clip-by");
     }
-    if (on && !arena_may_release(a, config, clip, 1, 1, true, why, why_bytes)) return false;
+    if (on && !arena_may_release(a, config, clip, 1, 1, true, why)) return false;
     if (on) arena_release(a, config, false);
     return true;
 }

@@ -57,10 +57,10 @@ void arena_spread(Arena* arena, OptimConfig* config);
 // and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. `asked`: the
 // user wants it, so it may change bits. Exits where clip_by needs what cannot be.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
-                       bool asked, char* why, size_t why_bytes);
+                       bool asked, char* why);
 // For a plan of steps with one micro-batch: releases gradients if `on`. False with a reason in `why` if --release,
 // --clip-by or --offload asks for what cannot be.
-bool arena_plan_release(Arena* arena, OptimConfig* config, double clip, bool on, char* why, size_t why_bytes);
+bool arena_plan_release(Arena* arena, OptimConfig* config, double clip, bool on, char* why);
 // Has them take turns, and sets `folds` of the configuration. `several`: a step has several micro-batches.
 void arena_release(Arena* arena, OptimConfig* config, bool several);
 

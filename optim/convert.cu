@@ -265,7 +265,7 @@ static void stored_read(const Conversion* c, const void* array, int64_t at, int6
 }
 
 // Checks that the checkpoint holds all arrays that its formats need, and no others.
-static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
+static bool arrays_complete(const Conversion* c, char* error) {
     int arrays = 0;
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
@@ -279,27 +279,25 @@ static bool arrays_complete(const Conversion* c, char* error, size_t bytes) {
                 if (stored_array(c, &place, info)) continue;
                 char name[256];
                 stream_name(place.array, info, name, sizeof(name));
-                snprintf(error, bytes, "it holds no array %s of %s with %lld bytes, which %s needs", name, info.dtype,
-                         (long long)place_bytes(&place, info), place.format->name);
-                return false;
+                return data_error(error, "it holds no array %s of %s with %lld bytes, which %s needs", name, info.dtype,
+                                  (long long)place_bytes(&place, info), place.format->name);
             }
         }
     }
     if (arrays == c->stored->arrays) return true;
-    snprintf(error, bytes, "it holds %d arrays and its formats (weights %s, m %s, v %s) make %d", c->stored->arrays,
-             c->stored->config.weights, c->stored->config.m, c->stored->config.v, arrays);
-    return false;
+    return data_error(error, "it holds %d arrays and its formats (weights %s, m %s, v %s) make %d", c->stored->arrays,
+                      c->stored->config.weights, c->stored->config.m, c->stored->config.v, arrays);
 }
 
-static bool rule_fits(const Conversion* c, char* error, size_t bytes) {
+static bool rule_fits(const Conversion* c, char* error) {
     for (int t = 0; t < c->to.count; t++) {
         const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
         if (!to.format || from.format) continue;
-        snprintf(error, bytes,
-                 "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule, "
-                 "--preset and rule= of --override out, or begin anew from its weights with --model",
-                 to.rule, from.rule);
-        return false;
+        return data_error(
+            error,
+            "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule, "
+            "--preset and rule= of --override out, or begin anew from its weights with --model",
+            to.rule, from.rule);
     }
     return true;
 }
@@ -324,23 +322,23 @@ static bool by_numbers(const FormatRow* format) {
 }
 
 // Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart.
-static bool rows_convert(const Conversion* c, char* error, size_t bytes) {
+static bool rows_convert(const Conversion* c, char* error) {
     for (int t = 0; t < c->to.count; t++) {
         const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
         if (!to.format || from.format == to.format || !(by_numbers(from.format) || by_numbers(to.format))) continue;
         const bool came = find_row(rule_table(), to.rule)->rows == ROWS_CAME;
         if (!came && averages_gradients(from.rule) && averages_gradients(to.rule)) continue;
-        snprintf(error, bytes,
-                 "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; leave --rule "
-                 "and rule= of --override out, or begin anew from its weights with --model",
-                 to.rule, by_numbers(to.format) ? "is by rows" : "is of elements", from.rule);
-        return false;
+        return data_error(
+            error,
+            "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; leave --rule "
+            "and rule= of --override out, or begin anew from its weights with --model",
+            to.rule, by_numbers(to.format) ? "is by rows" : "is of elements", from.rule);
     }
     return true;
 }
 
 // Refuses moments of another shape: those of a projected gradient, of another rank or of none.
-static bool shapes_convert(const Conversion* c, char* error, size_t bytes) {
+static bool shapes_convert(const Conversion* c, char* error) {
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
             const Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
@@ -348,28 +346,28 @@ static bool shapes_convert(const Conversion* c, char* error, size_t bytes) {
             const bool same = had->rows == has->rows && had->cols == has->cols;
             const bool starts = slot == SLOT_BASIS && !from.format && to.format;
             if ((same || !from.format || !to.format) && !starts) continue;
-            snprintf(error, bytes,
-                     "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, "
-                     "--rank and rule= of --override as they were, or begin anew from its weights with --model",
-                     to.rule, slot_name((Slot)slot), c->to.tensors[t].name, from.rule);
-            return false;
+            return data_error(
+                error,
+                "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, "
+                "--rank and rule= of --override as they were, or begin anew from its weights with --model",
+                to.rule, slot_name((Slot)slot), c->to.tensors[t].name, from.rule);
         }
     }
     return true;
 }
 
 // Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.
-static bool formats_convert(const Conversion* c, char* error, size_t bytes) {
+static bool formats_convert(const Conversion* c, char* error) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
             Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
             bool user = (from.format && from.format->source) || (to.format && to.format->source);
             if (!user || !from.format || !to.format || same_storage(&from, &to)) continue;
-            snprintf(error, bytes,
-                     "%s is %s in the checkpoint and %s was asked for, and a format of --format is not converted; "
-                     "resume in the checkpoint's",
-                     slot_name((Slot)slot), from.format->name, to.format->name);
-            return false;
+            return data_error(
+                error,
+                "%s is %s in the checkpoint and %s was asked for, and a format of --format is not converted; "
+                "resume in the checkpoint's",
+                slot_name((Slot)slot), from.format->name, to.format->name);
         }
     }
     return true;
@@ -381,18 +379,18 @@ void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]) {
 
 // Checks that the files of the user's own formats have not changed since the checkpoint was written, since a name alone
 // does not tell what the codes mean.
-static bool formats_unchanged(const Conversion* c, char* error, size_t bytes) {
+static bool formats_unchanged(const Conversion* c, char* error) {
     char now[OPTIM_OWN_FORMATS_BYTES], then[OPTIM_OWN_FORMATS_BYTES], *rest;
     user_sums(&c->from, now, sizeof(now));
     snprintf(then, sizeof(then), "%s", c->stored->own_formats);
     for (const char* entry = strtok_r(then, " ", &rest); entry; entry = strtok_r(nullptr, " ", &rest)) {
         if (strstr(now, entry)) continue;
-        snprintf(error, bytes,
-                 "the file of --format that holds its %.*s has been changed since, so that its codes may mean other "
-                 "numbers; put the file back as it was (comments and white space do not count), or begin anew from "
-                 "the weights with --model",
-                 (int)strcspn(entry, "="), entry);
-        return false;
+        return data_error(
+            error,
+            "the file of --format that holds its %.*s has been changed since, so that its codes may mean other "
+            "numbers; put the file back as it was (comments and white space do not count), or begin anew from "
+            "the weights with --model",
+            (int)strcspn(entry, "="), entry);
     }
     return true;
 }
@@ -542,7 +540,7 @@ static void tell_changes(const Conversion* c) {
     }
 }
 
-bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t bytes) {
+bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
     Conversion* c = (Conversion*)memory_zero(1, sizeof(Conversion));
     c->optim = optim;
     c->stored = stored;
@@ -553,9 +551,8 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t byt
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    bool ok = rule_fits(c, error, bytes) && rows_convert(c, error, bytes) && shapes_convert(c, error, bytes) &&
-              arrays_complete(c, error, bytes) && formats_unchanged(c, error, bytes) &&
-              formats_convert(c, error, bytes);
+    bool ok = rule_fits(c, error) && rows_convert(c, error) && shapes_convert(c, error) && arrays_complete(c, error) &&
+              formats_unchanged(c, error) && formats_convert(c, error);
     for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

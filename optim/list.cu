@@ -49,8 +49,8 @@ static void list_table(FILE* file, const char* option, const char* what, const T
 
 void optim_list_formats(FILE* file, const char* formats) {
     UserFormats* user = nullptr;
-    char error[16384];
-    if (*formats && !user_formats_open(formats, &user, error, sizeof(error))) user_error("%s", error);
+    char error[DATA_ERROR_BYTES];
+    require(!*formats || user_formats_open(formats, &user, error), error);
     list_table(file, "--weights", "the parameters, and what keeps small updates alive", weights_table());
     list_table(file, "--grads", "the gradients", grads_table());
     list_table(file, "--m, --v", "the first and the second moment", state_table());

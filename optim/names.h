@@ -2,6 +2,7 @@
 #pragma once
 #include <stdio.h>
 #include <string.h>
+#include "../data/errors.h"
 #include "../data/text.h"
 
 template <class Row>
@@ -41,9 +42,10 @@ inline int name_distance(const char* typed, const char* name) {
     return 1000 * bases + edit_distance(typed, strlen(typed), whole, strlen(whole));
 }
 
-// "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)": rows without a note are found but not listed.
+// Returns false with "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)", and `more`: rows without a note
+// are found but not listed.
 template <class Row>
-void name_unknown(const Table<Row>& table, const char* option, const char* name, char* error, size_t bytes) {
+bool name_unknown(const Table<Row>& table, const char* option, const char* name, char* error, const char* more = "") {
     const char* nearest = table.row[0].name;
     char known[1024] = "";
     for (int i = 0; i < table.count; i++) {
@@ -59,5 +61,5 @@ void name_unknown(const Table<Row>& table, const char* option, const char* name,
     const int distance = name_distance(name, nearest), wrong = distance / 1000;
     const bool near = wrong < 2 || distance % 1000 < 2 || (wrong == 2 && letters >= 4 && letters == its);
     if (letters > 1 && near) snprintf(guess, sizeof(guess), "; did you mean %s?", nearest);
-    snprintf(error, bytes, "%s: \"%s\" is not known%s (known: %s)", option, name, guess, known);
+    return data_error(error, "%s: \"%s\" is not known%s (known: %s)%s", option, name, guess, known, more);
 }

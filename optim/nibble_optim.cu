@@ -297,14 +297,13 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
         char* value = optim->text[optim->texts++] = text_copy(equals + 1);
         setting_set(optim, key, value);
     }
-    char* error = (char*)memory_zero(1, 16384);
+    char error[DATA_ERROR_BYTES];
     const bool fp32 = optim->compute == OPTIM_FP32;
     if (fp32 && (!config->weights || !*config->weights)) config->weights = "fp32";
     if (!config->grads || !*config->grads) config->grads = fp32 ? "fp32" : "bf16";
     if (optim->element % TILE_ELEMENTS != 0)
         user_error("element: %lld is no multiple of 2048", (long long)optim->element);
-    if (!optim_resolve(config, error, 16384)) user_error("%s", error);
-    free(error);
+    require(optim_resolve(config, error), error);
 }
 
 // Refuses weights that parameters of this type cannot hold: a parameter of fp32 holds fp32 alone.
@@ -563,8 +562,8 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     if (optim->gpu >= 0) gpu_open(optim);
     tensors_take(optim, tensors);
     OptimConfig* config = &optim->config;
-    char why[256];
-    if (optim->releases && !optim_releases(config, optim->local, optim->count, why, sizeof(why))) {
+    char why[DATA_ERROR_BYTES];
+    if (optim->releases && !optim_releases(config, optim->local, optim->count, why)) {
         user_error("%s; step after the backward pass", why);
     }
     config->weight_decay = -1.0f;  // a step's groups say

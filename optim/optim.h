@@ -121,7 +121,7 @@ void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count
 
 // Checks every name and value of the configuration and fills in what the preset gives. Returns false, with one sentence
 // that names the option, what was found and what to type in `error` (the nearest known name is suggested).
-bool optim_resolve(OptimConfig* config, char* error, size_t error_bytes);
+bool optim_resolve(OptimConfig* config, char* error);
 
 // The usual learning rate of a rule for a model of `channels`: near GPT-3's for adamw, and a fraction of that for rules
 // that need smaller ones. A rule that is not known, such as "", gets adamw's.
@@ -226,12 +226,11 @@ void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_
 
 // Can m of the tensors for which folds[t] holds, and of those of rules that read matrices, take gradients before the
 // step? False with a reason, and what to type after a semicolon if another option lets them.
-bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
-                 size_t error_bytes);
+bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error);
 
 // Can a resolved configuration's step be taken by tensors? False with a sentence for rules that read matrices, whose
 // tensors need optim_folds.
-bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes);
+bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error);
 
 // The stored streams, in a fixed order.
 int optim_stream_count(const Optim* optim);
@@ -268,7 +267,7 @@ struct OptimStored {
 // and encoded to nearest, a piece at a time, and `notice` says so. Moments that the checkpoint's rule did not keep are
 // zero; but a rule that needs a v is refused if there is none. Returns false with a sentence if v or an array is
 // missing, or if one of the user's own formats has changed; the optimizer must then not be used.
-bool optim_load(Optim* optim, const OptimStored* stored, char* error, size_t error_bytes);
+bool optim_load(Optim* optim, const OptimStored* stored, char* error);
 
 // The optimizer in a checkpoint, whose files are unsharded. `shard` says what the ranks keep; NULL: this is the only
 // one. All ranks call these functions in one order. What is read arrives on rank 0; elsewhere `to` is room for as much.

@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../data/errors.h"
+
 // True if the pattern [p, end) matches `name` from its first character up to its end or to a dot. Where it does not,
 // the last star takes one character more.
 static bool matches_here(const char* p, const char* end, const char* name) {
@@ -55,7 +57,7 @@ static bool copy_word(char* out, size_t bytes, const char* begin, const char* en
 }
 
 // One "key=value".
-static bool setting_parse(Override* rule, const char* word, char* error, size_t bytes) {
+static bool setting_parse(Override* rule, const char* word, char* error) {
     char* rest;
     const char* value = strchr(word, '=');
     size_t key = value ? (size_t)(value++ - word) : 0;
@@ -67,9 +69,8 @@ static bool setting_parse(Override* rule, const char* word, char* error, size_t 
     bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
     if (format) {
         if (copy_word(format, sizeof(rule->m), value, value + strlen(value))) return true;
-        snprintf(error, bytes, "--override: \"%s\" names no %s; --list-formats has those that there are", word,
-                 format == rule->rule ? "rule" : "format");
-        return false;
+        return data_error(error, "--override: \"%s\" names no %s; --list-formats has those that there are", word,
+                          format == rule->rule ? "rule" : "format");
     }
     if (is_lr || is_wd) {
         double number = strtod(value, &rest);
@@ -77,17 +78,15 @@ static bool setting_parse(Override* rule, const char* word, char* error, size_t 
             *(is_lr ? &rule->lr : &rule->decay) = number;
             return true;
         }
-        snprintf(error, bytes, "--override: \"%s\" was found and a number from 0 to 1e6 is needed after %.2s=", word,
-                 word);
-        return false;
+        return data_error(error, "--override: \"%s\" was found and a number from 0 to 1e6 is needed after %.2s=", word,
+                          word);
     }
-    snprintf(error, bytes, "--override: \"%s\" is not known; type weights=, m=, v=, rule=, lr= or wd= and a value",
-             word);
-    return false;
+    return data_error(error, "--override: \"%s\" is not known; type weights=, m=, v=, rule=, lr= or wd= and a value",
+                      word);
 }
 
 // One override, [begin, end).
-static bool override_parse(Override* rule, const char* begin, const char* end, char* error, size_t bytes) {
+static bool override_parse(Override* rule, const char* begin, const char* end, char* error) {
     const char* colon = begin;
     while (colon < end && *colon != ':') colon++;
     *rule = {};
@@ -95,21 +94,19 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
     rule->decay = -1.0;
     const bool words = colon < end && copy_word(rule->patterns, sizeof(rule->patterns), begin, colon);
     if (!words && rule->patterns[0]) {
-        snprintf(error, bytes, "--override: \"%.40s...\" has patterns of more than %zu characters; take two overrides",
-                 begin, sizeof(rule->patterns) - 1);
-        return false;
+        return data_error(error,
+                          "--override: \"%.40s...\" has patterns of more than %zu characters; take two overrides",
+                          begin, sizeof(rule->patterns) - 1);
     }
     if (!words) {
-        snprintf(error, bytes, "--override: \"%.*s\" has no patterns and colon; type, say, \"wpe|ln*: m=fp32\"",
-                 (int)(end - begin), begin);
-        return false;
+        return data_error(error, "--override: \"%.*s\" has no patterns and colon; type, say, \"wpe|ln*: m=fp32\"",
+                          (int)(end - begin), begin);
     }
     if (rule->patterns[strspn(rule->patterns,
                               "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-*?|")]) {
-        snprintf(error, bytes,
-                 "--override: \"%s\" is no pattern; it is letters, digits, . _ - * ? and | between patterns",
-                 rule->patterns);
-        return false;
+        return data_error(error,
+                          "--override: \"%s\" is no pattern; it is letters, digits, . _ - * ? and | between patterns",
+                          rule->patterns);
     }
     int settings = 0;
     for (const char* at = colon + 1; at < end; settings++) {
@@ -119,37 +116,35 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
         if (stop == at) break;
         char word[64];
         if (!copy_word(word, sizeof(word), at, stop)) {
-            snprintf(error, bytes, "--override: \"%.*s\" is too long", (int)(stop - at), at);
-            return false;
+            return data_error(error, "--override: \"%.*s\" is too long", (int)(stop - at), at);
         }
-        if (!setting_parse(rule, word, error, bytes)) return false;
+        if (!setting_parse(rule, word, error)) return false;
         at = stop;
     }
     if (settings > 0) return true;
-    snprintf(error, bytes, "--override: nothing follows \"%s:\"; type weights=, m=, v=, rule=, lr= or wd= and a value",
-             rule->patterns);
-    return false;
+    return data_error(error,
+                      "--override: nothing follows \"%s:\"; type weights=, m=, v=, rule=, lr= or wd= and a value",
+                      rule->patterns);
 }
 
-bool overrides_parse(const char* text, Override* overrides, int* count, char* error, size_t bytes) {
+bool overrides_parse(const char* text, Override* overrides, int* count, char* error) {
     *count = 0;
     bool none = false, others = false;
     for (const char* at = text ? text : ""; *at;) {
         const char* end = at + strcspn(at, ";");
         if (strspn(at, " \t") < (size_t)(end - at)) {
             if (*count == OVERRIDES) {
-                snprintf(error, bytes, "--override: more than %d overrides; join patterns with |", OVERRIDES);
-                return false;
+                return data_error(error, "--override: more than %d overrides; join patterns with |", OVERRIDES);
             }
             char word[8];
             bool is_none = copy_word(word, sizeof(word), at, end) && strcmp(word, "none") == 0;
             none = none || is_none;
             others = others || !is_none;
             if (none && others) {
-                snprintf(error, bytes, "--override: \"none\" was found among others; it stands alone, so leave it out");
-                return false;
+                return data_error(error,
+                                  "--override: \"none\" was found among others; it stands alone, so leave it out");
             }
-            if (!none && !override_parse(&overrides[(*count)++], at, end, error, bytes)) return false;
+            if (!none && !override_parse(&overrides[(*count)++], at, end, error)) return false;
         }
         at = *end ? end + 1 : end;
     }

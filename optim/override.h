@@ -26,7 +26,7 @@ struct Override {
 
 // Parses the text; returns false with a sentence in `error` if it cannot. Names of formats are not checked. NULL, ""
 // and "none" hold no overrides.
-bool overrides_parse(const char* text, Override* overrides, int* count, char* error, size_t error_bytes);
+bool overrides_parse(const char* text, Override* overrides, int* count, char* error);
 
 bool override_matches(const Override* rule, const char* name);
 // Does the same for one of its patterns, [begin, end), which holds no |.

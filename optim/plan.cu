@@ -40,11 +40,9 @@ static int plan_launch(Plan* plan, const char* rule, const char* weights, const 
     launch->config.weights = weights;
     launch->config.m = m;
     launch->config.v = v;
-    char error[1024];
-    if (!optim_rule_fits(&launch->config, config, error, sizeof(error)) ||
-        !optim_feedback_fits(&launch->config, true, error, sizeof(error))) {
-        user_error("%s", error);
-    }
+    char error[DATA_ERROR_BYTES];
+    require(optim_rule_fits(&launch->config, config, error) && optim_feedback_fits(&launch->config, true, error),
+            error);
     return plan->launches++;
 }
 
@@ -124,10 +122,8 @@ bool has_momentum(const RuleRow* rule) {
 // Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
-    char error[1024];
-    if (!overrides_parse(config->overrides, plan->overrides, &plan->override_count, error, sizeof(error))) {
-        user_error("%s", error);
-    }
+    char error[DATA_ERROR_BYTES];
+    require(overrides_parse(config->overrides, plan->overrides, &plan->override_count, error), error);
     plan->weights[0] = {config->weights, "", {}};
     plan->weights_count = 1;
     plan->launch[0] = {*config, "", 0, {}, 0, {}};
@@ -351,13 +347,13 @@ OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensor
     return files;
 }
 
-bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error, size_t error_bytes) {
+bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error) {
     Plan* plan = plan_ranges(config, tensors, count);
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
         const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
         ok = !rule->matrix;
-        if (!ok) snprintf(error, error_bytes, "the rule %s takes all matrices of a shape together", rule->name);
+        if (!ok) data_error(error, "the rule %s takes all matrices of a shape together", rule->name);
     }
     plan_free(plan);
     return ok;

@@ -25,51 +25,46 @@ bool optim_name_is_taken(const char* name) {
 
 // Looks a name up and completes it; if it is unknown, the sentence lists the known ones and suggests the nearest.
 template <class Row>
-static bool resolve_name(const Table<Row>& table, const char* option, const char** name, char* error, size_t bytes) {
+static bool resolve_name(const Table<Row>& table, const char* option, const char** name, char* error) {
     const Row* row = find_row(table, *name);
-    if (!row) name_unknown(table, option, *name, error, bytes);
     if (row) *name = row->name;
-    return row != nullptr;
+    return row || name_unknown(table, option, *name, error);
 }
 
 // Does the same for a moment, which may be in one of the user's own formats.
-static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error, size_t bytes) {
+static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error) {
     const FormatRow* row = find_state(config, *name);
-    if (row && row != none_row()) {
-        *name = row->name;
-        return true;
+    if (!row || row == none_row()) {
+        return name_unknown(state_table(), option, *name, error,
+                            config->user_formats
+                                ? "; one of your own needs --format FILE.cuh, and the files given name no such"
+                                : "; one of your own needs --format FILE.cuh");
     }
-    name_unknown(state_table(), option, *name, error, bytes);
-    size_t used = strlen(error);
-    snprintf(error + used, bytes - used, "; one of your own needs --format FILE.cuh%s",
-             config->user_formats ? ", and the files given name no such" : "");
-    return false;
+    *name = row->name;
+    return true;
 }
 
 // Reads the files of --format. Their rows live as long as the process, as do the options that name them.
-static bool resolve_formats(OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_formats(OptimConfig* config, char* error) {
     UserFormats* files;
     if (config->user_formats || !config->formats || !*config->formats) return true;
-    if (!user_formats_open(config->formats, &files, error, bytes)) return false;
+    if (!user_formats_open(config->formats, &files, error)) return false;
     config->user_formats = files;
     return true;
 }
 
 // Does the same for weights. Weights are set and read on the host too, where the user's own formats have no functions.
-static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error,
-                            size_t bytes) {
+static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error) {
     const UserFormats* user = config->user_formats;
     if (!user || !find_row(Table<UserRow>{user->row, user->count}, *name)) {
-        return resolve_name(weights_table(), option, name, error, bytes);
+        return resolve_name(weights_table(), option, name, error);
     }
-    snprintf(error, bytes, "%s: \"%s\" was found, and a format of --format serves --m and --v only", option, *name);
-    return false;
+    return data_error(error, "%s: \"%s\" was found, and a format of --format serves --m and --v only", option, *name);
 }
 
-static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error, size_t bytes) {
+static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error) {
     if (fits) return true;
-    snprintf(error, bytes, "%s: %g was found and %s is needed", option, (double)value, range);
-    return false;
+    return data_error(error, "%s: %g was found and %s is needed", option, (double)value, range);
 }
 
 static void take_default(const char** name, const char* preset) {
@@ -83,45 +78,41 @@ static const char* kept_by_rows(const RuleRow* rule) {
 }
 
 // Resolves v, which is "none" if the rule keeps none.
-static bool resolve_v(OptimConfig* config, const char* preset, char* error, size_t bytes) {
+static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
     bool kept = find_row(rule_table(), config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
     if (!kept && config->v && *config->v && !none) {
-        snprintf(error, bytes, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
-                 config->rule, kept_by_rows(find_row(rule_table(), config->rule)));
-        return false;
+        return data_error(error, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
+                          config->rule, kept_by_rows(find_row(rule_table(), config->rule)));
     }
     config->v = kept ? config->v : NONE;
     take_default(&config->v, preset);
     if (!kept) return true;
     if (strcmp(config->v, NONE) == 0) {
-        snprintf(error, bytes, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
-                 config->rule);
-        return false;
+        return data_error(error, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
+                          config->rule);
     }
-    return resolve_state(config, "--v", &config->v, error, bytes);
+    return resolve_state(config, "--v", &config->v, error);
 }
 
 // Resolves m, which only adafactor can do without.
-static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error, size_t bytes) {
+static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
     const RuleRow* rule = find_row(rule_table(), config->rule);
-    if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error, bytes);
+    if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error);
     if (rule->rows == ROWS_ADAFACTOR) return true;
-    snprintf(error, bytes, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
-             option, rule->name);
-    return false;
+    return data_error(error, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
+                      option, rule->name);
 }
 
 // Refuses a format without negative numbers for m.
-static bool resolve_sign(const OptimConfig* config, const char* option, const char* m, char* error, size_t bytes) {
+static bool resolve_sign(const OptimConfig* config, const char* option, const char* m, char* error) {
     if (find_state(config, m)->has_sign) return true;
-    snprintf(error, bytes, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
-             option, m);
-    return false;
+    return data_error(error, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
+                      option, m);
 }
 
 // An m takes the weights' rounding error if the update divides it by the root of v, if it is stored in one pass, and if
 // it can hold the error, which 4 bits cannot (optim/README.md has figures).
-bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t bytes) {
+bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error) {
     const Rows rows = config_rows(config);
     if (config->stored || !rows.weights->feeds_back) return true;
     const char* type = overridden ? "m=e4m3:sr" : "--m e4m3:sr";
@@ -146,55 +137,56 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
         return true;
     }
     int base = (int)strcspn(config->weights, ":");
-    snprintf(error, bytes,
-             "%s: weights \"%s\" were found, whose rounding errors m takes, and %s; type %s, or %s%.*s:sr",
-             overridden ? "--override" : "--weights", config->weights, why, type,
-             overridden ? "weights=" : "--weights ", base, config->weights);
-    return false;
+    return data_error(error,
+                      "%s: weights \"%s\" were found, whose rounding errors m takes, and %s; type %s, or %s%.*s:sr",
+                      overridden ? "--override" : "--weights", config->weights, why, type,
+                      overridden ? "weights=" : "--weights ", base, config->weights);
 }
 
-static bool resolve_decay_mode(const OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_decay_mode(const OptimConfig* config, char* error) {
     bool independent = strcmp(config->decay_mode, "independent") == 0;
     if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
-        snprintf(error, bytes, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
-        return false;
+        return data_error(error, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
     }
     if (independent && !find_row(rule_table(), config->rule)->decoupled) {
-        snprintf(error, bytes,
-                 "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
-                 config->rule);
-        return false;
+        return data_error(
+            error, "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
+            config->rule);
     }
     return true;
 }
 
-bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error, size_t bytes) {
+bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
     const RuleRow* rule = find_row(rule_table(), launch->rule);
     const bool has_v = strcmp(launch->v, NONE) != 0, has_m = strcmp(launch->m, NONE) != 0;
     if (!has_m && rule->rows != ROWS_ADAFACTOR) {
-        snprintf(error, bytes, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
-    } else if (launch->limit_growth > 0.0f && rule->matrix) {
-        snprintf(error, bytes,
-                 "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take "
-                 "--rule adamw",
-                 rule->name);
-    } else if (rule->keeps_v && !has_v) {
-        snprintf(error, bytes,
-                 "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps none; add "
-                 "v=fp32, say",
-                 rule->name, run->rule);
-    } else if (!rule->keeps_v && has_v) {
-        snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment; leave it out", launch->v,
-                 rule->name);
-    } else if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
-        snprintf(error, bytes,
-                 "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go with "
-                 "--decay-mode independent; type --decay-mode coupled",
-                 rule->name);
-    } else {
-        return true;
+        return data_error(error, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
     }
-    return false;
+    if (launch->limit_growth > 0.0f && rule->matrix) {
+        return data_error(error,
+                          "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take "
+                          "--rule adamw",
+                          rule->name);
+    }
+    if (rule->keeps_v && !has_v) {
+        return data_error(
+            error,
+            "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps none; add "
+            "v=fp32, say",
+            rule->name, run->rule);
+    }
+    if (!rule->keeps_v && has_v) {
+        return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment; leave it out",
+                          launch->v, rule->name);
+    }
+    if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
+        return data_error(
+            error,
+            "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go with "
+            "--decay-mode independent; type --decay-mode coupled",
+            rule->name);
+    }
+    return true;
 }
 
 // Rules of matrices, rmnp and normuon-lite leave some tensors to adamw: as the preset says if it has such a rule and
@@ -219,7 +211,7 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
 }
 
 // A preset's overrides go with its formats; a checkpoint has only those that it names.
-static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_overrides(OptimConfig* config, char* error) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
                      (strcmp(config->v, preset->v) == 0 || !find_row(rule_table(), config->rule)->keeps_v);
@@ -228,55 +220,51 @@ static bool resolve_overrides(OptimConfig* config, char* error, size_t bytes) {
     if (its && !rest && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
     int count;
-    if (!overrides_parse(config->overrides, overrides, &count, error, bytes)) return false;
+    if (!overrides_parse(config->overrides, overrides, &count, error)) return false;
     bool rules = false;  // some override names a rule; then optim_rule_fits looks at each combination
     if (count == 0) config->overrides = "none";  // so that resolving again does not take the preset's
     for (int i = 0; i < count; i++) {
         const char *rule = overrides[i].rule, *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
-        if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error, bytes)) return false;
+        if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error)) return false;
         rules = rules || *rule;
-        if (*weights && !resolve_weights(config, "--override weights", &weights, error, bytes)) return false;
+        if (*weights && !resolve_weights(config, "--override weights", &weights, error)) return false;
         const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits looks at it
-        if (*m && !no_m && !resolve_state(config, "--override m", &m, error, bytes)) return false;
-        if (*m && !resolve_sign(config, "--override m", m, error, bytes)) return false;
-        if (*v && !resolve_state(config, "--override v", &v, error, bytes)) return false;
+        if (*m && !no_m && !resolve_state(config, "--override m", &m, error)) return false;
+        if (*m && !resolve_sign(config, "--override m", m, error)) return false;
+        if (*v && !resolve_state(config, "--override v", &v, error)) return false;
         if (*v && !rules && !find_row(rule_table(), config->rule)->keeps_v) {
-            snprintf(error, bytes, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
-            return false;
+            return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
         }
     }
     return true;
 }
 
-static bool resolve_rows(const OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_rows(const OptimConfig* config, char* error) {
     const float growth = config->limit_growth, clip = config->clip_update;
-    return optim_rule_fits(config, config, error, bytes) &&
+    return optim_rule_fits(config, config, error) &&
            resolve_number("--limit-growth", growth, growth == 0.0f || (growth >= 1.0f && growth < INFINITY),
-                          "0 or a number from 1 on", error, bytes) &&
-           resolve_number("--clip-update", clip, clip >= 0.0f && clip < INFINITY, "a number from 0 on", error, bytes);
+                          "0 or a number from 1 on", error) &&
+           resolve_number("--clip-update", clip, clip >= 0.0f && clip < INFINITY, "a number from 0 on", error);
 }
 
-static bool resolve_matrix(const OptimConfig* config, char* error, size_t bytes) {
+static bool resolve_matrix(const OptimConfig* config, char* error) {
     NewtonSchulz coefficients;
     const float momentum = config->momentum, steps = (float)config->ns_steps;
     if (!newton_schulz_coefficients(config->ns_coefficients, 0, &coefficients)) {
-        snprintf(error, bytes, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
-                 NEWTON_SCHULZ_NAMES);
-        return false;
+        return data_error(error, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
+                          NEWTON_SCHULZ_NAMES);
     }
     const char* basis = config->rank_basis;
     if (strcmp(basis, "fp32") != 0 && strcmp(basis, "bf16") != 0 && strcmp(basis, "lin8") != 0) {
-        snprintf(error, bytes, "--rank-basis: \"%s\" is not known; type fp32, bf16 or lin8", basis);
-        return false;
+        return data_error(error, "--rank-basis: \"%s\" is not known; type fp32, bf16 or lin8", basis);
     }
     const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
-    return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error, bytes) &&
-           resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error, bytes) &&
-           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number above 0", error, bytes) &&
+    return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error) &&
+           resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error) &&
+           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number above 0", error) &&
            resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
-                          error, bytes) &&
-           resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error,
-                          bytes);
+                          error) &&
+           resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error);
 }
 
 double optim_usual_lr(const char* rule, int64_t channels) {
@@ -301,10 +289,10 @@ double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
     return steps > 30 ? fmin(0.9999, 1.0 - 3.0 / (double)steps) : 0.9;
 }
 
-bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
+bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->preset, PRESETS[0].name);
-    if (!resolve_name(preset_table(), "--preset", &config->preset, error, bytes)) return false;
-    if (!resolve_formats(config, error, bytes)) return false;
+    if (!resolve_name(preset_table(), "--preset", &config->preset, error)) return false;
+    if (!resolve_formats(config, error)) return false;
     const PresetRow* preset = find_row(preset_table(), config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
@@ -314,18 +302,17 @@ bool optim_resolve(OptimConfig* config, char* error, size_t bytes) {
     float beta1 = config->beta1, beta2 = config->beta2, eps = config->eps, decay = config->weight_decay;
     float beta3 = config->beta3, alpha = config->alpha;
     const char* unit = "a number from 0 to below 1";
-    return resolve_name(rule_table(), "--rule", &config->rule, error, bytes) &&
-           resolve_weights(config, "--weights", &config->weights, error, bytes) &&
-           resolve_name(grads_table(), "--grads", &config->grads, error, bytes) &&
-           resolve_m(config, "--m", &config->m, error, bytes) && resolve_sign(config, "--m", config->m, error, bytes) &&
-           resolve_v(config, preset->v, error, bytes) && optim_feedback_fits(config, false, error, bytes) &&
-           resolve_decay_mode(config, error, bytes) && resolve_overrides(config, error, bytes) &&
-           resolve_matrix(config, error, bytes) && resolve_rows(config, error, bytes) &&
-           resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error, bytes) &&
-           resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error, bytes) &&
-           resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error, bytes) &&
-           resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error, bytes) &&
-           resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error, bytes) &&
-           resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error,
-                          bytes);
+    return resolve_name(rule_table(), "--rule", &config->rule, error) &&
+           resolve_weights(config, "--weights", &config->weights, error) &&
+           resolve_name(grads_table(), "--grads", &config->grads, error) &&
+           resolve_m(config, "--m", &config->m, error) && resolve_sign(config, "--m", config->m, error) &&
+           resolve_v(config, preset->v, error) && optim_feedback_fits(config, false, error) &&
+           resolve_decay_mode(config, error) && resolve_overrides(config, error) && resolve_matrix(config, error) &&
+           resolve_rows(config, error) &&
+           resolve_number("--beta1", beta1, beta1 >= 0.0f && beta1 < 1.0f, unit, error) &&
+           resolve_number("--beta2", beta2, beta2 >= 0.0f && beta2 < 1.0f, unit, error) &&
+           resolve_number("--eps", eps, eps > 0.0f && eps <= 1.0f, "a number above 0, at most 1", error) &&
+           resolve_number("--beta3", beta3, beta3 >= 0.0f && beta3 < 1.0f, unit, error) &&
+           resolve_number("--alpha", alpha, alpha >= 0.0f && alpha < INFINITY, "a number from 0 on", error) &&
+           resolve_number("--weight-decay", decay, decay >= 0.0f && decay < INFINITY, "a number from 0 on", error);
 }

@@ -121,7 +121,7 @@ char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
     return text;
 }
 
-static bool stored_config(OptimStored* stored, const Json* formats, char* error, size_t error_bytes) {
+static bool stored_config(OptimStored* stored, const Json* formats, char* error) {
     OptimConfig* config = &stored->config;
     stored->own_formats = json_string(formats, "own", "");
     config->rule = json_string(formats, "rule", "");
@@ -132,7 +132,7 @@ static bool stored_config(OptimStored* stored, const Json* formats, char* error,
     config->limit_growth = strcmp(json_string(formats, "norms", "none"), "none") == 0 ? 0.0f : 1.0f;
     config->decay_mode = "coupled";  // whatever it was: nothing is stored of it
     config->stored = true;
-    return optim_resolve(config, error, error_bytes);
+    return optim_resolve(config, error);
 }
 
 // Reads the caller's own array, and no longer counts it among the optimizer's; false if there is none.
@@ -151,9 +151,9 @@ static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStre
 bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, const Device* dev,
                       const OptimStream* extra, bool* found, char* error) {
     char reason[DATA_ERROR_BYTES];
-    if (!stored_config(stored, formats, reason, sizeof(reason))) return data_error(error, "state.json: %s", reason);
+    if (!stored_config(stored, formats, reason)) return data_error(error, "state.json: %s", reason);
     *found = stored_extra(stored, dev, extra);
-    return optim_load(optim, stored, reason, sizeof(reason)) || data_error(error, "optimizer.safetensors: %s", reason);
+    return optim_load(optim, stored, reason) || data_error(error, "optimizer.safetensors: %s", reason);
 }
 
 // Resuming.
@@ -171,7 +171,7 @@ static bool tried(const OptimResume* resume, const char* overrides, OptimConfig*
     char error[DATA_ERROR_BYTES];
     *config = resume->config;
     config->grads = "fp32", config->overrides = overrides;
-    return optim_resolve(config, error, sizeof(error));
+    return optim_resolve(config, error);
 }
 
 // Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own:

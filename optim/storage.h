@@ -99,11 +99,11 @@ double format_bytes_each(const FormatRow* format);
 
 // Checks that a resolved configuration's rule and m can take the rounding error of its weights, if these give it back
 // (:ef); false and a sentence otherwise. `overridden`: weights or m are what --override asks for.
-bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error, size_t error_bytes);
+bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error);
 
 // Checks that the rule of a launch goes with its v and with the run's --decay-mode; false and a sentence otherwise.
 // `run` is the configuration without overrides.
-bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error, size_t error_bytes);
+bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error);
 
 // The span of the numbers that a storage has beside its codes, if it has such.
 Span format_span(const FormatRow* format);

@@ -64,7 +64,7 @@ void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_
 }
 
 // Why m of a launch cannot take gradients, and what to type if another option lets it; "" if it can.
-static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char* error, size_t bytes) {
+static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char* error) {
     const Rows rows = config_rows(launch);
     const char *rule = rows.rule->name, *m = rows.m->name;
     const int bits = rows.m->stream[0].bits;
@@ -75,29 +75,28 @@ static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char
     if (launch_fold(launch) > 0.0f && bits >= 16 && (bits > 16 || strstr(m, ":sr"))) return;
     if (launch_fold(launch) > 0.0f) {
         const char* option = strcmp(launch->m, run->m) == 0 ? "--m " : "m=";
-        snprintf(error, bytes, "m takes the gradients, and %s would lose small ones; type %sbf16:sr", m, option);
+        data_error(error, "m takes the gradients, and %s would lose small ones; type %sbf16:sr", m, option);
     } else if (launch_fold(&plain) > 0.0f) {
-        snprintf(error, bytes, "%s with --nesterov on needs more of the gradients than m can take; type --nesterov off",
-                 rule);
+        data_error(error, "%s with --nesterov on needs more of the gradients than m can take; type --nesterov off",
+                   rule);
     } else if (launch_fold(&moves) > 0.0f) {
-        snprintf(error, bytes, "m takes the gradients, and %s's m forgets all of them where its decay is 0", rule);
+        data_error(error, "m takes the gradients, and %s's m forgets all of them where its decay is 0", rule);
     } else {
-        snprintf(error, bytes,
-                 "%s needs more of the gradients than m can take, unlike sgd, lion with --beta1 as "
-                 "--beta2, and rmnp, normuon-lite, muon and normuon with --nesterov off",
-                 rule);
+        data_error(error,
+                   "%s needs more of the gradients than m can take, unlike sgd, lion with --beta1 as "
+                   "--beta2, and rmnp, normuon-lite, muon and normuon with --nesterov off",
+                   rule);
     }
 }
 
-bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error,
-                 size_t error_bytes) {
+bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error) {
     Plan* plan = plan_ranges(config, tensors, count);
     error[0] = 0;
     for (int t = 0; t < count && !error[0]; t++) {
         const OptimConfig* its = &plan->launch[plan->launch_of[t]].config;
         if (!folds[t] && config_rows(its).rule->matrix == MATRIX_NONE)
             continue;  // matrices step after the backward pass
-        fold_refusal(config, its, error, error_bytes);
+        fold_refusal(config, its, error);
     }
     plan_free(plan);
     return !error[0];

@@ -13,14 +13,6 @@
 // out. A compiler may put something before or after the name.
 static const char row_mark[] = "optim_user_row_";
 
-__attribute__((format(printf, 3, 4))) static bool refuse(char* error, size_t bytes, const char* format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(error, bytes, format, arguments);
-    va_end(arguments);
-    return false;
-}
-
 static bool ends_comment(const char* at, bool line) {
     return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
 }
@@ -61,11 +53,11 @@ static uint64_t text_sum(const char* text) {
 }
 
 // Appends one file's text to the source, with its name and lines for the compiler's messages.
-static bool append_file(const char* path, int index, FILE* to, char* error, size_t bytes) {
+static bool append_file(const char* path, int index, FILE* to, char* error) {
     char reason[DATA_ERROR_BYTES];
     int64_t length = 0;
     char* text = file_read(path, &length, reason);
-    if (!text) return refuse(error, bytes, "--format: %s; type the path of a format's file", reason);
+    if (!text) return data_error(error, "--format: %s; type the path of a format's file", reason);
     fprintf(to, "\n#undef USER_FILE\n#define USER_FILE %d\n#line 1 \"", index);
     for (const char* c = path; *c; c++) fprintf(to, *c == '"' || *c == '\\' ? "\\%c" : "%c", *c);
     fprintf(to, "\"\n");
@@ -107,52 +99,53 @@ static bool is_power(int number) {
 }
 
 // Checks what the rest of the optimizer relies on.
-static bool row_check(const UserRow* row, const char* path, char* error, size_t bytes) {
+static bool row_check(const UserRow* row, const char* path, char* error) {
     if (row->too_long) {
-        return refuse(error, bytes,
-                      "--format: %s has a row whose name, note or type is longer than %zu, %zu or %zu characters", path,
-                      sizeof(row->name) - 1, sizeof(row->note) - 1, sizeof(row->type) - 1);
+        return data_error(error,
+                          "--format: %s has a row whose name, note or type is longer than %zu, %zu or %zu characters",
+                          path, sizeof(row->name) - 1, sizeof(row->note) - 1, sizeof(row->type) - 1);
     }
     if (!is_name(row->name)) {
-        return refuse(error, bytes, "--format: %s names a format \"%s\"; take letters, digits and any of _-+./:@", path,
-                      row->name);
+        return data_error(error, "--format: %s names a format \"%s\"; take letters, digits and any of _-+./:@", path,
+                          row->name);
     }
     for (int i = 0; i < 3; i++) {
         int bit = row->bits[i];
         bool known = i > 0 && bit == 0 ? true : bit == 4 || bit == 8 || bit == 16 || bit == 32;
         bool fits = known && (bit == 0 || (is_power(row->run[i]) && row->run[i] <= TILE_ELEMENTS));
         if (!fits || (i > 0 && bit == 4)) {
-            return refuse(error, bytes,
-                          "--format: %s: array %d of \"%s\" has %d bits every %d elements; take 4 (codes only), 8, 16 "
-                          "or 32 every 1, 2, 4, ... or %lld",
-                          path, i, row->name, bit, row->run[i], (long long)TILE_ELEMENTS);
+            return data_error(
+                error,
+                "--format: %s: array %d of \"%s\" has %d bits every %d elements; take 4 (codes only), 8, 16 "
+                "or 32 every 1, 2, 4, ... or %lld",
+                path, i, row->name, bit, row->run[i], (long long)TILE_ELEMENTS);
         }
     }
     // Two of them and stages for a group of threads fit into the shared memory of any GPU that is served.
     const int max = 44 * 1024;
     if (row->table_bytes > max) {
-        return refuse(error, bytes, "--format: %s: the table of \"%s\" has %d bytes and may have %d", path, row->name,
-                      row->table_bytes, max);
+        return data_error(error, "--format: %s: the table of \"%s\" has %d bytes and may have %d", path, row->name,
+                          row->table_bytes, max);
     }
     return true;
 }
 
-static bool compile_rows(UserFormats* formats, const char* paths, char* error, size_t bytes) {
+static bool compile_rows(UserFormats* formats, const char* paths, char* error) {
     char architecture[32], *log = (char*)memory_zero(1, JIT_ERROR_BYTES);
     JitImage image;
     // The newest PTX that the library knows: the rows do not depend on the device.
     bool good = jit_architecture(INT32_MAX, architecture, sizeof(architecture), log) &&
                 jit_get("", architecture, &image, log, formats->source);
-    if (!good) refuse(error, bytes, "--format %s: %s", paths, log);
+    if (!good) snprintf(error, DATA_ERROR_BYTES, "--format %s: %s", paths, log);  // whose lines stay lines
     free(log);
     if (!good) return false;
     char* text = text_part(image.image, (size_t)image.image_bytes);
     jit_free(&image);
     for (const char* at = strstr(text, row_mark); at && good; at = strstr(at + 1, row_mark)) {
         if (formats->count == USER_ROWS) {
-            good = refuse(error, bytes, "--format: %s hold more than %d formats", paths, USER_ROWS);
+            good = data_error(error, "--format: %s hold more than %d formats", paths, USER_ROWS);
         } else if (!read_row(at, &formats->row[formats->count++])) {
-            good = refuse(error, bytes, "--format: this libnvrtc writes PTX in which formats are not found: %.80s", at);
+            good = data_error(error, "--format: this libnvrtc writes PTX in which formats are not found: %.80s", at);
         }
     }
     free(text);
@@ -160,27 +153,28 @@ static bool compile_rows(UserFormats* formats, const char* paths, char* error, s
 }
 
 // Checks that every file has a row, and that every row works.
-static bool check_rows(const UserFormats* formats, char* const* path, int files, char* error, size_t bytes) {
+static bool check_rows(const UserFormats* formats, char* const* path, int files, char* error) {
     for (int file = 0; file < files; file++) {
         bool any = false;
         for (int i = 0; i < formats->count; i++) any = any || formats->row[i].file == file;
         if (any) continue;
-        return refuse(error, bytes,
-                      "--format: %s names no format; add a line such as OPTIM_FORMAT(\"my8/64\", \"when to use it\", "
-                      "Blocks<My8, 64, ScaleFp32, NEAREST>)",
-                      path[file]);
+        return data_error(
+            error,
+            "--format: %s names no format; add a line such as OPTIM_FORMAT(\"my8/64\", \"when to use it\", "
+            "Blocks<My8, 64, ScaleFp32, NEAREST>)",
+            path[file]);
     }
     for (int i = 0; i < formats->count; i++) {
         const UserRow* row = &formats->row[i];
-        if (!row_check(row, path[row->file], error, bytes)) return false;
+        if (!row_check(row, path[row->file], error)) return false;
         if (optim_name_is_taken(row->name)) {
-            return refuse(error, bytes, "--format: %s names a format \"%s\", which is built in; take another name",
-                          path[row->file], row->name);
+            return data_error(error, "--format: %s names a format \"%s\", which is built in; take another name",
+                              path[row->file], row->name);
         }
         for (int j = 0; j < i; j++) {
             if (strcmp(row->name, formats->row[j].name) != 0) continue;
-            return refuse(error, bytes, "--format: %s names a format \"%s\", and so does %s; take another name",
-                          path[row->file], row->name, path[formats->row[j].file]);
+            return data_error(error, "--format: %s names a format \"%s\", and so does %s; take another name",
+                              path[row->file], row->name, path[formats->row[j].file]);
         }
     }
     return true;
@@ -203,7 +197,7 @@ static FormatRow* storage_create(const UserFormats* formats) {
     return rows;
 }
 
-bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t bytes) {
+bool user_formats_open(const char* paths, UserFormats** formats, char* error) {
     char *list = text_copy(paths), *path[USER_FILES], *rest = nullptr;
     size_t source_bytes = 0;
     int files = 0;
@@ -212,24 +206,24 @@ bool user_formats_open(const char* paths, UserFormats** formats, char* error, si
     bool good = true;
     for (char* one = strtok_r(list, ",", &rest); one && good; one = strtok_r(nullptr, ",", &rest)) {
         if (files == USER_FILES) {
-            good = refuse(error, bytes, "--format: %s are more than %d files", paths, USER_FILES);
+            good = data_error(error, "--format: %s are more than %d files", paths, USER_FILES);
         } else {
             path[files] = one;
             fflush(source);  // sets source_bytes, and below the text as it is now
             size_t begin = source_bytes;
-            good = append_file(one, files, source, error, bytes);
+            good = append_file(one, files, source, error);
             fflush(source);
             const char* text = strstr((*formats)->source + begin, "\"\n");  // the end of the line with its name
             (*formats)->sum[files] = good ? text_sum(text + 2) : 0;
             for (int i = 0; good && i < files; i++) {
                 if ((*formats)->sum[i] != (*formats)->sum[files]) continue;
-                good = refuse(error, bytes, "--format: %s holds the same as %s; type one of them alone", one, path[i]);
+                good = data_error(error, "--format: %s holds the same as %s; type one of them alone", one, path[i]);
             }
             files++;
         }
     }
     fclose(source);
-    good = good && compile_rows(*formats, paths, error, bytes) && check_rows(*formats, path, files, error, bytes);
+    good = good && compile_rows(*formats, paths, error) && check_rows(*formats, path, files, error);
     free(list);
     if (good) (*formats)->storage = storage_create(*formats);
     if (good) return true;
@@ -248,10 +242,10 @@ void user_formats_free(UserFormats* formats) {
 void user_sums(const OptimConfig* config, char* text, size_t bytes) {
     const UserFormats* formats = config->user_formats;
     Override overrides[OVERRIDES];
-    char ignored[512];
+    char ignored[DATA_ERROR_BYTES];
     int count = 0;
     text[0] = 0;
-    if (!formats || !overrides_parse(config->overrides, overrides, &count, ignored, sizeof(ignored))) return;
+    if (!formats || !overrides_parse(config->overrides, overrides, &count, ignored)) return;
     for (int i = -1; i < count; i++) {
         for (const char* name : {i < 0 ? config->m : overrides[i].m, i < 0 ? config->v : overrides[i].v}) {
             const UserRow* row = find_row(Table<UserRow>{formats->row, formats->count}, name);

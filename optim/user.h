@@ -19,7 +19,7 @@ struct UserFormats {
 // Reads and checks the files of a list that commas separate. Returns false with a sentence in `error`, followed by the
 // compiler's log if the compiler refuses a file. The first time takes a moment, then the result comes from the cache.
 // It needs libnvrtc and no GPU; user_formats_free frees the result.
-bool user_formats_open(const char* paths, UserFormats** formats, char* error, size_t error_bytes);
+bool user_formats_open(const char* paths, UserFormats** formats, char* error);
 void user_formats_free(UserFormats* formats);
 
 // Writes which of these formats a configuration, its overrides included, names: "my8/64=SUM my9/32=SUM". SUM is the

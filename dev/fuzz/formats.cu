@@ -3,7 +3,7 @@
 
 #include "fuzz.h"
 
-static void format_file(const char* path, FuzzInput input, char* error, size_t bytes) {
+static void format_file(const char* path, FuzzInput input, char* error) {
     char* source = nullptr;
     size_t source_bytes = 0;
     FILE* file = fopen(path, "wb");
@@ -11,14 +11,14 @@ static void format_file(const char* path, FuzzInput input, char* error, size_t b
     fwrite(input.bytes, 1, input.count, file);
     fclose(file);
     file = open_memstream(&source, &source_bytes);
-    demand(append_file(path, 0, file, error, bytes));
+    demand(append_file(path, 0, file, error));
     fclose(file);
     demand(strstr(source, "\"\n") != nullptr);
     text_sum(strstr(source, "\"\n") + 2);
     free(source);
 }
 
-static void ptx_rows(FuzzInput input, char* const* path, char* error, size_t bytes) {
+static void ptx_rows(FuzzInput input, char* const* path, char* error) {
     UserFormats* formats = (UserFormats*)calloc(1, sizeof(UserFormats));
     char* text = strndup(input.bytes, input.count);
     bool good = true;
@@ -26,16 +26,16 @@ static void ptx_rows(FuzzInput input, char* const* path, char* error, size_t byt
          at = strstr(at + 1, row_mark)) {
         good = read_row(at, &formats->row[formats->count++]);
     }
-    if (good && check_rows(formats, path, 1, error, bytes)) free(storage_create(formats));
+    if (good && check_rows(formats, path, 1, error)) free(storage_create(formats));
     free(text);
     free(formats);
 }
 
 void fuzz_formats(FuzzInput input) {
-    char error[16384] = "", path[64];
+    char error[DATA_ERROR_BYTES], path[64];
     char* const paths[] = {path};
     snprintf(path, sizeof(path), "/dev/shm/nibble_fuzz_%d.cuh", (int)getpid());
-    format_file(path, input, error, sizeof(error));
-    ptx_rows(input, paths, error, sizeof(error));
+    format_file(path, input, error);
+    ptx_rows(input, paths, error);
     unlink(path);
 }

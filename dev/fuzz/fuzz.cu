@@ -256,7 +256,7 @@ static void fuzz_overrides(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "", *text = take_text(&input), *name = take_text(&input);
     Override overrides[OVERRIDES];
     int count = 0;
-    const bool fine = overrides_parse(text, overrides, &count, error, sizeof(error));
+    const bool fine = overrides_parse(text, overrides, &count, error);
     if (!fine) demand_sentence(error);
     demand(!fine || count <= OVERRIDES);
     for (int i = 0; i < count && fine; i++) override_matches(&overrides[i], name);
@@ -264,7 +264,7 @@ static void fuzz_overrides(FuzzInput input) {
     OptimConfig config;
     options.overrides = text;
     config = optim_config_of(&options);
-    if (!optim_resolve(&config, error, sizeof(error))) demand_sentence(error);
+    if (!optim_resolve(&config, error)) demand_sentence(error);
     free(text), free(name);
 }
 

@@ -274,7 +274,7 @@ TEST(convert_rules) {
     Stored context;
     model_open(&from, &lion, 3000);
     model_open(&to, &adamw, 3000);
-    expect_refused(run_load(&to, &from, &context, 0, error, sizeof(error)), error, "lion keeps no second moment");
+    expect_refused(run_load(&to, &from, &context, 0, error), error, "lion keeps no second moment");
 }
 
 TEST(convert_refuses_other_arrays) {
@@ -283,9 +283,9 @@ TEST(convert_refuses_other_arrays) {
     Stored context;
     model_open(&from, &config, 3000);
     model_open(&to, &config, 3000);
-    expect_refused(run_load(&to, &from, &context, 1, error, sizeof(error)), error, "holds 3 arrays");
+    expect_refused(run_load(&to, &from, &context, 1, error), error, "holds 3 arrays");
     from.config = said;  // not what its arrays are
-    expect_refused(run_load(&to, &from, &context, 0, error, sizeof(error)), error, "no array m of U8");
+    expect_refused(run_load(&to, &from, &context, 0, error), error, "no array m of U8");
 }
 
 // The same loads into an optimizer on the GPU give the same bytes.

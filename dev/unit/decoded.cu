@@ -72,7 +72,7 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     const DecodedModel its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
     Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
     Steps how = plain_steps(), by_parts = how;
-    if (optim_releases(&config, run.tensor, COUNT, error, sizeof(error))) by_parts.take = step_by_parts;
+    if (optim_releases(&config, run.tensor, COUNT, error)) by_parts.take = step_by_parts;
     for (int step = 1; step <= STEPS; step++) {
         // A forward and a backward pass; neighbours are there at the same time, and so are the last layer and ln_f.
         const int order[] = {3, 0, 1, 2, 4, 3, 2, 1, 0};

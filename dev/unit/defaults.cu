@@ -34,7 +34,7 @@ CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
         config.overrides = row.overrides;
         config.formats = joined(folder, row.name);
         error[0] = 0;
-        bool good = optim_resolve(&config, error, sizeof(error));
+        bool good = optim_resolve(&config, error);
         expect(good == !row.holds, "--m %s --v %s %s: %s", row.m, row.v, row.overrides, error);
         if (row.holds) expect(strstr(error, row.holds), "\"%s\" should hold \"%s\"", error, row.holds);
     }

@@ -297,7 +297,7 @@ JIT_TEST(examples_rule_equal_cpu_gpu) {
 static OptimConfig preset_config(Test* test, const PresetRow* row) {
     OptimConfig config = rule_config();
     config.rule = row->rule, config.weights = row->weights, config.m = row->m, config.v = row->v, config.grads = "fp32";
-    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+    expect(optim_resolve(&config, error), "%s", error);
     // A preset gives names in full.
     expect(is(config.rule, row->rule) && is(config.weights, row->weights), "%s %s", config.rule, config.weights);
     expect(is(config.m, row->m) && is(config.v, row->v), "%s %s", config.m, config.v);

@@ -10,7 +10,7 @@ static OptimConfig folded_optim(bool grads_bf16, bool offload) {
     OptimConfig config = {
         "adamw32", "sgd",        "fp32", grads_bf16 ? "bf16" : "fp32", "fp32", "none", FOLDED_BETA, 0.95f,
         1e-8f,     FOLDED_DECAY, 7};
-    if (!optim_resolve(&config, error, sizeof(error))) user_error("%s", error);
+    if (!optim_resolve(&config, error)) user_error("%s", error);
     config.keeps_copy = false, config.offload = offload;
     return config;
 }

@@ -292,7 +292,7 @@ TEST(folds_only_where_m_says_all) {
         memcpy(tensors, model, sizeof(model));
         optim_layout(tensors, COUNT, &config);
         error[0] = 0;
-        const bool may = optim_folds(&config, tensors, COUNT, folds, error, sizeof(error));
+        const bool may = optim_folds(&config, tensors, COUNT, folds, error);
         expect(may == !row.says && (may || strstr(error, row.says)), "%s, m %s: \"%s\"", row.rule, row.m, error);
     }
 }

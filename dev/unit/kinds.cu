@@ -46,6 +46,6 @@ TEST(override_rule_refusals) {
         run.decay_mode = row.mode;
         launch.rule = is(row.mode, "independent") ? "sgd" : is(row.rule, "lion") ? "adamw" : "lion";
         launch.v = row.v;
-        expect_refused(optim_rule_fits(&launch, &run, error, sizeof(error)), error, row.says);
+        expect_refused(optim_rule_fits(&launch, &run, error), error, row.says);
     }
 }

@@ -213,7 +213,7 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
     for (const char* preset : {"muon", "muon8", "muon4", "galore8", "apollo-mini"}) {
         OptimConfig config = {preset, "", "", "bf16", "", "", 0.9f, 0.95f, 1e-8f, 0.1f, 5};
         config.grads = "fp32";
-        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+        expect(optim_resolve(&config, error), "%s", error);
         expect(optim_built_in(&config, OPTIM_BF16) && optim_built_in(&config, OPTIM_FP32), "%s", preset);
         check_resume_and_shards(test, &config, gpu);
     }
@@ -339,9 +339,9 @@ TEST(matrix_rest_is_adamw) {
             row.preset, strncmp(row.preset, "muon", 4) ? "muon" : "", "", "fp32", row.m, "", 0.9f, 0.95f, 1e-8f, 0.1f,
             7};
         config.overrides = row.overrides;
-        expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+        expect(optim_resolve(&config, error), "%s", error);
         expect(is(config.overrides, row.want), "%s: %s", row.preset, config.overrides);
-        expect(optim_resolve(&config, error, sizeof(error)) && is(config.overrides, row.want), "again: %s", error);
+        expect(optim_resolve(&config, error) && is(config.overrides, row.want), "again: %s", error);
     }
 }
 

@@ -300,7 +300,7 @@ TEST(optim_presets_are_built_in) {
             expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients", preset, grads);
             Override overrides[OVERRIDES];
             int count;
-            expect(overrides_parse(config.overrides, overrides, &count, error, sizeof(error)), "%s", error);
+            expect(overrides_parse(config.overrides, overrides, &count, error), "%s", error);
             for (int i = 0; i < count; i++) {
                 OptimConfig other = config;
                 if (*overrides[i].weights) other.weights = overrides[i].weights;

@@ -36,7 +36,7 @@ TEST(override_patterns) {
         Override parsed[OVERRIDES];
         int count;
         snprintf(text, sizeof(text), " %s : lr=2 ;", row.patterns);
-        expect(overrides_parse(text, parsed, &count, error, sizeof(error)) && count == 1, "%s", error);
+        expect(overrides_parse(text, parsed, &count, error) && count == 1, "%s", error);
         expect(override_matches(&parsed[0], row.name) == row.matches, "%s and %s", row.patterns, row.name);
     }
     const char* const bad[][2] = {{"wpe", "no patterns"},
@@ -62,8 +62,8 @@ TEST(override_patterns) {
     Override parsed[OVERRIDES];
     int count;
     strcat(longest, ":m=fp32");
-    expect_refused(overrides_parse(longest, parsed, &count, error, sizeof(error)), error, "more than 127");
-    expect(overrides_parse(longest + 10, parsed, &count, error, sizeof(error)), "%s", error);
+    expect_refused(overrides_parse(longest, parsed, &count, error), error, "more than 127");
+    expect(overrides_parse(longest + 10, parsed, &count, error), "%s", error);
     OptimConfig config = make_config("lion", "bf16", "fp32");
     config.overrides = "wpe: v=fp32";
     expect_refusal(test, config, "--override", "keeps no second moment");

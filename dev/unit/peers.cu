@@ -145,7 +145,7 @@ struct Run {
     float *grads, scale = 1.0f;
 
     Run(OptimConfig config, const int64_t* lengths, int tensors) : count(tensors) {
-        if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+        if (!optim_resolve(&config, error)) printf("    %s\n", error), exit(1);
         for (int t = 0; t < count; t++) tensor[t] = {"tensor", 1, lengths[t], t == 0, 0};
         elements = optim_layout(tensor, count, &config);
         optim = optim_create(&dev, &config, tensor, count, OPTIM_FP32);

@@ -64,7 +64,7 @@ static OptimConfig case_config(const Case* its, OptimType compute, const char* g
     config.beta3 = 0.999f, config.alpha = 2.0f, config.ramp = 9, config.rank_gap = 2;
     config.limit_growth = its->growth;
     if (compute == OPTIM_FP32) config.weights = "fp32";
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    if (!optim_resolve(&config, error)) printf("    %s\n", error), exit(1);
     return config;
 }
 

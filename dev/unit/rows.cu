@@ -246,9 +246,9 @@ TEST(rows_resume_skip_and_shard) {
 
 // Conversions on load: what v becomes, from the checkpoint's run to another rule's.
 
-static bool load(const Run* from, Run* to, char* error, size_t bytes) {
+static bool load(const Run* from, Run* to, char* error) {
     Stored context;
-    return run_load(to, from, &context, 0, error, bytes);
+    return run_load(to, from, &context, 0, error);
 }
 
 static const float* numbers_of(const Run* run) {
@@ -263,8 +263,8 @@ TEST(rows_convert_v) {
     Run run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
     for (int k = 0; k < 4; k++) kind_open(&run[k], &config[k % 3], false);
     run_steps(&run[0], 1, 3, plain_steps());
-    for (int k = 1; k < 3; k++) expect(load(&run[0], &run[k], error, sizeof(error)), "%s", error);
-    expect(load(&run[1], &run[3], error, sizeof(error)), "%s", error);
+    for (int k = 1; k < 3; k++) expect(load(&run[0], &run[k], error), "%s", error);
+    expect(load(&run[1], &run[3], error), "%s", error);
     const float *v = numbers_of(&run[0]), *factors = numbers_of(&run[1]), *rows = numbers_of(&run[2]);
     const float* back = numbers_of(&run[3]);
     int64_t first = 0, row = 0;
@@ -312,7 +312,7 @@ TEST(rows_convert_refusals) {
         kind_open(&run[1], &to, false);
         run_steps(&run[0], 1, 1, plain_steps());
         error[0] = 0;
-        const bool loaded = load(&run[0], &run[1], error, sizeof(error));
+        const bool loaded = load(&run[0], &run[1], error);
         expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
     }
 }
@@ -327,7 +327,7 @@ TEST(limit_growth_resumes) {
             kind_open(&run[0], &config[from], false);
             kind_open(&run[1], &config[to], false);
             run_steps(&run[0], 1, 3, plain_steps());
-            expect(load(&run[0], &run[1], error, sizeof(error)), "%s", error);
+            expect(load(&run[0], &run[1], error), "%s", error);
             for (Run& each : run) run_steps(&each, 4, 6, plain_steps());
             expect(!difference(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
         }

@@ -265,9 +265,9 @@ TEST(rules_refuse_what_does_not_fit) {
     }
     // A checkpoint may hold what no run begins with.
     config = fed, config.m = "de4", config.stored = true;
-    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+    expect(optim_resolve(&config, error), "%s", error);
     config.beta1 = 0.0f;
-    expect(optim_resolve(&config, error, sizeof(error)), "%s", error);
+    expect(optim_resolve(&config, error), "%s", error);
 }
 
 // Bit patterns of floats: an even sweep, and the neighbourhood of every place where rounding turns.

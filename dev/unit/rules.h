@@ -18,7 +18,7 @@ inline bool keeps_v(const char* rule) {
 
 // A configuration whose names are filled in; ends the test if it is refused.
 inline OptimConfig resolved(OptimConfig config) {
-    if (!optim_resolve(&config, error, sizeof(error))) printf("    %s\n", error), exit(1);
+    if (!optim_resolve(&config, error)) printf("    %s\n", error), exit(1);
     return config;
 }
 
@@ -42,6 +42,6 @@ inline float gradient(int64_t step, int64_t i) {
 }
 
 inline void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
-    expect_refused(optim_resolve(&config, error, sizeof(error)), error, holds);
+    expect_refused(optim_resolve(&config, error), error, holds);
     expect(strncmp(error, begin, strlen(begin)) == 0 && !strchr(error, '\n'), "%s", error);
 }

@@ -191,19 +191,19 @@ inline void stored_notice(void* context, const char* line) {
 }
 
 // Loads `to` from `from`, whose file holds `more` arrays besides; false with a sentence.
-inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error, size_t bytes) {
+inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
     OptimStored stored = {from->config, more, stored_array, stored_weights, stored_notice, context};
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
         OptimStream stream = optim_stream(from->optim, s);
         stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));
     }
-    return optim_load(to->optim, &stored, error, bytes);
+    return optim_load(to->optim, &stored, error);
 }
 
 inline Stored expect_load(Test* test, Run* to, const Run* from) {
     Stored context;
-    expect(run_load(to, from, &context, 0, error, sizeof(error)), "%s", error);
+    expect(run_load(to, from, &context, 0, error), "%s", error);
     return context;
 }
 

@@ -19,7 +19,7 @@ static OptimConfig asked(const char* formats, const char* m, const char* v) {
 
 // Resolves or fails the case.
 static bool resolve(Test* test, OptimConfig* config) {
-    bool good = optim_resolve(config, error, sizeof(error));
+    bool good = optim_resolve(config, error);
     expect(good, "%s", error);
     return good;
 }
@@ -109,7 +109,7 @@ CACHE_TEST(JIT_TEST, user_format_lists) {
 
 static void refuses(Test* test, OptimConfig config, const char* begin, const char* holds) {
     error[0] = 0;
-    expect(!optim_resolve(&config, error, sizeof(error)), "resolved, and should be refused: %s", holds);
+    expect(!optim_resolve(&config, error), "resolved, and should be refused: %s", holds);
     expect(strncmp(error, begin, strlen(begin)) == 0 && strstr(error, holds), "\"%s\" should hold \"%s\"", error,
            holds);
 }
@@ -243,7 +243,7 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     float nothing[16] = {};
     OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums};
     stored.config.weights = "fp32";
-    expect_refused(optim_load(optim, &stored, error, sizeof(error)), error, holds);
+    expect_refused(optim_load(optim, &stored, error), error, holds);
     optim_free(optim);
 }
 
