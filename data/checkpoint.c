@@ -35,12 +35,6 @@ char* paths_absolute(const char* list) {
     return all;
 }
 
-const char* folder_parent(const char* path, char* parent, size_t bytes) {
-    const char* slash = strrchr(path, '/');
-    snprintf(parent, bytes, "%.*s", slash ? (int)(slash - path) : 1, slash ? path : ".");
-    return parent;
-}
-
 void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes) {
     snprintf(path, bytes, "%s/step_%08lld", run_folder, (long long)step);
 }
@@ -302,7 +296,6 @@ void checkpoint_weights(void* context, int tensor, float* values) {
 bool checkpoint_commit(const char* folder, char* error) {
     char temporary[PATH_BYTES], parent[PATH_BYTES], old[PATH_BYTES];
     snprintf(temporary, sizeof(temporary), "%s.tmp", folder);
-    snprintf(parent, sizeof(parent), "%s", folder);
     struct stat status;
     bool there = lstat(folder, &status) == 0;
     bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
@@ -316,9 +309,7 @@ bool checkpoint_commit(const char* folder, char* error) {
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
-    char* slash = strrchr(parent, '/');
-    if (slash) *slash = 0;
-    bool synced = folder_sync(slash ? parent : ".", error);
+    bool synced = folder_sync(folder_parent(folder, parent, sizeof(parent)), error);
     return synced && (!swapped || folder_remove(temporary, error));
 }
 

@@ -15,8 +15,6 @@ C_LINKAGE_BEGIN
 char* path_absolute(const char* path);
 // The same for each path of a list with commas.
 char* paths_absolute(const char* list);
-// The folder that holds `path`, "." when none is named; returns `parent`.
-const char* folder_parent(const char* path, char* parent, size_t bytes);
 
 // The steps of all checkpoints in a run folder, newest first; returns how many. Caller frees *steps.
 int checkpoint_list(const char* run_folder, int64_t** steps);

@@ -187,7 +187,6 @@ Content content_of(int descriptor, int64_t size, const char* path, char* error) 
     Sample sample = {0};
     const char *advice = NULL, *name = NULL;
     unsigned char* head = memory_zero(1, HEAD);
-    if (!head) return data_error(error, "cannot open %s: out of memory", path), CONTENT_UNREADABLE;
     bool fine = sample_read(&sample, head, descriptor, size);
     if (fine) name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
     free(head);

@@ -132,13 +132,9 @@ char* file_read(const char* path, int64_t* bytes, char* error) {
                    FILE_READ_MOST);
     } else {
         text = memory_take((size_t)*bytes + 1);
-        if (!text) data_error(error, "cannot read %s: out of memory at %lld bytes", path, (long long)*bytes);
+        text[*bytes] = 0;
+        if (!file_read_at(descriptor, path, text, 0, *bytes, error)) free(text), text = NULL;
     }
-    if (text && !file_read_at(descriptor, path, text, 0, *bytes, error)) {
-        free(text);
-        text = NULL;
-    }
-    if (text) text[*bytes] = 0;
     close(descriptor);
     return text;
 }
@@ -149,7 +145,7 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return false;
     char* piece = memory_take(PIECE_BYTES);
-    bool fine = piece || data_error(error, "cannot read %s: out of memory", path);
+    bool fine = true;
     for (int64_t at = 0; fine && at < *bytes; at += PIECE_BYTES) {
         int64_t count = *bytes - at < PIECE_BYTES ? *bytes - at : PIECE_BYTES;
         fine = file_read_at(descriptor, path, piece, at, count, error);
@@ -212,9 +208,7 @@ bool file_sync(int descriptor, const char* path, char* error) {
 }
 
 bool file_write(const char* path, const void* bytes, int64_t count, char* error) {
-    size_t room = strlen(path) + 8;
-    char* name = memory_take(room);
-    snprintf(name, room, "%s.tmp", path);
+    char *name = text_format("%s.tmp", path), folder[PATH_BYTES];
     int descriptor = file_create(name, error);
     bool fine = descriptor >= 0;
     if (descriptor >= 0) {
@@ -227,13 +221,7 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
         if (!fine) unlink(name);
     }
     free(name);
-    if (!fine) return false;
-    const char* slash = strrchr(path, '/');
-    if (!slash) return folder_sync(".", error);
-    char* folder = text_part(path, slash == path ? 1 : (size_t)(slash - path));
-    fine = folder ? folder_sync(folder, error) : data_error(error, "cannot write %s: out of memory", path);
-    free(folder);
-    return fine;
+    return fine && folder_sync(folder_parent(path, folder, sizeof(folder)), error);
 }
 
 bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error) {
@@ -338,6 +326,12 @@ bool folder_make(const char* path, char* error) {
 bool folder_new(const char* path, char* error) {
     if (!folder_remove(path, error)) return false;
     return mkdir(path, 0777) == 0 || data_error(error, "cannot create the folder %s: %s", path, strerror(errno));
+}
+
+const char* folder_parent(const char* path, char* parent, size_t bytes) {
+    const char* slash = strrchr(path, '/');
+    snprintf(parent, bytes, "%.*s", slash && slash > path ? (int)(slash - path) : 1, slash ? path : ".");
+    return parent;
 }
 
 bool folder_sync(const char* path, char* error) {

@@ -58,6 +58,8 @@ FILE* log_open(const char* path, char* error);
 bool folder_make(const char* path, char* error);
 // Makes an empty folder in an existing one, in place of whatever has its name now.
 bool folder_new(const char* path, char* error);
+// The folder that holds `path`, "." when none is named; returns `parent`.
+const char* folder_parent(const char* path, char* parent, size_t bytes);
 bool folder_sync(const char* path, char* error);
 // rm -r of a folder that this program wrote (files and one level of folders). A file or a link of that name is removed
 // itself. True when nothing has the name.

@@ -330,8 +330,8 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
         fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
-    bool ok = (fclose(file) == 0 || data_error(error, "cannot write %s: out of memory", path)) &&
-              file_write(path, text, (int64_t)length, error);
+    fclose(file);
+    bool ok = file_write(path, text, (int64_t)length, error);
     free(text);
     return ok;
 }

@@ -44,7 +44,6 @@ static void* arena_alloc(Document* document, int64_t bytes) {
         if (size > CHUNK_MOST) size = CHUNK_MOST;
         if (size < bytes) size = bytes;
         chunk = memory_take(sizeof(Chunk) + (size_t)size);
-        if (!chunk) return NULL;
         *chunk = (Chunk){document->chunk, 0, size};
         document->chunk = chunk;
     }
@@ -140,7 +139,6 @@ static char* parse_string(Parser* parser, int64_t* bytes) {
     while (last < parser->end && *last != '"') last += *last == '\\' && last + 1 < parser->end ? 2 : 1;
     if (last >= parser->end) return parse_error(parser, "a string without its closing quote"), NULL;
     char* text = arena_alloc(parser->document, last - first + 1);
-    if (!text) return data_error(parser->error, "%s: out of memory", parser->what), NULL;
     char* to = text;
     parser->at = first;
     while (*parser->at != '"') {
@@ -265,7 +263,6 @@ static bool parse_value(Parser* parser, Json* json, int depth) {
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
     Document* document = memory_zero(1, sizeof(Document));
-    if (!document) return data_error(error, "%s: out of memory", what), NULL;
     Parser parser = {document, text, text, text + bytes, what, error};
     bool fine = parse_value(&parser, &document->root, 0);
     if (fine) {

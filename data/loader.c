@@ -500,9 +500,8 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
     *data->file = (DatasetFile){text_copy(data->path), text, -1, bytes, 0, 0, bytes, 1};
-    bool fine = data->file->path || data_error(error, "cannot open %s: out of memory", data->path);
-    fine = fine && (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error));
-    fine = fine && check_length(data->file, T, error);
+    bool fine = (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error)) &&
+                check_length(data->file, T, error);
     data->tokens = data->file->tokens;
     if (!fine) dataset_close(data);
     return fine;
@@ -770,7 +769,7 @@ static bool loader_memory(Loader* loader, void* (*pinned_alloc)(size_t), char* e
     int64_t part = (n + 63) / 64 * 64, bucket = (2 * rows + 63) / 64 * 64, each = 3 * part + bucket;
     loader->memory = pinned_alloc((size_t)(RING * each) * sizeof(int));
     loader->count = memory_take((size_t)loader->data->vocabulary * sizeof(int));
-    if (!loader->memory || !loader->count) {
+    if (!loader->memory) {
         return data_error(error, "no memory for batches of %d windows of %d tokens; take a smaller batch", loader->B,
                           loader->T);
     }
@@ -791,7 +790,6 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
         return NULL;
     }
     Loader* loader = memory_zero(1, sizeof(Loader));
-    if (!loader) return data_error(error, "no memory to read %s", data->path), NULL;
     *loader = (Loader){.data = data,
                        .B = B,
                        .T = T,

@@ -175,9 +175,6 @@ static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, co
     tokenizer->first = memory_zero((size_t)most + 1, sizeof(int64_t));
     tokenizer->length = memory_zero((size_t)most + 1, sizeof(int));
     tokenizer->slot = memory_take((size_t)tokenizer->slots * sizeof(int));
-    if (!tokenizer->text || !tokenizer->first || !tokenizer->length || !tokenizer->slot) {
-        return data_error(error, "cannot read %s: out of memory", path);
-    }
     memset(tokenizer->slot, 0xFF, (size_t)tokenizer->slots * sizeof(int));
     return true;
 }
@@ -257,8 +254,8 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
     int64_t lines = 1;
     for (int64_t i = 0; i < count; i++) lines += text[i] == '\n';
     char* bytes = memory_take((size_t)count + 1);
-    bool fine = bytes || data_error(error, "cannot read %s: out of memory", path);
-    if (fine) merges_allocate(tokenizer, lines);
+    bool fine = true;
+    merges_allocate(tokenizer, lines);
     int rank = 0;
     int64_t number = 1;
     for (const char *line = text, *end = text + count; fine && line < end; number++) {
@@ -294,8 +291,8 @@ static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* 
         if (bytes > longest) longest = bytes;
     }
     char* bytes = memory_take((size_t)longest + 1);
-    bool fine = bytes || data_error(error, "cannot read %s: out of memory", path);
-    if (fine) merges_allocate(tokenizer, count);
+    bool fine = true;
+    merges_allocate(tokenizer, count);
     int rank = 0;
     for (const Json* merge = list->child; fine && merge; merge = merge->next, rank++) {
         const Json *left = merge->child, *right = left ? left->next : NULL;
@@ -407,7 +404,6 @@ bool tokenizer_exists(const char* folder) {
 
 Tokenizer* tokenizer_open(const char* folder, char* error) {
     Tokenizer* tokenizer = memory_zero(1, sizeof(Tokenizer));
-    if (!tokenizer) return data_error(error, "cannot open the tokenizer: out of memory"), NULL;
     tokenizer->end = -1;
     memset(tokenizer->byte, 0xFF, sizeof(tokenizer->byte));
     if (folder && *folder) {
@@ -423,11 +419,6 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     tokenizer->text = memory_take(256);
     tokenizer->first = memory_zero(256, sizeof(int64_t));
     tokenizer->length = memory_zero(256, sizeof(int));
-    if (!tokenizer->text || !tokenizer->first || !tokenizer->length) {
-        data_error(error, "cannot open the tokenizer: out of memory");
-        tokenizer_close(tokenizer);
-        return NULL;
-    }
     for (int b = 0; b < 256; b++) {
         tokenizer->text[b] = (char)b;
         tokenizer->first[b] = b;
@@ -598,7 +589,6 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
     if (!tokenizer->encodes) return -1;
     // Two arrays for the longest word, which may be the whole text.
     int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
-    if (!token) return -1;
     int* rank = token + bytes + 1;
     int64_t total = 0;
     for (int64_t at = 0; at < bytes;) {
