@@ -5,30 +5,49 @@
 #ifdef __CUDACC__
 #include <dlfcn.h>
 
+// The functions that products call: what they return, their names, parameters and arguments.
+#define CUBLASLT_FUNCTIONS(X)                                                                                      \
+    X(cublasStatus_t, cublasLtCreate, (cublasLtHandle_t * handle), (handle))                                       \
+    X(cublasStatus_t, cublasLtDestroy, (cublasLtHandle_t handle), (handle))                                        \
+    X(const char*, cublasLtGetStatusName, (cublasStatus_t status), (status))                                       \
+    X(const char*, cublasLtGetStatusString, (cublasStatus_t status), (status))                                     \
+    X(cublasStatus_t, cublasLtMatmul,                                                                              \
+      (cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,                       \
+       cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout, const void* beta,          \
+       const void* c, cublasLtMatrixLayout_t c_layout, void* d, cublasLtMatrixLayout_t d_layout,                   \
+       const cublasLtMatmulAlgo_t* algorithm, void* workspace, size_t bytes, cudaStream_t stream),                 \
+      (handle, desc, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, bytes, \
+       stream))                                                                                                    \
+    X(cublasStatus_t, cublasLtMatmulAlgoGetHeuristic,                                                              \
+      (cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,     \
+       cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference, int most,        \
+       cublasLtMatmulHeuristicResult_t* results, int* found),                                                      \
+      (handle, desc, a, b, c, d, preference, most, results, found))                                                \
+    X(cublasStatus_t, cublasLtMatmulDescCreate,                                                                    \
+      (cublasLtMatmulDesc_t * desc, cublasComputeType_t compute, cudaDataType_t scale), (desc, compute, scale))    \
+    X(cublasStatus_t, cublasLtMatmulDescDestroy, (cublasLtMatmulDesc_t desc), (desc))                              \
+    X(cublasStatus_t, cublasLtMatmulDescSetAttribute,                                                              \
+      (cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t name, const void* value, size_t bytes),           \
+      (desc, name, value, bytes))                                                                                  \
+    X(cublasStatus_t, cublasLtMatmulPreferenceCreate, (cublasLtMatmulPreference_t * preference), (preference))     \
+    X(cublasStatus_t, cublasLtMatmulPreferenceDestroy, (cublasLtMatmulPreference_t preference), (preference))      \
+    X(cublasStatus_t, cublasLtMatmulPreferenceSetAttribute,                                                        \
+      (cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t name, const void* value,        \
+       size_t bytes),                                                                                              \
+      (preference, name, value, bytes))                                                                            \
+    X(cublasStatus_t, cublasLtMatrixLayoutCreate,                                                                  \
+      (cublasLtMatrixLayout_t * layout, cudaDataType type, uint64_t rows, uint64_t cols, int64_t leading),         \
+      (layout, type, rows, cols, leading))                                                                         \
+    X(cublasStatus_t, cublasLtMatrixLayoutDestroy, (cublasLtMatrixLayout_t layout), (layout))                      \
+    X(cublasStatus_t, cublasLtMatrixLayoutSetAttribute,                                                            \
+      (cublasLtMatrixLayout_t layout, cublasLtMatrixLayoutAttribute_t name, const void* value, size_t bytes),      \
+      (layout, name, value, bytes))
+
+#define MEMBER(RESULT, NAME, PARAMETERS, ARGUMENTS) RESULT(*NAME) PARAMETERS;
 struct Cublaslt {
     void* library;
-    decltype(&cublasLtCreate) create;
-    decltype(&cublasLtDestroy) destroy;
-    decltype(&cublasLtGetStatusName) status_name;
-    decltype(&cublasLtGetStatusString) status_string;
-    decltype(&cublasLtMatmul) matmul;
-    decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic;
-    decltype(&cublasLtMatmulDescCreate) desc_create;
-    decltype(&cublasLtMatmulDescDestroy) desc_destroy;
-    decltype(&cublasLtMatmulDescSetAttribute) desc_set;
-    decltype(&cublasLtMatmulPreferenceCreate) preference_create;
-    decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
-    decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set;
-    decltype(&cublasLtMatrixLayoutCreate) layout_create;
-    decltype(&cublasLtMatrixLayoutDestroy) layout_destroy;
-    decltype(&cublasLtMatrixLayoutSetAttribute) layout_set;
+    CUBLASLT_FUNCTIONS(MEMBER)
 };
-
-template <class Function>
-static bool bind(void* library, const char* name, Function* function) {
-    *function = (Function)dlsym(library, name);
-    return *function != nullptr;
-}
 
 static void* library_open() {
     static const char* const names[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so",
@@ -47,22 +66,11 @@ static void* library_open() {
 // Loads the functions. The result has no library if there is none or it lacks one of them.
 static Cublaslt cublaslt_load() {
     Cublaslt its = {};
-    void* library = library_open();
-    const bool all =
-        library && bind(library, "cublasLtCreate", &its.create) && bind(library, "cublasLtDestroy", &its.destroy) &&
-        bind(library, "cublasLtGetStatusName", &its.status_name) &&
-        bind(library, "cublasLtGetStatusString", &its.status_string) && bind(library, "cublasLtMatmul", &its.matmul) &&
-        bind(library, "cublasLtMatmulAlgoGetHeuristic", &its.heuristic) &&
-        bind(library, "cublasLtMatmulDescCreate", &its.desc_create) &&
-        bind(library, "cublasLtMatmulDescDestroy", &its.desc_destroy) &&
-        bind(library, "cublasLtMatmulDescSetAttribute", &its.desc_set) &&
-        bind(library, "cublasLtMatmulPreferenceCreate", &its.preference_create) &&
-        bind(library, "cublasLtMatmulPreferenceDestroy", &its.preference_destroy) &&
-        bind(library, "cublasLtMatmulPreferenceSetAttribute", &its.preference_set) &&
-        bind(library, "cublasLtMatrixLayoutCreate", &its.layout_create) &&
-        bind(library, "cublasLtMatrixLayoutDestroy", &its.layout_destroy) &&
-        bind(library, "cublasLtMatrixLayoutSetAttribute", &its.layout_set);
-    its.library = all ? library : nullptr;
+    its.library = library_open();
+#define LOAD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                \
+    if (its.library) its.NAME = (RESULT(*) PARAMETERS)dlsym(its.library, #NAME); \
+    if (!its.NAME) its.library = nullptr;
+    CUBLASLT_FUNCTIONS(LOAD)
     return its;
 }
 
@@ -71,80 +79,11 @@ static const Cublaslt& cublaslt() {
     return loaded;
 }
 
-cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
-    return cublaslt().create(handle);
-}
-
-cublasStatus_t cublasLtDestroy(cublasLtHandle_t handle) {
-    return cublaslt().destroy(handle);
-}
-
-const char* cublasLtGetStatusName(cublasStatus_t status) {
-    return cublaslt().status_name(status);
-}
-
-const char* cublasLtGetStatusString(cublasStatus_t status) {
-    return cublaslt().status_string(status);
-}
-
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
-                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout,
-                              const void* beta, const void* c, cublasLtMatrixLayout_t c_layout, void* d,
-                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algorithm, void* workspace,
-                              size_t workspace_bytes, cudaStream_t stream) {
-    return cublaslt().matmul(handle, desc, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm,
-                             workspace, workspace_bytes, stream);
-}
-
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
-                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
-                                              cublasLtMatmulPreference_t preference, int most,
-                                              cublasLtMatmulHeuristicResult_t* results, int* found) {
-    return cublaslt().heuristic(handle, desc, a, b, c, d, preference, most, results, found);
-}
-
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t compute, cudaDataType_t scale) {
-    return cublaslt().desc_create(desc, compute, scale);
-}
-
-cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
-    return cublaslt().desc_destroy(desc);
-}
-
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute,
-                                              const void* value, size_t bytes) {
-    return cublaslt().desc_set(desc, attribute, value, bytes);
-}
-
-cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
-    return cublaslt().preference_create(preference);
-}
-
-cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
-    return cublaslt().preference_destroy(preference);
-}
-
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
-                                                    cublasLtMatmulPreferenceAttributes_t attribute, const void* value,
-                                                    size_t bytes) {
-    return cublaslt().preference_set(preference, attribute, value, bytes);
-}
-
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType type, uint64_t rows,
-                                          uint64_t cols, int64_t leading) {
-    return cublaslt().layout_create(layout, type, rows, cols, leading);
-}
-
-cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
-    return cublaslt().layout_destroy(layout);
-}
-
-cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
-                                                cublasLtMatrixLayoutAttribute_t attribute, const void* value,
-                                                size_t bytes) {
-    return cublaslt().layout_set(layout, attribute, value, bytes);
-}
+#define FORWARD(RESULT, NAME, PARAMETERS, ARGUMENTS) \
+    RESULT NAME PARAMETERS {                         \
+        return cublaslt().NAME ARGUMENTS;            \
+    }
+CUBLASLT_FUNCTIONS(FORWARD)
 #endif
 
 void products_open(Device* dev, const char* rule) {
