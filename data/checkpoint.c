@@ -27,8 +27,7 @@ char* paths_absolute(const char* list) {
         char* absolute = realpath(path, NULL);
         if (!absolute) absolute = path_absolute(path);
         char* longer = text_format("%s%s%s", all, *all ? "," : "", absolute);
-        free(absolute);
-        free(all);
+        free(absolute), free(all);
         all = longer;
     }
     free(copy);
@@ -181,8 +180,7 @@ static bool model_write(const char* folder, const Checkpoint* checkpoint, Checkp
     const Source source = {entries, count, 0, "pt", model_source_read, &tensor};
     const bool ok = source_write(folder, &source, file, error);
     for (int t = 0; t < count; t++) free((void*)entries[t].name);
-    free(entries);
-    free(tensor.values);
+    free(entries), free(tensor.values);
     return ok;
 }
 
@@ -530,8 +528,7 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
     char path[PATH_BYTES], aside[PATH_BYTES + 16];
     char *parent = realpath(folder_parent(checkpoint, path, sizeof(path)), NULL), *chosen = realpath(run_folder, NULL);
     bool same = parent && chosen && strcmp(parent, chosen) == 0;
-    free(parent);
-    free(chosen);
+    free(parent), free(chosen);
     if (!same && file_exists(path_in(run_folder, "log.jsonl"))) {
         return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run_folder,
                           checkpoint);

@@ -142,8 +142,7 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
 }
 
 void evaluation_close(Evaluation* e) {
-    free(e->file);
-    free(e->first);
+    free(e->file), free(e->first);
     memset(e, 0, sizeof(*e));
 }
 
@@ -194,8 +193,7 @@ EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
 }
 
 void evaluation_plan_free(EvaluationPlan* plan) {
-    free(plan->order);
-    free(plan->batch);
+    free(plan->order), free(plan->batch);
     memset(plan, 0, sizeof(*plan));
 }
 
@@ -369,9 +367,7 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
             for (int j = 0; j < plan.batch[i].count; j++) scores[row[j]] = theirs[row[j]];
         }
     }
-    free(theirs);
-    free(losses);
-    free(tokens);
+    free(theirs), free(losses), free(tokens);
     evaluation_plan_free(&plan);
     return !stopped;
 }

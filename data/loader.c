@@ -847,6 +847,5 @@ void loader_close(Loader* loader) {
     pthread_mutex_destroy(&loader->mutex);
     pthread_cond_destroy(&loader->changed);
     if (loader->memory) loader->pinned_free(loader->memory);
-    free(loader->count);
-    free(loader);
+    free(loader->count), free(loader);
 }

@@ -187,8 +187,7 @@ static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, con
         ok = safetensors_floats(file, head, at, n, a, error) && safetensors_floats(wte_file, wte, at, n, b, error);
         same = ok && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
     }
-    free(a);
-    free(b);
+    free(a), free(b);
     if (!ok || same) return ok;
     return data_error(error,
                       "%s holds a %s that differs from wte.weight, and nibble's output matrix is the embedding; give a "
@@ -269,8 +268,7 @@ bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, flo
 
 void model_folder_close(ModelFolder* folder) {
     for (int i = 0; i < folder->count; i++) safetensors_close(&folder->file[i]);
-    free(folder->file);
-    free((void*)folder->path);
+    free(folder->file), free((void*)folder->path);
     *folder = (ModelFolder){NULL, NULL, 0};
 }
 

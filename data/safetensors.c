@@ -56,9 +56,7 @@ struct SafetensorsWriter {
 static void writer_free(SafetensorsWriter* writer) {
     if (!writer) return;
     if (writer->descriptor >= 0) close(writer->descriptor);
-    free(writer->path);
-    free(writer->buffer);
-    free(writer);
+    free(writer->path), free(writer->buffer), free(writer);
 }
 
 // Everything that goes into the file passes here.
@@ -369,8 +367,7 @@ bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor
 
 void safetensors_close(Safetensors* file) {
     if (file->path && file->descriptor >= 0) close(file->descriptor);
-    free((void*)file->path);
-    free(file->tensors);
+    free((void*)file->path), free(file->tensors);
     json_free(file->header);
     memset(file, 0, sizeof(*file));
     file->descriptor = -1;

@@ -374,8 +374,7 @@ static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char
     }
     fine = fine && read_vocabulary(tokenizer, &entries, path, byte_of, error);
     free(entries.entry);
-    json_free(more);
-    json_free(json);
+    json_free(more), json_free(json);
     return fine;
 }
 
@@ -490,12 +489,8 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
 
 void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
-    free(tokenizer->text);
-    free(tokenizer->first);
-    free(tokenizer->length);
-    free(tokenizer->slot);
-    free(tokenizer->merge);
-    free(tokenizer);
+    free(tokenizer->text), free(tokenizer->first), free(tokenizer->length), free(tokenizer->slot);
+    free(tokenizer->merge), free(tokenizer);
 }
 
 int tokenizer_vocabulary(const Tokenizer* tokenizer) {

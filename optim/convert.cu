@@ -36,12 +36,8 @@ static Piece piece_create(const FormatRow* format, const OptimTensor* tensor) {
 }
 
 static void piece_free(Piece* piece) {
-    free(piece->values);
-    free(piece->streams.codes);
-    free(piece->streams.extra);
-    free(piece->streams.more);
-    free(piece->streams.next);
-    free((void*)piece->streams.table);
+    free(piece->values), free(piece->streams.codes), free(piece->streams.extra);
+    free(piece->streams.more), free(piece->streams.next), free((void*)piece->streams.table);
 }
 
 // Moves the piece to element `start` of the tensor.
@@ -517,8 +513,7 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     free(mean);
     numbers_write(c, &to, &now, same ? old.streams.extra : now.streams.next);
     free(values);
-    piece_free(&old);
-    piece_free(&now);
+    piece_free(&old), piece_free(&now);
 }
 
 static void tell_changes(const Conversion* c) {
@@ -559,7 +554,6 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
     if (ok) tell_changes(c);
     if (ok) optim_decode(optim);
     plan_free(c->from_plan);
-    free(c->tensors);
-    free(c);
+    free(c->tensors), free(c);
     return ok;
 }

@@ -469,6 +469,15 @@ bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     return false;
 }
 
+void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel) {
+    char architecture[32], error[JIT_ERROR_BYTES];
+    JitImage image;
+    require(jit_architecture(compute, architecture, sizeof(architecture), error) &&
+                jit_get(expression, architecture, &image, error, user_source) && jit_load(&image, kernel, error),
+            error);
+    jit_free(&image);
+}
+
 void jit_shared_bytes(const JitKernel* kernel, int bytes) {
     CUresult (*set_attribute)(CUfunction function, CUfunction_attribute attribute, int value);
     if (!driver_bind("cuFuncSetAttribute", &set_attribute)) user_error("libcuda has no cuFuncSetAttribute");

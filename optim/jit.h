@@ -76,6 +76,9 @@ struct JitKernel {
 // Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver
 // refuses it. A launch's arguments are as cudaLaunchKernel takes them.
 bool jit_load(const JitImage* image, JitKernel* kernel, char* error);
+// All of it for the device of compute capability `compute`, through the cache; ends the process with a sentence where
+// that cannot be.
+void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel);
 // Lets launches ask for as much dynamic shared memory.
 void jit_shared_bytes(const JitKernel* kernel, int bytes);
 void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,

@@ -191,40 +191,52 @@ static void setting_share(NibbleOptim* optim, const char* value) {
     optim->share = (int)share, optim->shares = (int)shares;
 }
 
+enum SettingKind { TEXT, NUMBER, COUNT, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
+
 struct Setting {
     const char* key;
-    size_t at;  // of its value in OptimConfig
+    SettingKind kind;
+    size_t at;  // of its value in NibbleOptim
 };
 
-static const Setting setting_texts[] = {{"preset", offsetof(OptimConfig, preset)},
-                                        {"rule", offsetof(OptimConfig, rule)},
-                                        {"weights", offsetof(OptimConfig, weights)},
-                                        {"grads", offsetof(OptimConfig, grads)},
-                                        {"m", offsetof(OptimConfig, m)},
-                                        {"v", offsetof(OptimConfig, v)},
-                                        {"overrides", offsetof(OptimConfig, overrides)},
-                                        {"formats", offsetof(OptimConfig, formats)},
-                                        {"ns_coefficients", offsetof(OptimConfig, ns_coefficients)},
-                                        {"rank_basis", offsetof(OptimConfig, rank_basis)},
-                                        {"decay_mode", offsetof(OptimConfig, decay_mode)}};
-static const Setting setting_numbers[] = {{"lr_max", offsetof(OptimConfig, lr_max)},
-                                          {"beta3", offsetof(OptimConfig, beta3)},
-                                          {"alpha", offsetof(OptimConfig, alpha)},
-                                          {"momentum", offsetof(OptimConfig, momentum)},
-                                          {"rank_scale", offsetof(OptimConfig, rank_scale)},
-                                          {"clip_update", offsetof(OptimConfig, clip_update)},
-                                          {"limit_growth", offsetof(OptimConfig, limit_growth)}};
-static const Setting setting_counts[] = {{"ramp", offsetof(OptimConfig, ramp)},
-                                         {"ns_steps", offsetof(OptimConfig, ns_steps)},
-                                         {"rank", offsetof(OptimConfig, rank)},
-                                         {"rank_gap", offsetof(OptimConfig, rank_gap)}};
+#define IN_CONFIG(MEMBER) offsetof(NibbleOptim, config) + offsetof(OptimConfig, MEMBER)
+static const Setting setting_table[] = {{"device", DEVICE, 0},
+                                        {"parameters", PARAMETERS, 0},
+                                        {"preset", TEXT, IN_CONFIG(preset)},
+                                        {"rule", TEXT, IN_CONFIG(rule)},
+                                        {"weights", TEXT, IN_CONFIG(weights)},
+                                        {"grads", TEXT, IN_CONFIG(grads)},
+                                        {"m", TEXT, IN_CONFIG(m)},
+                                        {"v", TEXT, IN_CONFIG(v)},
+                                        {"overrides", TEXT, IN_CONFIG(overrides)},
+                                        {"formats", TEXT, IN_CONFIG(formats)},
+                                        {"stacked", TEXT, offsetof(NibbleOptim, stacked)},
+                                        {"capturable", SWITCH, IN_CONFIG(replays)},
+                                        {"share", SHARE, 0},
+                                        {"releases", SWITCH, offsetof(NibbleOptim, releases)},
+                                        {"seed", COUNT, IN_CONFIG(seed)},
+                                        {"decay_mode", TEXT, IN_CONFIG(decay_mode)},
+                                        {"lr_max", NUMBER, IN_CONFIG(lr_max)},
+                                        {"beta3", NUMBER, IN_CONFIG(beta3)},
+                                        {"alpha", NUMBER, IN_CONFIG(alpha)},
+                                        {"ramp", COUNT, IN_CONFIG(ramp)},
+                                        {"momentum", NUMBER, IN_CONFIG(momentum)},
+                                        {"nesterov", ON_OFF, IN_CONFIG(nesterov)},
+                                        {"clip_update", NUMBER, IN_CONFIG(clip_update)},
+                                        {"limit_growth", NUMBER, IN_CONFIG(limit_growth)},
+                                        {"ns_steps", COUNT, IN_CONFIG(ns_steps)},
+                                        {"ns_coefficients", TEXT, IN_CONFIG(ns_coefficients)},
+                                        {"rank", COUNT, IN_CONFIG(rank)},
+                                        {"rank_gap", COUNT, IN_CONFIG(rank_gap)},
+                                        {"rank_scale", NUMBER, IN_CONFIG(rank_scale)},
+                                        {"rank_basis", TEXT, IN_CONFIG(rank_basis)},
+                                        {"element", COUNT, offsetof(NibbleOptim, element)}};
 
-static const char** config_text(OptimConfig* config, const Setting& setting) {
-    return (const char**)((char*)config + setting.at);
-}
-
-static float* config_number(OptimConfig* config, const Setting& setting) {
-    return (float*)((char*)config + setting.at);
+static const Setting* setting_find(const char* key) {
+    for (const Setting& setting : setting_table) {
+        if (strcmp(key, setting.key) == 0) return &setting;
+    }
+    return nullptr;
 }
 
 static void setting_device(NibbleOptim* optim, const char* value) {
@@ -236,52 +248,34 @@ static void setting_device(NibbleOptim* optim, const char* value) {
     optim->gpu = numbered ? (int)setting_count("device", value + 5) : 0;
 }
 
+// True if the value is the first of two words, false if it is the second.
+static bool setting_word(const char* key, const char* value, const char* first, const char* second) {
+    const bool is_first = strcmp(value, first) == 0;
+    if (!is_first && strcmp(value, second) != 0) {
+        user_error("%s: \"%s\" was found; type %s or %s", key, value, first, second);
+    }
+    return is_first;
+}
+
 static void setting_set(NibbleOptim* optim, const char* key, const char* value) {
-    OptimConfig* config = &optim->config;
-    for (const Setting& setting : setting_texts) {
-        if (strcmp(key, setting.key) == 0) *config_text(config, setting) = value;
-        if (strcmp(key, setting.key) == 0) return;
-    }
-    for (const Setting& setting : setting_numbers) {
-        if (strcmp(key, setting.key) == 0) *config_number(config, setting) = (float)setting_number(key, value);
-        if (strcmp(key, setting.key) == 0) return;
-    }
-    for (const Setting& setting : setting_counts) {
-        if (strcmp(key, setting.key) == 0) *(int64_t*)((char*)config + setting.at) = setting_count(key, value);
-        if (strcmp(key, setting.key) == 0) return;
-    }
-    if (strcmp(key, "device") == 0) {
-        setting_device(optim, value);
-    } else if (strcmp(key, "parameters") == 0) {
-        const bool fp32 = strcmp(value, "fp32") == 0;
-        if (!fp32 && strcmp(value, "bf16") != 0) {
-            user_error("parameters: \"%s\" were found; an optimizer takes fp32 or bf16", value);
+    const Setting* setting = setting_find(key);
+    if (!setting) {
+        char known[512] = "";
+        for (const Setting& each : setting_table) {
+            snprintf(known + strlen(known), sizeof(known) - strlen(known), "%s%s", *known ? ", " : "", each.key);
         }
-        optim->compute = fp32 ? OPTIM_FP32 : OPTIM_BF16;
-    } else if (strcmp(key, "nesterov") == 0) {
-        config->nesterov = strcmp(value, "on") == 0;
-        if (!config->nesterov && strcmp(value, "off") != 0)
-            user_error("nesterov: \"%s\" was found; type on or off", value);
-    } else if (strcmp(key, "capturable") == 0) {
-        config->replays = setting_count(key, value) > 0;
-    } else if (strcmp(key, "share") == 0) {
-        setting_share(optim, value);
-    } else if (strcmp(key, "releases") == 0) {
-        optim->releases = setting_count(key, value) > 0;
-    } else if (strcmp(key, "stacked") == 0) {
-        optim->stacked = value;
-    } else if (strcmp(key, "seed") == 0) {
-        config->seed = (uint64_t)setting_count(key, value);
-    } else if (strcmp(key, "element") == 0) {
-        optim->element = setting_count(key, value);
-    } else {
-        user_error(
-            "\"%s\" is no setting; known are device, parameters, preset, rule, weights, grads, m, v, overrides, "
-            "formats, stacked, capturable, share, releases, seed, decay_mode, lr_max, beta3, alpha, ramp, momentum, "
-            "nesterov, clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis "
-            "and element",
-            key);
+        user_error("\"%s\" is no setting; known are %s", key, known);
     }
+    void* at = (char*)optim + setting->at;
+    if (setting->kind == TEXT) *(const char**)at = value;
+    if (setting->kind == NUMBER) *(float*)at = (float)setting_number(key, value);
+    if (setting->kind == COUNT) *(int64_t*)at = setting_count(key, value);
+    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value) > 0;
+    if (setting->kind == ON_OFF) *(bool*)at = setting_word(key, value, "on", "off");
+    if (setting->kind == PARAMETERS)
+        optim->compute = setting_word(key, value, "fp32", "bf16") ? OPTIM_FP32 : OPTIM_BF16;
+    if (setting->kind == DEVICE) setting_device(optim, value);
+    if (setting->kind == SHARE) setting_share(optim, value);
 }
 
 static void settings_read(NibbleOptim* optim, const char* const* settings) {
@@ -597,10 +591,7 @@ static void optim_unmake(NibbleOptim* optim) {
     }
     for (int t = 0; optim->tensor && t < optim->count; t++) free((void*)optim->tensor[t].name);
     for (int i = 0; i < optim->texts; i++) free(optim->text[i]);
-    free(optim->tensor);
-    free(optim->local);
-    free(optim->placed);
-    free(optim->stale);
+    free(optim->tensor), free(optim->local), free(optim->placed), free(optim->stale);
     free(optim->owner);
 }
 
@@ -652,8 +643,7 @@ static void weights_take(NibbleOptim* optim, int tensor, const void* weights) {
         values[placed->head + i] = bytes == 4 ? ((const float*)codes)[i] : to_float(((const bf16*)codes)[i]);
     }
     optim_set_weights(optim->optim, tensor, values);
-    free(values);
-    free(codes);
+    free(values), free(codes);
 }
 
 NIBBLE_API void nibble_optim_weights_changed(NibbleOptim* optim, int tensor) {
@@ -883,10 +873,8 @@ NIBBLE_API const char* nibble_optim_describe(const NibbleOptim* optim) {
 }
 
 NIBBLE_API const char* nibble_optim_setting(const NibbleOptim* optim, const char* key) {
-    for (const Setting& setting : setting_texts) {
-        if (strcmp(key, setting.key) == 0) return *config_text((OptimConfig*)&optim->config, setting);
-    }
-    return nullptr;
+    const Setting* setting = setting_find(key);
+    return setting && setting->kind == TEXT ? *(const char* const*)((const char*)optim + setting->at) : nullptr;
 }
 
 NIBBLE_API int nibble_optim_gpus(void) {

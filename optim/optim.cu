@@ -200,8 +200,7 @@ static void free_streams(const Optim* optim, const FormatRow* format, Streams* s
         if (host) host_free(dev, data[i]);
         if (!host && !optim->config.allocate) device_free(dev, data[i]);
     }
-    device_free(dev, streams->next);
-    device_free(dev, (void*)streams->span);
+    device_free(dev, streams->next), device_free(dev, (void*)streams->span);
 }
 
 static void tiles_create(Optim* optim) {
@@ -280,17 +279,9 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
 
 static void jit_create(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
                        const char* name, JitKernel* kernel) {
-    char expression[2100], architecture[32];
-    char* error = (char*)memory_zero(1, JIT_ERROR_BYTES);
-    JitImage image;
-    memset(&image, 0, sizeof(image));
+    char expression[2100];
     kernel_expression(name, config, rows, compute, expression, sizeof(expression));
-    if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
-        !jit_get(expression, architecture, &image, error, user_source(rows)) || !jit_load(&image, kernel, error)) {
-        user_error("%s", error);
-    }
-    jit_free(&image);
-    free(error);
+    jit_kernel(dev->compute, expression, user_source(rows), kernel);
 }
 
 // Makes a kernel: the one that is built in, or one from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
@@ -402,8 +393,7 @@ static void rows_create(Optim* optim, int index) {
 }
 
 static void rows_free(const Device* dev, RowWork* work) {
-    device_free(dev, work->tensor);
-    device_free(dev, work->parts);
+    device_free(dev, work->tensor), device_free(dev, work->parts);
     row_plan_free(&work->plan);
 }
 
@@ -434,14 +424,9 @@ static void matrix_create(Optim* optim, int index) {
 }
 
 static void matrix_free(const Device* dev, MatrixWork* work) {
-    device_free(dev, work->matrix);
-    device_free(dev, work->scratch);
-    device_free(dev, work->work);
-    device_free(dev, work->sums);
-    device_free(dev, work->unit);
-    device_free(dev, work->low);
-    device_free(dev, work->direction);
-    device_free(dev, work->low_tiles);
+    device_free(dev, work->matrix), device_free(dev, work->scratch), device_free(dev, work->work);
+    device_free(dev, work->sums), device_free(dev, work->unit), device_free(dev, work->low);
+    device_free(dev, work->direction), device_free(dev, work->low_tiles);
     matrix_plan_free(&work->plan);
 }
 
@@ -556,12 +541,10 @@ void optim_free(Optim* optim) {
         rows_free(optim->dev, &launch->passes);
         matrix_free(optim->dev, &optim->launch[i].matrix);
     }
-    device_free(optim->dev, optim->factors);
-    device_free(optim->dev, optim->tiles);
+    device_free(optim->dev, optim->factors), device_free(optim->dev, optim->tiles);
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
-    free(optim->tensors);
-    free(optim);
+    free(optim->tensors), free(optim);
 }
 
 OptimParts optim_parts(const Optim* optim) {

@@ -181,18 +181,11 @@ void placed_free(PlacedTables* tables) {
     if (!tables) return;
     tables->kept = false;  // a graph has no use without the rest
     tables_clear(tables);
-    device_free(tables->parts.dev, tables->scalars);
-    device_free(tables->parts.dev, tables->clock);
+    device_free(tables->parts.dev, tables->scalars), device_free(tables->parts.dev, tables->clock);
     device_free(tables->parts.dev, tables->replayed);
     device_free(tables->parts.dev, tables->view.pointers);
-    free(tables->tensor);
-    free(tables->pointers);
-    free(tables->group_of);
-    free(tables->unaligned);
-    free(tables->first_slot);
-    free(tables->number_of);
-    free(tables->whole_at);
-    free(tables);
+    free(tables->tensor), free(tables->pointers), free(tables->group_of), free(tables->unaligned);
+    free(tables->first_slot), free(tables->number_of), free(tables->whole_at), free(tables);
 }
 
 // Building the tables.
@@ -353,9 +346,7 @@ static void tables_build(PlacedTables* tables) {
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
     device_zero(dev, view->grads, grads);  // tiles between the rows of tensors, which nothing brings
-    free(build.step_tile);
-    free(build.tile);
-    free(build.beside);
+    free(build.step_tile), free(build.tile), free(build.beside);
     tables->built = true;
 }
 

@@ -147,11 +147,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
-    free(plan->launch_of);
-    free(plan->group_of);
-    free(plan->at);
-    free(plan->kept);
-    free(plan);
+    free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->kept), free(plan);
 }
 
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {

@@ -119,8 +119,7 @@ Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, b
 
 void release_close(Release* r) {
     if (!r) return;
-    device_free(r->dev, r->square);
-    device_free(r->dev, r->scratch);
+    device_free(r->dev, r->square), device_free(r->dev, r->scratch);
     free(r->tensors), free(r->order), free(r->first);
     free(r);
 }

@@ -234,9 +234,7 @@ bool user_formats_open(const char* paths, UserFormats** formats, char* error) {
 
 void user_formats_free(UserFormats* formats) {
     if (!formats) return;
-    free(formats->source);
-    free(formats->storage);
-    free(formats);
+    free(formats->source), free(formats->storage), free(formats);
 }
 
 void user_sums(const OptimConfig* config, char* text, size_t bytes) {
@@ -260,19 +258,12 @@ void user_sums(const OptimConfig* config, char* text, size_t bytes) {
 }
 
 void user_table_fill(const Device* dev, const char* type, const char* source, void* table) {
-    char expression[640], architecture[32], *error = (char*)memory_zero(1, JIT_ERROR_BYTES);
-    JitImage image;
+    char expression[640];
     JitKernel kernel;
-    memset(&image, 0, sizeof(image));
     snprintf(expression, sizeof(expression), "optim_fill_kernel<%s>", type);
-    if (!jit_architecture(dev->compute, architecture, sizeof(architecture), error) ||
-        !jit_get(expression, architecture, &image, error, source) || !jit_load(&image, &kernel, error)) {
-        user_error("%s", error);
-    }
+    jit_kernel(dev->compute, expression, source, &kernel);
     void* arguments[] = {&table};
     jit_launch(&kernel, 1, 1, 0, arguments, dev->stream);
-    jit_free(&image);
-    free(error);
 }
 
 void optim_formats_possible(const Device* dev, const char* formats) {

@@ -27,8 +27,7 @@ static void ptx_rows(FuzzInput input, char* const* path, char* error) {
         good = read_row(at, &formats->row[formats->count++]);
     }
     if (good && check_rows(formats, path, 1, error)) free(storage_create(formats));
-    free(text);
-    free(formats);
+    free(text), free(formats);
 }
 
 void fuzz_formats(FuzzInput input) {

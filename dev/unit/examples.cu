@@ -193,9 +193,7 @@ struct Combination {
             jit_launch(kernel, grid, Layout::SHAPE.block_threads, shared_bytes, pointers, gpu->stream);
         }
         copy_to_host(gpu, a, there, sizeof(Arrays));
-        device_free(gpu, there);
-        device_free(gpu, m_table);
-        device_free(gpu, v_table);
+        device_free(gpu, there), device_free(gpu, m_table), device_free(gpu, v_table);
     }
 #endif
 };

@@ -350,8 +350,7 @@ JIT_TEST(jit_eight_processes_at_once) {
         fflush(stdout);
         _exit(test->failures > before ? 1 : 0);
     }
-    close(start[0]);
-    close(start[1]);
+    close(start[0]), close(start[1]);
     for (pid_t pid : child) {
         int status = 1;
         expect(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0, "status %x", status);

@@ -241,8 +241,7 @@ DATA_TEST(data_loader_split) {
         if (tokens[0] < least) least = tokens[0];
     }
     expect(largest < least && least == 900 && largest == 890, "training to %d, validation from %d", largest, least);
-    dataset_close(&train);
-    dataset_close(&validation);
+    dataset_close(&train), dataset_close(&validation);
     // A fraction below a window is raised to one; 0 leaves all to training; the smallest file that can be split.
     if (open_data(test, &validation, joined(folder, "x.bin"), DATASET_VALIDATION, 1e-6, T)) {
         expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld",

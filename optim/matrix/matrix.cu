@@ -137,9 +137,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
 }
 
 void matrix_plan_free(MatrixPlan* plan) {
-    free(plan->matrix);
-    free(plan->batch);
-    free(plan->chunk);
+    free(plan->matrix), free(plan->batch), free(plan->chunk);
 }
 
 // Newton-Schulz.
