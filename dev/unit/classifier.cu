@@ -80,8 +80,8 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
     for (int64_t i = 0; i < distinct * Vp; i++)  // what the padding holds is never used
         values[i] = i % Vp < V ? logit(i / Vp, (int)(i % Vp), V) : NAN;
     for (int64_t i = distinct; i < N; i++) memcpy(values + i * Vp, values + i % distinct * Vp, Vp * sizeof(float));
-    Array<X> logits = array_of<X>(dev, N * Vp, values);
-    Array<float> losses = array_of<float>(dev, N, nullptr);
+    Array<X> logits(dev, N * Vp, values);
+    Array<float> losses(dev, N);
     for (int64_t first = 0; first < distinct; first++) {
         double* softmax = row + V;
         for (int v = 0; v < V; v++) row[v] = logits.host[first * Vp + v];
@@ -101,10 +101,10 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
     };
     // e^(x - max): the argument, up to 23 in base 2, is good to fp32's epsilon, and so is each of the V / 1024 sums.
     double bound = EPS32 * 64;
-    check_output(test, worst, dev, "losses", &losses, nullptr, want_loss, bound, [&] { run(false); });
-    check_output(test, worst, dev, "dlogits", &logits, values, want, bound * dloss / 16, [&] { run(true); });
-    check_output(test, worst, dev, "losses with dlogits", &losses, nullptr, want_loss, bound, [&] {
-        array_set(dev, &logits, values);
+    check_output(test, worst, "losses", &losses, nullptr, want_loss, bound, [&] { run(false); });
+    check_output(test, worst, "dlogits", &logits, values, want, bound * dloss / 16, [&] { run(true); });
+    check_output(test, worst, "losses with dlogits", &losses, nullptr, want_loss, bound, [&] {
+        logits.set(values);
         run(true);
     });
 }
@@ -144,12 +144,12 @@ OPERATOR_TEST(classifier_gpu) {
     older.compute = 80;
     classifier_gpu_case<bf16>(test, &worst, &older, 37, 50257, 50304, wide_logit);
     for (int64_t N : {1, 37, 1000, 65536}) {
-        Array<float> losses = array_random<float>(&dev, N, 1, 4.0f), mean = array_of<float>(&dev, 1, nullptr);
+        Array<float> losses(&dev, N, 1, 4.0f), mean(&dev, 1);
         double sum = 0.0;
         for (int64_t i = 0; i < N; i++) sum += losses.host[i];
         for (int accumulate = 0; accumulate < 2; accumulate++) {
             float begin = 3.0f, want = (float)((accumulate ? 3.0 : 0.0) + sum / N);
-            check_output(test, &worst, &dev, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
+            check_output(test, &worst, "mean", &mean, accumulate ? &begin : nullptr, &want, 64 * EPS32,
                          [&] { loss_mean(&dev, mean.device, losses.device, N, accumulate, 1.0f / N); });
         }
     }

@@ -109,8 +109,8 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
     const Device cpu = test_device(false);
     Room room(dev), here(&cpu);
     const int64_t n = s.N * s.C;
-    Array<bf16> inp = array_random<bf16>(dev, n, 5, 3.0f), pre = array_random<bf16>(dev, n, 6, 2.0f);
-    Array<float> bias = array_of<float>(dev, s.C, nullptr);
+    Array<bf16> inp(dev, n, 5, 3.0f), pre(dev, n, 6, 2.0f);
+    Array<float> bias(dev, s.C);
     Fp8 f = scales_open(&room, 3), g = scales_open(&here, 3);
     uint8_t *codes[2], *want[2] = {room.host<uint8_t>(n), room.host<uint8_t>(n)}, *got = room.host<uint8_t>(n + 64);
     memset(got, 0xaa, n + 64);
@@ -202,11 +202,9 @@ void made_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Ty
 }
 
 void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Type type) {
-    Array<bf16> a = array_random<bf16>(dev, N * C, 1, 1.0f), b = array_random<bf16>(dev, N * C, 2, 1.0f),
-                w = array_random<bf16>(dev, C, 3, 1.0f), bias = array_random<bf16>(dev, C, 4, 1.0f),
-                out = array_of<bf16>(dev, N * C, nullptr), residual = array_of<bf16>(dev, N * C, nullptr);
-    Array<float> mean = array_of<float>(dev, N, nullptr), rstd = array_of<float>(dev, N, nullptr),
-                 sums = array_of<float>(dev, 3 * C, nullptr);
+    Array<bf16> a(dev, N * C, 1, 1.0f), b(dev, N * C, 2, 1.0f), w(dev, C, 3, 1.0f), bias(dev, C, 4, 1.0f),
+        out(dev, N * C), residual(dev, N * C);
+    Array<float> mean(dev, N), rstd(dev, N), sums(dev, 3 * C);
     Room room(dev);
     float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<bf16>(dev, C));
     Made made = made_open(&room, N, C, type);
@@ -224,8 +222,8 @@ void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Ty
 
 void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) {
     assert(N > 0);
-    Array<bf16> logits = array_random<bf16>(dev, N * Vp, 1, 4.0f), again = array_random<bf16>(dev, N * Vp, 1, 4.0f);
-    Array<float> losses = array_of<float>(dev, N, nullptr);
+    Array<bf16> logits(dev, N * Vp, 1, 4.0f), again(dev, N * Vp, 1, 4.0f);
+    Array<float> losses(dev, N);
     Room room(dev);
     int* host = room.host<int>(N);
     for (int64_t i = 0; i < N; i++) host[i] = (int)(i * 7919 % V);
@@ -240,10 +238,9 @@ void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) 
 void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, int HS, Fp8Type type) {
     const int C = NH * HS;
     const int64_t N = (int64_t)B * T;
-    Array<bf16> qkv = array_random<bf16>(dev, N * 3 * C, 1, 1.0f), dout = array_random<bf16>(dev, N * C, 2, 2.0f),
-                out = array_of<bf16>(dev, N * C, nullptr), dqkv = array_of<bf16>(dev, N * 3 * C, nullptr);
-    Array<float> lse = array_of<float>(dev, N * NH, nullptr), bias[2];
-    for (auto& sums : bias) sums = array_of<float>(dev, 3 * C, nullptr);
+    Array<bf16> qkv(dev, N * 3 * C, 1, 1.0f), dout(dev, N * C, 2, 2.0f), out(dev, N * C), dqkv(dev, N * 3 * C);
+    Array<float> lse(dev, N * NH), bias[2];
+    for (auto& sums : bias) sums = Array<float>(dev, 3 * C);
     const int64_t more = matmul_backward_bias_scratch_bytes(dev, 3 * C),
                   bytes = attention_backward_scratch_bytes(dev, B, T, C, NH);
     Room room(dev);
@@ -276,11 +273,11 @@ TEST(fp8_made_gpu) {
 // Infinity and NaN become NaN, on both devices.
 TEST(fp8_cast_nonfinite_gpu) {
     Device dev = test_device(true);
-    Array<bf16> inp = array_random<bf16>(&dev, 16 * 8, 5, 1.0f);
+    Array<bf16> inp(&dev, 16 * 8, 5, 1.0f);
     inp.host[3] = INFINITY, inp.host[50] = NAN, inp.host[77] = -INFINITY;
     float values[16 * 8];
     memcpy(values, inp.host, sizeof(values));
-    array_set(&dev, &inp, values);
+    inp.set(values);
     Room room(&dev);
     Fp8 f = scales_open(&room, 3);
     uint8_t* codes = room.device<uint8_t>(16 * 8);
@@ -304,8 +301,8 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
                    Fp8Type type_a, bool fast, bool with_bias, bool accumulate) {
     const Device cpu = test_device(false);
     Room room(dev), here(&cpu);
-    Array<bf16> a = array_random<bf16>(dev, rows * depth, 7, 1.0f), b = array_random<bf16>(dev, cols * depth, 8, 1.0f);
-    Array<D> out = array_of<D>(dev, rows * cols, nullptr), bias = array_random<D>(dev, cols, 9, 1.0f);
+    Array<bf16> a(dev, rows * depth, 7, 1.0f), b(dev, cols * depth, 8, 1.0f);
+    Array<D> out(dev, rows * cols), bias(dev, cols, 9, 1.0f);
     Fp8 f = scales_open(&room, 3), g = scales_open(&here, 3);
     uint8_t* codes[2] = {room.device<uint8_t>(rows * depth), room.device<uint8_t>(cols * depth)};
     uint8_t* own[2] = {room.host<uint8_t>(rows * depth), room.host<uint8_t>(cols * depth)};
@@ -325,7 +322,7 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     for (int64_t i = 0; i < rows * cols && accumulate; i++) added = fmax(added, fabs((double)want[i] - before[i]));
     const double run = fast || depth < 128 ? (double)depth : 128;
     const double cut = 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt((double)depth / run);
-    check_output<D>(test, worst, dev, "product", &out, accumulate ? before : nullptr, want,
+    check_output<D>(test, worst, "product", &out, accumulate ? before : nullptr, want,
                     cut + product_bound(depth, 1.0) + epsilon<D>() * added, [&] {
                         fp8_product<D>(dev, &f, out.device, codes[0], 2, type_a, codes[1], 1, FP8_E4M3,
                                        with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
@@ -396,9 +393,8 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     StoredLayer<X> layer = stored_layer_open<X>(&room, weights, N, C, OC);
     layer.use.scales = &layer.f;
     const LinearWeight<X> weight = {nullptr, layer.stored.codes};
-    Array<X> inp = array_random<X>(dev, N * C, 22, 1.0f), bias = array_random<X>(dev, OC, 23, 1.0f),
-             dout = array_random<X>(dev, N * OC, 24, 1.0f), out = array_of<X>(dev, N * OC, nullptr),
-             dinp = array_of<X>(dev, N * C, nullptr);
+    Array<X> inp(dev, N * C, 22, 1.0f), bias(dev, OC, 23, 1.0f), dout(dev, N * OC, 24, 1.0f), out(dev, N * OC),
+        dinp(dev, N * C);
     const auto forward = [&] {
         linear_forward<X>(dev, &layer.use, 0, false, out.device, inp.device, layer.columns, weight, bias.device, N, C,
                           OC);
@@ -429,8 +425,8 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
         return dev->gpu ? 0.115 * 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt(depth / run) : 0.0;
     };
     const double fast = dev->gpu ? 0.115 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1) : 0.0;
-    check_output<X>(test, worst, dev, weights, &out, nullptr, want, fast + product_bound(C, 0.115), forward);
-    check_output<X>(test, worst, dev, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
+    check_output<X>(test, worst, weights, &out, nullptr, want, fast + product_bound(C, 0.115), forward);
+    check_output<X>(test, worst, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
     const float* numbers = room.to_host(layer.stored.numbers, 3);
     float magnitude;
     memcpy(&magnitude, room.to_host(layer.f.found + FP8_WEIGHT, 1), 4);
@@ -463,9 +459,9 @@ struct GeluProducts {
 GeluProducts gelu_products_open(Room* room, int64_t N, int C, int OC, Fp8Type type) {
     const Device* dev = room->dev;
     GeluProducts p;
-    p.left = array_random<bf16>(dev, N * C, 1, 1.0f), p.weight = array_random<bf16>(dev, (int64_t)OC * C, 2, 0.1f);
-    p.bias = array_random<bf16>(dev, OC, 3, 1.0f), p.pre = array_random<bf16>(dev, N * OC, 4, 3.0f);
-    p.want = array_of<bf16>(dev, N * OC, nullptr), p.dbias = array_of<float>(dev, OC, nullptr);
+    p.left = Array<bf16>(dev, N * C, 1, 1.0f), p.weight = Array<bf16>(dev, (int64_t)OC * C, 2, 0.1f);
+    p.bias = Array<bf16>(dev, OC, 3, 1.0f), p.pre = Array<bf16>(dev, N * OC, 4, 3.0f);
+    p.want = Array<bf16>(dev, N * OC), p.dbias = Array<float>(dev, OC);
     p.f = scales_open(room, 6);
     for (uint8_t** codes : {&p.left_codes, &p.weight_codes, &p.codes, &p.columns, &p.cast, &p.cast_columns}) {
         const int64_t n = codes == &p.left_codes ? N * C : codes == &p.weight_codes ? (int64_t)OC * C : N * OC;
@@ -518,7 +514,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     float* want = room.host<float>(N * OC);
     for (int64_t i = 0; i < N * OC; i++) want[i] = to_float(stored[i]);
     const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1);
-    check_output<bf16>(test, worst, dev, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
+    check_output<bf16>(test, worst, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
         matmul_gelu_fp8_forward(dev, &codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
     });
     const uint32_t* found = room.to_host(p.f.found, 7);
@@ -550,7 +546,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     const float* want = room.to_host(p.dbias.device, OC);
     // The products are off by their cut; both d by a rounding to bf16 of at most C * 0.1 / 4 or so in size.
     const double cut = 2 * 0.1 * 2 * sqrt((double)C) / (1 << 13) * (C / 32 + 1), size = 0.1 * sqrt((double)C);
-    check_output<float>(test, worst, dev, "dbias", &p.dbias, nullptr, want,
+    check_output<float>(test, worst, "dbias", &p.dbias, nullptr, want,
                         sqrt((double)N) * 6 * (cut + size * epsilon<bf16>()), [&] {
                             matmul_gelu_fp8_backward<float>(dev, &codes, p.dbias.device, p.scratch, p.left_codes,
                                                             p.weight_codes, p.pre.device, N, OC, C, false);

@@ -4,6 +4,7 @@
 // Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
 // epsilon of fp32 times the length of the sum times its terms' size (the order of the sum).
 #pragma once
+#include <memory>
 #include <utility>
 
 #include "../room.h"
@@ -107,8 +108,13 @@ struct Array {
     const Device* dev = nullptr;
 
     Array() = default;
-    Array(const Device* on, int64_t count)
-        : n(count), host(floats(count)), device((T*)device_alloc(on, (count + GUARD) * sizeof(T))), dev(on) {}
+    // Of these values, or NaN where there are none.
+    Array(const Device* on, int64_t count, const float* values = nullptr)
+        : n(count), host(floats(count)), device((T*)device_alloc(on, (count + GUARD) * sizeof(T))), dev(on) {
+        set(values);
+    }
+    Array(const Device* on, int64_t count, uint64_t seed, float scale)
+        : Array(on, count, std::unique_ptr<float, decltype(&free)>(random_floats(count, seed, scale), free).get()) {}
     Array(Array&& from) { *this = std::move(from); }
     Array& operator=(Array&& from) {
         std::swap(n, from.n), std::swap(host, from.host), std::swap(device, from.device), std::swap(dev, from.dev);
@@ -118,47 +124,31 @@ struct Array {
         free(host);
         if (device) device_free(dev, device);
     }
-};
 
-// Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
-template <typename T>
-void array_set(const Device* dev, Array<T>* array, const float* values) {
-    int64_t bytes = (array->n + GUARD) * sizeof(T);
-    T* staged = (T*)malloc(bytes);
-    memset((void*)staged, 0xff, bytes);
-    for (int64_t i = 0; i < array->n; i++) {
-        if (values) staged[i] = from_float<T>(values[i]);
-        array->host[i] = to_float(staged[i]);
+    // Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
+    void set(const float* values) {
+        int64_t bytes = (n + GUARD) * sizeof(T);
+        T* staged = (T*)malloc(bytes);
+        memset((void*)staged, 0xff, bytes);
+        for (int64_t i = 0; i < n; i++) {
+            if (values) staged[i] = from_float<T>(values[i]);
+            host[i] = to_float(staged[i]);
+        }
+        copy_to_device(dev, device, staged, bytes);
+        free(staged);
     }
-    copy_to_device(dev, array->device, staged, bytes);
-    free(staged);
-}
-
-template <typename T>
-Array<T> array_of(const Device* dev, int64_t n, const float* values) {
-    Array<T> array(dev, n);
-    array_set(dev, &array, values);
-    return array;
-}
-
-template <typename T>
-Array<T> array_random(const Device* dev, int64_t n, uint64_t seed, float scale) {
-    float* values = random_floats(n, seed, scale);
-    Array<T> array = array_of<T>(dev, n, values);
-    free(values);
-    return array;
-}
+};
 
 // Runs twice from the same beginning (`before`, or NaN) and compares the output with `want`, the runs with each other
 // bit for bit, and the guard with what it was. `host` of the array is left as it began.
 template <typename T, typename Run>
-void check_output(Test* test, double* worst, const Device* dev, const char* what, Array<T>* out, const float* before,
-                  const float* want, double absolute, Run run) {
+void check_output(Test* test, double* worst, const char* what, Array<T>* out, const float* before, const float* want,
+                  double absolute, Run run) {
     int64_t n = out->n;
-    Room room(dev);
+    Room room(out->dev);
     T* got[2];
     for (int i = 0; i < 2; i++) {
-        array_set(dev, out, before);
+        out->set(before);
         run();
         got[i] = room.to_host(out->device, n + GUARD);
     }
@@ -175,11 +165,10 @@ void check_output(Test* test, double* worst, const Device* dev, const char* what
 
 // The share of the output of a damaged run that check_output would refuse.
 template <typename T, typename Run>
-double output_share_beyond(const Device* dev, Array<T>* out, const float* before, const float* want, double absolute,
-                           Run run) {
-    Room room(dev);
+double output_share_beyond(Array<T>* out, const float* before, const float* want, double absolute, Run run) {
+    Room room(out->dev);
     float* values = room.host<float>(out->n);
-    array_set(dev, out, before);
+    out->set(before);
     run();
     const T* got = room.to_host(out->device, out->n);
     for (int64_t i = 0; i < out->n; i++) values[i] = to_float(got[i]);

@@ -283,8 +283,7 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
     const bool right = R >= C;
     const char* what = formatted("%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
-    const Array<E> g = array_random<E>(dev, R * C, 1, 1.0f), q = array_random<E>(dev, rank * side, 2, 1.0f),
-                   n = array_random<E>(dev, rank * length, 3, 1.0f);
+    const Array<E> g(dev, R * C, 1, 1.0f), q(dev, rank * side, 2, 1.0f), n(dev, rank * length, 3, 1.0f);
     Array<float> low(dev, rank * length), u(dev, R * C);
     float *turned = floats(rank * side), *want = floats(R * C);
     for (int64_t i = 0; i < rank * side; i++) turned[i % side * rank + i / side] = q.host[i];
@@ -293,14 +292,14 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
                       of_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want, false};
         exact_gemm(right ? &of_rows : &of_columns);
         const LowStore sink = {low.device, right ? rank : length};
-        check_output(test, worst, dev, what, &low, nullptr, want, low_bound(dev, side, true),
+        check_output(test, worst, what, &low, nullptr, want, low_bound(dev, side, true),
                      [&] { low_project<E, PARTS>(dev, g.device, q.device, R, C, rank, sink); });
     }
     const CpuGemm of_rows = {R, C, rank, n.host, rank, 1, q.host, side, 1, want, false},
                   of_columns = {R, C, rank, q.host, 1, side, n.host, length, 1, want, false};
     exact_gemm(right ? &of_rows : &of_columns);
     const LowStore sink = {u.device, C};
-    check_output(test, worst, dev, what, &u, nullptr, want, low_bound(dev, rank, FP32),
+    check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
                  [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
     free(turned), free(want);
 }

@@ -351,17 +351,17 @@ TEST(sampling_top_k) {
 
 template <typename X>
 void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C, int OC, bool gelu) {
-    Array<X> inp = array_random<X>(dev, (int64_t)N * C, 1, 1), weight = array_random<X>(dev, (int64_t)OC * C, 2, 1);
-    Array<X> bias = array_random<X>(dev, OC, 3, 1), out = array_of<X>(dev, (int64_t)N * OC, nullptr);
-    Array<float> logits = array_of<float>(dev, (int64_t)N * OC, nullptr);
+    Array<X> inp(dev, (int64_t)N * C, 1, 1), weight(dev, (int64_t)OC * C, 2, 1), bias(dev, OC, 3, 1),
+        out(dev, (int64_t)N * OC);
+    Array<float> logits(dev, (int64_t)N * OC);
     Room room(dev);
     float *want = room.host<float>((int64_t)N * OC), *fc = room.host<float>((int64_t)N * OC);
     matmul_forward_cpu(want, gelu ? fc : nullptr, inp.host, weight.host, bias.host, N, C, OC);
-    check_output(test, worst, dev, "rows", &out, nullptr, want, product_bound(C, 1), [&] {
+    check_output(test, worst, "rows", &out, nullptr, want, product_bound(C, 1), [&] {
         matmul_rows<X, X>(dev, out.device, inp.device, weight.device, nullptr, bias.device, gelu, N, C, OC);
     });
     matmul_forward_cpu(want, nullptr, inp.host, weight.host, nullptr, N, C, OC);
-    check_output(test, worst, dev, "logits", &logits, nullptr, want, product_bound(C, 1), [&] {
+    check_output(test, worst, "logits", &logits, nullptr, want, product_bound(C, 1), [&] {
         matmul_rows<X, float>(dev, logits.device, inp.device, weight.device, nullptr, nullptr, false, N, C, OC);
     });
 }
@@ -385,10 +385,8 @@ OPERATOR_TEST(sampling_matmul_rows_gpu) {
 template <typename X>
 void matmul_rows_bits(Test* test, Device dev, int C, int OC) {
     const int most = 80;
-    Array<X> inp = array_random<X>(&dev, (int64_t)most * C, 1, 1),
-             weight = array_random<X>(&dev, (int64_t)OC * C, 2, 1);
-    Array<float> alone = array_of<float>(&dev, (int64_t)most * OC, nullptr),
-                 rows = array_of<float>(&dev, alone.n, nullptr);
+    Array<X> inp(&dev, (int64_t)most * C, 1, 1), weight(&dev, (int64_t)OC * C, 2, 1);
+    Array<float> alone(&dev, (int64_t)most * OC), rows(&dev, alone.n);
     const auto run = [&](float* out, int first, int N) {
         matmul_rows<X, float>(&dev, out + (int64_t)first * OC, inp.device + (int64_t)first * C, weight.device, nullptr,
                               nullptr, false, N, C, OC);
@@ -422,8 +420,7 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     const int S = 3, R = 5, C = NH * HS;
     const int sequences[R] = {2, 0, 1, 1, 0}, positions[R] = {T - 1, 0, T / 2, T / 2 + 1, T / 3};
     const int64_t n = attention_cache_elements(S, T, C);
-    Array<X> cache = array_random<X>(dev, n, 4, 1), qkv = array_random<X>(dev, (int64_t)R * 3 * C, 5, 1);
-    Array<X> out = array_of<X>(dev, (int64_t)R * C, nullptr);
+    Array<X> cache(dev, n, 4, 1), qkv(dev, (int64_t)R * 3 * C, 5, 1), out(dev, (int64_t)R * C);
     Room room(dev);
     int *sequence = room.to_device(sequences, R), *position = room.to_device(positions, R);
     const AttentionCache host = {S, T, sequences, positions}, device = {S, T, sequence, position};
@@ -431,10 +428,10 @@ void attention_decode_case(Test* test, double* worst, const Device* dev, int NH,
     float* want = room.host<float>((int64_t)R * C);
     attention_append_cpu(want_cache, qkv.host, &host, R, C, NH);
     attention_decode_cpu(want, qkv.host, want_cache, &host, R, C, NH);
-    check_output(test, worst, dev, "cache", &cache, before, want_cache, 1e-30,
+    check_output(test, worst, "cache", &cache, before, want_cache, 1e-30,
                  [&] { attention_append(dev, cache.device, qkv.device, &device, R, C, NH); });
-    array_set(dev, &cache, want_cache);
-    check_output(test, worst, dev, "attention", &out, nullptr, want, product_bound(T + HS, 1),
+    cache.set(want_cache);
+    check_output(test, worst, "attention", &out, nullptr, want, product_bound(T + HS, 1),
                  [&] { attention_decode(dev, out.device, qkv.device, cache.device, &device, R, C, NH); });
 }
 
@@ -453,7 +450,7 @@ TEST(sampling_cache_beyond_2_31_gpu) {
     constexpr int S = 48, T = 30000, NH = 12, HS = 64, C = NH * HS;
     Device dev = test_device(true);
     if (dev.memory < (int64_t)12 << 30) skip("needs 12 GiB of GPU memory");
-    Array<bf16> qkv = array_random<bf16>(&dev, 3 * C, 5, 1);
+    Array<bf16> qkv(&dev, 3 * C, 5, 1);
     static bf16 bits[2][C];
     for (int large : {0, 1}) {
         const int sequences = large ? S : 1, sequence = sequences - 1, position = T - 1;
