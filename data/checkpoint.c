@@ -219,10 +219,8 @@ static bool state_write(const RunFolder* run, const char* folder, const Checkpoi
         int64_t value = *(const int64_t*)((const char*)&run->state + STATE[i].offset);
         fprintf(state, "\"%s\": %lld,\n", STATE[i].name, (long long)value);
     }
-    fprintf(state, "\"best_val\": ");
-    json_write_number(state, run->state.best_val);
-    fprintf(state, ",\n\"last_norm\": ");
-    json_write_number(state, run->state.last_norm);
+    json_write_number_member(state, "", "best_val", run->state.best_val);
+    json_write_number_member(state, ",\n", "last_norm", run->state.last_norm);
     fprintf(state, ",\n\"formats\": %s,\n\"options\": ", checkpoint->formats);
     options_json(run->table, checkpoint->options, false, state);
     fprintf(state, ",\n");

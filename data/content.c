@@ -5,8 +5,7 @@
 #include "content.h"
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-#include "memory.h"
+#include "files.h"
 #include "options.h"  // shell_word
 
 enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
@@ -90,15 +89,6 @@ static const struct {
     {0, 2, "\xFE\xFF", "UTF-16 text", utf16},
 };
 
-bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset) {
-    for (int64_t done = 0; done < count;) {
-        ssize_t got = pread(descriptor, (char*)bytes + done, (size_t)(count - done), offset + done);
-        if (got <= 0) return false;
-        done += got;
-    }
-    return true;
-}
-
 static void sample_add(Sample* sample, const unsigned char* bytes, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         unsigned char b = bytes[i];
@@ -169,15 +159,16 @@ static const char* known_content(const unsigned char* head, int64_t bytes, int64
 }
 
 // The first HEAD bytes and BLOCKS blocks of what follows them.
-static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int64_t size) {
+static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int64_t size, const char* path,
+                        char* error) {
     unsigned char block[BLOCK];
     int64_t bytes = size < HEAD ? size : HEAD;
-    bool fine = read_at(descriptor, head, bytes, 0);
+    bool fine = file_read_at(descriptor, path, head, 0, bytes, error);
     if (fine) sample_add(sample, head, bytes < BEGIN ? bytes : BEGIN);
     sample->begins_as_text = sample->nul[0] + sample->nul[1] == 0;
     if (fine && bytes > BEGIN) sample_add(sample, head + BEGIN, bytes - BEGIN);
     for (int64_t i = 1; fine && size > HEAD + BLOCK && i <= BLOCKS; i++) {
-        fine = read_at(descriptor, block, BLOCK, (size - BLOCK) / BLOCKS * i & ~1ll);
+        fine = file_read_at(descriptor, path, block, (size - BLOCK) / BLOCKS * i & ~1ll, BLOCK, error);
         if (fine) sample_add(sample, block, BLOCK);
     }
     return fine;
@@ -187,10 +178,9 @@ Content content_of(int descriptor, int64_t size, const char* path, char* error) 
     Sample sample = {0};
     const char *advice = NULL, *name = NULL;
     unsigned char* head = memory_zero(1, HEAD);
-    bool fine = sample_read(&sample, head, descriptor, size);
+    bool fine = sample_read(&sample, head, descriptor, size, path, error);
     if (fine) name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
     free(head);
-    if (!fine) data_error(error, "cannot read %s: it became shorter, or its disk failed", path);
     if (!fine) return CONTENT_UNREADABLE;
     if (name) return refuse(error, path, name, advice), CONTENT_KNOWN;
     if (sample_is_text(&sample)) return CONTENT_TEXT;

@@ -15,8 +15,6 @@ typedef enum {
 // Finds what an open file of `size` bytes holds, judged by at most 128 KiB of it. For all but a text the sentence "PATH
 // is ...; type ..." is written into `error`.
 Content content_of(int descriptor, int64_t size, const char* path, char* error);
-// Reads exactly `count` bytes from `offset` on; false when the file ends before or cannot be read.
-bool read_at(int descriptor, void* bytes, int64_t count, int64_t offset);
 // The integer that belongs to `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running the pickle; -1
 // when it is not found.
 int64_t pickle_int(const char* pickle, int64_t bytes, const char* key);

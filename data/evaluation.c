@@ -297,16 +297,14 @@ void evaluation_print(void* context, const Evaluation* e, const EvaluationResult
 }
 
 void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
-    fprintf(log, "\"name\": ");
-    json_write_string(log, e->name);
-    fprintf(log, ", \"examples\": %d, \"acc\": ", e->examples);
-    json_write_number(log, r->acc);
+    json_write_text_member(log, "", "name", e->name);
+    fprintf(log, ", \"examples\": %d", e->examples);
+    json_write_number_member(log, ", ", "acc", r->acc);
     const char* const names[] = {"acc_norm", "acc_bytes", "perplexity"};
     const double values[] = {r->acc_norm, r->acc_bytes, r->perplexity};
     for (int i = 0; i < 3; i++) {
         if ((i == 2) != (e->kind == EVALUATION_LAST_WORD)) continue;
-        fprintf(log, ", \"%s\": ", names[i]);
-        json_write_number(log, values[i]);
+        json_write_number_member(log, ", ", names[i], values[i]);
     }
 }
 
@@ -320,8 +318,7 @@ bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* sc
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; i++) {
         const int count = (int)e->example[i].rows;
-        fprintf(file, "{\"task\": ");
-        json_write_string(file, e->name);
+        json_write_text_member(file, "{", "task", e->name);
         fprintf(file, ", \"example\": %d, \"answer\": %u, \"scores\": [", i, e->example[i].answer);
         for (int j = 0; j < count; j++) {
             if (j) fputs(", ", file);

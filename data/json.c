@@ -386,9 +386,15 @@ void json_write_number(FILE* file, double value) {
         fprintf(file, "%.0f", value);
         return;
     }
-    for (int digits = 1; digits <= 17; digits++) {
-        snprintf(text, sizeof(text), "%.*g", digits, value);
-        if (strtod(text, NULL) == value) break;
-    }
-    fputs(text, file);
+    fputs(number_text(value, text, sizeof(text)), file);
+}
+
+void json_write_text_member(FILE* file, const char* before, const char* name, const char* text) {
+    fprintf(file, "%s\"%s\": ", before, name);
+    json_write_string(file, text);
+}
+
+void json_write_number_member(FILE* file, const char* before, const char* name, double value) {
+    fprintf(file, "%s\"%s\": ", before, name);
+    json_write_number(file, value);
 }

@@ -30,5 +30,8 @@ const char* json_string(const Json* object, const char* key, const char* otherwi
 void json_write(FILE* file, const Json* json);         // the whole tree; numbers as their text
 void json_write_string(FILE* file, const char* text);  // quoted and escaped; bytes that are no UTF-8 become U+FFFD
 void json_write_number(FILE* file, double value);      // shortest decimal that reads back; non-finite as null
+// A member of an object, after `before` ("{" or ", ", say).
+void json_write_text_member(FILE* file, const char* before, const char* name, const char* text);
+void json_write_number_member(FILE* file, const char* before, const char* name, double value);
 
 C_LINKAGE_END

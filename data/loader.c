@@ -22,6 +22,7 @@
 #include "json.h"
 #include "loader.h"
 #include "options.h"
+#include "text.h"
 
 enum {
     SHARD_MAGIC = 20240520,
@@ -150,7 +151,7 @@ static bool folder_is_nanogpt(const char* folder) {
         int32_t magic = 0;
         int descriptor = open(path_in(folder, names[i]), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
         if (descriptor < 0) continue;
-        bool raw = read_at(descriptor, &magic, sizeof(magic), 0) && magic != SHARD_MAGIC;
+        bool raw = pread(descriptor, &magic, sizeof(magic), 0) == sizeof(magic) && magic != SHARD_MAGIC;
         close(descriptor);
         if (raw) return true;
     }
@@ -228,22 +229,16 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
 
 // Says what a .bin that is no shard of tokens may be.
 static const char* magic_name(int32_t magic) {
-    switch (magic) {
-        case 20240522:
-            return "an evaluation set of llm.c";
-        case 20240326:
-            return "a model of llm.c";
-        case 20240327:
-            return "a debug state of llm.c";
-        case 20240328:
-            return "a tokenizer of llm.c";
-        case 20240527:
-            return "an optimizer state of llm.c";
-        case 20240801:
-            return "a shard of Llama 3 tokens, 32 bits each";
-        default:
-            return "not a shard of tokens";
+    static const struct {
+        int32_t magic;
+        const char* name;
+    } known[] = {{20240522, "an evaluation set of llm.c"},  {20240326, "a model of llm.c"},
+                 {20240327, "a debug state of llm.c"},      {20240328, "a tokenizer of llm.c"},
+                 {20240527, "an optimizer state of llm.c"}, {20240801, "a shard of Llama 3 tokens, 32 bits each"}};
+    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
+        if (known[i].magic == magic) return known[i].name;
     }
+    return "not a shard of tokens";
 }
 
 // A file without a shard's header: its tokens are bytes, or nanoGPT's 16 bits, or it is refused.
@@ -376,10 +371,8 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
 
 // Facts about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
 static bool read_meta(Dataset* data, DataFormat format, char* error) {
-    char folder[4096] = ".";
-    const char* first = data->file[0].path;
-    int64_t length = base_name(first) - first - 1;
-    if (length >= 0) snprintf(folder, sizeof(folder), "%.*s", length > 0 ? (int)length : 1, first);
+    char folder[4096], reason[DATA_ERROR_BYTES];
+    folder_parent(data->file[0].path, folder, sizeof(folder));
     bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
                      (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe")) ||
                      folder_has(folder, "tokenizer.json");
@@ -387,11 +380,7 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     data->vocabulary = GPT2_VOCABULARY;
     const char* path = path_in(folder, "meta.json");
     if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
-    int64_t bytes = 0;
-    char reason[DATA_ERROR_BYTES];
-    char* text = file_read(path, &bytes, reason);
-    Json* meta = text ? json_parse(text, bytes, path, reason) : NULL;
-    free(text);
+    Json* meta = json_read(path, reason);
     if (!meta) return data_error(error, "%s; prepare the folder again", reason);
     int64_t vocabulary = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
     data->bytes_per_token = meta_ratio(data, meta);
@@ -643,13 +632,6 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
                       file->path, t < T ? tokens[t] : targets[T - 1], (long long)(first + t), data->vocabulary);
 }
 
-// The finalizer of splitmix64: every bit of the input reaches every bit of the result.
-static uint64_t mix(uint64_t z) {
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-    return z ^ z >> 31;
-}
-
 // Six Feistel rounds over the least even number of bits that holds n: a permutation of 0..4^half-1, whatever the round
 // function. Applied until the result is below n again, it is one of 0..n-1; 4^half < 4n, so that takes 4 turns at most
 // on average.
@@ -659,12 +641,12 @@ int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     if (n < 2) return 0;
     int half = 1;
     while (half < 31 && (int64_t)1 << 2 * half < n) half++;
-    uint64_t key = mix(mix(seed + golden) + (uint64_t)epoch * golden), mask = ((uint64_t)1 << half) - 1;
+    uint64_t key = bits_mix(bits_mix(seed + golden) + (uint64_t)epoch * golden), mask = ((uint64_t)1 << half) - 1;
     uint64_t value = (uint64_t)i;
     do {
         uint64_t left = value >> half, right = value & mask;
         for (int round = 0; round < ROUNDS; round++) {
-            uint64_t next = left ^ (mix(right ^ mix(key + (uint64_t)round * golden)) & mask);
+            uint64_t next = left ^ (bits_mix(right ^ bits_mix(key + (uint64_t)round * golden)) & mask);
             left = right;
             right = next;
         }

@@ -9,11 +9,6 @@
 #include "text.h"
 #include "version.h"
 
-static bool fail(char* error, const char* format, const char* a, const char* b, const char* c) {
-    snprintf(error, DATA_ERROR_BYTES, format, a, b, c);
-    return false;
-}
-
 const Option* option_find(const OptionTable* table, const char* name) {
     for (int i = 0; i < table->count; i++) {
         if (strcmp(table->option[i].name, name) == 0) return &table->option[i];
@@ -131,16 +126,6 @@ static bool choice_known(const char* text, const char* values) {
     return false;
 }
 
-static bool is_utf8(const char* text) {
-    uint32_t point;
-    int64_t left = (int64_t)strlen(text);
-    for (int length; left > 0; text += length, left -= length) {
-        length = utf8_next(text, left, &point);
-        if (length == 0) return false;
-    }
-    return true;
-}
-
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
     char *end, range[64];
     errno = 0;
@@ -154,7 +139,7 @@ static bool set_number(const Option* option, void* field, const char* text, char
     if (number < option->low || number > option->high) {
         const char* format = option->type == OPTION_INT ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
         snprintf(range, sizeof(range), format, option->low, option->high);
-        return fail(error, "--%s %s is out of range; type a number from %s", option->name, text, range);
+        return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text, range);
     }
     if (option->type == OPTION_INT) *(int64_t*)field = whole;
     if (option->type == OPTION_REAL) *(double*)field = number;
@@ -186,17 +171,17 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     if (number) return set_number(option, field, text, error);
     if (option->type == OPTION_SIZE) {
         if (text == option->standard) return *(int64_t*)field = 0, true;
-        return size_parse(text, field) ||
-               fail(error, "--%s takes a size such as 24G, not '%s'; type --%s 24G", option->name, text, option->name);
+        return size_parse(text, field) || data_error(error, "--%s takes a size such as 24G, not '%s'; type --%s 24G",
+                                                     option->name, text, option->name);
     }
     if (option->type == OPTION_FLAG) {
         *(bool*)field = strcmp(text, "true") == 0;
         return true;
     }
-    if (!is_utf8(text))
-        return fail(error, "--%s is not UTF-8, which config.json is written in: %s%s", option->name, text, "");
+    if (!text_is_utf8(text, (int64_t)strlen(text)))
+        return data_error(error, "--%s is not UTF-8, which config.json is written in: %s", option->name, text);
     if (option->type == OPTION_CHOICE && !choice_known(text, option->values)) {
-        return fail(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
+        return data_error(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }
     *(const char**)field = text_copy(text);
     return true;
@@ -216,11 +201,7 @@ const char* option_text(const Option* option, const void* fields, char* text, si
     } else if (option->type == OPTION_INT) {
         snprintf(text, bytes, "%lld", (long long)*(const int64_t*)field);
     } else if (option->type == OPTION_REAL) {
-        // The shortest text that reads back as the same number.
-        for (int digits = 1; digits <= 17; digits++) {
-            snprintf(text, bytes, "%.*g", digits, *(const double*)field);
-            if (strtod(text, NULL) == *(const double*)field) break;
-        }
+        number_text(*(const double*)field, text, bytes);
     } else {
         return *(const char* const*)field;
     }
@@ -247,16 +228,16 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
         given[option - table->option] = true;
         const char* value = equals ? equals + 1 : NULL;
         if (option->type == OPTION_FLAG) {
-            if (value) return fail(error, "--%s takes no value; type --%s alone%s", name, name, "");
+            if (value) return data_error(error, "--%s takes no value; type --%s alone", name, name);
             value = "true";
         } else if (!value) {
-            if (i + 1 == argc) return fail(error, "--%s needs a value; type --%s %s", name, name, option->values);
+            if (i + 1 == argc) return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
             value = argv[++i];
             char other[64];
             snprintf(other, sizeof(other), "%.*s", (int)strcspn(value, "="), value);
             if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
                 if (option->type != OPTION_TEXT)
-                    return fail(error, "--%s needs a value; type --%s %s", name, name, option->values);
+                    return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
                 return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant",
                                   name, value, name, shell_word(value));
             }

@@ -212,8 +212,7 @@ bool run_log(RunFolder* run, const char* type, int count, const char* const* nam
     log_begin(run, type);
     bool finite = true;
     for (int i = 0; i < count; i++) {
-        fprintf(run->log, ", \"%s\": ", names[i]);
-        json_write_number(run->log, values[i]);
+        json_write_number_member(run->log, ", ", names[i], values[i]);
         finite = finite && isfinite(values[i]);
     }
     fputs(finite ? "}\n" : ", \"nonfinite\": true}\n", run->log);
@@ -230,10 +229,9 @@ bool run_log_members(RunFolder* run, const char* type, const char* members) {
 bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text) {
     if (run->quiet) return true;
     log_begin(run, "sample");
-    fprintf(run->log, ", \"index\": %d, \"prompt\": ", index);
-    json_write_string(run->log, prompt);
-    fputs(", \"text\": ", run->log);
-    json_write_string(run->log, text);
+    fprintf(run->log, ", \"index\": %d", index);
+    json_write_text_member(run->log, ", ", "prompt", prompt);
+    json_write_text_member(run->log, ", ", "text", text);
     fputs("}\n", run->log);
     return log_end(run);
 }
@@ -289,8 +287,7 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
                  {"device", device}};
     fputs("{\"type\": \"config\"", run->log);
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
-        fprintf(run->log, ", \"%s\": ", texts[i].name);
-        json_write_string(run->log, texts[i].text);
+        json_write_text_member(run->log, ", ", texts[i].name, texts[i].text);
     }
     fputs(", \"driver\": ", run->log);
     write_driver(run->log);
@@ -298,9 +295,9 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     write_command(run->log);
     fputs(", \"options\": ", run->log);
     options_json(run->table, run->fields, true, run->log);
-    fprintf(run->log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld, \"bytes_per_token\": ", (long long)now,
-            ranks, (long long)parameters);
-    json_write_number(run->log, bytes_per_token > 0 ? bytes_per_token : NAN);
+    fprintf(run->log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
+            (long long)parameters);
+    json_write_number_member(run->log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
     fputs("}\n", run->log);
     fflush(run->log);
 }

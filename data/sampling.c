@@ -26,13 +26,7 @@ static char* prompt_file_read(const char* file, char** lines, char* error) {
     char reason[DATA_ERROR_BYTES];
     char* text = file_read(file, &bytes, reason);
     if (!text) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", reason), NULL;
-    bool plain = strlen(text) == (size_t)bytes;  // a NUL would end its prompt
-    int length = 0;
-    uint32_t point = 0;
-    for (int64_t at = 0; plain && at < bytes; at += length) {
-        length = utf8_next(text + at, bytes - at, &point);
-        plain = length > 0;
-    }
+    bool plain = strlen(text) == (size_t)bytes && text_is_utf8(text, bytes);  // a NUL would end its prompt
     *lines = strncmp(text, "\xEF\xBB\xBF", 3) == 0 ? text + 3 : text;
     if (plain && (*lines)[strspn(*lines, "\r\n")]) return text;
     if (plain) data_error(error, "--prompt-file %s has no prompt; write one a line", file);

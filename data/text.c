@@ -1,5 +1,7 @@
 // See text.h.
 #include "text.h"
+#include <stdio.h>
+#include <stdlib.h>
 
 int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
     const unsigned char* b = (const unsigned char*)text;
@@ -15,6 +17,23 @@ int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
     if ((length == 3 && value < 0x800) || (length == 4 && value < 0x10000)) return 0;  // longer than it need be
     if (value > 0x10FFFF || (value >= 0xD800 && value < 0xE000)) return 0;
     return *point = value, length;
+}
+
+bool text_is_utf8(const char* text, int64_t bytes) {
+    uint32_t point;
+    for (int length; bytes > 0; text += length, bytes -= length) {
+        length = utf8_next(text, bytes, &point);
+        if (length == 0) return false;
+    }
+    return true;
+}
+
+const char* number_text(double number, char* text, size_t bytes) {
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(text, bytes, "%.*g", digits, number);
+        if (strtod(text, NULL) == number) break;
+    }
+    return text;
 }
 
 void text_disarm(char* text, bool lines) {

@@ -33,11 +33,22 @@ static inline uint64_t text_hash(const char* text, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i++) hash = (hash ^ (unsigned char)text[i]) * 0x100000001b3u;
     return hash;
 }
+
+// The finalizer of splitmix64: every bit of the input reaches every bit of the result.
+static inline uint64_t bits_mix(uint64_t z) {
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+}
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
 // The code point at text[0..bytes) and, returned, its length: 1 to 4 bytes, or 0 when they are no well-formed UTF-8.
 int utf8_next(const char* text, int64_t bytes, uint32_t* point);
+// True if all of the text is well-formed UTF-8.
+bool text_is_utf8(const char* text, int64_t bytes);
+// The shortest decimal that reads back as the same number; returns `text`.
+const char* number_text(double number, char* text, size_t bytes);
 // Replaces what could steer a terminal in a text that came from elsewhere (control characters, and bytes that are no
 // UTF-8) by '?'. Newlines and tabs stay when `lines` is true.
 void text_disarm(char* text, bool lines);

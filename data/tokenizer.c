@@ -45,16 +45,6 @@ struct Tokenizer {
 
 static const char* const end_of_text = "<|endoftext|>";
 
-static uint64_t mix(uint64_t z) {
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-    return z ^ z >> 31;
-}
-
-static uint64_t hash_bytes(const char* bytes, int64_t count) {
-    return mix(text_hash(bytes, count));
-}
-
 // A power of two at least twice `count`.
 static int64_t table_size(int64_t count) {
     int64_t size = 16;
@@ -64,7 +54,7 @@ static int64_t table_size(int64_t count) {
 
 // The slot of a token with these bytes, or the free slot where it would go.
 static int64_t find_slot(const Tokenizer* tokenizer, const char* bytes, int64_t count) {
-    int64_t slot = (int64_t)(hash_bytes(bytes, count) & (uint64_t)(tokenizer->slots - 1));
+    int64_t slot = (int64_t)(bits_mix(text_hash(bytes, count)) & (uint64_t)(tokenizer->slots - 1));
     for (;; slot = (slot + 1) & (tokenizer->slots - 1)) {
         int token = tokenizer->slot[slot];
         if (token < 0) return slot;
@@ -76,7 +66,7 @@ static int64_t find_slot(const Tokenizer* tokenizer, const char* bytes, int64_t 
 }
 
 static int64_t find_merge(const Tokenizer* tokenizer, uint64_t pair) {
-    int64_t slot = (int64_t)(mix(pair) & (uint64_t)(tokenizer->merges - 1));
+    int64_t slot = (int64_t)(bits_mix(pair) & (uint64_t)(tokenizer->merges - 1));
     while (tokenizer->merge[slot].joined >= 0 && tokenizer->merge[slot].pair != pair) {
         slot = (slot + 1) & (tokenizer->merges - 1);
     }

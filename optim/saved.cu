@@ -112,10 +112,7 @@ char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
                                       {"own", own},
                                       {"norms", config->limit_growth > 0.0f ? "fp32" : "none"}};
     FILE* file = text_stream(&text, &bytes);
-    for (int i = 0; i < 7; i++) {
-        fprintf(file, "%s\"%s\": ", i ? ", " : "{", formats[i][0]);
-        json_write_string(file, formats[i][1]);
-    }
+    for (int i = 0; i < 7; i++) json_write_text_member(file, i ? ", " : "{", formats[i][0], formats[i][1]);
     fputc('}', file);
     fclose(file);
     return text;
