@@ -126,11 +126,10 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     if (!is_path && !file_exists(path)) {
         const bool is_name =
             name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
-        fine = data_error(
-            error,
-            "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or type the path of "
-            "an evaluation file, such as data/eval/NAME.eval",
-            name, path, is_name ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
+        fine = data_error(error,
+                          "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
+                          "type the path of an evaluation file, such as data/eval/NAME.eval",
+                          name, path, is_name ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
     }
     char reason[DATA_ERROR_BYTES];
     if (fine) e->file = file_read(path, &bytes, reason);

@@ -152,11 +152,10 @@ static bool refuse_member(const Json* json, const char* key, const char* wanted,
 static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
     const char* type = json_string(json, "model_type", "none");
     if (strcmp(type, "gpt2") != 0) {
-        return data_error(
-            error,
-            "--model %s holds a model of type '%s'; nibble trains GPT-2: give a folder whose config.json says "
-            "\"model_type\": \"gpt2\"",
-            folder, type);
+        return data_error(error,
+                          "--model %s holds a model of type '%s'; nibble trains GPT-2: give a folder whose config.json "
+                          "says \"model_type\": \"gpt2\"",
+                          folder, type);
     }
     char inner[32];
     snprintf(inner, sizeof(inner), "%lld", 4 * (long long)json_int(json, "n_embd", 768));
@@ -224,10 +223,10 @@ static bool check_heads(const char* model, bool folder, const Gpt2Shape* shape, 
         return data_error(error, "%lld channels are not a multiple of a head's 64; type --channels %lld", channels,
                           (channels + 63) / 64 * 64);
     }
-    return fit || data_error(error,
-                             "%lld channels over %lld heads is %.4g channels a head; nibble has 64 and 128: type "
-                             "--heads %lld",
-                             channels, heads, (double)channels / (double)heads, channels / 64);
+    return fit ||
+           data_error(error,
+                      "%lld channels over %lld heads is %.4g channels a head; nibble has 64 and 128: type --heads %lld",
+                      channels, heads, (double)channels / (double)heads, channels / 64);
 }
 
 bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* max,
@@ -248,10 +247,10 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
         if (t->positions >= 0) shape->positions = t->positions;
     }
     if (vocabulary > shape->vocabulary && shape->vocabulary == 256) {
-        return data_error(error,
-                          "the data has a vocabulary of %d tokens and --model %s is a model of bytes; name the text "
-                          "itself by --data",
-                          vocabulary, model);
+        return data_error(
+            error,
+            "the data has a vocabulary of %d tokens and --model %s is a model of bytes; name the text itself by --data",
+            vocabulary, model);
     }
     if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
         return data_error(error,

@@ -269,10 +269,9 @@ static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic,
 static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
     int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
     if (format == DATA_NANOGPT) {
-        return data_error(error,
-                          "%s is a shard with a header, which nanoGPT's files lack; type --data %s without "
-                          "--data-format",
-                          file->path, shell_word(file->path));
+        return data_error(
+            error, "%s is a shard with a header, which nanoGPT's files lack; type --data %s without --data-format",
+            file->path, shell_word(file->path));
     }
     if (size >= 8 && header[1] != SHARD_VERSION) {
         return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,
@@ -320,11 +319,10 @@ static bool file_split(DatasetFile* file, DatasetPart part, double fraction, int
     int64_t least = (int64_t)T + 1, validation = (int64_t)(fraction * (double)file->tokens);
     if (validation < least) validation = least;
     if (file->tokens - validation < least) {
-        return data_error(
-            error,
-            "%s has %lld tokens: too few for a training and a validation part of a window of %lld tokens each; "
-            "take more text or a shorter sequence length",
-            file->path, (long long)file->tokens, (long long)least);
+        return data_error(error,
+                          "%s has %lld tokens: too few for a training and a validation part of a window of %lld tokens "
+                          "each; take more text or a shorter sequence length",
+                          file->path, (long long)file->tokens, (long long)least);
     }
     if (part == DATASET_VALIDATION) file->first = file->tokens - validation;
     file->tokens = part == DATASET_VALIDATION ? validation : file->tokens - validation;

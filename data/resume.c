@@ -82,10 +82,9 @@ bool resume_options(Resume* resume, char* error) {
         if (fixed) {
             // --size has become a model's name.
             const char* asked = strcmp(name, "model") == 0 && gpt2_size_check(now, reason) ? "size" : name;
-            return data_error(error,
-                              "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin "
-                              "anew",
-                              asked, now, text, asked);
+            return data_error(
+                error, "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
+                asked, now, text, asked);
         }
         resume_changed(resume, " --%s %s (was %s)", name, *now ? now : "''", *text ? text : "''");
     }

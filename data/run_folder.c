@@ -326,11 +326,10 @@ static bool tokenizer_take(RunFolder* run, const Json* state) {
 static bool tokenizers_fit(RunFolder* run) {
     const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
     if (tokenizers_agree(weights, run->sources[2])) return true;
-    return data_error(
-        run->error,
-        "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python data/prepare.py "
-        "FILE --tokenizer %s --out DIR, and --data DIR here",
-        run_text(run, "data"), weights, shell_word(weights));
+    return data_error(run->error,
+                      "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
+                      "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
+                      run_text(run, "data"), weights, shell_word(weights));
 }
 
 // Opens the tokenizer, and says why there are no samples where it does not fit.

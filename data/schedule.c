@@ -37,12 +37,11 @@ bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
     }
     int64_t batch = sizes->batch < sequences ? sizes->batch : sequences;
     while (sequences % batch != 0) batch--;
-    return data_error(
-        error,
-        "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; type "
-        "--batch %lld or --tokens-per-step %lld",
-        (long long)sizes->batch, T, ranks, ranks > 1 ? "s" : "", micro * ranks, tokens, (long long)batch,
-        (tokens + micro * ranks - 1) / (micro * ranks) * micro * ranks);
+    return data_error(error,
+                      "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; "
+                      "type --batch %lld or --tokens-per-step %lld",
+                      (long long)sizes->batch, T, ranks, ranks > 1 ? "s" : "", micro * ranks, tokens, (long long)batch,
+                      (tokens + micro * ranks - 1) / (micro * ranks) * micro * ranks);
 }
 
 // wsd: the rate falls from here on, which may lie between two steps.

@@ -324,11 +324,10 @@ static bool rows_convert(const Conversion* c, char* error) {
         if (!to.format || from.format == to.format || !(by_numbers(from.format) || by_numbers(to.format))) continue;
         const bool came = find_row(rule_table(), to.rule)->rows == ROWS_CAME;
         if (!came && averages_gradients(from.rule) && averages_gradients(to.rule)) continue;
-        return data_error(
-            error,
-            "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; leave --rule "
-            "and rule= of --override out, or begin anew from its weights with --model",
-            to.rule, by_numbers(to.format) ? "is by rows" : "is of elements", from.rule);
+        return data_error(error,
+                          "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; "
+                          "leave --rule and rule= of --override out, or begin anew from its weights with --model",
+                          to.rule, by_numbers(to.format) ? "is by rows" : "is of elements", from.rule);
     }
     return true;
 }
@@ -344,8 +343,8 @@ static bool shapes_convert(const Conversion* c, char* error) {
             if ((same || !from.format || !to.format) && !starts) continue;
             return data_error(
                 error,
-                "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, "
-                "--rank and rule= of --override as they were, or begin anew from its weights with --model",
+                "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, --rank "
+                "and rule= of --override as they were, or begin anew from its weights with --model",
                 to.rule, slot_name((Slot)slot), c->to.tensors[t].name, from.rule);
         }
     }
@@ -359,11 +358,10 @@ static bool formats_convert(const Conversion* c, char* error) {
             Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
             bool user = (from.format && from.format->source) || (to.format && to.format->source);
             if (!user || !from.format || !to.format || same_storage(&from, &to)) continue;
-            return data_error(
-                error,
-                "%s is %s in the checkpoint and %s was asked for, and a format of --format is not converted; "
-                "resume in the checkpoint's",
-                slot_name((Slot)slot), from.format->name, to.format->name);
+            return data_error(error,
+                              "%s is %s in the checkpoint and %s was asked for, and a format of --format is not "
+                              "converted; resume in the checkpoint's",
+                              slot_name((Slot)slot), from.format->name, to.format->name);
         }
     }
     return true;
@@ -381,12 +379,11 @@ static bool formats_unchanged(const Conversion* c, char* error) {
     snprintf(then, sizeof(then), "%s", c->stored->own_formats);
     for (const char* entry = strtok_r(then, " ", &rest); entry; entry = strtok_r(nullptr, " ", &rest)) {
         if (strstr(now, entry)) continue;
-        return data_error(
-            error,
-            "the file of --format that holds its %.*s has been changed since, so that its codes may mean other "
-            "numbers; put the file back as it was (comments and white space do not count), or begin anew from "
-            "the weights with --model",
-            (int)strcspn(entry, "="), entry);
+        return data_error(error,
+                          "the file of --format that holds its %.*s has been changed since, so that its codes may mean "
+                          "other numbers; put the file back as it was (comments and white space do not count), or "
+                          "begin anew from the weights with --model",
+                          (int)strcspn(entry, "="), entry);
     }
     return true;
 }
@@ -420,22 +417,17 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     }
 }
 
-// The optimizer's array for a stream; null if the storage has none.
-static char* array_here(const Conversion* c, const Place* to, const StreamInfo& info) {
+OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info) {
     char name[256];
-    stream_name(to->array, info, name, sizeof(name));
-    for (int s = 0; s < optim_stream_count(c->optim) && info.bits > 0; s++) {
-        OptimStream stream = optim_stream(c->optim, s);
-        if (strcmp(stream.name, name) == 0) return (char*)stream.data;
-    }
-    return nullptr;
+    stream_name(place->array, info, name, sizeof(name));
+    return info.bits > 0 ? optim_stream_named(optim, name) : OptimStream{};
 }
 
 // Writes a piece as stored into the optimizer's arrays, from element `first` of the arena on.
 static void piece_write(const Conversion* c, const Place* to, int64_t first, int64_t n, const Piece* piece) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = to->format->stream[i];
-        char* array = array_here(c, to, info);
+        char* array = (char*)place_stream(c->optim, to, info).data;
         if (!array) continue;
         copy_to_device(c->to.dev, array + stream_bytes(info, first - to->begin), stream_data(&piece->streams, i),
                        stream_bytes(info, n));
@@ -451,8 +443,8 @@ static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
 
 static void numbers_write(const Conversion* c, const Place* to, const Piece* piece, const void* numbers) {
     if (!piece->span) return;
-    copy_to_device(c->to.dev, array_here(c, to, to->format->stream[1]) + to->at * (int64_t)sizeof(float), numbers,
-                   piece->number_bytes);
+    char* array = (char*)place_stream(c->optim, to, to->format->stream[1]).data;
+    copy_to_device(c->to.dev, array + to->at * (int64_t)sizeof(float), numbers, piece->number_bytes);
 }
 
 // Makes a checkpoint's numbers by row and column what `load` multiplies to v: r is divided by its mean.

@@ -721,17 +721,6 @@ NIBBLE_API NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, 
     });
 }
 
-// The array of a storage's stream; its data is null if there is none.
-static OptimStream stream_of(const NibbleOptim* optim, const Place* place, const StreamInfo& info) {
-    char name[256];
-    stream_name(place->array, info, name, sizeof(name));
-    for (int s = 0; s < optim_stream_count(optim->optim) && info.bits > 0; s++) {
-        const OptimStream stream = optim_stream(optim->optim, s);
-        if (strcmp(stream.name, name) == 0) return stream;
-    }
-    return {};
-}
-
 // Finds state number `index` of a tensor; returns how many states precede it, that is `index` unless there are fewer.
 static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
     const OptimTensor* local = &optim->local[tensor];
@@ -742,7 +731,7 @@ static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleSta
         const Place place = plan_place(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
-            const OptimStream stream = stream_of(optim, &place, info);
+            const OptimStream stream = place_stream(optim->optim, &place, info);
             if (!stream.data || number++ != index) continue;
             const OptimTensor* kept = &plan->kept[tensor][slot];  // of another shape with projected gradients
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;

@@ -963,3 +963,10 @@ int optim_stream_count(const Optim* optim) {
 OptimStream optim_stream(const Optim* optim, int index) {
     return optim->stream[index];
 }
+
+OptimStream optim_stream_named(const Optim* optim, const char* name) {
+    for (int i = 0; i < optim->stream_count; i++) {
+        if (strcmp(optim->stream[i].name, name) == 0) return optim->stream[i];
+    }
+    return {};
+}

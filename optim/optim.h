@@ -236,6 +236,9 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
 int optim_stream_count(const Optim* optim);
 OptimStream optim_stream(const Optim* optim, int index);
 
+// The stream of a name; its data and name are null if there is none.
+OptimStream optim_stream_named(const Optim* optim, const char* name);
+
 // The array of primary weights that contains a tensor, described as if it began at element config.begin: the tensor's
 // weights lie at its offset in `data`, and `dtype` is that of its format.
 OptimStream optim_weights_stream(const Optim* optim, int tensor);

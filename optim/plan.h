@@ -97,6 +97,9 @@ void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BY
 // it, or is appended to it if an override asked for the array.
 void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes);
 
+// The optimizer's array for a stream of a place; its data is null if there is none.
+OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info);
+
 // Return the bytes of one of the arrays of a place, or of a run of the arena.
 int64_t place_bytes(const Place* place, const StreamInfo& stream);
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);

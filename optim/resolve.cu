@@ -163,28 +163,25 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
         return data_error(error, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
     }
     if (launch->limit_growth > 0.0f && rule->matrix) {
-        return data_error(error,
-                          "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take "
-                          "--rule adamw",
-                          rule->name);
+        return data_error(
+            error, "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take --rule adamw",
+            rule->name);
     }
     if (rule->keeps_v && !has_v) {
-        return data_error(
-            error,
-            "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps none; add "
-            "v=fp32, say",
-            rule->name, run->rule);
+        return data_error(error,
+                          "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps "
+                          "none; add v=fp32, say",
+                          rule->name, run->rule);
     }
     if (!rule->keeps_v && has_v) {
         return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment; leave it out",
                           launch->v, rule->name);
     }
     if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
-        return data_error(
-            error,
-            "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go with "
-            "--decay-mode independent; type --decay-mode coupled",
-            rule->name);
+        return data_error(error,
+                          "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go "
+                          "with --decay-mode independent; type --decay-mode coupled",
+                          rule->name);
     }
     return true;
 }

@@ -114,11 +114,10 @@ static bool row_check(const UserRow* row, const char* path, char* error) {
         bool known = i > 0 && bit == 0 ? true : bit == 4 || bit == 8 || bit == 16 || bit == 32;
         bool fits = known && (bit == 0 || (is_power(row->run[i]) && row->run[i] <= TILE_ELEMENTS));
         if (!fits || (i > 0 && bit == 4)) {
-            return data_error(
-                error,
-                "--format: %s: array %d of \"%s\" has %d bits every %d elements; take 4 (codes only), 8, 16 "
-                "or 32 every 1, 2, 4, ... or %lld",
-                path, i, row->name, bit, row->run[i], (long long)TILE_ELEMENTS);
+            return data_error(error,
+                              "--format: %s: array %d of \"%s\" has %d bits every %d elements; take 4 (codes only), 8, "
+                              "16 or 32 every 1, 2, 4, ... or %lld",
+                              path, i, row->name, bit, row->run[i], (long long)TILE_ELEMENTS);
         }
     }
     // Two of them and stages for a group of threads fit into the shared memory of any GPU that is served.
@@ -158,11 +157,10 @@ static bool check_rows(const UserFormats* formats, char* const* path, int files,
         bool any = false;
         for (int i = 0; i < formats->count; i++) any = any || formats->row[i].file == file;
         if (any) continue;
-        return data_error(
-            error,
-            "--format: %s names no format; add a line such as OPTIM_FORMAT(\"my8/64\", \"when to use it\", "
-            "Blocks<My8, 64, ScaleFp32, NEAREST>)",
-            path[file]);
+        return data_error(error,
+                          "--format: %s names no format; add a line such as OPTIM_FORMAT(\"my8/64\", \"when to use "
+                          "it\", Blocks<My8, 64, ScaleFp32, NEAREST>)",
+                          path[file]);
     }
     for (int i = 0; i < formats->count; i++) {
         const UserRow* row = &formats->row[i];

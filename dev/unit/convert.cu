@@ -27,13 +27,8 @@ static Streams place_streams(const Run* f, int tensor, const Place* place) {
     void* data[3] = {};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = place->format->stream[i];
-        char name[256];
-        stream_name(place->array, info, name, sizeof(name));
-        for (int s = 0; s < optim_stream_count(f->optim) && info.bits > 0; s++) {
-            OptimStream stream = optim_stream(f->optim, s);
-            if (is(stream.name, name))
-                data[i] = (char*)stream.data + stream_bytes(info, f->tensor[tensor].offset - place->begin);
-        }
+        char* array = (char*)place_stream(f->optim, place, info).data;
+        if (array) data[i] = array + stream_bytes(info, f->tensor[tensor].offset - place->begin);
     }
     return {data[0], data[1], table_of(f, place->format), data[2]};
 }

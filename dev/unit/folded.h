@@ -74,10 +74,7 @@ static void folded_step(Model* model, int step, int number, int bad = -1) {
 static void expect_folded(Test* test, const Model* model, const float* p, const float* m, const char* when) {
     const Arena* a = &model->arena;
     Floats weights = weights_of(model), momentum(a->elements);
-    for (int i = 0; i < optim_stream_count(a->optim); i++) {
-        const OptimStream stream = optim_stream(a->optim, i);
-        if (strcmp(stream.name, "m") == 0) copy_to_host(model->dev, momentum.data(), stream.data, a->elements * 4);
-    }
+    copy_to_host(model->dev, momentum.data(), optim_stream_named(a->optim, "m").data, a->elements * 4);
     for (int t = 0; t < a->count; t++) {
         const int64_t at = a->tensors[t].offset, bytes = a->tensors[t].rows * a->tensors[t].cols * 4;
         expect(memcmp(&weights[at], p + at, bytes) == 0, "%s: weights of %s", when, a->tensors[t].name);

@@ -94,8 +94,8 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
     config.folds = false;
     run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
     expect_planned(test, &folded, c->rule);
-    OptimStream m = {};
-    expect(find_stream(&folded, "m", &m), "%s keeps no m", c->rule);
+    const OptimStream m = optim_stream_named(folded.optim, "m");
+    expect(m.data, "%s keeps no m", c->rule);
     for (int step = 1; step <= STEPS; step++) {
         void* want = run_array(&folded, "m");
         for (int micro = 1; micro < MICRO; micro++) {
@@ -127,8 +127,8 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
     config.folds = false;
     run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
     expect_planned(test, &folded, rule);
-    OptimStream m = {}, its = {};
-    expect(find_stream(&folded, "m", &m) && folded.tensor[2].offset == 0, "%s: matrices come first", rule);
+    const OptimStream m = optim_stream_named(folded.optim, "m"), its = optim_stream_named(plain.optim, "m");
+    expect(m.data && folded.tensor[2].offset == 0, "%s: matrices come first", rule);
     const float factors[] = {0.5f, 1.0f};
     const float* scale = folded.room.to_device(factors, 2);
     float* zeros = folded.room.device<float>(folded.elements);
@@ -141,7 +141,6 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
             fold_by_hand(&folded, want, m.elements, step, micro, micro);
         }
         fold_by_hand(&folded, want, m.elements, step, MICRO, 2047);
-        find_stream(&plain, "m", &its);
         copy_to_device(&plain.dev, its.data, want, m.elements * m.element_bytes);
         for (int t = 0; t < COUNT; t++) {
             const void *at = (const float*)grads + folded.tensor[t].offset, *none = zeros;
@@ -210,8 +209,8 @@ TEST_BOTH(folds_of_shards) {
     for (Run* run : {&whole, &shard}) {
         for (int micro = 1; micro < MICRO; micro++) fold(run, 1, micro);
     }
-    OptimStream all, part;
-    expect(find_stream(&whole, "m", &all) && find_stream(&shard, "m", &part), "no m");
+    const OptimStream all = optim_stream_named(whole.optim, "m"), part = optim_stream_named(shard.optim, "m");
+    expect(all.data && part.data, "no m");
     expect(part.elements == 6 * TILE_ELEMENTS, "%lld elements", (long long)part.elements);
     expect(same_bytes(&whole, (char*)all.data + TILE_ELEMENTS * 2, &shard, part.data, part.elements * 2), "m differs");
 }
@@ -243,8 +242,7 @@ TEST_BOTH(folds_round_apart_and_may_be_left_out) {
     for (int number = 1; number <= 2; number++) {
         const int tensor = 3;
         const void* at = (const float*)grads + again.tensor[3].offset;
-        OptimStream stream;
-        find_stream(&again, "m", &stream);
+        const OptimStream stream = optim_stream_named(again.optim, "m");
         device_zero(&again.dev, stream.data, stream.elements * 2);
         optim_fold_tensors(again.optim, &tensor, &at, 1, scale, 1, number);
         m[number - 1] = (uint16_t*)run_array(&again, "m");

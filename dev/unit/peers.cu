@@ -160,21 +160,17 @@ struct Run {
 
 // Moves the tensors' part of a stream from or to an array in which they lie one behind the other.
 static void run_stream(const Run* run, const char* name, void* packed, bool write) {
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        OptimStream stream = optim_stream(run->optim, s);
-        if (strcmp(stream.name, name) != 0) continue;
-        int64_t bytes = stream.elements * stream.element_bytes;
-        for (int t = 0; t < run->count; t++) {
-            int64_t first = run->tensor[t].offset * bytes / run->elements, length = run->tensor[t].cols;
-            int64_t size = (length * bytes + run->elements - 1) / run->elements;  // a tail's block counts
-            size = (size + stream.element_bytes - 1) / stream.element_bytes * stream.element_bytes;
-            if (write) memcpy((char*)stream.data + first, packed, (size_t)size);
-            if (!write) memcpy(packed, (const char*)stream.data + first, (size_t)size);
-            packed = (char*)packed + size;
-        }
-        return;
+    const OptimStream stream = optim_stream_named(run->optim, name);
+    if (!stream.data) printf("    there is no stream %s\n", name), exit(1);
+    int64_t bytes = stream.elements * stream.element_bytes;
+    for (int t = 0; t < run->count; t++) {
+        int64_t first = run->tensor[t].offset * bytes / run->elements, length = run->tensor[t].cols;
+        int64_t size = (length * bytes + run->elements - 1) / run->elements;  // a tail's block counts
+        size = (size + stream.element_bytes - 1) / stream.element_bytes * stream.element_bytes;
+        if (write) memcpy((char*)stream.data + first, packed, (size_t)size);
+        if (!write) memcpy(packed, (const char*)stream.data + first, (size_t)size);
+        packed = (char*)packed + size;
     }
-    printf("    there is no stream %s\n", name), exit(1);
 }
 
 static Stored run_stored(const Run* run, const Format* format) {

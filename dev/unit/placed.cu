@@ -201,14 +201,9 @@ static bool states_same(const Run* arena, const Run* placed, const char** differ
     for (int s = 0; s < optim_stream_count(placed->optim); s++) {
         const OptimStream b = optim_stream(placed->optim, s);
         const int64_t bytes = b.elements * b.element_bytes;
-        bool found = false;
-        for (int i = 0; i < optim_stream_count(arena->optim) && !found; i++) {
-            const OptimStream a = optim_stream(arena->optim, i);
-            found = strcmp(a.name, b.name) == 0 && a.elements == b.elements &&
-                    same_bytes(arena, a.data, placed, b.data, bytes);
-        }
+        const OptimStream a = optim_stream_named(arena->optim, b.name);
         *different = b.name;
-        if (!found) return false;
+        if (!a.data || a.elements != b.elements || !same_bytes(arena, a.data, placed, b.data, bytes)) return false;
     }
     return true;
 }

@@ -207,11 +207,8 @@ TEST(rows_numbers_kept) {
         const OptimConfig config = case_config(&c, "fp32", "fp32");
         Run run;
         kind_open(&run, &config, false);
-        int64_t want = 0, found = 0;
+        int64_t want = 0, found = optim_stream_named(run.optim, "v").elements;
         for (const OptimTensor& t : model) want += row.each[0] * t.rows + row.each[1] * t.cols;
-        for (int s = 0; s < optim_stream_count(run.optim); s++) {
-            if (is(optim_stream(run.optim, s).name, "v")) found += optim_stream(run.optim, s).elements;
-        }
         expect(found == want, "%s: %lld numbers, %lld wanted", row.rule, (long long)found, (long long)want);
     }
 }
@@ -252,8 +249,7 @@ static bool load(const Run* from, Run* to, char* error) {
 }
 
 static const float* numbers_of(const Run* run) {
-    OptimStream stream;
-    return find_stream(run, "v", &stream) ? (const float*)stream.data : nullptr;
+    return (const float*)optim_stream_named(run->optim, "v").data;
 }
 
 TEST(rows_convert_v) {

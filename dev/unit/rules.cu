@@ -146,10 +146,7 @@ static void check_rule(Test* test, const char* rule, const char* decay_mode) {
     run_steps(&run, 1, 20, plain);
     const char* const names[] = {"weights", "m", "v", "slow"};
     const float* got[4];  // NULL where the rule keeps none
-    for (int k = 0; k < 4; k++) {
-        OptimStream stream;
-        got[k] = find_stream(&run, names[k], &stream) ? (const float*)stream.data : nullptr;
-    }
+    for (int k = 0; k < 4; k++) got[k] = (const float*)optim_stream_named(run.optim, names[k]).data;
     expect(got[0] && got[1] && !got[2] == !keeps_v(rule), "%s: arrays", rule);
     double worst = 0.0;
     int lost = 0;
@@ -639,11 +636,8 @@ static void check_feedback(Test* test, const char* name, float rate) {
         Optim* optim = optim_of_one(&dev, &config, OPTIM_FP32, N, first);
         optim_step(optim, grads, &one, rate, 1);
         optim_get_weights(optim, 0, weights[r]);
-        for (int s = 0; s < optim_stream_count(optim); s++) {
-            OptimStream stream = optim_stream(optim, s);
-            if (is(stream.name, "m")) memcpy(m[r], stream.data, sizeof(m[r]));
-            if (is(stream.name, "v")) memcpy(v, stream.data, sizeof(v));
-        }
+        memcpy(m[r], optim_stream_named(optim, "m").data, sizeof(m[r]));
+        memcpy(v, optim_stream_named(optim, "v").data, sizeof(v));
         optim_free(optim);
     }
     // The update of step 1 is m / (1 - beta1) over the root of v / (1 - beta2).

@@ -119,14 +119,6 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
     device_sync(dev);
 }
 
-inline bool find_stream(const Run* run, const char* name, OptimStream* stream) {
-    for (int s = 0; s < optim_stream_count(run->optim); s++) {
-        *stream = optim_stream(run->optim, s);
-        if (is(stream->name, name)) return true;
-    }
-    return false;
-}
-
 // Bytes of device memory as host memory, which goes with the run.
 inline void* to_host(const Run* run, const void* data, int64_t bytes) {
     return run->room.to_host((const char*)data, bytes);
@@ -134,9 +126,8 @@ inline void* to_host(const Run* run, const void* data, int64_t bytes) {
 
 // A stored array in such memory; NULL if there is none.
 inline void* run_array(const Run* run, const char* name) {
-    OptimStream stream;
-    if (!find_stream(run, name, &stream)) return nullptr;
-    return to_host(run, stream.data, stream.elements * stream.element_bytes);
+    const OptimStream stream = optim_stream_named(run->optim, name);
+    return stream.data ? to_host(run, stream.data, stream.elements * stream.element_bytes) : nullptr;
 }
 
 inline bool same_bytes(const Run* a, const void* x, const Run* b, const void* y, int64_t bytes) {
@@ -176,9 +167,9 @@ struct Stored {
 };
 
 inline const void* stored_array(void* context, const char* name, const char* dtype, int64_t bytes) {
-    OptimStream stream;
-    bool found = find_stream(((Stored*)context)->from, name, &stream);
-    return found && is(stream.dtype, dtype) && stream.elements * stream.element_bytes == bytes ? stream.data : nullptr;
+    const OptimStream stream = optim_stream_named(((Stored*)context)->from->optim, name);
+    const bool found = stream.data && is(stream.dtype, dtype);
+    return found && stream.elements * stream.element_bytes == bytes ? stream.data : nullptr;
 }
 
 inline void stored_weights(void* context, int tensor, float* values) {
@@ -274,11 +265,12 @@ inline int expect_shards(Test* test, const Run* whole, const int64_t* cut, int s
 // The arrays of shards, one after another, are those of the whole, and so are the copies that the matmuls read.
 inline void expect_joined(Test* test, const Run* whole, const Run* shards, int count, const char* what) {
     for (int s = 0; s < optim_stream_count(whole->optim); s++) {
-        OptimStream want = optim_stream(whole->optim, s), got;
+        const OptimStream want = optim_stream(whole->optim, s);
         int64_t used = 0, bytes = want.elements * want.element_bytes;
         bool same = true;
         for (int k = 0; k < count; k++) {
-            if (!find_stream(&shards[k], want.name, &got)) continue;
+            const OptimStream got = optim_stream_named(shards[k].optim, want.name);
+            if (!got.data) continue;
             const int64_t part = got.elements * got.element_bytes;
             same = same && used + part <= bytes;
             if (same) same = same_bytes(&shards[k], got.data, whole, (const char*)want.data + used, part);
