@@ -35,9 +35,7 @@ static Streams place_streams(const Run* f, int tensor, const Place* place) {
 
 static Place find_place(const Run* f, int tensor, Slot slot) {
     Plan* plan = plan_ranges(&f->config, f->tensor, TENSORS);
-    Place place = plan_place(plan, tensor, slot);
-    plan_free(plan);
-    return place;
+    return plan_place(plan, tensor, slot);
 }
 
 // The properties that decide a slot's zeros.

@@ -52,19 +52,8 @@ static void put_word_vocabulary(const char* folder) {
 
 // The text of one line of dev/reference/words.txt; returns its bytes.
 static int64_t word_text(uint32_t first, uint32_t count, char* text) {
-    static const char* const contexts[] = {"a@a",
-                                           "1@1",
-                                           ".@.",
-                                           " @ a",
-                                           "@@ .",
-                                           "  @1",
-                                           "x'@s",
-                                           "\xC3\xA9"
-                                           "@",
-                                           "@  ",
-                                           ".\n@\n"};
     char* to = text;
-    for (const char* context : contexts) {
+    for (const char* context : {"a@a", "1@1", ".@.", " @ a", "@@ .", "  @1", "x'@s", "\xC3\xA9@", "@  ", ".\n@\n"}) {
         for (uint32_t point = first; point < first + count; point++) {
             if (point >= 0xD800 && point < 0xE000) continue;
             for (const char* c = context; *c; c++) {
@@ -263,8 +252,7 @@ DATA_TEST(corpus_nanogpt) {
     expect_refused(opens(folder, DATA_AUTO, DATASET_TRAIN, T, error), error, "add --data-format nanogpt");
     expect_refused(opens(joined(folder, "train.bin"), DATA_AUTO, DATASET_TRAIN, T, error), error,
                    "--data-format nanogpt");
-    const char* names[] = {folder, joined(folder, "train.bin")};
-    for (const char* name : names) {
+    for (const char* name : {folder, joined(folder, "train.bin")}) {
         for (int with_meta = 0; with_meta < 2; with_meta++) {
             if (with_meta) put(joined(folder, "meta.pkl"), pickles[0].pickle, pickles[0].bytes);
             Dataset train = {}, val = {};
@@ -277,7 +265,6 @@ DATA_TEST(corpus_nanogpt) {
             expect(train.vocabulary == want && val.vocabulary == want && !train.bytes, "%d", train.vocabulary);
             expect(dataset_window(&train, T, 4, in_window, targets, error) && in_window[0] == 64 && in_window[1] == 0,
                    "%d, %s", in_window[0], error);
-            dataset_close(&train), dataset_close(&val);
         }
         unlink(joined(folder, "meta.pkl"));
     }
@@ -290,7 +277,6 @@ DATA_TEST(corpus_nanogpt) {
     Dataset val;
     expect(dataset_open(&val, folder, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
     expect(val.tokens == 100, "%lld", (long long)val.tokens);
-    dataset_close(&val);
     put(joined(folder, "train.bin"), tokens, 1999);
     expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "an odd number");
     int32_t header[512] = {20240520, 1, 512};
@@ -324,10 +310,8 @@ DATA_TEST(corpus_short_shards) {
         } else if (dataset_open(&data, path, DATA_AUTO, DATASET_TRAIN, 0.1, T, error)) {
             expect(data.tokens == item.train && data.left_out == item.left_out, "%lld tokens, %d left out, want %d, %d",
                    (long long)data.tokens, data.left_out, item.train, item.left_out);
-            dataset_close(&data);
             expect(dataset_open(&data, path, DATA_AUTO, DATASET_VALIDATION, 0.1, T, error) && data.tokens == item.val,
                    "%lld, %s", (long long)data.tokens, error);
-            dataset_close(&data);
         } else {
             expect(false, "%s", error);
         }
@@ -337,9 +321,7 @@ DATA_TEST(corpus_short_shards) {
 static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, DataFormat format = DATA_AUTO) {
     Dataset data = {};
     expect(dataset_open(&data, path, format, part, 0.1, 16, error) && dataset_fingerprint(&data, error), "%s", error);
-    uint32_t crc = data.crc;
-    dataset_close(&data);
-    return crc;
+    return data.crc;
 }
 
 // The fingerprint is that of the tokens: not of names or times, and of each part of a file alone.
@@ -351,8 +333,7 @@ TEST(corpus_fingerprint) {
     put(one, text, sizeof(text)), put(two, text, sizeof(text));
     const uint32_t train = fingerprint(test, one, DATASET_TRAIN), val = fingerprint(test, one, DATASET_VALIDATION);
     expect(train != val && fingerprint(test, two, DATASET_TRAIN) == train, "%08x and %08x", train, val);
-    const int places[] = {0, 4095, 4096, 12345, 17999, 18000, 19999};
-    for (int place : places) {
+    for (int place : {0, 4095, 4096, 12345, 17999, 18000, 19999}) {
         text[place] ^= 1;
         put(two, text, sizeof(text));
         expect((fingerprint(test, two, DATASET_TRAIN) == train) == (place >= 18000), "byte %d", place);
@@ -362,7 +343,6 @@ TEST(corpus_fingerprint) {
     Dataset memory;
     expect(dataset_open_memory(&memory, text, sizeof(text), DATASET_VALIDATION, 0.1, 16, error), "%s", error);
     expect(dataset_fingerprint(&memory, error) && memory.crc == val, "%08x of memory, %08x", memory.crc, val);
-    dataset_close(&memory);
     // A folder, its files by a pattern, and the same tokens under other names.
     for (int i = 0; i < 2; i++) {
         write_shard(folder, i ? "train_1.bin" : "train_0.bin", 20240520, 1, 200, 200, i);

@@ -83,7 +83,6 @@ TEST(data_json_values) {
         "9223372036854775808, \"half\": 1.5, \"million\": 1e6, \"\": \"empty\\u0000key\", \"utf\": \"\xC3\xA9\"}\n ";
     Json* json = parse_text(text, error);
     expect(json, "%s", error);
-    if (!json) return;
     const Json* a = json_get(json, "a");
     const JsonKind kinds[] = {JSON_NUMBER, JSON_NUMBER, JSON_NUMBER, JSON_BOOL, JSON_BOOL, JSON_NULL};
     const double numbers[] = {1, -2500, 0, 1, 0, 0};
@@ -161,55 +160,16 @@ TEST(data_json_round_trip) {
 }
 
 TEST(data_json_malformed) {
-    const char* bad[] = {"",
-                         " ",
-                         "{",
-                         "}",
-                         "[",
-                         "]",
-                         "[1",
-                         "[1,",
-                         "[1,]",
-                         "[,1]",
-                         "[1 2]",
-                         "{\"a\"}",
-                         "{\"a\":}",
-                         "{\"a\":1,}",
-                         "{a:1}",
-                         "{\"a\":1 \"b\":2}",
-                         "{1:2}",
-                         "\"",
-                         "\"\\",
-                         "\"\\\"",
-                         "\"\\x\"",
-                         "\"\\u12\"",
-                         "\"\\u12g4\"",
-                         "\"\\ud800\"",
-                         "\"\\ud800x\"",
-                         "\"\\udc00\"",
-                         "\"\\ud800\\u0041\"",
-                         "\"a\nb\"",
-                         "01",
-                         "-",
-                         "+1",
-                         ".5",
-                         "1.",
-                         "1.e1",
-                         "1e",
-                         "1e+",
-                         "0x10",
-                         "nul",
-                         "truex",
-                         "True",
-                         "NaN",
-                         "Infinity",
-                         "1 1",
-                         "{} []",
-                         "'a'",
-                         "[1]]",
-                         "{\"a\\u0000b\":1}",
-                         "\xFF"};
+    const char* const bad[] = {"",     " ",        "{",       "}",        "[",        "]",     "[1",    "[1,",
+                               "[1,]", "[,1]",     "[1 2]",   "{\"a\"}",  "{\"a\":}", "{a:1}", "{1:2}", "\"",
+                               "\"\\", "\"\\\"",   "\"\\x\"", "\"a\nb\"", "01",       "-",     "+1",    ".5",
+                               "1.",   "1.e1",     "1e",      "1e+",      "0x10",     "nul",   "truex", "True",
+                               "NaN",  "Infinity", "1 1",     "{} []",    "'a'",      "[1]]",  "\xFF"};
+    const char* const longer[] = {"{\"a\":1,}",  "{\"a\":1 \"b\":2}",  "\"\\u12\"",
+                                  "\"\\u12g4\"", "\"\\ud800\"",        "\"\\ud800x\"",
+                                  "\"\\udc00\"", "\"\\ud800\\u0041\"", "{\"a\\u0000b\":1}"};
     for (const char* text : bad) expect_refused(parse_text(text, error), error, "text is not valid JSON");
+    for (const char* text : longer) expect_refused(parse_text(text, error), error, "text is not valid JSON");
     // Every proper prefix of an object is malformed; every single mutation of a byte is either parsed or refused.
     const char* whole = "{\"a\":[1,-2.5e+3,{\"b\":null}],\"c\":\"\\ud83d\\ude00\\n\",\"d\":[true,false]}";
     int length = (int)strlen(whole);
@@ -272,7 +232,6 @@ static void put_safetensors(Test* test, const char* path, int64_t piece, uint32_
     for (int i = 0; i < ENTRY_TOTAL; i++) data[i] = entry_byte(i);
     SafetensorsWriter* writer = safetensors_begin(path, entries, ENTRIES, "pt", error);
     expect(writer, "%s", error);
-    if (!writer) return;
     for (int64_t at = 0; at < ENTRY_TOTAL; at += piece) {
         int64_t count = piece < ENTRY_TOTAL - at ? piece : ENTRY_TOTAL - at;
         expect(safetensors_write(writer, data + at, count, error), "%s", error);
@@ -291,9 +250,7 @@ DATA_TEST(data_safetensors_round_trip) {
         if (!first_crc) first_crc = crc;
         expect(crc == first_crc, "pieces of %lld", (long long)piece);
         Safetensors file;
-        bool open = safetensors_open(&file, path, error);
-        expect(open, "%s", error);
-        if (!open) continue;
+        expect(safetensors_open(&file, path, error), "%s", error);
         expect(file.bytes == bytes && file_crc(path) == crc && file.count == ENTRIES, "size, checksum, count");
         uint64_t header;
         expect(file_read_at(file.descriptor, path, &header, 0, 8, error), "%s", error);

@@ -193,7 +193,6 @@ struct Combination {
             jit_launch(kernel, grid, Layout::SHAPE.block_threads, shared_bytes, pointers, gpu->stream);
         }
         copy_to_host(gpu, a, there, sizeof(Arrays));
-        device_free(gpu, there), device_free(gpu, m_table), device_free(gpu, v_table);
     }
 #endif
 };
@@ -320,8 +319,6 @@ static double descend(const Device* dev, const OptimConfig* config) {
         optim_get_weights(optim, 0, values);
     }
     for (int i = 0; i < USED; i++) most = fmax(most, fabs(fabs((double)values[i]) - 0.25));
-    device_free(dev, grads), device_free(dev, scale);
-    optim_free(optim);
     return most;
 }
 

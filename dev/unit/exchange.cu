@@ -166,8 +166,6 @@ TEST(exchange_plan) {
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
             }
             expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
-            for (int b = 0; b <= LAYERS; b++) free(s.bucket[b].run);
-            free(s.bucket), free(s.place), free(s.cut), free(s.sends), free(s.receives), free(s.into);
         }
     }
 }
@@ -271,7 +269,6 @@ static void peers_main(Launch* launch) {
     require(comm.peers);
     check_transport(&comm, PEER_PART - 1000000);
     comm_close(&comm);
-    device_close(&dev);
 }
 
 // Without its flag a stream waits for ever: then the ranks end, and say what to try.

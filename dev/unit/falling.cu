@@ -97,7 +97,6 @@ TEST(falling_is_as_recorded) {
     device_open(&dev, false, 0);
     Fall falls[3][NAMES];
     for (int b = 0; b < 3; b++) fall(&dev, betas[b], falls[b]);
-    device_close(&dev);
     omp_set_num_threads(threads);
 
     for (int k = 0; k < NAMES; k++) {

@@ -448,7 +448,6 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     write_text(data, "vocab.json", whole);
     write_text(data, "merges.txt", "#version: 0.2\nt h\nth e\n");
     train_well("--resume %s --steps 2", used);
-    free(whole);
 }
 
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.

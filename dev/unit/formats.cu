@@ -231,16 +231,14 @@ TEST(formats_ties_and_limits) {
     expect(Case<E4m3>::nearest(19.0f, 0) == Case<E4m3>::nearest(20.0f, 0), "e4m3 19 between 18 and 20");
     for (const FormatCase& format : cases) {
         uint32_t top = format.nearest(format.largest, 0);
-        const float beyond[] = {format.largest * 1.0000002f, format.largest * 1.0000005f};
-        for (float y : beyond) {
+        for (float y : {format.largest * 1.0000002f, format.largest * 1.0000005f}) {
             expect(format.nearest(y, 0) == top, "%s: %g becomes %u", format.name, (double)y, format.nearest(y, 0));
             expect(format.decode(format.stochastic(y, 0x8000, 0)) == format.decode(top), "%s: %g with noise",
                    format.name, (double)y);
         }
         expect(format.decode(format.nearest(0.0f, 0)) == 0.0f || !format.has_sign, "%s: zero", format.name);
         if (format.zero >= 0) {
-            const float small[] = {0.0f, FLT_TRUE_MIN, 1e-30f, 1e-9f, 1e-4f};
-            for (float y : small) {
+            for (float y : {0.0f, FLT_TRUE_MIN, 1e-30f, 1e-9f, 1e-4f}) {
                 expect(format.decode(format.nearest(y, format.zero + 1)) > 0.0f, "%s: a v of %g", format.name,
                        (double)y);
                 for (uint32_t noise = 0; noise < 65536; noise += 4369) {
@@ -681,7 +679,6 @@ TEST(formats_packed_codes_equal_the_portable_gpu) {
         row.kernel<<<1056, 256, 0, gpu.stream>>>(total);
         check(cudaGetLastError());
         copy_to_host(&gpu, count, total, sizeof(count));
-        device_free(&gpu, total);
         if (count[1] == 0) skip("needs a build for sm_90 or later");
         expect(count[0] == 0, "%llu codes of %s differ", count[0], row.name);
         expect(count[1] == 1ull << 32, "%llu floats compared as %s", count[1], row.name);

@@ -432,7 +432,6 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     memcpy(&magnitude, room.to_host(layer.f.found + FP8_WEIGHT, 1), 4);
     expect(magnitude == 448 * numbers[1] && magnitude >= numbers[0], "%s: the largest magnitude is %g of %g", weights,
            magnitude, numbers[0]);
-    optim_free(layer.optim);
 }
 
 OPERATOR_TEST(fp8_stored_weights) {

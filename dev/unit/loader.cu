@@ -69,11 +69,11 @@ TEST(data_shuffle) {
     }
 }
 
-// Opens, or fails the case. T is part of what is checked on opening.
-static bool open_data(Test* test, Dataset* data, const char* path, DatasetPart part, double fraction, int T) {
-    bool open = dataset_open(data, path, DATA_AUTO, part, fraction, T, error);
-    expect(open, "%s", error);
-    return open;
+// T is part of what is checked on opening.
+static Dataset open_data(Test* test, const char* path, DatasetPart part, double fraction, int T) {
+    Dataset data;
+    expect(dataset_open(&data, path, DATA_AUTO, part, fraction, T, error), "%s", error);
+    return data;
 }
 
 static void expect_not_opened(Test* test, const char* path, DatasetPart part, double fraction, int T, const char* why) {
@@ -103,9 +103,8 @@ static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, 
 
 DATA_TEST(data_loader_order) {
     enum { T = 8, TOKENS = 8 * 37 + 5, SEQUENCES = 37 * 2 + 10 };
-    Dataset data;
     put_shard(joined(folder, "train.bin"), 0, TOKENS, token_of);
-    if (!open_data(test, &data, joined(folder, "train.bin"), DATASET_WHOLE, 0, T)) return;
+    const Dataset data = open_data(test, joined(folder, "train.bin"), DATASET_WHOLE, 0, T);
     expect(dataset_windows(&data, T) == 37 && data.tokens == TOKENS && !data.bytes, "windows");
     static int want[SEQUENCES * (T + 1)], got[SEQUENCES * (T + 1)];
     // The order by definition: sequence n is window permutation(seed, n / windows, n mod windows).
@@ -116,14 +115,12 @@ DATA_TEST(data_loader_order) {
         for (int t = 0; t <= T; t++) want[n * (T + 1) + t] = token_of(window * T + t);
     }
     expect(moved > SEQUENCES / 2, "%d of %d windows moved", moved, SEQUENCES);
-    const int batches[] = {1, 2, 4, 8, 64};
-    for (int B : batches) {
+    for (int B : {1, 2, 4, 8, 64}) {
         memset(got, 0xFF, sizeof(got));
         stream(test, &data, B, T, true, 0, SEQUENCES, got);
         expect(memcmp(got, want, sizeof(got)) == 0, "B = %d", B);
     }
-    const int resumed[] = {1, 5, 36, 37, 38, 74};
-    for (int first : resumed) {
+    for (int first : {1, 5, 36, 37, 38, 74}) {
         int count = SEQUENCES - first;
         memset(got, 0xFF, sizeof(got));
         stream(test, &data, 4, T, true, first, count, got);
@@ -164,15 +161,18 @@ TEST(data_loader_two_batches_in_use) {
     }
 }
 
+static int identity(int64_t i) {
+    return (int)i;
+}
+
 static int sparse_token(int64_t i) {
     return i % 3 ? (int)(i * i % 50257) : 50256;
 }
 
 DATA_TEST(data_loader_buckets) {
     enum { T = 32, B = 8, N = B * T };
-    Dataset data;
     put_shard(joined(folder, "x.bin"), 0, 10000, sparse_token);
-    if (!open_data(test, &data, joined(folder, "x.bin"), DATASET_WHOLE, 0, T)) return;
+    const Dataset data = open_data(test, joined(folder, "x.bin"), DATASET_WHOLE, 0, T);
     Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
     for (int i = 0; loader && i < 20; i++) {
@@ -199,8 +199,7 @@ DATA_TEST(data_loader_bytes) {
     enum { T = 4 };
     const char* text = "abcdefghijklmnopqrs\xFFtuvwxyz";  // 27 bytes
     put_text(joined(folder, "x.txt"), text);
-    Dataset data;
-    if (!open_data(test, &data, joined(folder, "x.txt"), DATASET_WHOLE, 0, T)) return;
+    Dataset data = open_data(test, joined(folder, "x.txt"), DATASET_WHOLE, 0, T);
     expect(data.bytes && data.vocabulary == 256 && data.bytes_per_token == 1.0 && !data.tokenizer[0], "bytes");
     expect(dataset_windows(&data, T) == 6 && data.tokens == 27, "27 bytes make 6 windows of 4 and a target each");
     int tokens[T], targets[T];
@@ -225,10 +224,10 @@ DATA_TEST(data_loader_bytes) {
 // The parts of one file share no token, and together they are the file.
 DATA_TEST(data_loader_split) {
     enum { T = 10 };
-    Dataset train, validation;
-    put_shard(joined(folder, "x.bin"), 0, 1000, [](int64_t i) { return (int)i; });
-    if (!open_data(test, &train, joined(folder, "x.bin"), DATASET_TRAIN, 0.1, T)) return;
-    if (!open_data(test, &validation, joined(folder, "x.bin"), DATASET_VALIDATION, 0.1, T)) return;
+    const char* path = joined(folder, "x.bin");
+    put_shard(path, 0, 1000, identity);
+    Dataset train = open_data(test, path, DATASET_TRAIN, 0.1, T);
+    Dataset validation = open_data(test, path, DATASET_VALIDATION, 0.1, T);
     expect(train.tokens == 900 && validation.tokens == 100, "%lld and %lld", (long long)train.tokens,
            (long long)validation.tokens);
     int tokens[T], targets[T], largest = -1, least = 1 << 20;
@@ -243,23 +242,16 @@ DATA_TEST(data_loader_split) {
     expect(largest < least && least == 900 && largest == 890, "training to %d, validation from %d", largest, least);
     dataset_close(&train), dataset_close(&validation);
     // A fraction below a window is raised to one; 0 leaves all to training; the smallest file that can be split.
-    if (open_data(test, &validation, joined(folder, "x.bin"), DATASET_VALIDATION, 1e-6, T)) {
-        expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld",
-               (long long)validation.tokens);
-        dataset_close(&validation);
-    }
-    if (open_data(test, &train, joined(folder, "x.bin"), DATASET_TRAIN, 0, T)) {
-        expect(train.tokens == 1000, "%lld", (long long)train.tokens);
-        dataset_close(&train);
-    }
+    validation = open_data(test, path, DATASET_VALIDATION, 1e-6, T);
+    expect(validation.tokens == T + 1 && dataset_windows(&validation, T) == 1, "%lld", (long long)validation.tokens);
+    train = open_data(test, path, DATASET_TRAIN, 0, T);
+    expect(train.tokens == 1000, "%lld", (long long)train.tokens);
     char text[64] = "0123456789012345678901234567890";
     expect(dataset_open_memory(&train, text, 2 * T + 2, DATASET_TRAIN, 0.1, T, error), "%s", error);
     expect(train.tokens == T + 1 && train.vocabulary == 256, "%lld", (long long)train.tokens);
-    dataset_close(&train);
     expect_refused(dataset_open_memory(&train, text, 2 * T + 1, DATASET_TRAIN, 0.1, T, error), error, "too few");
     expect_refused(dataset_open_memory(&train, text, T, DATASET_WHOLE, 0, T, error), error,
                    "a window of T = 10 needs 11");
-    const char* path = joined(folder, "x.bin");
     expect_not_opened(test, path, DATASET_VALIDATION, 0, T, "not between 0 and 1");
     expect_not_opened(test, path, DATASET_TRAIN, 1.5, T, "not between 0 and 1");
     expect_not_opened(test, path, DATASET_TRAIN, NAN, T, "not between 0 and 1");
@@ -268,19 +260,13 @@ DATA_TEST(data_loader_split) {
 
 // The first token of every window, to tell which files were taken and in which order.
 static void expect_firsts(Test* test, const char* path, DatasetPart part, int T, int64_t windows, const int* first) {
-    Dataset data;
+    const Dataset data = open_data(test, path, part, 0.25, T);
     int tokens[64], targets[64];
-    if (!open_data(test, &data, path, part, 0.25, T)) return;
     expect(dataset_windows(&data, T) == windows, "%lld windows", (long long)dataset_windows(&data, T));
     for (int64_t w = 0; w < windows && w < dataset_windows(&data, T); w++) {
         expect(dataset_window(&data, T, w, tokens, targets, error), "%s", error);
         expect(tokens[0] == first[w], "window %lld begins with %d, not %d", (long long)w, tokens[0], first[w]);
     }
-    dataset_close(&data);
-}
-
-static int identity(int64_t i) {
-    return (int)i;
 }
 
 DATA_TEST(data_loader_glob) {
@@ -303,20 +289,16 @@ DATA_TEST(data_loader_glob) {
     put_shard(joined(folder, "interval_train_9.bin"), 400, 31, identity);
     const int last[] = {420};
     expect_firsts(test, joined(folder, "*train*.bin"), DATASET_VALIDATION, T, 1, last);
-    Dataset data;
     expect_not_opened(test, joined(folder, "none*"), DATASET_TRAIN, 0.1, T, "no file matches");
     put_text(joined(folder, "c_train_3.txt"), "some text, long enough for a window");
     expect_not_opened(test, joined(folder, "c_train_*"), DATASET_WHOLE, 0.1, T, "name one kind");
     put_text(joined(folder, "d.txt"), "some more text, long enough for a window");
-    if (open_data(test, &data, joined(folder, "*.txt"), DATASET_WHOLE, 0, T)) {
-        expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
-        dataset_close(&data);
-    }
+    const Dataset data = open_data(test, joined(folder, "*.txt"), DATASET_WHOLE, 0, T);
+    expect(data.bytes && data.files == 2 && data.tokens == 75, "%lld bytes", (long long)data.tokens);
 }
 
 DATA_TEST(data_loader_folder) {
     enum { T = 10 };
-    Dataset data;
     put_text(joined(folder, "notes.txt"), "notes");
     expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "holds no train_*.bin");
     put_shard(joined(folder, "val_000000.bin"), 300, 21, identity);
@@ -327,10 +309,8 @@ DATA_TEST(data_loader_folder) {
     expect_firsts(test, folder, DATASET_TRAIN, T, 5, train);
     expect_firsts(test, folder, DATASET_VALIDATION, T, 2, validation);
     expect_firsts(test, folder, DATASET_WHOLE, T, 7, train);
-    if (open_data(test, &data, folder, DATASET_TRAIN, 0.1, T)) {
-        expect(data.vocabulary == 50257 && data.bytes_per_token == 0 && !data.tokenizer[0], "without meta.json");
-        dataset_close(&data);
-    }
+    Dataset data = open_data(test, folder, DATASET_TRAIN, 0.1, T);
+    expect(data.vocabulary == 50257 && data.bytes_per_token == 0 && !data.tokenizer[0], "without meta.json");
     put_text(
         joined(folder, "meta.json"),
         "{\"vocabulary\": 320, \"train\": {\"tokens\": 56, \"bytes\": 224}, \"val\": {\"tokens\": 20, \"bytes\": 100}, "
@@ -347,10 +327,9 @@ DATA_TEST(data_loader_folder) {
                   {joined(folder, "train_*.bin"), DATASET_WHOLE, 4},
                   {joined(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
     for (auto& item : opened) {
-        if (!open_data(test, &data, item.path, item.part, 0.1, T)) continue;
+        data = open_data(test, item.path, item.part, 0.1, T);
         expect(data.vocabulary == 320 && data.bytes_per_token == item.ratio, "%s: %g", item.path, data.bytes_per_token);
         expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
-        dataset_close(&data);
     }
     put_text(joined(folder, "meta.json"), "{\"vocabulary\": 70000}");
     expect_not_opened(test, folder, DATASET_TRAIN, 0.1, T, "no vocabulary between 1 and");
@@ -413,10 +392,9 @@ DATA_TEST(data_loader_bad_files) {
 
 DATA_TEST(data_loader_token_above_vocabulary) {
     enum { T = 10 };
-    Dataset data;
     put_shard(joined(folder, "x.bin"), 0, 101, [](int64_t i) { return i == 70 ? 50257 : (int)i; });
     put_shard(joined(folder, "y.bin"), 0, 31, [](int64_t i) { return i == 30 ? 65535 : 50256; });
-    if (!open_data(test, &data, joined(folder, "?.bin"), DATASET_WHOLE, 0, T)) return;
+    const Dataset data = open_data(test, joined(folder, "?.bin"), DATASET_WHOLE, 0, T);
     int tokens[T], targets[T];
     const char* wanted = "x.bin holds token 50257 at position 70 and the vocabulary has 50257 tokens";
     expect(dataset_window(&data, T, 5, tokens, targets, error), "%s", error);
@@ -449,14 +427,10 @@ DATA_TEST(data_loader_over_2_gib) {
         bool fine = ftruncate(descriptor, size) == 0 && (bytes || pwrite(descriptor, header, 12, 0) == 12);
         fine = fine && pwrite(descriptor, last, (size_t)((T + 1) * width), size - (T + 1) * width) == (T + 1) * width;
         close(descriptor);
-        if (!fine) {
-            skip("no sparse files of 2.5 GiB here: %s", strerror(errno));
-        }
+        if (!fine) skip("no sparse files of 2.5 GiB here: %s", strerror(errno));
         Dataset data;
         const DataFormat format = bytes ? DATA_BYTES : DATA_AUTO;  // zeros are no text
-        bool open = dataset_open(&data, path, format, DATASET_WHOLE, 0, T, error);
-        expect(open, "%s", error);
-        if (!open) continue;
+        expect(dataset_open(&data, path, format, DATASET_WHOLE, 0, T, error), "%s", error);
         int64_t windows = dataset_windows(&data, T);
         expect(data.tokens == count && windows == (count - 1) / T, "%lld tokens", (long long)data.tokens);
         int in_window[T], targets[T];
@@ -468,18 +442,16 @@ DATA_TEST(data_loader_over_2_gib) {
         }
         expect(dataset_window(&data, T, windows / 2, in_window, targets, error) && in_window[0] == 0, "the middle");
         dataset_close(&data);
-        if (dataset_open(&data, path, format, DATASET_VALIDATION, 0.001, T, error)) {
-            expect(data.tokens == (int64_t)(0.001 * (double)count), "%lld", (long long)data.tokens);
-            windows = dataset_windows(&data, T);
-            expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
-            dataset_close(&data);
-        }
+        expect(dataset_open(&data, path, format, DATASET_VALIDATION, 0.001, T, error), "%s", error);
+        expect(data.tokens == (int64_t)(0.001 * (double)count), "%lld", (long long)data.tokens);
+        windows = dataset_windows(&data, T);
+        expect(dataset_window(&data, T, windows - 1, in_window, targets, error), "%s", error);
+        dataset_close(&data);
     }
 }
 
 TEST(data_tokenizer_bytes) {
-    const char* folders[] = {NULL, ""};
-    for (const char* folder : folders) {
+    for (const char* folder : {(const char*)NULL, ""}) {
         Tokenizer* tokenizer = tokenizer_open(folder, error);
         expect(tokenizer, "%s", error);
         expect(tokenizer_vocabulary(tokenizer) == 256 && tokenizer_end(tokenizer) == -1, "size");
@@ -621,7 +593,6 @@ TEST(data_tokenizer_gpt2) {
     if (access("../shared/data/tokenizer/encoder.json", R_OK) != 0) skip("no %s", folder);
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
-    if (!tokenizer) return;
     expect(tokenizer_vocabulary(tokenizer) == 50257 && tokenizer_end(tokenizer) == 50256, "size");
     int tokens[4096], bytes = 0;
     for (auto& item : encoded) {

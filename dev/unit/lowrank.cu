@@ -257,7 +257,6 @@ TEST_BOTH(lowrank_copies) {
                 }
                 expect(wrong == 0, "%s, %s: %lld weights of %s are not their copies", weights, overrides,
                        (long long)wrong, tensors[t].name);
-                free(stored), free(seen);
             }
         }
     }
@@ -301,7 +300,6 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const LowStore sink = {u.device, C};
     check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
                  [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
-    free(turned), free(want);
 }
 
 // Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in

@@ -157,7 +157,6 @@ TEST(matrix_large_gpu) {
             }
             expect(off > 0.0 && off < moved / 64.0, "%s: %s is %g of the steps off", rule, large[t].name,
                    sqrt(off / moved));
-            free(want), free(got);
         }
     }
 }
@@ -269,7 +268,6 @@ TEST(matrix_many_matrices) {
     expect(its.chunks == 2 && its.batches == 2 && its.batch[0].count == 63 * PARTS && its.batch[1].count == 7 * PARTS,
            "%d chunks of %d, %d matrices", its.chunks, its.batch[0].count, its.batch[1].count);
     matrix_plan_free(&its);
-    plan_free(plan);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.
@@ -313,11 +311,7 @@ TEST(matrix_parts_are_matrices) {
             for (int64_t i = 0; i < n; i++) {
                 if (t * n + i < MOST) got[split][t * n + i] = all[i];
             }
-            free(all);
         }
-        device_free(&dev, grads);
-        optim_free(optim);
-        device_close(&dev);
     }
     expect(memcmp(got[0], got[1], sizeof(got[0])) == 0, "parts and tensors differ");
 }

@@ -85,10 +85,8 @@ TEST(memory_texts) {
     char* made = text_format("%s-%d", "x", 42);
     expect(strcmp(part, "abc") == 0 && strcmp(whole, "abc") == 0 && copy[0] == 0, "%s %s %s", part, whole, copy);
     expect(strcmp(made, "x-42") == 0, "%s", made);
-    free(part), free(whole), free(copy), free(made);
     unsigned char* zero = (unsigned char*)memory_zero(1000, 3);
     for (int i = 0; i < 3000; i++) expect(zero[i] == 0, "byte %d is %d", i, zero[i]);
-    free(zero);
     void* nothing = memory_take(0);
     expect(nothing, "no bytes are NULL");
 }

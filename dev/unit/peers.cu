@@ -22,6 +22,8 @@
 #include "tensors.h"
 #include "test.h"
 
+namespace {
+
 static const char PEERS[] = "dev/reference/peers.safetensors";
 constexpr int64_t MOST = 3072;                // elements of the largest array of the file
 constexpr int64_t KEPT = 256, TENSORS = 2;    // of the runs: elements of a tensor, the first with decay
@@ -840,3 +842,5 @@ TEST(peers_split_32) {
     }
     note(test, "theirs lose the last bit of %d of %lld", lost, (long long)x.n);
 }
+
+}  // namespace

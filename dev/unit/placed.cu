@@ -4,6 +4,8 @@
 #include "../../optim/table.cuh"
 #include "rules.h"
 
+namespace {
+
 constexpr int TENSORS = 9, STEPS = 3;
 static const OptimTensor small[TENSORS] = {
     {"wte.weight", 37, 129, true, 0},           {"h.0.ln_1.weight", 1, 300, false, 0},
@@ -75,13 +77,15 @@ struct Run {
     OptimTensor tensor[TENSORS];
     int64_t elements;
     int bytes[2];  // of a weight and of a gradient
-    Optim* optim;
-    PlacedTables* tables;
-    char *weights[TENSORS], *grads[TENSORS];
+    Optim* optim = nullptr;
+    PlacedTables* tables = nullptr;
+    char *weights[TENSORS] = {}, *grads[TENSORS] = {};
     char* arena;
-    float* scalars;  // 0.5, NaN, 0, 1
-    bool rates;      // three learning rates, by turns; otherwise one
-    bool each;       // a group for each tensor; otherwise for each learning rate and decay
+    float* scalars;      // 0.5, NaN, 0, 1
+    bool rates = false;  // three learning rates, by turns; otherwise one
+    bool each = false;   // a group for each tensor; otherwise for each learning rate and decay
+
+    ~Run() { placed_free(tables), optim_free(optim), device_close(&dev); }
 };
 
 static int64_t length(int t) {
@@ -109,7 +113,6 @@ static float slope(int64_t step, int64_t i) {
 
 static void run_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu, bool placed, int shift) {
     static const float scalars[4] = {0.5f, NAN, 0.0f, 1.0f};
-    *run = {};
     device_open(&run->dev, gpu, 0);
     if (gpu && multiprocessors > 0) run->dev.sm_count = multiprocessors;
     run->config = *config;
@@ -139,12 +142,6 @@ static void run_open(Run* run, const OptimConfig* config, OptimType compute, boo
     }
     optim_decode(run->optim);
     if (placed) run->tables = placed_create(run->optim, compute, places);
-}
-
-static void run_close(Run* run) {
-    placed_free(run->tables);
-    optim_free(run->optim);
-    device_close(&run->dev);
 }
 
 static void put_grads(Run* run, int step) {
@@ -230,7 +227,6 @@ static bool compare_case(Test* test, const Case* its, OptimType compute, const c
     }
     expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
            config.rule, config.weights, config.m, grads, shift, name);
-    run_close(&arena), run_close(&placed);
     return fused;
 }
 
@@ -303,7 +299,6 @@ TEST_BOTH(placed_missing_gradients) {
     copy_to_host(&some.dev, after, some.weights[2], length(2) * 2);
     expect(memcmp(before, after, (size_t)length(2) * 2) == 0, "it has no gradient and moved");
     for (int t = 0; t < TENSORS; t++) expect(weights_same(&all, &some, t) == (t != 2), "%s", shapes[t].name);
-    run_close(&all), run_close(&some);
 }
 
 // The bytes of the states that the tensors without overrides have, in the order of the list; the caller frees them.
@@ -346,7 +341,6 @@ TEST_BOTH(placed_launch_without_gradients) {
         expect(memcmp(before, after, sizeof(before)) == 0 && (before[1] > 0.0f) == !!strstr(its.weights, "/tensor"),
                "weights %s: the scale was %g and is %g", its.weights, (double)before[1], (double)after[1]);
         free(states), free(now);
-        run_close(&run);
     }
 }
 
@@ -368,7 +362,6 @@ TEST_BOTH(placed_many_groups) {
             expect(weights_same(&one, &several, t), "%s%s: %s differs", its.preset, its.rule, shapes[t].name);
         }
         expect(states_same(&one, &several, &name), "%s%s: %s differs", its.preset, its.rule, name);
-        run_close(&one), run_close(&several);
     }
 }
 
@@ -416,7 +409,6 @@ static void check_cut(Test* test, const Case* its, bool gpu) {
     expect(memcmp(a, b, sizeof(a)) == 0, "%s%s, weights %s: the parts differ from the whole", its->preset, its->rule,
            config.weights);
     for (int p = 0; p < 2; p++) placed_free(tables[p]), optim_free(part[p]);
-    run_close(&whole);
 }
 
 TEST_BOTH(placed_cut_tensor) {
@@ -464,8 +456,6 @@ static void graph_case(Test* test, const Case* its, bool each, unsigned missing 
     expect(states_same(&plain, &run, &name), "%s%s: %s differs", its->preset, config.rule, name);
     check(cudaGraphExecDestroy(exec));
     check(cudaGraphDestroy(graph));
-    device_free(&run.dev, lr);
-    run_close(&plain), run_close(&run);
 }
 #endif
 
@@ -541,3 +531,5 @@ TEST(placed_kernels_compile) {
         expect_compiles(test, expression, kernel.architecture);
     }
 }
+
+}  // namespace

@@ -340,8 +340,7 @@ TEST(rules_split_8_is_within_its_bound) {
 TEST(rules_split_8_stochastic_counts) {
     // Over all 256 noise values x goes up, away from zero, exactly as often as the fraction cut off says.
     typedef Split<int8_t, STOCHASTIC> Storage;
-    const uint32_t patterns[] = {0x3f800001, 0x3f8000ff, 0x3f808080, 0xbf812345, 0x00000001, 0x7f7fff80};
-    for (uint32_t bits : patterns) {
+    for (uint32_t bits : {0x3f800001u, 0x3f8000ffu, 0x3f808080u, 0xbf812345u, 0x00000001u, 0x7f7fff80u}) {
         uint32_t up = 0;
         for (uint32_t noise = 0; noise < 256; noise++) {
             uint32_t got = Storage::cut(bits_float(bits), noise);
@@ -392,8 +391,7 @@ TEST(rules_fp16_codes_survive_and_nearest_is_the_nearest) {
               next = code == 0x7bff ? 65536.0f : Fp16::decode((uint16_t)(code + 1));
         int exponent = code < 1024 ? -24 : (int)(code >> 10) - 25, mantissa = code < 1024 ? 0 : 1024;
         expect(here == ldexpf((float)(mantissa + (int)(code & 1023)), exponent), "%04x is %a", code, here);
-        const float share[] = {0.0f, 0.25f, 0.4999f, 0.5f, 0.5001f, 0.75f};
-        for (float at : share) {
+        for (float at : {0.0f, 0.25f, 0.4999f, 0.5f, 0.5001f, 0.75f}) {
             float x = here + at * (next - here), step = next - here;
             uint32_t want = x - here < step / 2 ? code : x - here > step / 2 ? code + 1 : code + code % 2;
             if (want > 0x7bff) want = 0x7bff;
@@ -489,8 +487,7 @@ TEST(rules_fp8_split_is_within_its_bound) {
 TEST(rules_fp8_split_stochastic_counts) {
     // Over all noise y goes up exactly as often as the fraction cut off says: 12 bits of a normal number, more below.
     typedef BlockSplit<E4m3, 3, -6, 128, STOCHASTIC> Storage;
-    const float values[] = {1.0f, 1.7003f, 447.9f, 0x1p-6f, 0x1.2345p-9f, 0x1p-18f, 0x1.8p-20f};
-    for (float y : values) {
+    for (float y : {1.0f, 1.7003f, 447.9f, 0x1p-6f, 0x1.2345p-9f, 0x1p-18f, 0x1.8p-20f}) {
         int exponent = exponent_of(y) < -6 ? -6 : exponent_of(y);
         double steps = (double)y * ldexp(1.0, 11 - exponent), fraction = steps - floor(steps);
         uint32_t least = Storage::wide(y, 0), up = 0;
@@ -540,7 +537,6 @@ static Drift drift(const char* weights, float lr, void (*load)(const Streams&, i
         result.mean += error / N;
         if (!(fabs(error) <= result.worst)) result.worst = fabs(error);
     }
-    optim_free(optim);
     return result;
 }
 
@@ -604,7 +600,6 @@ static double distance(const char* weights, const char* m, int steps, double* me
             optim_step(optim, grads, &one, 1e-4f * (float)(step < 50 ? step : 50) / 50.0f, step);
         }
         memcpy(value[r], optim_weights(optim), sizeof(value[r]));
-        optim_free(optim);
     }
     double square = 0.0, sum = 0.0;
     for (int i = 0; i < N; i++) {
@@ -638,7 +633,6 @@ static void check_feedback(Test* test, const char* name, float rate) {
         optim_get_weights(optim, 0, weights[r]);
         memcpy(m[r], optim_stream_named(optim, "m").data, sizeof(m[r]));
         memcpy(v, optim_stream_named(optim, "v").data, sizeof(v));
-        optim_free(optim);
     }
     // The update of step 1 is m / (1 - beta1) over the root of v / (1 - beta2).
     const double beta1 = (double)0.9f, rest1 = 1.0 - beta1, rest2 = 1.0 - (double)0.95f, least = 0.01 * (double)lr_max;

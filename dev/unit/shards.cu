@@ -56,9 +56,7 @@ TEST(shards_beyond_2_31_elements_gpu) {
                 expect(memcmp(copy, want.data, (size_t)bytes) == 0, "%s: %s from element %lld on", preset, want.name,
                        (long long)begin);
             }
-            optim_free(shard);
         }
-        optim_free(whole);
     }
 }
 #endif

@@ -20,7 +20,6 @@ static const FormatRow* state_row(const char* name) {
     OptimTensor tensor = {"tensor", 1, TILE_ELEMENTS, true, 0};
     Plan* plan = plan_ranges(&config, &tensor, 1);
     Place place = plan_place(plan, 0, SLOT_V);
-    plan_free(plan);
     return place.format;
 }
 
@@ -38,7 +37,6 @@ static float becomes(Test* test, const FormatRow* format, uint32_t slot, float s
         expect(i == 1 || (isfinite(back[i]) && back[i] >= 0.0f), "%s: beside %g a one became %g", format->name,
                (double)strange, (double)back[i]);
     }
-    free(table);
     return back[1];
 }
 
@@ -67,7 +65,6 @@ static Cost cost_of(Test* test, const OptimConfig* config) {
     // A few numbers of tensors, rows and columns are rounded up to 256 bytes.
     expect(listed <= real.weights + real.states && listed > real.weights + real.states - 3 * 256,
            "%s: checkpoints have %lld bytes", line, (long long)listed);
-    optim_free(optim);
     return {atof(cost), (double)real.weights / ELEMENTS, (double)real.states / ELEMENTS};
 }
 
@@ -161,7 +158,6 @@ static void check_listed(Test* test, const Listed* row, const OptimConfig* confi
            "%s: block %s, stored every %lld", row->name, row->block, (long long)block);
     expect(says(row->bytes, (double)bytes / ELEMENTS, more_of(row->name)), "%s: %g bytes, %lld of %lld elements",
            row->name, row->bytes, (long long)bytes, (long long)ELEMENTS);
-    optim_free(optim);
 }
 
 // Columns of every row that --list-formats prints, and a line on when to use it.

@@ -244,7 +244,6 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums};
     stored.config.weights = "fp32";
     expect_refused(optim_load(optim, &stored, error), error, holds);
-    optim_free(optim);
 }
 
 CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
