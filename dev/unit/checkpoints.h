@@ -11,8 +11,7 @@ static void check_round_trip(Test* test, const Device* dev, const Setup* setup, 
     expect(folder_new(checkpoint, error), "%s", error);
     Run* run = run_of(&saved, setup, checkpoint);
     run->folder.state.step = 3, run->folder.state.sequences = 24;
-    const bool written = checkpoint_write(run, seconds_now(), true);
-    expect(written, "%s", run->folder.error);
+    expect(checkpoint_write(run, seconds_now(), true), "%s", run->folder.error);
     checkpoint = joined(checkpoint, "step_00000003");
     Json* state = checkpoint_verify(checkpoint, error);
     expect(state, "%s", error);

@@ -284,8 +284,7 @@ static void compare_rule(Test* test, const Device* gpu, const char* types) {
 }
 
 JIT_TEST(examples_rule_equal_cpu_gpu) {
-    Device gpu;
-    device_open(&gpu, true, 0);
+    Device gpu = test_device(true);
     compare_rule<Exact>(test, &gpu, exact_types);
     compare_rule<Narrow>(test, &gpu, narrow_types);
 }

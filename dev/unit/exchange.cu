@@ -177,8 +177,7 @@ TEST(exchange_slices) {
     static int want[STEPS][SEQUENCES][T];
     Dataset data;
     for (size_t i = 0; i < sizeof(text); i++) text[i] = (unsigned char)(i * 37 + i / 256);
-    bool opened = dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error);
-    expect(opened, "%s", error);
+    expect(dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error), "%s", error);
     for (int world : {1, 2, 3, 4, 6, 12}) {
         for (int B = 1; B <= SEQUENCES / world; B++) {
             if (SEQUENCES / world % B != 0) continue;
@@ -250,9 +249,8 @@ static void check_transport(Comm* comm, int64_t unit) {
 }
 
 static void transport_main(Launch* launch) {
-    Device dev;
+    Device dev = test_device(false);
     Comm comm;
-    device_open(&dev, false, 0);
     comm_open(&comm, launch, &dev);
     check_transport(&comm, 100000);
     comm_close(&comm);
@@ -273,9 +271,8 @@ static void peers_main(Launch* launch) {
 
 // Without its flag a stream waits for ever: then the ranks end, and say what to try.
 static void lost_main(Launch* launch) {
-    Device dev;
+    Device dev = test_device(false);
     Comm comm;
-    device_open(&dev, false, 0);
     comm_open(&comm, launch, &dev);
     if (launch->rank == 0) comm_try(&comm, 1);
     launch_hurry(launch, "first exchange", 1);  // as in comm_try, but nothing is sent
@@ -284,9 +281,8 @@ static void lost_main(Launch* launch) {
 
 // The same before that, such as in NCCL's own rendezvous.
 static void unconnected_main(Launch* launch) {
-    Device dev;
+    Device dev = test_device(false);
     Comm comm;
-    device_open(&dev, false, 0);
     if (launch->rank == 0) comm_open(&comm, launch, &dev, 1);
     launch_hurry(launch, "connecting", 1);
     sleep(30);
@@ -328,20 +324,16 @@ static CUresult driver_wait(CUstream, CUdeviceptr address, cuuint32_t value, uns
 
 // The one check: whose error, its name, in which call, at which line.
 TEST(exchange_check) {
-    char text[4096], line[64];
     Comm broken = {}, *comm = &broken;
     comm->nccl.error_string = [](ncclResult_t) -> const char* { return "its words"; };
     comm->nccl.last_error = [](ncclComm_t) -> const char* { return "and more"; };
-    int code = run_apart([] { check(CUDA_SUCCESS); }, text, sizeof(text));
-    expect(code == 0 && !text[0], "%d, %s", code, text);
-    snprintf(line, sizeof(line), "exchange.cu:%d, ", __LINE__ + 1);
-    code = run_apart([] { check(CUDA_ERROR_NOT_SUPPORTED); }, text, sizeof(text));
-    expect(code == 1 && strstr(text, "CUDA driver error cudaErrorNotSupported") && strstr(text, line), "%d, %s", code,
-           text);
-    code = run_apart([comm] { check(nccl_status(comm, (ncclResult_t)3)); }, text, sizeof(text));
-    expect(code == 1 && strstr(text, "NCCL error") && strstr(text, "its words; and more"), "%d, %s", code, text);
-    code = run_apart([comm] { check(nccl_status(comm, ncclSuccess)); }, text, sizeof(text));
-    expect(code == 0 && !text[0], "%d, %s", code, text);
+    expect_ended(test, run_apart([] { check(CUDA_SUCCESS); }), 0);
+    const char* line = formatted("exchange.cu:%d, ", __LINE__ + 1);
+    Ended its = run_apart([] { check(CUDA_ERROR_NOT_SUPPORTED); });
+    expect_ended(test, its, 1, {"CUDA driver error cudaErrorNotSupported", line});
+    its = run_apart([comm] { check(nccl_status(comm, (ncclResult_t)3)); });
+    expect_ended(test, its, 1, {"NCCL error", "its words; and more"});
+    expect_ended(test, run_apart([comm] { check(nccl_status(comm, ncclSuccess)); }), 0);
 }
 
 // A function that the driver lacks is none, not an error.
@@ -635,20 +627,17 @@ static void many_arrays_main(Launch* launch) {
 
 // As many arrays as there is room for, and no more.
 TEST(exchange_arrays) {
-    char text[4096];
     expect_ranks(test, 2, few_arrays_main);
-    int code = run_ranks(2, many_arrays_main, text, sizeof(text));
-    expect(code != 0 && strstr(text, "at < most"), "%d, %s", code, text);
-    code = run_apart(
-        [] {
-            Shard s = {};
-            s.comm.world = 1;
-            ShardArray own[SHARD_ARRAYS + 1] = {};
-            for (int i = 0; i <= SHARD_ARRAYS; i++) snprintf(own[i].name, sizeof(own[i].name), "%d", i);
-            shard_arrays(&s, own, SHARD_ARRAYS + 1);
-        },
-        text, sizeof(text));
-    expect(code != 0 && strstr(text, "count <= most"), "%d, %s", code, text);
+    Ended its = run_ranks(2, many_arrays_main);
+    expect(its.code != 0 && strstr(its.text, "at < most"), "%d, %s", its.code, its.text);
+    its = run_apart([] {
+        Shard s = {};
+        s.comm.world = 1;
+        ShardArray own[SHARD_ARRAYS + 1] = {};
+        for (int i = 0; i <= SHARD_ARRAYS; i++) snprintf(own[i].name, sizeof(own[i].name), "%d", i);
+        shard_arrays(&s, own, SHARD_ARRAYS + 1);
+    });
+    expect(its.code != 0 && strstr(its.text, "count <= most"), "%d, %s", its.code, its.text);
 }
 
 // Micro-batches that take longer than a rank may be silent are no hang; ranks that stand still in shorter ones are.
@@ -672,8 +661,5 @@ static void slow_main(Launch* launch) {
 }
 
 TEST(exchange_patience) {
-    char text[4096];
-    int code = run_ranks(2, slow_main, text, sizeof(text));
-    expect(code == 1 && strstr(text, "rank 1 on ") && strstr(text, "waited for it for 2 s (training)"), "%d, %s", code,
-           text);
+    expect_ended(test, run_ranks(2, slow_main), 1, {"rank 1 on ", "waited for it for 2 s (training)"});
 }

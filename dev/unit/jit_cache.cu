@@ -9,11 +9,10 @@
 
 #define ARCHITECTURE "compute_80"
 
-// Calls body() in a process of its own, with stderr in `text`; returns what it returned, 128 and more if it hung or
-// crashed.
+// Calls body() in a process of its own, whose exit code is what it returns; one that hangs is ended.
 template <class Body>
-static int in_child(char* text, size_t bytes, Body body) {
-    return run_apart([&] { alarm(60), _exit(body()); }, text, bytes);
+static Ended in_child(Body body) {
+    return run_apart([&] { alarm(60), _exit(body()); });
 }
 
 // Fetches a small kernel: 1 if it came from the cache, 0 if it was compiled, 3 if neither.
@@ -25,16 +24,20 @@ static int fetch_small(const char* source = "__device__ int jit_cache_test = 1;\
     return cached;
 }
 
+static Ended fetch_apart() {
+    return in_child([] { return fetch_small(); });
+}
+
 static const char* small_path() {
     static char path[4352];
     if (!jit_cache_path("", ARCHITECTURE, path, sizeof(path), "__device__ int jit_cache_test = 1;\n")) path[0] = 0;
     return path;
 }
 
-static int count_lines(const char* text) {
-    int lines = 0;
-    for (; *text; text++) lines += *text == '\n';
-    return lines;
+// Compiled, and one line that says why.
+static void expect_line(Test* test, const Ended& its, const char* says) {
+    expect_ended(test, its, 0, {says});
+    expect(strchr(its.text, '\n') == its.text + strlen(its.text) - 1, "not one line: %s", its.text);
 }
 
 static unsigned mode_of(const char* path) {
@@ -52,13 +55,13 @@ JIT_TEST(jit_cache_files_of_others) {
                  {FIFO, "is no regular file"},        {GROUP, "can be written by others"},
                  {WORLD, "can be written by others"}, {OWNER, "belongs to another user"},
                  {FOLDER, "is no regular file"}};
-    char text[4096];
     CacheFolder folder;
     const char* path = small_path();
     const char* aside = formatted("%s/aside", folder.path);
     for (const auto& c : cases) {
         if (c.kind == OWNER && geteuid() != 0) continue;
-        expect(in_child(text, sizeof(text), [] { return fetch_small(); }) != 3 && !text[0], "%s", text);
+        Ended its = fetch_apart();
+        expect(its.code != 3 && !its.text[0], "%s", its.text);
         expect(mode_of(path) == 0600, "%s: mode %o", path, mode_of(path));
         rename(path, aside);
         if (c.kind == DANGLING) unlink(aside);
@@ -68,12 +71,10 @@ JIT_TEST(jit_cache_files_of_others) {
                     : c.kind == OWNER                    ? rename(aside, path) == 0 && chown(path, 65534, 65534) == 0
                                       : rename(aside, path) == 0 && chmod(path, c.kind == GROUP ? 0620 : 0602) == 0;
         expect(made, "%s", strerror(errno));
-        int got = in_child(text, sizeof(text), [] { return fetch_small(); });
-        expect(got == 0 && count_lines(text) == 1 && strstr(text, c.says), "%s: %d, %s", c.says, got, text);
+        expect_line(test, fetch_apart(), c.says);
         if (c.kind == FOLDER) rmdir(path);
         // All but a folder have been replaced by a file of this user's own.
-        got = in_child(text, sizeof(text), [] { return fetch_small(); });
-        expect(got == (c.kind != FOLDER) && !text[0], "%s: afterwards %d, %s", c.says, got, text);
+        expect_ended(test, fetch_apart(), c.kind != FOLDER);
         unlink(aside);
     }
 }
@@ -87,10 +88,9 @@ JIT_TEST(jit_cache_folders_of_others) {
     } cases[] = {{LINK, "is a symbolic link"},        {SLASH, "is a symbolic link"},
                  {GROUP, "can be written by others"}, {WORLD, "can be written by others"},
                  {OWNER, "belongs to another user"},  {FIFO, "is no folder"}};
-    char text[4096], link[200];
     CacheFolder folder;
-    snprintf(link, sizeof(link), "%s-link", folder.path);
-    expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 0 && !text[0], "%s", text);
+    const char* link = formatted("%s-link", folder.path);
+    expect_ended(test, fetch_apart(), 0);
     for (const auto& c : cases) {
         if (c.kind == OWNER && geteuid() != 0) continue;
         bool made = true, is_link = c.kind == LINK || c.kind == SLASH;
@@ -102,9 +102,8 @@ JIT_TEST(jit_cache_folders_of_others) {
         if (c.kind == OWNER) made = chown(folder.path, 65534, 65534) == 0;
         expect(made, "%s", strerror(errno));
         setenv("NIBBLE_CACHE", named, 1);
-        int got = in_child(text, sizeof(text),
-                           [] { return fetch_small() + fetch_small("__device__ int jit_cache_test = 2;\n"); });
-        expect(got == 0 && count_lines(text) == 1 && strstr(text, c.says), "%s: %d, %s", c.says, got, text);
+        const auto both = [] { return fetch_small() + fetch_small("__device__ int jit_cache_test = 2;\n"); };
+        expect_line(test, in_child(both), c.says);
         expect(folder_files(folder.path, false) == 1, "%s: the folder was written", c.says);
         unlink(link);
         chmod(folder.path, 0700);
@@ -113,28 +112,25 @@ JIT_TEST(jit_cache_folders_of_others) {
     char endless[5001];
     memset(endless, 'x', sizeof(endless) - 1), endless[5000] = 0;
     setenv("NIBBLE_CACHE", endless, 1);
-    expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 0 && strstr(text, "names one of at most"),
-           "a long name: %s", text);
+    expect_ended(test, fetch_apart(), 0, {"names one of at most"});
     setenv("NIBBLE_CACHE", folder.path, 1);
-    expect(in_child(text, sizeof(text), [] { return fetch_small(); }) == 1 && !text[0], "at last: %s", text);
+    expect_ended(test, fetch_apart(), 1);
 }
 
 // Files and folders that are created are this user's alone, whatever the umask.
 JIT_TEST(jit_cache_modes) {
     for (unsigned mask : {0u, 022u, 077u, 0277u, 0777u}) {
         CacheFolder folder;
-        char text[4096], outer[200], inner[200], path[4352];
-        snprintf(outer, sizeof(outer), "%s/outer", folder.path);
-        snprintf(inner, sizeof(inner), "%s/outer/inner", folder.path);
+        const char *outer = formatted("%s/outer", folder.path), *inner = formatted("%s/inner", outer);
         setenv("NIBBLE_CACHE", inner, 1);
-        int got = in_child(text, sizeof(text), [&] {
+        const Ended its = in_child([&] {
             if (geteuid() == 0 && (chown(folder.path, 65534, 65534) != 0 || setresuid(65534, 65534, 65534) != 0))
                 return 4;
             umask(mask);
             return fetch_small() == 0 && fetch_small() == 1 ? 0 : 5;
         });
-        snprintf(path, sizeof(path), "%s", small_path());
-        expect(got == 0 && !text[0], "umask %o: %d, %s", mask, got, text);
+        const char* path = small_path();
+        expect_ended(test, its, 0);
         expect(mode_of(outer) == 0700 && mode_of(inner) == 0700 && mode_of(path) == 0600, "umask %o: modes %o %o %o",
                mask, mode_of(outer), mode_of(inner), mode_of(path));
     }

@@ -445,26 +445,22 @@ TEST(matmul_plans_close_leaves_nothing) {
 // Returns how a process ends, and what it says, that asks for the scratch of a layer norm's backward pass on a GPU of
 // which a block gets 100 KB of shared memory.
 template <typename X>
-static int layernorm_small_gpu(int C, char (&text)[512]) {
-    auto ask = [C] {
+Ended layernorm_small_gpu(int C) {
+    return run_apart([C] {
         Device dev = {};
         dev.gpu = true, dev.sm_count = 84, dev.shared_memory = 100 << 10;
         if (layernorm_backward_scratch_bytes<X>(&dev, C) <= 0) abort();
-    };
-    return run_apart(ask, text, sizeof(text));
+    });
 }
 
 // A row that does not fit is refused in the plan, in the model's own type, with the way out that there is.
 TEST(layernorm_backward_refused) {
-    char text[512];
-    int code = layernorm_small_gpu<float>(8192, text);
-    expect(code == 0, "fp32, 8192 channels: %d, %s", code, text);
-    code = layernorm_small_gpu<float>(12288, text);
-    expect(code == 2 && strstr(text, "12288 channels in fp32") && strstr(text, "--matmul bf16"), "%d, %s", code, text);
-    code = layernorm_small_gpu<bf16>(12288, text);
-    expect(code == 0, "bf16, 12288 channels: %d, %s", code, text);
-    code = layernorm_small_gpu<bf16>(20480, text);
-    expect(code == 2 && strstr(text, "20480 channels in bf16") && !strstr(text, "--matmul"), "%d, %s", code, text);
+    expect_ended(test, layernorm_small_gpu<float>(8192), 0);
+    expect_ended(test, layernorm_small_gpu<float>(12288), 2, {"12288 channels in fp32", "--matmul bf16"});
+    expect_ended(test, layernorm_small_gpu<bf16>(12288), 0);
+    const Ended wide = layernorm_small_gpu<bf16>(20480);
+    expect_ended(test, wide, 2, {"20480 channels in bf16"});
+    expect(!strstr(wide.text, "--matmul"), "%s", wide.text);
 }
 
 // A row's place in shared memory is filled again as soon as all warps are past the barrier: were it too soon for one of

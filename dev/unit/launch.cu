@@ -116,11 +116,7 @@ static void agree_main(Launch* l) {
 }
 
 TEST(launch_agrees) {
-    char text[4096];
-    for (int ranks : {2, 3, 7}) {
-        int code = run_ranks(ranks, agree_main, text, sizeof(text));
-        expect(code == 0 && text[0] == 0, "%d ranks: code %d, %s", ranks, code, text);
-    }
+    for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
 }
 
 static double seconds_now() {
@@ -168,23 +164,17 @@ static void all_fail_main(Launch*) {
 }
 
 TEST(launch_ends_together) {
-    char text[4096];
     double begin = seconds_now();
-    int code = run_ranks(3, hang_main, text, sizeof(text));
-    expect(code == 1 && strstr(text, "rank 1 on ") && strstr(text, "hangs") && strstr(text, "counting"), "hang: %d, %s",
-           code, text);
+    expect_ended(test, run_ranks(3, hang_main), 1, {"rank 1 on ", "hangs", "counting"});
     double hang = seconds_now() - begin;
     expect(hang < 10, "a rank that hangs: %.1f s", hang);
-    code = run_ranks(3, rest_main, text, sizeof(text));
-    expect(code == 0 && text[0] == 0, "rest: %d, %s", code, text);
-    code = run_ranks(3, patient_main, text, sizeof(text));
-    expect(code == 0 && text[0] == 0, "patience: %d, %s", code, text);
-    code = run_ranks(4, fail_main, text, sizeof(text));
-    expect(code == 5 && strncmp(text, "train: error: rank 2 on ", 24) == 0 && strstr(text, ": no more apples\n"),
-           "failure: %d, %s", code, text);
-    code = run_ranks(2, early_main, text, sizeof(text));
-    expect(code == 1 && strstr(text, "ended for which others still wait"), "one leaves early: %d, %s", code, text);
-    code = run_ranks(4, all_fail_main, text, sizeof(text));
-    expect(code == 2 && strcmp(text, "train: error: the same everywhere\n") == 0, "failure of all: %d, %s", code, text);
+    expect_ended(test, run_ranks(3, rest_main), 0);
+    expect_ended(test, run_ranks(3, patient_main), 0);
+    Ended its = run_ranks(4, fail_main);
+    expect_ended(test, its, 5, {": no more apples\n"});
+    expect(strncmp(its.text, "train: error: rank 2 on ", 24) == 0, "failure: %s", its.text);
+    expect_ended(test, run_ranks(2, early_main), 1, {"ended for which others still wait"});
+    its = run_ranks(4, all_fail_main);
+    expect(its.code == 2 && strcmp(its.text, "train: error: the same everywhere\n") == 0, "%d, %s", its.code, its.text);
     note(test, "a hang found in %.1f s of 2 allowed", hang);
 }

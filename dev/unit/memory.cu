@@ -7,11 +7,6 @@
 #include "../../data/plan.h"
 #include "apart.h"
 
-// Returns how a child process that runs `body` ends, 99 if that returns, and what it writes to stderr.
-static int in_child(void (*body)(), char* text, size_t bytes) {
-    return run_apart([body] { body(), _exit(99); }, text, bytes);
-}
-
 constexpr size_t TOO_MUCH = (size_t)1 << 60;
 
 static const char* volatile sink;  // so that the compiler leaves no allocation out
@@ -28,25 +23,22 @@ TEST(memory_missing_is_one_sentence) {
         {"memory_aligned", [] { sink = (char*)memory_aligned(256, TOO_MUCH); }},
     };
     for (auto& c : cases) {
-        char text[8192];
-        int code = in_child(c.body, text, sizeof(text));
-        const char* end = strchr(text, '\n');
-        expect(code == 2 && strncmp(text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s", c.name, code,
-               text);
-        expect(!strstr(text, "checkpoint"), "%s: %s", c.name, text);
+        const Ended its = run_apart(c.body);
+        const char* end = strchr(its.text, '\n');
+        expect(its.code == 2 && strncmp(its.text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s",
+               c.name, its.code, its.text);
+        expect(!strstr(its.text, "checkpoint"), "%s: %s", c.name, its.text);
     }
 }
 
 TEST(memory_missing_names_the_last_checkpoint) {
-    char text[8192];
-    auto body = [] {
+    const Ended its = run_apart([] {
         static char path[64] = "";
         memory_checkpoint(path);
         strcpy(path, "some/step_00000003");
         sink = (char*)memory_take(TOO_MUCH);
-    };
-    int code = in_child(body, text, sizeof(text));
-    expect(code == 2 && strstr(text, "go on with --resume some/step_00000003\n"), "code %d, %s", code, text);
+    });
+    expect_ended(test, its, 2, {"go on with --resume some/step_00000003\n"});
 }
 
 static pthread_barrier_t all_ready;
@@ -65,10 +57,9 @@ TEST(memory_missing_in_threads_is_one_sentence) {
         for (pthread_t& one : thread) pthread_join(one, nullptr);
     };
     for (int i = 0; i < 20; i++) {
-        char text[8192];
-        int code = in_child(body, text, sizeof(text));
-        const char* end = strchr(text, '\n');
-        expect(code == 2 && end && !end[1], "code %d, %s", code, text);
+        const Ended its = run_apart(body);
+        const char* end = strchr(its.text, '\n');
+        expect(its.code == 2 && end && !end[1], "code %d, %s", its.code, its.text);
     }
 }
 

@@ -4,11 +4,10 @@
 
 #include "../../kernels/ranks/launch.h"
 #include "apart.h"
-#include "test.h"
 
-// Runs `rank_main` as `ranks` ranks that launch_fork makes in a child; its exit code, and what went to stderr.
-inline int run_ranks(int ranks, void (*rank_main)(Launch*), char* text, size_t bytes) {
-    const auto body = [&] {
+// Runs `rank_main` as `ranks` ranks that launch_fork makes in a child.
+inline Ended run_ranks(int ranks, void (*rank_main)(Launch*)) {
+    return run_apart([&] {
         Launch launch;
         omp_set_num_threads(1);  // the threads of a process that forks are not its children's
         setenv("NIBBLE_SILENCE", "2", 1);
@@ -18,13 +17,12 @@ inline int run_ranks(int ranks, void (*rank_main)(Launch*), char* text, size_t b
         }
         rank_main(&launch);
         launch_leave(&launch);
-    };
-    return run_apart(body, text, bytes);
+    });
 }
 
 // Expects that they end with this code, and say so.
 inline void expect_ranks(Test* test, int ranks, void (*rank_main)(Launch*), int code = 0, const char* says = "") {
-    char text[8192];
-    const int got = run_ranks(ranks, rank_main, text, sizeof(text));
-    expect(got == code && strstr(text, says), "%d ranks: code %d, want %d and '%s': %s", ranks, got, code, says, text);
+    const Ended its = run_ranks(ranks, rank_main);
+    expect(its.code == code && strstr(its.text, says), "%d ranks: code %d, want %d and '%s': %s", ranks, its.code, code,
+           says, its.text);
 }
