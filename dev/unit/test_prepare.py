@@ -134,25 +134,7 @@ def test_next_command_can_be_pasted(case):
 def sample(seed, size):
     """Text with what trips a tokenizer: runs of white space, apostrophes, digits, accents, wide characters."""
     generator = random.Random(seed)
-    words = [
-        "the",
-        " the",
-        "  ",
-        "\n\n",
-        "\n",
-        "\t",
-        "and's",
-        "don't",
-        "1234",
-        "é",
-        "日本",
-        "😀",
-        "\u3000",
-        "\u00a0",
-        "\r\n",
-        ";:",
-        "in",
-    ]
+    words = "the| the|  |\n\n|\n|\t|and's|don't|1234|é|日本|😀|\u3000|\u00a0|\r\n|;:|in".split("|")
     text = ""
     while len(text) < size:
         text += generator.choice(words) + generator.choice(["", " ", " ", "\n"])
@@ -350,9 +332,8 @@ def test_bad_documents(case):
     bad = case.write("bad_lines.jsonl", "\n".join(bad).encode() + b'\n{"text": "\xe9"}\n')
     for workers in (1, 2):
         done = case.run(bad, "--val", val, "--out", "o", "--force", "--workers", workers)
-        assert (
-            done.returncode == 0 and "cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON" in done.stdout
-        ), done
+        assert done.returncode == 0, done
+        assert "cannot be read, left out: 5 (bad_lines.jsonl: line 2: not JSON" in done.stdout, done
         assert Corpus(case.folder / "o").documents("train") == ["first", "last"]
     case.refuse("bad_lines.jsonl: line 2: not JSON", bad, "--val", val, "--strict")
     many = case.write("many.jsonl", '{"text": null}\n' * 50 + '{"text": "the"}\n')
@@ -452,17 +433,10 @@ HELLASWAG = {
     "endings": ["runs. [substeps] Stop", " é"],
     "label": "1",
 }
+MIX, THE = "Baking: How. Mix. Then The man", "[a]  the"
 QUESTIONS = (  # line, [(context, continuation, characters, bytes)] with None for <|endoftext|>, which is right
-    (
-        HELLASWAG,
-        [("Baking: How. Mix. Then The man", " runs. Stop", 10, 10), ("Baking: How. Mix. Then The man", " é", 1, 2)],
-        1,
-    ),
-    (
-        {"ctx": "[a]  the", "endings": ["in", "re"], "label": 0},
-        [("[a]  the", " in", 2, 2), ("[a]  the", " re", 2, 2)],
-        0,
-    ),
+    (HELLASWAG, [(MIX, " runs. Stop", 10, 10), (MIX, " é", 1, 2)], 1),
+    ({"ctx": THE, "endings": ["in", "re"], "label": 0}, [(THE, " in", 2, 2), (THE, " re", 2, 2)], 0),
     ({"context": "the \n", "choices": ["and"], "answer": 0}, [("the", " \n and", 3, 3)], 0),
     ({"context": "", "choices": ["the", "日本"], "answer": 1}, [(None, " the", 3, 3), (None, " 日本", 2, 6)], 1),
     ({"context": " \n", "choices": ["a"], "answer": 0}, [(None, " \n a", 1, 1)], 0),
@@ -528,14 +502,8 @@ def test_evaluation_errors(case):
         )
     ):
         case.refuse(expected, "--eval", case.write(f"q{i}.jsonl", line))
-    case.refuse(
-        "the context is empty",
-        "--eval",
-        case.write("e.jsonl", '{"text": "a"}'),
-        "--tokenizer",
-        "bytes",
-        vocabulary=None,
-    )
+    alone = case.write("e.jsonl", '{"text": "a"}')
+    case.refuse("the context is empty", "--eval", alone, "--tokenizer", "bytes", vocabulary=None)
     case.refuse("no such file", "--eval", "none")
     (case.folder / "folder").mkdir()
     case.refuse("folder: not a file; give NAME=FILE.jsonl", "--eval", "a=folder")
@@ -616,21 +584,17 @@ def test_train_bpe(case):
                 else:
                     assert want
         assert whole.encode("<|endoftext|>").ids == [folder.end]
-    done = case.run(
-        case.write("few.txt", "aa bb " * 50), "--val", val, "--train-bpe", 1000, "--out", "few", vocabulary=None
-    )
+    few = case.write("few.txt", "aa bb " * 50)
+    done = case.run(few, "--val", val, "--train-bpe", 1000, "--out", "few", vocabulary=None)
     assert done.returncode == 0 and "fewer tokens than --train-bpe asked for: 26" in done.stdout, done
     for size in ("257", "70000", "-5", "8k"):
         hint = f"--train-bpe: '{size}' was found; type a whole number from 258 to 65536"
         case.refuse(hint, text, f"--train-bpe={size}", vocabulary=None)
     case.refuse("--tokenizer or --train-bpe", text, "--train-bpe", 300)
     case.refuse("bytes need no preparation", text, vocabulary="bytes")
-    for change in (
-        {"pre_tokenizer": {"type": "Whitespace"}},
-        {"normalizer": {"type": "NFC"}},
-        {"model": {"type": "WordPiece"}},
-    ):
-        (other / "tokenizer.json").write_text(json.dumps({**json.loads(whole.to_str()), **change}), "utf-8")
+    for key, kind in (("pre_tokenizer", "Whitespace"), ("normalizer", "NFC"), ("model", "WordPiece")):
+        changed = {**json.loads(whole.to_str()), key: {"type": kind}}
+        (other / "tokenizer.json").write_text(json.dumps(changed), "utf-8")
         case.refuse("other/tokenizer.json: holds no tokenizer of GPT-2's kind", text, vocabulary="other")
     return None if loaded else "skipped: no C compiler"
 
@@ -738,11 +702,8 @@ def test_errors(case):
 def test_no_network(case):
     nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
     nowhere.update(dict.fromkeys(("no_proxy", "NO_PROXY"), ""))
-    for name, part in (
-        ("tinyshakespeare", "input.txt"),
-        ("tinystories", "train.txt"),
-        ("fineweb-edu-10B", "000_00000"),
-    ):
+    parts = {"tinyshakespeare": "input.txt", "tinystories": "train.txt", "fineweb-edu-10B": "000_00000"}
+    for name, part in parts.items():
         case.refuse(part, name, **nowhere)
     assert not list((case.folder / "cache").glob("**/*.part"))
 
