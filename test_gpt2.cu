@@ -244,9 +244,7 @@ static bool golden_gradient(const Safetensors* file, const Model* m, int t, floa
 
 static void check_golden(Test* test, const Device* dev, OptimType type, bool grads_bf16) {
     Safetensors file;
-    bool opened = safetensors_open(&file, GOLDEN, error);
-    expect(opened, "%s", error);
-    if (!opened) return;
+    expect(safetensors_open(&file, GOLDEN, error), "%s", error);
     Setup setup = {GOLDEN_CONFIG, GOLDEN_B, GOLDEN_T, type, grads_bf16, RECOMPUTE_NONE, 0, "fp32", "fp32", "fp32"};
     constexpr int N = GOLDEN_B * GOLDEN_T;
     int tokens[N], targets[N];
@@ -418,20 +416,24 @@ static void open_words(Dataset* data, int T) {
     if (!dataset_open_memory(data, text, BYTES, DATASET_TRAIN, 0.1, T, error)) user_error("%s", error);
 }
 
-// `steps` steps of two micro-batches on a text of random words, through the loader; losses into `losses`.
-static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
+// Steps on it from initial weights, through the loader; losses into `losses`.
+static void train_words(Model* m, int steps, int micro_batches, float lr, float clip, float* losses) {
     Dataset data;
-    open_words(&data, setup->T);
-    model_open(m, dev, setup);
-    model_init(m, 5);
     Feeder feeder;
-    feeder_open(&feeder, dev, &data, m->B, m->T, 3, true, 0);
+    model_init(m, 5);
+    open_words(&data, m->T);
+    feeder_open(&feeder, m->dev, &data, m->B, m->T, 3, true, 0);
     for (int step = 0; step < steps; step++) {
-        train_step(m, &feeder, setup->grads_bf16 ? 1 : 2, 1e-3f, 1.0f, step + 1);
+        train_step(m, &feeder, micro_batches, lr, clip, step + 1);
         losses[step] = scalar(m, 0);
     }
     feeder_close(&feeder);
     dataset_close(&data);
+}
+
+static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
+    model_open(m, dev, setup);
+    train_words(m, steps, setup->grads_bf16 ? 1 : 2, 1e-3f, 1.0f, losses);
 }
 
 #include "dev/unit/skips.h"
@@ -649,7 +651,7 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
     Bytes state[2 * KINDS];
     int64_t grads[2 * KINDS];
-    float norm[2 * KINDS];
+    float norm[2 * KINDS], losses[STEPS];
     for (int k = 0; k < 2 * KINDS; k++) {
         const int kind = k % KINDS;
         TestModel m;
@@ -660,14 +662,7 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
         m.arena.releases = kind == INSIDE;
         model_allocate(&m, &config);
-        model_init(&m, 5);
-        Dataset data;
-        Feeder feeder;
-        open_words(&data, setup->T);
-        feeder_open(&feeder, dev, &data, m.B, m.T, 3, true, 0);
-        for (int step = 1; step <= STEPS; step++) train_step(&m, &feeder, 1, 1e-2f, kind == WHOLE ? 0 : clip, step);
-        feeder_close(&feeder);
-        dataset_close(&data);
+        train_words(&m, STEPS, 1, 1e-2f, kind == WHOLE ? 0 : clip, losses);
         norm[k] = scalar(&m, SCALAR_NORM);
         grads[k] = arena_grads_bytes(&m.arena);
         expect(kind == WHOLE || scalar(&m, SCALAR_LEFT) == 0, "parts were left alone");

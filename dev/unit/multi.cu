@@ -45,6 +45,11 @@ static int ranks_on_gpus() {
     }                                                             \
     static void on_ranks_##NAME(Test* test, bool gpu, [[maybe_unused]] int ranks)
 
+static void finish_well(Test* test, Child* child) {
+    finish(child);
+    expect_code(*child, 0);
+}
+
 // Starts ./train with `ranks` ranks on GPUs or over the stand-in.
 #define start_ranks(child, on_gpu, ranks, format, ...)                                               \
     do {                                                                                             \
@@ -54,13 +59,15 @@ static int ranks_on_gpus() {
         unsetenv("NIBBLE_STAND_IN");                                                                 \
     } while (0)
 
-// The same to the end, expecting success.
+// The same to the end, expecting success; the child lives on to be looked at.
+#define ranks_well(child, on_gpu, ranks, ...)        \
+    Child child = new_child();                       \
+    start_ranks(&child, on_gpu, ranks, __VA_ARGS__); \
+    finish_well(test, &child)
+
 #define train_ranks(on_gpu, ranks, ...)                                   \
     do {                                                                  \
-        Child ranks_child = new_child();                                  \
-        start_ranks(&ranks_child, on_gpu, ranks, __VA_ARGS__);            \
-        finish(&ranks_child);                                             \
-        expect_code(ranks_child, 0);                                      \
+        ranks_well(ranks_child, on_gpu, ranks, __VA_ARGS__);              \
         expect(ERR(ranks_child)[0] == 0, "stderr: %s", ERR(ranks_child)); \
     } while (0)
 
@@ -248,9 +255,8 @@ GPUS_TEST(multi_transports_gpu) {
 
 // The processes that a rank's parent has made, in their order; returns how many.
 static int ranks_of(const Child* child, pid_t* ranks, int most) {
-    char path[64], text[1024] = "";
-    snprintf(path, sizeof(path), "/proc/%d/task/%d/children", child->pid, child->pid);
-    FILE* file = fopen(path, "r");
+    char text[1024] = "";
+    FILE* file = fopen(formatted("/proc/%d/task/%d/children", child->pid, child->pid), "r");
     if (file && !fgets(text, sizeof(text), file)) text[0] = 0;
     if (file) fclose(file);
     int count = 0;
@@ -270,12 +276,10 @@ static bool gone(const pid_t* ranks, int count) {
 
 // Compares the plan with the GPU's memory in use after the second step: within 3 %.
 static double memory_of(const char* run, const char* name) {
-    char want[64], *log = contents(run, "log.jsonl");
-    snprintf(want, sizeof(want), "\"%s\": ", name);
+    const char *want = formatted("\"%s\": ", name), *log = contents(run, "log.jsonl");
     const char* line = log ? strstr(log, "\"type\": \"memory\"") : nullptr;
     const char* value = line ? strstr(line, want) : nullptr;
-    double found = value ? atof(value + strlen(want)) : 0;
-    return found;
+    return value ? atof(value + strlen(want)) : 0;
 }
 
 static void check_memory(Test* test, int ranks, const char* mode) {
@@ -411,11 +415,8 @@ static void check_resume(Test* test, bool gpu, int from, int to, const char* mod
                 work, saved, 32 * (from > to ? from : to), mode);
     for (int i = 0; i < 2; i++) {
         run[i] = formatted("%s/%s", work, i ? mode : "whole");
-        Child child = new_child();
-        start_ranks(&child, gpu, to, "--resume %s/step_00000004 --run %s --steps 8 --shard %s", saved, run[i],
-                    i ? mode : "none");
-        finish(&child);
-        expect_code(child, 0);
+        ranks_well(child, gpu, to, "--resume %s/step_00000004 --run %s --steps 8 --shard %s", saved, run[i],
+                   i ? mode : "none");
         expect(strstr(OUT(child), "step_00000004, step 4"), "%d to %d: %s", from, to, OUT(child));
         expect(!strstr(OUT(child), " notice "), "%d to %d: %s", from, to, OUT(child));
     }
@@ -487,7 +488,6 @@ struct Variable {
 static void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
                            const char* words, const char* folder = nullptr) {
     for (int i = 0; i < count; i++) {
-        char text[64];
         const char* value = variables[i].value;
         int number = strcmp(value, "rank") == 0    ? rank
                      : strcmp(value, "local") == 0 ? rank % (ranks / 2)
@@ -495,8 +495,7 @@ static void start_launched(Child* child, const Variable* variables, int count, i
                      : strcmp(value, "half") == 0  ? ranks / 2
                                                    : port;
         bool named = strcmp(value, "port") == 0 || number != port;
-        snprintf(text, sizeof(text), "%d", number);
-        setenv(variables[i].name, named ? text : value, 1);
+        setenv(variables[i].name, named ? formatted("%d", number) : value, 1);
     }
     setenv("NIBBLE_STAND_IN", "1", 1);
     setenv("NIBBLE_SECRET", "of these tests", 1);
@@ -508,13 +507,9 @@ static void start_launched(Child* child, const Variable* variables, int count, i
     unsetenv("NIBBLE_STAND_IN"), unsetenv("NIBBLE_SECRET");
 }
 
-static const Variable torchrun[] = {{"RANK", "rank"},
-                                    {"WORLD_SIZE", "ranks"},
-                                    {"LOCAL_RANK", "local"},
-                                    {"LOCAL_WORLD_SIZE", "half"},
-                                    {"MASTER_ADDR", "localhost"},
-                                    {"MASTER_PORT", "port"},
-                                    {"TORCHELASTIC_RUN_ID", "none"}};
+static const Variable torchrun[] = {
+    {"LOCAL_WORLD_SIZE", "half"}, {"RANK", "rank"},        {"MASTER_ADDR", "localhost"},   {"WORLD_SIZE", "ranks"},
+    {"MASTER_PORT", "port"},      {"LOCAL_RANK", "local"}, {"TORCHELASTIC_RUN_ID", "none"}};
 static const Variable open_mpi[] = {
     {"OMPI_COMM_WORLD_RANK", "rank"},       {"OMPI_COMM_WORLD_SIZE", "ranks"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "local"},
     {"OMPI_COMM_WORLD_LOCAL_SIZE", "half"}, {"PMIX_NAMESPACE", "port"},        {"MASTER_ADDR", "127.0.0.1"}};
@@ -584,10 +579,7 @@ FOLDER_TEST(multi_no_shared_folder) {
         mkdir(folder, 0777);
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(10), words, folder);
     }
-    for (Child& c : child) {
-        finish(&c);
-        expect_code(c, 0);
-    }
+    for (Child& c : child) finish_well(test, &c);
     expect(strstr(OUT(child[0]), "sample ---") && !strstr(OUT(child[0]), " notice "), "%s", OUT(child[0]));
 }
 
@@ -651,10 +643,7 @@ FOLDER_TEST(multi_strangers) {
         expect(in, "nobody listens at port %d", port);
     }
     start_launched(&child[1], VARIABLES(torchrun), 1, 2, own_port(9), words);
-    for (Child& c : child) {
-        finish(&c);
-        expect_code(c, 0);
-    }
+    for (Child& c : child) finish_well(test, &c);
     for (int one : stranger) close(one);
 }
 
@@ -701,10 +690,7 @@ FOLDER_TEST(multi_neighbours) {
         expect(came, "nobody came to port %d", port + 1);
     }
     for (int run : {0, 1}) {
-        for (Child& c : child[run]) {
-            finish(&c);
-            expect_code(c, 0);
-        }
+        for (Child& c : child[run]) finish_well(test, &c);
     }
     close(taken);
 }
@@ -783,9 +769,7 @@ TEST(multi_dead_ranks) {
 }
 
 GPUS_TEST(multi_dead_ranks_gpu) {
-    char killed[32], stopped[32];
-    snprintf(killed, sizeof(killed), "rank %d (process ", ranks - 1);
-    snprintf(stopped, sizeof(stopped), "rank %d on ", ranks - 1);
+    const char *killed = formatted("rank %d (process ", ranks - 1), *stopped = formatted("rank %d on ", ranks - 1);
     check_death(test, "killed", ranks - 1, SIGKILL, killed, "ended by signal 9", true, ranks);
     check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9", true, ranks);
     check_death(test, "stopped", ranks - 1, SIGSTOP, stopped, "has been silent for 5 s", true, ranks);
@@ -821,15 +805,11 @@ RANKS_TEST(multi_signals, 3) {
             expect(newest > 0, "SIGUSR1 saved nothing");
         }
         kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
-        finish(&child);
-        expect_code(child, 0);
+        finish_well(test, &child);
         expect(strstr(OUT(child), "stopped") && strstr(OUT(child), "save"), "%d: %s", which, OUT(child));
         int64_t newest;
         expect(checkpoints(run, &newest) > 0, "%d: nothing is saved", which);
-        Child again = new_child();
-        start_ranks(&again, gpu, ranks, "--resume %s --steps %lld", run, (long long)newest + 2);
-        finish(&again);
-        expect_code(again, 0);
+        ranks_well(again, gpu, ranks, "--resume %s --steps %lld", run, (long long)newest + 2);
     }
 }
 
