@@ -55,6 +55,12 @@ struct CacheFolder {
     }                                                                    \
     static void with_cache_##NAME(Test* test, [[maybe_unused]] const CacheFolder& cache)
 
+// Where the cache has a kernel, "" if there is no place; never freed.
+inline const char* cache_path(const char* expression, const char* architecture, const char* source = "") {
+    char path[4352];
+    return jit_cache_path(expression, architecture, path, sizeof(path), source) ? strdup(path) : "";
+}
+
 // Expects that NVRTC makes a kernel of an expression.
 inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {
     JitImage image;

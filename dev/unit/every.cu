@@ -76,12 +76,8 @@ static Configs* every_config() {
 }
 
 static const char* describe(const OptimConfig* config) {
-    static char text[1024];
-    char line[256];
-    optim_describe(config, line, sizeof(line));
-    snprintf(text, sizeof(text), "%s%s%s%s", line, *config->overrides ? ", " : "", config->overrides,
-             config->begin || config->end ? ", a shard" : "");
-    return text;
+    return formatted("%s%s%s%s", described(*config), *config->overrides ? ", " : "", config->overrides,
+                     config->begin || config->end ? ", a shard" : "");
 }
 
 static void every_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu) {
@@ -102,11 +98,11 @@ static OptimType compute_of(int k) {
 static void compile_all(Test* test, const Configs* all, int count, bool bf16_too) {
     const Device gpu = test_device(true);
     int bad = in_processes(test, (bf16_too ? 2 : 1) * count, [&](int i) {
-        char expression[2048], architecture[32];
+        char architecture[32];
         JitImage image = {};
         const int k = i % count;
         if (i >= count && compute_of(k) == OPTIM_BF16) return;
-        optim_expression(&all->config[k], i < count ? compute_of(k) : OPTIM_BF16, expression, sizeof(expression));
+        const char* expression = kernel_of(all->config[k], nullptr, i < count ? compute_of(k) : OPTIM_BF16);
         // An error here comes again, and is reported, when the optimizer is created.
         if (jit_architecture(gpu.compute, architecture, sizeof(architecture), error) &&
             jit_get(expression, architecture, &image, error)) {
@@ -391,13 +387,10 @@ CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
 // Every rule, every storage of the weights, each format of states with noise and in the longest blocks, and a sample of
 // all combinations, through NVRTC; rules and formats with a pass before the step, that pass too.
 static void compiles(Test* test, const OptimConfig* config, const char* architecture) {
-    const char* const step = "optim_step_kernel";
-    char name[2][2200];
     const char* all = formatted("%s %s %s", config->weights, config->m, config->v);
-    optim_expression(config, OPTIM_BF16, name[0], sizeof(name[0]));
-    expect(strncmp(name[0], step, strlen(step)) == 0, "%s", name[0]);
-    snprintf(name[1], sizeof(name[1]), "optim_measure_kernel%.2100s", name[0] + strlen(step));
-    for (int i = 0; i < (in_spans(all) ? 2 : 1); i++) expect_compiles(test, name[i], architecture);
+    expect(is(kernel_of(*config), kernel_of(*config, "optim_step_kernel")), "%s", kernel_of(*config));
+    expect_compiles(test, kernel_of(*config), architecture);
+    if (in_spans(all)) expect_compiles(test, kernel_of(*config, "optim_measure_kernel"), architecture);
 }
 
 JIT_TEST(every_row_compiles) {

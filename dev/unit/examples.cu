@@ -247,9 +247,8 @@ TEST(examples_rule_leaves_padding_zero) {
 
 // The rule's kernel as NVRTC compiles it.
 static bool rule_kernel(Test* test, const char* types, const char* architecture, JitImage* image) {
-    char expression[1024], *source = nullptr, *text = contents(test_folder(), "dev/examples/rule.cuh");
-    snprintf(expression, sizeof(expression), "optim_step_kernel<example::MyRule, %s>", types);
-    expect(asprintf(&source, "\nnamespace example {\n%s}\n", text) > 0, "no memory");
+    const char* expression = formatted("optim_step_kernel<example::MyRule, %s>", types);
+    const char* source = formatted("\nnamespace example {\n%s}\n", contents(test_folder(), "dev/examples/rule.cuh"));
     bool good = jit_compile(expression, architecture, image, error, source);
     expect(good, "%s", error);
     return good;
@@ -325,16 +324,13 @@ TEST(examples_preset) {
     Device dev = test_device(false);
     for (const PresetRow& row : presets) {
         OptimConfig config = preset_config(test, &row);
-        char line[256], expression[2048];
         double bytes = 0.0, told = atof(row.note), left = descend(&dev, &config);
         expect(left < 0.1, "%s is still %g away", row.name, left);
-        optim_describe(&config, line, sizeof(line));
-        const char* said = strstr(line, row.v);
+        const char* said = strstr(described(config), row.v);
         expect(said && sscanf(said + strlen(row.v), "%lf", &bytes) == 1 && fabs(bytes - told) < 0.1,
                "\"%s\" and it is %g bytes", row.note, bytes);
         if (!jit_available()) continue;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        expect_compiles(test, expression);
+        expect_compiles(test, kernel_of(config));
         note(test, "%g left of 0.75", left);
     }
 }

@@ -560,9 +560,7 @@ TEST(formats_names_and_streams) {
         config = states_config("adamw", "bf16:sr", "bf16", row[0], row[2]);
         expect(is(config.m, row[1]) && is(config.v, row[3]), "%s %s", config.m, config.v);
     }
-    char line[256];
-    optim_describe(&config, line, sizeof(line));
-    expect(strstr(line, "3.062 B/param"), "%s", line);
+    expect(strstr(described(config), "3.062 B/param"), "%s", described(config));
     const OptimTensor tensor = {"tensor", 3, 1001, true, 0};
     Run run;
     run_open(&run, &config, &tensor, 1, OPTIM_BF16);

@@ -622,14 +622,12 @@ TEST_BOTH(fp8_stored_runs) {
     const char* work = work_folder();
     for (const char* weights : {"e4m3/tensor:ef", "e4m3/tensor:sr"}) {
         const int base = (int)strcspn(strchr(weights, '/') + 1, ":+") + 6;
-        char options[128], name[64];
         double loss[4];
         const char* const more[4] = {"", "--matmul fp8", "--matmul fp8 --recompute block",
                                      "--matmul fp8 --val-every 7 --sample-every 11 --sample-tokens 4"};
         for (int i = 0; i < 4; i++) {
-            snprintf(options, sizeof(options), "--preset fp8 --weights %s %s", weights, more[i]);
-            snprintf(name, sizeof(name), "%s_%d", weights + base, i);
-            loss[i] = last_loss(test, gpu, work, name, options);
+            loss[i] = last_loss(test, gpu, work, formatted("%s_%d", weights + base, i),
+                                formatted("--preset fp8 --weights %s %s", weights, more[i]));
         }
         expect(fabs(loss[1] - loss[0]) < 0.05 && loss[1] != loss[0], "%s: a loss of %.4f, without fp8 %.4f", weights,
                loss[1], loss[0]);

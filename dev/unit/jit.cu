@@ -17,20 +17,18 @@
 // An empty cache, and the smallest kernel that is not built in, which is the quickest to compile.
 struct Cached {
     CacheFolder folder;
-    char expression[2048];
+    const char* expression;
     JitImage want;  // compiled, not through the cache
 
     explicit Cached(Test* test);
     ~Cached() { jit_free(&want); }
 };
 
-static void small_expression(char* expression, size_t bytes) {
-    OptimConfig config = states_config("adamw", "fp32", "bf16", "bf16:sr", "bf16");
-    optim_expression(&config, OPTIM_BF16, expression, bytes);
+static const char* small_expression() {
+    return kernel_of(states_config("adamw", "fp32", "bf16", "bf16:sr", "bf16"));
 }
 
-Cached::Cached(Test* test) {
-    small_expression(expression, sizeof(expression));
+Cached::Cached(Test* test) : expression(small_expression()) {
     expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
 }
 
@@ -68,18 +66,17 @@ static int run_child(Test* test, Body body) {
 // Lines that a call writes to standard error.
 template <class Body>
 static int stderr_lines(Body body) {
-    char path[] = "/tmp/nibble-stderr-XXXXXX";
-    int file = mkstemp(path), saved = dup(2), lines = 0;
+    FILE* file = tmpfile();
+    int saved = dup(2), lines = 0;
     fflush(stderr);
-    dup2(file, 2);
+    dup2(fileno(file), 2);
     body();
     fflush(stderr);
     dup2(saved, 2);
     close(saved);
-    lseek(file, 0, SEEK_SET);
-    char byte;
-    while (read(file, &byte, 1) == 1) lines += byte == '\n';
-    close(file);
+    rewind(file);
+    for (int byte; (byte = fgetc(file)) != EOF;) lines += byte == '\n';
+    fclose(file);
     return lines;
 }
 
@@ -107,15 +104,14 @@ TEST(jit_source_is_device_code_alone) {
 }
 
 JIT_TEST(jit_compiles_where_there_is_no_device) {
-    char expression[2048], architecture[32];
+    char architecture[32];
     expect(jit_architecture(90, architecture, sizeof(architecture), error), "%s", error);
     expect(strcmp(architecture, "sm_90") == 0, "%s", architecture);
     expect(jit_architecture(9999, architecture, sizeof(architecture), error), "%s", error);
     expect(strncmp(architecture, "compute_", 8) == 0, "%s", architecture);
     for (const char* target : {"sm_90", "sm_80", (const char*)architecture}) {
         JitImage image;
-        small_expression(expression, sizeof(expression));
-        bool good = jit_compile(expression, target, &image, error);
+        bool good = jit_compile(small_expression(), target, &image, error);
         expect(good, "%s", error);
         if (!good) continue;
         expect(strstr(image.symbol, "optim_step_kernel") && image.image_bytes > 1000, "%s", image.symbol);
@@ -171,11 +167,9 @@ static void overwrite(const char* path, long offset, int change) {
 
 JIT_TEST(jit_cache) {
     Cached cached(test);
-    char path[4352], other[4352];
+    const char* path = cache_path(cached.expression, "sm_90");
     expect(!fetch(test, cached, "empty"), "an empty folder had it");
-    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
-    expect(jit_cache_path(cached.expression, "sm_80", other, sizeof(other)) && strcmp(path, other) != 0,
-           "architecture");
+    expect(strcmp(path, cache_path(cached.expression, "sm_80")) != 0, "architecture");
     expect(folder_files(cached.folder.path, false) == 1 && access(path, R_OK) == 0, "one file is kept: %s", path);
     expect(fetch(test, cached, "whole"), "it was compiled again");
     struct stat info;
@@ -204,18 +198,18 @@ TEST(jit_toolkit_upgrade) {
     // The file of another version of NVRTC stays where it is and is not taken, although it is whole.
     if (!jit_available()) skip("libnvrtc was not found");
     Cached cached(test);
-    char path[4352], older[4352], key[JIT_KEY_BYTES];
-    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
+    char key[JIT_KEY_BYTES];
+    const char *path = cache_path(cached.expression, "sm_90"), *older = "";
     expect(!fetch(test, cached, "empty"), "an empty folder had it");
     int found = 0;
     for (int version = 0; version < 10 * 100; version++) {
         jit_key(cached.expression, "sm_90", "", 10 + version / 100, version % 100, key);
-        snprintf(older, sizeof(older), "%s/%s.kernel", cached.folder.path, key);
+        older = formatted("%s/%s.kernel", cached.folder.path, key);
         found += strcmp(older, path) == 0;
     }
     expect(found == 1, "of 1000 versions %d have this one's address", found);
     jit_key(cached.expression, "sm_90", "", 11, 8, key);
-    snprintf(older, sizeof(older), "%s/%s.kernel", cached.folder.path, key);
+    older = formatted("%s/%s.kernel", cached.folder.path, key);
     expect(rename(path, older) == 0, "%s", strerror(errno));
     expect(!fetch(test, cached, "upgraded"), "another version's was taken");
     expect(fetch(test, cached, "kept"), "it was not kept");
@@ -237,12 +231,10 @@ JIT_TEST(jit_cache_that_cannot_be_written) {
     }
     expect(folder_files(cached.folder.path, false) == 0, "the read-only folder was written");
     // A file that root has put into a read-only folder, and made readable, is used.
-    char path[4352];
     chmod(cached.folder.path, 0755);
     setenv("NIBBLE_CACHE", cached.folder.path, 1);
     expect(!fetch(test, cached, "written"), "from where?");
-    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)) && chmod(path, 0644) == 0, "%s",
-           strerror(errno));
+    expect(chmod(cache_path(cached.expression, "sm_90"), 0644) == 0, "%s", strerror(errno));
     chmod(cached.folder.path, 0555);
     int status = run_child(test, [&] {
         if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
@@ -296,8 +288,7 @@ JIT_TEST(jit_full_disk) {
 
 JIT_TEST(jit_killed_while_writing) {
     Cached cached(test);
-    char path[4352], other[4400];
-    expect(jit_cache_path(cached.expression, "sm_90", path, sizeof(path)), "no path");
+    const char *path = cache_path(cached.expression, "sm_90"), *other = "";
     int status = run_child(test, [&] {
         limit_files(4096, true);
         fetch(test, cached, "killed");
@@ -309,13 +300,11 @@ JIT_TEST(jit_killed_while_writing) {
     DIR* entries = opendir(cached.folder.path);
     while (struct dirent* entry = readdir(entries)) {
         if (entry->d_name[0] == '.') continue;
-        snprintf(other, sizeof(other), "%s/%s", cached.folder.path, entry->d_name);
+        other = joined(cached.folder.path, entry->d_name);
         utime(other, &old);
     }
     closedir(entries);
-    char fresh[4400], foreign[4400];
-    snprintf(fresh, sizeof(fresh), "%s.fresh0", path);
-    snprintf(foreign, sizeof(foreign), "%s/notes.txt", cached.folder.path);
+    const char *fresh = formatted("%s.fresh0", path), *foreign = joined(cached.folder.path, "notes.txt");
     for (const char* name : {fresh, foreign}) fclose(fopen(name, "w"));
     utime(foreign, &old);
     expect(!fetch(test, cached, "after"), "half of a file was taken");
@@ -361,15 +350,15 @@ static bool says_what_is_missing(const char* text) {
 TEST(jit_without_nvrtc) {
     Setting setting("NIBBLE_NVRTC", "/nowhere/libnvrtc.so");
     CacheFolder folder;
-    char expression[2048], architecture[32], path[4352];
+    char architecture[32];
+    const char* expression = small_expression();
     JitImage image;
     expect(!jit_available(), "it was found");
-    small_expression(expression, sizeof(expression));
     expect(!jit_get(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
     expect(!jit_compile(expression, "sm_90", &image, error) && says_what_is_missing(error), "%s", error);
     expect(!jit_architecture(90, architecture, sizeof(architecture), error) && says_what_is_missing(error), "%s",
            error);
-    expect(!jit_cache_path(expression, "sm_90", path, sizeof(path)), "%s", path);
+    expect(!*cache_path(expression, "sm_90"), "a path");
     expect(folder_files(folder.path, false) == 0, "something was kept");
 }
 
@@ -404,17 +393,14 @@ static double cpu_ms() {
 // The processor's time, all threads', of the first call in a new process: it opens libnvrtc, too. The new process is
 // this program with the same case, which NIBBLE_TEST_JIT_TIMES tells to measure and where to write.
 static double first_call_ms(Test* test, const char* expression, bool cached) {
-    char path[] = "/tmp/nibble-time-XXXXXX", command[512];
-    int file = mkstemp(path);
-    Setting setting("NIBBLE_TEST_JIT_TIMES", path);
-    Setting asked("NIBBLE_TEST_JIT_EXPRESSION", expression);
-    snprintf(command, sizeof(command), "/proc/%d/exe -k jit_times > /dev/null", (int)getpid());
-    int code = system(command), was_cached = -1;
+    const char* path = joined(new_folder(), "times");
+    Setting setting("NIBBLE_TEST_JIT_TIMES", path), asked("NIBBLE_TEST_JIT_EXPRESSION", expression);
+    int code = system(formatted("/proc/%d/exe -k jit_times > /dev/null", (int)getpid())), was_cached = -1;
     double ms = NAN;
-    FILE* result = fdopen(file, "r");
-    expect(code == 0 && fscanf(result, "%lf %d", &ms, &was_cached) == 2, "exit code %d", code);
+    FILE* result = fopen(path, "r");
+    expect(code == 0 && result && fscanf(result, "%lf %d", &ms, &was_cached) == 2, "exit code %d", code);
     expect(was_cached == (cached ? 1 : 0), "cached %d", was_cached);
-    fclose(result);
+    if (result) fclose(result);
     return ms;
 }
 
@@ -448,10 +434,8 @@ TEST_ALONE(jit_times) {
     CacheFolder folder;
     double worst_compiled = 0.0, worst_cached = 0.0;
     for (const auto& names : drawn) {
-        OptimConfig config = states_config("adamw", names[0], "bf16", names[1], names[2]);
-        char expression[2048];
+        const char* expression = kernel_of(states_config("adamw", names[0], "bf16", names[1], names[2]));
         double compiled = INFINITY, cached = INFINITY;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
         bool late = false;
         for (int i = 0; i < TIMES || (late && i < MAX_TIMES && !test->failures); i++) {
             folder_files(folder.path, true);

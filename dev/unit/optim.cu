@@ -247,15 +247,13 @@ TEST(optim_weights_in_and_out) {
 TEST(optim_names_and_errors) {
     const OptimConfig good = {"adamw32", "", "", "bf16", nullptr, nullptr, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     OptimConfig config = resolved(good);
-    char line[256];
     expect(is(config.weights, "bf16+fp32") && is(config.m, "fp32"), "%s %s", config.weights, config.m);
-    optim_describe(&config, line, sizeof(line));
+    const char* line = described(config);
     expect(is(line, "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param"), "%s", line);
     config = good, config.preset = "adamw16", config.v = "fp32";
     config = resolved(config);
     expect(is(config.weights, "bf16:sr") && is(config.v, "fp32"), "%s", config.v);
-    optim_describe(&config, line, sizeof(line));
-    expect(strstr(line, " 8 B/param"), "%s", line);
+    expect(strstr(described(config), " 8 B/param"), "%s", described(config));
     typedef void Change(OptimConfig * c);
     const struct {
         Change* change;

@@ -509,24 +509,20 @@ TEST(placed_kernels_compile) {
         {"optim_replayed_kernel", "sm_90", {"came8", "", "", "", "", "", 1.01f}},
         {"optim_measure_kernel", "sm_90", {"", "adamw", "bf16", "dyn8/rank1", "lin4/rank1", ""}},
     };
-    static char step[4096], expression[4200];
     // The kernels of rules that read matrices. The second one's updates have places.
     const Case muon = {"muon8", "", "", "", "", ""};
     const OptimConfig matrices = case_config(&muon, OPTIM_BF16, "bf16");
     const Rows rows = config_rows(&matrices), apply = apply_rows(&rows);
     for (int i = 0; i < 3; i++) {
-        snprintf(expression, sizeof(expression), "%s<%s, %s, %s, %s, %s, Placed<%s>>",
-                 i == 0 ? "optim_step_kernel" : "optim_replayed_kernel", apply.rule->type, apply.weights->type,
-                 apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
-        optim_expression(&matrices, OPTIM_BF16, step, sizeof(step));
-        if (i == 2) snprintf(expression, sizeof(expression), "optim_replayed_kernel%s", strchr(step, '<'));
-        expect_compiles(test, expression);
+        const char* expression = formatted(
+            "%s<%s, %s, %s, %s, %s, Placed<%s>>", i == 0 ? "optim_step_kernel" : "optim_replayed_kernel",
+            apply.rule->type, apply.weights->type, apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
+        expect_compiles(test, i == 2 ? kernel_of(matrices, "optim_replayed_kernel") : expression);
     }
     for (const Kernel& kernel : kernels) {
         OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
         config.placed = true;
-        optim_expression(&config, OPTIM_BF16, step, sizeof(step));
-        snprintf(expression, sizeof(expression), "%s%s", kernel.name, strchr(step, '<'));
+        const char* expression = kernel_of(config, kernel.name);
         expect(strstr(expression, "Placed<"), "%s", expression);
         expect_compiles(test, expression, kernel.architecture);
     }

@@ -188,11 +188,10 @@ TEST(rules_say_what_they_keep) {
         if (row->by_rows) continue;
         const int states = 1 + row->keeps_v + row->keeps_slow;
         OptimConfig config = make_config(rule, "bf16", "bf16:sr");
-        char line[256], want[256];
-        snprintf(want, sizeof(want), "%s  weights bf16  grads fp32  m bf16:sr%s%s  %d B/param", rule,
-                 row->keeps_slow ? "  slow bf16:sr" : "", row->keeps_v ? "  v bf16:sr" : "", 2 + 2 * states);
-        optim_describe(&config, line, sizeof(line));
-        expect(is(line, want), "%s", line);
+        const char* want =
+            formatted("%s  weights bf16  grads fp32  m bf16:sr%s%s  %d B/param", rule,
+                      row->keeps_slow ? "  slow bf16:sr" : "", row->keeps_v ? "  v bf16:sr" : "", 2 + 2 * states);
+        expect(is(described(config), want), "%s", described(config));
     }
 }
 

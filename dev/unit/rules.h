@@ -22,6 +22,20 @@ inline OptimConfig resolved(OptimConfig config) {
     return config;
 }
 
+// These texts are never freed.
+inline const char* described(const OptimConfig& config) {
+    char line[256];
+    optim_describe(&config, line, sizeof(line));
+    return strdup(line);
+}
+
+// The kernel of a step, or one of another name for the same types.
+inline const char* kernel_of(const OptimConfig& config, const char* name = nullptr, OptimType compute = OPTIM_BF16) {
+    char step[4096];
+    optim_expression(&config, compute, step, sizeof(step));
+    return name ? formatted("%s%s", name, strchr(step, '<')) : strdup(step);
+}
+
 inline OptimConfig make_config(const char* rule, const char* weights, const char* state) {
     const char* v = keeps_v(rule) ? state : "";
     OptimConfig config = {"", rule, weights, "fp32", state, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};

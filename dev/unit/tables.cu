@@ -58,8 +58,7 @@ static Cost cost_of(Test* test, const OptimConfig* config) {
     for (int s = 0; s < optim_stream_count(optim); s++) {
         listed += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
     }
-    char line[256], *cost;
-    optim_describe(config, line, sizeof(line));
+    const char *line = described(*config), *cost;
     for (cost = line; strstr(cost + 1, "  "); cost = strstr(cost + 1, "  ")) continue;
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", line);
     // A few numbers of tensors, rows and columns are rounded up to 256 bytes.
@@ -137,9 +136,7 @@ static void check_listed(Test* test, const Listed* row, const OptimConfig* confi
     OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
     optim_layout(&tensor, 1, config);
     Optim* optim = optim_create(&dev, config, &tensor, 1, OPTIM_FP32);
-    char scales[32], low[32];
-    snprintf(scales, sizeof(scales), "%s.scales", array);
-    snprintf(low, sizeof(low), "%s.low", array);
+    const char *scales = formatted("%s.scales", array), *low = formatted("%s.low", array);
     int64_t bits = 0, block = 0, bytes = 0;
     for (int s = 0; s < optim_stream_count(optim); s++) {
         OptimStream stream = optim_stream(optim, s);

@@ -55,17 +55,14 @@ static void expect_same_sizes(Test* test, const OptimConfig* config, const Optim
 CACHE_TEST(JIT_TEST, user_format_example) {
     OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
     if (resolve(test, &config) && resolve(test, &same)) {
-        char line[256], same_line[256], expression[2048];
         expect(strcmp(config.m, "my8/64") == 0 && strcmp(config.v, "my8/64:sr") == 0, "%s %s", config.m, config.v);
         expect(!optim_built_in(&config, OPTIM_BF16), "it is built in");
-        optim_describe(&config, line, sizeof(line));
-        optim_describe(&same, same_line, sizeof(same_line));
+        const char *line = described(config), *same_line = described(same);
         const char *cost = strstr(line, ":sr  4"), *same_cost = strstr(same_line, ":sr  4");
         expect(cost && same_cost && strcmp(cost, same_cost) == 0, "%s; %s", line, same_line);
         expect_same_sizes(test, &config, &same);
         JitImage image;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        bool good = jit_get(expression, "sm_90", &image, error, optim_source(&config));
+        bool good = jit_get(kernel_of(config), "sm_90", &image, error, optim_source(&config));
         expect(good, "%s", error);
         if (good) expect(strstr(image.symbol, "My8") && !image.cached, "%s", image.symbol);
         if (good) jit_free(&image);
@@ -148,14 +145,12 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
     refuses(test, asked(joined(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
     refuses(test, asked(folder, "", ""), "--format: ", "not a regular file");
     // A name that another file of the list has, and the second file's own lines.
-    char both[4200], text[1024];
-    snprintf(text, sizeof(text), "\n\nOPTIM_FORMAT(\"my8/64\", \"x\", %s)", type);
-    put_text(joined(folder, "other.cuh"), text);
-    snprintf(both, sizeof(both), "%s,%s", example(), joined(folder, "other.cuh"));
+    put_text(joined(folder, "other.cuh"), formatted("\n\nOPTIM_FORMAT(\"my8/64\", \"x\", %s)", type));
+    const char* both = formatted("%s,%s", example(), joined(folder, "other.cuh"));
     refuses(test, asked(both, "", ""), "--format: ", "other.cuh names a format \"my8/64\", and so does");
-    snprintf(both, sizeof(both), "%s,%s", example(), example());
+    both = formatted("%s,%s", example(), example());
     refuses(test, asked(both, "", ""), "--format: ", "type one of them alone");
-    snprintf(both, sizeof(both), "%s,%s", example(), joined(folder, "error.cuh"));
+    both = formatted("%s,%s", example(), joined(folder, "error.cuh"));
     refuses(test, asked(both, "", ""), "--format ", "error.cuh(5): error");
     // Names that are refused, or need the option.
     OptimConfig weights = asked(example(), "", "");
@@ -163,8 +158,7 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
     refuses(test, weights, "--weights: \"my8/64\"", "--m and --v only");
     refuses(test, asked("", "my8", ""), "--m: \"my8\" is not known", "needs --format FILE.cuh");
     refuses(test, asked(example(), "my7", ""), "--m: \"my7\" is not known", "the files given name no such");
-    snprintf(text, sizeof(text), "OPTIM_FORMAT(\"u/64\", \"x\", Blocks<Ulin8, 64, ScaleFp32, NEAREST>)");
-    put_text(joined(folder, "unsigned.cuh"), text);
+    put_text(joined(folder, "unsigned.cuh"), "OPTIM_FORMAT(\"u/64\", \"x\", Blocks<Ulin8, 64, ScaleFp32, NEAREST>)");
     refuses(test, asked(joined(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
     expect(folder_files(cache.path, false) > 0, "what compiles is kept");
 }
@@ -172,22 +166,17 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
 CACHE_TEST(JIT_TEST, user_format_enters_the_content_address) {
     const char* folder = new_folder();
     const char* path = joined(folder, "mine.cuh");
-    char expression[2048], first[4352], second[4352];
+    const char* at[2] = {"", ""};
     for (int k = 0; k < 2; k++) {
         // The same types and names, another body.
-        char text[1024];
-        snprintf(text, sizeof(text),
-                 "struct Mine : Lin8 {\n    static constexpr float LARGEST = %d.0f;\n};\n"
-                 "OPTIM_FORMAT(\"mine/32\", \"x\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
-                 127 - k);
-        put_text(path, text);
+        put_text(path, formatted("struct Mine : Lin8 {\n    static constexpr float LARGEST = %d.0f;\n};\n"
+                                 "OPTIM_FORMAT(\"mine/32\", \"x\", Blocks<Mine, 32, ScaleFp32, NEAREST>)\n",
+                                 127 - k));
         OptimConfig config = asked(path, "mine", "");
         if (!resolve(test, &config)) break;
-        optim_expression(&config, OPTIM_BF16, expression, sizeof(expression));
-        expect(jit_cache_path(expression, "sm_90", k ? second : first, sizeof(first), optim_source(&config)),
-               "no path");
+        at[k] = cache_path(kernel_of(config), "sm_90", optim_source(&config));
     }
-    expect(strcmp(first, second) != 0, "the address is the same after the file was changed");
+    expect(*at[0] && *at[1] && strcmp(at[0], at[1]) != 0, "the address is the same after the file was changed");
 }
 
 // A file that names "mine/32"; `text` stands in its body.
