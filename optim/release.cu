@@ -6,6 +6,7 @@
 #include "../kernels/ranks/shard.cuh"
 #include "decoded.h"
 #include "kernel.cuh"
+#include "plan.h"
 
 struct Release {
     const Device* dev;
@@ -21,10 +22,6 @@ struct Release {
     float *factor, *last;  // (PART_TENSORS), (2) as part_norm_end leaves them: device memory
     void* scratch;         // of the norm; with a shard a double for each tile of the largest part
 };
-
-static int64_t padded(const OptimTensor* tensor) {
-    return ceil_div(tensor->rows * tensor->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
-}
 
 // The tensors of a part into `order`, by their offsets; returns how many.
 static int part_order(const OptimTensor* tensors, const int* part, int count, int number, int* order) {
@@ -49,7 +46,7 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
     // places whichever layer has the room.
     const int in_layer = part_order(tensors, part, count, 0, order);
     for (int i = 0; i < in_layer; i++) {
-        if (release_turns(&tensors[order[i]], 0, layers, folds)) layer += padded(&tensors[order[i]]);
+        if (release_turns(&tensors[order[i]], 0, layers, folds)) layer += tensor_padded(&tensors[order[i]]);
     }
     for (int l = 0; l < layers; l++) {
         const int shift = l * in_layer;  // layers follow each other in the list of tensors
@@ -57,7 +54,7 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
         for (int i = 0; i < in_layer; i++) {
             if (!release_turns(&tensors[order[i]], l, layers, folds)) continue;
             place[order[i] + shift] = used;
-            used += padded(&tensors[order[i] + shift]);
+            used += tensor_padded(&tensors[order[i] + shift]);
         }
     }
     used = (layers > 1 ? 2 : 1) * layer;
@@ -66,7 +63,7 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
         for (int i = 0; i < rest; i++) {
             if (release_turns(&tensors[order[i]], p, layers, folds)) continue;
             place[order[i]] = used;
-            used += padded(&tensors[order[i]]);
+            used += tensor_padded(&tensors[order[i]]);
         }
     }
     free(order);
@@ -83,7 +80,7 @@ static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
     if (!model->shard) return part_norm_scratch_bytes(dev);
     for (int p = 0; p < model->layers + 2; p++) {
         int64_t elements = 0;
-        for (int t = 0; t < model->count; t++) elements += model->part[t] == p ? padded(&model->tensors[t]) : 0;
+        for (int t = 0; t < model->count; t++) elements += model->part[t] == p ? tensor_padded(&model->tensors[t]) : 0;
         most = elements > most ? elements : most;
     }
     return most / TILE_ELEMENTS * (int64_t)sizeof(double);

@@ -48,11 +48,11 @@ struct RuleRow {
 struct PresetRow;
 
 // The tables (table.cuh).
-const Table<RuleRow>& rule_table();
-const Table<FormatRow>& weights_table();
-const Table<FormatRow>& grads_table();
-const Table<FormatRow>& state_table();
-const Table<PresetRow>& preset_table();
+Table<RuleRow> rule_table();
+Table<FormatRow> weights_table();
+Table<FormatRow> grads_table();
+Table<FormatRow> state_table();
+Table<PresetRow> preset_table();
 const RuleRow* matrix_apply_row();                  // the second step of a rule that reads matrices
 const FormatRow* none_row();                        // for a state that a rule does not keep
 const FormatRow* numbers_row(const RuleRow* rule);  // the v of a rule that reads rows

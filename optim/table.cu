@@ -61,33 +61,28 @@ constexpr Table<Row> table_of(const Row (&rows)[COUNT]) {
 #define WEIGHTS_ROW(NAME, NOTE, ...) weights_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__),
 #define RULE_ROW(NAME, NOTE, SLOWER, TYPE) rule_row<TYPE>(NAME, NOTE, SLOWER, #TYPE),
 
-const Table<RuleRow>& rule_table() {
+Table<RuleRow> rule_table() {
     static const RuleRow rows[] = {OPTIM_ALL_RULES(RULE_ROW)};
-    static const Table<RuleRow> table = table_of(rows);
-    return table;
+    return table_of(rows);
 }
 
-const Table<FormatRow>& weights_table() {
+Table<FormatRow> weights_table() {
     static const FormatRow rows[] = {OPTIM_WEIGHTS(WEIGHTS_ROW)};
-    static const Table<FormatRow> table = table_of(rows);
-    return table;
+    return table_of(rows);
 }
 
-const Table<FormatRow>& grads_table() {
+Table<FormatRow> grads_table() {
     static const FormatRow rows[] = {OPTIM_GRADS(FORMAT_ROW)};
-    static const Table<FormatRow> table = table_of(rows);
-    return table;
+    return table_of(rows);
 }
 
-const Table<FormatRow>& state_table() {
+Table<FormatRow> state_table() {
     static const FormatRow rows[] = {OPTIM_STATES(FORMAT_ROW)};
-    static const Table<FormatRow> table = table_of(rows);
-    return table;
+    return table_of(rows);
 }
 
-const Table<PresetRow>& preset_table() {
-    static const Table<PresetRow> table = table_of(PRESETS);
-    return table;
+Table<PresetRow> preset_table() {
+    return table_of(PRESETS);
 }
 
 const RuleRow* matrix_apply_row() {

@@ -34,7 +34,7 @@ static void step_by_parts(void*, Run* run, const void* given, const float* scale
         int64_t used = 0;
         for (int i = 0; i < count; i++) {
             const OptimTensor* t = &run->tensor[tensor[i]];
-            const int64_t padded = ceil_div(t->rows * t->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
+            const int64_t padded = tensor_padded(t);
             at[i] = number % 2 ? own + used : grads + t->offset;
             copy_to_device(&run->dev, own + used, room.to_host(grads + t->offset, padded), padded * 4);
             used += padded;
