@@ -91,9 +91,7 @@ DATA_TEST(corpus_every_character) {
 
 static bool opens(const char* path, DataFormat format, DatasetPart part, int T, char* error) {
     Dataset data;
-    bool open = dataset_open(&data, path, format, part, 0.1, T, error);
-    if (open) dataset_close(&data);
-    return open;
+    return dataset_open(&data, path, format, part, 0.1, T, error);
 }
 
 // 4000 bytes: the signature, then numbers that no text has, or text.
@@ -161,9 +159,8 @@ DATA_TEST(corpus_content) {
         expect(strstr(error, item.advice), "%s", error);
     }
     // Printable signatures may begin a text.
-    const char* printable[] = {"PAR1", "PARE", "FEA1", "x^",   "GGUF", "ORC",
-                               "RIFF", "MZ",   "ID3",  "GIF8", "OggS", "fLaC"};
-    for (const char* signature : printable) {
+    for (const char* signature :
+         {"PAR1", "PARE", "FEA1", "x^", "GGUF", "ORC", "RIFF", "MZ", "ID3", "GIF8", "OggS", "fLaC"}) {
         put_signed(path, 0, signature, (int)strlen(signature), false);
         expect(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), "%s", error);
     }

@@ -402,7 +402,6 @@ FOLDER_TEST(folders_bin_only) {
     // The command is Python: a stand-in for the packages shows that it reads the .bin and writes model.safetensors.
     const char *begin = strstr(ERR(child), "python3 -c"), *end = begin ? strstr(begin, " and start again") : nullptr;
     if (begin && end && system("python3 -c '' 2>/dev/null") == 0) {
-        char command[2 * PATHS];
         mkdir(joined(work, "packages"), 0755), mkdir(joined(work, "packages/safetensors"), 0755);
         write_text(work, "packages/torch.py",
                    "class V:\n  def clone(self): return self\n  def contiguous(self): return self\n"
@@ -410,7 +409,7 @@ FOLDER_TEST(folders_bin_only) {
         write_text(work, "packages/safetensors/__init__.py", "");
         write_text(work, "packages/safetensors/torch.py",
                    "def save_file(d, p, metadata): open(p, 'w').write(' '.join(d))\n");
-        snprintf(command, sizeof(command), "PYTHONPATH=%s/packages %.*s", work, (int)(end - begin), begin);
+        const char* command = formatted("PYTHONPATH=%s/packages %.*s", work, (int)(end - begin), begin);
         expect(system(command) == 0, "%s", command);
         char* text = contents(folder, "model.safetensors");
         expect(text && strcmp(text, joined(folder, "pytorch_model.bin")) == 0, "%s", text ? text : "no file");
@@ -455,28 +454,22 @@ FOLDER_TEST(folders_tokenizer_json) {
     write_tokenizer(work, false, "");
     Tokenizer* tokenizer = tokenizer_open(work, error);
     expect(tokenizer, "%s", error);
-    if (tokenizer) expect_tokens(test, tokenizer);
-    tokenizer_close(tokenizer);
+    expect_tokens(test, tokenizer);
     unlink(joined(work, "merges.txt")), unlink(joined(work, "vocab.json"));
     write_tokenizer(work, true, BYTE_LEVEL);
     tokenizer = tokenizer_open(work, error);
     expect(tokenizer, "%s", error);
-    if (tokenizer) {
-        int bytes = 0;
-        expect_tokens(test, tokenizer);
-        const char* text = tokenizer_decode(tokenizer, 259, &bytes);
-        expect(bytes == 5 && memcmp(text, "<pad>", 5) == 0, "the added token is %.*s", bytes, text);
-    }
-    tokenizer_close(tokenizer);
+    int bytes = 0;
+    expect_tokens(test, tokenizer);
+    const char* pad = tokenizer_decode(tokenizer, 259, &bytes);
+    expect(bytes == 5 && memcmp(pad, "<pad>", 5) == 0, "the added token is %.*s", bytes, pad);
     const char* const others[][2] = {
         {"{\"type\": \"Whitespace\"}", "otherwise than"},
         {"{\"type\": \"ByteLevel\", \"add_prefix_space\": true}", "otherwise than"},
         {"{\"type\": \"ByteLevel\", \"use_regex\": false}", "otherwise than"},
         {"null", "otherwise than"},
-        {"{\"type\": \"ByteLevel\"}, \"normalizer\": {\"type\": \"NFC\"}, \"x\": null", ""},
     };
     for (const auto& other : others) {
-        if (!*other[1]) continue;
         write_tokenizer(work, true, other[0]);
         expect(!tokenizer_open(work, error) && strstr(error, other[1]), "%s: %s", other[0], error);
     }
@@ -569,17 +562,14 @@ static void expect_ids(Test* test, const Json* config, int64_t bos, int64_t eos,
 // Special tokens are the tokenizer's or the loaded model's, and there are none where nobody says so.
 FOLDER_TEST(folders_special_tokens) {
     train_bytes(test, work);
-    Json* bytes = saved_config(test, joined(work, "used"), 1);
-    expect_ids(test, bytes, -1, -1, -1);
+    expect_ids(test, saved_config(test, joined(work, "used"), 1), -1, -1, -1);
     remove_tree(joined(work, "used"));
     const char* from = train_shards(test, work);
-    Json* shards = saved_config(test, joined(work, "used"), 1);
-    expect_ids(test, shards, END, END, -1);
+    expect_ids(test, saved_config(test, joined(work, "used"), 1), END, END, -1);
     write_text(joined(work, "data"), "special_tokens_map.json",
                "{\"pad_token\": {\"content\": \"the\"}, \"eos_token\": \"th\", \"bos_token\": \"no such token\"}");
     train_well(SHAPE " " QUICK " --data %s/data --run %s/map --steps 1", work, work);
-    Json* map = saved_config(test, joined(work, "map"), 1);
-    expect_ids(test, map, END, 256, 257);
+    expect_ids(test, saved_config(test, joined(work, "map"), 1), END, 256, 257);
     // Without a tokenizer nobody knows, whatever the vocabulary's size.
     const char* bare = joined(work, "bare");
     mkdir(bare, 0755);
@@ -644,9 +634,8 @@ TEST(folders_sizes) {
                "%s: %d layers, %d channels, %d heads", want.size, got ? got->layers : 0, got ? got->channels : 0,
                got ? got->heads : 0);
     }
-    char text[32];
     for (double wanted = 4e6; wanted < 4e11; wanted *= 1.07) {
-        snprintf(text, sizeof(text), "%.4fM", wanted / 1e6);
+        const char* text = formatted("%.4fM", wanted / 1e6);
         const Gpt2Name* got = gpt2_named(text);
         expect(got && gpt2_size_check(text, error), "%s: none", text);
         if (!got) continue;
