@@ -184,39 +184,75 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 }
 
 #ifdef __CUDACC__
-// grid: a thread block a tensor, block: SETTLE_THREADS; deterministic.
-__global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_kernel(SettleArguments a) {
-    if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
+// The same in three kernels, so that the rows, columns and tiles of a large tensor are many thread blocks' work:
+// SETTLE_BLOCKS of each tensor. A row leaves its part of the tensor's sum in the place of its first part, and the
+// tensor leaves its number in the place of the first row's.
+constexpr int SETTLE_BLOCKS = 32, SETTLE_BLOCK = 256;
+
+__device__ __forceinline__ void settle_changing(SettleArguments& a) {
     if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
+}
+
+// grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
+__global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleArguments a) {
+    if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
+    settle_changing(a);
+    const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
+    const int64_t end = t.rows + (sum_has_columns(a.sum) ? t.cols : 0);
+    int64_t i = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;
+    for (; i < end; i += SETTLE_BLOCKS * SETTLE_BLOCK) {
+        if (i < t.rows) a.parts[t.row_parts + i] = settle_row(a, t, i);
+        if (i >= t.rows) settle_column(a, t, i - t.rows);
+    }
+}
+
+// grid: a thread block a tensor, block: SETTLE_THREADS; deterministic.
+__global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_tensor_kernel(SettleArguments a) {
+    if (!is_finite(*a.grad_scale)) return;
     __shared__ float sum[SETTLE_THREADS];
     const SumTensor t = a.tensor[blockIdx.x];
+    const float* part = a.parts + t.row_parts;
     float its = 0.0f;
-    for (int64_t i = threadIdx.x; i < t.rows; i += SETTLE_THREADS) its = exact_add(its, settle_row(a, t, i));
-    if (sum_has_columns(a.sum)) {
-        for (int64_t j = threadIdx.x; j < t.cols; j += SETTLE_THREADS) settle_column(a, t, j);
-    }
+#pragma unroll 8
+    for (int64_t i = threadIdx.x; i < t.rows; i += SETTLE_THREADS) its = exact_add(its, part[i]);
     sum[threadIdx.x] = its;
     for (int half = SETTLE_THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
         if ((int)threadIdx.x < half) sum[threadIdx.x] = exact_add(sum[threadIdx.x], sum[threadIdx.x + half]);
     }
-    __syncthreads();
+    if (threadIdx.x > 0) return;
     const float whole = settle_tensor(a, t, sum[0]);
-    __syncthreads();  // all have read the last norm
-    for (int64_t i = threadIdx.x; i < t.rows; i += SETTLE_THREADS) settle_ready(a, t, i, whole);
-    for (int64_t k = threadIdx.x; k < settle_tiles(a, t); k += SETTLE_THREADS) settle_tile(a, t, k, whole);
-    if (threadIdx.x == 0) settle_norm(a, t, sum[0], whole);
+    a.parts[t.row_parts] = whole;
+    settle_norm(a, t, sum[0], whole);
+}
+
+// grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
+__global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_ready_kernel(SettleArguments a) {
+    if (!is_finite(*a.grad_scale)) return;
+    const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
+    const float whole = a.parts[t.row_parts];
+    const int64_t first = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;
+    for (int64_t i = first; i < t.rows; i += SETTLE_BLOCKS * SETTLE_BLOCK) settle_ready(a, t, i, whole);
+    for (int64_t k = first; k < settle_tiles(a, t); k += SETTLE_BLOCKS * SETTLE_BLOCK) settle_tile(a, t, k, whole);
+}
+
+static void settle_gpu(const Device* dev, const SettleArguments* a, int64_t tensors) {
+    const bool rows_alone = a->sum == SUM_SQUARES || (a->sum == SUM_DIRECTION && a->rule != ROWS_NORMUON_LITE);
+    const unsigned blocks = (unsigned)(tensors * SETTLE_BLOCKS);
+    rows_settle_parts_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
+    check_launch();
+    if (rows_alone) return;  // no number belongs to the tensor
+    rows_settle_tensor_kernel<<<(unsigned)tensors, SETTLE_THREADS, 0, dev->stream>>>(*a);
+    check_launch();
+    rows_settle_ready_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
+    check_launch();
 }
 #endif
 
 void rows_settle(const Device* dev, const SettleArguments* settle, int64_t tensors) {
     if (tensors == 0) return;
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        rows_settle_kernel<<<(unsigned)tensors, SETTLE_THREADS, 0, dev->stream>>>(*settle);
-        check_launch();
-        return;
-    }
+    if (dev->gpu) return settle_gpu(dev, settle, tensors);
 #endif
     (void)dev;
     if (!is_finite(*settle->grad_scale)) return;

@@ -1,6 +1,6 @@
-// Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares; each ends
-// with a kernel that turns the sums into a few numbers, fp32, for each row, column or tensor, which the step then reads
-// in the place of a v. So every format, rounding and noise of the step serves these rules too.
+// Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares. After each,
+// the sums become a few numbers, fp32, for each row, column or tensor (rows_settle), which the step then reads in the
+// place of a v. So every format, rounding and noise of the step serves these rules too.
 //
 // With g the gradient, and means over a tensor of R x C (a vector is one row), the passes and what they leave are:
 //     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + rest2 (mean - v_i)
@@ -96,6 +96,11 @@ struct RowNumbers : StorageDefaults {
         const SpanTile tile = *streams.span;
         const float* its = (const float*)streams.extra + tile.at + (second ? (int64_t)tile.rows + tile.cols : 0);
         SpanWalk walk = span_start(tile, first);
+        if (walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols) {  // one row, as most runs are
+            OPTIM_UNROLL
+            for (int i = 0; i < n; i++) x[i] = number_at(SPAN, its, tile.rows, walk.row, walk.col + i);
+            return;
+        }
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) {
             x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
@@ -177,7 +182,7 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
 OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
     float sum = part[0];
 #ifdef __CUDA_ARCH__
-#pragma unroll 8
+#pragma unroll 16
 #endif
     for (int64_t k = 1; k < count; k++) sum = exact_add(sum, part[k * stride]);
     return sum;

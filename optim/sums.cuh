@@ -1,7 +1,8 @@
 // The passes that add up squares before the step of a rule that reads rows (rows.cuh has the formulas and the order of
 // the sums). Threads read memory directly. A thread block takes a slab of 128 rows by a panel of 256 columns: each warp
-// a row at a time, each lane 8 columns of it, which lie in one or, where a row does not begin at a multiple of 8, two
-// runs of 8 elements.
+// every eighth row, each lane 8 columns of it, which lie in one or, where a row does not begin at a multiple of 8, two
+// runs of 8 elements. Where they lie in one, a warp loads SUM_AHEAD rows before it adds them up, so that as many loads
+// are under way; SUM_STEP, which needs too many registers for that, and other shapes go row by row.
 #pragma once
 #include "kernel.cuh"
 
@@ -30,11 +31,93 @@ __device__ __forceinline__ void sum_load(const Streams& whole, const void* table
     for (int i = 0; i < 8; i++) x[i] = i < held ? wide[shift + i] : 0.0f;
 }
 
+constexpr int SUM_AHEAD = 4;
+
+// The numbers of a lane's 8 columns, of came's second pair of factors too: the same for each row.
+struct SumColumns {
+    float v[SUM_LANE], slow[SUM_LANE];
+};
+
+// True if a rule's number of an element is a product of its row's and its column's.
+template <class V>
+OPTIM_INLINE constexpr bool sum_multiplies() {
+    return V::STREAM[1].span == SPAN_FACTORS || V::STREAM[1].span == SPAN_PAIRS;
+}
+
+template <class Rule, class V>
+__device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, const SumTensor& tensor, int64_t col,
+                                                  int held) {
+    SumColumns columns = {};
+    if constexpr (Rule::BY_ROWS && sum_multiplies<V>()) {
+        const float* its = sums.numbers + tensor.number + tensor.rows + col;
+#pragma unroll
+        for (int i = 0; i < SUM_LANE; i++) {
+            if (i >= held || !sum_reads_v(sums.sum)) continue;
+            columns.v[i] = its[i];
+            if (Rule::PAIRS) columns.slow[i] = its[tensor.rows + tensor.cols + i];
+        }
+    }
+    return columns;
+}
+
+// What a rule by rows has in the place of v for the 8 elements of a row.
+template <class Rule, class V>
+__device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumTensor& tensor,
+                                            const SumColumns& columns, int64_t row, float* v, float* slow) {
+    const float* its = sums.numbers + tensor.number + row;
+    const float first = its[0], second = Rule::PAIRS ? its[tensor.rows + tensor.cols] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < SUM_LANE; i++) {
+        v[i] = sum_multiplies<V>() ? exact_mul(first, columns.v[i]) : first;
+        if (Rule::PAIRS) slow[i] = exact_mul(second, columns.slow[i]);
+    }
+}
+
+// The same 8 columns of SUM_AHEAD rows, SUM_WARPS apart.
+template <class Storage>
+__device__ __forceinline__ void sum_load_rows(const Streams& whole, const void* table, int64_t element, int64_t cols,
+                                              float (&x)[SUM_AHEAD][SUM_LANE]) {
+    constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
+#pragma unroll
+    for (int r = 0; r < SUM_AHEAD; r++) {
+        const int64_t from = element + r * SUM_WARPS * cols;
+        Streams streams = tile_at(codes, extra, more, whole, from / TILE_ELEMENTS);
+        streams.table = table;
+        const int first = (int)(from % TILE_ELEMENTS);
+        if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, x[r]);
+        if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, x[r], SUM_LANE, NoiseKey{});
+    }
+}
+
+// The values that a pass other than SUM_STEP squares, of SUM_AHEAD rows from `row` on; each lane's 8 lie in one run.
+template <class Rule, class Weights, class M, class V, class Grads>
+__device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, const SumArguments& sums,
+                                                   const SumTensor& tensor, const SumColumns& columns,
+                                                   const unsigned char* tables, float grad_scale, int64_t row,
+                                                   int64_t col, float (&x)[SUM_AHEAD][SUM_LANE]) {
+    const int64_t element = tensor.offset + row * tensor.cols + col;
+    const Hyper& group = step.group[tensor.group];
+    if (sums.sum == SUM_WEIGHTS) return sum_load_rows<Weights>(step.weights, nullptr, element, tensor.cols, x);
+    float m[SUM_AHEAD][SUM_LANE] = {};
+    sum_load_rows<Grads>(step.grads, nullptr, element, tensor.cols, x);
+    if (sum_reads_m(sums.sum)) sum_load_rows<M>(step.m, tables, element, tensor.cols, m);
+#pragma unroll
+    for (int r = 0; r < SUM_AHEAD; r++) {
+        float v[SUM_LANE] = {}, slow[SUM_LANE];
+        if constexpr (Rule::BY_ROWS) {
+            if (sum_reads_v(sums.sum)) sum_numbers<Rule, V>(sums, tensor, columns, row + r * SUM_WARPS, v, slow);
+        }
+#pragma unroll
+        for (int i = 0; i < SUM_LANE; i++)
+            x[r][i] = sum_value(sums.sum, group, 0.0f, exact_mul(x[r][i], grad_scale), m[r][i], v[i]);
+    }
+}
+
 // The values of 8 elements that a pass squares: columns `col` to `col` + 7 of a row, of which `held` exist.
 template <class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_values(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
-                                           const unsigned char* tables, float grad_scale, int64_t row, int64_t col,
-                                           int held, float* x) {
+                                           const SumColumns& columns, const unsigned char* tables, float grad_scale,
+                                           int64_t row, int64_t col, int held, float* x) {
     float p[8] = {}, g[8], m[8] = {}, v[8] = {}, slow[8] = {}, root[8];
     const int64_t element = tensor.offset + row * tensor.cols + col;
     const bool decays = sums.sum == SUM_STEP && !Rule::DECOUPLED;
@@ -48,12 +131,7 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
     if (sum_reads_m(sums.sum)) sum_load<M>(step.m, tables, element, held, m);
     if (sum_reads_v(sums.sum)) {
         if constexpr (Rule::BY_ROWS) {
-            const float* its = sums.numbers + tensor.number;
-            for (int i = 0; i < held; i++) v[i] = number_at(V::STREAM[1].span, its, tensor.rows, row, col + i);
-            its += tensor.rows + tensor.cols;
-            for (int i = 0; i < held && Rule::PAIRS; i++) {
-                slow[i] = number_at(V::STREAM[1].span, its, tensor.rows, row, col + i);
-            }
+            sum_numbers<Rule, V>(sums, tensor, columns, row, v, slow);
         } else {
             sum_load<V>(step.v, tables + M::TABLE_BYTES, element, held, v);
             if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
@@ -75,6 +153,20 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
     }
 }
 
+// Adds the squares of a row's 8 values, of which `held` exist, to those of their columns, and stores the row's sum over
+// the panel.
+__device__ __forceinline__ void sum_row(const float* x, int held, float* column, float* part) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < SUM_LANE; i++) {
+        if (i >= held) continue;
+        sum = exact_fma(x[i], x[i], sum);
+        column[i] = exact_fma(x[i], x[i], column[i]);
+    }
+    for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
+    if (threadIdx.x % 32 == 0) *part = sum;
+}
+
 template <class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArguments& sums) {
     const float grad_scale = *step.grad_scale;
@@ -91,20 +183,27 @@ __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArg
         const int64_t slab = (b - tensor.block) / tensor.panels, panel = (b - tensor.block) % tensor.panels;
         const int64_t col = panel * SUM_COLS + lane * SUM_LANE, end = sum_end(tensor, slab);
         const int held = tensor.cols - col >= SUM_LANE ? SUM_LANE : tensor.cols > col ? (int)(tensor.cols - col) : 0;
+        const bool even = (tensor.cols | tensor.offset) % SUM_LANE == 0 && sums.sum != SUM_STEP;
+        const SumColumns numbers = sum_columns<Rule, V>(sums, tensor, col, held);
+        float* parts = sums.parts + tensor.row_parts + panel * tensor.rows;
         float column[SUM_LANE] = {};
-        for (int64_t row = slab * SUM_ROWS + warp; row < end; row += SUM_WARPS) {
-            float x[SUM_LANE] = {}, sum = 0.0f;
+        int64_t row = slab * SUM_ROWS + warp;
+        for (; even && row + (SUM_AHEAD - 1) * SUM_WARPS < end; row += SUM_AHEAD * SUM_WARPS) {
+            float x[SUM_AHEAD][SUM_LANE];
             if (held > 0) {
-                sum_values<Rule, Weights, M, V, Grads>(step, sums, tensor, step_memory, grad_scale, row, col, held, x);
+                sum_values_of_rows<Rule, Weights, M, V, Grads>(step, sums, tensor, numbers, step_memory, grad_scale,
+                                                               row, col, x);
             }
 #pragma unroll
-            for (int i = 0; i < SUM_LANE; i++) {
-                if (i >= held) continue;
-                sum = exact_fma(x[i], x[i], sum);
-                column[i] = exact_fma(x[i], x[i], column[i]);
+            for (int r = 0; r < SUM_AHEAD; r++) sum_row(x[r], held, column, parts + row + r * SUM_WARPS);
+        }
+        for (; row < end; row += SUM_WARPS) {
+            float x[SUM_LANE] = {};
+            if (held > 0) {
+                sum_values<Rule, Weights, M, V, Grads>(step, sums, tensor, numbers, step_memory, grad_scale, row, col,
+                                                       held, x);
             }
-            for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
-            if (lane == 0) sums.parts[tensor.row_parts + panel * tensor.rows + row] = sum;
+            sum_row(x, held, column, parts + row);
         }
         if (!sum_has_columns(sums.sum)) continue;
 #pragma unroll
