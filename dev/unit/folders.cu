@@ -9,8 +9,6 @@
 #include "../../data/tokenizer.h"
 #include "cli.h"
 
-constexpr int PATHS = 2 * PATH_MAX;
-
 // A copy of a folder's files without state.json, so that it is a model and no checkpoint; returns its path.
 static const char* copy_model(const char* work, const char* name, const char* from, bool state = false) {
     const char* to = joined(work, name);

@@ -157,7 +157,7 @@ static void show_gpus(const char* name, int number, int gpus) {
     setenv("CUDA_VISIBLE_DEVICES", word ? word : one, 1);
 }
 
-// `number`: how many cases were started before.
+// `number`: its place among the cases that were picked.
 static void worker_start(Worker* worker, Test* test, int number, int gpus, int threads) {
     int ends[2];
     fflush(stdout);
@@ -272,7 +272,7 @@ static void run_beside(Test** cases, int count, bool alone, int jobs, int thread
     munmap(endings, bytes);
 }
 
-// Asked by a process of its own: see above.
+// How many GPUs there are. A process of its own asks, since this one, which forks the cases, must not call CUDA.
 static int gpus_asked_aside() {
     int status = 0;
     pid_t child = fork();
