@@ -398,6 +398,26 @@ TEST(runner_ends_a_case_that_hangs) {
     expect(clock_seconds() - begin < 60.0, "%g s", clock_seconds() - begin);
 }
 
+TEST(runner_shares_the_gpus) {
+    const struct {
+        const char *name, *visible;
+        int number, gpus;
+        const char* want;
+    } rows[] = {{"fp8_runs_gpu", nullptr, 5, 4, "1"},
+                {"fp8_runs_gpu", "6,7,3", 4, 3, "7"},
+                {"fp8_runs_gpu", "GPU-a", 7, 1, "GPU-a"},
+                {"multi_modes_gpu", "6,7", 3, 2, "6,7"},
+                {"exchange_peers_gpu", "6,7", 2, 2, "6,7"}};
+    for (const auto& row : rows) {
+        unsetenv("CUDA_VISIBLE_DEVICES");
+        if (row.visible) setenv("CUDA_VISIBLE_DEVICES", row.visible, 1);
+        show_gpus(row.name, row.number, row.gpus);
+        const char* shown = getenv("CUDA_VISIBLE_DEVICES");
+        expect(shown && strcmp(shown, row.want) == 0, "%s, case %d, sees %s of %s", row.name, row.number, shown,
+               row.visible);
+    }
+}
+
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
     Counts counts = {0, 0, 0};
