@@ -416,7 +416,7 @@ static void open_words(Dataset* data, int T) {
     if (!dataset_open_memory(data, text, BYTES, DATASET_TRAIN, 0.1, T, error)) user_error("%s", error);
 }
 
-// Steps on it from initial weights, through the loader; losses into `losses`.
+// Takes steps on this text from initial weights, through the loader, and writes their losses.
 static void train_words(Model* m, int steps, int micro_batches, float lr, float clip, float* losses) {
     Dataset data;
     Feeder feeder;
@@ -431,6 +431,7 @@ static void train_words(Model* m, int steps, int micro_batches, float lr, float 
     dataset_close(&data);
 }
 
+// Does the same with a model that it opens; two micro-batches a step, or one where gradients are bf16.
 static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
     model_open(m, dev, setup);
     train_words(m, steps, setup->grads_bf16 ? 1 : 2, 1e-3f, 1.0f, losses);

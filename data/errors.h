@@ -5,7 +5,7 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-#define DATA_ERROR_BYTES 16384  // what every `error` must have room for: two paths and a sentence
+#define DATA_ERROR_BYTES 16384  // the room of every `error`: two paths and a sentence, or a compiler's log
 
 // Writes the sentence (cut to DATA_ERROR_BYTES) and returns false. Control characters, which a file's name or contents
 // may bring along, become '?', so that the sentence can be printed on a terminal.

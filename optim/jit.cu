@@ -97,7 +97,7 @@ static bool nvrtc_open(Nvrtc* nvrtc) {
 
 static bool nvrtc_missing(char* error) {
     const char* own = getenv("NIBBLE_NVRTC");
-    snprintf(error, JIT_ERROR_BYTES,
+    snprintf(error, DATA_ERROR_BYTES,
              "this combination of formats is compiled at run time, and %s could not be opened: install cuda-nvrtc "
              "(apt-get install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or take a --preset as it is",
              own && *own ? own : "libnvrtc.so.13 or .12");
@@ -123,7 +123,7 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
     }
     snprintf(architecture, bytes, "compute_%d", newest);
     if (newest == 0) {
-        snprintf(error, JIT_ERROR_BYTES, "this libnvrtc compiles for no device of compute capability %d.%d or older",
+        snprintf(error, DATA_ERROR_BYTES, "this libnvrtc compiles for no device of compute capability %d.%d or older",
                  compute / 10, compute % 10);
     }
     return newest != 0;
@@ -173,7 +173,7 @@ static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status,
         log = (char*)memory_zero(1, log_bytes + 1);
         if (nvrtc->log(program, log) != 0) log[0] = 0;
     }
-    snprintf(error, JIT_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
+    snprintf(error, DATA_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
              nvrtc->error_string(status), log ? log : "");
     free(log);
 }
@@ -458,19 +458,19 @@ bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     memset(kernel, 0, sizeof(*kernel));
     if (!driver_bind("cuModuleLoadData", &module_load) || !driver_bind("cuModuleGetFunction", &module_function) ||
         !driver_bind("cuLaunchKernel", &kernel->launch)) {
-        snprintf(error, JIT_ERROR_BYTES, "the NVIDIA driver lacks a call that loads a kernel; install 525 or later");
+        snprintf(error, DATA_ERROR_BYTES, "the NVIDIA driver lacks a call that loads a kernel; install 525 or later");
         return false;
     }
     CUresult status = module_load(&module, image->image);
     if (status == CUDA_SUCCESS) status = module_function(&kernel->function, module, image->symbol);
     if (status == CUDA_SUCCESS) return true;
-    snprintf(error, JIT_ERROR_BYTES, "the driver refused the compiled kernel %s: %s", image->symbol,
+    snprintf(error, DATA_ERROR_BYTES, "the driver refused the compiled kernel %s: %s", image->symbol,
              cudaGetErrorName((cudaError_t)status));
     return false;
 }
 
 void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel) {
-    char architecture[32], error[JIT_ERROR_BYTES];
+    char architecture[32], error[DATA_ERROR_BYTES];
     JitImage image;
     require(jit_architecture(compute, architecture, sizeof(architecture), error) &&
                 jit_get(expression, architecture, &image, error, user_source) && jit_load(&image, kernel, error),

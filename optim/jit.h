@@ -26,8 +26,6 @@
 #include "../kernels/no_cuda.h"
 #endif
 
-constexpr size_t JIT_ERROR_BYTES = 16384;  // a compiler's log may be long; it is cut here
-
 struct JitImage {
     char* symbol;  // the kernel's mangled name
     char* image;   // cubin or PTX; allocated together with symbol, freed by jit_free
@@ -46,8 +44,8 @@ bool jit_available();
 bool jit_architecture(int compute, char* architecture, size_t bytes, char* error);
 
 // Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>"; "" names none, and the
-// image then has what variables the source defines. False with NVRTC's log in `error` (JIT_ERROR_BYTES). `user_source`
-// is what the optimizer's source is followed by: formats of the user's own (user.cuh).
+// image then has what variables the source defines. False with NVRTC's log in `error`, cut to DATA_ERROR_BYTES.
+// `user_source` is what the optimizer's source is followed by: formats of the user's own (user.cuh).
 bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error,
                  const char* user_source = "");
 
@@ -76,8 +74,8 @@ struct JitKernel {
 // Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver
 // refuses it. A launch's arguments are as cudaLaunchKernel takes them.
 bool jit_load(const JitImage* image, JitKernel* kernel, char* error);
-// All of it for the device of compute capability `compute`, through the cache; ends the process with a sentence where
-// that cannot be.
+// Makes a kernel through the cache and loads it, for a device of compute capability `compute`; ends the process with a
+// sentence if it cannot.
 void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel);
 // Lets launches ask for as much dynamic shared memory.
 void jit_shared_bytes(const JitKernel* kernel, int bytes);

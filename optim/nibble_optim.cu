@@ -191,6 +191,7 @@ static void setting_share(NibbleOptim* optim, const char* value) {
     optim->share = (int)share, optim->shares = (int)shares;
 }
 
+// What a setting's value is, which says how it is read. SWITCH is a number, and true above 0; ON_OFF is a word.
 enum SettingKind { TEXT, NUMBER, COUNT, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
 
 struct Setting {

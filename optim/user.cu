@@ -130,7 +130,7 @@ static bool row_check(const UserRow* row, const char* path, char* error) {
 }
 
 static bool compile_rows(UserFormats* formats, const char* paths, char* error) {
-    char architecture[32], *log = (char*)memory_zero(1, JIT_ERROR_BYTES);
+    char architecture[32], *log = (char*)memory_zero(1, DATA_ERROR_BYTES);
     JitImage image;
     // The newest PTX that the library knows: the rows do not depend on the device.
     bool good = jit_architecture(INT32_MAX, architecture, sizeof(architecture), log) &&

@@ -55,7 +55,7 @@ struct CacheFolder {
     }                                                                    \
     static void with_cache_##NAME(Test* test, [[maybe_unused]] const CacheFolder& cache)
 
-// Where the cache has a kernel, "" if there is no place; never freed.
+// Returns the path at which the cache keeps a kernel, "" if there is no cache; it is never freed.
 inline const char* cache_path(const char* expression, const char* architecture, const char* source = "") {
     char path[4352];
     return jit_cache_path(expression, architecture, path, sizeof(path), source) ? strdup(path) : "";

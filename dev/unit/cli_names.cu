@@ -175,8 +175,8 @@ TEST(cli_shell_words) {
     }
 }
 
-// Before a command in a shell: runs it until log.jsonl, in the run folder `run`, has a step more, for half a minute at
-// most, and stops it then. The exit code is the command's.
+// Words to put before a command in a shell. They run it until log.jsonl in the run folder `run` has a step more, for
+// half a minute at most, and then stop it; the exit code is the command's.
 static const char* until_a_step(const char* run) {
     return formatted(
         "until_a_step() { log=%s/log.jsonl; steps() { grep -s '\"train\"' \"$log\" | wc -l; }; n=`steps`; "

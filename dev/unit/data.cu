@@ -43,6 +43,11 @@ DATA_TEST(data_files) {
     expect(folder_remove(joined(folder, "b/c"), error), "%s", error);
     expect(access(joined(folder, "b/c"), F_OK) != 0, "still there");
     expect(folder_sync(folder, error), "%s", error);
+    const char* const parents[][2] = {{"a/b/c", "a/b"}, {"/a/b", "/a"}, {"/a", "/"}, {"a", "."}};
+    char parent[64];
+    for (const auto& row : parents) {
+        expect(strcmp(folder_parent(row[0], parent, sizeof(parent)), row[1]) == 0, "%s of %s", parent, row[0]);
+    }
     expect_refused(folder_make(path, error), error, "there is a file of that name");
     expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
     expect_refused(folder_make("", error), error, "without a name");

@@ -51,8 +51,8 @@ File file_make(uint32_t kind, const uint32_t (*examples)[2]) {
     return file;
 }
 
-// With the checksum of `sealed`, which is what is written or what it was before.
-void file_write(const File* file, const File* sealed, const char* folder, const char* name, int cut = 0) {
+// Writes a file, without its last `cut` bytes, and with the checksum of `sealed`: of itself, or of what it was before.
+void write_sealed(const File* file, const File* sealed, const char* folder, const char* name, int cut = 0) {
     static unsigned char all[sizeof(File)];
     const uint32_t crc = crc32c(crc32c(0, sealed->header, 60), sealed->bytes, sealed->used);
     memcpy(all, file->header, 60), memcpy(all + 60, &crc, 4), memcpy(all + 64, file->bytes, file->used);
@@ -94,7 +94,7 @@ FOLDER_TEST(evaluation_file) {
         File file = file_make(0, FOUR), before = file;
         if (c.word < 16) file.header[c.word] = c.value;
         if (c.byte >= 0) file.bytes[c.byte] = c.byte == 4 ? 4 : c.byte == 250 ? 99 : 0;
-        file_write(&file, c.seal ? &file : &before, work, "task.eval", c.cut);
+        write_sealed(&file, c.seal ? &file : &before, work, "task.eval", c.cut);
         const bool opened = evaluation_open(&e, path, bytes, error);
         expect(opened == !c.says, "%s: %s", c.what, opened ? "opened" : error);
         if (!opened && c.says) expect(strstr(error, c.says) && strstr(error, path), "%s: %s", c.what, error);
@@ -113,7 +113,7 @@ Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)
     Tokenizer* bytes = tokenizer_open(nullptr, error);
     Evaluation e;
     File file = file_make(kind, examples);
-    file_write(&file, &file, work, "task.eval");
+    write_sealed(&file, &file, work, "task.eval");
     expect(evaluation_open(&e, joined(work, "task.eval"), bytes, error), "%s", error);
     return e;
 }
@@ -279,7 +279,7 @@ OPERATOR_TEST(evaluation_scores_gpu) {
 // The same scores alone, in a run, on several ranks and with sharded weights, each a file of --eval-out.
 FOLDER_TEST(evaluation_command) {
     File file = file_make(0, FOUR), words = file_make(1, WORDS);
-    file_write(&file, &file, work, "four.eval"), file_write(&words, &words, work, "words.eval");
+    write_sealed(&file, &file, work, "four.eval"), write_sealed(&words, &words, work, "words.eval");
     const char* run = joined(work, "run");
     train_well(EVALUATED
                " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s --steps 20 --eval "
@@ -331,8 +331,8 @@ FOLDER_TEST(evaluation_command) {
 FOLDER_TEST(evaluation_bad_input) {
     File file = file_make(0, FOUR), other = file_make(0, FOUR);
     other.header[4] = 50257;
-    file_write(&file, &file, work, "four.eval"), file_write(&other, &other, work, "gpt2.eval");
-    file_write(&file, &file, work, "cut.eval", 4);
+    write_sealed(&file, &file, work, "four.eval"), write_sealed(&other, &other, work, "gpt2.eval");
+    write_sealed(&file, &file, work, "cut.eval", 4);
     write_text(work, "text.eval", "Who knows?\n");
     train_well(EVALUATED " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s/run --steps 1", work,
                work);

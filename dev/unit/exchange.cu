@@ -431,7 +431,7 @@ TEST(exchange_own_card_gpu) {
 TEST(exchange_peers_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     if (!gpus_reach_each_other_asked_apart(8)) skip("these GPUs do not reach each other's memory");
-    unsetenv("NIBBLE_NCCL");  // which other cases may take instead of the copy engines
+    unsetenv("NIBBLE_NCCL");  // it is there where the other cases are to run over NCCL
     for (int ranks : {2, 3, 4, 8}) expect_ranks(test, ranks, peers_main);
 }
 

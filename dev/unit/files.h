@@ -67,7 +67,7 @@ inline bool exists(const char* folder, const char* name) {
     return access(joined(folder, name), F_OK) == 0;
 }
 
-// A file, and how long it is; NULL where it cannot be read.
+// Returns a file's bytes with a NUL behind them, and how many there are; NULL where it cannot be read.
 inline char* contents(const char* folder, const char* name, int64_t* bytes = nullptr) {
     int64_t length;
     return file_read(joined(folder, name), bytes ? bytes : &length, error);

@@ -32,7 +32,7 @@ static const char* small_path() {
     return cache_path("", ARCHITECTURE, "__device__ int jit_cache_test = 1;\n");
 }
 
-// Compiled, and one line that says why.
+// Expects that the kernel was compiled, and one line that says why the cache's was passed over.
 static void expect_line(Test* test, const Ended& its, const char* says) {
     expect_ended(test, its, 0, {says});
     expect(strchr(its.text, '\n') == its.text + strlen(its.text) - 1, "not one line: %s", its.text);

@@ -45,6 +45,7 @@ static int ranks_on_gpus() {
     }                                                             \
     static void on_ranks_##NAME(Test* test, bool gpu, [[maybe_unused]] int ranks)
 
+// Waits for the child, which must succeed.
 static void finish_well(Test* test, Child* child) {
     finish(child);
     expect_code(*child, 0);
@@ -65,13 +66,14 @@ static void finish_well(Test* test, Child* child) {
     start_ranks(&child, on_gpu, ranks, __VA_ARGS__); \
     finish_well(test, &child)
 
+// The same, expecting an empty standard error too.
 #define train_ranks(on_gpu, ranks, ...)                                   \
     do {                                                                  \
         ranks_well(ranks_child, on_gpu, ranks, __VA_ARGS__);              \
         expect(ERR(ranks_child)[0] == 0, "stderr: %s", ERR(ranks_child)); \
     } while (0)
 
-// The same, expecting a refusal.
+// Runs ./train with `ranks` ranks, expecting a refusal.
 #define refused_ranks(what, needle, needle2, on_gpu, ranks, ...) \
     do {                                                         \
         Child ranks_child = new_child();                         \
@@ -92,6 +94,7 @@ static bool runs_few(bool gpu, int ranks) {
 static void check_modes(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
     const char* work = work_folder();
     const char* run[4];
+    // True if only the first and the last mode run.
     const bool ends_alone = micro_batches == 1 && runs_few(gpu, ranks);
     for (int i = 0; i < 4; i++) {
         if (ends_alone && (i == 1 || i == 2)) continue;

@@ -29,7 +29,7 @@ inline const char* described(const OptimConfig& config) {
     return strdup(line);
 }
 
-// The kernel of a step, or one of another name for the same types.
+// The expression of a step's kernel, or of the kernel `name` for the same types.
 inline const char* kernel_of(const OptimConfig& config, const char* name = nullptr, OptimType compute = OPTIM_BF16) {
     char step[4096];
     optim_expression(&config, compute, step, sizeof(step));

@@ -157,7 +157,7 @@ static void show_gpus(const char* name, int number, int gpus) {
     setenv("CUDA_VISIBLE_DEVICES", word ? word : one, 1);
 }
 
-// `number`: how many cases were started before.
+// `number`: its place among the cases that were picked.
 static void worker_start(Worker* worker, Test* test, int number, int gpus, int threads) {
     int ends[2];
     fflush(stdout);
@@ -272,7 +272,7 @@ static void run_beside(Test** cases, int count, bool alone, int jobs, int thread
     munmap(endings, bytes);
 }
 
-// Asked by a process of its own: see above.
+// How many GPUs there are. A process of its own asks, since this one, which forks the cases, must not call CUDA.
 static int gpus_asked_aside() {
     int status = 0;
     pid_t child = fork();
@@ -396,6 +396,26 @@ TEST(runner_ends_a_case_that_hangs) {
     int code = run_self("-j 1 -k runner_ends_a_case_that_hangs", true, text, sizeof(text));
     expect(code == 1 && strstr(text, "killed, it took longer than 4 s\n"), "exit code %d\n%s", code, text);
     expect(clock_seconds() - begin < 60.0, "%g s", clock_seconds() - begin);
+}
+
+TEST(runner_shares_the_gpus) {
+    const struct {
+        const char *name, *visible;
+        int number, gpus;
+        const char* want;
+    } rows[] = {{"fp8_runs_gpu", nullptr, 5, 4, "1"},
+                {"fp8_runs_gpu", "6,7,3", 4, 3, "7"},
+                {"fp8_runs_gpu", "GPU-a", 7, 1, "GPU-a"},
+                {"multi_modes_gpu", "6,7", 3, 2, "6,7"},
+                {"exchange_peers_gpu", "6,7", 2, 2, "6,7"}};
+    for (const auto& row : rows) {
+        unsetenv("CUDA_VISIBLE_DEVICES");
+        if (row.visible) setenv("CUDA_VISIBLE_DEVICES", row.visible, 1);
+        show_gpus(row.name, row.number, row.gpus);
+        const char* shown = getenv("CUDA_VISIBLE_DEVICES");
+        expect(shown && strcmp(shown, row.want) == 0, "%s, case %d, sees %s of %s", row.name, row.number, shown,
+               row.visible);
+    }
 }
 
 int main(int argc, char** argv) {

@@ -663,16 +663,16 @@ def test_torch_compat():
 
 def test_torch_dtensor_shards():
     """With fully_shard's kind of cuts, on GPUs if there are enough, states and weights are those of one process."""
-    run_ranks("test_torch_shards.py", (1, 2, 3))
+    return run_ranks("test_torch_shards.py", (1, 2, 3))
 
 
 def test_torch_checkpoint_on_other_ranks():
     """A distributed checkpoint of two ranks continues on one and on three."""
-    run_ranks("test_torch_ranks.py", (2, 1, 3))
+    return run_ranks("test_torch_ranks.py", (2, 1, 3))
 
 
 def run_ranks(name, counts):
-    """Runs a script on so many ranks, one count after the other, with one folder."""
+    """Runs a script on so many ranks, one count after the other, with one folder; returns why not, where it cannot."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         return "skipped: FSDP2 and its DTensors are in torch from 2.6 on"
     with tempfile.TemporaryDirectory() as folder:
