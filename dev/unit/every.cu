@@ -93,15 +93,37 @@ static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
 }
 
-// Compiles the kernels of the first `count` configurations into the cache, on all cores; with bf16_too also those that
-// compute_of leaves out.
-static void compile_all(Test* test, const Configs* all, int count, bool bf16_too) {
+// The configurations of a case: all, or every third from `third` on. On a GPU all would take one process minutes.
+struct Part {
+    int third;  // -1: all
+
+    bool has(int k) const { return third < 0 || k % 3 == third; }
+};
+constexpr Part ALL = {-1};
+
+// Three cases on a GPU, NAME_1_gpu to NAME_3_gpu; the body has `part`.
+#define THIRDS_TEST(NAME)                             \
+    static void thirds_##NAME(Test* test, Part part); \
+    TEST(NAME##_1_gpu) {                              \
+        thirds_##NAME(test, {0});                     \
+    }                                                 \
+    TEST(NAME##_2_gpu) {                              \
+        thirds_##NAME(test, {1});                     \
+    }                                                 \
+    TEST(NAME##_3_gpu) {                              \
+        thirds_##NAME(test, {2});                     \
+    }                                                 \
+    static void thirds_##NAME(Test* test, Part part)
+
+// Compiles the kernels of a part of the first `count` configurations into the cache, on all cores; with bf16_too also
+// those that compute_of leaves out.
+static void compile_all(Test* test, const Configs* all, int count, Part part, bool bf16_too) {
     const Device gpu = test_device(true);
     int bad = in_processes(test, (bf16_too ? 2 : 1) * count, [&](int i) {
         char architecture[32];
         JitImage image = {};
         const int k = i % count;
-        if (i >= count && compute_of(k) == OPTIM_BF16) return;
+        if (!part.has(k) || (i >= count && compute_of(k) == OPTIM_BF16)) return;
         const char* expression = kernel_of(all->config[k], nullptr, i < count ? compute_of(k) : OPTIM_BF16);
         // An error here comes again, and is reported, when the optimizer is created.
         if (jit_architecture(gpu.compute, architecture, sizeof(architecture), error) &&
@@ -115,26 +137,27 @@ static void compile_all(Test* test, const Configs* all, int count, bool bf16_too
 // Configurations of presets and rows of `mixed`, which come first.
 constexpr int LISTED = 3 * ELEMENT_PRESETS + (int)(sizeof(mixed) / sizeof(mixed[0]));
 
-// Calls body(config, k) for each configuration that can run, with a cache of kernels of its own; only_listed: for the
-// first LISTED alone.
+// Calls body(config, k) for each configuration of a part that can run, with a cache of kernels of its own; only_listed:
+// for the first LISTED alone.
 template <class Body>
-static void for_every(Test* test, bool gpu, bool only_listed, Body body) {
+static void for_every(Test* test, bool gpu, bool only_listed, Part part, Body body) {
     CacheFolder folder;
     Configs* all = every_config();
     const int count = only_listed ? LISTED : all->count;
     int ran = 0;
-    if (gpu && jit_available()) compile_all(test, all, count, false);
+    if (gpu && jit_available()) compile_all(test, all, count, part, false);
     for (int k = 0; k < count && test->failures < 20; k++) {
-        if (can_run(&all->config[k], gpu)) body(&all->config[k], k), ran++;
+        if (part.has(k) && can_run(&all->config[k], gpu)) body(&all->config[k], k), ran++;
     }
-    expect(ran > (gpu && !jit_available() ? 10 : only_listed ? LISTED - 1 : 150), "%d configurations", ran);
+    const int least = gpu && !jit_available() ? 10 : only_listed ? LISTED - 1 : 150;
+    expect(ran > (part.third < 0 ? least : least / 4), "%d configurations", ran);
     note(test, "%d configurations", ran);
 }
 
 // A step whose factor is NaN or infinite, then a resume from the streams. The steps after it are those of a run that
 // was not interrupted. Another seed changes what rounds stochastically, and that alone.
-TEST_BOTH(every_skip_and_resume) {
-    for_every(test, gpu, false, [&](const OptimConfig* config, int k) {
+static void skip_and_resume(Test* test, bool gpu, Part part) {
+    for_every(test, gpu, false, part, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
         OptimConfig reseeded = *config;
         Run whole, first, second, other;
@@ -164,11 +187,19 @@ TEST_BOTH(every_skip_and_resume) {
     });
 }
 
+TEST(every_skip_and_resume) {
+    skip_and_resume(test, false, ALL);
+}
+
+THIRDS_TEST(every_skip_and_resume) {
+    skip_and_resume(test, true, part);
+}
+
 // Padding of the weights, and of moments in fp32 and bf16, keeps the bytes that it began with; the copy has zeros
 // there. Everything else moves. One thread and five compute the same.
 TEST(every_padding_and_threads) {
     const int threads = omp_get_max_threads();
-    for_every(test, false, false, [&](const OptimConfig* config, int) {
+    for_every(test, false, false, ALL, [&](const OptimConfig* config, int) {
         Run fresh, run;
         every_open(&run, config, OPTIM_FP32, false), every_open(&fresh, config, OPTIM_FP32, false);
         omp_set_num_threads(1), run_steps(&run, 1, 3);
@@ -204,7 +235,7 @@ TEST(every_padding_and_threads) {
 // leaves a shard without elements. On a GPU, presets and `mixed` alone.
 TEST_BOTH(every_shard) {
     const int tiles[][4] = {{1, 7, 12, 16}, {2, 3, 4, 9}, {5, 6, 10, 18}};
-    for_every(test, gpu, gpu, [&](const OptimConfig* config, int k) {
+    for_every(test, gpu, gpu, ALL, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
         Run whole, shard[6];
         every_open(&whole, config, compute, false);
@@ -256,19 +287,20 @@ static void compare(Test* test, const OptimConfig* config, const OptimTensor* te
            (long long)tensors[0].cols, wild ? ", wild" : "", where);
 }
 
-static void compare_all(Test* test, const Configs* all, bool wild) {
-    compile_all(test, all, all->count, wild);
+static void compare_all(Test* test, const Configs* all, Part part, bool wild) {
+    compile_all(test, all, all->count, part, wild);
     for (int k = 0; k < all->count && test->failures < 20; k++) {
         const OptimConfig* config = &all->config[k];
-        if (!can_run(config, true)) continue;
+        if (!part.has(k) || !can_run(config, true)) continue;
         compare(test, config, model, COUNT, compute_of(k), 20, false);
         if (wild) compare(test, config, model, COUNT, OPTIM_BF16, 4, true);
     }
-    note(test, "%d configurations", all->count);
+    note(test, "%s%d configurations", part.third < 0 ? "" : "a third of ", all->count);
 }
 
-CACHE_TEST(TEST, every_equal_cpu_gpu) {
-    compare_all(test, every_config(), true);
+THIRDS_TEST(every_equal_cpu) {
+    CacheFolder cache;
+    compare_all(test, every_config(), part, true);
 }
 
 // Is a row of the table a format to nearest at its default block, or that with another scale? Other blocks are drawn in
@@ -300,7 +332,7 @@ CACHE_TEST(JIT_TEST, every_state_equals_cpu_gpu) {
         }
     }
     expect(all.count > 100, "%d configurations", all.count);
-    compare_all(test, &all, true);
+    compare_all(test, &all, ALL, true);
 }
 
 // One of all combinations of the tables, each as likely as another but for m, which needs negative levels.
@@ -328,7 +360,7 @@ CACHE_TEST(JIT_TEST, every_random_equals_cpu_gpu) {
     static Configs all;
     const uint64_t seed = sample_seed(test);
     for (int k = 0; k < 200; k++) add(&all, draw_config(seed, k));
-    compare_all(test, &all, false);
+    compare_all(test, &all, ALL, false);
 }
 
 // Every preset, on a GPU that is said to have seven multiprocessors: of the last length, which no tile, block or group
