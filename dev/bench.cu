@@ -348,7 +348,7 @@ static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config,
     const bool copy = strcmp(config->weights, "bf16+fp32") == 0;
     double traffic = 2.0 * (double)(bytes.states + bytes.weights) + (double)arena_grads_bytes(&m->arena) -
                      (copy ? 2.0 * (double)m->arena.elements : 0.0);
-    // What the operators have summed may be infinite, and such a step would be skipped.
+    // The operators' sums may be infinite, and a step with such gradients would be skipped.
     const float factor = 1.0f;
     device_zero(m->dev, m->arena.grads, arena_grads_bytes(&m->arena));
     copy_to_device(m->dev, m->scalars + 2, &factor, sizeof(factor));

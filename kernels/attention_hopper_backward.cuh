@@ -112,11 +112,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
                                                         const CUtensorMap* dqkv, const HopperBackwardArguments& a,
                                                         int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
-    HopperBackwardExit out = {dqkv,
-                              memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES,
-                              0,
-                              Shape::CODES ? *a.codes.scale : 1.0f,
-                              {}};
+    HopperBackwardExit out = hopper_backward_exit<Shape>(dqkv, memory, a);
     const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
@@ -179,7 +175,7 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_barriers(HopperBackwardShared<Shape>& shared) {
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_offset(&shared.key_full[i]), 1);
-        // Those that compute, and keep the order.
+        // It counts the threads that compute and those that keep the order.
         barrier_init(shared_offset(&shared.key_empty[i]), Shape::WIDE ? 256 + 128 + 32 : 256 + 64);
         barrier_init(shared_offset(&shared.ds_full[i]), 8);
         barrier_init(shared_offset(&shared.ds_empty[i]), Shape::WIDE ? 4 : 8);
@@ -303,8 +299,8 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
     const int64_t groups = ceil_div(a.heads, group < 1 ? 1 : group);
     a.group = (int)ceil_div(a.heads, groups);  // groups of one size, lest the last be too few to share out
-    // As many heads are under way along the diagonals as a group has. Heads of 64 keep to groups: they walk up, and the
-    // longest walks would come last.
+    // Along diagonals as many heads are under way as a group has. Heads of 64 keep to groups: they walk up, so that the
+    // longest walks of a diagonal would come last.
     a.shift = Shape::WIDE ? (int)(group / ceil_div(T, Shape::BN)) : 0;
     a.key_tiles = (int)ceil_div(T, Shape::BN), a.query_tiles = (int)ceil_div(T, Shape::BM);
     a.scale = 1.0f / sqrtf((float)Shape::HS);

@@ -1,6 +1,6 @@
-// What the two forms of attention's backward pass on Hopper share (attention_hopper_backward.cuh, which has the
-// account, and attention_hopper_backward_wide.cuh for heads of 128): tiles and their order, the warps that fetch and
-// keep the order, products, and how results leave.
+// The two forms of attention's backward pass on Hopper (attention_hopper_backward.cuh, which has the account, and
+// attention_hopper_backward_wide.cuh for heads of 128) share this: tiles and their order, the warps that fetch and keep
+// the order, products, and how results leave.
 #pragma once
 
 #include "attention_parts.cuh"
@@ -34,7 +34,7 @@ using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, HS == 64, UN
 // Numbers of barriers, one for each group.
 enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
 
-// Its size is a multiple of the 1024 bytes to which the tiles behind it are aligned.
+// The struct's size is a multiple of 1024 bytes, to which the tiles behind it are aligned.
 template <typename Shape>
 struct alignas(1024) HopperBackwardShared {
     uint64_t key_full[2], key_empty[2], v_full[Shape::V_SLOTS], v_empty[Shape::V_SLOTS];
@@ -117,7 +117,7 @@ __device__ __forceinline__ void hopper_backward_load(uint32_t to, const CUtensor
             tensor_load(to + (panel * ROWS + r) * PANEL_ROW_BYTES, map, barrier, column + panel * 64, row + r, batch);
 }
 
-// Until *flag is `value`.
+// Waits until *flag is `value`.
 __device__ __forceinline__ void flag_wait(const int* flag, int value, [[maybe_unused]] int place) {
 #ifdef NIBBLE_HANG_REPORT
     const long long start = clock64();
@@ -285,7 +285,7 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4], const float* lse /*(BM)*/,
                                                     const HopperBackwardTile& tile, float scale_log2, int part) {
     int thread = threadIdx.x;
-    if (Shape::WIDE) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // keeps the compiler from keeping it
+    if (Shape::WIDE) asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // read anew, so that no register holds it
     const int key = tile.key_tile * Shape::BN + part * 64 + thread / 32 % 4 * 16, query = tile.query_tile * Shape::BM;
     const int lane = thread % 32, g = lane / 4, t = lane % 4;
     if (key + 15 > query) {
@@ -304,7 +304,7 @@ __device__ __forceinline__ void hopper_backward_exp(float (&s)[Shape::BM / 8][4]
     }
 }
 
-// A group's ds, keys x queries in registers, into its panel of the tile: BM queries x 64 keys.
+// Stores a group's ds, keys x queries in registers, in its panel of the tile: BM queries x 64 keys.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_store_ds(uint32_t panel, const uint32_t (&ds)[Shape::BM / 16][4]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -332,7 +332,14 @@ struct HopperBackwardExit {
     Fp8Seen seen;
 };
 
-// With CODES: 32 columns of the warp's 16 rows, as codes. Each lane writes 8 of a row, without shared memory.
+template <typename Shape>
+__device__ __forceinline__ HopperBackwardExit hopper_backward_exit(const CUtensorMap* dqkv, uint32_t memory,
+                                                                   const HopperBackwardArguments& a) {
+    const uint32_t place = memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES;
+    return {dqkv, place, 0, Shape::CODES ? *a.codes.scale : 1.0f, {}};
+}
+
+// Stores 32 columns of the warp's 16 rows as codes, with CODES. Each lane writes 8 of a row, without shared memory.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_store_codes(const uint32_t (&upper)[2], const uint32_t (&lower)[2],
                                                             const HopperBackwardArguments& a, int column, int row,
@@ -345,7 +352,7 @@ __device__ __forceinline__ void hopper_backward_store_codes(const uint32_t (&upp
     if (row + 8 < a.T) *(uint2*)(to + (int64_t)8 * width) = second;
 }
 
-// Word t of the four lanes of a quad, in the order of the lanes: lane t has those of its own number.
+// Gathers words among the four lanes of a quad: lane t gets word t of each, in the order of the lanes.
 __device__ __forceinline__ uint4 gather_quad(const uint32_t (&word)[4], int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     uint32_t first[2], second[2];  // words 2 * (t / 2) and the next, of lane t % 2 and of lane t % 2 + 2
@@ -360,8 +367,8 @@ __device__ __forceinline__ uint4 gather_quad(const uint32_t (&word)[4], int lane
     return make_uint4(odd ? b : a, odd ? a : b, odd ? d : c, odd ? c : d);
 }
 
-// A warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 to dqkv, and their column sums. Rows past T are zero
-// and not written. DIRECT: without shared memory.
+// Stores a warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 in dqkv, and their column sums. Rows past T
+// are zero and not written. DIRECT: without shared memory.
 template <typename Shape, int COLUMNS, bool DIRECT = false>
 __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, const HopperBackwardArguments& a,
                                                       const float (&c)[COLUMNS / 8][4], float factor, int column,
@@ -423,7 +430,7 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
     }
 }
 
-// Where a thread has its first four values of a part of a tile of dq_sum; the next are 512 further on each.
+// Returns the place of a thread's first four values of a part of a tile of dq_sum; each next four lie 512 further on.
 template <typename Shape>
 __device__ __forceinline__ float* hopper_backward_sum_of(const HopperBackwardArguments& a,
                                                          const HopperBackwardTile& tile, int part) {
@@ -431,7 +438,7 @@ __device__ __forceinline__ float* hopper_backward_sum_of(const HopperBackwardArg
            part * Shape::DQ_ROWS * Shape::DQ_COLUMNS + threadIdx.x % 128 * 4;
 }
 
-// What the tiles of keys before have added to a part of a tile of dq.
+// Loads what the tiles of keys before have added to a part of a tile of dq.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_dq_before(float (&dq)[Shape::DQ_COLUMNS / 8][4],
                                                           const HopperBackwardArguments& a,
@@ -480,7 +487,7 @@ __device__ __forceinline__ void hopper_backward_uneven(const HopperBackwardTile&
         }
 }
 
-// dk and dv of half `part` of a tile of keys.
+// Writes dk and dv of half `part` of a tile of keys.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape::HS / 8][4],
                                                          const float (&dv)[Shape::HS / 8][4], HopperBackwardExit& out,
@@ -492,7 +499,7 @@ __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape
     hopper_backward_store<Shape, Shape::HS>(out, a, dv, 1.0f, column + a.NH * Shape::HS, key, tile.bh / a.NH);
 }
 
-// ds of a tile into shared memory, where the other group is done with the tile before the last.
+// Shares ds of a tile through shared memory, once those who read it are done with the tile before the last.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_share(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                       const uint32_t (&ds)[Shape::BM / 16][4], int count, int part) {

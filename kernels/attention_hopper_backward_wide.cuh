@@ -24,7 +24,7 @@ __device__ __forceinline__ bool hopper_backward_half(const HopperBackwardTile& t
     return tile.query_tile * Shape::BM == tile.key_tile * Shape::BN;
 }
 
-// Which half of the keys a group has in the block's tile of keys number `sequence`.
+// Returns the half of the keys that a group has in the block's tile of keys number `sequence`.
 __device__ __forceinline__ int hopper_backward_part(int group, int sequence) {
     return group ^ (sequence & 1);
 }
@@ -90,7 +90,7 @@ __device__ __forceinline__ void hopper_backward_wide_queries(HopperBackwardShare
     if (Shape::CODES) fp8_tell_warp(a.codes, out.seen);
 }
 
-// p as a left operand.
+// Rounds s, which holds p, to a left operand.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_round(uint32_t (&p)[Shape::BM / 16][4],
                                                            const float (&s)[Shape::BM / 8][4]) {
@@ -176,11 +176,7 @@ __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<S
                                                           const CUtensorMap* dqkv, const HopperBackwardArguments& a,
                                                           int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
-    HopperBackwardExit out = {dqkv,
-                              memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES,
-                              0,
-                              Shape::CODES ? *a.codes.scale : 1.0f,
-                              {}};
+    HopperBackwardExit out = hopper_backward_exit<Shape>(dqkv, memory, a);
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
     int count = 0;  // of tiles

@@ -191,7 +191,7 @@ static void setting_share(NibbleOptim* optim, const char* value) {
     optim->share = (int)share, optim->shares = (int)shares;
 }
 
-// What a setting's value is, which says how it is read. SWITCH is a number, and true above 0; ON_OFF is a word.
+// The kind of a setting says how its value is read. SWITCH is a number, and true above 0; ON_OFF is a word.
 enum SettingKind { TEXT, NUMBER, COUNT, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
 
 struct Setting {
@@ -200,7 +200,7 @@ struct Setting {
     size_t at;  // of its value in NibbleOptim
 };
 
-#define IN_CONFIG(MEMBER) offsetof(NibbleOptim, config) + offsetof(OptimConfig, MEMBER)
+#define IN_CONFIG(MEMBER) (offsetof(NibbleOptim, config) + offsetof(OptimConfig, MEMBER))
 static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"parameters", PARAMETERS, 0},
                                         {"preset", TEXT, IN_CONFIG(preset)},

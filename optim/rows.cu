@@ -184,19 +184,15 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 }
 
 #ifdef __CUDACC__
-// The same in three kernels, so that the rows, columns and tiles of a large tensor are many thread blocks' work:
-// SETTLE_BLOCKS of each tensor. A row leaves its part of the tensor's sum in the place of its first part, and the
-// tensor leaves its number in the place of the first row's.
+// Three kernels do the same, so that SETTLE_BLOCKS thread blocks share the rows, columns and tiles of each tensor. A
+// row leaves its part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place
+// of the first row's.
 constexpr int SETTLE_BLOCKS = 32, SETTLE_BLOCK = 256;
-
-__device__ __forceinline__ void settle_changing(SettleArguments& a) {
-    if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
-}
 
 // grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
-    settle_changing(a);
+    if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
     const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
     const int64_t end = t.rows + (sum_has_columns(a.sum) ? t.cols : 0);
     int64_t i = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;

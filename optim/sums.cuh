@@ -9,31 +9,31 @@
 EMBED_SOURCE
 
 #ifdef __CUDACC__
+// Loads the 8 elements of the arena from `element`, a multiple of 8, on.
+template <class Storage>
+__device__ __forceinline__ void sum_load_run(const Streams& whole, const void* table, int64_t element, float* x) {
+    constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
+    Streams streams = tile_at(codes, extra, more, whole, element / TILE_ELEMENTS);
+    streams.table = table;
+    const int first = (int)(element % TILE_ELEMENTS);
+    if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, x);
+    if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, x, SUM_LANE, NoiseKey{});
+}
+
 // Loads the 8 elements from `element` of the arena on; `held` of them lie in the tensor.
 template <class Storage>
 __device__ __forceinline__ void sum_load(const Streams& whole, const void* table, int64_t element, int held, float* x) {
-    constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
     const int shift = (int)(element % 8);
-    auto run = [&](int64_t from, float* to) {
-        Streams streams = tile_at(codes, extra, more, whole, from / TILE_ELEMENTS);
-        streams.table = table;
-        const int first = (int)(from % TILE_ELEMENTS);
-        if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, to);
-        if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, to, 8, NoiseKey{});
-    };
-    if (shift == 0) {
-        run(element, x);
-        return;
-    }
+    if (shift == 0) return sum_load_run<Storage>(whole, table, element, x);
     float wide[16];
-    run(element - shift, wide);
-    if (shift + held > 8) run(element - shift + 8, wide + 8);
+    sum_load_run<Storage>(whole, table, element - shift, wide);
+    if (shift + held > 8) sum_load_run<Storage>(whole, table, element - shift + 8, wide + 8);
     for (int i = 0; i < 8; i++) x[i] = i < held ? wide[shift + i] : 0.0f;
 }
 
-constexpr int SUM_AHEAD = 4;
+constexpr int SUM_AHEAD = 4;  // rows
 
-// The numbers of a lane's 8 columns, of came's second pair of factors too: the same for each row.
+// A lane keeps the numbers of its 8 columns here, as every row needs them; `slow` are came's second ones.
 struct SumColumns {
     float v[SUM_LANE], slow[SUM_LANE];
 };
@@ -44,6 +44,7 @@ OPTIM_INLINE constexpr bool sum_multiplies() {
     return V::STREAM[1].span == SPAN_FACTORS || V::STREAM[1].span == SPAN_PAIRS;
 }
 
+// Reads these numbers for a pass that needs them; otherwise they are 0.
 template <class Rule, class V>
 __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, const SumTensor& tensor, int64_t col,
                                                   int held) {
@@ -60,7 +61,7 @@ __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, cons
     return columns;
 }
 
-// What a rule by rows has in the place of v for the 8 elements of a row.
+// Fills v with the numbers that a rule by rows has in its place for 8 elements of a row, and `slow` with came's second.
 template <class Rule, class V>
 __device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumTensor& tensor,
                                             const SumColumns& columns, int64_t row, float* v, float* slow) {
@@ -73,23 +74,15 @@ __device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumT
     }
 }
 
-// The same 8 columns of SUM_AHEAD rows, SUM_WARPS apart.
+// Loads a lane's 8 columns of SUM_AHEAD rows, SUM_WARPS apart.
 template <class Storage>
 __device__ __forceinline__ void sum_load_rows(const Streams& whole, const void* table, int64_t element, int64_t cols,
                                               float (&x)[SUM_AHEAD][SUM_LANE]) {
-    constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
 #pragma unroll
-    for (int r = 0; r < SUM_AHEAD; r++) {
-        const int64_t from = element + r * SUM_WARPS * cols;
-        Streams streams = tile_at(codes, extra, more, whole, from / TILE_ELEMENTS);
-        streams.table = table;
-        const int first = (int)(from % TILE_ELEMENTS);
-        if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, x[r]);
-        if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, x[r], SUM_LANE, NoiseKey{});
-    }
+    for (int r = 0; r < SUM_AHEAD; r++) sum_load_run<Storage>(whole, table, element + r * SUM_WARPS * cols, x[r]);
 }
 
-// The values that a pass other than SUM_STEP squares, of SUM_AHEAD rows from `row` on; each lane's 8 lie in one run.
+// Makes the values that a pass other than SUM_STEP squares, of SUM_AHEAD rows from `row` on. A lane's 8 lie in one run.
 template <class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, const SumArguments& sums,
                                                    const SumTensor& tensor, const SumColumns& columns,

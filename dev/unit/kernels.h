@@ -108,7 +108,7 @@ struct Array {
     const Device* dev = nullptr;
 
     Array() = default;
-    // Of these values, or NaN where there are none.
+    // Makes an array of these values, or of NaN where there are none.
     Array(const Device* on, int64_t count, const float* values = nullptr)
         : n(count), host(floats(count)), device((T*)device_alloc(on, (count + GUARD) * sizeof(T))), dev(on) {
         set(values);
