@@ -124,16 +124,17 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
+        const bool ready = span >= SPAN_ROWS && span <= SPAN_PAIRS;
+        const int64_t at = ready ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
-            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] =
-                span_tile(span, tensor, first, optim->plan->at[t][span] - run->at[span]);
+            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }
     }
     device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, span_bytes(run, span), &optim->allocated.tables);
+    streams->next = (float*)allocate_zero(optim->dev, next_bytes(run, span), &optim->allocated.tables);
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
@@ -218,6 +219,20 @@ static void tiles_create(Optim* optim) {
             if (plan->launch_of[i] != l || placed) continue;
             int64_t first = plan_clamp(plan, tensor->offset);
             int64_t end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
+            const int64_t rows = getenv("NIBBLE_W21_ORDER") ? atoi(getenv("NIBBLE_W21_ORDER")) : 0;
+            if (rows > 0 && tensor->cols > 2 * TILE_ELEMENTS && first == tensor->offset) {
+                const int64_t some = rows * tensor->cols / TILE_ELEMENTS * TILE_ELEMENTS, cols = tensor->cols;
+                for (; first < end; first += some) {
+                    const int64_t last = first + some < end ? first + some : end;
+                    for (int64_t b = 0; b < cols; b += TILE_ELEMENTS) {
+                        for (int64_t at = first; at < last; at += TILE_ELEMENTS) {
+                            if ((at - tensor->offset) % cols / TILE_ELEMENTS * TILE_ELEMENTS != b) continue;
+                            tiles[t++] = {(uint32_t)(at / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
+                        }
+                    }
+                }
+                continue;
+            }
             for (; first < end; first += TILE_ELEMENTS) {
                 tiles[t++] = {(uint32_t)(first / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
             }
@@ -677,6 +692,29 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
+// For the branch alone: times of the kernels of step 8, with NIBBLE_W21_TIME.
+static void w21_mark(const Device* dev, const char* name, int64_t step) {
+#ifdef __CUDACC__
+    static cudaEvent_t event[64];
+    static const char* names[64];
+    static int count;
+    if (step != 8 || !getenv("NIBBLE_W21_TIME")) return;
+    if (name[0] == '>') count = 0;
+    if (count == 64) return;
+    if (!event[count]) check(cudaEventCreate(&event[count]));
+    names[count] = name;
+    check(cudaEventRecord(event[count++], dev->stream));
+    if (strcmp(name, "step") != 0) return;
+    check(cudaStreamSynchronize(dev->stream));
+    for (int i = 1; i < count; i++) {
+        float ms;
+        check(cudaEventElapsedTime(&ms, event[i - 1], event[i]));
+        printf("    %s %.3f", names[i], ms);
+    }
+    printf("\n");
+#endif
+}
+
 // Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
 static void pass_run(const Optim* optim, const Launch* launch, RowRange range, Sum sum, StepArguments* arguments,
                      const Replay* replay, int64_t step) {
@@ -688,13 +726,16 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
-        const int64_t blocks = 8 * (int64_t)dev->sm_count;
+        const char* own = getenv("NIBBLE_W21_GRID");
+        const int64_t blocks = (own ? atoi(own) : SUM_BLOCKS) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
         jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
-                   32 * SUM_WARPS, work->shared_bytes, pointers, dev->stream);
+                   32 * SUM_WARPS, sum_reads_m(sum) ? work->shared_bytes : 0, pointers, dev->stream);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
+    static const char* const names[] = {"squares", "direction", "moments", "update", "residual", "weights", "step"};
+    w21_mark(dev, names[sum], step);
     const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.grad_scale = arguments->grad_scale;
@@ -706,6 +747,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     settle.changing = replay ? replay->to->changing : nullptr;
     rows_settle(dev, &settle, sums.tensors);
+    w21_mark(dev, "settle", step);
 }
 
 // The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
@@ -852,8 +894,10 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     arguments->tile_count = count;
     const MatrixStep matrices = {&launch->plan->config, step, nullptr};
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
+    w21_mark(optim->dev, ">", step);
     launch_passes(optim, launch, &launch->plan->config, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments);
+    w21_mark(optim->dev, "step", step);
 }
 
 void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,

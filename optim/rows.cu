@@ -51,6 +51,7 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
         sum->offset = tensor->offset, sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
         sum->number = span == SPAN_RUN ? 0 : plan->at[t][span] - run->at[span];
+        sum->ready = plan->ready[t];
         sum->norm = plan->at[t][SPAN_NORM] - run->at[SPAN_NORM];
         sum->group = (uint32_t)plan->group_of[t];
         sum->block = its.blocks;
@@ -103,7 +104,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
     if (sums->sum != SUM_WEIGHTS) sum_load(rows->grads, step->grads, from, n, g);
     if (sums->sum == SUM_WEIGHTS || decays) sum_load(rows->weights, step->weights, from, n, p);
     if (sum_reads_m(sums->sum)) sum_load(rows->m, step->m, from, n, m);
-    const float* numbers = sums->numbers + tensor->number;
+    const float* numbers = sums->numbers + tensor->ready;
     const Span span = format_span(rows->v);
     if (sum_reads_v(sums->sum) && !rows->rule->rows) sum_load(rows->v, step->v, from, n, v);
     if (sum_reads_v(sums->sum) && rows->rule->keeps_slow) sum_load(rows->m, step->slow, from, n, slow);
@@ -184,19 +185,18 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 }
 
 #ifdef __CUDACC__
-// Three kernels do the same, so that SETTLE_BLOCKS thread blocks share the rows, columns and tiles of each tensor. A
-// row leaves its part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place
-// of the first row's.
-constexpr int SETTLE_BLOCKS = 32, SETTLE_BLOCK = 256;
+// Three kernels do the same, so that several thread blocks share the rows, columns and tiles of each tensor: more, the
+// fewer tensors there are. A row leaves its part of the tensor's sum in the place of its first part, and the tensor
+// leaves its number in the place of the first row's.
+constexpr int SETTLE_BLOCKS = 8192, SETTLE_MIN = 8, SETTLE_MAX = 256, SETTLE_BLOCK = 256;
 
-// grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
+// grid: the tensors, by 1 and more; block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
     if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
-    const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
+    const SumTensor t = a.tensor[blockIdx.x];
     const int64_t end = t.rows + (sum_has_columns(a.sum) ? t.cols : 0);
-    int64_t i = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;
-    for (; i < end; i += SETTLE_BLOCKS * SETTLE_BLOCK) {
+    for (int64_t i = blockIdx.y * SETTLE_BLOCK + threadIdx.x; i < end; i += gridDim.y * SETTLE_BLOCK) {
         if (i < t.rows) a.parts[t.row_parts + i] = settle_row(a, t, i);
         if (i >= t.rows) settle_column(a, t, i - t.rows);
     }
@@ -222,19 +222,22 @@ __global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_tensor_kernel(Sett
     settle_norm(a, t, sum[0], whole);
 }
 
-// grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
+// grid: the tensors, by 1 and more; block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_ready_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;
-    const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
+    const SumTensor t = a.tensor[blockIdx.x];
     const float whole = a.parts[t.row_parts];
-    const int64_t first = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;
-    for (int64_t i = first; i < t.rows; i += SETTLE_BLOCKS * SETTLE_BLOCK) settle_ready(a, t, i, whole);
-    for (int64_t k = first; k < settle_tiles(a, t); k += SETTLE_BLOCKS * SETTLE_BLOCK) settle_tile(a, t, k, whole);
+    const int64_t first = blockIdx.y * SETTLE_BLOCK + threadIdx.x, stride = gridDim.y * SETTLE_BLOCK;
+    for (int64_t i = first; i < t.rows; i += stride) settle_ready(a, t, i, whole);
+    for (int64_t k = first; k < settle_tiles(a, t); k += stride) settle_tile(a, t, k, whole);
 }
 
 static void settle_gpu(const Device* dev, const SettleArguments* a, int64_t tensors) {
     const bool rows_alone = a->sum == SUM_SQUARES || (a->sum == SUM_DIRECTION && a->rule != ROWS_NORMUON_LITE);
-    const unsigned blocks = (unsigned)(tensors * SETTLE_BLOCKS);
+    const int64_t share = SETTLE_BLOCKS / tensors;
+    const dim3 blocks((unsigned)tensors, (unsigned)(share < SETTLE_MIN   ? SETTLE_MIN
+                                                    : share > SETTLE_MAX ? SETTLE_MAX
+                                                                         : share));
     rows_settle_parts_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
     check_launch();
     if (rows_alone) return;  // no number belongs to the tensor

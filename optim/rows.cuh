@@ -35,7 +35,7 @@
 
 EMBED_SOURCE
 
-constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_THREADS = 1024;
+constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SUM_BLOCKS = 3, SETTLE_THREADS = 1024;
 
 enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
 
@@ -56,7 +56,7 @@ OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
 struct SumTensor {
     int64_t offset;  // of its first element in the arena
     int64_t rows, cols, panels, slabs;
-    int64_t number;                // of its first number among those of v
+    int64_t number, ready;         // of its first number among those of v that are kept, and that the step reads
     int64_t row_parts, col_parts;  // where its parts of sums begin
     int64_t block;                 // of its first pair of a slab and a panel among those of the launch
     int64_t norm;                  // of its number for --limit-growth
@@ -83,8 +83,21 @@ struct SumArguments {
 // passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
 // of those of its row and its column.
 OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int64_t row, int64_t col) {
-    const bool columns = span == SPAN_FACTORS || span == SPAN_PAIRS;
-    return columns ? exact_mul(numbers[row], numbers[rows + col]) : numbers[row];
+    return by_columns(span) ? exact_mul(numbers[row], numbers[rows + col]) : numbers[row];
+}
+
+// On a GPU, four numbers are loaded at a time, if they lie so, as those of columns do unless the shape is odd.
+OPTIM_INLINE bool numbers_load_fast(const float* numbers) {
+    return !ON_GPU || (uint64_t)numbers % 16 == 0;
+}
+
+OPTIM_INLINE void numbers_load(const float* numbers, float* x, int n) {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int i = 0; i < n; i += 4) *(float4*)&x[i] = *(const float4*)&numbers[i];
+#else
+    memcpy(x, numbers, (size_t)n * sizeof(float));
+#endif
 }
 
 template <Span SPAN, bool KEPT>
@@ -96,16 +109,24 @@ struct RowNumbers : StorageDefaults {
         const SpanTile tile = *streams.span;
         const float* its = (const float*)streams.extra + tile.at + (second ? (int64_t)tile.rows + tile.cols : 0);
         SpanWalk walk = span_start(tile, first);
-        if (walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols) {  // one row, as most runs are
+        const float* columns = its + tile.rows + walk.col;
+        const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // as most runs are
+        float row = 1.0f;
+        if (one_row && (!by_columns(SPAN) || numbers_load_fast(columns))) {
+            row = its[walk.row];
+            if (by_columns(SPAN)) numbers_load(columns, x, n);
             OPTIM_UNROLL
-            for (int i = 0; i < n; i++) x[i] = number_at(SPAN, its, tile.rows, walk.row, walk.col + i);
-            return;
+            for (int i = 0; i < n && !by_columns(SPAN); i++) x[i] = 1.0f;
+        } else {
+            OPTIM_UNROLL
+            for (int i = 0; i < n; i++) {
+                x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
+                span_advance(tile, &walk);
+            }
         }
+        // Here, so that a GPU's thread goes on with other work while the numbers come.
         OPTIM_UNROLL
-        for (int i = 0; i < n; i++) {
-            x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
-            span_advance(tile, &walk);
-        }
+        for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
     }
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
@@ -180,11 +201,15 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
 }
 
 OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
-    float sum = part[0];
-#ifdef __CUDA_ARCH__
-#pragma unroll 16
-#endif
-    for (int64_t k = 1; k < count; k++) sum = exact_add(sum, part[k * stride]);
+    constexpr int64_t AHEAD = 8;  // are loaded before they are added up
+    float sum = part[0], next[AHEAD];
+    for (int64_t k = 1; k < count; k += AHEAD) {
+        const int64_t some = count - k < AHEAD ? count - k : AHEAD;
+        OPTIM_UNROLL
+        for (int64_t i = 0; i < AHEAD; i++) next[i] = i < some ? part[(k + i) * stride] : 0.0f;
+        OPTIM_UNROLL
+        for (int64_t i = 0; i < AHEAD; i++) sum = i < some ? exact_add(sum, next[i]) : sum;
+    }
     return sum;
 }
 
@@ -198,7 +223,7 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
     const float sum = parts_sum(a.parts + t.row_parts + i, t.panels, t.rows), inverse = exact_div(1.0f, (float)t.cols);
     const int64_t at = t.number + i, second = at + t.rows + t.cols;
     if (a.sum == SUM_SQUARES) {
-        a.ready[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+        a.ready[t.ready + i] = row_moment(a.kept[at], sum, inverse, a.rest2);
     } else if (a.sum == SUM_MOMENTS) {
         return a.kept[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
     } else if (a.sum == SUM_RESIDUAL) {
@@ -208,7 +233,7 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
         const float root = moment_root(a.kept[at]);
         return exact_div(exact_div(sum, root), root);
     } else if (a.sum == SUM_DIRECTION) {
-        a.ready[at] = sum > 0.0f ? exact_div(shape_scale(t), moment_root(sum)) : 0.0f;
+        a.ready[t.ready + i] = sum > 0.0f ? exact_div(shape_scale(t), moment_root(sum)) : 0.0f;
     }
     return sum;
 }
@@ -216,11 +241,11 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
 OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, int64_t j) {
     const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
     const bool residual = a.sum == SUM_RESIDUAL;
-    const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
+    const int64_t place = (residual ? t.rows + t.cols : 0) + t.rows + j, at = t.number + place;
     a.kept[at] =
         residual ? residual_moment(a.kept[at], sum, inverse, a.rest3) : row_moment(a.kept[at], sum, inverse, a.rest2);
     const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
-    a.ready[at] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
+    a.ready[t.ready + place] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
 }
 
 // The norm-growth limiter of Fira (arXiv 2410.01623): a norm above `growth` times the last one is cut to that. A last
@@ -245,13 +270,14 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
 }
 
 OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
-    const int64_t at = t.number + i, second = at + t.rows + t.cols;
+    const int64_t at = t.number + i, second = t.rows + t.cols;
+    float* ready = a.ready + t.ready + i;
     if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
-        a.ready[at] = exact_div(whole, moment_root(a.kept[at]));
+        *ready = exact_div(whole, moment_root(a.kept[at]));
     } else if (a.sum == SUM_RESIDUAL) {
-        a.ready[second] = exact_div(whole, moment_root(a.kept[second]));
+        ready[second] = exact_div(whole, moment_root(a.kept[at + second]));
     } else if (a.sum == SUM_UPDATE) {
-        a.ready[at] = exact_mul(a.ready[at], whole);
+        *ready = exact_mul(*ready, whole);
     }
 }
 

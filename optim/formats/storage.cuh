@@ -46,6 +46,11 @@ enum Span {
     SPANS
 };
 
+// True if numbers are of rows and columns whose products the step reads.
+OPTIM_INLINE constexpr bool by_columns(Span span) {
+    return span == SPAN_FACTORS || span == SPAN_PAIRS;
+}
+
 // One array. An array with 0 bits does not exist. The numbers of a `span` other than SPAN_RUN belong to tensors, not to
 // tiles; only the second array of a storage may have one.
 struct StreamInfo {
