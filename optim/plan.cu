@@ -217,9 +217,8 @@ static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, in
             numbers[span] += its;
             launch->run.numbers[span] += its;
         }
-        if (by_columns(made)) launch->run.ready += 3 - (launch->run.ready + tensors[t].rows + 3) % 4;
         plan->ready[t] = launch->run.ready;
-        launch->run.ready += span_numbers(made, &tensors[t]);
+        launch->run.ready += ready_numbers(made, &tensors[t]);
     }
 }
 

@@ -19,7 +19,7 @@ enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOT_NORMS, SLO
 struct ArenaRun {
     int64_t begin, end;
     int64_t at[SPANS], numbers[SPANS];
-    int64_t ready;  // numbers of rows and columns that the step reads, with gaps
+    int64_t ready;  // numbers of rows and columns that the step reads
 };
 
 struct WeightsPlan {
@@ -50,9 +50,7 @@ struct Plan {
     int *launch_of, *group_of;  // (tensors)
     int64_t begin, end;         // the part of the arena that is kept here
     int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
-    // (tensors): the same of the numbers that the step reads, in the launch's array. Gaps put those of columns at
-    // multiples of 4, so that a thread loads four at a time.
-    int64_t* ready;
+    int64_t* ready;             // (tensors): the same of the numbers that the step reads, in the launch's array
     // (tensors): the shape in which a slot keeps a tensor, and where. Moments of projected gradients, and their bases,
     // lie one after another from the begin of the whole launch's run on, so that their noise is that of no other.
     OptimTensor (*kept)[SLOTS];

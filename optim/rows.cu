@@ -114,7 +114,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
         if (!sum_reads_v(sums->sum) || !rows->rule->rows) continue;
         v[shift + i] = number_at(span, numbers, tensor->rows, row, col + i);
         if (!rows->rule->pairs) continue;
-        slow[shift + i] = number_at(span, numbers + tensor->rows + tensor->cols, tensor->rows, row, col + i);
+        slow[shift + i] = number_at(span, numbers + ready_pair(tensor->rows, tensor->cols), tensor->rows, row, col + i);
     }
     if (sums->sum == SUM_STEP) {
         if (sums->scaled) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);

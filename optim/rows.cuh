@@ -82,23 +82,40 @@ struct SumArguments {
 // The storages of these numbers. `extra` keeps what a checkpoint needs, and `next` has what the step reads: launch_step
 // passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
 // of those of its row and its column.
+//
+// The step reads numbers of columns, so many that they are laid out for it: in runs of READY_COLS, in the order in
+// which a warp loads those of 16 columns a thread, four at a time and all its threads' next to each other. The run of
+// the rows before them is filled up to whole lines of 128 bytes.
+constexpr int READY_ROWS = 32, READY_COLS = 512;
+
+OPTIM_INLINE constexpr int64_t ready_rows(int64_t rows) {
+    return (rows + READY_ROWS - 1) / READY_ROWS * READY_ROWS;
+}
+
+// Numbers of a tensor's rows and columns.
+OPTIM_INLINE constexpr int64_t ready_pair(int64_t rows, int64_t cols) {
+    return ready_rows(rows) + (cols + READY_COLS - 1) / READY_COLS * READY_COLS;
+}
+
+// The place of a column among the columns.
+OPTIM_INLINE constexpr uint32_t ready_place(uint32_t col) {
+    return col / READY_COLS * READY_COLS + col % 16 / 4 * (READY_COLS / 4) + col % READY_COLS / 16 * 4 + col % 4;
+}
+
 OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int64_t row, int64_t col) {
-    return by_columns(span) ? exact_mul(numbers[row], numbers[rows + col]) : numbers[row];
+    return by_columns(span) ? exact_mul(numbers[row], numbers[ready_rows(rows) + ready_place((uint32_t)col)])
+                            : numbers[row];
 }
 
-// On a GPU, four numbers are loaded at a time, if they lie so, as those of columns do unless the shape is odd.
-OPTIM_INLINE bool numbers_load_fast(const float* numbers) {
-    return !ON_GPU || (uint64_t)numbers % 16 == 0;
-}
-
-OPTIM_INLINE void numbers_load(const float* numbers, float* x, int n) {
-#ifdef __CUDA_ARCH__
+#ifdef __CUDACC__
+// Loads the numbers of N columns, 8 or 16, from `col`, a multiple of N, on; `columns` are those of the tensor.
+template <int N>
+__device__ __forceinline__ void ready_load(const float* columns, uint32_t col, float* x) {
+    const float* at = columns + ready_place(col);
 #pragma unroll
-    for (int i = 0; i < n; i += 4) *(float4*)&x[i] = *(const float4*)&numbers[i];
-#else
-    memcpy(x, numbers, (size_t)n * sizeof(float));
-#endif
+    for (int i = 0; i < N; i += 4) *(float4*)&x[i] = *(const float4*)&at[i / 4 * (READY_COLS / 4)];
 }
+#endif
 
 template <Span SPAN, bool KEPT>
 struct RowNumbers : StorageDefaults {
@@ -107,14 +124,17 @@ struct RowNumbers : StorageDefaults {
     // The numbers of n elements; those of came's second pair of factors begin `second` numbers later.
     static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
         const SpanTile tile = *streams.span;
-        const float* its = (const float*)streams.extra + tile.at + (second ? (int64_t)tile.rows + tile.cols : 0);
+        const float* its = (const float*)streams.extra + tile.at + (second ? ready_pair(tile.rows, tile.cols) : 0);
         SpanWalk walk = span_start(tile, first);
-        const float* columns = its + tile.rows + walk.col;
         const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // as most runs are
         float row = 1.0f;
-        if (one_row && (!by_columns(SPAN) || numbers_load_fast(columns))) {
+        if (ON_GPU && one_row && (!by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
             row = its[walk.row];
-            if (by_columns(SPAN)) numbers_load(columns, x, n);
+#ifdef __CUDACC__
+            const float* columns = its + ready_rows(tile.rows);
+            if (by_columns(SPAN) && n == 16) ready_load<16>(columns, walk.col, x);
+            if (by_columns(SPAN) && n == 8) ready_load<8>(columns, walk.col, x);
+#endif
             OPTIM_UNROLL
             for (int i = 0; i < n && !by_columns(SPAN); i++) x[i] = 1.0f;
         } else {
@@ -241,7 +261,8 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
 OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, int64_t j) {
     const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
     const bool residual = a.sum == SUM_RESIDUAL;
-    const int64_t place = (residual ? t.rows + t.cols : 0) + t.rows + j, at = t.number + place;
+    const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
+    const int64_t place = (residual ? ready_pair(t.rows, t.cols) : 0) + ready_rows(t.rows) + ready_place((uint32_t)j);
     a.kept[at] =
         residual ? residual_moment(a.kept[at], sum, inverse, a.rest3) : row_moment(a.kept[at], sum, inverse, a.rest2);
     const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
@@ -270,12 +291,12 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
 }
 
 OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
-    const int64_t at = t.number + i, second = t.rows + t.cols;
+    const int64_t at = t.number + i;
     float* ready = a.ready + t.ready + i;
     if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
         *ready = exact_div(whole, moment_root(a.kept[at]));
     } else if (a.sum == SUM_RESIDUAL) {
-        ready[second] = exact_div(whole, moment_root(a.kept[at + second]));
+        ready[ready_pair(t.rows, t.cols)] = exact_div(whole, moment_root(a.kept[at + t.rows + t.cols]));
     } else if (a.sum == SUM_UPDATE) {
         *ready = exact_mul(*ready, whole);
     }

@@ -1,6 +1,7 @@
 // The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold those of one tensor after
 // another in the order of the arena; and how a step that made new ones ends.
 #include "formats/spans.cuh"
+#include "rows.cuh"
 #include "storage.h"
 
 // Rows and columns that scales belong to. A matrix of more than 2^31 rows or columns counts as a vector.
@@ -37,6 +38,11 @@ int64_t span_numbers(Span span, const OptimTensor* tensor) {
     if (span == SPAN_PAIRS) return 2 * (tensor->rows + tensor->cols);
     if (span == SPAN_NORM) return 1;
     return span == SPAN_RANK1 ? shape.rows + (shape.columns ? shape.cols : 0) : 0;
+}
+
+int64_t ready_numbers(Span span, const OptimTensor* tensor) {
+    if (!by_columns(span)) return span_numbers(span, tensor);
+    return (span == SPAN_PAIRS ? 2 : 1) * ready_pair(tensor->rows, tensor->cols);
 }
 
 SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at) {

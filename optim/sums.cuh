@@ -82,16 +82,19 @@ __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, cons
                                                   int held) {
     SumColumns columns = {};
     if constexpr (Rule::BY_ROWS && sum_multiplies<V>() && sum_reads_v(SUM)) {
-        const float* its = sums.numbers + tensor.ready + tensor.rows + col;
-        if (held == SUM_LANE && numbers_load_fast(its)) {
-            numbers_load(its, columns.v, SUM_LANE);
+        const float* its = sums.numbers + tensor.ready + ready_rows(tensor.rows);
+        const int64_t second = ready_pair(tensor.rows, tensor.cols);
+        constexpr bool pairs = Rule::PAIRS && SUM == SUM_STEP;
+        if (held == SUM_LANE) {
+            ready_load<SUM_LANE>(its, (uint32_t)col, columns.v);
+            if (pairs) ready_load<SUM_LANE>(its + second, (uint32_t)col, columns.slow);
         } else {
 #pragma unroll
-            for (int i = 0; i < SUM_LANE; i++) columns.v[i] = i < held ? its[i] : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < SUM_LANE && Rule::PAIRS && SUM == SUM_STEP; i++) {
-            columns.slow[i] = i < held ? its[tensor.rows + tensor.cols + i] : 0.0f;
+            for (int i = 0; i < SUM_LANE; i++) {
+                const uint32_t place = ready_place((uint32_t)col + i);
+                if (i < held) columns.v[i] = its[place];
+                if (i < held && pairs) columns.slow[i] = its[second + place];
+            }
         }
     }
     return columns;
@@ -103,7 +106,7 @@ __device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumT
                                             const SumColumns& columns, int64_t row, float* v, float* slow) {
     constexpr bool second = Rule::PAIRS && SUM == SUM_STEP;
     const float* its = sums.numbers + tensor.ready + row;
-    const float first = its[0], other = second ? its[tensor.rows + tensor.cols] : 0.0f;
+    const float first = its[0], other = second ? its[ready_pair(tensor.rows, tensor.cols)] : 0.0f;
 #pragma unroll
     for (int i = 0; i < SUM_LANE; i++) {
         v[i] = sum_multiplies<V>() ? exact_mul(first, columns.v[i]) : first;
