@@ -95,14 +95,23 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     float p[MAX], g[MAX], m[MAX], v[MAX], slow[MAX], root[MAX];
     const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(
         step, element, first, rule.adaptive ? root : nullptr, turn, seen);
-    // Load and dequantise, first what comes from afar.
-    if (rule.by_rows) state_v.load(tile.v, first, v, n, key.of[2]);
-    if (rule.pairs) RowPairs::numbers(tile.v, first, slow, n, true);
+    // Load and dequantise.
+    float row = 1.0f, second = 1.0f;
+    if constexpr (V::COMES_LATE) {
+        row = state_v.start(tile.v, first, v, n, false);
+        if (rule.pairs) second = state_v.start(tile.v, first, slow, n, true);
+    }
     weights.load(tile.weights, first, p, n, key.of[0]);
     grads.load(tile.grads, first, g, n, key.of[0]);
     state_m.load(tile.m, first, m, n, key.of[1]);
-    if (!rule.by_rows) state_v.load(tile.v, first, v, n, key.of[2]);
+    if constexpr (!V::COMES_LATE) state_v.load(tile.v, first, v, n, key.of[2]);
     if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key.of[3]);
+    if constexpr (V::COMES_LATE) {
+        state_v.finish(row, v, n);
+        if (rule.pairs) state_v.finish(second, slow, n);
+    } else {
+        if (rule.pairs) RowPairs::numbers(tile.v, first, slow, n, true);
+    }
     // Update in fp32.
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);

@@ -121,8 +121,11 @@ template <Span SPAN, bool KEPT>
 struct RowNumbers : StorageDefaults {
     static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
 
-    // The numbers of n elements; those of came's second pair of factors begin `second` numbers later.
-    static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
+    static constexpr bool COMES_LATE = true;
+
+    // The numbers of n elements, or came's second ones, are x times what is returned, by which `finish` multiplies
+    // them: a GPU's thread does other work while they come.
+    static OPTIM_INLINE float start(const Streams& streams, int first, float* x, int n, bool second) {
         const SpanTile tile = *streams.span;
         const float* its = (const float*)streams.extra + tile.at + (second ? ready_pair(tile.rows, tile.cols) : 0);
         SpanWalk walk = span_start(tile, first);
@@ -144,9 +147,16 @@ struct RowNumbers : StorageDefaults {
                 span_advance(tile, &walk);
             }
         }
-        // Here, so that a GPU's thread goes on with other work while the numbers come.
+        return row;
+    }
+
+    static OPTIM_INLINE void finish(float row, float* x, int n) {
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
+    }
+
+    static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
+        finish(start(streams, first, x, n, second), x, n);
     }
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {

@@ -103,8 +103,7 @@ OPTIM_INLINE Hyper hyper_scaled(Hyper hyper, float factor) {
 // roots of v.
 template <class Rule>
 struct EachElement {
-    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE, pairs = Rule::PAIRS,
-                          by_rows = Rule::BY_ROWS;
+    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE, pairs = Rule::PAIRS;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow,
                                     float* root, int n) {
