@@ -151,6 +151,9 @@ struct RowNumbers : StorageDefaults {
     }
 
     static OPTIM_INLINE void finish(float row, float* x, int n) {
+#if defined(__CUDA_ARCH__) && !defined(W21_EARLY)
+        __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
+#endif
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
     }
