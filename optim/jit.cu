@@ -189,15 +189,12 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     // With what only Hopper has, which the kernel asks for where it may (kernel.cuh).
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
     snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s%s", architecture, hopper);
-    const char* options[JIT_OPTIONS + 12];
+    const char* options[JIT_OPTIONS + 2];
     memcpy(options, jit_options, sizeof(jit_options));
     int major = 0, minor = 0, count = JIT_OPTIONS;
     options[count++] = option_arch;
     // From 13 on NVRTC has a cache of its own, and starts the driver to find it: more time than it could save.
     if (nvrtc.version(&major, &minor) == 0 && major >= 13) options[count++] = "--no-cache";
-    char variant[1024];
-    snprintf(variant, sizeof(variant), "%s", getenv("NIBBLE_W21") ? getenv("NIBBLE_W21") : "");
-    for (char* at = strtok(variant, " "); at; at = strtok(nullptr, " ")) options[count++] = at;
 
     NvrtcProgram program = nullptr;
     const char* symbol = "";
@@ -238,8 +235,6 @@ void jit_key(const char* expression, const char* architecture, const char* user_
              char key[JIT_KEY_BYTES]) {
     int version[2] = {major, minor};
     Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
-    const char* variant = getenv("NIBBLE_W21") ? getenv("NIBBLE_W21") : "";
-    hash = hash_bytes(hash, variant, (int64_t)strlen(variant) + 1);
     for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
     hash = hash_bytes(hash, version, sizeof(version));
     for (const char* text : {architecture, expression, user_source}) {

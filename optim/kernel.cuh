@@ -12,9 +12,6 @@
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
 // CPU they may be rows of tables of function pointers, so any combination runs without being instantiated.
 #pragma once
-#ifndef __CUDACC_RTC__
-#include <stdlib.h>
-#endif
 #include "../kernels/ptx.cuh"
 #include "formats/bf16.cuh"
 #include "formats/feedback.cuh"
@@ -397,27 +394,12 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     // group waits for its own threads.
     shape.groups = (shape.elements == 8 ? 768 : waits ? 640 : 512) / shape.threads;
     if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
-    const bool by_rows = arrays.array[8].span >= SPAN_ROWS;
-    int most = 4;
-#ifdef W21_GROUPS
-    if (by_rows) shape.groups = W21_GROUPS;
-#endif
-#ifdef W21_STAGES
-    if (by_rows) most = W21_STAGES;
-#endif
-#if !defined(__CUDA_ARCH__) && !defined(__CUDACC_RTC__)
-    if (by_rows && !__builtin_is_constant_evaluated()) {
-        const char* own = getenv("NIBBLE_W21");
-        const char *groups = own ? strstr(own, "W21_GROUPS=") : nullptr,
-                   *stages = own ? strstr(own, "W21_STAGES=") : nullptr;
-        if (groups) shape.groups = atoi(groups + 11);
-        if (stages) most = atoi(stages + 11);
-    }
-#endif
     int max = SHARED_MAX - shape.table_bytes;
     while (shape.groups > 2 && max / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && max / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = max / (shape.groups * shape.stage_bytes);
+    // A fourth stage would leave the L1 cache too small for the numbers of columns.
+    const int most = by_columns(arrays.array[8].span) ? 3 : 4;
     shape.stages = stages > most ? most : stages;
     shape.couriers = (shape.groups + 3) / 4 * 4;
     shape.block_threads = shape.groups * shape.threads + 32 * shape.couriers;

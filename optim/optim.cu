@@ -219,20 +219,6 @@ static void tiles_create(Optim* optim) {
             if (plan->launch_of[i] != l || placed) continue;
             int64_t first = plan_clamp(plan, tensor->offset);
             int64_t end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
-            const int64_t rows = getenv("NIBBLE_W21_ORDER") ? atoi(getenv("NIBBLE_W21_ORDER")) : 0;
-            if (rows > 0 && tensor->cols > 2 * TILE_ELEMENTS && first == tensor->offset) {
-                const int64_t some = rows * tensor->cols / TILE_ELEMENTS * TILE_ELEMENTS, cols = tensor->cols;
-                for (; first < end; first += some) {
-                    const int64_t last = first + some < end ? first + some : end;
-                    for (int64_t b = 0; b < cols; b += TILE_ELEMENTS) {
-                        for (int64_t at = first; at < last; at += TILE_ELEMENTS) {
-                            if ((at - tensor->offset) % cols / TILE_ELEMENTS * TILE_ELEMENTS != b) continue;
-                            tiles[t++] = {(uint32_t)(at / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
-                        }
-                    }
-                }
-                continue;
-            }
             for (; first < end; first += TILE_ELEMENTS) {
                 tiles[t++] = {(uint32_t)(first / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
             }
@@ -726,8 +712,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
-        const char* own = getenv("NIBBLE_W21_GRID");
-        const int64_t blocks = (own ? atoi(own) : SUM_BLOCKS) * (int64_t)dev->sm_count;
+        const int64_t blocks = sum_blocks(launch->rows.rule->rows) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
         jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
                    32 * SUM_WARPS, sum_reads_m(sum) ? work->shared_bytes : 0, pointers, dev->stream);
@@ -738,7 +723,8 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     w21_mark(dev, names[sum], step);
     const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
-    settle.tensor = sums.tensor, settle.grad_scale = arguments->grad_scale;
+    settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
+    settle.grad_scale = arguments->grad_scale;
     settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
     settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->norms.extra;
@@ -746,7 +732,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     settle.changing = replay ? replay->to->changing : nullptr;
-    rows_settle(dev, &settle, sums.tensors);
+    rows_settle(dev, &settle);
     w21_mark(dev, "settle", step);
 }
 

@@ -56,6 +56,9 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
         sum->group = (uint32_t)plan->group_of[t];
         sum->block = its.blocks;
         its.blocks += sum->slabs * sum->panels;
+        sum->settle = its.settles;
+        sum->settles = ceil_div(sum->rows + (columns ? sum->cols : 0), SETTLE_BLOCK);
+        its.settles += sum->settles;
         sum->row_parts = its.parts;
         sum->col_parts = sum->row_parts + sum->panels * sum->rows;
         its.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
@@ -69,8 +72,10 @@ RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
     int64_t last = first;
     while (last < plan->tensors && plan->tensor[last].offset < end) last++;
     const int64_t block = first < plan->tensors ? plan->tensor[first].block : plan->blocks,
-                  last_block = last < plan->tensors ? plan->tensor[last].block : plan->blocks;
-    return {first, last - first, block, last_block - block};
+                  last_block = last < plan->tensors ? plan->tensor[last].block : plan->blocks,
+                  settle = first < plan->tensors ? plan->tensor[first].settle : plan->settles,
+                  last_settle = last < plan->tensors ? plan->tensor[last].settle : plan->settles;
+    return {first, last - first, block, last_block - block, last_settle - settle};
 }
 
 void row_plan_free(RowPlan* plan) {
@@ -185,20 +190,27 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 }
 
 #ifdef __CUDACC__
-// Three kernels do the same, so that several thread blocks share the rows, columns and tiles of each tensor: more, the
-// fewer tensors there are. A row leaves its part of the tensor's sum in the place of its first part, and the tensor
-// leaves its number in the place of the first row's.
-constexpr int SETTLE_BLOCKS = 8192, SETTLE_MIN = 8, SETTLE_MAX = 256, SETTLE_BLOCK = 256;
+// Three kernels do the same, so that thread blocks share the rows, columns and tiles of each tensor. A row leaves its
+// part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place of the first
+// row's. A thread takes one row or column, or one row and some tiles.
 
-// grid: the tensors, by 1 and more; block: SETTLE_BLOCK; deterministic.
+// The number of a block's first thread among those of its tensor, which this finds.
+__device__ __forceinline__ int64_t settle_first(const SettleArguments& a, SumTensor* t) {
+    const int64_t b = a.tensor[0].settle + blockIdx.x;
+    *t = a.tensor[sum_find<&SumTensor::settle>(a.tensor, a.tensors, b)];
+    return (b - t->settle) * SETTLE_BLOCK + threadIdx.x;
+}
+
+// grid: a.blocks, block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
     if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
-    const SumTensor t = a.tensor[blockIdx.x];
-    const int64_t end = t.rows + (sum_has_columns(a.sum) ? t.cols : 0);
-    for (int64_t i = blockIdx.y * SETTLE_BLOCK + threadIdx.x; i < end; i += gridDim.y * SETTLE_BLOCK) {
-        if (i < t.rows) a.parts[t.row_parts + i] = settle_row(a, t, i);
-        if (i >= t.rows) settle_column(a, t, i - t.rows);
+    SumTensor t;
+    const int64_t i = settle_first(a, &t);
+    if (i < t.rows) {
+        a.parts[t.row_parts + i] = settle_row(a, t, i);
+    } else if (sum_has_columns(a.sum) && i < t.rows + t.cols) {
+        settle_column(a, t, i - t.rows);
     }
 }
 
@@ -222,39 +234,36 @@ __global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_tensor_kernel(Sett
     settle_norm(a, t, sum[0], whole);
 }
 
-// grid: the tensors, by 1 and more; block: SETTLE_BLOCK; deterministic.
+// grid: a.blocks, block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_ready_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;
-    const SumTensor t = a.tensor[blockIdx.x];
+    SumTensor t;
+    const int64_t i = settle_first(a, &t);
     const float whole = a.parts[t.row_parts];
-    const int64_t first = blockIdx.y * SETTLE_BLOCK + threadIdx.x, stride = gridDim.y * SETTLE_BLOCK;
-    for (int64_t i = first; i < t.rows; i += stride) settle_ready(a, t, i, whole);
-    for (int64_t k = first; k < settle_tiles(a, t); k += stride) settle_tile(a, t, k, whole);
+    if (i < t.rows) settle_ready(a, t, i, whole);
+    for (int64_t k = i; k < settle_tiles(a, t); k += t.settles * SETTLE_BLOCK) settle_tile(a, t, k, whole);
 }
 
-static void settle_gpu(const Device* dev, const SettleArguments* a, int64_t tensors) {
+static void settle_gpu(const Device* dev, const SettleArguments* a) {
     const bool rows_alone = a->sum == SUM_SQUARES || (a->sum == SUM_DIRECTION && a->rule != ROWS_NORMUON_LITE);
-    const int64_t share = SETTLE_BLOCKS / tensors;
-    const dim3 blocks((unsigned)tensors, (unsigned)(share < SETTLE_MIN   ? SETTLE_MIN
-                                                    : share > SETTLE_MAX ? SETTLE_MAX
-                                                                         : share));
+    const unsigned blocks = (unsigned)a->blocks;
     rows_settle_parts_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
     check_launch();
     if (rows_alone) return;  // no number belongs to the tensor
-    rows_settle_tensor_kernel<<<(unsigned)tensors, SETTLE_THREADS, 0, dev->stream>>>(*a);
+    rows_settle_tensor_kernel<<<(unsigned)a->tensors, SETTLE_THREADS, 0, dev->stream>>>(*a);
     check_launch();
     rows_settle_ready_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
     check_launch();
 }
 #endif
 
-void rows_settle(const Device* dev, const SettleArguments* settle, int64_t tensors) {
-    if (tensors == 0) return;
+void rows_settle(const Device* dev, const SettleArguments* settle) {
+    if (settle->tensors == 0) return;
 #ifdef __CUDACC__
-    if (dev->gpu) return settle_gpu(dev, settle, tensors);
+    if (dev->gpu) return settle_gpu(dev, settle);
 #endif
     (void)dev;
     if (!is_finite(*settle->grad_scale)) return;
 #pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < tensors; t++) settle_cpu(settle, &settle->tensor[t]);
+    for (int64_t t = 0; t < settle->tensors; t++) settle_cpu(settle, &settle->tensor[t]);
 }

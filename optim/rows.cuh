@@ -35,7 +35,7 @@
 
 EMBED_SOURCE
 
-constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SUM_BLOCKS = 3, SETTLE_THREADS = 1024;
+constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_THREADS = 1024, SETTLE_BLOCK = 256;
 
 enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
 
@@ -59,9 +59,32 @@ struct SumTensor {
     int64_t number, ready;         // of its first number among those of v that are kept, and that the step reads
     int64_t row_parts, col_parts;  // where its parts of sums begin
     int64_t block;                 // of its first pair of a slab and a panel among those of the launch
+    int64_t settle, settles;       // of the first block that ends a pass for it, among those of the launch; how many
     int64_t norm;                  // of its number for --limit-growth
     uint32_t group;                // of constants
 };
+
+#ifdef __CUDACC__
+// The tensor whose blocks, counted from FIRST on, have b. All lanes of a warp call it.
+template <int64_t SumTensor::*FIRST>
+__device__ __forceinline__ int64_t sum_find(const SumTensor* tensor, int64_t tensors, int64_t b) {
+    int64_t t = 0;
+    while (tensors > 1) {
+        const int64_t step = (tensors + 31) / 32, at = threadIdx.x % 32 * step;
+        const bool before = at < tensors && tensor[t + at].*FIRST <= b;
+        const int64_t skipped = (__popc(__ballot_sync(0xffffffffu, before)) - 1) * step;
+        t += skipped;
+        tensors = tensors - skipped < step ? tensors - skipped : step;
+    }
+    return t;
+}
+#endif
+
+// Thread blocks of a pass that a multiprocessor has at a time. More of them leave too few registers for loads under
+// way: SUM_DIRECTION was fastest with 2 where m has 4 bits, the others with 3.
+OPTIM_INLINE constexpr int sum_blocks(RowRule rule) {
+    return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? 2 : 3;
+}
 
 // The row after a slab's last.
 OPTIM_INLINE int64_t sum_end(const SumTensor& tensor, int64_t slab) {
@@ -107,15 +130,16 @@ OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int6
                             : numbers[row];
 }
 
-#ifdef __CUDACC__
-// Loads the numbers of N columns, 8 or 16, from `col`, a multiple of N, on; `columns` are those of the tensor.
-template <int N>
-__device__ __forceinline__ void ready_load(const float* columns, uint32_t col, float* x) {
+// Loads the numbers of n columns, 8 or 16, from `col`, a multiple of n, on; `columns` are those of the tensor.
+OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n) {
     const float* at = columns + ready_place(col);
-#pragma unroll
-    for (int i = 0; i < N; i += 4) *(float4*)&x[i] = *(const float4*)&at[i / 4 * (READY_COLS / 4)];
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i += 4) {
+        const Packed<32, 4> four = load_value<Packed<32, 4>>(at, i * READY_COLS);
+        OPTIM_UNROLL
+        for (int k = 0; k < 4; k++) x[i + k] = bits_float(four.word[k]);
+    }
 }
-#endif
 
 template <Span SPAN, bool KEPT>
 struct RowNumbers : StorageDefaults {
@@ -133,11 +157,7 @@ struct RowNumbers : StorageDefaults {
         float row = 1.0f;
         if (ON_GPU && one_row && (!by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
             row = its[walk.row];
-#ifdef __CUDACC__
-            const float* columns = its + ready_rows(tile.rows);
-            if (by_columns(SPAN) && n == 16) ready_load<16>(columns, walk.col, x);
-            if (by_columns(SPAN) && n == 8) ready_load<8>(columns, walk.col, x);
-#endif
+            if (by_columns(SPAN)) ready_load(its + ready_rows(tile.rows), walk.col, x, n);
             OPTIM_UNROLL
             for (int i = 0; i < n && !by_columns(SPAN); i++) x[i] = 1.0f;
         } else {
@@ -151,7 +171,7 @@ struct RowNumbers : StorageDefaults {
     }
 
     static OPTIM_INLINE void finish(float row, float* x, int n) {
-#if defined(__CUDA_ARCH__) && !defined(W21_EARLY)
+#ifdef __CUDA_ARCH__
         __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
 #endif
         OPTIM_UNROLL
@@ -209,7 +229,8 @@ OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, floa
 // again.
 
 struct SettleArguments {
-    const SumTensor* tensor;
+    const SumTensor* tensor;  // (tensors)
+    int64_t tensors, blocks;  // blocks: of the kernels on a GPU, beside tensor[0].settle
     const float* grad_scale;
     Sum sum;
     RowRule rule;
@@ -234,14 +255,14 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
 }
 
 OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
-    constexpr int64_t AHEAD = 8;  // are loaded before they are added up
+    constexpr int AHEAD = 32;  // are loaded before they are added up
     float sum = part[0], next[AHEAD];
     for (int64_t k = 1; k < count; k += AHEAD) {
-        const int64_t some = count - k < AHEAD ? count - k : AHEAD;
+        const int some = count - k < AHEAD ? (int)(count - k) : AHEAD;
         OPTIM_UNROLL
-        for (int64_t i = 0; i < AHEAD; i++) next[i] = i < some ? part[(k + i) * stride] : 0.0f;
+        for (int i = 0; i < AHEAD; i++) next[i] = i < some ? part[(k + i) * stride] : 0.0f;
         OPTIM_UNROLL
-        for (int64_t i = 0; i < AHEAD; i++) sum = i < some ? exact_add(sum, next[i]) : sum;
+        for (int i = 0; i < AHEAD; i++) sum = i < some ? exact_add(sum, next[i]) : sum;
     }
     return sum;
 }

@@ -11,14 +11,7 @@
 EMBED_SOURCE
 
 #ifdef __CUDACC__
-#ifdef W21_AHEAD
-constexpr int SUM_AHEAD = W21_AHEAD;
-#else
 constexpr int SUM_AHEAD = 8;  // rows
-#endif
-#ifndef W21_BLOCKS
-#define W21_BLOCKS SUM_BLOCKS
-#endif
 
 // True if a rule has this pass.
 template <class Rule>
@@ -88,8 +81,8 @@ __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, cons
         const int64_t second = ready_pair(tensor.rows, tensor.cols);
         constexpr bool pairs = Rule::PAIRS && SUM == SUM_STEP;
         if (held == SUM_LANE) {
-            ready_load<SUM_LANE>(its, (uint32_t)col, columns.v);
-            if (pairs) ready_load<SUM_LANE>(its + second, (uint32_t)col, columns.slow);
+            ready_load(its, (uint32_t)col, columns.v, SUM_LANE);
+            if (pairs) ready_load(its + second, (uint32_t)col, columns.slow, SUM_LANE);
         } else {
 #pragma unroll
             for (int i = 0; i < SUM_LANE; i++) {
@@ -262,18 +255,6 @@ __device__ __forceinline__ void sum_block(const StepArguments& step, const SumAr
     }
 }
 
-// Goes on from tensor t to the one of block b, 32 at a time, and finds the block after its last.
-__device__ __forceinline__ void sum_find(const SumArguments& sums, int64_t b, int64_t* t, int64_t* next) {
-    for (;;) {
-        const int64_t at = *t + 1 + threadIdx.x % 32, none = sums.first_block + sums.blocks;
-        const int64_t block = at < sums.tensors ? sums.tensor[at].block : none;
-        const int before = __popc(__ballot_sync(0xffffffffu, block <= b));
-        *next = __shfl_sync(0xffffffffu, block, before % 32);
-        *t += before;
-        if (before < 32) return;
-    }
-}
-
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumArguments& sums, float grad_scale,
                                           unsigned char* tables, float (&columns)[SUM_WARPS][SUM_COLS]) {
@@ -285,7 +266,10 @@ __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumAr
     }
     int64_t t = 0, next = 0;
     for (int64_t b = sums.first_block + blockIdx.x; b < sums.first_block + sums.blocks; b += gridDim.x) {
-        if (b >= next) sum_find(sums, b, &t, &next);
+        if (b >= next) {
+            t = sum_find<&SumTensor::block>(sums.tensor, sums.tensors, b);
+            next = t + 1 < sums.tensors ? sums.tensor[t + 1].block : sums.first_block + sums.blocks;
+        }
         const SumTensor tensor = sums.tensor[t];
         const uint32_t its = (uint32_t)(b - tensor.block), panels = (uint32_t)tensor.panels, slab = its / panels;
         float column[SUM_LANE] = {};
@@ -322,14 +306,14 @@ __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArg
 
 // grid: any, block: 256; shared memory: the moments' tables, for a pass that reads m; deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__(32 * SUM_WARPS, W21_BLOCKS)
+__global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
     sums_run<Rule, Weights, M, V, Grads>(step, sums);
 }
 
 // The same with arguments from device memory, as optim_replayed_kernel.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__(32 * SUM_WARPS, W21_BLOCKS)
+__global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_replayed_kernel(const StepArguments* step, const __grid_constant__ SumArguments sums) {
     sums_run<Rule, Weights, M, V, Grads>(*step, sums);
 }
