@@ -451,7 +451,7 @@ static void numbers_write(const Conversion* c, const Place* to, const Piece* pie
 // Makes a checkpoint's numbers by row and column what `load` multiplies to v, laid out as the step's are: r is divided
 // by its mean.
 static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece* piece) {
-    if (!by_columns(format_span(from->format))) return;
+    if (!is_by_columns(format_span(from->format))) return;
     float *rows = (float*)piece->streams.extra, *to = rows + ready_rows(tensor->rows);
     float* columns = (float*)memory_take((size_t)tensor->cols * sizeof(float));
     memcpy(columns, rows + tensor->rows, (size_t)tensor->cols * sizeof(float));

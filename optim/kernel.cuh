@@ -106,8 +106,8 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     if constexpr (V::COMES_LATE) {
         state_v.finish(row, v, n);
         if (rule.pairs) state_v.finish(second, slow, n);
-    } else {
-        if (rule.pairs) RowPairs::numbers(tile.v, first, slow, n, true);
+    } else if (rule.pairs) {
+        RowPairs::numbers(tile.v, first, slow, n, true);
     }
     // Update in fp32.
     OPTIM_UNROLL
@@ -399,7 +399,7 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     while (shape.groups > 1 && max / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = max / (shape.groups * shape.stage_bytes);
     // A fourth stage would leave the L1 cache too small for the numbers of columns.
-    const int most = by_columns(arrays.array[8].span) ? 3 : 4;
+    const int most = is_by_columns(arrays.array[8].span) ? 3 : 4;
     shape.stages = stages > most ? most : stages;
     shape.couriers = (shape.groups + 3) / 4 * 4;
     shape.block_threads = shape.groups * shape.threads + 32 * shape.couriers;

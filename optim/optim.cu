@@ -124,8 +124,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
-        const bool ready = span >= SPAN_ROWS && span <= SPAN_PAIRS;
-        const int64_t at = ready ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
+        const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }

@@ -436,7 +436,7 @@ int64_t span_bytes(const ArenaRun* run, Span span) {
 }
 
 int64_t next_bytes(const ArenaRun* run, Span span) {
-    return span >= SPAN_ROWS && span <= SPAN_PAIRS ? run->ready * (int64_t)sizeof(float) : span_bytes(run, span);
+    return is_by_rows(span) ? run->ready * (int64_t)sizeof(float) : span_bytes(run, span);
 }
 
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {

@@ -80,8 +80,8 @@ __device__ __forceinline__ int64_t sum_find(const SumTensor* tensor, int64_t ten
 }
 #endif
 
-// Thread blocks of a pass that a multiprocessor has at a time. More of them leave too few registers for loads under
-// way: SUM_DIRECTION was fastest with 2 where m has 4 bits, the others with 3.
+// Thread blocks of a pass that a multiprocessor has at a time. With more of them a thread has too few registers for the
+// loads under way: SUM_DIRECTION with an m of 4 bits is fastest with 2, the other passes with 3.
 OPTIM_INLINE constexpr int sum_blocks(RowRule rule) {
     return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? 2 : 3;
 }
@@ -106,9 +106,10 @@ struct SumArguments {
 // passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
 // of those of its row and its column.
 //
-// The step reads numbers of columns, so many that they are laid out for it: in runs of READY_COLS, in the order in
-// which a warp loads those of 16 columns a thread, four at a time and all its threads' next to each other. The run of
-// the rows before them is filled up to whole lines of 128 bytes.
+// The step reads the number of a column for each element, so `next` has them in the order in which a warp loads them.
+// Of a run of READY_COLS, a thread has 16 columns and loads them four at a time; the fours that all threads load
+// together lie next to each other. The numbers of the rows, which come first, are filled up to whole lines of 128
+// bytes.
 constexpr int READY_ROWS = 32, READY_COLS = 512;
 
 OPTIM_INLINE constexpr int64_t ready_rows(int64_t rows) {
@@ -126,8 +127,8 @@ OPTIM_INLINE constexpr uint32_t ready_place(uint32_t col) {
 }
 
 OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int64_t row, int64_t col) {
-    return by_columns(span) ? exact_mul(numbers[row], numbers[ready_rows(rows) + ready_place((uint32_t)col)])
-                            : numbers[row];
+    return is_by_columns(span) ? exact_mul(numbers[row], numbers[ready_rows(rows) + ready_place((uint32_t)col)])
+                               : numbers[row];
 }
 
 // Loads the numbers of n columns, 8 or 16, from `col`, a multiple of n, on; `columns` are those of the tensor.
@@ -155,11 +156,11 @@ struct RowNumbers : StorageDefaults {
         SpanWalk walk = span_start(tile, first);
         const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // as most runs are
         float row = 1.0f;
-        if (ON_GPU && one_row && (!by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
+        if (ON_GPU && one_row && (!is_by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
             row = its[walk.row];
-            if (by_columns(SPAN)) ready_load(its + ready_rows(tile.rows), walk.col, x, n);
+            if (is_by_columns(SPAN)) ready_load(its + ready_rows(tile.rows), walk.col, x, n);
             OPTIM_UNROLL
-            for (int i = 0; i < n && !by_columns(SPAN); i++) x[i] = 1.0f;
+            for (int i = 0; i < n && !is_by_columns(SPAN); i++) x[i] = 1.0f;
         } else {
             OPTIM_UNROLL
             for (int i = 0; i < n; i++) {

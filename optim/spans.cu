@@ -41,15 +41,14 @@ int64_t span_numbers(Span span, const OptimTensor* tensor) {
 }
 
 int64_t ready_numbers(Span span, const OptimTensor* tensor) {
-    if (!by_columns(span)) return span_numbers(span, tensor);
+    if (!is_by_columns(span)) return span_numbers(span, tensor);
     return (span == SPAN_PAIRS ? 2 : 1) * ready_pair(tensor->rows, tensor->cols);
 }
 
 SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at) {
     SpanShape shape = span_shape(tensor);
     SpanTile tile = {at, 1, 1, 0, 0, 0, first == 0};
-    const bool by_rows = span >= SPAN_ROWS && span <= SPAN_PAIRS;
-    if (by_rows) {
+    if (is_by_rows(span)) {
         if (tensor->cols >= 1ll << 31 || tensor->rows >= 1ll << 31) {
             user_error(
                 "%s has %lld rows of %lld elements, and rules that read rows take at most 2^31 of each; give it "
@@ -58,7 +57,7 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
         }
         shape = {tensor->rows, tensor->cols, false};
     }
-    if (span != SPAN_RANK1 && !by_rows) return tile;
+    if (span != SPAN_RANK1 && !is_by_rows(span)) return tile;
     tile.rows = (uint32_t)shape.rows;
     tile.cols = (uint32_t)shape.cols;
     tile.row = (uint32_t)(first / shape.cols);

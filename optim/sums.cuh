@@ -4,7 +4,7 @@
 // runs of 8 elements. Where they lie in one, a warp loads SUM_AHEAD rows before it adds them up, so that as many loads
 // are under way, and adds up the lanes of all of them together; SUM_STEP, which needs too many registers for that, and
 // other shapes go row by row. Each pass of a rule has code of its own in the rule's kernel. A sum of squares takes 5
-// instructions an element, came's residual 16, which is below what reading the elements takes.
+// instructions an element and came's residual 16, which a GPU runs in less time than it reads the elements.
 #pragma once
 #include "kernel.cuh"
 
@@ -65,18 +65,12 @@ struct SumColumns {
     float v[SUM_LANE], slow[SUM_LANE];
 };
 
-// True if a rule's number of an element is a product of its row's and its column's.
-template <class V>
-OPTIM_INLINE constexpr bool sum_multiplies() {
-    return by_columns(V::STREAM[1].span);
-}
-
 // Reads these numbers for a pass that needs them; otherwise they are 0.
 template <Sum SUM, class Rule, class V>
 __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, const SumTensor& tensor, int64_t col,
                                                   int held) {
     SumColumns columns = {};
-    if constexpr (Rule::BY_ROWS && sum_multiplies<V>() && sum_reads_v(SUM)) {
+    if constexpr (Rule::BY_ROWS && is_by_columns(V::STREAM[1].span) && sum_reads_v(SUM)) {
         const float* its = sums.numbers + tensor.ready + ready_rows(tensor.rows);
         const int64_t second = ready_pair(tensor.rows, tensor.cols);
         constexpr bool pairs = Rule::PAIRS && SUM == SUM_STEP;
@@ -104,7 +98,7 @@ __device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumT
     const float first = its[0], other = second ? its[ready_pair(tensor.rows, tensor.cols)] : 0.0f;
 #pragma unroll
     for (int i = 0; i < SUM_LANE; i++) {
-        v[i] = sum_multiplies<V>() ? exact_mul(first, columns.v[i]) : first;
+        v[i] = is_by_columns(V::STREAM[1].span) ? exact_mul(first, columns.v[i]) : first;
         if (second) slow[i] = exact_mul(other, columns.slow[i]);
     }
 }

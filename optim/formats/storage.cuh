@@ -46,8 +46,12 @@ enum Span {
     SPANS
 };
 
-// True if numbers are of rows and columns whose products the step reads.
-OPTIM_INLINE constexpr bool by_columns(Span span) {
+// True if numbers are made of the sums of rows; and if they are of rows and columns, whose products the step reads.
+OPTIM_INLINE constexpr bool is_by_rows(Span span) {
+    return span >= SPAN_ROWS && span <= SPAN_PAIRS;
+}
+
+OPTIM_INLINE constexpr bool is_by_columns(Span span) {
     return span == SPAN_FACTORS || span == SPAN_PAIRS;
 }
 
