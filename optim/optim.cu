@@ -677,29 +677,6 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-// For the branch alone: times of the kernels of step 8, with NIBBLE_W21_TIME.
-static void w21_mark(const Device* dev, const char* name, int64_t step) {
-#ifdef __CUDACC__
-    static cudaEvent_t event[64];
-    static const char* names[64];
-    static int count;
-    if (step != 8 || !getenv("NIBBLE_W21_TIME")) return;
-    if (name[0] == '>') count = 0;
-    if (count == 64) return;
-    if (!event[count]) check(cudaEventCreate(&event[count]));
-    names[count] = name;
-    check(cudaEventRecord(event[count++], dev->stream));
-    if (strcmp(name, "step") != 0) return;
-    check(cudaStreamSynchronize(dev->stream));
-    for (int i = 1; i < count; i++) {
-        float ms;
-        check(cudaEventElapsedTime(&ms, event[i - 1], event[i]));
-        printf("    %s %.3f", names[i], ms);
-    }
-    printf("\n");
-#endif
-}
-
 // Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
 static void pass_run(const Optim* optim, const Launch* launch, RowRange range, Sum sum, StepArguments* arguments,
                      const Replay* replay, int64_t step) {
@@ -718,8 +695,6 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
-    static const char* const names[] = {"squares", "direction", "moments", "update", "residual", "weights", "step"};
-    w21_mark(dev, names[sum], step);
     const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
@@ -732,7 +707,6 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     settle.changing = replay ? replay->to->changing : nullptr;
     rows_settle(dev, &settle);
-    w21_mark(dev, "settle", step);
 }
 
 // The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
@@ -879,10 +853,8 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     arguments->tile_count = count;
     const MatrixStep matrices = {&launch->plan->config, step, nullptr};
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
-    w21_mark(optim->dev, ">", step);
     launch_passes(optim, launch, &launch->plan->config, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments);
-    w21_mark(optim->dev, "step", step);
 }
 
 void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,

@@ -194,10 +194,19 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 // part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place of the first
 // row's. A thread takes one row or column, or one row and some tiles.
 
-// The number of a block's first thread among those of its tensor, which this finds.
-__device__ __forceinline__ int64_t settle_first(const SettleArguments& a, SumTensor* t) {
+// Finds a thread's tensor and returns the thread's number among those of the tensor. The lanes of a warp look at 32
+// tensors at a time, which divide those that are left into as many parts.
+__device__ __forceinline__ int64_t settle_find(const SettleArguments& a, SumTensor* t) {
     const int64_t b = a.tensor[0].settle + blockIdx.x;
-    *t = a.tensor[sum_find<&SumTensor::settle>(a.tensor, a.tensors, b)];
+    int64_t first = 0;
+    for (int64_t left = a.tensors; left > 1;) {
+        const int64_t step = (left + 31) / 32, at = threadIdx.x % 32 * step;
+        const bool before = at < left && a.tensor[first + at].settle <= b;
+        const int64_t skipped = (__popc(__ballot_sync(0xffffffffu, before)) - 1) * step;
+        first += skipped;
+        left = left - skipped < step ? left - skipped : step;
+    }
+    *t = a.tensor[first];
     return (b - t->settle) * SETTLE_BLOCK + threadIdx.x;
 }
 
@@ -206,7 +215,7 @@ __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleA
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
     if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
     SumTensor t;
-    const int64_t i = settle_first(a, &t);
+    const int64_t i = settle_find(a, &t);
     if (i < t.rows) {
         a.parts[t.row_parts + i] = settle_row(a, t, i);
     } else if (sum_has_columns(a.sum) && i < t.rows + t.cols) {
@@ -238,7 +247,7 @@ __global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_tensor_kernel(Sett
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_ready_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;
     SumTensor t;
-    const int64_t i = settle_first(a, &t);
+    const int64_t i = settle_find(a, &t);
     const float whole = a.parts[t.row_parts];
     if (i < t.rows) settle_ready(a, t, i, whole);
     for (int64_t k = i; k < settle_tiles(a, t); k += t.settles * SETTLE_BLOCK) settle_tile(a, t, k, whole);

@@ -64,22 +64,6 @@ struct SumTensor {
     uint32_t group;                // of constants
 };
 
-#ifdef __CUDACC__
-// The tensor whose blocks, counted from FIRST on, have b. All lanes of a warp call it.
-template <int64_t SumTensor::*FIRST>
-__device__ __forceinline__ int64_t sum_find(const SumTensor* tensor, int64_t tensors, int64_t b) {
-    int64_t t = 0;
-    while (tensors > 1) {
-        const int64_t step = (tensors + 31) / 32, at = threadIdx.x % 32 * step;
-        const bool before = at < tensors && tensor[t + at].*FIRST <= b;
-        const int64_t skipped = (__popc(__ballot_sync(0xffffffffu, before)) - 1) * step;
-        t += skipped;
-        tensors = tensors - skipped < step ? tensors - skipped : step;
-    }
-    return t;
-}
-#endif
-
 // Thread blocks of a pass that a multiprocessor has at a time. With more of them a thread has too few registers for the
 // loads under way: SUM_DIRECTION with an m of 4 bits is fastest with 2, the other passes with 3.
 OPTIM_INLINE constexpr int sum_blocks(RowRule rule) {
@@ -136,7 +120,7 @@ OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n
     const float* at = columns + ready_place(col);
     OPTIM_UNROLL
     for (int i = 0; i < n; i += 4) {
-        const Packed<32, 4> four = load_value<Packed<32, 4>>(at, i * READY_COLS);
+        const Packed<32, 4> four = load_value<Packed<32, 4>>(at, i * (READY_COLS / 4));
         OPTIM_UNROLL
         for (int k = 0; k < 4; k++) x[i + k] = bits_float(four.word[k]);
     }
@@ -255,16 +239,29 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
     return canonical(exact_fma(rest, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
 }
 
+// Keeps a GPU's compiler from using what was loaded before all loads that stand before are under way.
+OPTIM_INLINE void loads_begin() {
+#ifdef __CUDA_ARCH__
+    __syncwarp(__activemask());
+#endif
+}
+
 OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
-    constexpr int AHEAD = 32;  // are loaded before they are added up
-    float sum = part[0], next[AHEAD];
-    for (int64_t k = 1; k < count; k += AHEAD) {
-        const int some = count - k < AHEAD ? (int)(count - k) : AHEAD;
+    constexpr int AHEAD = 16;  // are loaded before they are added up
+    float sum = *part, next[AHEAD];
+    int64_t left = count - 1;
+    for (; left >= AHEAD; left -= AHEAD) {
         OPTIM_UNROLL
-        for (int i = 0; i < AHEAD; i++) next[i] = i < some ? part[(k + i) * stride] : 0.0f;
+        for (int i = 0; i < AHEAD; i++) next[i] = *(part += stride);
+        loads_begin();
         OPTIM_UNROLL
-        for (int i = 0; i < AHEAD; i++) sum = i < some ? exact_add(sum, next[i]) : sum;
+        for (int i = 0; i < AHEAD; i++) sum = exact_add(sum, next[i]);
     }
+    OPTIM_UNROLL
+    for (int i = 0; i < AHEAD - 1; i++) next[i] = *(part += i < left ? stride : 0);  // the last again and again
+    loads_begin();
+    OPTIM_UNROLL
+    for (int i = 0; i < AHEAD - 1; i++) sum = i < left ? exact_add(sum, next[i]) : sum;
     return sum;
 }
 

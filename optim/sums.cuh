@@ -249,6 +249,18 @@ __device__ __forceinline__ void sum_block(const StepArguments& step, const SumAr
     }
 }
 
+// Goes on from tensor t to the one of block b, 32 at a time, and finds the block after its last.
+__device__ __forceinline__ void sum_find(const SumArguments& sums, int64_t b, int64_t* t, int64_t* next) {
+    for (;;) {
+        const int64_t at = *t + 1 + threadIdx.x % 32, none = sums.first_block + sums.blocks;
+        const int64_t block = at < sums.tensors ? sums.tensor[at].block : none;
+        const int before = __popc(__ballot_sync(0xffffffffu, block <= b));
+        *next = __shfl_sync(0xffffffffu, block, before % 32);
+        *t += before;
+        if (before < 32) return;
+    }
+}
+
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumArguments& sums, float grad_scale,
                                           unsigned char* tables, float (&columns)[SUM_WARPS][SUM_COLS]) {
@@ -260,10 +272,7 @@ __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumAr
     }
     int64_t t = 0, next = 0;
     for (int64_t b = sums.first_block + blockIdx.x; b < sums.first_block + sums.blocks; b += gridDim.x) {
-        if (b >= next) {
-            t = sum_find<&SumTensor::block>(sums.tensor, sums.tensors, b);
-            next = t + 1 < sums.tensors ? sums.tensor[t + 1].block : sums.first_block + sums.blocks;
-        }
+        if (b >= next) sum_find(sums, b, &t, &next);
         const SumTensor tensor = sums.tensor[t];
         const uint32_t its = (uint32_t)(b - tensor.block), panels = (uint32_t)tensor.panels, slab = its / panels;
         float column[SUM_LANE] = {};

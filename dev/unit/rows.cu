@@ -408,6 +408,15 @@ CACHE_TEST(JIT_TEST, rows_of_many_tensors_equal_cpu_gpu) {
 
 // Each thread of a warp finds the numbers of its 16 columns in four places, which all threads' fill without gaps.
 TEST(rows_columns_lie_as_they_are_loaded) {
+    static float numbers[2 * READY_COLS];
+    for (uint32_t col = 0; col < 2 * READY_COLS; col++) numbers[ready_place(col)] = (float)col;
+    for (int n : {8, 16}) {
+        for (uint32_t col = 0; col < 2 * READY_COLS; col += (uint32_t)n) {
+            float x[16];
+            ready_load(numbers, col, x, n);
+            for (int i = 0; i < n; i++) expect(x[i] == (float)(col + (uint32_t)i), "%d of columns from %u on", n, col);
+        }
+    }
     for (uint32_t col = 0; col < 2 * READY_COLS; col++) {
         const uint32_t thread = col % READY_COLS / 16, load = col % 16 / 4;
         const uint32_t place = col / READY_COLS * READY_COLS + load * 128 + thread * 4 + col % 4;
