@@ -583,7 +583,7 @@ TEST(fp8_gelu_products_gpu) {
 // Runs of ./train.
 
 constexpr const char* RUN =
-    "--layers 2 --channels 64 --heads 1 --seq 32 --batch 4 --tokens-per-step 256 --steps 30 --lr 3e-3 "
+    "--layers 3 --channels 64 --heads 1 --seq 32 --batch 4 --tokens-per-step 256 --steps 30 --lr 3e-3 "
     "--val-every 30 --val-tokens 512 --sample-every 0 --warmup 2";
 
 // The loss of the last step of a run with these options, into the folder WORK/NAME.
@@ -604,12 +604,15 @@ TEST_BOTH(fp8_runs) {
                  fp8 = last_loss(test, gpu, work, "fp8", "--matmul fp8");
     expect(fabs(fp8 - other) < 0.05 && fp8 != other, "a loss of %.4f, without fp8 %.4f", fp8, other);
     note(test, "loss %.4f, without fp8 %.4f", fp8, other);
-    for (const char* recompute : {"gelu", "block"}) {
-        const char* options = formatted("--matmul fp8 --recompute %s", recompute);
-        expect(last_loss(test, gpu, work, recompute, options) == fp8, "--recompute %s changes the loss", recompute);
-        const char* path = formatted("%s/step_00000030", recompute);
+    const char* const recompute[] = {"gelu", "block", "block --kept-blocks 2", "block --kept-blocks 9"};
+    for (int i = 0; i < 8; i++) {
+        const bool codes = i % 2 == 1;
+        const char* options = formatted("%s --recompute %s", codes ? "--matmul fp8" : "", recompute[i / 2]);
+        const char *name = formatted("again_%d", i), *path = formatted("%s/step_00000030", name);
+        expect(last_loss(test, gpu, work, name, options) == (codes ? fp8 : other), "%s changes the loss", options);
+        const char* kept = joined(work, codes ? "fp8/step_00000030" : "other/step_00000030");
         for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
-            expect_equal_files(test, joined(work, "fp8/step_00000030"), joined(work, path), file);
+            expect_equal_files(test, kept, joined(work, path), file);
         }
     }
     const double head = last_loss(test, gpu, work, "head", "--matmul fp8 --head fp8 --fp8-grads e5m2");
