@@ -312,9 +312,10 @@ struct Operators {
 // Plans a model as the trainer would; false if the card does not hold it.
 static bool bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
-    resolve_model(o, m, 50257, false, "", "");
+    const bool bytes = strcmp(o->data_format, "bytes") == 0;
+    resolve_model(o, m, bytes ? 256 : 50257, bytes, "", "");
     resolve_optim(o, m, config);
-    resolve_batch(o, m, config, false, 1 << 20);
+    resolve_batch(o, m, config, bytes, 1 << 20);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
     return memory_plan(m, config).total <= available_to(m);
@@ -376,7 +377,7 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     int descriptor = mkstemps(path, 4);
     if (descriptor < 0) user_error("bench: %s cannot be made: %s", path, strerror(errno));
     close(descriptor);
-    write_shard(path, 16 * batch * m.T + 1, 50257);
+    write_shard(path, 16 * batch * m.T + 1, m.config.V);
     Dataset data;
     if (!dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
@@ -406,7 +407,8 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
 }
 
 // The rows of "The largest runs" in dev/README.md, and what releasing gradients costs.
-static const char* const FILLS = "--preset int8w4 --grads bf16 --recompute block --release on --clip-by last";
+static const char* const FILLS =
+    "--data-format bytes --preset int8w4 --grads bf16 --recompute block --release on --clip-by last";
 static const struct {
     const char *options, *more;
 } LARGEST[] = {
