@@ -274,29 +274,27 @@ FOLDER_TEST(cli_folder_after_refusal) {
 // Returns what bash offers for the last of some words, with the script of --completion; an empty text where it offers
 // nothing.
 TEST(cli_completion) {
-    static const struct {
-        const char *words, *offered;
-    } cases[] = {{"--dev", "--device"},
-                 {"--device ''", "auto gpu cpu"},
-                 {"--device c", "cpu"},
-                 {"--resume au", "auto"},
-                 {"--data ./a.", "./a.txt"},
-                 {"--seed 1", ""},
-                 {"--dry-run --list-f", "--list-formats"},
-                 {"--lr a", "auto"}};
+    static const char* const cases[][2] = {{"--dev", "--device"},
+                                           {"--device ''", "auto gpu cpu"},
+                                           {"--device c", "cpu"},
+                                           {"--resume au", "auto"},
+                                           {"--data ./a.", "./a.txt"},
+                                           {"--seed 1", ""},
+                                           {"--dry-run --list-f", "--list-formats"},
+                                           {"--lr a", "auto"}};
     const char* work = work_folder();
     run_well(script, "--completion bash");
     write_text(work, "script", OUT(script)), write_text(work, "a.txt", "");
-    for (const auto& one : cases) {
+    for (const auto& [words, offered] : cases) {
         char line[1024];
         int code;
         snprintf(line, sizeof(line),
                  ". ./script; COMP_WORDS=(nibble %s); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _nibble\n"
                  "echo -n \"${COMPREPLY[*]}\"\n",
-                 one.words);
+                 words);
         write_text(work, "ask", line);
         const char* said = shell_in(work, &code, "bash ask");
-        expect(code == 0 && strcmp(said, one.offered) == 0, "%s: '%s', want '%s'", one.words, said, one.offered);
+        expect(code == 0 && strcmp(said, offered) == 0, "%s: '%s', want '%s'", words, said, offered);
     }
     run_well(zsh, "--completion zsh");
     for (int i = 0; i < option_table()->count; i++) {

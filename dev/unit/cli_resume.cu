@@ -216,9 +216,7 @@ FOLDER_TEST(cli_resume_versions) {
 // another preset brings its own unless they were the user's, other formats none. Resumed again, it stays so.
 FOLDER_TEST(cli_resume_overrides) {
     const char *run = joined(work, "run"), *other = joined(work, "other");
-    const struct {
-        const char *begun, *resumed, *shows, *lacks;
-    } rows[] = {
+    const char* const rows[][4] = {
         {"--preset fp8w8e", "", " override ln*|*.bias|wpe: weights=bf16:ef\n", "notice"},
         {"--preset fp8w8e --override none", "", "weights e4m3:ef", " override"},
         {"--preset fp8w8e --override none", "--override ln*:weights=bf16:ef",
@@ -245,19 +243,19 @@ FOLDER_TEST(cli_resume_overrides) {
          "the run's"},
         {"--preset adamw8", "--preset fp8w8e", "--override ln*|*.bias|wpe: weights=bf16:ef (was none)",
          "--override none"}};
-    for (const auto& row : rows) {
-        train_well(BRIEF " --steps 3 %s", work, run, row.begun);
-        run_well(child, "--resume %s --run %s --steps 5 --device cpu %s", run, other, row.resumed);
-        expect(strstr(OUT(child), row.shows), "%s, %s: no '%s' in %s", row.begun, row.resumed, row.shows, OUT(child));
-        expect(!strstr(OUT(child), row.lacks), "%s, %s: '%s' in %s", row.begun, row.resumed, row.lacks, OUT(child));
+    for (const auto& [begun, resumed, shows, lacks] : rows) {
+        train_well(BRIEF " --steps 3 %s", work, run, begun);
+        run_well(child, "--resume %s --run %s --steps 5 --device cpu %s", run, other, resumed);
+        expect(strstr(OUT(child), shows), "%s, %s: no '%s' in %s", begun, resumed, shows, OUT(child));
+        expect(!strstr(OUT(child), lacks), "%s, %s: '%s' in %s", begun, resumed, lacks, OUT(child));
         const char* at = strstr(OUT(child), "\n override ");
         const int length = at ? (int)strcspn(at + 1, "\n") + 2 : 0;
         char shown[256] = "";
         snprintf(shown, sizeof(shown), "%.*s", length, at ? at : "");
         run_well(again, "--resume %s --steps 6 --device cpu", other);
-        expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", row.begun,
-               row.resumed, OUT(again));
-        expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", row.begun, row.resumed, OUT(again));
+        expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", begun, resumed,
+               OUT(again));
+        expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", begun, resumed, OUT(again));
         train_well("--sample T --model %s/step_00000006 --sample-tokens 4 --device cpu", other);
         remove_tree(run), remove_tree(other);
     }
@@ -403,25 +401,23 @@ static void damage(const char* folder, const char* name, Damage how) {
 }
 
 TEST(cli_damaged_checkpoint) {
-    static const struct {
-        const char* name;
-        Damage how;
-    } damages[] = {{"model.safetensors", TRUNCATE},   {"model.safetensors", FLIP}, {"optimizer.safetensors", FLIP},
-                   {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
-                   {"state.json", TRUNCATE},          {"state.json", REMOVE}};
+    static const std::tuple<const char*, Damage> damages[] = {
+        {"model.safetensors", TRUNCATE},   {"model.safetensors", FLIP}, {"optimizer.safetensors", FLIP},
+        {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
+        {"state.json", TRUNCATE},          {"state.json", REMOVE}};
     const char *work = work_folder(), *whole = joined(work, "whole"), *run = joined(work, "run");
     for (const char* each : {whole, run}) train_well(BRIEF " --steps 12 --save-every 4 --keep 9", work, each);
     const char* newest = checkpoint_of(run, 12);
-    for (const auto& d : damages) {
-        damage(newest, d.name, d.how);
+    for (const auto& [name, how] : damages) {
+        damage(newest, name, how);
         run_train(refused, "--resume %s --device cpu", newest);
-        if (strcmp(d.name, "state.json") != 0 || d.how != REMOVE) expect_error(test, &refused, d.name, newest, "");
+        if (strcmp(name, "state.json") != 0 || how != REMOVE) expect_error(test, &refused, name, newest, "");
         run_train(sampled, "--sample a --sample-tokens 2 --model %s --device cpu", run);
-        expect(sampled.code == 0 && !strstr(ERR(sampled), "notice: ") == (strncmp(d.name, "optimizer", 9) == 0),
-               "%s: exit code %d: %s", d.name, sampled.code, ERR(sampled));
+        expect(sampled.code == 0 && !strstr(ERR(sampled), "notice: ") == (strncmp(name, "optimizer", 9) == 0),
+               "%s: exit code %d: %s", name, sampled.code, ERR(sampled));
         run_well(child, "--run %s --resume auto --device cpu", run);
         expect(strncmp(ERR(child), "train: notice: ", 15) == 0 && strstr(ERR(child), newest), "%s is not named: %s",
-               d.name, ERR(child));
+               name, ERR(child));
         expect(strstr(OUT(child), "step_00000008, step 8"), "the checkpoint before is not used");
         expect_equal_runs(test, whole, run, 12);
     }

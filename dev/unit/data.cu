@@ -371,10 +371,7 @@ DATA_TEST(data_safetensors_fuzz) {
 
 DATA_TEST(data_safetensors_bad) {
     const char* path = joined(folder, "bad.safetensors");
-    const struct {
-        const char* header;
-        const char* piece;
-    } bad[] = {
+    const char* const bad[][2] = {
         {"[]", "no object"},
         {"{\"a\":1}", "lacks its dtype"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", "lacks its dtype"},
@@ -400,14 +397,14 @@ DATA_TEST(data_safetensors_bad) {
          "two tensors named a"},
         {"{", "its header is not valid JSON"},
     };
-    for (auto& item : bad) {
+    for (const auto& [header, piece] : bad) {
         char file[2048] = {0};
-        uint64_t length = strlen(item.header);
+        uint64_t length = strlen(header);
         memcpy(file, &length, 8);
-        memcpy(file + 8, item.header, length);
+        memcpy(file + 8, header, length);
         put(path, file, 8 + (int64_t)length + 8);
         Safetensors opened;
-        expect_refused(safetensors_open(&opened, path, error), error, item.piece);
+        expect_refused(safetensors_open(&opened, path, error), error, piece);
         expect(strstr(error, path), "%s does not name the file", error);
     }
     Safetensors opened;

@@ -124,11 +124,7 @@ TEST(doors_hmac) {
     // RFC 4231, cases 1, 2, 3, 6 and 7.
     char key1[21], key3[21], data3[51], key6[132];
     memset(key1, 0x0b, 20), memset(key3, 0xaa, 20), memset(data3, 0xdd, 50), memset(key6, 0xaa, 131);
-    const struct {
-        const char *key, *data;
-        int key_bytes, data_bytes;
-        const char* want;
-    } cases[] = {
+    const std::tuple<const char*, const char*, int, int, const char*> cases[] = {
         {key1, "Hi There", 20, 8, "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
         {"Jefe", "what do ya want for nothing?", 4, 28,
          "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
@@ -140,12 +136,12 @@ TEST(doors_hmac) {
          "hashed before being used by the HMAC algorithm.",
          131, 152, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
     };
-    for (const auto& c : cases) {
+    for (const auto& [key, data, key_bytes, data_bytes, want] : cases) {
         unsigned char hash[HMAC_BYTES];
         char text[2 * HMAC_BYTES + 1];
-        hmac_sha256(c.key, (size_t)c.key_bytes, c.data, (size_t)c.data_bytes, hash);
+        hmac_sha256(key, (size_t)key_bytes, data, (size_t)data_bytes, hash);
         for (int i = 0; i < HMAC_BYTES; i++) snprintf(text + 2 * i, 3, "%02x", hash[i]);
-        expect(strcmp(text, c.want) == 0, "%s, want %s", text, c.want);
+        expect(strcmp(text, want) == 0, "%s, want %s", text, want);
         unsigned char other[HMAC_BYTES];
         memcpy(other, hash, sizeof(other));
         expect(hmac_equal(hash, other), "a hash differs from itself");
@@ -407,13 +403,7 @@ TEST(doors_messages_of_a_rank) {
     };
     constexpr uint32_t MAGIC = 0x6e69626c;
     constexpr int32_t HEAD = 32, FAILED = 1;
-    const struct {
-        const char* what;
-        Head head;
-        const char* text;
-        int code;
-        const char* needle;
-    } cases[] = {
+    const std::tuple<const char*, Head, const char*, int, const char*> cases[] = {
         {"failed with 0", {MAGIC, HEAD + 4, FAILED, 0, 0, 0}, "why?", 1, "rank 1 on stranger: why?"},
         {"failed with 256", {MAGIC, HEAD, FAILED, 256, 0, 0}, "", 1, ""},
         {"failed with -1", {MAGIC, HEAD, FAILED, -1, 0, 0}, "", 1, ""},
@@ -428,7 +418,7 @@ TEST(doors_messages_of_a_rank) {
         {"half a message", {MAGIC, HEAD + 3000, 0, 0, 0, 0}, "half", 1, "has ended without a word"},
         {"good-bye at once", {MAGIC, HEAD, 2, 0, 0, 0}, "", 1, "ended for which others still wait"},
     };
-    for (const auto& c : cases) {
+    for (const auto& [what, head, text, code, needle] : cases) {
         static Rank rank;
         Launch launch = door_launch(0, 2, door_port(9), "secret");
         int made[CHANNELS];
@@ -436,14 +426,14 @@ TEST(doors_messages_of_a_rank) {
         for (int channel = 0; channel < CHANNELS; channel++) {
             Welcome welcome;
             bool in = door_greet(launch, door_hello(launch, 1, channel), &made[channel], &welcome);
-            expect(in, "%s: not let in: %s", c.what, welcome.error);
+            expect(in, "%s: not let in: %s", what, welcome.error);
         }
-        send_all(made[CONTROL], &c.head, HEAD);
-        send_all(made[CONTROL], c.text, strlen(c.text));
+        send_all(made[CONTROL], &head, HEAD);
+        send_all(made[CONTROL], text, strlen(text));
         for (int one : made) shutdown(one, SHUT_WR);
         rank_end(&rank);
-        expect(rank.code == c.code && strstr(rank.text, c.needle), "%s: %d, %s", c.what, rank.code, rank.text);
-        expect_calm(test, c.what, &rank, 1);
+        expect(rank.code == code && strstr(rank.text, needle), "%s: %d, %s", what, rank.code, rank.text);
+        expect_calm(test, what, &rank, 1);
         for (int one : made) close(one);
     }
 }

@@ -319,10 +319,7 @@ static void rewrite(const char* from, const char* to, int first, int last, const
 // Every tensor is used, or known to be none of the weights, or refused by name.
 FOLDER_TEST(folders_unused_tensors) {
     const char* from = train_bytes(test, work);
-    const struct {
-        Added added;
-        bool good;
-    } cases[] = {
+    const std::tuple<Added, bool> cases[] = {
         {{"lm_head.weight", "BF16", {256, 64}, 2, 1}, true},
         {{"lm_head.weight", "BF16", {256, 64}, 2, 2}, false},
         {{"lm_head.weight", "BF16", {64, 256}, 2, 1}, false},
@@ -337,13 +334,13 @@ FOLDER_TEST(folders_unused_tensors) {
         {{"score.weight", "F32", {2, 64}, 2, 0}, false},
     };
     const char* folder = copy_model(work, "m", from);
-    for (const auto& item : cases) {
-        rewrite(from, joined(folder, "model.safetensors"), 0, 64, &item.added);
+    for (const auto& [added, good] : cases) {
+        rewrite(from, joined(folder, "model.safetensors"), 0, 64, &added);
         run_train(sample, "--sample a --sample-tokens 2 --model %s", folder);
         run_train(train, QUICK " --seq 32 --data %s/text.txt --run %s/new --steps 0 --model %s", work, work, folder);
         for (Child* child : {&sample, &train}) {
-            if (item.good) expect_code(*child, 0);
-            if (!item.good) expect_error(test, child, item.added.name, item.added.name, "model.safetensors holds");
+            if (good) expect_code(*child, 0);
+            if (!good) expect_error(test, child, added.name, added.name, "model.safetensors holds");
         }
         remove_tree(joined(work, "new"));
     }
@@ -619,18 +616,16 @@ FOLDER_TEST(folders_loaded_model_is_kept) {
 // Sizes give GPT-3's shapes where its table has them, and elsewhere nearly as many parameters as asked for in heads
 // that attention has.
 TEST(folders_sizes) {
-    const struct {
-        const char* size;
-        int layers, channels, heads;
-    } known[] = {{"124M", 12, 768, 12},    {"350m", 24, 1024, 16}, {"0.76B", 24, 1536, 24}, {"1.3B", 24, 2048, 16},
-                 {"2.7B", 32, 2560, 20},   {"6.7b", 32, 4096, 32}, {"13B", 40, 5120, 40},   {"175B", 96, 12288, 96},
-                 {"30000M", 54, 6784, 53}, {"gpt2", 12, 768, 12},  {"d96", 96, 5120, 40}};
-    for (const auto& want : known) {
-        const Gpt2Name* got = gpt2_named(want.size);
-        expect(got && got->layers == want.layers && got->channels == want.channels && got->heads == want.heads &&
-                   got->positions == 1024,
-               "%s: %d layers, %d channels, %d heads", want.size, got ? got->layers : 0, got ? got->channels : 0,
-               got ? got->heads : 0);
+    const std::tuple<const char*, int, int, int> known[] = {
+        {"124M", 12, 768, 12},    {"350m", 24, 1024, 16}, {"0.76B", 24, 1536, 24}, {"1.3B", 24, 2048, 16},
+        {"2.7B", 32, 2560, 20},   {"6.7b", 32, 4096, 32}, {"13B", 40, 5120, 40},   {"175B", 96, 12288, 96},
+        {"30000M", 54, 6784, 53}, {"gpt2", 12, 768, 12},  {"d96", 96, 5120, 40}};
+    for (const auto& [size, layers, channels, heads] : known) {
+        const Gpt2Name* got = gpt2_named(size);
+        expect(
+            got && got->layers == layers && got->channels == channels && got->heads == heads && got->positions == 1024,
+            "%s: %d layers, %d channels, %d heads", size, got ? got->layers : 0, got ? got->channels : 0,
+            got ? got->heads : 0);
     }
     for (double wanted = 4e6; wanted < 4e11; wanted *= 1.07) {
         const char* text = formatted("%.4fM", wanted / 1e6);

@@ -524,18 +524,14 @@ TEST(tensor_core_sums) {
     // Numbers that an H200's cuBLASLt made of two columns of the gradient of weights (456, 1544) over 3000 rows, the
     // second added to what was there.
     const int K = 3000, C = 1544, OC = 456;
-    const struct {
-        int row, column;
-        bool accumulate;
-        float h200;
-    } columns[] = {{375, 36, false, 77.3609772f}, {149, 1198, true, 57.5318108f}};
-    for (auto& at : columns) {
+    const std::tuple<int, int, bool, float> columns[] = {{375, 36, false, 77.3609772f}, {149, 1198, true, 57.5318108f}};
+    for (const auto& [row, column, accumulate, h200] : columns) {
         float a[K], b[K];
-        for (int k = 0; k < K; k++) a[k] = test_uniform(1, k * OC + at.row), b[k] = test_uniform(2, k * C + at.column);
+        for (int k = 0; k < K; k++) a[k] = test_uniform(1, k * OC + row), b[k] = test_uniform(2, k * C + column);
         round_to_bf16(a, K), round_to_bf16(b, K);
-        float begin = at.accumulate ? test_uniform(3, at.row * C + at.column) : 0.0f;
+        float begin = accumulate ? test_uniform(3, row * C + column) : 0.0f;
         float sum = tensor_core_sum(tensor_core(90), a, b, K) + begin;
-        expect(sum == at.h200, "(%d, %d): %.9g, on an H200 %.9g", at.row, at.column, sum, at.h200);
+        expect(sum == h200, "(%d, %d): %.9g, on an H200 %.9g", row, column, sum, h200);
     }
     note_worst(test, worst);
 }

@@ -36,16 +36,14 @@ TEST(override_rule_refusals) {
     expect_refusal(test, config, "--override rule: \"lyon\" is not known", "did you mean lion?");
     config.overrides = "wte: rule=";
     expect_refusal(test, config, "--override: \"rule=\" names no rule", "--list-formats");
-    const struct {
-        const char *rule, *v, *mode, *says;
-    } rows[] = {{"lion", "none", "coupled", "add v=fp32"},
-                {"adamw", "fp32", "coupled", "lion keeps no second moment"},
-                {"lion", "none", "independent", "--decay-mode coupled"}};
-    for (const auto& row : rows) {
-        OptimConfig run = make_config(row.rule, "fp32", "fp32"), launch = run;
-        run.decay_mode = row.mode;
-        launch.rule = is(row.mode, "independent") ? "sgd" : is(row.rule, "lion") ? "adamw" : "lion";
-        launch.v = row.v;
-        expect_refused(optim_rule_fits(&launch, &run, error), error, row.says);
+    const char* const rows[][4] = {{"lion", "none", "coupled", "add v=fp32"},
+                                   {"adamw", "fp32", "coupled", "lion keeps no second moment"},
+                                   {"lion", "none", "independent", "--decay-mode coupled"}};
+    for (const auto& [rule, v, mode, says] : rows) {
+        OptimConfig run = make_config(rule, "fp32", "fp32"), launch = run;
+        run.decay_mode = mode;
+        launch.rule = is(mode, "independent") ? "sgd" : is(rule, "lion") ? "adamw" : "lion";
+        launch.v = v;
+        expect_refused(optim_rule_fits(&launch, &run, error), error, says);
     }
 }

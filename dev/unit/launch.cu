@@ -53,10 +53,7 @@ TEST(launch_environment) {
         bool low = launch.world == 1 || (launch.port >= 20000 && launch.port < 30000);
         expect(c.port ? launch.port == c.port : low, "%s: port %d", c.set, launch.port);
     }
-    struct {
-        const char *set, *needle;
-        int gpus;
-    } wrong[] = {
+    const std::tuple<const char*, const char*, int> wrong[] = {
         {"WORLD_SIZE=4 RANK=2", "LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set", 1},
         {TORCHRUN, "leave --gpus out", 4},
         {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
@@ -70,11 +67,11 @@ TEST(launch_environment) {
         {OPEN_MPI, "set MASTER_ADDR", 1},
         {SLURM, "set MASTER_ADDR", 1},
     };
-    for (auto& c : wrong) {
+    for (const auto& [set, needle, gpus] : wrong) {
         Launch launch;
         error[0] = 0;
-        bool fine = read_environment(c.set, c.gpus, &launch, error);
-        expect(!fine && strstr(error, c.needle), "%s: '%s', want '%s'", c.set, error, c.needle);
+        bool fine = read_environment(set, gpus, &launch, error);
+        expect(!fine && strstr(error, needle), "%s: '%s', want '%s'", set, error, needle);
     }
 }
 

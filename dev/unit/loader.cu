@@ -317,18 +317,15 @@ DATA_TEST(data_loader_folder) {
         "\"tokenizer\": \"gpt2\"}");
     put_text(joined(folder, "vocab.json"), "{}");
     put_text(joined(folder, "merges.txt"), "");
-    const struct {
-        const char* path;
-        DatasetPart part;
-        double ratio;
-    } opened[] = {{folder, DATASET_TRAIN, 4},
-                  {folder, DATASET_VALIDATION, 5},
-                  {folder, DATASET_WHOLE, 324.0 / 76.0},
-                  {joined(folder, "train_*.bin"), DATASET_WHOLE, 4},
-                  {joined(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
-    for (auto& item : opened) {
-        data = open_data(test, item.path, item.part, 0.1, T);
-        expect(data.vocabulary == 320 && data.bytes_per_token == item.ratio, "%s: %g", item.path, data.bytes_per_token);
+    const std::tuple<const char*, DatasetPart, double> opened[] = {
+        {folder, DATASET_TRAIN, 4},
+        {folder, DATASET_VALIDATION, 5},
+        {folder, DATASET_WHOLE, 324.0 / 76.0},
+        {joined(folder, "train_*.bin"), DATASET_WHOLE, 4},
+        {joined(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
+    for (const auto& [path, part, ratio] : opened) {
+        data = open_data(test, path, part, 0.1, T);
+        expect(data.vocabulary == 320 && data.bytes_per_token == ratio, "%s: %g", path, data.bytes_per_token);
         expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
     }
     put_text(joined(folder, "meta.json"), "{\"vocabulary\": 70000}");
@@ -341,10 +338,7 @@ DATA_TEST(data_loader_bad_files) {
     enum { T = 10 };
     Dataset data;
     const char* path = joined(folder, "x.bin");
-    const struct {
-        int tokens, claimed, magic, version;
-        const char* why;
-    } headers[] = {
+    const std::tuple<int, int, int, int, const char*> headers[] = {
         {100, -1, 20240522, 1, "an evaluation set of llm.c"},
         {100, -1, 20240326, 1, "a model of llm.c"},
         {100, -1, 20240801, 7, "Llama 3"},
@@ -354,24 +348,23 @@ DATA_TEST(data_loader_bad_files) {
         {100, 2000000000, 20240520, 1, "truncated"},
         {T, -1, 20240520, 1, "has 10 tokens and a window of T = 10 needs 11"},
         {0, -1, 20240520, 1, "has 0 tokens"}};
-    const struct {
-        const char *text, *why;
-    } texts[] = {{"", "is empty"},
-                 {"ab", "not a shard of tokens"},
-                 {"Once upon a time there was a text in a file called .bin", "or --data-format bytes to train"}};
+    const char* const texts[][2] = {
+        {"", "is empty"},
+        {"ab", "not a shard of tokens"},
+        {"Once upon a time there was a text in a file called .bin", "or --data-format bytes to train"}};
     auto refused = [&](const char* why) {
         expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, why);
         expect(strstr(error, "x.bin"), "%s does not name the file", error);
         expect(data.file == NULL && data.files == 0, "the dataset is left half open");
     };
     refused("No such file");
-    for (const auto& row : texts) {
-        put_text(path, row.text);
-        refused(row.why);
+    for (const auto& [text, why] : texts) {
+        put_text(path, text);
+        refused(why);
     }
-    for (const auto& row : headers) {
-        put_shard(path, 0, row.tokens, token_of, row.claimed, row.magic, row.version);
-        refused(row.why);
+    for (const auto& [tokens, claimed, magic, version, why] : headers) {
+        put_shard(path, 0, tokens, token_of, claimed, magic, version);
+        refused(why);
     }
     put_shard(path, 0, 100, token_of);
     for (int length : {1023, 600, 12, 8, 7, 4}) {

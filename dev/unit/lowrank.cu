@@ -305,14 +305,11 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
 // Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in
 // one block and divided among several.
 OPERATOR_TEST(lowrank_products_gpu) {
-    const struct {
-        Shape shape;
-        int rank;
-    } rows[] = {{{32, 32}, 8},   {{48, 96}, 24},      {{136, 40}, 40},    {{264, 264}, 136},
-                {{72, 520}, 64}, {{1040, 1032}, 136}, {{1032, 1040}, 72}, {{34000, 64}, 16}};
-    for (const auto& row : rows) {
-        check_products<float>(test, &dev, row.shape, row.rank, &worst);
-        check_products<bf16>(test, &dev, row.shape, row.rank, &worst);
+    const std::tuple<Shape, int> rows[] = {{{32, 32}, 8},   {{48, 96}, 24},      {{136, 40}, 40},    {{264, 264}, 136},
+                                           {{72, 520}, 64}, {{1040, 1032}, 136}, {{1032, 1040}, 72}, {{34000, 64}, 16}};
+    for (const auto& [shape, rank] : rows) {
+        check_products<float>(test, &dev, shape, rank, &worst);
+        check_products<bf16>(test, &dev, shape, rank, &worst);
     }
 }
 #endif

@@ -223,18 +223,16 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
 TEST_BOTH(matrix_chunks) {
     if (gpu && !jit_available()) skip("libnvrtc was not found");
     CacheFolder folder;
-    const struct {
-        const char *rule, *weights, *m, *overrides;
-    } rows[] = {{"muon", "bf16:sr", "bf16:sr", ""},
-                {"normuon", "fp32", "soft8/32", ""},
-                {"fira", "bf16:sr", "fp32", ""},
-                {"apollo", "fp32", "de4/64", ""},
-                {"galore", "bf16:sr", "fp32", ""},
-                {"galore", "fp32", "fp32", "wte|ln*|c_proj.weight: rule=adamw v=fp32"},
-                {"galore", "bf16:sr", "de4/64", "wte|ln*|c_proj.weight: rule=adamw v=fp32"}};
-    for (const auto& row : rows) {
-        OptimConfig config = matrix_config(row.rule, row.weights, row.m);
-        if (*row.overrides) config.overrides = row.overrides, config.rank = 8;
+    const char* const rows[][4] = {{"muon", "bf16:sr", "bf16:sr", ""},
+                                   {"normuon", "fp32", "soft8/32", ""},
+                                   {"fira", "bf16:sr", "fp32", ""},
+                                   {"apollo", "fp32", "de4/64", ""},
+                                   {"galore", "bf16:sr", "fp32", ""},
+                                   {"galore", "fp32", "fp32", "wte|ln*|c_proj.weight: rule=adamw v=fp32"},
+                                   {"galore", "bf16:sr", "de4/64", "wte|ln*|c_proj.weight: rule=adamw v=fp32"}};
+    for (const auto& [rule, weights, m, overrides] : rows) {
+        OptimConfig config = matrix_config(rule, weights, m);
+        if (*overrides) config.overrides = overrides, config.rank = 8;
         config.rank_gap = 2;
         Run whole, parts;
         matrix_open(&whole, &config, gpu);
@@ -244,14 +242,14 @@ TEST_BOTH(matrix_chunks) {
             matrix_open(&parts, &config, gpu);
             run_steps(&parts, 1, STEPS, matrix_steps(3));
             const char* where = difference(&whole, &parts);
-            expect(!where, "%s, m %s, chunks of %lld tiles: %s", row.rule, row.m, (long long)tiles, where);
+            expect(!where, "%s, m %s, chunks of %lld tiles: %s", rule, m, (long long)tiles, where);
             const MatrixWork* work = optim_matrix_work(parts.optim, 0);
-            expect(work->plan.chunks > 1 || (tiles == 4 && *row.overrides), "%s: one chunk of %lld tiles", row.rule,
+            expect(work->plan.chunks > 1 || (tiles == 4 && *overrides), "%s: one chunk of %lld tiles", rule,
                    (long long)tiles);
             const LaunchPlan* launch = &optim_parts(parts.optim).plan->launch[0];
-            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*row.overrides != 0), "%s, \"%s\"",
-                   row.rule, row.overrides);
-            expect_planned(test, &parts, row.rule);
+            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*overrides != 0), "%s, \"%s\"", rule,
+                   overrides);
+            expect_planned(test, &parts, rule);
         }
     }
 }
@@ -317,9 +315,7 @@ TEST(matrix_parts_are_matrices) {
 }
 
 TEST(matrix_rest_is_adamw) {
-    const struct {
-        const char *preset, *m, *overrides, *want;
-    } rows[] = {
+    const char* const rows[][4] = {
         {"", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
         {"adamw8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
         {"muon4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
@@ -328,14 +324,13 @@ TEST(matrix_rest_is_adamw) {
         {"int8w4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
         {"muon", "", "none", "none"},
     };
-    for (const auto& row : rows) {
+    for (const auto& [preset, m, overrides, want] : rows) {
         OptimConfig config = {
-            row.preset, strncmp(row.preset, "muon", 4) ? "muon" : "", "", "fp32", row.m, "", 0.9f, 0.95f, 1e-8f, 0.1f,
-            7};
-        config.overrides = row.overrides;
+            preset, strncmp(preset, "muon", 4) ? "muon" : "", "", "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+        config.overrides = overrides;
         expect(optim_resolve(&config, error), "%s", error);
-        expect(is(config.overrides, row.want), "%s: %s", row.preset, config.overrides);
-        expect(optim_resolve(&config, error) && is(config.overrides, row.want), "again: %s", error);
+        expect(is(config.overrides, want), "%s: %s", preset, config.overrides);
+        expect(optim_resolve(&config, error) && is(config.overrides, want), "again: %s", error);
     }
 }
 

@@ -255,23 +255,21 @@ TEST(optim_names_and_errors) {
     expect(is(config.weights, "bf16:sr") && is(config.v, "fp32"), "%s", config.v);
     expect(strstr(described(config), " 8 B/param"), "%s", described(config));
     typedef void Change(OptimConfig * c);
-    const struct {
-        Change* change;
-        const char *begin, *holds;
-    } rows[] = {{[](OptimConfig* c) { c->preset = "adam16"; }, "--preset: \"adam16\"", "mean adamw16?"},
-                {[](OptimConfig* c) { c->rule = "adamv"; }, "--rule: \"adamv\"", "mean adamw?"},
-                {[](OptimConfig* c) { c->weights = "bf16:rs"; }, "--weights: \"bf16:rs\"", "mean bf16:sr?"},
-                {[](OptimConfig* c) { c->grads = "bf61"; }, "--grads: \"bf61\"", "mean bf16?"},
-                {[](OptimConfig* c) { c->grads = nullptr; }, "--grads: \"\"", "fp32, bf16"},
-                {[](OptimConfig* c) { c->m = "fp23"; }, "--m: \"fp23\"", "mean fp32?"},
-                {[](OptimConfig* c) { c->v = "bf16-sr"; }, "--v: \"bf16-sr\"", "mean bf16:sr?"},
-                {[](OptimConfig* c) { c->beta1 = 1.0f; }, "--beta1: 1", "below 1"},
-                {[](OptimConfig* c) { c->beta2 = NAN; }, "--beta2: nan", "below 1"},
-                {[](OptimConfig* c) { c->eps = 0.0f; }, "--eps: 0", "above 0"},
-                {[](OptimConfig* c) { c->weight_decay = -0.1f; }, "--weight-decay: -0.1", "from 0"}};
-    for (const auto& row : rows) {
-        config = good, row.change(&config);
-        expect_refusal(test, config, row.begin, row.holds);
+    const std::tuple<Change*, const char*, const char*> rows[] = {
+        {[](OptimConfig* c) { c->preset = "adam16"; }, "--preset: \"adam16\"", "mean adamw16?"},
+        {[](OptimConfig* c) { c->rule = "adamv"; }, "--rule: \"adamv\"", "mean adamw?"},
+        {[](OptimConfig* c) { c->weights = "bf16:rs"; }, "--weights: \"bf16:rs\"", "mean bf16:sr?"},
+        {[](OptimConfig* c) { c->grads = "bf61"; }, "--grads: \"bf61\"", "mean bf16?"},
+        {[](OptimConfig* c) { c->grads = nullptr; }, "--grads: \"\"", "fp32, bf16"},
+        {[](OptimConfig* c) { c->m = "fp23"; }, "--m: \"fp23\"", "mean fp32?"},
+        {[](OptimConfig* c) { c->v = "bf16-sr"; }, "--v: \"bf16-sr\"", "mean bf16:sr?"},
+        {[](OptimConfig* c) { c->beta1 = 1.0f; }, "--beta1: 1", "below 1"},
+        {[](OptimConfig* c) { c->beta2 = NAN; }, "--beta2: nan", "below 1"},
+        {[](OptimConfig* c) { c->eps = 0.0f; }, "--eps: 0", "above 0"},
+        {[](OptimConfig* c) { c->weight_decay = -0.1f; }, "--weight-decay: -0.1", "from 0"}};
+    for (const auto& [change, begin, holds] : rows) {
+        config = good, change(&config);
+        expect_refusal(test, config, begin, holds);
     }
 }
 

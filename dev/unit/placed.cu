@@ -248,24 +248,20 @@ TEST_BOTH(placed_same_as_arenas) {
 // weights of each kind, in the caller's tensors or beside them, from gradients of both types.
 TEST_BOTH(placed_fused) {
     constexpr const char* REST = "*.c_proj.weight: rule=adamw";
-    const struct {
-        Case its;
-        OptimType compute;
-        const char* grads;
-        int shift;
-    } rows[] = {{{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
-                 OPTIM_BF16,
-                 "bf16",
-                 0},
-                {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "fp32", 1},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "fp32", 0},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "bf16", 0},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
-                {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
-    for (const auto& row : rows) {
-        const bool fused = compare_case(test, &row.its, row.compute, row.grads, row.shift, gpu);
-        expect(fused == gpu, "%s, grads %s: the fused way was not taken", row.its.weights, row.grads);
+    const std::tuple<Case, OptimType, const char*, int> rows[] = {
+        {{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
+         OPTIM_BF16,
+         "bf16",
+         0},
+        {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "fp32", 1},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "fp32", 0},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "bf16", 0},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
+        {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
+    for (const auto& [its, compute, grads, shift] : rows) {
+        const bool fused = compare_case(test, &its, compute, grads, shift, gpu);
+        expect(fused == gpu, "%s, grads %s: the fused way was not taken", its.weights, grads);
     }
 }
 

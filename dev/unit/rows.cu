@@ -346,11 +346,7 @@ TEST(limit_growth_begins_after_zeros) {
 
 TEST(rows_refusals) {
     typedef void Change(OptimConfig * c);
-    const struct {
-        const char* rule;
-        Change* change;
-        const char *begin, *holds;
-    } rows[] = {
+    const std::tuple<const char*, Change*, const char*, const char*> rows[] = {
         {"adamw", [](OptimConfig* c) { c->m = "none"; }, "--m: \"none\"", "take adafactor"},
         {"adafactor", [](OptimConfig* c) { c->v = "fp32"; }, "--v: \"fp32\"", "fp32 numbers by row and column"},
         {"adamw", [](OptimConfig* c) { c->limit_growth = 0.5f; }, "--limit-growth: 0.5", "0 or a number from 1 on"},
@@ -358,10 +354,10 @@ TEST(rows_refusals) {
         {"rmnp", [](OptimConfig* c) { c->weights = "bf16:ef"; }, "--weights", "does not divide by a root of v"},
         {"adafactor", [](OptimConfig* c) { c->clip_update = -1.0f; }, "--clip-update", "a number from 0 on"},
     };
-    for (const auto& row : rows) {
-        OptimConfig config = make_config(row.rule, "fp32", "fp32");
-        row.change(&config);
-        expect_refusal(test, config, row.begin, row.holds);
+    for (const auto& [rule, change, begin, holds] : rows) {
+        OptimConfig config = make_config(rule, "fp32", "fp32");
+        change(&config);
+        expect_refusal(test, config, begin, holds);
     }
 }
 

@@ -216,19 +216,14 @@ TEST(rules_usual_learning_rates) {
 
 // An average that remembers a third of the run, 10000 steps at most; came's confidence is ten times as slow as v.
 TEST(rules_usual_beta3) {
-    const struct {
-        const char* rule;
-        double beta2;
-        int64_t steps;
-        double want;
-    } rows[] = {{"ademamix", 0.95, 30, 0.9},
-                {"ademamix", 0.95, 300, 0.99},
-                {"ademamix", 0.95, 1000000, 0.9999},
-                {"came", 0.95, 300, 0.995},
-                {"came", 0.999, 10, 0.9999}};
-    for (const auto& row : rows) {
-        const double beta3 = optim_usual_beta3(row.rule, row.beta2, row.steps);
-        expect(fabs(beta3 - row.want) < 1e-12, "%s, %lld steps: %g", row.rule, (long long)row.steps, beta3);
+    const std::tuple<const char*, double, int64_t, double> rows[] = {{"ademamix", 0.95, 30, 0.9},
+                                                                     {"ademamix", 0.95, 300, 0.99},
+                                                                     {"ademamix", 0.95, 1000000, 0.9999},
+                                                                     {"came", 0.95, 300, 0.995},
+                                                                     {"came", 0.999, 10, 0.9999}};
+    for (const auto& [rule, beta2, steps, want] : rows) {
+        const double beta3 = optim_usual_beta3(rule, beta2, steps);
+        expect(fabs(beta3 - want) < 1e-12, "%s, %lld steps: %g", rule, (long long)steps, beta3);
     }
 }
 
@@ -238,18 +233,16 @@ TEST(rules_refuse_what_does_not_fit) {
                 beta1 = fed;
     lion.rule = "lion", none.v = "none", mode.decay_mode = "both", adam.rule = "adam", adam.decay_mode = "independent";
     beta3.beta3 = 1.0f, alpha.alpha = -1.0f, fed_lion.rule = "lion", fed_lion.v = "none", beta1.beta1 = 0.0f;
-    const struct {
-        const OptimConfig* config;
-        const char *begin, *holds;
-    } rows[] = {{&lion, "--v: \"fp32\"", "lion keeps no second moment"},
-                {&none, "--v: \"none\"", "adamw keeps a second moment"},
-                {&mode, "--decay-mode: \"both\"", "coupled or independent"},
-                {&adam, "--decay-mode: \"independent\"", "adam adds"},
-                {&beta3, "--beta3: 1", "below 1"},
-                {&alpha, "--alpha: -1", "from 0"},
-                {&fed_lion, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr"},
-                {&beta1, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr"}};
-    for (const auto& row : rows) expect_refusal(test, *row.config, row.begin, row.holds);
+    const std::tuple<const OptimConfig*, const char*, const char*> rows[] = {
+        {&lion, "--v: \"fp32\"", "lion keeps no second moment"},
+        {&none, "--v: \"none\"", "adamw keeps a second moment"},
+        {&mode, "--decay-mode: \"both\"", "coupled or independent"},
+        {&adam, "--decay-mode: \"independent\"", "adam adds"},
+        {&beta3, "--beta3: 1", "below 1"},
+        {&alpha, "--alpha: -1", "from 0"},
+        {&fed_lion, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr"},
+        {&beta1, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr"}};
+    for (const auto& [config, begin, holds] : rows) expect_refusal(test, *config, begin, holds);
     lion.v = "none";
     resolved(resolved(lion));
     OptimConfig config = fed;

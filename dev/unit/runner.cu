@@ -399,22 +399,18 @@ TEST(runner_ends_a_case_that_hangs) {
 }
 
 TEST(runner_shares_the_gpus) {
-    const struct {
-        const char *name, *visible;
-        int number, gpus;
-        const char* want;
-    } rows[] = {{"fp8_runs_gpu", nullptr, 5, 4, "1"},
-                {"fp8_runs_gpu", "6,7,3", 4, 3, "7"},
-                {"fp8_runs_gpu", "GPU-a", 7, 1, "GPU-a"},
-                {"multi_modes_gpu", "6,7", 3, 2, "6,7"},
-                {"exchange_peers_gpu", "6,7", 2, 2, "6,7"}};
-    for (const auto& row : rows) {
+    const std::tuple<const char*, const char*, int, int, const char*> rows[] = {
+        {"fp8_runs_gpu", nullptr, 5, 4, "1"},
+        {"fp8_runs_gpu", "6,7,3", 4, 3, "7"},
+        {"fp8_runs_gpu", "GPU-a", 7, 1, "GPU-a"},
+        {"multi_modes_gpu", "6,7", 3, 2, "6,7"},
+        {"exchange_peers_gpu", "6,7", 2, 2, "6,7"}};
+    for (const auto& [name, visible, number, gpus, want] : rows) {
         unsetenv("CUDA_VISIBLE_DEVICES");
-        if (row.visible) setenv("CUDA_VISIBLE_DEVICES", row.visible, 1);
-        show_gpus(row.name, row.number, row.gpus);
+        if (visible) setenv("CUDA_VISIBLE_DEVICES", visible, 1);
+        show_gpus(name, number, gpus);
         const char* shown = getenv("CUDA_VISIBLE_DEVICES");
-        expect(shown && strcmp(shown, row.want) == 0, "%s, case %d, sees %s of %s", row.name, row.number, shown,
-               row.visible);
+        expect(shown && strcmp(shown, want) == 0, "%s, case %d, sees %s of %s", name, number, shown, visible);
     }
 }
 

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <tuple>
 
 #include "../../kernels/common.cuh"
 
