@@ -13,6 +13,7 @@
 #include <string>
 
 #include "../../data/checkpoint.h"
+#include "../../data/clock.h"
 #include "files.h"
 
 constexpr double CHILD_SECONDS = 60;
@@ -32,12 +33,6 @@ struct Child {
     int code;             // exit code, or 128 + signal
     double started;
 };
-
-inline double now() {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 inline void pause_ms(double ms) {
     struct timespec time = {(time_t)(ms / 1000), (long)(fmod(ms, 1000) * 1e6)};
@@ -86,7 +81,7 @@ __attribute__((format(printf, 2, 3))) inline void start(Child* child, const char
     for (char* word = strtok(text, " "); word && count < 127; word = strtok(nullptr, " ")) words[count++] = word;
     for (std::string& each : child->text) each.clear();
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
-    child->started = now();
+    child->started = seconds_now();
     fflush(stdout);
     child->pid = fork();
     if (child->pid == 0) become_train(child, out, err, words);
@@ -118,7 +113,7 @@ inline void finish(Child* child) {
     bool late = false;
     int status = 0;
     while (pump(child, 100)) {
-        if (late || now() - child->started < CHILD_SECONDS) continue;
+        if (late || seconds_now() - child->started < CHILD_SECONDS) continue;
         late = true;
         kill(child->pid, SIGKILL);
     }
@@ -192,14 +187,11 @@ inline void remove_tree(const char* folder) {
 
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
-    char* text = nullptr;
-    size_t length = 0;
-    FILE* memory = open_memstream(&text, &length);
-    for (int i = 0; i < 8 * sentences; i++) {
-        fprintf(memory, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
-    }
-    fclose(memory);
-    write_bytes(folder, name, text, length);
+    write_text(folder, name, printed([&](FILE* file) {
+                   for (int i = 0; i < 8 * sentences; i++) {
+                       fprintf(file, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
+                   }
+               }));
 }
 
 // A new folder with a text in it.
@@ -321,7 +313,7 @@ inline void expect_equal_runs(Test* test, const char* a, const char* b, int step
 inline bool wait_for_step(Child* child, const char* run, int step) {
     char want[32];
     snprintf(want, sizeof(want), "\"step\": %d,", step);
-    while (now() - child->started < CHILD_SECONDS) {
+    while (seconds_now() - child->started < CHILD_SECONDS) {
         char* log = contents(run, "log.jsonl");
         bool there = log && strstr(log, want);
         free(log);

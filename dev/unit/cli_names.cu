@@ -352,16 +352,14 @@ FOLDER_TEST(cli_profile) {
 }
 
 TEST(option_sizes) {
-    const struct {
-        const char* text;
-        int64_t bytes;
-    } sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30}, {"1.5g", 3ll << 29},
-                 {"800M", 800 << 20}, {"1k", 1024},         {"2T", 2ll << 40}};
+    const std::tuple<const char*, int64_t> sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30},
+                                                      {"1.5g", 3ll << 29}, {"800M", 800 << 20},  {"1k", 1024},
+                                                      {"2T", 2ll << 40}};
     const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
                                 "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
     int64_t bytes = 0;
-    for (const auto& size : sizes) {
-        expect(size_parse(size.text, &bytes) && bytes == size.bytes, "%s is %lld", size.text, (long long)bytes);
+    for (const auto& [text, want] : sizes) {
+        expect(size_parse(text, &bytes) && bytes == want, "%s is %lld", text, (long long)bytes);
     }
     for (const char* text : none) {
         bytes = 0;

@@ -167,12 +167,8 @@ DATA_TEST(corpus_content) {
 DATA_TEST(corpus_text_or_not) {
     enum { BYTES = 1 << 20 };
     static unsigned char bytes[BYTES];
-    static const struct {
-        const char* what;
-        const char* piece;  // of the text
-        int length;
-        const char* refused;  // NULL: it is a text
-    } cases[] = {
+    // A piece of the text and its length, and why it is refused; NULL: it is a text.
+    static const std::tuple<const char*, const char*, int, const char*> cases[] = {
         {"Latin-1", "\xE9t\xE9 \xE0 la plage\r\n\t", 17, nullptr},
         {"Russian, KOI8-R", "\xF0\xD2\xC9\xD7\xC5\xD4 ", 7, nullptr},
         {"Chinese, GB 18030", "\xD6\xD0\xCE\xC4\xA1\xA3", 6, nullptr},
@@ -184,12 +180,12 @@ DATA_TEST(corpus_text_or_not) {
         {"control bytes", "abcdefghijklmnop\1", 17, "is binary"},
     };
     const char* path = joined(folder, "x");
-    for (auto& item : cases) {
-        for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)item.piece[i % item.length];
+    for (const auto& [what, piece, length, refused] : cases) {
+        for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)piece[i % length];
         put(path, bytes, BYTES);
         bool open = opens(path, DATA_AUTO, DATASET_WHOLE, 16, error);
-        if (!item.refused) expect(open, "%s: %s", item.what, error);
-        if (item.refused) expect(!open && strstr(error, item.refused), "%s: %s", item.what, open ? "taken" : error);
+        if (!refused) expect(open, "%s: %s", what, error);
+        if (refused) expect(!open && strstr(error, refused), "%s: %s", what, open ? "taken" : error);
     }
     memset(bytes, 'a', BYTES);
     for (int i = 3000; i < BYTES; i += 5000) bytes[i] = 0;
@@ -375,11 +371,8 @@ TEST(corpus_data_changed_cli) {
     write_text(work, "a.txt", text), write_text(work, "copy.txt", text);
     const char* run = joined(work, "run");
     train_well("--data %s/a.txt --run %s --steps 5 " TRAIN_QUICKLY, work, run);
-    const struct {
-        int byte;  // that is changed, or -1
-        const char *data, *said, *unsaid;
-        int steps;
-    } cases[] = {
+    // The byte that is changed, or -1.
+    const std::tuple<int, const char*, const char*, const char*, int> cases[] = {
         {-1, "", "val       6", "as many tokens", 6},
         {-1, "--data WORK/./copy.txt", "copy.txt", "tokens as before", 7},
         {100, "--data WORK/a.txt", "the data: as many tokens as before, and others", "best loss begins", 8},
@@ -387,12 +380,12 @@ TEST(corpus_data_changed_cli) {
         {8900, "", "the validation data, so the best loss begins anew", "as many tokens as before", 10},
         {-1, "", "resume", "begins anew", 11},
     };
-    for (auto& item : cases) {
-        if (item.byte >= 0) text[item.byte] = 'b';
+    for (const auto& [byte, data, said, unsaid, steps] : cases) {
+        if (byte >= 0) text[byte] = 'b';
         write_text(work, "a.txt", text);
-        run_well(child, "--resume %s %s --steps %d", run, replaced(item.data, "WORK", work), item.steps);
-        expect(strstr(OUT(child), item.said), "step %d: not '%s' in: %s", item.steps, item.said, OUT(child));
-        expect(!strstr(OUT(child), item.unsaid), "step %d: '%s' in: %s", item.steps, item.unsaid, OUT(child));
+        run_well(child, "--resume %s %s --steps %d", run, replaced(data, "WORK", work), steps);
+        expect(strstr(OUT(child), said), "step %d: not '%s' in: %s", steps, said, OUT(child));
+        expect(!strstr(OUT(child), unsaid), "step %d: '%s' in: %s", steps, unsaid, OUT(child));
     }
 }
 

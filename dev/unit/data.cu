@@ -107,13 +107,9 @@ TEST(data_json_values) {
 }
 
 TEST(data_json_round_trip) {
-    char* text = NULL;
-    size_t bytes = 0;
-    FILE* file = open_memstream(&text, &bytes);
     uint64_t state = 2;
     static double values[2000];
     static char strings[2000][16];
-    fputc('[', file);
     for (int i = 0; i < 2000; i++) {
         // Doubles of every magnitude, floats and integers; strings of any bytes but NUL, all valid UTF-8.
         uint64_t bits = random_next(&state);
@@ -129,20 +125,18 @@ TEST(data_json_round_trip) {
             memcpy(strings[i] + used, "\xE2\x82\xAC", 3);
             used += 3;
         }
-        fputs(i ? "," : "", file);
-        json_write_number(file, values[i]);
-        fputc(',', file);
-        json_write_string(file, strings[i]);
     }
-    fputc(',', file);
-    json_write_number(file, NAN);
-    fputc(',', file);
-    json_write_number(file, -INFINITY);
-    fputc(',', file);
-    json_write_string(file, "a\xFFz\xC3");
-    fputc(']', file);
-    fclose(file);
-    Json* json = json_parse(text, (int64_t)bytes, "text", error);
+    const char* text = printed([&](FILE* file) {
+        fputc('[', file);
+        for (int i = 0; i < 2000; i++) {
+            json_write_number(file, values[i]), fputc(',', file);
+            json_write_string(file, strings[i]), fputc(',', file);
+        }
+        json_write_number(file, NAN), fputc(',', file);
+        json_write_number(file, -INFINITY), fputc(',', file);
+        json_write_string(file, "a\xFFz\xC3"), fputc(']', file);
+    });
+    Json* json = parse_text(text, error);
     expect(json, "%s", error);
     const Json* at = json ? json->child : NULL;
     for (int i = 0; i < 2000 && at; i++, at = at->next) {
@@ -152,15 +146,11 @@ TEST(data_json_round_trip) {
     }
     expect(at && at->kind == JSON_NULL && at->next->kind == JSON_NULL, "non-finite numbers");
     if (at) expect(strcmp(at->next->next->text, "a\xEF\xBF\xBDz\xEF\xBF\xBD") == 0, "bytes that are no UTF-8");
-    const struct {
-        double value;
-        const char* text;
-    } shortest[] = {{0.1, "0.1"}, {20, "20"}, {1e8, "100000000"}, {3e-4, "0.0003"}, {-1.5, "-1.5"}, {0, "0"}};
-    for (auto& item : shortest) {
-        file = open_memstream(&text, &bytes);
-        json_write_number(file, item.value);
-        fclose(file);
-        expect(strcmp(text, item.text) == 0, "%s for %s", text, item.text);
+    const std::tuple<double, const char*> shortest[] = {{0.1, "0.1"},     {20, "20"},     {1e8, "100000000"},
+                                                        {3e-4, "0.0003"}, {-1.5, "-1.5"}, {0, "0"}};
+    for (const auto& [value, want] : shortest) {
+        text = printed([number = value](FILE* stream) { json_write_number(stream, number); });
+        expect(strcmp(text, want) == 0, "%s for %s", text, want);
     }
 }
 
@@ -203,13 +193,11 @@ TEST(data_json_malformed) {
 
 // Linear time: 200,000 members, two strings each, would take minutes if a member's cost grew with their number.
 TEST(data_json_large) {
-    char* text = NULL;
-    size_t bytes = 0;
-    FILE* file = open_memstream(&text, &bytes);
-    for (int i = 0; i < 200000; i++) fprintf(file, "%c\"\\u0120key%d\":[\"v%d\",%d]", i ? ',' : '{', i, i, i);
-    fputc('}', file);
-    fclose(file);
-    Json* json = json_parse(text, (int64_t)bytes, "text", error);
+    const char* text = printed([](FILE* file) {
+        for (int i = 0; i < 200000; i++) fprintf(file, "%c\"\\u0120key%d\":[\"v%d\",%d]", i ? ',' : '{', i, i, i);
+        fputc('}', file);
+    });
+    Json* json = parse_text(text, error);
     expect(json, "%s", error);
     int64_t count = 0, sum = 0;
     for (const Json* at = json ? json->child : NULL; at; at = at->next, count++)
@@ -303,9 +291,7 @@ DATA_TEST(data_safetensors_truncated) {
     int64_t bytes = 0, refused = 0;
     put_safetensors(test, path, 100000, &crc, &bytes);
     char* text = file_read(path, &bytes, error);
-    FILE* file = fopen(cut, "wb");
-    fwrite(text, 1, (size_t)bytes, file);
-    fclose(file);
+    put(cut, text, bytes);
     for (int64_t length = bytes - 1; length >= 0; length--) {
         expect(truncate(cut, length) == 0, "%s", strerror(errno));
         Safetensors opened;
@@ -344,9 +330,7 @@ DATA_TEST(data_safetensors_fuzz) {
             if (kind == 1) changed[at] = (char)r;
             if (kind == 2) changed[at] = "0123456789{}[]\",:-e."[r % 20];
         }
-        FILE* out = fopen(path, "wb");
-        fwrite(changed, 1, (size_t)bytes, out);
-        fclose(out);
+        put(path, changed, bytes);
         Safetensors file;
         error[0] = 0;
         if (!safetensors_open(&file, path, error)) {

@@ -73,14 +73,8 @@ static const char* train_bytes(Test* test, const char* work) {
 
 static void flip_bit(const char* path, double share) {
     struct stat status;
-    FILE* file = fopen(path, "r+b");
-    if (!file || stat(path, &status) != 0) abort();
-    long at = (long)((double)status.st_size * share);
-    fseek(file, at, SEEK_SET);
-    int byte = fgetc(file);
-    fseek(file, at, SEEK_SET);
-    fputc(byte ^ 1, file);
-    fclose(file);
+    if (stat(path, &status) != 0) abort();
+    change_byte(path, (int64_t)((double)status.st_size * share), 1);
 }
 
 // Damage.
@@ -178,10 +172,8 @@ static void make_special(const char* path, Kind kind) {
 // Whatever stands in the place of a file that the program opens, it says so at once and ends with code 2.
 FOLDER_TEST(folders_special_files) {
     const char* from = train_shards(test, work);
-    const struct {
-        const char *file, *command;  // @1: the folder; @2: the file; @3: the work folder
-        bool huge;                   // a large one is refused too
-    } places[] = {
+    // In a command, @1 is the folder, @2 the file and @3 the work folder; true: a large file is refused too.
+    const std::tuple<const char*, const char*, bool> places[] = {
         {"config.json", "--sample a --model @1", true},
         {"model.safetensors", "--sample a --model @1", true},
         {"vocab.json", "--sample a --model @1", true},
@@ -195,19 +187,18 @@ FOLDER_TEST(folders_special_files) {
         {"mine.cuh", "--list-formats --format @2", true},
         {"log.jsonl", QUICK " " SHAPE " --data @3/text.txt --run @1/run --resume auto --steps 1", false},
     };
-    for (const auto& place : places) {
+    for (const auto& [file, command, huge] : places) {
         for (int kind = 0; kind < KINDS; kind++) {
-            if ((kind == KIND_HUGE && !place.huge) || (kind == KIND_FOLDER && strcmp(place.file, "text") == 0))
-                continue;
+            if ((kind == KIND_HUGE && !huge) || (kind == KIND_FOLDER && strcmp(file, "text") == 0)) continue;
             const char* folder = copy_model(work, "m", from);
-            bool log = strcmp(place.file, "log.jsonl") == 0;
+            bool log = strcmp(file, "log.jsonl") == 0;
             mkdir(joined(folder, "run"), 0755);
-            const char* path = joined(folder, log ? "run/log.jsonl" : place.file);
+            const char* path = joined(folder, log ? "run/log.jsonl" : file);
             make_special(path, (Kind)kind);
-            const char* text = filled(place.command, folder, path, work);
+            const char* text = filled(command, folder, path, work);
             run_train(child, "%s", text);
-            expect_error(test, &child, text, place.file, "");
-            expect(now() - child.started < 20, "%s: it took %.0f s", text, now() - child.started);
+            expect_error(test, &child, text, file, "");
+            expect(seconds_now() - child.started < 20, "%s: it took %.0f s", text, seconds_now() - child.started);
             remove_tree(folder), remove_tree(joined(work, "new"));
         }
     }
@@ -494,46 +485,42 @@ FOLDER_TEST(folders_tokenizer_json) {
 
 // A model whose config.json has this member; whether nibble takes it.
 FOLDER_TEST(folders_config_members) {
-    const struct {
-        const char* member;
-        bool good;
-    } cases[] = {{"\"activation_function\": \"gelu_new\"", true},
-                 {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
-                 {"\"activation_function\": \"gelu\"", false},
-                 {"\"activation_function\": \"relu\"", false},
-                 {"\"activation_function\": 0", false},
-                 {"\"activation_function\": [\"gelu_new\"]", false},
-                 {"\"layer_norm_epsilon\": 1e-5", true},
-                 {"\"layer_norm_epsilon\": 0.00001", true},
-                 {"\"layer_norm_epsilon\": 1e-6", false},
-                 {"\"layer_norm_epsilon\": 1.1e-5", false},
-                 {"\"n_inner\": null", true},
-                 {"\"n_inner\": 256", true},
-                 {"\"n_inner\": 257", false},
-                 {"\"tie_word_embeddings\": true", true},
-                 {"\"tie_word_embeddings\": false", false},
-                 {"\"scale_attn_weights\": false", false},
-                 {"\"scale_attn_by_inverse_layer_idx\": false", true},
-                 {"\"scale_attn_by_inverse_layer_idx\": true", false},
-                 {"\"reorder_and_upcast_attn\": true", false},
-                 {"\"add_cross_attention\": true", false},
-                 {"\"quantization_config\": {\"bits\": 4}", false},
-                 {"\"model_type\": \"gpt_neo\"", false},
-                 {"\"n_layer\": \"2\"", false},
-                 {"\"n_layer\": null", false},
-                 {"\"n_layer\": 2.5", false},
-                 {"\"n_layer\": -1", false},
-                 {"\"use_cache\": true", true}};
+    const std::tuple<const char*, bool> cases[] = {{"\"activation_function\": \"gelu_new\"", true},
+                                                   {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
+                                                   {"\"activation_function\": \"gelu\"", false},
+                                                   {"\"activation_function\": \"relu\"", false},
+                                                   {"\"activation_function\": 0", false},
+                                                   {"\"activation_function\": [\"gelu_new\"]", false},
+                                                   {"\"layer_norm_epsilon\": 1e-5", true},
+                                                   {"\"layer_norm_epsilon\": 0.00001", true},
+                                                   {"\"layer_norm_epsilon\": 1e-6", false},
+                                                   {"\"layer_norm_epsilon\": 1.1e-5", false},
+                                                   {"\"n_inner\": null", true},
+                                                   {"\"n_inner\": 256", true},
+                                                   {"\"n_inner\": 257", false},
+                                                   {"\"tie_word_embeddings\": true", true},
+                                                   {"\"tie_word_embeddings\": false", false},
+                                                   {"\"scale_attn_weights\": false", false},
+                                                   {"\"scale_attn_by_inverse_layer_idx\": false", true},
+                                                   {"\"scale_attn_by_inverse_layer_idx\": true", false},
+                                                   {"\"reorder_and_upcast_attn\": true", false},
+                                                   {"\"add_cross_attention\": true", false},
+                                                   {"\"quantization_config\": {\"bits\": 4}", false},
+                                                   {"\"model_type\": \"gpt_neo\"", false},
+                                                   {"\"n_layer\": \"2\"", false},
+                                                   {"\"n_layer\": null", false},
+                                                   {"\"n_layer\": 2.5", false},
+                                                   {"\"n_layer\": -1", false},
+                                                   {"\"use_cache\": true", true}};
     const Gpt2Shape most = {256, 12288, 1024, 65536, 1 << 20};
-    for (const auto& item : cases) {
-        char text[512];
+    for (const auto& [member, taken] : cases) {
         Gpt2Shape shape;
-        bool layers = strncmp(item.member, "\"n_layer", 8) == 0, type = strncmp(item.member, "\"model_type", 11) == 0;
-        snprintf(text, sizeof(text), "{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
-                 layers ? "" : ", \"n_layer\": 2", item.member);
+        bool layers = strncmp(member, "\"n_layer", 8) == 0, type = strncmp(member, "\"model_type", 11) == 0;
+        const char* text = formatted("{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
+                                     layers ? "" : ", \"n_layer\": 2", member);
         write_text(work, "config.json", text);
         bool good = gpt2_config_read(work, &most, &shape, error);
-        expect(good == item.good, "%s: %s", text, good ? "taken" : error);
+        expect(good == taken, "%s: %s", text, good ? "taken" : error);
         if (good) expect(shape.layers == 2 && shape.channels == 64 && shape.heads == 12, "%s: another shape", text);
     }
 }

@@ -129,14 +129,12 @@ static LevelList levels_of(const FormatCase* format) {
 
 TEST(formats_codes_survive) {
     // Codes that nothing is rounded to: soft8's 255, lin8's 255, fp8's NaN and infinities, minus zero, udyn8's zero.
-    const struct {
-        const char* name;
-        int unused;
-    } known[] = {{"soft8", 1}, {"udyn8", 1}, {"lin8", 1}, {"e4m3", 3}, {"e5m2", 9}, {"e2m1", 1}};
+    const std::tuple<const char*, int> known[] = {{"soft8", 1}, {"udyn8", 1}, {"lin8", 1},
+                                                  {"e4m3", 3},  {"e5m2", 9},  {"e2m1", 1}};
     for (const FormatCase& format : cases) {
         LevelList list = levels_of(&format);
         int unused = 0;
-        for (const auto& row : known) unused = strcmp(row.name, format.name) == 0 ? row.unused : unused;
+        for (const auto& [name, codes] : known) unused = strcmp(name, format.name) == 0 ? codes : unused;
         expect(list.count == (1 << format.bits) - unused, "%s has %d codes in use", format.name, list.count);
         for (int i = 1; i < list.count; i++) {
             expect(list.level[i] > list.level[i - 1], "%s: level %d is not above the one before", format.name, i);
@@ -155,13 +153,12 @@ TEST(formats_levels_are_the_published_ones) {
         expect(Case<De4>::decode(c) == (float)de4[c], "de4 %u is %.9g", c, (double)Case<De4>::decode(c));
         expect(Case<Lin4>::decode(c) == (float)(c + 1) / 16.0f, "lin4 %u", c);
     }
-    const struct {
-        uint32_t code;
-        double level;
-    } dyn8[] = {{0, -0.99296875}, {127, 0.0}, {128, 5.5e-7}, {126, -5.5e-7}, {255, 1.0}, {254, 0.99296875}},
-      udyn8[] = {{0, 0.0}, {1, 3.25e-7}, {2, 7.75e-7}, {3, 2.125e-6}, {254, 0.996484375}, {255, 1.0}};
-    for (const auto& row : dyn8) expect(Case<Dyn8>::decode(row.code) == (float)row.level, "dyn8 %u", row.code);
-    for (const auto& row : udyn8) expect(Case<Udyn8>::decode(row.code) == (float)row.level, "udyn8 %u", row.code);
+    const std::tuple<uint32_t, double> dyn8[] = {{0, -0.99296875}, {127, 0.0}, {128, 5.5e-7},
+                                                 {126, -5.5e-7},   {255, 1.0}, {254, 0.99296875}},
+                                       udyn8[] = {{0, 0.0},      {1, 3.25e-7},       {2, 7.75e-7},
+                                                  {3, 2.125e-6}, {254, 0.996484375}, {255, 1.0}};
+    for (const auto& [code, level] : dyn8) expect(Case<Dyn8>::decode(code) == (float)level, "dyn8 %u", code);
+    for (const auto& [code, level] : udyn8) expect(Case<Udyn8>::decode(code) == (float)level, "udyn8 %u", code);
     expect(Case<E4m3>::decode(1) == ldexpf(1.0f, -9) && Case<E4m3>::decode(0xfe) == -448.0f, "e4m3");
     expect(Case<E5m2>::decode(1) == ldexpf(1.0f, -16) && Case<E5m2>::decode(0x7b) == 57344.0f, "e5m2");
     const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};

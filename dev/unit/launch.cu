@@ -1,7 +1,6 @@
 // Unit tests of kernels/ranks/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in
 // processes of their own that agree, hang, or end.
-#include <time.h>
-
+#include "../../data/clock.h"
 #include "ranks.h"
 
 // Returns what launch_environment makes of an environment that holds "NAME=value NAME=value" and nothing else.
@@ -23,10 +22,8 @@ static bool read_environment(const char* set, int gpus, Launch* launch, char* er
 #define SLURM "SLURM_PROCID=7 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=7 SLURM_STEP_ID=0 SLURM_JOB_ID=42 "
 
 TEST(launch_environment) {
-    struct {
-        const char *set, *source, *host;
-        int rank, world, local_rank, port;  // port 0: any
-    } cases[] = {
+    // Rank, world and local rank follow, and the port; 0: any.
+    const std::tuple<const char*, const char*, const char*, int, int, int, int> cases[] = {
         {"", "", "", 0, 1, 0, 0},
         {TORCHRUN, "RANK, WORLD_SIZE, ...", "gpu1", 3, 8, 1, 29500},
         {TORCHRUN "TORCHELASTIC_RUN_ID=none", "torchrun's variables", "gpu1", 3, 8, 1, 29501},
@@ -42,16 +39,16 @@ TEST(launch_environment) {
         {"RANK=0", "", "", 0, 1, 0, 0},
         {"RANK=0 WORLD_SIZE=1", "", "", 0, 1, 0, 0},
     };
-    for (auto& c : cases) {
+    for (const auto& [set, source, host, rank, world, local_rank, port] : cases) {
         Launch launch;
-        bool fine = read_environment(c.set, 1, &launch, error);
-        expect(fine, "%s: %s", c.set, error);
-        expect(launch.rank == c.rank && launch.world == c.world && launch.local_rank == c.local_rank, "%s: %d %d %d",
-               c.set, launch.rank, launch.world, launch.local_rank);
-        expect(strcmp(launch.source, c.source) == 0 && strcmp(launch.host, c.host) == 0, "%s: %s, %s", c.set,
-               launch.source, launch.host);
+        bool fine = read_environment(set, 1, &launch, error);
+        expect(fine, "%s: %s", set, error);
+        expect(launch.rank == rank && launch.world == world && launch.local_rank == local_rank, "%s: %d %d %d", set,
+               launch.rank, launch.world, launch.local_rank);
+        expect(strcmp(launch.source, source) == 0 && strcmp(launch.host, host) == 0, "%s: %s, %s", set, launch.source,
+               launch.host);
         bool low = launch.world == 1 || (launch.port >= 20000 && launch.port < 30000);
-        expect(c.port ? launch.port == c.port : low, "%s: port %d", c.set, launch.port);
+        expect(port ? launch.port == port : low, "%s: port %d", set, launch.port);
     }
     const std::tuple<const char*, const char*, int> wrong[] = {
         {"WORLD_SIZE=4 RANK=2", "LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set", 1},
@@ -76,17 +73,17 @@ TEST(launch_environment) {
 }
 
 TEST(launch_first_host) {
-    struct {
-        const char *list, *host;  // NULL: refused
-    } cases[] = {{"gpu", "gpu"},          {"gpu7,login1", "gpu7"},     {"gpu[003-007,9],login", "gpu003"},
-                 {"gpu[12,14]", "gpu12"}, {"n[1-2]-eth,n9", "n1-eth"}, {"", nullptr},
-                 {"[1-2]", nullptr},      {"gpu[", nullptr},           {"gpu[x]", nullptr},
-                 {"gpu[1-2", nullptr}};
-    for (auto& c : cases) {
+    // NULL: refused.
+    const char* const cases[][2] = {
+        {"gpu", "gpu"},          {"gpu7,login1", "gpu7"},     {"gpu[003-007,9],login", "gpu003"},
+        {"gpu[12,14]", "gpu12"}, {"n[1-2]-eth,n9", "n1-eth"}, {"", nullptr},
+        {"[1-2]", nullptr},      {"gpu[", nullptr},           {"gpu[x]", nullptr},
+        {"gpu[1-2", nullptr}};
+    for (const auto& [list, want] : cases) {
         char host[64] = "";
-        bool fine = launch_first_host(c.list, host, sizeof(host));
-        expect(fine == (c.host != nullptr), "%s: %d", c.list, fine);
-        if (fine) expect(strcmp(host, c.host) == 0, "%s: %s, want %s", c.list, host, c.host);
+        bool fine = launch_first_host(list, host, sizeof(host));
+        expect(fine == (want != nullptr), "%s: %d", list, fine);
+        if (fine) expect(strcmp(host, want) == 0, "%s: %s, want %s", list, host, want);
     }
     char tight[6];
     expect(launch_first_host("gpu[12]", tight, sizeof(tight)) && strcmp(tight, "gpu12") == 0, "%s", tight);
@@ -114,12 +111,6 @@ static void agree_main(Launch* l) {
 
 TEST(launch_agrees) {
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
-}
-
-static double seconds_now() {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
 // Rank 1 hangs before the 4th agreement, though its process is alive; the others wait for it.

@@ -469,15 +469,13 @@ DATA_TEST(data_tokenizer_files) {
     put_text(vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
-    const struct {
-        int token;
-        const char* text;
-    } decoded[] = {{0, "a"}, {1, ""}, {2, " b"}, {3, "\n"}, {4, "<|endoftext|>"}, {5, "two words"}, {6, ""}, {-1, ""}};
+    const std::tuple<int, const char*> decoded[] = {
+        {0, "a"}, {1, ""}, {2, " b"}, {3, "\n"}, {4, "<|endoftext|>"}, {5, "two words"}, {6, ""}, {-1, ""}};
     int tokens[8], bytes = 0;
-    for (auto& item : decoded) {
-        const char* text = tokenizer_decode(tokenizer, item.token, &bytes);
-        bool same = bytes == (int)strlen(item.text) && memcmp(text, item.text, (size_t)bytes) == 0;
-        expect(same, "token %d is \"%.*s\"", item.token, bytes, text);
+    for (const auto& [token, want] : decoded) {
+        const char* text = tokenizer_decode(tokenizer, token, &bytes);
+        bool same = bytes == (int)strlen(want) && memcmp(text, want, (size_t)bytes) == 0;
+        expect(same, "token %d is \"%.*s\"", token, bytes, text);
     }
     expect(tokenizer_vocabulary(tokenizer) == 6 && tokenizer_end(tokenizer) == 4, "size");
     expect(tokenizer_encode(tokenizer, "a", 1, tokens, 8) == -1, "there are no merges");

@@ -1,11 +1,8 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
 // the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
 // NIBBLE_NCCL says so, for as many GPUs as are there.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include "cli.h"
 #include "gpus.h"
+#include "launched.h"
 
 // With the folder of text.txt and that of the run.
 #define SEVERAL                                                                                                    \
@@ -482,50 +479,12 @@ RANKS_TEST(multi_comm, 2) {
 
 // Launchers.
 
-// Ranks as a launcher starts them: processes with variables, "rank" and "local" standing for numbers. Two machines of
-// half the ranks each, as far as the variables tell.
-struct Variable {
-    const char *name, *value;
-};
-
-static void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
-                           const char* words, const char* folder = nullptr) {
-    for (int i = 0; i < count; i++) {
-        const char* value = variables[i].value;
-        int number = strcmp(value, "rank") == 0    ? rank
-                     : strcmp(value, "local") == 0 ? rank % (ranks / 2)
-                     : strcmp(value, "ranks") == 0 ? ranks
-                     : strcmp(value, "half") == 0  ? ranks / 2
-                                                   : port;
-        bool named = strcmp(value, "port") == 0 || number != port;
-        setenv(variables[i].name, named ? formatted("%d", number) : value, 1);
-    }
-    setenv("NIBBLE_STAND_IN", "1", 1);
-    setenv("NIBBLE_SECRET", "of these tests", 1);
-    *child = new_child();
-    child->keeps_rank = true;
-    child->folder = folder;
-    start(child, "%s", words);
-    for (int i = 0; i < count; i++) unsetenv(variables[i].name);
-    unsetenv("NIBBLE_STAND_IN"), unsetenv("NIBBLE_SECRET");
-}
-
-static const Variable torchrun[] = {
-    {"LOCAL_WORLD_SIZE", "half"}, {"RANK", "rank"},        {"MASTER_ADDR", "localhost"},   {"WORLD_SIZE", "ranks"},
-    {"MASTER_PORT", "port"},      {"LOCAL_RANK", "local"}, {"TORCHELASTIC_RUN_ID", "none"}};
 static const Variable open_mpi[] = {
     {"OMPI_COMM_WORLD_RANK", "rank"},       {"OMPI_COMM_WORLD_SIZE", "ranks"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "local"},
     {"OMPI_COMM_WORLD_LOCAL_SIZE", "half"}, {"PMIX_NAMESPACE", "port"},        {"MASTER_ADDR", "127.0.0.1"}};
 static const Variable slurm[] = {{"SLURM_PROCID", "rank"},   {"SLURM_STEP_NUM_TASKS", "ranks"},
                                  {"SLURM_LOCALID", "local"}, {"SLURM_JOB_ID", "port"},
                                  {"SLURM_STEP_ID", "0"},     {"SLURM_STEP_NODELIST", "localhost,elsewhere[1-3]"}};
-
-#define VARIABLES(set) set, (int)(sizeof(set) / sizeof(set[0]))
-
-// A port of this process, so that tests at the same time do not meet.
-static int own_port(int which) {
-    return 10000 + (getpid() * 16 + which * 1000) % 9000;
-}
 
 static void check_launcher(Test* test, const char* work, const Variable* variables, int count, const char* says,
                            int which) {
@@ -631,38 +590,21 @@ FOLDER_TEST(multi_missing) {
 FOLDER_TEST(multi_strangers) {
     Child child[2];
     int stranger[8], port = own_port(9) + 1;  // torchrun itself has the first
-    struct sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_port = htons((uint16_t)port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     const char* words = formatted(SEVERAL "/run --batch 1 --tokens-per-step 32 --steps 2", work, work);
     start_launched(&child[0], VARIABLES(torchrun), 0, 2, own_port(9), words);
     for (int& one : stranger) {
-        one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        bool in = false;
-        for (double begin = now(); !in && now() - begin < 20; pause_ms(10)) {
-            in = connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0;
-        }
-        expect(in, "nobody listens at port %d", port);
+        one = connect_to(port);
+        expect(one >= 0, "nobody listens at port %d", port);
     }
     start_launched(&child[1], VARIABLES(torchrun), 1, 2, own_port(9), words);
     for (Child& c : child) finish_well(test, &c);
     for (int one : stranger) close(one);
 }
 
-// True if a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected, 6 it
-// was until it closed. Asked without knocking.
+// True if a socket of this machine has a port and is in a state. Asked without knocking.
 static bool port_is(int port, unsigned wanted) {
-    char line[512];
     bool found = false;
-    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
-        FILE* file = fopen(path, "r");
-        while (file && !found && fgets(line, sizeof(line), file)) {
-            unsigned at, state;
-            found = sscanf(line, "%*d: %*x:%x %*x:%*x %x", &at, &state) == 2 && (int)at == port && state == wanted;
-        }
-        if (file) fclose(file);
-    }
+    for_sockets([&](const char*, int at, unsigned state) { found = found || (at == port && state == wanted); });
     return found;
 }
 
@@ -671,9 +613,8 @@ static bool port_is(int port, unsigned wanted) {
 FOLDER_TEST(multi_neighbours) {
     Child child[2][2];
     int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, port = own_port(11) + 1;
-    struct sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_port = htons((uint16_t)port);
+    struct sockaddr_in address = local_address(port);
+    address.sin_addr.s_addr = INADDR_ANY;
     setsockopt(taken, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
     bool held = bind(taken, (const struct sockaddr*)&address, sizeof(address)) == 0 && listen(taken, 8) == 0;
     expect(held, "port %d: %s", port, strerror(errno));
@@ -684,11 +625,12 @@ FOLDER_TEST(multi_neighbours) {
             formatted(SEVERAL "/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d", work, work, run, run + 1);
         start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
         bool first = run == 0 && rank == 0, there = !first;
-        for (double begin = now(); !there && now() - begin < 20; pause_ms(10)) there = port_is(port + 1, 10);
+        for (double begin = seconds_now(); !there && seconds_now() - begin < 20; pause_ms(10))
+            there = port_is(port + 1, 10);
         expect(there, "the first run is not at port %d", port + 1);
         // The second run's rank 1 comes to that port while its own rank 0 is not there yet.
         bool came = run == 0 || rank == 0;
-        for (double begin = now(); !came && now() - begin < 20; pause_ms(1))
+        for (double begin = seconds_now(); !came && seconds_now() - begin < 20; pause_ms(1))
             came = port_is(port + 1, 1) || port_is(port + 1, 6);
         expect(came, "nobody came to port %d", port + 1);
     }
@@ -745,10 +687,10 @@ static double check_death(Test* test, const char* name, int rank, int signal, co
     pid_t ranks[8] = {};
     Child child;
     start_long(test, &child, work, name, ranks, gpu, count, silence);
-    double begin = now();
+    double begin = seconds_now();
     kill(rank < 0 ? child.pid : ranks[rank], signal);
     finish(&child);
-    double took = now() - begin;
+    double took = seconds_now() - begin;
     expect(child.code != 0 && took < 30, "%s: code %d after %.1f s", name, child.code, took);
     expect(strstr(ERR(child), says) && strstr(ERR(child), also), "%s: '%s' or '%s' is missing: %s", name, says, also,
            ERR(child));
@@ -804,7 +746,8 @@ RANKS_TEST(multi_signals, 3) {
         if (which == 2) {
             int64_t newest = -1;
             kill(process[1], SIGUSR1);
-            for (double begin = now(); checkpoints(run, &newest) == 0 && now() - begin < 20;) pump(&child, 10);
+            for (double begin = seconds_now(); checkpoints(run, &newest) == 0 && seconds_now() - begin < 20;)
+                pump(&child, 10);
             expect(newest > 0, "SIGUSR1 saved nothing");
         }
         kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
@@ -830,15 +773,16 @@ TEST(multi_signals_between_steps) {
                     "--data %s/text.txt --val %s/long.txt --run %s --batch 1 --tokens-per-step 48 --steps 9",
                     what, work, work, run);
         bool begun = sampling ? wait_for_step(&child, run, 1) : false;
-        for (double begin = now(); !begun && now() - begin < 20; pump(&child, 10)) begun = exists(run, "log.jsonl");
+        for (double begin = seconds_now(); !begun && seconds_now() - begin < 20; pump(&child, 10))
+            begun = exists(run, "log.jsonl");
         expect(begun && ranks_of(&child, ranks, 3) == 3, "%s: not begun: %s", what, ERR(child));
-        for (double begin = now(); now() - begin < 1;) pump(&child, 10);
-        double begin = now();
+        for (double begin = seconds_now(); seconds_now() - begin < 1;) pump(&child, 10);
+        double begin = seconds_now();
         kill(ranks[1], SIGTERM);
         finish(&child);
         int64_t newest = -1;
         expect_code(child, 0);
-        expect(now() - begin < 15, "%s: it took %.1f s to end", what, now() - begin);
+        expect(seconds_now() - begin < 15, "%s: it took %.1f s to end", what, seconds_now() - begin);
         expect(checkpoints(run, &newest) == 1 && newest == (sampling ? 1 : 0), "%s: saved at step %lld", what,
                (long long)newest);
         expect(!strstr(OUT(child), "val "), "%s: a validation that was cut short counts: %s", what, OUT(child));

@@ -274,12 +274,7 @@ TEST(optim_names_and_errors) {
 }
 
 TEST(optim_lists) {
-    char* text = nullptr;
-    size_t bytes = 0;
-    FILE* file = open_memstream(&text, &bytes);
-    optim_list_formats(file);
-    optim_list_presets(file);
-    fclose(file);
+    char* text = printed([](FILE* file) { optim_list_formats(file), optim_list_presets(file); });
     const char* const wanted[] = {"--weights", "--grads",   "--m, --v", "--rule",
                                   "bf16:sr",   "bf16+fp32", "adamw32",  "adamw16"};
     for (const char* name : wanted) expect(strstr(text, name), "%s is not in the lists", name);

@@ -197,19 +197,16 @@ TEST(rows_against_double) {
 
 // The numbers that are kept, by hand: a tensor's rows, then its columns; came's confidence after them.
 TEST(rows_numbers_kept) {
-    const struct {
-        const char* rule;
-        int64_t each[2];  // for a row, for a column
-    } rows[] = {
-        {"adam-mini", {1, 0}}, {"rmnp", {0, 0}}, {"normuon-lite", {1, 0}}, {"adafactor", {1, 1}}, {"came", {2, 2}}};
-    for (const auto& row : rows) {
-        const RowCase c = {row.rule, "fp32"};
+    const std::tuple<const char*, int, int> rows[] = {
+        {"adam-mini", 1, 0}, {"rmnp", 0, 0}, {"normuon-lite", 1, 0}, {"adafactor", 1, 1}, {"came", 2, 2}};
+    for (const auto& [rule, each_row, each_column] : rows) {
+        const RowCase c = {rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
         Run run;
         kind_open(&run, &config, false);
         int64_t want = 0, found = optim_stream_named(run.optim, "v").elements;
-        for (const OptimTensor& t : model) want += row.each[0] * t.rows + row.each[1] * t.cols;
-        expect(found == want, "%s: %lld numbers, %lld wanted", row.rule, (long long)found, (long long)want);
+        for (const OptimTensor& t : model) want += each_row * t.rows + each_column * t.cols;
+        expect(found == want, "%s: %lld numbers, %lld wanted", rule, (long long)found, (long long)want);
     }
 }
 
@@ -289,27 +286,26 @@ TEST(rows_convert_v) {
 
 // A moment without a counterpart is refused; one that the new rule does not keep is left behind.
 TEST(rows_convert_refusals) {
-    const struct {
-        const char *from, *to, *says;
-    } rows[] = {{"adamw", "came", "is by rows"},
-                {"adamw", "normuon-lite", "is by rows"},
-                {"normuon-lite", "adamw", "is of elements"},
-                {"lion", "adafactor", "keeps no second moment"},
-                {"rmnp", "adam-mini", "keeps no second moment"},
-                {"adamw", "rmnp", nullptr},
-                {"lion", "rmnp", nullptr},
-                {"came", "adafactor", nullptr},
-                {"adafactor", "rmnp", nullptr}};
-    for (const auto& row : rows) {
-        const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
-        const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");
+    const char* const rows[][3] = {{"adamw", "came", "is by rows"},
+                                   {"adamw", "normuon-lite", "is by rows"},
+                                   {"normuon-lite", "adamw", "is of elements"},
+                                   {"lion", "adafactor", "keeps no second moment"},
+                                   {"rmnp", "adam-mini", "keeps no second moment"},
+                                   {"adamw", "rmnp", nullptr},
+                                   {"lion", "rmnp", nullptr},
+                                   {"came", "adafactor", nullptr},
+                                   {"adafactor", "rmnp", nullptr}};
+    for (const auto& [from, to, says] : rows) {
         Run run[2];
-        kind_open(&run[0], &from, false);
-        kind_open(&run[1], &to, false);
+        for (int k = 0; k < 2; k++) {
+            const RowCase c = {k ? to : from, "fp32"};
+            const OptimConfig config = case_config(&c, "fp32", "fp32");
+            kind_open(&run[k], &config, false);
+        }
         run_steps(&run[0], 1, 1, plain_steps());
         error[0] = 0;
         const bool loaded = load(&run[0], &run[1], error);
-        expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
+        expect(loaded == !says && (loaded || strstr(error, says)), "%s to %s: %s", from, to, error);
     }
 }
 

@@ -68,10 +68,7 @@ CACHE_TEST(JIT_TEST, user_format_example) {
         if (good) jit_free(&image);
         expect(!*optim_source(&same), "a built-in combination is given a source");
     }
-    FILE* file = fopen(example(), "r");
-    int lines = 0;
-    for (int c = file ? fgetc(file) : EOF; c != EOF; c = fgetc(file)) lines += c == '\n';
-    if (file) fclose(file);
+    const int lines = lines_of(contents(test_folder(), "dev/examples/format.cuh"));
     expect(lines > 10 && lines < 40, "the example has %d lines", lines);
 }
 
@@ -89,12 +86,9 @@ CACHE_TEST(JIT_TEST, user_format_spans) {
 }
 
 CACHE_TEST(JIT_TEST, user_format_lists) {
-    char* text[2] = {nullptr, nullptr};
-    size_t bytes = 0;
+    const char* text[2];
     for (int own = 0; own < 2; own++) {
-        FILE* file = open_memstream(&text[own], &bytes);
-        optim_list_formats(file, own ? example() : "");
-        fclose(file);
+        text[own] = printed([&](FILE* file) { optim_list_formats(file, own ? example() : ""); });
     }
     expect(!strstr(text[0], "my8") && strstr(text[1], "my8/64 ") && strstr(text[1], "my8/64:sr"), "%s", text[1]);
     const char* row = strstr(text[1], "  my8/64 ");
@@ -114,18 +108,17 @@ static void refuses(Test* test, OptimConfig config, const char* begin, const cha
 CACHE_TEST(JIT_TEST, user_format_refusals) {
     const char* folder = new_folder();
     const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
-    const struct {
-        const char *name, *text, *holds;
-    } files[] = {
+    const char* const files[][3] = {
         {"empty.cuh", "struct Nothing {};\n", "names no format; add a line such as OPTIM_FORMAT("},
         {"commented.cuh", "// OPTIM_FORMAT(\"a/64\", \"\", None)\n", "names no format"},
-        {"taken.cuh", "OPTIM_FORMAT(\"dyn8/256\", \"x\", %s)\n", "names a format \"dyn8/256\", which is built in"},
-        {"weights.cuh", "OPTIM_FORMAT(\"bf16+8\", \"x\", %s)\n", "names a format \"bf16+8\", which is built in"},
-        {"short.cuh", "OPTIM_FORMAT(\"udyn8\", \"x\", %s)\n", "names a format \"udyn8\", which is built in"},
-        {"comma.cuh", "OPTIM_FORMAT(\"a,b/64\", \"x\", %s)\n", "take letters, digits"},
-        {"blank.cuh", "OPTIM_FORMAT(\"\", \"x\", %s)\n", "take letters, digits"},
-        {"long.cuh", "OPTIM_FORMAT(\"abcdefghijklmnopqrstuvwxyzabcdefgh\", \"x\", %s)\n", "longer than 31, 127 or 511"},
-        {"twice.cuh", "OPTIM_FORMAT(\"a/64\", \"x\", %1$s)\nOPTIM_FORMAT(\"a/64\", \"y\", %1$s)\n", "and so does"},
+        {"taken.cuh", "OPTIM_FORMAT(\"dyn8/256\", \"x\", TYPE)\n", "names a format \"dyn8/256\", which is built in"},
+        {"weights.cuh", "OPTIM_FORMAT(\"bf16+8\", \"x\", TYPE)\n", "names a format \"bf16+8\", which is built in"},
+        {"short.cuh", "OPTIM_FORMAT(\"udyn8\", \"x\", TYPE)\n", "names a format \"udyn8\", which is built in"},
+        {"comma.cuh", "OPTIM_FORMAT(\"a,b/64\", \"x\", TYPE)\n", "take letters, digits"},
+        {"blank.cuh", "OPTIM_FORMAT(\"\", \"x\", TYPE)\n", "take letters, digits"},
+        {"long.cuh", "OPTIM_FORMAT(\"abcdefghijklmnopqrstuvwxyzabcdefgh\", \"x\", TYPE)\n",
+         "longer than 31, 127 or 511"},
+        {"twice.cuh", "OPTIM_FORMAT(\"a/64\", \"x\", TYPE)\nOPTIM_FORMAT(\"a/64\", \"y\", TYPE)\n", "and so does"},
         {"bits.cuh",
          "struct Odd : StorageDefaults { static constexpr StreamInfo STREAM[3] = {{\"\", \"U8\", 12}}; };\n"
          "OPTIM_FORMAT(\"odd\", \"x\", Odd)\n",
@@ -135,12 +128,11 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
         {"error.cuh", "\n\n#pragma once\nstruct Mine {\n    int x = no_such_name;\n};\n", "error.cuh(5): error"},
         {"type.cuh", "\nOPTIM_FORMAT(\"a/64\", \"x\", Blocks<Absent, 64, ScaleFp32, NEAREST>)\n", "type.cuh(2): error"},
     };
-    for (const auto& file : files) {
-        const char* path = joined(folder, file.name);
-        const char* text = formatted(file.text, type);
-        put_text(path, text);
-        refuses(test, asked(path, "fp32", "fp32"), "--format", file.holds);
-        refuses(test, asked(path, "fp32", "fp32"), "--format", file.name);
+    for (const auto& [name, text, holds] : files) {
+        const char* path = joined(folder, name);
+        put_text(path, replaced(text, "TYPE", type));
+        refuses(test, asked(path, "fp32", "fp32"), "--format", holds);
+        refuses(test, asked(path, "fp32", "fp32"), "--format", name);
     }
     refuses(test, asked(joined(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
     refuses(test, asked(folder, "", ""), "--format: ", "not a regular file");
