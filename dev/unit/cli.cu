@@ -50,15 +50,12 @@ FOLDER_TEST(cli_end_is_told) {
     }
 }
 
-FOLDER_TEST(cli_builtin_text) {
-    run_well(child, SHAPE " " QUICK " --run %s/run --steps 2", work);
-    expect(strstr(OUT(child), "built-in text"), "the data is not named");
-}
-
-// With no --run, the folder is runs/DATE_TIME_MODEL where the command was typed.
+// With no --data it is the built-in text; with no --run, the folder is runs/DATE_TIME_MODEL where the command was
+// typed.
 FOLDER_TEST(cli_default_folder) {
     Child child = new_child(false, work);
-    train_as(&child, SHAPE " " QUICK " --data text.txt --steps 1");
+    train_as(&child, SHAPE " " QUICK " --steps 1");
+    expect(strstr(OUT(child), "built-in text"), "the data is not named");
     const char* name = strstr(OUT(child), "runs/2");
     char run[PATH_MAX] = "";
     expect(name && sscanf(name, "%255s", run) == 1 && exists(work, run), "'%s' is not there", run);

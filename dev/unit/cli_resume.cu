@@ -74,6 +74,8 @@ static void check_resume(Test* test, const char* options, bool gpu) {
     // A crash: back to step 6, by the run folder's name alone.
     remove_tree(checkpoint_of(halves, 12));
     train_as(&child[3], "--resume %s --steps 12 --device %s", halves, device);
+    // A run that is over has nothing left to do.
+    train_as(&child[2], "--resume %s --device %s", halves, device);
     expect_equal_runs(test, whole, halves, 12);
 }
 
@@ -103,51 +105,30 @@ TEST(cli_resume_micro_batches_gpu) {
     expect(strstr(OUT(child[3]), "grads bf16"), "%s", OUT(child[3]));
 }
 
-// With cosine, where every learning rate depends on the number of steps: a checkpoint in the middle, named itself.
-FOLDER_TEST(cli_resume_checkpoint) {
-    const char *whole = joined(work, "whole"), *again = joined(work, "again");
-    train_well(BRIEF " --steps 12 --save-every 5 --keep 9", work, whole);
-    train_well(BRIEF " --steps 12 --save-every 5 --keep 9", work, again);
-    for (int step : {10, 12}) {
-        remove_tree(checkpoint_of(again, step));
-    }
-    train_well("--resume %s/step_00000005/ --device cpu", again);
-    expect_equal_runs(test, whole, again, 12);
-    // A run that is over has nothing left to do.
-    train_well("--resume %s --device cpu", again);
+// A checkpoint half-way, named itself, is taken up in another folder: the run ends in the same bytes, and says nothing
+// about it. With cosine every learning rate depends on the number of steps.
+static void check_half_way(Test* test, const char* work, const char* name, const char* options, bool gpu) {
+    const char *whole = joined(work, name), *again = formatted("%s_again", whole), *device = gpu ? "gpu" : "cpu";
+    Child first = new_child(gpu), second = new_child(gpu);
+    train_as(&first, BRIEF " --device %s --steps 8 --save-every 4 --keep 9 %s", work, whole, device, options);
+    train_as(&second, "--resume %s/step_00000004/ --run %s --device %s", whole, again, device);
+    expect(!strstr(OUT(second), " notice "), "%s: %s", options, OUT(second));
+    expect_equal_checkpoints(test, whole, again, 8);
 }
 
-// Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
 TEST_BOTH(cli_resume_presets) {
     if (gpu && getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
-    for_presets(test, [&](const char* name) {
-        const char *whole = joined(work, name), *again = formatted("%s_again", whole);
-        Child child[2];
-        for (Child& c : child) c = new_child(gpu);
-        train_as(&child[0], BRIEF " --device %s --steps 8 --save-every 4 --keep 9 --preset %s", work, whole, device,
-                 name);
-        train_as(&child[1], "--resume %s/step_00000004 --run %s --device %s", whole, again, device);
-        expect(!strstr(OUT(child[1]), " notice "), "%s: %s", name, OUT(child[1]));
-        expect_equal_checkpoints(test, whole, again, 8);
-    });
+    const char* work = work_folder();
+    for_presets(test, [&](const char* name) { check_half_way(test, work, name, formatted("--preset %s", name), gpu); });
 }
 
 // The same for formats whose scales are of whole tensors, or of rows and columns, and for an fp8 copy of the weights;
 // and for steps taken inside the backward pass, clipped by the norm of the step before.
-TEST(cli_resume_spans) {
-    const char* const formats[][2] = {{"released", "--weights lin8:sr --m de4/32 --clip-by last --release on"},
-                                      {"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
-                                      {"operands", "--preset fp8 --matmul fp8"},
-                                      {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
-    const char* work = work_folder();
-    for (const auto& format : formats) {
-        const char *whole = joined(work, format[0]), *again = formatted("%s_again", whole);
-        train_well(BRIEF " --steps 8 --save-every 4 --keep 9 %s", work, whole, format[1]);
-        run_well(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
-        expect(!strstr(OUT(child), " notice "), "%s: %s", format[1], OUT(child));
-        expect_equal_checkpoints(test, whole, again, 8);
-    }
+FOLDER_TEST(cli_resume_spans) {
+    check_half_way(test, work, "released", "--weights lin8:sr --m de4/32 --clip-by last --release on", false);
+    check_half_way(test, work, "spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1", false);
+    check_half_way(test, work, "operands", "--preset fp8 --matmul fp8", false);
+    check_half_way(test, work, "noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1", false);
 }
 
 // States may move to host memory and back, and steps into the backward pass and out, between a checkpoint and the rest

@@ -3,7 +3,6 @@
 // Everything is written into a folder that the case removes. Inputs are deterministic; the fuzzing case prints the seed
 // of the mutation that failed. Buffers that a parser reads are of the exact size, on the heap, so that an address
 // checker sees a read past the end.
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include "files.h"

@@ -1,8 +1,5 @@
 // Tests of the defaults that formats and storages leave members to (optim/formats/storage.cuh).
-#include "../../optim/optim.h"
 #include "cache.h"
-#include "files.h"
-#include "test.h"
 
 // A format of 8 bits for numbers in [0, 1], elementwise; the argument says whether it has negative levels.
 static const char* const unsigned_format =

@@ -6,7 +6,6 @@
 #include "../../optim/table.cuh"
 #include "../../optim/kernel.cuh"
 #include "../../optim/user.cuh"
-#include "cache.h"
 #include "rules.h"
 
 // A name of its own, so that a copy among the rules of table.cuh is another.

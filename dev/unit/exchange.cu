@@ -3,7 +3,6 @@
 #include "../../data/loader.h"
 #include "../../kernels/ranks/collect.cuh"
 #include "../room.h"
-#include "apart.h"
 #include "gpus.h"
 #include "ranks.h"
 

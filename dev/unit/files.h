@@ -2,8 +2,6 @@
 // a piece of their sentence, so that a case cannot pass on the wrong error.
 #pragma once
 #include <errno.h>
-#include <limits.h>
-#include <stdarg.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

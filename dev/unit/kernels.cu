@@ -287,30 +287,6 @@ OPERATOR_TEST(global_norm_cpu) {
     }
 }
 
-TEST(cpu_threads_same_bits) {
-    const int N = 200, C = 136, V = 50;
-    Device dev = test_device(false);
-    int threads = omp_get_max_threads();
-    Positions p = positions_create(N, V, 3.0);
-    float *x = random_floats(N * C, 1, 1.0f), *d = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
-    float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
-    float *mean = random_floats(N, 4, 0.1f), *rstd = random_floats(N, 5, 1.0f), *result[2];
-    const int64_t length = N * C + 3 * C + C * C + C + V * C + N * C + 2;
-    for (int run = 0; run < 2; run++) {
-        omp_set_num_threads(run == 0 ? 1 : 3);
-        float *next = result[run] = random_floats(length, 6, 1.0f), *dinp = next, *dweight = dinp + N * C;
-        float *dbias = dweight + C, *dcolumns = dbias + C, *dw = dcolumns + C, *db = dw + C * C, *dwte = db + C,
-              *dwpe = dwte + V * C;
-        layernorm_backward(&dev, dinp, dweight, dbias, dcolumns, (float*)nullptr, d, x, weight, mean, rstd, N, C, true);
-        matmul_backward_weight(&dev, dw, d, x, N, C, C, true);
-        matmul_backward_bias(&dev, db, (float*)nullptr, d, N, C, true);
-        embedding_backward(&dev, dwte, dwpe, dwte, d, p.order, p.bucket, p.buckets, 1, N, C, V, true);
-        global_norm(&dev, dwpe + N * C, scratch, d, (int64_t)N * C, 1.0f);
-    }
-    omp_set_num_threads(threads);
-    expect(memcmp(result[0], result[1], length * sizeof(float)) == 0, "1 and 3 threads differ");
-}
-
 // GPU: the kernels against the plain C version.
 
 template <typename X>

@@ -1,8 +1,6 @@
 // Tests of rules by tensor name: rule= of --override.
 #include "kinds.h"
 
-#include "../../optim/table.cuh"
-
 // A tensor's weights are those of a run whose every tensor has the tensor's rule.
 static void check_rules_mixed(Test* test, const char* overrides, const char* other, bool gpu) {
     OptimConfig plain = make_config("adamw", "fp32", "fp32"), mixed = plain, alone = make_config(other, "fp32", "fp32");

@@ -216,23 +216,6 @@ GPUS_TEST(multi_folded_gpu) {
     check_folded(test, true, ranks, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
 }
 
-// A run may be released, sharded and kept on the host otherwise at each resume.
-TEST(multi_released_goes_on) {
-    const char* work = work_folder();
-    const char* const options[] = {"none --release off", "weights --release on", "none --release on --offload states"};
-    const char* whole = joined(work, "whole");
-    train_ranks(false, 3,
-                SEVERAL
-                " --batch 2 --tokens-per-step 96 --steps 8 --save-every 4 --clip-by last --preset adamw4 --shard grads "
-                "--release on",
-                work, whole);
-    for (int i = 0; i < 3; i++) {
-        const char* run = formatted("%s/%d", work, i);
-        train_ranks(false, 3, "--resume %s/step_00000004 --run %s --shard %s", whole, run, options[i]);
-        expect_equal_runs_from(test, whole, run, 5, 8);
-    }
-}
-
 // The transport of the bytes changes none of them.
 GPUS_TEST(multi_transports_gpu) {
     if (!gpus_reach_each_other(ranks)) skip("these GPUs do not reach each other's memory");
@@ -440,6 +423,11 @@ RANKS_TEST(multi_goes_on, 3) {
     check_goes_on(test, gpu, gpu ? ranks : 4, "grads", "states");
     check_goes_on(test, gpu, ranks, "states", "none --offload states");
     check_goes_on(test, gpu, gpu ? ranks : 2, "grads --offload states", "weights");
+    // Otherwise released, sharded and kept on the host than before.
+    const char* const released[] = {"none --release off", "weights --release on", "none --release on --offload states"};
+    for (const char* after : released) {
+        if (!gpu) check_goes_on(test, false, ranks, "grads --clip-by last --release on", after);
+    }
 }
 
 TEST(multi_resume) {

@@ -20,7 +20,6 @@
 #include "../../optim/storage.h"
 #include "../room.h"
 #include "tensors.h"
-#include "test.h"
 
 namespace {
 

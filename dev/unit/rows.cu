@@ -1,7 +1,6 @@
 // Tests of rules that read rows, columns and tensors (optim/rows.cuh), and of --limit-growth: against the papers'
 // formulas in double precision, over resumes, skipped steps and shards, and where there is a GPU equal bits.
 #include "../../optim/rows.h"
-#include "../../optim/table.cuh"
 #include "kinds.h"
 
 struct RowCase {

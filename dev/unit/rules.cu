@@ -173,11 +173,8 @@ static void check_rule(Test* test, const char* rule, const char* decay_mode) {
 }
 
 TEST(rules_against_double) {
-    for (const char* rule : SIMPLE_RULES) check_rule(test, rule, "coupled");
-}
-
-TEST(rules_with_independent_decay_against_double) {
     for (const char* rule : SIMPLE_RULES) {
+        check_rule(test, rule, "coupled");
         if (find_row(rule_table(), rule)->decoupled) check_rule(test, rule, "independent");
     }
 }

@@ -20,7 +20,6 @@
 #include <sys/wait.h>
 
 #include "../../data/clock.h"
-#include "../../kernels/common.cuh"
 #include "files.h"
 
 constexpr int MOST_JOBS = 64;

@@ -112,8 +112,12 @@ TEST(tables_banner_says_what_is_allocated) {
 }
 
 // The output of --list-formats or --list-presets.
-static char* list_text(bool presets) {
-    return printed([=](FILE* file) { presets ? optim_list_presets(file) : optim_list_formats(file); });
+static char* list_text(Test* test, bool presets) {
+    char* text = printed([=](FILE* file) { presets ? optim_list_presets(file) : optim_list_formats(file); });
+    for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+        expect(strcspn(line, "\n") <= 120, "%zu characters: %.120s", strcspn(line, "\n"), line);
+    }
+    return text;
 }
 
 // One row of a list of formats, whose name is not 0.
@@ -152,7 +156,7 @@ static void check_listed(Test* test, const Listed* row, const OptimConfig* confi
 
 // Columns of every row that --list-formats prints, and a line on when to use it.
 TEST(tables_list_of_formats) {
-    char *text = list_text(false), section = 0;
+    char *text = list_text(test, false), section = 0;
     int rows = 0;
     for (char *line = text, *end; (end = strchr(line, '\n')) != nullptr; line = end + 1) {
         *end = 0;
@@ -197,7 +201,7 @@ static const char* default_of(const char* name) {
 
 // Every name that can be typed is in the list, or follows by its last lines from one that is.
 TEST(tables_list_reaches_every_format) {
-    char* text = list_text(false);
+    char* text = list_text(test, false);
     for (const char* more : {"NAME/32", "NAME/2048", "NAME@bf16", "NAME@e8m0", "NAME:sr"}) {
         expect(strstr(text, more), "%s is not explained", more);
     }
@@ -214,7 +218,7 @@ TEST(tables_list_reaches_every_format) {
 
 // Columns of every row that --list-presets prints.
 TEST(tables_list_of_presets) {
-    char* text = list_text(true);
+    char* text = list_text(test, true);
     int rows = 0;
     for (char *line = text, *end; (end = strchr(line, '\n')) != nullptr; line = end + 1) {
         *end = 0;

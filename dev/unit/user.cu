@@ -4,7 +4,6 @@
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "../../optim/user.h"
-#include "files.h"
 #include "steps.h"
 
 static const char* example() {
