@@ -178,14 +178,8 @@ TEST(matrix_orthogonalises) {
     }
 }
 
-// A step that changes nothing, a resume from the streams, and shards: equal bits.
 static void check_resume_and_shards(Test* test, const OptimConfig* config, bool gpu) {
-    Run whole;
-    expect_resumed(test, &whole, config, model, TENSORS, matrix_steps(), gpu);
-    int64_t cut[5];
-    for (int k = 0; k <= 4; k++) cut[k] = whole.elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
-    optim_cuts(config, whole.tensor, TENSORS, cut, 5);
-    const int held = expect_shards(test, &whole, cut, 4, matrix_steps(), gpu);
+    const int held = expect_resumed_and_sharded(test, config, model, TENSORS, matrix_steps(), gpu);
     expect(held >= TENSORS - 1, "%d tensors are whole in a shard", held);  // adamw's may be cut
 }
 

@@ -209,23 +209,13 @@ TEST(rows_numbers_kept) {
     }
 }
 
-// A step that changes nothing, a resume from the streams, and shards.
-static void check_resume(Test* test, const RowCase* c, const char* m) {
-    const OptimConfig config = case_config(c, "bf16:sr", m);
-    Run whole;
-    expect_resumed(test, &whole, &config, model, TENSORS, plain_steps(), false);
-    const int64_t end = whole.tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS;
-    int64_t cut[] = {0, TILE_ELEMENTS, whole.tensor[2].offset + TILE_ELEMENTS, end};
-    optim_cuts(&config, whole.tensor, TENSORS, cut, 4);
-    expect(cut[1] == tensor_padded(&whole.tensor[0]) && cut[3] == end, "%lld", (long long)cut[1]);
-    const int held = expect_shards(test, &whole, cut, 3, plain_steps(), false);
-    expect(held == TENSORS, "%d tensors are whole in a shard", held);
-}
-
 TEST(rows_resume_skip_and_shard) {
     for (const RowCase& c : cases) {
         for (const char* m : {"bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
-            if (!is(c.m, "none") || is(m, "bf16:sr")) check_resume(test, &c, m);
+            const OptimConfig config = case_config(&c, "bf16:sr", m);
+            if (is(c.m, "none") && !is(m, "bf16:sr")) continue;
+            const int held = expect_resumed_and_sharded(test, &config, model, TENSORS, plain_steps(), false);
+            expect(held == TENSORS, "%d tensors are whole in a shard", held);
         }
     }
     OptimConfig config = make_config("adamw", "fp32", "fp32");

@@ -15,12 +15,9 @@ static OptimConfig table_config(const char* preset, const char* weights, const c
     return resolved(config);
 }
 
+// The row of a name that may leave its block out.
 static const FormatRow* state_row(const char* name) {
-    OptimConfig config = table_config("", "fp32", "fp32", name);
-    OptimTensor tensor = {"tensor", 1, TILE_ELEMENTS, true, 0};
-    Plan* plan = plan_ranges(&config, &tensor, 1);
-    Place place = plan_place(plan, 0, SLOT_V);
-    return place.format;
+    return find_row(state_table(), table_config("", "fp32", "fp32", name).v);
 }
 
 // The second element of a tile of ones becomes this; the others stay finite.

@@ -33,14 +33,19 @@ static const char BUILT_IN_TABLES[] =
     "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
     "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n";
 
-CACHE_TEST(JIT_TEST, user_format_may_have_built_in_tables) {
-    const char* folder = new_folder();
-    put_text(joined(folder, "tables.cuh"), BUILT_IN_TABLES);
-    const char* moments[][2] = {{"a", "b"}, {"c", "fp32"}, {"e", "b"}, {"d", "fp32"}, {"f", "g"}};
-    for (auto& moment : moments) {
-        OptimConfig config = asked(joined(folder, "tables.cuh"), moment[0], moment[1]);
-        resolve(test, &config);
-    }
+// Formats of the user's for m and v, and the built-in ones that they are: 8 bits and 4, to nearest and not.
+static const char* const equals[][4] = {
+    {"my8", "my8:sr", "lin8/64", "lin8/64:sr"}, {"my8:sr", "bf16", "lin8/64:sr", "bf16"},
+    {"a", "b", "dyn8/256", "udyn8/128:sr"},     {"c", "fp32", "de4/128:sr", "fp32"},
+    {"e", "b", "soft8/32", "udyn8/128:sr"},     {"d", "fp32", "nf4@bf16", "fp32"},
+    {"f", "g", "dyn8/rank1", "e5m2/tensor:sr"}};
+
+// Calls body(files, m, v, built_in_m, built_in_v) for each of them.
+template <class Body>
+static void for_equals(Body body) {
+    const char* tables = joined(new_folder(), "tables.cuh");
+    put_text(tables, BUILT_IN_TABLES);
+    for (const auto& row : equals) body(strlen(row[0]) > 1 ? example() : tables, row[0], row[1], row[2], row[3]);
 }
 
 static void expect_same_sizes(Test* test, const OptimConfig* config, const OptimConfig* same) {
@@ -59,7 +64,6 @@ CACHE_TEST(JIT_TEST, user_format_example) {
         const char *line = described(config), *same_line = described(same);
         const char *cost = strstr(line, ":sr  4"), *same_cost = strstr(same_line, ":sr  4");
         expect(cost && same_cost && strcmp(cost, same_cost) == 0, "%s; %s", line, same_line);
-        expect_same_sizes(test, &config, &same);
         JitImage image;
         bool good = jit_get(kernel_of(config), "sm_90", &image, error, optim_source(&config));
         expect(good, "%s", error);
@@ -71,17 +75,12 @@ CACHE_TEST(JIT_TEST, user_format_example) {
     expect(lines > 10 && lines < 40, "the example has %d lines", lines);
 }
 
-// Scales of tensors, rows and columns: what the host must know of them is read too.
-CACHE_TEST(JIT_TEST, user_format_spans) {
-    const char* folder = new_folder();
-    put_text(joined(folder, "spans.cuh"),
-             "OPTIM_FORMAT(\"one\", \"\", Spans<E4m3, SPAN_TENSOR, NEAREST>)\n"
-             "OPTIM_FORMAT(\"two\", \"\", Spans<Sqrt4, SPAN_RANK1, STOCHASTIC>)\n");
-    OptimConfig config = asked(joined(folder, "spans.cuh"), "one", "two"),
-                same = asked("", "e4m3/tensor", "sqrt4/rank1:sr");
-    if (resolve(test, &config) && resolve(test, &same)) {
-        expect_same_sizes(test, &config, &same);
-    }
+// What the host must know of them is read, of scales of tensors, rows and columns too.
+CACHE_TEST(JIT_TEST, user_format_sizes) {
+    for_equals([&](const char* files, const char* m, const char* v, const char* built_in_m, const char* built_in_v) {
+        OptimConfig config = asked(files, m, v), same = asked("", built_in_m, built_in_v);
+        if (resolve(test, &config) && resolve(test, &same)) expect_same_sizes(test, &config, &same);
+    });
 }
 
 CACHE_TEST(JIT_TEST, user_format_lists) {
@@ -306,18 +305,11 @@ static void expect_equal_runs(Test* test, const char* formats, const char* m, co
     expect(!where, "%s, %s: %s", config[0].m, config[0].v, where);
 }
 
+// Tables, too: a thread of the GPU fills the user's, the host the built-in ones.
 CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
-    const char* folder = new_folder();
-    expect_equal_runs(test, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
-    expect_equal_runs(test, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
-    // Tables that a thread of the GPU fills, against those that the host fills: 8 bits and 4, to nearest and not.
-    put_text(joined(folder, "tables.cuh"), BUILT_IN_TABLES);
-    const char* tables = joined(folder, "tables.cuh");
-    expect_equal_runs(test, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
-    expect_equal_runs(test, tables, "c", "fp32", "de4/128:sr", "fp32");
-    expect_equal_runs(test, tables, "e", "b", "soft8/32", "udyn8/128:sr");
-    expect_equal_runs(test, tables, "d", "fp32", "nf4@bf16", "fp32");
-    expect_equal_runs(test, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
+    for_equals([&](const char* files, const char* m, const char* v, const char* built_in_m, const char* built_in_v) {
+        expect_equal_runs(test, files, m, v, built_in_m, built_in_v);
+    });
 }
 
 TEST(user_format_trains_and_resumes_gpu) {
