@@ -296,14 +296,13 @@ TEST(exchange_lost) {
 TEST(exchange_peers_wanted) {
     for (const char* name : {"NCCL_P2P_DISABLE", "NIBBLE_NCCL"}) unsetenv(name);
     expect(peers_wanted(), "with nothing set");
-    setenv("NCCL_P2P_DISABLE", "0", 1);
-    expect(peers_wanted(), "NCCL_P2P_DISABLE=0");
-    setenv("NCCL_P2P_DISABLE", "1", 1);
-    expect(!peers_wanted(), "NCCL_P2P_DISABLE=1");
-    unsetenv("NCCL_P2P_DISABLE");
-    setenv("NIBBLE_NCCL", "libnccl.so.2", 1);
-    expect(!peers_wanted(), "NIBBLE_NCCL=libnccl.so.2");
-    unsetenv("NIBBLE_NCCL");
+    const std::tuple<const char*, const char*, bool> rows[] = {
+        {"NCCL_P2P_DISABLE", "0", true}, {"NCCL_P2P_DISABLE", "1", false}, {"NIBBLE_NCCL", "libnccl.so.2", false}};
+    for (const auto& [name, value, wanted] : rows) {
+        setenv(name, value, 1);
+        expect(peers_wanted() == wanted, "%s=%s", name, value);
+        unsetenv(name);
+    }
 }
 
 // A driver that has the functions of peer.cuh and does, or refuses, what they say; here a count is the host's.

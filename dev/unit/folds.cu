@@ -112,8 +112,7 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
     }
 }
 
-TEST_BOTH(folds_by_their_formula) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_by_their_formula) {
     for (const Case& c : cases) check_formula(test, &c, gpu);
 }
 
@@ -154,8 +153,7 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
     }
 }
 
-TEST_BOTH(folds_of_matrices) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_of_matrices) {
     for (const char* rule : {"muon", "normuon"}) {
         for (const char* m : {"fp32", "bf16:sr"}) check_matrices(test, rule, m, gpu);
     }
@@ -163,8 +161,7 @@ TEST_BOTH(folds_of_matrices) {
 
 // m of a tensor after three steps, from the sums of the gradients, in double: m = beta m + rest sum. Each micro-batch
 // rounds m once; the step's own average rounds twice more, the second time what it subtracts.
-TEST_BOTH(folds_are_the_step_of_the_sum) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_are_the_step_of_the_sum) {
     for (const Case& c : cases) {
         const OptimConfig config = folds_config(&c);
         if (!is(c.m, "fp32") || !is(c.grads, "fp32")) continue;
@@ -198,8 +195,7 @@ TEST_BOTH(folds_are_the_step_of_the_sum) {
 }
 
 // A shard that begins and ends within tensors takes into m what the whole has there.
-TEST_BOTH(folds_of_shards) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_of_shards) {
     const Case c = {"sgd", "bf16:sr", "bf16:sr", "fp32"};
     Run whole, shard;
     OptimConfig config = folds_config(&c);
@@ -217,8 +213,7 @@ TEST_BOTH(folds_of_shards) {
 
 // Noise differs between micro-batches, only the tensors that are named change, and a factor that is not finite changes
 // nothing.
-TEST_BOTH(folds_round_apart_and_may_be_left_out) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_round_apart_and_may_be_left_out) {
     const Case c = {"sgd", "bf16:sr", "bf16:sr", "fp32"};
     const OptimConfig config = folds_config(&c);
     Run run[2];

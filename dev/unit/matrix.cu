@@ -115,8 +115,7 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     note(test, "%s %.2g of the bound, which is %.1g of the steps", config->rule, worst, share);
 }
 
-TEST_BOTH(matrix_against_double) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(matrix_against_double) {
     for (const char* rule : {"muon", "normuon"}) {
         for (const char* coefficients : {"jordan", "polar-express"}) {
             OptimConfig config = matrix_config(rule, "fp32", "fp32");
@@ -183,8 +182,7 @@ static void check_resume_and_shards(Test* test, const OptimConfig* config, bool 
     expect(held >= TENSORS - 1, "%d tensors are whole in a shard", held);  // adamw's may be cut
 }
 
-TEST_BOTH(matrix_resume_skip_and_shard) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(matrix_resume_skip_and_shard) {
     CacheFolder folder;
     const char* const formats[][2] = {{"fp32", "fp32"},          {"bf16+fp32", "bf16:sr"},   {"bf16:sr", "soft8/32"},
                                       {"lin8:sr", "de4/32@dq8"}, {"bf16+8:sr", "nf4/64:sr"}, {"bf16", "e4m3/tensor"}};
@@ -214,8 +212,7 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
 
 // No bit depends on how many matrices are taken at a time: all, two tensors or one. The rows with overrides go the
 // fused way on a GPU, as their sizes and ranks are multiples of 8.
-TEST_BOTH(matrix_chunks) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(matrix_chunks) {
     CacheFolder folder;
     const char* const rows[][4] = {{"muon", "bf16:sr", "bf16:sr", ""},
                                    {"normuon", "fp32", "soft8/32", ""},

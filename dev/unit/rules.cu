@@ -485,14 +485,11 @@ TEST(rules_fp8_split_stochastic_counts) {
     }
 }
 
-// An optimizer of one tensor of `n` elements on the CPU, with these weights.
-static Optim* optim_of_one(Device* dev, const OptimConfig* config, OptimType compute, int n, const float* values) {
-    OptimTensor tensor = {"tensor", 1, n, true, 0};
-    device_open(dev, false, 0);
-    optim_layout(&tensor, 1);
-    Optim* optim = optim_create(dev, config, &tensor, 1, compute);
-    optim_set_weights(optim, 0, values);
-    return optim;
+// One tensor of a tile, with these weights.
+static void tile_open(Run* run, const OptimConfig& config, OptimType compute, const float* values) {
+    const OptimTensor tensor = {"tensor", 1, TILE_ELEMENTS, true, 0};
+    run_open(run, &config, &tensor, 1, compute);
+    optim_set_weights(run->optim, 0, values);
 }
 
 // Weights from 0.6 to 0.99 under an update of `lr` down for 200 steps: how far each mean and the worst element is from
@@ -504,23 +501,23 @@ struct Drift {
 typedef void Load(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
 
 static Drift drift(const char* weights, float lr, Load* load) {
-    constexpr int N = 2048, STEPS = 200;
+    constexpr int N = TILE_ELEMENTS, STEPS = 200;
     OptimConfig config = make_config("sgd", weights, "fp32");
     config.beta1 = config.weight_decay = 0.0f;
-    static float first[N], grads[N], last[N];
+    static float first[N], last[N];
     for (int i = 0; i < N; i++) {
         float value = 0.8f + 0.18f * start(i);  // on the format's grid, so that to set it rounds nothing
         first[i] = *weights == 'e'   ? roundf(value * 16) / 16
                    : *weights == 'l' ? roundf(value * 0.9f * 128) / 128  // far from 127 steps of 1/128
                                      : Bf16::decode(Bf16::encode(value));
-        grads[i] = 1.0f;
     }
-    float one = 1.0f;
-    Device dev;
-    Optim* optim = optim_of_one(&dev, &config, OPTIM_BF16, N, first);
-    for (int step = 1; step <= STEPS; step++) optim_step(optim, grads, &one, lr, step);
-    bool second = optim_stream_count(optim) == 3;
-    load({optim_stream(optim, 0).data, second ? optim_stream(optim, 1).data : nullptr}, 0, last, N, NoiseKey{});
+    Run run;
+    Steps how = {lr, 1.0f};
+    how.given = [](int64_t, int, int64_t) { return 1.0f; };
+    tile_open(&run, config, OPTIM_BF16, first);
+    run_steps(&run, 1, STEPS, how);
+    bool second = optim_stream_count(run.optim) == 3;
+    load({optim_stream(run.optim, 0).data, second ? optim_stream(run.optim, 1).data : nullptr}, 0, last, N, NoiseKey{});
     Drift result = {0.0, 0.0, 0.0};
     for (int i = 0; i < N; i++) {
         double error = (double)last[i] - ((double)first[i] - STEPS * (double)lr);
@@ -572,21 +569,22 @@ TEST(rules_small_updates_survive) {
 // The root mean square of how far weights are from those of an fp32 run after `steps` steps of AdamW whose gradient is
 // each element's own, always the same, and in *mean the mean.
 static double distance(const char* weights, const char* m, int steps, double* mean) {
-    constexpr int N = 2048;
-    static float value[2][N], grads[N];
-    for (int i = 0; i < N; i++) grads[i] = start(7 * i + 1), value[0][i] = value[1][i] = start(i);
+    constexpr int N = TILE_ELEMENTS;
+    static float value[2][N];
     for (int r = 0; r < 2; r++) {
         OptimConfig config = make_config("adamw", r ? weights : "fp32", "fp32");
         config.m = r ? m : "fp32";
         config.weight_decay = 0.0f;
-        float one = 1.0f;
-        Device dev;
-        Optim* optim = optim_of_one(&dev, &config, OPTIM_FP32, N, value[r]);
-        // A warm-up, then constant.
-        for (int step = 1; step <= steps; step++) {
-            optim_step(optim, grads, &one, 1e-4f * (float)(step < 50 ? step : 50) / 50.0f, step);
+        Run run;
+        Steps how = {0.0f, 1.0f};
+        how.given = [](int64_t, int, int64_t i) { return start(7 * i + 1); };
+        for (int i = 0; i < N; i++) value[r][i] = start(i);
+        tile_open(&run, config, OPTIM_FP32, value[r]);
+        for (int step = 1; step <= steps; step++) {  // a warm-up, then constant
+            how.lr = 1e-4f * (float)(step < 50 ? step : 50) / 50.0f;
+            run_steps(&run, step, step, how);
         }
-        memcpy(value[r], optim_weights(optim), sizeof(value[r]));
+        memcpy(value[r], optim_weights(run.optim), sizeof(value[r]));
     }
     double square = 0.0, sum = 0.0;
     for (int i = 0; i < N; i++) {
@@ -600,26 +598,24 @@ static double distance(const char* weights, const char* m, int steps, double* me
 // One step: m is what it is without feedback and, in units of an update of the steps to come, what the weight was
 // rounded by. The learning rate, 110 times at step 1, counts as no less than a hundredth of the largest: at 2e-7.
 static void check_feedback(Test* test, const char* name, float rate) {
-    constexpr int N = 2048;
+    constexpr int N = TILE_ELEMENTS;
     const float lr_max = 0.01f;
-    static float first[N], grads[N], weights[3][N], m[3][N], v[N];
+    static float first[N], weights[3][N], m[3][N], v[N];
     char names[3][16] = {"fp32"};
     snprintf(names[1], sizeof(names[1]), "%s:sr", name);
     snprintf(names[2], sizeof(names[2]), "%s:ef", name);
     for (int i = 0; i < N; i++) {
-        grads[i] = gradient(1, i);
         first[i] = i % 32 == 0 ? 127.0f / 128 : roundf(126 * start(i)) / 128;  // lin8 and bf16 hold it
     }
     for (int r = 0; r < 3; r++) {
         OptimConfig config = make_config("adamw", names[r], "fp32");
         config.lr_max = lr_max;
-        float one = 1.0f;
-        Device dev;
-        Optim* optim = optim_of_one(&dev, &config, OPTIM_FP32, N, first);
-        optim_step(optim, grads, &one, rate, 1);
-        optim_get_weights(optim, 0, weights[r]);
-        memcpy(m[r], optim_stream_named(optim, "m").data, sizeof(m[r]));
-        memcpy(v, optim_stream_named(optim, "v").data, sizeof(v));
+        Run run;
+        tile_open(&run, config, OPTIM_FP32, first);
+        run_steps(&run, 1, 1, {rate, 1.0f, false, false});
+        optim_get_weights(run.optim, 0, weights[r]);
+        memcpy(m[r], optim_stream_named(run.optim, "m").data, sizeof(m[r]));
+        memcpy(v, optim_stream_named(run.optim, "v").data, sizeof(v));
     }
     // The update of step 1 is m / (1 - beta1) over the root of v / (1 - beta2).
     const double beta1 = (double)0.9f, rest1 = 1.0 - beta1, rest2 = 1.0 - (double)0.95f, least = 0.01 * (double)lr_max;
