@@ -335,6 +335,14 @@ static void check_bad(Test* test, const char* work, const Bad* cases, int count)
     note(test, "%d cases", count);
 }
 
+// For cli_advice.cu: the arguments of rows that name no file, which stand after all others; NULL behind the last.
+const char* bad_options(int index) {
+    for (const Bad& bad : BAD_OPTIONS) {
+        if (bad.before == ALL && !strchr(bad.arguments, '@') && index-- == 0) return bad.arguments;
+    }
+    return nullptr;
+}
+
 FOLDER_TEST(cli_bad_options) {
     check_bad(test, work, BAD_OPTIONS, sizeof(BAD_OPTIONS) / sizeof(Bad));
 }

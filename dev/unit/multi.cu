@@ -1,6 +1,8 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
 // the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
 // NIBBLE_NCCL says so, for as many GPUs as are there.
+#include <vector>
+
 #include "gpus.h"
 #include "launched.h"
 
@@ -86,23 +88,29 @@ static bool runs_few(bool gpu, int ranks) {
     return gpu && ranks > 2;
 }
 
+// Runs that differ in these options alone are the same to the bit. Returns the path of the first.
+static const char* expect_same(Test* test, bool gpu, int ranks, int steps, const char* common,
+                               const std::vector<const char*>& options) {
+    const char *work = work_folder(), *first = joined(work, "0");
+    for (size_t i = 0; i < options.size(); i++) {
+        const char* run = formatted("%s/%d", work, (int)i);
+        train_ranks(gpu, ranks, SEVERAL " --batch 2 --steps %d %s %s", work, run, steps, common, options[i]);
+        expect_equal_runs(test, first, run, steps);
+    }
+    return first;
+}
+
 // Runs of all modes are the same to the bit where a step has one micro-batch a rank; with several, none is states and
 // grads is weights, since the others sum over the ranks before they sum over the micro-batches.
 static void check_modes(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
-    const char* work = work_folder();
-    const char* run[4];
-    // True if only the first and the last mode run.
-    const bool ends_alone = micro_batches == 1 && runs_few(gpu, ranks);
-    for (int i = 0; i < 4; i++) {
-        if (ends_alone && (i == 1 || i == 2)) continue;
-        run[i] = joined(work, modes[i]);
-        train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 6 --shard %s %s", work, run[i],
-                    32 * ranks * micro_batches, modes[i], options);
+    const char* common = formatted("--tokens-per-step %d %s", 32 * ranks * micro_batches, options);
+    std::vector<const char*> all;
+    for (int i : {0, 1, 2, 3}) {
+        if (i % 3 == 0 || micro_batches > 1 || !runs_few(gpu, ranks)) all.push_back(formatted("--shard %s", modes[i]));
     }
-    if (micro_batches == 1) expect_equal_runs(test, run[0], run[3], 6);
-    if (ends_alone) return;
-    expect_equal_runs(test, run[0], run[1], 6);
-    expect_equal_runs(test, run[2], run[3], 6);
+    if (micro_batches == 1) expect_same(test, gpu, ranks, 6, common, all);
+    if (micro_batches > 1) expect_same(test, gpu, ranks, 6, common, {all[0], all[1]});
+    if (micro_batches > 1) expect_same(test, gpu, ranks, 6, common, {all[2], all[3]});
 }
 
 TEST(multi_modes) {
@@ -139,65 +147,57 @@ GPUS_TEST(multi_modes_gpu) {
 
 // Steps taken inside the backward pass have the bits of the same steps after it, whatever is sharded and wherever the
 // states are; without clipping, those of a step over all layers at once.
-static void check_released(Test* test, bool gpu, int ranks, const char* clip, const char* options) {
+static void check_released(Test* test, bool gpu, int ranks, const char* options) {
     static const char* const released[] = {"--release off", "--release on", "--release on --offload states,residuals"};
-    const char* work = work_folder();
-    const char* first = nullptr;
-    for (int i = 0; i < 4; i++) {
-        for (int k = 0; k < 3; k++) {
-            if (runs_few(gpu, ranks) && (i + k) % 2 == 1) continue;
-            const char* run = formatted("%s/%s_%d", work, modes[i], k);
-            train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 4 --shard %s %s %s %s", work, run,
-                        32 * ranks, modes[i], clip, released[k], options);
-            if (i == 0 && k == 0) first = run;
-            expect_equal_runs(test, first, run, 4);
-        }
+    std::vector<const char*> all;
+    for (int i = 0; i < 12; i++) {
+        const int mode = i / 3, way = i % 3;
+        if (runs_few(gpu, ranks) && (mode + way) % 2 == 1) continue;
+        all.push_back(formatted("--shard %s %s", modes[mode], released[way]));
     }
+    expect_same(test, gpu, ranks, 4, formatted("--tokens-per-step %d %s", 32 * ranks, options), all);
 }
 
 TEST(multi_released) {
-    check_released(test, false, 2, "--clip 0", "--preset adamw4l");
-    check_released(test, false, 2, "--clip 0", "--preset fp8 --matmul fp8");
-    check_released(test, false, 3, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
-    check_released(test, false, 3, "--clip-by tensor --clip 0.05",
-                   "--preset int8w4 --layers 4 --comm bf16 --override ln*|*.bias:weights=fp32\tm=fp32");
+    check_released(test, false, 2, "--clip 0 --preset adamw4l");
+    check_released(test, false, 2, "--clip 0 --preset fp8 --matmul fp8");
+    check_released(test, false, 3, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
+    check_released(test, false, 3,
+                   "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --comm bf16 --override "
+                   "ln*|*.bias:weights=fp32\tm=fp32");
 }
 
 GPUS_TEST(multi_released_gpu) {
-    check_released(test, true, ranks, "--clip 0", "--preset adamw4l");
-    check_released(test, true, ranks, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
-    check_released(test, true, ranks, "--clip-by tensor --clip 0.05", "--preset int8w4 --layers 4 --grads bf16");
+    check_released(test, true, ranks, "--clip 0 --preset adamw4l");
+    check_released(test, true, ranks, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
+    check_released(test, true, ranks, "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --grads bf16");
 }
 
 // With several micro-batches a step, or with muon, the gradients of matrices go into m. Such runs are the same to the
 // bit whatever is sharded and wherever the states are, and go on so; without release there are other roundings.
 static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
-    const char* work = work_folder();
-    const char *first = nullptr, *run = nullptr;
     static Losses kept, folded;
     const char* offload = strstr(options, "muon ") ? "none" : "states";  // not of rules that read matrices
-    for (int i = 0; i < 9; i++) {
-        if (i / 4 == 1 && strcmp(offload, "none") == 0) continue;
-        if (runs_few(gpu, ranks) && i != 0 && i != 3 && i != 5 && i != 8) continue;
-        run = formatted("%s/%d", work, i);
-        train_ranks(gpu, ranks,
-                    SEVERAL
-                    " --batch 2 --tokens-per-step %d --steps 6 --save-every 3 --keep 9 --clip 0 --shard %s --offload "
-                    "%s --release %s %s",
-                    work, run, 32 * ranks * micro_batches, modes[i % 4], i / 4 == 1 ? offload : "none",
-                    i < 8 ? "on" : "off", options);
-        if (i == 0) first = run;
-        if (i < 8) expect_equal_runs(test, first, run, 6);
+    const char* common =
+        formatted("--tokens-per-step %d --save-every 3 --keep 9 --clip 0 %s", 32 * ranks * micro_batches, options);
+    std::vector<const char*> all;
+    for (int i = 0; i < 8; i++) {
+        const char* host = i / 4 ? offload : "none";
+        if ((i / 4 && strcmp(host, "none") == 0) || (runs_few(gpu, ranks) && i != 0 && i != 3 && i != 5)) continue;
+        all.push_back(formatted("--release on --shard %s --offload %s", modes[i % 4], host));
     }
+    const char* first = expect_same(test, gpu, ranks, 6, common, all);
+    const char *work = work_folder(), *run = joined(work, "kept"), *again = joined(work, "again");
+    train_ranks(gpu, ranks, SEVERAL " --batch 2 --steps 6 --shard none --offload none --release off %s", work, run,
+                common);
     read_losses(test, first, &folded), read_losses(test, run, &kept);
     const double a = atof(folded.text[6]), b = atof(kept.text[6]);
     expect(fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
     expect(!equal_files(test, checkpoint_of(first, 6), checkpoint_of(run, 6), "model.safetensors"),
            "%s: with and without release the weights are the same, so no gradient went into m", options);
     note(test, "off by %.1g", fabs(a - b) / b);
-    run = joined(work, "again");
-    train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, run, offload);
-    expect_equal_runs_from(test, first, run, 4, 6);
+    train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, again, offload);
+    expect_equal_runs_from(test, first, again, 4, 6);
 }
 
 TEST(multi_folded) {
@@ -297,18 +297,10 @@ TEST_ALONE(multi_memory_gpu) {
 // Every preset, 100 steps: the ranks' weights are compared by the program itself when it saves (shard_equal), and what
 // each rank keeps of `states`, gathered, is what rank 0 keeps of `none`.
 RANKS_TEST(multi_presets, 2) {
-    const char* work = work_folder();
     for_presets(test, [&](const char* name) {
-        const char* run[2];
-        for (int i = 0; i < 2; i++) {
-            run[i] = formatted("%s/%s_%s", work, name, modes[i]);
-            train_ranks(gpu, ranks,
-                        "--layers 1 --channels 64 --heads 1 --seq 8 --batch 1 --tokens-per-step %d --val-every 0 "
-                        "--sample-every 0 --print-every 1000 --data %s/text.txt --run %s --steps 100 --preset %s "
-                        "--shard %s",
-                        8 * ranks, work, run[i], name, modes[i]);
-        }
-        expect_equal_runs(test, run[0], run[1], 100);
+        const char* common =
+            formatted("--layers 1 --seq 8 --batch 1 --tokens-per-step %d --preset %s", 8 * ranks, name);
+        expect_same(test, gpu, ranks, 100, common, {"--shard none", "--shard states"});
     });
     note(test, "%d ranks, 100 steps", ranks);
 }
