@@ -50,26 +50,6 @@ TEST(exchange_formats) {
     }
 }
 
-// The sum is in the order of the ranks, wherever this rank stands among them.
-TEST(exchange_order) {
-    constexpr int world = 5;
-    constexpr int64_t n = TILES * TILE_ELEMENTS, bytes = n * (int64_t)sizeof(float);
-    static float grads[world * n], out[n], want[n];
-    for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 10 + r);
-    for (int64_t i = 0; i < n; i++) {
-        float sum = 0.0f;
-        for (int r = 0; r < world; r++) sum += grads[r * n + i];
-        want[i] = sum;
-    }
-    for (int rank = 0; rank < world; rank++) {
-        memcpy(out, grads + rank * n, bytes);
-        Contributions c = {
-            (const char*)out, (const char*)grads, bytes, TILE_ELEMENTS * (int64_t)sizeof(float), rank, world};
-        shard_sum_cpu<float, COMM_AS_IS>(out, c, TILES);
-        expect(memcmp(out, want, bytes) == 0, "on rank %d the sum is another", rank);
-    }
-}
-
 // The kernels against the plain C versions, to the bit; the squares, whose order differs, within the rounding of 64.
 template <typename G, CommFormat FORMAT>
 static void check_kernels(Test* test, const Device* dev, const char* what) {

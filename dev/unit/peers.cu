@@ -420,32 +420,6 @@ TEST(peers_levels) {
     }
 }
 
-// Blocks below the least scale of theirs: 256 elements from 768 on, the largest 4e-13. Ours store them as any other.
-TEST(peers_tiny_blocks) {
-    for (const char* name : {"dyn8", "de4", "e4m3"}) {
-        const Format* format = format_of(name, "torchao", false);
-        Floats inputs = peers_floats(peers_find("input.m")), map = peers_map(format);
-        Stored ours = store_ours(format, &inputs);
-        const char* what = formatted("torchao.%s.m", name);
-        Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
-        double top = 0.0, error[2] = {0.0, 0.0};
-        for (int64_t i = 768; i < 1024; i++) {
-            double x = inputs.x[i];
-            const Stored* both[] = {&ours, &theirs};
-            for (int k = 0; k < 2; k++) {
-                double back = (double)map.x[both[k]->code[i]] * (double)both[k]->scale[i / format->block];
-                error[k] = fmax(error[k], fabs(back - x));
-            }
-            top = fmax(top, fabs(x));
-        }
-        // Half the widest step: 0.0070 of dyn8's largest (and 0.0070 where it is negative), 0.1125 of de4's, 1/32.
-        double step = format->bits == 4 ? 0.1126 : !strcmp(name, "dyn8") ? 0.00705 : 1.0 / 28;
-        expect(top > 1e-13 && top < 1e-12, "%g", top);
-        expect(error[0] <= step * top, "%s: %g of the largest", name, error[0] / top);
-        note(test, "%s %.3g of the largest, theirs %.3g", name, error[0] / top, error[1] / top);
-    }
-}
-
 // Runs: the peers' optimizers over six steps, and our step from the state they had before.
 
 struct Case {
@@ -673,22 +647,28 @@ static Worst check_step(Test* test, const Case* c, int step) {
     return worst;
 }
 
+// The last step of each case, and of the first `firsts` the first one. A step is a function of the state that it begins
+// with (every.cu), so these stand for all.
+static void check_steps(Test* test, const Case* cases, size_t count, size_t firsts) {
+    for (size_t k = 0; k < count; k++) {
+        if (k < firsts) check_step(test, &cases[k], 1);
+        const Worst worst = check_step(test, &cases[k], STEPS);
+        expect(worst.signs <= 2, "%s: %d signs", cases[k].peer, worst.signs);
+        note(test, "%s %.3g %g %g", cases[k].peer, fmax(worst.settled, worst.moving), worst.m, worst.v);
+    }
+}
+
 TEST(peers_step_fp32) {
     const Case cases[] = {{"torch.adamw", "adamw", nullptr, nullptr},
                           {"torch.adam", "adam", nullptr, nullptr},
                           {"torch.sgd", "sgd", nullptr, nullptr},
                           {"bitsandbytes.lion", "lion", nullptr, nullptr},
                           {"bitsandbytes.ademamix", "ademamix", nullptr, nullptr}};
-    check_step(test, &cases[0], 1);
     note(test, "ulps of weights, m, v:");
-    for (const Case& c : cases) {
-        Worst worst = check_step(test, &c, STEPS);
-        expect(worst.signs <= 2, "%s: %d signs", c.peer, worst.signs);
-        note(test, "%s %g %g %g", c.rule, fmax(worst.settled, worst.moving), worst.m, worst.v);
-    }
+    check_steps(test, cases, sizeof(cases) / sizeof(cases[0]), 1);
 }
 
-static const Case* quantised_cases(int* count) {
+TEST(peers_step_quantised) {
     static const Case cases[] = {
         {"torchao.adamw8", "adamw", format_of("dyn8", "torchao", false), format_of("udyn8", "torchao", true)},
         {"torchao.adamw4", "adamw", format_of("de4", "torchao", false), format_of("lin4", "torchao", true)},
@@ -698,92 +678,7 @@ static const Case* quantised_cases(int* count) {
         {"bitsandbytes.lion8", "lion", format_of("dyn8", "bitsandbytes", false), nullptr},
         {"flashoptim.lion", "lion", format_of("soft8", "flashoptim", false), nullptr},
         {"flashoptim.adamw", "adamw", format_of("soft8", "flashoptim", false), format_of("sqrt8", "flashoptim", true)}};
-    *count = sizeof(cases) / sizeof(cases[0]);
-    return cases;
-}
-
-TEST(peers_step_quantised) {
-    int count;
-    const Case* cases = quantised_cases(&count);
-    for (int k = 0; k < count; k++) {
-        if (k < 4) check_step(test, &cases[k], 1);
-        Worst worst = check_step(test, &cases[k], STEPS);
-        expect(worst.signs <= 2, "%s: %d signs", cases[k].peer, worst.signs);
-        note(test, "%s %.3g", cases[k].peer, fmax(worst.settled, worst.moving));
-    }
-}
-
-// The largest move of a weight, and the number of codes of m and v that differ, after six steps of our own and of
-// theirs from one start.
-struct Drift {
-    double weights[TENSORS], ours_moved, theirs_moved;
-    int m, v, levels;  // levels: the most that codes of m are apart
-};
-
-static Drift compare_runs(const Case* c) {
-    Run run(run_config(c), LENGTHS, TENSORS);
-    const State begin = state_before(c, 1);
-    const Floats grads = peers_floats(peers_find("run.grads")), start = begin.weights;
-    run_set_state(&run, c, &begin, 1);
-    for (int step = 1; step <= STEPS; step++) {
-        run_gradients(&run, &grads, step);
-        run.step(LR, step);
-    }
-    Floats p = {};
-    Floats theirs = peers_run_floats(c, ".weights", STEPS);
-    run_stream(&run, "weights", p.x, false);
-    Drift drift = {};
-    for (int64_t i = 0; i < ELEMENTS; i++) {
-        double from = start.x[i];
-        // In units of what a step moves at most, for weights that start from 0.
-        double* weights = &drift.weights[i / KEPT];
-        *weights = fmax(*weights, ulps(p.x[i], theirs.x[i], 4.0 * (double)LR));
-        drift.ours_moved = fmax(drift.ours_moved, fabs((double)p.x[i] - from));
-        drift.theirs_moved = fmax(drift.theirs_moved, fabs((double)theirs.x[i] - from));
-    }
-    for (int k = 0; k < 2; k++) {
-        const Format* format = k ? c->v : c->m;
-        if (!format) continue;
-        Stored ours = run_stored(&run, format), other = peers_state(c, format, k ? "v" : "m", STEPS);
-        for (int64_t i = 0; i < ELEMENTS; i++) {
-            int apart = abs((int)ours.code[i] - (int)other.code[i]);
-            (k ? drift.v : drift.m) += apart != 0;
-            if (!k && apart > drift.levels) drift.levels = apart;
-        }
-    }
-    return drift;
-}
-
-// Six steps in a row end as far apart as six times a step allows.
-TEST(peers_run_fp32) {
-    const Case c = {"torch.adamw", "adamw", nullptr, nullptr};
-    Drift drift = compare_runs(&c);
-    double weights = fmax(drift.weights[0], drift.weights[1]);
-    expect(weights <= 2.0 * STEPS, "%g ulps", weights);
-    note(test, "%g ulps", weights);
-}
-
-// If nothing differs by intent, six steps end in the same codes and weights: torchao's 4-bit AdamW, whose v has no
-// zero either (but makes 6e-14 of tensor b's zeros in the first step), and bitsandbytes' 8-bit Lion, which has no v. Of
-// the others m is the same (FlashOptim's fp16 scales make it a level at most), and v is not: they round it to zero,
-// upon which a weight moves by m / eps. Of ours none moves more than Adam should: by lr times sqrt(steps) a step, and
-// the decay.
-TEST(peers_run_quantised) {
-    int count;
-    const Case* cases = quantised_cases(&count);
-    note(test, "a weight moves at most, ours and theirs:");
-    for (int k = 0; k < count; k++) {
-        const Case* c = &cases[k];
-        Drift drift = compare_runs(c);
-        bool same = !c->v || !strcmp(c->v->name, "lin4"), fp16 = !strcmp(c->m->peer, "flashoptim");
-        double most = (sqrt((double)STEPS) + (double)DECAY) * (double)LR * STEPS;
-        expect(drift.m == 0 || (fp16 && drift.levels == 1), "%s: %d codes of m", c->peer, drift.m);
-        expect(!same || drift.v == 0, "%s: %d codes of v", c->peer, drift.v);
-        expect(!same || drift.weights[0] <= 2.0 * STEPS, "%s: %g ulps apart", c->peer, drift.weights[0]);
-        expect(drift.ours_moved <= most, "%s: a weight of ours has moved by %g", c->peer, drift.ours_moved);
-        expect(same || drift.theirs_moved > drift.ours_moved, "%s: theirs by %g", c->peer, drift.theirs_moved);
-        if (!same) note(test, "%s %.2g %.2g", c->peer, drift.ours_moved, drift.theirs_moved);
-    }
+    check_steps(test, cases, sizeof(cases) / sizeof(cases[0]), 4);
 }
 
 struct SplitRun : Run {

@@ -667,24 +667,3 @@ TEST(rules_feedback_makes_errors_good) {
         note(test, "%s:ef %.1e, %.1e", format, error[0], error[1]);
     }
 }
-
-TEST(rules_split_16_is_an_fp32_run) {
-    for (const char* rule : SIMPLE_RULES) {
-        Run run[2];
-        for (int r = 0; r < 2; r++) {
-            OptimConfig config = make_config(rule, r ? "bf16+16" : "fp32", "bf16:sr");
-            rule_open(&run[r], &config, OPTIM_BF16);
-            run_steps(&run[r], 1, 20, plain);
-        }
-        const int64_t n = run[0].elements;
-        float* joined = run[0].room.host<float>(n);
-        Streams streams = {optim_stream(run[1].optim, 0).data, optim_stream(run[1].optim, 1).data};
-        Split<int16_t, NEAREST>::load(streams, 0, joined, (int)n, NoiseKey{});
-        expect(memcmp(joined, optim_stream(run[0].optim, 0).data, (size_t)n * 4) == 0, "%s: weights", rule);
-        for (int s = 1; s < optim_stream_count(run[0].optim); s++) {
-            OptimStream a = optim_stream(run[0].optim, s), b = optim_stream(run[1].optim, s + 1);
-            expect(is(a.name, b.name) && memcmp(a.data, b.data, (size_t)(a.elements * a.element_bytes)) == 0, "%s: %s",
-                   rule, a.name);
-        }
-    }
-}
