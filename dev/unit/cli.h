@@ -202,13 +202,7 @@ inline const char* work_folder() {
     return path;
 }
 
-// A case that has a folder of this kind, `work`.
-#define FOLDER_TEST(NAME)                                       \
-    static void in_folder_##NAME(Test* test, const char* work); \
-    TEST(NAME) {                                                \
-        in_folder_##NAME(test, work_folder());                  \
-    }                                                           \
-    static void in_folder_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* work)
+#define FOLDER_TEST(NAME) TEST_IN(NAME, work, work_folder())
 
 // llm.c's shard of `tokens` tokens that repeat with a period of 7, the last one being `last`.
 inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,

@@ -42,13 +42,14 @@ inline const char* new_folder() {
     return path;
 }
 
-// A case with a folder of this kind, `folder`.
-#define DATA_TEST(NAME)                                         \
-    static void in_data_##NAME(Test* test, const char* folder); \
-    TEST(NAME) {                                                \
-        in_data_##NAME(test, new_folder());                     \
-    }                                                           \
-    static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* folder)
+// A case with a folder, which a call makes.
+#define TEST_IN(NAME, FOLDER, MAKE)                        \
+    static void in_##NAME(Test* test, const char* FOLDER); \
+    TEST(NAME) {                                           \
+        in_##NAME(test, MAKE);                             \
+    }                                                      \
+    static void in_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* FOLDER)
+#define DATA_TEST(NAME) TEST_IN(NAME, folder, new_folder())
 
 inline void put(const char* path, const void* bytes, int64_t count) {
     FILE* file = fopen(path, "wb");

@@ -142,6 +142,15 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
     }
 }
 
+// How far the weights after a run are from p, as a share of the way from where they began.
+static double share_off(const LowRun* run, const Shape& s, const double* p) {
+    double error = 0.0, moved = 0.0;
+    for (int i = 0; i < s.rows * s.cols; i++) {
+        error += pow((double)run->p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
+    }
+    return sqrt(error / moved);
+}
+
 // Sums of fp32 over at most 64 terms err by 2^-18 of their norms; Adam's division passes that on to elements in
 // proportion to one over their size, and few are below 2^-6 of the others: 2^-10 of the steps, in the norm of
 // Frobenius.
@@ -158,11 +167,7 @@ TEST_BOTH(lowrank_against_double) {
             const bool stored = is(rule, "galore") || is(rule, "fira");
             for (int i = 0; i < rank * side; i++) q[i] = stored ? (double)run.q[i] : random_basis(77, i, rank);
             reference_low(&run, s, q, p);
-            double error = 0.0, moved = 0.0;
-            for (int i = 0; i < s.rows * s.cols; i++) {
-                error += pow((double)run.p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
-            }
-            const double share = sqrt(error / moved) * 1024.0;
+            const double share = share_off(&run, s, p) * 1024.0;
             expect(share <= 1.0 && share > 0.0, "%s, basis %s, %d x %d: %g of the bound", rule, basis, s.rows, s.cols,
                    share);
             worst = fmax(worst, share);
@@ -214,12 +219,8 @@ static void check_fused_bf16(Test* test) {
         const int side = s.rows < s.cols ? s.rows : s.cols;
         for (int i = 0; i < 16 * side; i++) q[i] = in_bf16((double)run.q[i], true);
         reference_low(&run, s, q, p, true);
-        double error = 0.0, moved = 0.0;
-        for (int i = 0; i < s.rows * s.cols; i++) {
-            error += pow((double)run.p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
-        }
-        expect(sqrt(error / moved) <= 1.0 / 1024 && error > 0.0, "bf16, %d x %d: %g off", s.rows, s.cols,
-               sqrt(error / moved));
+        const double share = share_off(&run, s, p);
+        expect(share <= 1.0 / 1024 && share > 0.0, "bf16, %d x %d: %g off", s.rows, s.cols, share);
     }
 }
 
