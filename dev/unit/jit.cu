@@ -337,40 +337,23 @@ static double cpu_ms() {
     return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
 }
 
-// The processor's time, all threads', of the first call in a new process: it opens libnvrtc, too. The new process is
-// this program with the same case, which NIBBLE_TEST_JIT_TIMES tells to measure and where to write.
+// The processor's time, all threads', of the first call in a process that has not opened libnvrtc, as it does so too.
 static double first_call_ms(Test* test, const char* expression, bool cached) {
-    const char* path = joined(new_folder(), "times");
-    Setting setting("NIBBLE_TEST_JIT_TIMES", path), asked("NIBBLE_TEST_JIT_EXPRESSION", expression);
-    int code = system(formatted("/proc/%d/exe -k jit_times > /dev/null", (int)getpid())), was_cached = -1;
+    const Ended its = run_apart([&] {
+        JitImage image;
+        const double begin = cpu_ms();
+        const bool good = jit_get(expression, "sm_90", &image, error);
+        fprintf(stderr, "%.3f %d", cpu_ms() - begin, good ? image.cached : -1);
+    });
     double ms = NAN;
-    FILE* result = fopen(path, "r");
-    expect(code == 0 && result && fscanf(result, "%lf %d", &ms, &was_cached) == 2, "exit code %d", code);
+    int was_cached = -1;
+    expect(its.code == 0 && sscanf(its.text, "%lf %d", &ms, &was_cached) == 2, "code %d: %s", its.code, its.text);
     expect(was_cached == (cached ? 1 : 0), "cached %d", was_cached);
-    if (result) fclose(result);
     return ms;
 }
 
-static void measure_first_call(Test* test, const char* path) {
-    const char* expression = getenv("NIBBLE_TEST_JIT_EXPRESSION");
-    JitImage image;
-    double begin = cpu_ms();
-    bool good = jit_get(expression ? expression : "", "sm_90", &image, error);
-    double ms = cpu_ms() - begin;
-    expect(good, "%s", error);
-    FILE* file = fopen(path, "w");
-    fprintf(file, "%.3f %d\n", ms, image.cached);
-    fclose(file);
-    if (good) jit_free(&image);
-}
-
 TEST_ALONE(jit_times) {
-    const char* path = getenv("NIBBLE_TEST_JIT_TIMES");
-    if (path) {
-        measure_first_call(test, path);  // before anything else has opened the library
-        return;
-    }
-    if (!jit_available()) skip("libnvrtc was not found");
+    if (run_apart([] { _exit(jit_available() ? 0 : 1); }).code != 0) skip("libnvrtc was not found");
     // Processor time, and the least of three, or of up to twelve until it is within the limits: other work, on this
     // machine or on its host, only adds to it, for seconds at a time. The formats whose kernels are longest.
     constexpr int TIMES = 3, MAX_TIMES = 12;
