@@ -43,9 +43,8 @@ inline Ended apart_end(const Apart& child) {
     char* text = (char*)malloc(bytes);
     int status = 0;
     size_t used = 0;
-    for (ssize_t got; used + 1 < bytes && (got = read(child.out, text + used, bytes - 1 - used)) > 0;) {
+    for (ssize_t got; used + 1 < bytes && (got = read(child.out, text + used, bytes - 1 - used)) > 0;)
         used += (size_t)got;
-    }
     text[used] = 0;
     close(child.out);
     if (child.pid < 0 || waitpid(child.pid, &status, 0) != child.pid) return {-1, text};

@@ -28,9 +28,7 @@ TEST(model_file_orientation) {
         const float* ours =
             &values[m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset];
         const float* data = shaped ? (const float*)tensor_data(&file, tensor) : nullptr;
-        for (int64_t i = 0; shaped && i < in * out; i++) {
-            wrong += data[i] != ours[i % out * in + i / out];
-        }
+        for (int64_t i = 0; shaped && i < in * out; i++) wrong += data[i] != ours[i % out * in + i / out];
         expect(wrong == 0, "%s: %lld elements at the wrong place", name, (long long)wrong);
     }
     const SafetensorsTensor* wte = safetensors_find(&file, "transformer.wte.weight");

@@ -12,9 +12,8 @@ static void check_run_folder(Test* test, const char* run, const char* out) {
     text = contents(run, "log.txt", &bytes);
     expect(text && strcmp(text, out) == 0, "log.txt is not what the terminal showed");
     const char* checkpoint = checkpoint_of(run, 60);
-    for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"}) {
+    for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"})
         expect(exists(checkpoint, name), "%s/%s is not there", checkpoint, name);
-    }
     Json* state = checkpoint_verify(checkpoint, error);
     expect(state, "%s", error);
 }
@@ -120,9 +119,8 @@ FOLDER_TEST(cli_nothing_but_talk) {
         expect(strstr(OUT(help), name), "--help does not list %s", name);
     }
     expect(named > 40, "config.json holds %d options", named);
-    for (const char* flag : {"--dry-run", "--list-formats", "--list-presets", "--help"}) {
+    for (const char* flag : {"--dry-run", "--list-formats", "--list-presets", "--help"})
         expect(strstr(OUT(help), flag), "--help does not list %s", flag);
-    }
     run_train(formats, "--list-formats");
     run_train(presets, "--list-presets");
     expect(formats.code == 0 && strstr(OUT(formats), "bf16:sr"), "--list-formats");
@@ -421,9 +419,7 @@ FOLDER_TEST(cli_fit) {
                                   {"--memory 24", "'24'", "type --memory 24G"},
                                   {"--memory 24G", "--memory plans for one GPU", "type --dry-run"},
                                   {"--memory 24G --dry-run --device cpu", "--memory plans", "--device cpu"}};
-    for (const auto& mistake : bad) {
-        refused(mistake[0], mistake[1], mistake[2], "%s", mistake[0]);
-    }
+    for (const auto& mistake : bad) refused(mistake[0], mistake[1], mistake[2], "%s", mistake[0]);
 }
 
 // The plan of --memory is the one of the card itself, kind by kind. Only the driver's share is assumed there, and on a
@@ -443,9 +439,8 @@ TEST(cli_plan_of_a_card_gpu) {
                 "%s",
                 work_folder(), more, real ? "--device gpu" : "--memory 70G");
             const char *line = strstr(OUT(child), " memory "), *device = strstr(OUT(child), " device ");
-            if (real && (!device || (!strstr(device, "H100 80GB HBM3") && !strstr(device, "NVIDIA H200")))) {
+            if (real && (!device || (!strstr(device, "H100 80GB HBM3") && !strstr(device, "NVIDIA H200"))))
                 skip("needs an H100 or H200 with 132 multiprocessors");
-            }
             double* at = gib[real];
             expect(line &&
                        sscanf(line, " memory weights %lf states %lf gradients %lf activations %lf other %lf driver %lf",

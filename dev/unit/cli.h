@@ -189,9 +189,8 @@ inline void remove_tree(const char* folder) {
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
     write_text(folder, name, printed([&](FILE* file) {
-                   for (int i = 0; i < 8 * sentences; i++) {
+                   for (int i = 0; i < 8 * sentences; i++)
                        fprintf(file, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
-                   }
                }));
 }
 
@@ -281,9 +280,8 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
 
 // The weights and states that two runs saved at a step.
 inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
-    for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
         expect_equal_files(test, checkpoint_of(a, step), checkpoint_of(b, step), file);
-    }
 }
 
 // Both runs did the steps from `first` on with the same losses to the last bit, and ended in the same weights and

@@ -238,9 +238,8 @@ FOLDER_TEST(cli_state_lists_no_files) {
         write_text(checkpoint, "state.json", formatted("%s\"crc32c\": %u\n}\n", text, crc));
         run_train(child, "--device cpu --resume %s", checkpoint);
         expect_error(test, &child, files, "damaged checkpoint: ", checkpoint);
-        for (const char* at = ERR(child); *at; at++) {
+        for (const char* at = ERR(child); *at; at++)
             expect((unsigned char)*at >= ' ' || *at == '\n', "%s: byte %d in: %s", files, *at, ERR(child));
-        }
         const char* reason = strstr(ERR(child), "damaged checkpoint: ");
         expect(reason && strstr(reason, checkpoint), "%s: %s", files, ERR(child));
     }
@@ -314,9 +313,8 @@ FOLDER_TEST(cli_first_line) {
     Json* first = log ? json_parse(log, (int64_t)strcspn(log, "\n"), "log.jsonl", error) : nullptr;
     const Json* options = json_get(first, "options");
     expect(first && strcmp(json_string(first, "type", ""), "config") == 0, "the first line is no config");
-    for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"}) {
+    for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"})
         expect(*json_string(first, name, ""), "%s is not told", name);
-    }
     path = formatted("nibble %s (commit %s, %s)\n", json_string(first, "version", ""), json_string(first, "commit", ""),
                      json_string(first, "build", ""));
     expect(strcmp(OUT(version), path) == 0, "--version says %s", OUT(version));
@@ -353,9 +351,8 @@ TEST(option_sizes) {
     const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
                                 "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
     int64_t bytes = 0;
-    for (const auto& [text, want] : sizes) {
+    for (const auto& [text, want] : sizes)
         expect(size_parse(text, &bytes) && bytes == want, "%s is %lld", text, (long long)bytes);
-    }
     for (const char* text : none) {
         bytes = 0;
         expect(!size_parse(text, &bytes) && bytes == 0, "%s is %lld", text, (long long)bytes);

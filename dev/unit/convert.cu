@@ -183,9 +183,8 @@ static void check_overrides(Test* test, const char* weights, const char* const (
                 float *x = slot_values(&f[0], t, slot), *y = slot_values(&f[i], t, slot);
                 bool same = memcmp(x, y, (size_t)f[0].tensor[t].cols * 4) == 0;
                 if (from.nearest == to.nearest) expect(same, "%s of %s", slot_name(slot), f[0].tensor[t].name);
-                if (from.nearest != to.nearest) {
+                if (from.nearest != to.nearest)
                     expect(holds_nearest(&f[i], t, slot, x), "%s of %s", slot_name(slot), f[0].tensor[t].name);
-                }
             }
         }
     }

@@ -44,9 +44,8 @@ DATA_TEST(data_files) {
     expect(folder_sync(folder, error), "%s", error);
     const char* const parents[][2] = {{"a/b/c", "a/b"}, {"/a/b", "/a"}, {"/a", "/"}, {"a", "."}};
     char parent[64];
-    for (const auto& row : parents) {
+    for (const auto& row : parents)
         expect(strcmp(folder_parent(row[0], parent, sizeof(parent)), row[1]) == 0, "%s of %s", parent, row[0]);
-    }
     expect_refused(folder_make(path, error), error, "there is a file of that name");
     expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
     expect_refused(folder_make("", error), error, "without a name");
@@ -91,9 +90,8 @@ TEST(data_json_values) {
     const JsonKind kinds[] = {JSON_NUMBER, JSON_NUMBER, JSON_NUMBER, JSON_BOOL, JSON_BOOL, JSON_NULL};
     const double numbers[] = {1, -2500, 0, 1, 0, 0};
     int count = 0;
-    for (const Json* child = a->child; child; child = child->next, count++) {
+    for (const Json* child = a->child; child; child = child->next, count++)
         expect(count < 6 && child->kind == kinds[count] && child->number == numbers[count], "element %d", count);
-    }
     expect(count == 6, "%d elements", count);
     const char* want = "x\"\\/\b\f\n\r\tA\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80";
     expect(strcmp(json_string(json_get(json, "b"), "c", ""), want) == 0, "escapes");
@@ -257,9 +255,7 @@ DATA_TEST(data_safetensors_round_trip) {
             for (int d = 0; d < tensor->dims; d++) expect(tensor->shape[d] == entries[i].shape[d], "shape of %d", i);
             int wrong = 0;
             const unsigned char* data = (const unsigned char*)tensor_data(&file, tensor);
-            for (int64_t b = 0; b < tensor->bytes; b++) {
-                wrong += data[b] != entry_byte(at + b);
-            }
+            for (int64_t b = 0; b < tensor->bytes; b++) wrong += data[b] != entry_byte(at + b);
             expect(wrong == 0, "%d bytes of tensor %d", wrong, i);
         }
         expect(!safetensors_find(&file, "none"), "a tensor that is not there");

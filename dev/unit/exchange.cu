@@ -141,9 +141,8 @@ TEST(exchange_plan) {
                 for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
             }
             expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
-            for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++) {
+            for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++)
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
-            }
             expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
         }
     }

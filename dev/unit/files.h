@@ -27,9 +27,8 @@ char* printed(Body body) {
 // A copy of a text with each `from` in it replaced.
 inline const char* replaced(const char* text, const char* from, const char* to) {
     return printed([&](FILE* file) {
-        for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from)) {
+        for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from))
             fprintf(file, "%.*s%s", (int)(at - text), text, to);
-        }
         fputs(text, file);
     });
 }
@@ -53,9 +52,8 @@ inline const char* new_folder() {
 
 inline void put(const char* path, const void* bytes, int64_t count) {
     FILE* file = fopen(path, "wb");
-    if (!file || (int64_t)fwrite(bytes, 1, (size_t)count, file) != count || fclose(file) != 0) {
+    if (!file || (int64_t)fwrite(bytes, 1, (size_t)count, file) != count || fclose(file) != 0)
         user_error("%s: %s", path, strerror(errno));
-    }
 }
 
 inline void put_text(const char* path, const char* text) {

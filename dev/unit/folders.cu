@@ -350,9 +350,8 @@ FOLDER_TEST(folders_several_files) {
     auto index = [&](const char* odd, const char* odd_file) {
         FILE* out = fopen(joined(folder, INDEX_JSON), "w");
         fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {");
-        for (int t = 0; t < file.count; t++) {
+        for (int t = 0; t < file.count; t++)
             fprintf(out, "%s\"%s\": \"%s\"", t ? ", " : "", file.tensors[t].name, t < 5 ? one : two);
-        }
         if (odd) fprintf(out, ", \"%s\": \"%s\"", odd, odd_file);
         fprintf(out, "}}");
         fclose(out);
@@ -588,9 +587,8 @@ FOLDER_TEST(folders_loaded_model_is_kept) {
         const Json *pad = json_get(config, "pad_token_id"), *more = json_get(config, "task_specific_params");
         expect(pad && pad->kind == JSON_NULL && json_number(config, "attn_pdrop", 0) == 0.1, "step %d", step);
         expect(more && more->child->child->next->text_bytes == 2, "a nested member of step %d", step);
-        for (const char* id : {"sep_token_id", "decoder_start_token_id", "forced_eos_token_id"}) {
+        for (const char* id : {"sep_token_id", "decoder_start_token_id", "forced_eos_token_id"})
             expect(!json_get(config, id), "%s, which is no token, was exported", id);
-        }
         expect(!json_get(config, "torch_dtype") && json_get(config, "dtype"), "the type of step %d", step);
         expect(strcmp(json_string(config, "activation_function", ""), "gelu_new") == 0, "activation_function");
         for (const char* name : kept) {
@@ -623,7 +621,6 @@ TEST(folders_sizes) {
         expect(fabs(size / wanted - 1) < 0.1 && head == (C < 2048 ? 64 : 128), "%s: %g parameters, heads of %g", text,
                size, head);
     }
-    for (const char* none : {"", "B", "124", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"}) {
+    for (const char* none : {"", "B", "124", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"})
         expect(!gpt2_named(none) && !gpt2_size_check(none, error), "%s is a size", none);
-    }
 }

@@ -164,9 +164,8 @@ TEST(formats_codes_survive) {
         int unused = 0;
         for (const auto& [name, codes] : known) unused = strcmp(name, format.name) == 0 ? codes : unused;
         expect(list.count == (1 << format.bits) - unused, "%s has %d codes in use", format.name, list.count);
-        for (int i = 1; i < list.count; i++) {
+        for (int i = 1; i < list.count; i++)
             expect(list.level[i] > list.level[i - 1], "%s: level %d is not above the one before", format.name, i);
-        }
         expect(fabs(list.level[list.count - 1] - (double)format.largest) <= 1e-6 * (double)format.largest ||
                    list.level[list.count - 1] == 16.0 * (double)format.largest / 16.0,
                "%s: the largest level is %g", format.name, list.level[list.count - 1]);
@@ -287,9 +286,8 @@ TEST(formats_stochastic_keeps_zero_and_the_largest) {
                        format.decode(format.stochastic(-0.0f, noise, 0)) == 0.0f;
                 if (!format.has_sign && format.zero == 0) kept = format.stochastic(0.0f, noise, 0) <= 1;
             }
-            for (float y : {format.largest, format.largest * 1.0000001f, format.largest * 1.0000003f}) {
+            for (float y : {format.largest, format.largest * 1.0000001f, format.largest * 1.0000003f})
                 kept = kept && format.stochastic(y, noise, 0) == top;
-            }
             expect(kept, "%s: noise %u: zero is %u and not %u, the largest not %u", format.name, noise,
                    format.stochastic(0.0f, noise, 0), zero, top);
             if (!kept) break;
@@ -312,9 +310,8 @@ TEST(formats_stochastic_counts) {
                 int up = 0;
                 for (uint32_t noise = 0; noise < 65536; noise += 1) {
                     double got = (double)format.decode(format.stochastic(y, noise, 0));
-                    if (test->failures < 20) {
+                    if (test->failures < 20)
                         expect(got == low || got == high, "%s: %a becomes %a", format.name, (double)y, got);
-                    }
                     up += got == high;
                 }
                 double want = ((double)y - low) / (high - low), error = fabs(up / 65536.0 - want);

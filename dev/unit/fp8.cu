@@ -287,9 +287,8 @@ TEST(fp8_cast_nonfinite_gpu) {
         const Fp8Operand to = {codes, nullptr, 0, type};
         fp8_cast<bf16>(&dev, &f, &to, FP8_COPY, inp.device, nullptr, (float*)nullptr, nullptr, 16, 8, false);
         const uint8_t* got = room.to_host(codes, 16 * 8);
-        for (int i = 0; i < 16 * 8; i++) {
+        for (int i = 0; i < 16 * 8; i++)
             expect(isnan(fp8_decode(got[i], type)) == !isfinite(values[i]), "%g becomes code %d", values[i], got[i]);
-        }
     }
 }
 
@@ -435,9 +434,8 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
 }
 
 OPERATOR_TEST(fp8_stored_weights) {
-    for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"}) {
+    for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"})
         check_stored<float>(test, &worst, &dev, weights, 48, 80, 64);
-    }
 }
 
 OPERATOR_TEST(fp8_stored_weights_gpu) {
@@ -608,9 +606,8 @@ TEST_BOTH(fp8_runs) {
         const char* options = formatted("--matmul fp8 --recompute %s", recompute);
         expect(last_loss(test, gpu, work, recompute, options) == fp8, "--recompute %s changes the loss", recompute);
         const char* path = formatted("%s/step_00000030", recompute);
-        for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
+        for (const char* file : {"model.safetensors", "optimizer.safetensors"})
             expect_equal_files(test, joined(work, "fp8/step_00000030"), joined(work, path), file);
-        }
     }
     const double head = last_loss(test, gpu, work, "head", "--matmul fp8 --head fp8 --fp8-grads e5m2");
     expect(fabs(head - other) < 0.05 && head != fp8, "a loss of %.4f with the head, without fp8 %.4f", head, other);

@@ -128,9 +128,7 @@ DATA_TEST(data_loader_order) {
         expect(memcmp(got, want + first * (T + 1), bytes) == 0, "resumed at %d", first);
     }
     stream(test, &data, 4, T, false, 3, 80, got);
-    for (int n = 0; n < 80; n++) {
-        expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
-    }
+    for (int n = 0; n < 80; n++) expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
 }
 
 // A batch keeps its contents through the next call, while the thread fills the buffers ahead.

@@ -249,9 +249,8 @@ static void check_unbiased(Test* test, const char* name) {
     static double sum[TILE_ELEMENTS], squares[TILE_ELEMENTS];
     double worst = 0.0;
     memset(sum, 0, sizeof(sum)), memset(squares, 0, sizeof(squares));
-    for (int i = 0; i < TILE_ELEMENTS; i++) {
+    for (int i = 0; i < TILE_ELEMENTS; i++)
         tile.x[i] = ldexpf(1.0f + 0.5f * fabsf(test_uniform(8, i)), i / EACH * 7 - 125);
-    }
     for (uint32_t step = 1; step <= STEPS; step++) {
         tile_store<Codes, 2048, STOCHASTIC>(&tile, step);
         for (int i = 0; i < TILE_ELEMENTS; i++) {

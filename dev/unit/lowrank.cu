@@ -145,9 +145,8 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
 // How far the weights after a run are from p, as a share of the way from where they began.
 static double share_off(const LowRun* run, const Shape& s, const double* p) {
     double error = 0.0, moved = 0.0;
-    for (int i = 0; i < s.rows * s.cols; i++) {
+    for (int i = 0; i < s.rows * s.cols; i++)
         error += pow((double)run->p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
-    }
     return sqrt(error / moved);
 }
 
@@ -335,15 +334,13 @@ static void check_basis(Test* test, bool gpu, const char* basis, double most) {
         for (int c = 0; c < length; c++) {
             for (int r = 0; r < rank; r++) {
                 double low = 0.0;
-                for (int k = 0; k < side; k++) {
+                for (int k = 0; k < side; k++)
                     low += low_gradient(1, s, right ? c * s.cols + k : k * s.cols + c) * (double)run.q[r * side + k];
-                }
                 inside += low * low;
             }
         }
-        for (int i = 0; i < s.rows * s.cols; i++) {
+        for (int i = 0; i < s.rows * s.cols; i++)
             all += pow(low_gradient(1, s, i), 2), noise += pow(0.1 * (double)test_uniform(51, i), 2);
-        }
         expect(off <= side * most, "%s, %d x %d: rows are %g from orthonormal", basis, s.rows, s.cols, off);
         // A row that is longer than 1 by its rounding has that share of `all` in it too much.
         expect(fabs(all - inside) <= noise + side * most * all && all > 10.0 * noise, "%d x %d: %g of %g are outside",

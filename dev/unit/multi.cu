@@ -446,9 +446,7 @@ RANKS_TEST(multi_comm, 2) {
         read_losses(test, run, &rounded);
         if (format[0] == 'g') exact = rounded;
         double difference = 0;
-        for (int step = 41; step <= 60; step++) {
-            difference += (atof(rounded.text[step]) - atof(exact.text[step])) / 20;
-        }
+        for (int step = 41; step <= 60; step++) difference += (atof(rounded.text[step]) - atof(exact.text[step])) / 20;
         if (format[0] == 'g') continue;
         expect(strcmp(rounded.text[60], exact.text[60]) != 0, "%s: nothing was rounded", format);
         expect(difference < 0.1, "%s: the last 20 losses are %.3f above those of unrounded gradients", format,
@@ -472,9 +470,8 @@ static void check_launcher(Test* test, const char* work, const Variable* variabl
     Child child[RANKS];
     const char* run = formatted("%s/run_%d", work, which);
     const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 4 --shard states", work, run);
-    for (int rank = RANKS - 1; rank >= 0; rank--) {
+    for (int rank = RANKS - 1; rank >= 0; rank--)
         start_launched(&child[rank], variables, count, rank, RANKS, own_port(which), words);
-    }
     for (int rank = 0; rank < RANKS; rank++) {
         finish(&child[rank]);
         expect(child[rank].code == 0, "%s: rank %d ended with %d: %s", says, rank, child[rank].code, ERR(child[rank]));
@@ -546,9 +543,8 @@ FOLDER_TEST(multi_missing) {
     expect_error(test, &child[1], "no such host", "knows no host nowhere.invalid (", "MASTER_ADDR");
     // Ranks that were not started alike.
     const char* other = formatted("%s --lr 0.5", words);
-    for (int rank : {0, 1}) {
+    for (int rank : {0, 1})
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
-    }
     for (int rank : {0, 1}) finish(&child[rank]);
     expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
     expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));

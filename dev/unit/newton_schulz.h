@@ -21,9 +21,8 @@ inline void multiply(Dense* d, const Dense* a, bool at, const Dense* b, bool bt)
     for (int i = 0; i < d->rows; i++) {
         for (int j = 0; j < d->cols; j++) {
             double sum = 0.0;
-            for (int k = 0; k < depth; k++) {
+            for (int k = 0; k < depth; k++)
                 sum += a->x[at ? k * a->cols + i : i * a->cols + k] * b->x[bt ? j * b->cols + k : k * b->cols + j];
-            }
             d->x[i * d->cols + j] = sum;
         }
     }
@@ -119,9 +118,8 @@ inline Stretch stretch_of(const OptimConfig* config, int64_t step, int64_t until
 
 // Rounds to fp16, `scale` times as large as it is.
 inline void round_fp16(Dense* a, bool rounds, double scale) {
-    for (int i = 0; rounds && i < a->rows * a->cols; i++) {
+    for (int i = 0; rounds && i < a->rows * a->cols; i++)
         a->x[i] = (double)Fp16::decode(Fp16::encode((float)(a->x[i] * scale))) / scale;
-    }
 }
 
 // The symmetric form, of x divided by its norm, and its bound. With `rounds`, what is stored is rounded to fp16 as on a
@@ -159,9 +157,8 @@ inline double reference_symmetric(const OptimConfig* config, Dense* x, double un
             q_error += of_q * stretch_of(config, step, until, y).slope * r_error;
             multiply(&square, &r, false, &r, false);
             z = r;
-            for (int i = 0; i < side * side; i++) {
+            for (int i = 0; i < side * side; i++)
                 z.x[i] = (i % (side + 1) ? 0.0 : c.a) + c.b * r.x[i] + c.c * square.x[i];
-            }
             const double z_error = unit * frobenius(&z) + sums * (fabs(c.b) * a + fabs(c.c) * a * a);
             round_fp16(&z, rounds, 1.0);
             const double b = frobenius(&z);

@@ -62,9 +62,8 @@ TEST(optim_noise_of_an_element) {
     }
     for (int i = 0; i < NOISE_ELEMENTS; i++) {
         expect(fabs(mean[i]) < 4.5, "lane %d is off by %.2f standard errors", i, mean[i]);
-        for (int k = 0; k < i; k++) {
+        for (int k = 0; k < i; k++)
             expect(fabs(product[i][k]) < 5.0, "lanes %d and %d are correlated by %.2f", i, k, product[i][k]);
-        }
     }
 }
 

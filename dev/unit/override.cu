@@ -93,9 +93,7 @@ TEST(override_do_what_whole_runs_do) {
     const OptimConfig* const configs[5] = {&mixed, &wide, &wide, &plain, &decayed};
     const float rates[5] = {0.01f, 0.005f, 0.0025f, 0.01f, 0.01f};
     const int same[NAMED] = {1, 1, 3, 4, 2};  // which run a tensor of the mixed one equals
-    for (int r = 0; r < 5; r++) {
-        named_run(&run[r], configs[r], rates[r], OPTIM_FP32);
-    }
+    for (int r = 0; r < 5; r++) named_run(&run[r], configs[r], rates[r], OPTIM_FP32);
     for (int t = 0; t < NAMED; t++) {
         for (int r = 1; r < 5; r++) {
             // Without decay in both, tensors of equal settings agree with one more run.

@@ -62,9 +62,8 @@ static Floats peers_floats(const SafetensorsTensor* tensor) {
     Floats floats = {1, {}};
     for (int d = 0; d < tensor->dims; d++) floats.n *= tensor->shape[d];
     char error[DATA_ERROR_BYTES] = "it is too large";
-    if (floats.n > MOST || !safetensors_floats(peers(), tensor, 0, floats.n, floats.x, error)) {
+    if (floats.n > MOST || !safetensors_floats(peers(), tensor, 0, floats.n, floats.x, error))
         printf("    %s: %s\n", tensor->name, error), exit(1);
-    }
     return floats;
 }
 
@@ -112,9 +111,8 @@ struct Stored {
 };
 
 static void unpack(Stored* stored, const Format* format, const uint8_t* bytes) {
-    for (int64_t i = 0; i < stored->n; i++) {
+    for (int64_t i = 0; i < stored->n; i++)
         stored->code[i] = format->bits == 8 ? bytes[i] : (uint8_t)(i % 2 ? bytes[i / 2] & 15 : bytes[i / 2] >> 4);
-    }
 }
 
 static Stored peers_stored(const Format* format, const SafetensorsTensor* codes, const SafetensorsTensor* scales) {
@@ -316,9 +314,8 @@ static Comparison compare_input(Test* test, const Format* format, const char* se
     Stored ours = store_ours(format, &inputs);
     Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
     double x[MOST];
-    for (int64_t i = 0; i < inputs.n; i++) {
+    for (int64_t i = 0; i < inputs.n; i++)
         x[i] = format->moment_v ? (double)(inputs.x[i] * inputs.x[i]) : (double)inputs.x[i];
-    }
     bool whole = theirs.n == inputs.n / format->block * format->block;  // torchao takes no tail
     expect(theirs.n == inputs.n || (whole && !strcmp(format->peer, "torchao")), "%s: %lld", what, (long long)theirs.n);
     check_scales(test, what, format, &ours, &theirs, 0.0);
@@ -392,9 +389,8 @@ static void levels_ours(const Format* format, Floats* level) {
     if (format->moment_v) run_stream(&run, "m", ones.x, true);
     run.step(format->moment_v ? 1.0f : 2.0f, 1);
     run_stream(&run, "weights", level->x, false);
-    for (int64_t i = 0; i < level->n; i++) {
+    for (int64_t i = 0; i < level->n; i++)
         level->x[i] = format->moment_v ? 1.0f / level->x[i] / level->x[i] : -level->x[i];
-    }
 }
 
 // Their dynamic maps come from a partition in fp32, ours are rounded once: up to 2 units in the last place apart. Their
@@ -502,9 +498,8 @@ static void run_set_state(Run* run, const Case* c, const State* state, int step)
 }
 
 static void run_gradients(Run* run, const Floats* grads, int step) {
-    for (int t = 0; t < TENSORS; t++) {
+    for (int t = 0; t < TENSORS; t++)
         memcpy(run->grads + run->tensor[t].offset, grads->x + (step - 1) * ELEMENTS + t * KEPT, KEPT * sizeof(float));
-    }
 }
 
 // A step in double, and what the roundings of two programs can add up to: for a sum, some multiple of U times the
@@ -638,9 +633,8 @@ static Worst check_step(Test* test, const Case* c, int step) {
     run_set_state(&run, c, &before, step);
     run_gradients(&run, &grads, step);
     run.step(LR, step);
-    for (int64_t i = 0; i < ELEMENTS; i++) {
+    for (int64_t i = 0; i < ELEMENTS; i++)
         exact[i] = exact_step(c, &before, i, grads.x[(step - 1) * ELEMENTS + i], step);
-    }
     Worst worst = {};
     check_floats(test, c, &run, &before, exact, step, &worst);
     check_codes(test, c, &run, exact, step);

@@ -354,9 +354,8 @@ TEST_BOTH(placed_many_groups) {
         several.each = true;
         for (int step = 1; step <= STEPS; step++) run_step(&one, step), run_step(&several, step);
         const char* name = "";
-        for (int t = 0; t < TENSORS; t++) {
+        for (int t = 0; t < TENSORS; t++)
             expect(weights_same(&one, &several, t), "%s%s: %s differs", its.preset, its.rule, shapes[t].name);
-        }
         expect(states_same(&one, &several, &name), "%s%s: %s differs", its.preset, its.rule, name);
     }
 }
@@ -446,9 +445,8 @@ static void graph_case(Test* test, const Case* its, bool each, unsigned missing 
     }
     expect(placed_clock(run.tables) == 7, "%s: the clock is at %lld", config.rule, (long long)placed_clock(run.tables));
     const char* name = "";
-    for (int t = 0; t < TENSORS; t++) {
+    for (int t = 0; t < TENSORS; t++)
         expect(weights_same(&plain, &run, t), "%s%s: %s differs", its->preset, config.rule, shapes[t].name);
-    }
     expect(states_same(&plain, &run, &name), "%s%s: %s differs", its->preset, config.rule, name);
     check(cudaGraphExecDestroy(exec));
     check(cudaGraphDestroy(graph));

@@ -543,9 +543,8 @@ TEST(rules_small_updates_survive) {
     expect(split8.worst <= 200 * ldexp(1.0, -17) + fp32, "bf16+8 is off by %g", split8.worst);
     expect(split16.worst <= fp32 && master.worst <= fp32, "%g %g", split16.worst, master.worst);
     expect(split16.worst == master.worst && split16.mean == master.mean, "bf16+16 is not the master");
-    for (double way : {kahan.moved, split8.moved, split16.moved}) {
+    for (double way : {kahan.moved, split8.moved, split16.moved})
         expect(way > 0.9 * moved && way < 1.1 * moved, "moved by %g of %g", way, moved);
-    }
     // 1e-6 is below half a step of the split too: what rounds to nearest stands still, and noise keeps the mean. The
     // variance of a step is f (1 - f) steps squared, where f is the update's share of a step, at most of this size.
     const float small = 1e-6f;

@@ -77,9 +77,8 @@ struct Sampler {
     Sampler(const Device* dev, const DecodeShape* s, const Weights* w, bool fp32, int S, const DrawOptions* draw,
             int64_t keep_steps)
         : dev(dev), room(dev) {
-        for (int i = 0; i < w->count; i++) {
+        for (int i = 0; i < w->count; i++)
             tensors.push_back(fp32 ? (void*)room.to_device(w->values[i], w->size[i]) : rounded(w, i));
-        }
         logits = keep_steps ? room.host<float>(keep_steps * S * s->Vp) : nullptr;
         const DecodeCalls calls = {this, nullptr, next, nullptr};
         decode_open(&decoder, dev, s, fp32, tensors.data(), S, draw, &calls, nullptr);

@@ -82,9 +82,8 @@ static void plain_numbers(const PlainFormat* format, const OptimTensor* tensor, 
         if (format->root && values[i] < 0x1p-100f) x = 0x1p-50f;
         float* to[2] = {numbers, numbers};
         if (!format->tensor && tensor->rows == 1) to[0] = to[1] = numbers + i / 128;
-        if (!format->tensor && tensor->rows > 1) {
+        if (!format->tensor && tensor->rows > 1)
             to[0] = numbers + i / tensor->cols, to[1] = numbers + tensor->rows + i % tensor->cols;
-        }
         for (float* each : to) *each = x > *each ? x : *each;
     }
     if (!format->tensor) return;

@@ -52,9 +52,8 @@ static Cost cost_of(Test* test, const OptimConfig* config) {
     Optim* optim = optim_create(&dev, config, &tensor, 1, OPTIM_FP32);
     OptimBytes plan = optim_bytes(config, &tensor, 1, OPTIM_FP32), real = optim_allocated(optim);
     int64_t listed = 0;
-    for (int s = 0; s < optim_stream_count(optim); s++) {
+    for (int s = 0; s < optim_stream_count(optim); s++)
         listed += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
-    }
     const char *line = described(*config), *cost;
     for (cost = line; strstr(cost + 1, "  "); cost = strstr(cost + 1, "  ")) continue;
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", line);
@@ -111,9 +110,8 @@ TEST(tables_banner_says_what_is_allocated) {
 // The output of --list-formats or --list-presets.
 static char* list_text(Test* test, bool presets) {
     char* text = printed([=](FILE* file) { presets ? optim_list_presets(file) : optim_list_formats(file); });
-    for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n') {
+    for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n')
         expect(strcspn(line, "\n") <= 120, "%zu characters: %.120s", strcspn(line, "\n"), line);
-    }
     return text;
 }
 
@@ -199,9 +197,8 @@ static const char* default_of(const char* name) {
 // Every name that can be typed is in the list, or follows by its last lines from one that is.
 TEST(tables_list_reaches_every_format) {
     char* text = list_text(test, false);
-    for (const char* more : {"NAME/32", "NAME/2048", "NAME@bf16", "NAME@e8m0", "NAME:sr"}) {
+    for (const char* more : {"NAME/32", "NAME/2048", "NAME@bf16", "NAME@e8m0", "NAME:sr"})
         expect(strstr(text, more), "%s is not explained", more);
-    }
     for (const char* name : state_names) {
         const char* noise = strstr(name, ":sr");
         const char* plain = formatted("%.*s", (int)(noise ? noise - name : (ptrdiff_t)strlen(name)), name);

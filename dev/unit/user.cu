@@ -85,9 +85,8 @@ CACHE_TEST(JIT_TEST, user_format_sizes) {
 
 CACHE_TEST(JIT_TEST, user_format_lists) {
     const char* text[2];
-    for (int own = 0; own < 2; own++) {
+    for (int own = 0; own < 2; own++)
         text[own] = printed([&](FILE* file) { optim_list_formats(file, own ? example() : ""); });
-    }
     expect(!strstr(text[0], "my8") && strstr(text[1], "my8/64 ") && strstr(text[1], "my8/64:sr"), "%s", text[1]);
     const char* row = strstr(text[1], "  my8/64 ");
     int bits = 0, block = 0;
@@ -232,9 +231,8 @@ CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
     changed_file(test, path, "struct Mine : Lin8 {};", sums, sizeof(sums));
     OptimConfig config = changed_file(test, path, "struct Mine : Lin8 {};  // read again", now, sizeof(now));
     // Unchanged, or written before there were sums: the next check speaks.
-    for (const char* known : {(const char*)sums, ""}) {
+    for (const char* known : {(const char*)sums, ""})
         expect_load_refused(test, &config, known, "a format of --format is not converted");
-    }
     config = changed_file(test, path, "struct Mine : Lin8 {\n    static constexpr int MORE = 1;\n};", now, sizeof(now));
     expect_load_refused(test, &config, sums, "--format that holds its mine/32 has been changed since");
 }
