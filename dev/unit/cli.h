@@ -216,6 +216,39 @@ inline void write_shard(const char* folder, const char* name, int magic, int ver
     write_bytes(folder, name, bytes, 1024 + 2 * (size_t)tokens);
 }
 
+// The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
+constexpr int VOCABULARY = 259, END = 258;
+
+// Its vocabulary, as vocab.json has it.
+inline void print_vocabulary(FILE* file) {
+    fputc('{', file);
+    for (int b = 0, next = 256; b < 256; b++) {
+        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
+        int point = printable ? b : next++;
+        char text[4] = {(char)point, 0};
+        if (point >= 0x80) text[0] = (char)(0xC0 | point >> 6), text[1] = (char)(0x80 | (point & 63));
+        json_write_string(file, text);
+        fprintf(file, ": %d, ", b);
+    }
+    fprintf(file, "\"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}", END);
+}
+
+// Writes it as vocab.json and merges.txt or, if `whole`, as tokenizer.json.
+inline void write_tokenizer(const char* folder, bool whole = false, const char* pre_tokenizer = "") {
+    FILE* file = fopen(joined(folder, whole ? "tokenizer.json" : "vocab.json"), "w");
+    if (whole) {
+        fprintf(file,
+                "{\"added_tokens\": [{\"id\": %d, \"content\": \"<|endoftext|>\"}, {\"id\": 259, \"content\": "
+                "\"<pad>\"}], \"normalizer\": null, \"pre_tokenizer\": %s, \"model\": {\"type\": \"BPE\", \"merges\": "
+                "[\"t h\", [\"th\", \"e\"]], \"vocab\": ",
+                END, pre_tokenizer);
+    }
+    print_vocabulary(file);
+    if (whole) fputs("}}", file);
+    fclose(file);
+    if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
+}
+
 // The folder of a run's checkpoint.
 inline const char* checkpoint_of(const char* run, int64_t step) {
     char path[PATH_MAX];

@@ -20,38 +20,6 @@ static const char* copy_model(const char* work, const char* name, const char* fr
     return to;
 }
 
-// The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
-constexpr int VOCABULARY = 259, END = 258;
-
-// Its vocabulary, as vocab.json has it.
-static void print_vocabulary(FILE* file) {
-    fputc('{', file);
-    for (int b = 0, next = 256; b < 256; b++) {
-        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
-        int point = printable ? b : next++;
-        char text[4] = {(char)point, 0};
-        if (point >= 0x80) text[0] = (char)(0xC0 | point >> 6), text[1] = (char)(0x80 | (point & 63));
-        json_write_string(file, text);
-        fprintf(file, ": %d, ", b);
-    }
-    fprintf(file, "\"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}", END);
-}
-
-static void write_tokenizer(const char* folder, bool whole, const char* pre_tokenizer) {
-    FILE* file = fopen(joined(folder, whole ? "tokenizer.json" : "vocab.json"), "w");
-    if (whole) {
-        fprintf(file,
-                "{\"added_tokens\": [{\"id\": %d, \"content\": \"<|endoftext|>\"}, {\"id\": 259, \"content\": "
-                "\"<pad>\"}], \"normalizer\": null, \"pre_tokenizer\": %s, \"model\": {\"type\": \"BPE\", \"merges\": "
-                "[\"t h\", [\"th\", \"e\"]], \"vocab\": ",
-                END, pre_tokenizer);
-    }
-    print_vocabulary(file);
-    if (whole) fputs("}}", file);
-    fclose(file);
-    if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
-}
-
 static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false}";
 
 // A run of one step on shards with this tokenizer; its checkpoint's path.
@@ -61,7 +29,7 @@ static const char* train_shards(Test* test, const char* work) {
     write_shard(data, "train_000.bin", 20240520, 1, 4000, 4000, 7);
     write_shard(data, "val_000.bin", 20240520, 1, 400, 400, 7);
     write_text(data, "meta.json", "{\"vocabulary\": 259}");
-    write_tokenizer(data, false, "");
+    write_tokenizer(data);
     train_well(SHAPE " " QUICK " --data %s --run %s/used --steps 1", data, work);
     return joined(work, "used/step_00000001");
 }
@@ -436,7 +404,7 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
 
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.
 FOLDER_TEST(folders_tokenizer_json) {
-    write_tokenizer(work, false, "");
+    write_tokenizer(work);
     Tokenizer* tokenizer = tokenizer_open(work, error);
     expect(tokenizer, "%s", error);
     expect_tokens(test, tokenizer);

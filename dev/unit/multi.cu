@@ -488,21 +488,6 @@ FOLDER_TEST(multi_launchers) {
     check_launcher(test, work, VARIABLES(slurm), "Slurm's variables", 3);
 }
 
-// A tokenizer of single bytes, by the names that GPT-2 gives them, and no merges.
-static void write_tokenizer(const char* folder) {
-    char text[8192] = "{";
-    int others = 0;
-    for (int byte = 0; byte < 256; byte++) {
-        bool itself = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
-        size_t used = strlen(text);
-        snprintf(text + used, sizeof(text) - used, "%s\"\\u%04x\": %d", byte ? ", " : "",
-                 itself ? byte : 256 + others++, byte);
-    }
-    strcat(text, "}");
-    write_bytes(folder, "vocab.json", text, strlen(text));
-    write_bytes(folder, "merges.txt", "#version: 0.2\n", 14);
-}
-
 // Machines that share no disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
 FOLDER_TEST(multi_no_shared_folder) {
     Child child[2];
