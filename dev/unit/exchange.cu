@@ -473,20 +473,35 @@ static void mini_balance(Shard* s) {
     }
 }
 
+// A rank with all of this.
+struct Mini : Shard {
+    Room room{nullptr};
+    int64_t part;  // elements that it keeps
+    float *grads, *own, *weights;
+    double* parts;
+
+    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool is_late) : Shard() {
+        comm_open(&comm, launch, dev);
+        mode = how, format = sent, late = is_late, chunk = 16, gradient_bytes = weight_bytes = 4;
+        shard_plan(this, mini, MINI_TENSORS, MINI_LAYERS, MINI);
+        part = shard_kept(this);
+        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + part : MINI), own = room.zeros<float>(part);
+        weights = (float*)shard_open(this, grads, own), parts = room.zeros<double>(MINI / TILE_ELEMENTS);
+    }
+    ~Mini() {
+        shard_close(this);
+        if (mode >= SHARD_STATES) free(weights);
+    }
+};
+
 static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool late) {
-    Shard s = {};
-    comm_open(&s.comm, launch, dev);
-    int me = s.comm.rank, world = s.comm.world;
-    s.mode = mode, s.late = late, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
-    shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-    bool split = mode >= SHARD_GRADS;
-    int64_t begin = s.cut[me], part = shard_kept(&s);
-    Room room(nullptr);
-    float* grads = room.zeros<float>(split ? s.packed + part : MINI);
-    float *own = room.host<float>(part), *whole = room.zeros<float>(MINI);
-    float *weights = (float*)shard_open(&s, grads, own), *kept = (float*)s.kept_grads;
-    float scalars[SCALARS] = {0.25f * (me + 1)};
-    double *parts = room.zeros<double>(MINI / TILE_ELEMENTS), norm = 0;
+    Mini s(launch, dev, mode, COMM_AS_IS, late);
+    const int me = s.comm.rank, world = s.comm.world;
+    const bool split = mode >= SHARD_GRADS;
+    const int64_t begin = s.cut[me], part = s.part;
+    float *grads = s.grads, *own = s.own, *weights = s.weights, *kept = (float*)s.kept_grads;
+    float *whole = s.room.zeros<float>(MINI), scalars[SCALARS] = {0.25f * (me + 1)};
+    double *parts = s.parts, norm = 0;
     mini_reduce(&s, grads);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
@@ -521,30 +536,18 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
     s.flags[2] = me == 1;  // one rank has read a bad token
     shard_norm<float>(&s, scalars, parts, 1.0f);
     require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
-    shard_close(&s);
-    if (mode >= SHARD_STATES) free(weights);
 }
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
 static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommFormat format, int64_t bad) {
-    Shard s = {};
-    comm_open(&s.comm, launch, dev);
-    s.mode = mode, s.format = format, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
-    shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-    int64_t part = shard_kept(&s);
-    Room room(nullptr);
-    float *grads = room.zeros<float>(mode >= SHARD_GRADS ? s.packed + part : MINI), *own = room.zeros<float>(part);
-    float* weights = (float*)shard_open(&s, grads, own);
-    double* parts = room.zeros<double>(MINI / TILE_ELEMENTS);
+    Mini s(launch, dev, mode, format, false);
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
-        mini_reduce(&s, grads, nan ? bad : -1);
-        shard_norm<float>(&s, scalars, parts, 1.0f);
+        mini_reduce(&s, s.grads, nan ? bad : -1);
+        shard_norm<float>(&s, scalars, s.parts, 1.0f);
         require(isfinite(scalars[SCALAR_FACTOR]) == !nan && isnan(scalars[SCALAR_LOSS]) == (nan && bad < 0));
         require(isfinite(scalars[SCALAR_NORM]) == !(nan && bad >= 0) && scalars[SCALAR_BAD] == 0);
     }
-    shard_close(&s);
-    if (mode >= SHARD_STATES) free(weights);
 }
 
 static void nan_main(Launch* launch) {

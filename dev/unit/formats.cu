@@ -51,17 +51,14 @@ struct Case {
         float x = Format::decode(table(), code, 1.0f);
         return Format::ROOT ? sqrtf(x) : x;
     }
-    static uint32_t nearest(float y, int lowest) {
-        return (Format::nearest(table(), y, Format::UNITS, lowest) - Format::BIAS) & ((1u << Format::BITS) - 1u);
-    }
+    static uint32_t code(uint32_t word) { return (word - Format::BIAS) & ((1u << Format::BITS) - 1u); }
+    static uint32_t nearest(float y, int lowest) { return code(Format::nearest(table(), y, Format::UNITS, lowest)); }
     static uint32_t stochastic(float y, uint32_t noise, int lowest) {
-        return (Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
-               ((1u << Format::BITS) - 1u);
+        return code(Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest));
     }
     // Numbers written from outside into what is stored stochastically.
     static uint32_t written(float y, int lowest) {
-        return (Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest) - Format::BIAS) &
-               ((1u << Format::BITS) - 1u);
+        return code(Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest));
     }
     static FormatCase get(const char* name, bool has_sign) {
         return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, in_even_cells<Format>(0), Format::LARGEST,

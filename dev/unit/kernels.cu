@@ -293,9 +293,8 @@ template <typename X>
 void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     Array<X> x(dev, n, 1, 12.0f), out(dev, n), d(dev, n, 2, 1.0f);
     Room room(dev);
-    float *want = room.host<float>(n), *dwant = room.host<float>(n), *before = room.host<float>(n);
+    float *want = room.host<float>(n), *dwant = room.copy(d.host, n), *before = room.copy(d.host, n);
     gelu_forward_cpu(want, x.host, n);
-    memcpy(dwant, d.host, n * sizeof(float)), memcpy(before, d.host, n * sizeof(float));
     gelu_backward_inplace_cpu(dwant, x.host, n);
     check_output(test, worst, "gelu", &out, nullptr, want, EPS32, [&] { gelu_forward(dev, out.device, x.device, n); });
     check_output(test, worst, "dgelu", &d, before, dwant, 4 * EPS32,
@@ -315,9 +314,8 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
         sum(dev, N * C), out(dev, N * C);
     Array<float> mean(dev, N), rstd(dev, N);
     Room room(dev);
-    float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.host<float>(N * C);
+    float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.copy(x.host, N * C);
     float *want_mean = room.host<float>(N), *want_rstd = room.host<float>(N);
-    memcpy(before, x.host, N * C * sizeof(float));
     double bound = EPS32 * (8 + sqrt((double)C));
     residual_forward_cpu(want_sum, x.host, y.host, N * C);
     for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(want_sum[i]));

@@ -2,7 +2,7 @@
 // the lists reach every name, and zeros, NaN and infinity stay what they may be in each format of states.
 #include "../../optim/plan.h"
 #include "presets.h"
-#include "rules.h"
+#include "steps.h"
 
 #define ROW_NAME(NAME, ...) NAME,
 static const char* const state_names[] = {OPTIM_STATES(ROW_NAME)};
@@ -40,23 +40,27 @@ static float becomes(Test* test, const FormatRow* format, uint32_t slot, float s
 // A matrix in which the arrays of every format in blocks are a multiple of 256 bytes: nothing is rounded up.
 constexpr int64_t ROWS = 256, COLS = 512, ELEMENTS = ROWS * COLS;
 
+static void open_matrix(Run* run, const OptimConfig* config) {
+    const OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
+    run_open(run, config, &tensor, 1, OPTIM_FP32);
+}
+
 // Bytes an element of one optimizer: as the banner says, and as allocated for weights and for moments.
 struct Cost {
     double banner, weights, states;
 };
 
 static Cost cost_of(Test* test, const OptimConfig* config) {
-    Device dev = test_device(false);
-    OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
-    optim_layout(&tensor, 1, config);
-    Optim* optim = optim_create(&dev, config, &tensor, 1, OPTIM_FP32);
-    OptimBytes plan = optim_bytes(config, &tensor, 1, OPTIM_FP32), real = optim_allocated(optim);
+    Run run;
+    open_matrix(&run, config);
+    const Optim* optim = run.optim;
+    const OptimBytes real = optim_allocated(optim);
     int64_t listed = 0;
     for (int s = 0; s < optim_stream_count(optim); s++)
         listed += optim_stream(optim, s).elements * optim_stream(optim, s).element_bytes;
     const char *line = described(*config), *cost;
     for (cost = line; strstr(cost + 1, "  "); cost = strstr(cost + 1, "  ")) continue;
-    expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated", line);
+    expect_planned(test, &run, line);
     // A few numbers of tensors, rows and columns are rounded up to 256 bytes.
     expect(listed <= real.weights + real.states && listed > real.weights + real.states - 3 * 256,
            "%s: checkpoints have %lld bytes", line, (long long)listed);
@@ -124,10 +128,9 @@ struct Listed {
 
 // A row as the codes and scales of an optimizer are: bits of a code, elements of a scale.
 static void check_listed(Test* test, const Listed* row, const OptimConfig* config, const char* array) {
-    Device dev = test_device(false);
-    OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
-    optim_layout(&tensor, 1, config);
-    Optim* optim = optim_create(&dev, config, &tensor, 1, OPTIM_FP32);
+    Run run;
+    open_matrix(&run, config);
+    const Optim* optim = run.optim;
     const char *scales = formatted("%s.scales", array), *low = formatted("%s.low", array);
     int64_t bits = 0, block = 0, bytes = 0;
     for (int s = 0; s < optim_stream_count(optim); s++) {
