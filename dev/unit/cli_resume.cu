@@ -122,15 +122,6 @@ TEST_BOTH(cli_resume_presets) {
     for_presets(test, [&](const char* name) { check_half_way(test, work, name, formatted("--preset %s", name), gpu); });
 }
 
-// The same for formats whose scales are of whole tensors, or of rows and columns, and for an fp8 copy of the weights;
-// and for steps taken inside the backward pass, clipped by the norm of the step before.
-FOLDER_TEST(cli_resume_spans) {
-    check_half_way(test, work, "released", "--weights lin8:sr --m de4/32 --clip-by last --release on", false);
-    check_half_way(test, work, "spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1", false);
-    check_half_way(test, work, "operands", "--preset fp8 --matmul fp8", false);
-    check_half_way(test, work, "noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1", false);
-}
-
 // States may move to host memory and back, and steps into the backward pass and out, between a checkpoint and the rest
 // of a run, which changes no bit.
 static void check_resume_offload(Test* test, const char* formats) {
@@ -155,6 +146,7 @@ TEST(cli_resume_offload) {
     check_resume_offload(test, "--preset fp8 --matmul fp8");
     check_resume_offload(test, "--rule came --weights lin8:sr --m dyn8 --limit-growth 1.01");
     check_resume_offload(test, "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1");
+    check_resume_offload(test, "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1");
 }
 
 // adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
