@@ -463,53 +463,6 @@ TEST(layernorm_backward_again_gpu) {
     }
 }
 
-// Round to bf16 in place.
-void round_to_bf16(float* values, int64_t n) {
-    for (int64_t i = 0; i < n; i++) values[i] = to_float(from_float<bf16>(values[i]));
-}
-
-// Sums of K products each by a tensor core's steps: all within the bound, and few of those that leave one product out
-// or take one with the wrong sign.
-void tensor_core_case(Test* test, double* worst, TensorCore core, int64_t K) {
-    const int64_t SUMS = 1024, LINE = SUMS * K;
-    float *a = random_floats(LINE, 1, 1.0f), *b = random_floats(LINE, 2, 1.0f), *got = floats(SUMS);
-    float *want = floats(SUMS), *without = floats(SUMS), *wrong_sign = floats(SUMS);
-    round_to_bf16(a, LINE), round_to_bf16(b, LINE);
-    for (int64_t i = 0; i < SUMS; i++) {
-        float *line = a + i * K, *damaged = line + i % K, whole = *damaged;
-        double exact = 0.0;
-        for (int64_t k = 0; k < K; k++) exact += (double)line[k] * b[i * K + k];
-        want[i] = (float)exact;
-        got[i] = tensor_core_sum(core, line, b + i * K, K);
-        *damaged = 0.0f, without[i] = tensor_core_sum(core, line, b + i * K, K);
-        *damaged = -whole, wrong_sign[i] = tensor_core_sum(core, line, b + i * K, K);
-    }
-    double bound = tensor_core_bound(core, K, 1.0);
-    close_to(test, worst, "sums", got, want, SUMS, bound, 5 * EPS32);
-    double lost = share_beyond(without, want, SUMS, bound), turned = share_beyond(wrong_sign, want, SUMS, bound);
-    expect(lost > 0.9, "K %lld: of sums without a product %.3f are refused", (long long)K, lost);
-    expect(turned > 0.9, "K %lld: of sums with a wrong sign %.3f are refused", (long long)K, turned);
-}
-
-TEST(tensor_core_sums) {
-    double worst = 0.0;
-    for (int compute : {80, 90})
-        for (int K : {1, 3, 37, 257, 1000, 3000}) tensor_core_case(test, &worst, tensor_core(compute), K);
-    // Numbers that an H200's cuBLASLt made of two columns of the gradient of weights (456, 1544) over 3000 rows, the
-    // second added to what was there.
-    const int K = 3000, C = 1544, OC = 456;
-    const std::tuple<int, int, bool, float> columns[] = {{375, 36, false, 77.3609772f}, {149, 1198, true, 57.5318108f}};
-    for (const auto& [row, column, accumulate, h200] : columns) {
-        float a[K], b[K];
-        for (int k = 0; k < K; k++) a[k] = test_uniform(1, k * OC + row), b[k] = test_uniform(2, k * C + column);
-        round_to_bf16(a, K), round_to_bf16(b, K);
-        float begin = accumulate ? test_uniform(3, row * C + column) : 0.0f;
-        float sum = tensor_core_sum(tensor_core(90), a, b, K) + begin;
-        expect(sum == h200, "(%d, %d): %.9g, on an H200 %.9g", row, column, sum, h200);
-    }
-    note_worst(test, worst);
-}
-
 float largest(const float* values, int64_t n) {
     float top = 0.0f;
     for (int64_t i = 0; i < n; i++) top = fmaxf(top, fabsf(values[i]));
