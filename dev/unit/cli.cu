@@ -462,23 +462,6 @@ TEST(cli_too_little_memory_gpu) {
     expect(!exists(work, "run"), "a run folder is left");
 }
 
-// A run that diverges: weight decay times the learning rate is far beyond 1, so the weights grow a thousandfold a step.
-FOLDER_TEST(cli_diverges) {
-    run_train(child, BRIEF "/run --steps 60 --lr 1000 --weight-decay 10 --warmup 0 --save-every 2", work, work);
-    expect_error(test, &child, "--lr 1000", "step_0000", "--lr");
-    expect(strncmp(ERR(child), "train: error: step ", 19) == 0, "no step: %s", ERR(child));
-    char error[DATA_ERROR_BYTES];
-    const char* run = joined(work, "run");
-    int64_t bytes, newest;
-    char* log = contents(run, "log.jsonl", &bytes);
-    expect(log && strstr(log, "\"nonfinite\": true"), "log.jsonl does not say nonfinite");
-    expect(checkpoints(run, &newest) > 0, "no checkpoint");
-    for (char *line = log, *end; line && (end = strchr(line, '\n')); line = end + 1) {
-        Json* json = json_parse(line, end - line, "log.jsonl", error);
-        expect(json, "%s", error);
-    }
-}
-
 // The same command twice, and with other numbers of threads: the same bits.
 FOLDER_TEST(cli_same_bits) {
     const char* run[3];

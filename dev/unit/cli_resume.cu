@@ -46,6 +46,7 @@ FOLDER_TEST(cli_nonfinite) {
     expect_skipped_steps(test, run, 8);
     run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
     expect_error(test, &end, "ten in a row", "the norm of the gradient inf", "10 steps in a row were skipped");
+    expect(strncmp(ERR(end), "train: error: step ", 19) == 0, "no step: %s", ERR(end));
     expect(strstr(ERR(end), "step_00000008") && strstr(ERR(end), "--lr"), "%s", ERR(end));
     expect_skipped_steps(test, run, 10);
     refused("--on-nonfinite stop", "step 1: the loss is ", "--lr",
