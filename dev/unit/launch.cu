@@ -1,6 +1,5 @@
 // Unit tests of kernels/ranks/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in
-// processes of their own that agree, hang, or end.
-#include "../../data/clock.h"
+// processes of their own that agree and rest.
 #include "ranks.h"
 
 // Returns what launch_environment makes of an environment that holds "NAME=value NAME=value" and nothing else.
@@ -113,16 +112,6 @@ TEST(launch_agrees) {
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
 }
 
-// Rank 1 hangs before the 4th agreement, though its process is alive; the others wait for it.
-static void hang_main(Launch* l) {
-    for (int i = 0; i < 10; i++) {
-        launch_hurry(l, "counting", 0);
-        if (i == 3 && l->rank == 1) sleep(60);
-        if (i == 3 && l->rank != 1) launch_hurry(l, "counting on", 0);
-        launch_any(l, false);
-    }
-}
-
 // A rank that takes longer than the others wait, and says so.
 static void rest_main(Launch* l) {
     launch_hurry(l, "working", 0);
@@ -130,39 +119,8 @@ static void rest_main(Launch* l) {
     launch_any(l, false);
 }
 
-// Ranks whose work takes longer than usual, and who know.
-static void patient_main(Launch* l) {
-    launch_hurry(l, "working hard", 20);
-    sleep(4);
-    launch_any(l, false);
-}
-
-static void fail_main(Launch* l) {
-    if (l->rank == 2) launch_failed(5, "train: error: no more apples\n");
-    launch_any(l, false);
-}
-
-// Rank 1 thinks that all is done.
-static void early_main(Launch* l) {
-    for (int i = 0; i < 3 && l->rank != 1; i++) launch_any(l, false);
-}
-
-static void all_fail_main(Launch*) {
-    launch_failed(2, "train: error: the same everywhere\n");
-}
-
-TEST(launch_ends_together) {
-    double begin = seconds_now();
-    expect_ended(test, run_ranks(3, hang_main), 1, {"rank 1 on ", "hangs", "counting"});
-    double hang = seconds_now() - begin;
-    expect(hang < 10, "a rank that hangs: %.1f s", hang);
+// Ranks that hang, fail, end or know that their work takes longer: exchange_patience, multi_failures,
+// doors_messages_of_a_rank.
+TEST(launch_rests) {
     expect_ended(test, run_ranks(3, rest_main), 0);
-    expect_ended(test, run_ranks(3, patient_main), 0);
-    Ended its = run_ranks(4, fail_main);
-    expect_ended(test, its, 5, {": no more apples\n"});
-    expect(strncmp(its.text, "train: error: rank 2 on ", 24) == 0, "failure: %s", its.text);
-    expect_ended(test, run_ranks(2, early_main), 1, {"ended for which others still wait"});
-    its = run_ranks(4, all_fail_main);
-    expect(its.code == 2 && strcmp(its.text, "train: error: the same everywhere\n") == 0, "%d, %s", its.code, its.text);
-    note(test, "a hang found in %.1f s of 2 allowed", hang);
 }
