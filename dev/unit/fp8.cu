@@ -644,18 +644,4 @@ TEST_BOTH(fp8_stored_sample) {
     expect(strlen(OUT(sample)) > 10 && strstr(OUT(run), OUT(sample)), "'%s' in %s", OUT(sample), OUT(run));
 }
 
-FOLDER_TEST(fp8_bad_options) {
-    run_train(rows,
-              "%s --data %s/text.txt --run %s/a --device cpu --matmul fp8 --seq 20 --batch 1 --tokens-per-step 20", RUN,
-              work, work);
-    expect_error(test, &rows, "20 rows", "are 20 rows", "--seq 16");
-    refused("--head fp8 alone", "--head fp8 goes with --matmul fp8", "or type both",
-            "%s --data %s/text.txt --run %s/b --device cpu --head fp8", RUN, work, work);
-    run_train(logits,
-              "%s --data %s/text.txt --run %s/c --device cpu --matmul fp8 --head fp8 --logit-rows 20 --seq 64 "
-              "--batch 1 --tokens-per-step 64",
-              RUN, work, work);
-    expect_error(test, &logits, "--logit-rows 20", "--logit-rows is 20", "type --logit-rows 32");
-}
-
 }  // namespace
