@@ -4,6 +4,8 @@
 // row in optim/table.cuh alone.
 #include <time.h>
 
+#include <algorithm>
+
 #include "presets.h"
 #include "steps.h"
 
@@ -247,12 +249,7 @@ TEST_BOTH(every_shard) {
             for (int i = 0; i < 4; i++)
                 cut[i + 1] = whole_tensors ? whole.tensor[tiles[c][i] % COUNT].offset : tiles[c][i] * TILE_ELEMENTS;
             cut[5] = whole.elements;
-            for (int i = 1; i < 5; i++) {  // in order
-                for (int j = i; j > 1 && cut[j - 1] > cut[j]; j--) {
-                    int64_t low = cut[j];
-                    cut[j] = cut[j - 1], cut[j - 1] = low;
-                }
-            }
+            std::sort(cut + 1, cut + 5);
             optim_cuts(config, whole.tensor, COUNT, cut, 6);
             int count = 0;
             for (int i = 0; i < 5; i++) {
