@@ -416,9 +416,8 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
     const bool root = geteuid() == 0;
     if (root) expect(chown(joined(work, "other.cuh"), 65534, 65534) == 0, "%s", strerror(errno));
     const char* cpu = "a format of your own is compiled for a GPU";
-    const struct {
-        const char *format, *typed, *needle;
-    } cases[] = {
+    const char* const cases[][3] = {
+        // The format, what is typed, and a piece of the message.
         {"own.cuh", "", "its path is not one that this program writes"},
         {"/proc/self/cwd/own.cuh", "", "its path is not one that this program writes"},
         {"WORK/link.cuh", "", "its path is not one that this program writes"},
@@ -434,16 +433,16 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
     };
     for (int i = 0; i < (int)(sizeof(cases) / sizeof(cases[0])) + root; i++) {
         const bool owner = i == (int)(sizeof(cases) / sizeof(cases[0]));  // at last the checkpoint is another user's
-        const auto& c = cases[owner ? 10 : i];
-        const char *format = replaced(c.format, "WORK", work), *typed = replaced(c.typed, "WORK", work);
+        const auto& [its, options, says] = cases[owner ? 10 : i];
+        const char *format = replaced(its, "WORK", work), *typed = replaced(options, "WORK", work);
         name_format(folder, format);
         if (owner) expect(chown(state, 65534, 65534) == 0, "%s", strerror(errno));
         Child child = new_child(false, work);
         start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
         finish(&child);
-        const char* needle = owner ? "the checkpoint belongs to another user" : c.needle;
+        const char* needle = owner ? "the checkpoint belongs to another user" : says;
         expect(child.code == 2 && strstr(ERR(child), needle), "%s %s: %d, %s", format, typed, child.code, ERR(child));
-        const bool notes = needle == cpu && !*c.typed;
+        const bool notes = needle == cpu && !*options;
         expect((strncmp(ERR(child), "train: note: the code in ", 25) == 0) == notes, "%s: %s", format, ERR(child));
         expect((strstr(ERR(child), "if you trust it") != nullptr) == (needle != cpu), "%s: %s", format, ERR(child));
         expect(!strchr(ERR(child), '\033'), "%s: %s", format, ERR(child));

@@ -704,20 +704,18 @@ TEST(formats_names_and_streams) {
     const OptimTensor tensor = {"tensor", 3, 1001, true, 0};
     Run run;
     run_open(&run, &config, &tensor, 1, OPTIM_BF16);
-    const struct {
-        const char *name, *dtype;
-        int64_t bytes;
-    } want[] = {{"weights", "BF16", run.elements * 2},
-                {"m", "U8", run.elements / 2},
-                {"m.scales", "F32", run.elements / 128 * 4},
-                {"v", "U8", run.elements / 2},
-                {"v.scales", "F32", run.elements / 128 * 4}};
+    const std::tuple<const char*, const char*, int64_t> want[] = {{"weights", "BF16", run.elements * 2},
+                                                                  {"m", "U8", run.elements / 2},
+                                                                  {"m.scales", "F32", run.elements / 128 * 4},
+                                                                  {"v", "U8", run.elements / 2},
+                                                                  {"v.scales", "F32", run.elements / 128 * 4}};
     expect(optim_stream_count(run.optim) == 5, "%d streams", optim_stream_count(run.optim));
     for (int s = 0; s < 5 && s < optim_stream_count(run.optim); s++) {
-        OptimStream stream = optim_stream(run.optim, s);
-        bool same = is(stream.name, want[s].name) && is(stream.dtype, want[s].dtype);
-        expect(same && stream.elements * stream.element_bytes == want[s].bytes, "%s %s %lld", stream.name, stream.dtype,
-               (long long)(stream.elements * stream.element_bytes));
+        const OptimStream stream = optim_stream(run.optim, s);
+        const auto& [name, dtype, bytes] = want[s];
+        const int64_t got = stream.elements * stream.element_bytes;
+        expect(is(stream.name, name) && is(stream.dtype, dtype) && got == bytes, "%s %s %lld", stream.name,
+               stream.dtype, (long long)got);
     }
 }
 
@@ -797,29 +795,27 @@ __global__ void packed_kernel(unsigned long long* total) {
 }
 
 TEST(formats_packed_codes_equal_the_portable_gpu) {
-    const struct {
-        const char* name;
-        void (*kernel)(unsigned long long* total);
-    } rows[] = {{"e4m3", packed_kernel<E4m3>},
-                {"e5m2", packed_kernel<E5m2>},
-                {"e2m1", packed_kernel<E2m1>},
-                {"lin8", packed_kernel<Lin8>},
-                {"lin8 of powers", packed_kernel<Lin8OfPowers>},
-                {"ulin8", packed_kernel<Ulin8>},
-                {"sqrt8", packed_kernel<Sqrt8>},
-                {"lin4", packed_kernel<Lin4>},
-                {"sqrt4", packed_kernel<Sqrt4>}};
+    const std::tuple<const char*, void (*)(unsigned long long* total)> rows[] = {
+        {"e4m3", packed_kernel<E4m3>},
+        {"e5m2", packed_kernel<E5m2>},
+        {"e2m1", packed_kernel<E2m1>},
+        {"lin8", packed_kernel<Lin8>},
+        {"lin8 of powers", packed_kernel<Lin8OfPowers>},
+        {"ulin8", packed_kernel<Ulin8>},
+        {"sqrt8", packed_kernel<Sqrt8>},
+        {"lin4", packed_kernel<Lin4>},
+        {"sqrt4", packed_kernel<Sqrt4>}};
     const Device gpu = test_device(true);
     if (gpu.compute < 90) skip("needs compute capability 9.0");
-    for (const auto& row : rows) {
+    for (const auto& [name, kernel] : rows) {
         unsigned long long count[2], *total = (unsigned long long*)device_alloc(&gpu, sizeof(count));
         device_zero(&gpu, total, sizeof(count));
-        row.kernel<<<1056, 256, 0, gpu.stream>>>(total);
+        kernel<<<1056, 256, 0, gpu.stream>>>(total);
         check(cudaGetLastError());
         copy_to_host(&gpu, count, total, sizeof(count));
         if (count[1] == 0) skip("needs a build for sm_90 or later");
-        expect(count[0] == 0, "%llu codes of %s differ", count[0], row.name);
-        expect(count[1] == 1ull << 32, "%llu floats compared as %s", count[1], row.name);
+        expect(count[0] == 0, "%llu codes of %s differ", count[0], name);
+        expect(count[1] == 1ull << 32, "%llu floats compared as %s", count[1], name);
     }
     note(test, "all floats");
 }

@@ -336,23 +336,22 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
     static Losses losses[4];
     const char* work = work_folder();
     double worst = 0;
-    const struct {
-        int ranks;
-        double rate;
-    } runs[] = {{1, lr}, {1, 1.25 * lr}, {2, lr}, {4, lr}};
+    const std::pair<int, double> runs[] = {{1, lr}, {1, 1.25 * lr}, {2, lr}, {4, lr}};
     bool divided = strstr(rule, "sgd") == nullptr;
-    for (int i = 0; i < 4 && (!gpu || runs[i].ranks <= gpu_count()); i++) {
+    for (int i = 0; i < 4; i++) {
+        const auto& [ranks, rate] = runs[i];
+        if (gpu && ranks > gpu_count()) break;
         const char* run = formatted("%s/%d", work, i);
-        train_ranks(gpu, runs[i].ranks,
+        train_ranks(gpu, ranks,
                     SEVERAL " --batch 2 --tokens-per-step %d --steps %d --clip 0 --schedule constant --lr %g %s", work,
-                    run, 32 * LOSS_BATCHES, LOSS_STEPS, runs[i].rate, rule);
+                    run, 32 * LOSS_BATCHES, LOSS_STEPS, rate, rule);
         read_losses(test, run, &losses[i]);
-        expect(losses[i].last == LOSS_STEPS, "%d steps on %d ranks", losses[i].last, runs[i].ranks);
+        expect(losses[i].last == LOSS_STEPS, "%d steps on %d ranks", losses[i].last, ranks);
         double multiple = losses_multiple(&losses[0], &losses[i], rounded, divided);
         if (i == 1) {
             expect(multiple > 4, "%s: a wrong sum is at %.2f of the bound", rule, multiple);
         } else {
-            expect(multiple <= 1, "%s: losses on %d ranks are at %.2f of the bound", rule, runs[i].ranks, multiple);
+            expect(multiple <= 1, "%s: losses on %d ranks are at %.2f of the bound", rule, ranks, multiple);
             worst = fmax(worst, multiple);
         }
     }

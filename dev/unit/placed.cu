@@ -465,11 +465,7 @@ TEST(placed_graph_gpu) {
 // NVRTC compiles these kernels, with and without a copy, on old and new architectures.
 TEST(placed_kernels_compile) {
     if (!jit_available()) skip("no libnvrtc");
-    struct Kernel {
-        const char *name, *architecture;
-        Case its;
-    };
-    static const Kernel kernels[] = {
+    const std::tuple<const char*, const char*, Case> kernels[] = {
         {"optim_step_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_80", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
@@ -495,12 +491,12 @@ TEST(placed_kernels_compile) {
             apply.rule->type, apply.weights->type, apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
         expect_compiles(test, i == 2 ? kernel_of(matrices, "optim_replayed_kernel") : expression);
     }
-    for (const Kernel& kernel : kernels) {
-        OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
+    for (const auto& [name, architecture, its] : kernels) {
+        OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
         config.placed = true;
-        const char* expression = kernel_of(config, kernel.name);
+        const char* expression = kernel_of(config, name);
         expect(strstr(expression, "Placed<"), "%s", expression);
-        expect_compiles(test, expression, kernel.architecture);
+        expect_compiles(test, expression, architecture);
     }
 }
 

@@ -102,14 +102,12 @@ static void reference_ademamix(Element* e, const Given* c) {
     reference_adams(e, c, c->g, constant(c->keep) * e->p, true);
 }
 
-static const struct {
-    const char* rule;
-    void (*step)(Element* e, const Given* c);
-} reference_rules[] = {{"adamw", reference_adamw}, {"adam", reference_adam}, {"nadamw", reference_nadamw},
-                       {"lion", reference_lion},   {"sgd", reference_sgd},   {"ademamix", reference_ademamix},
-                       {"adam-mini", nullptr},  // rows.cu, since these read more
-                       {"adafactor", nullptr},     {"came", nullptr},        {"rmnp", nullptr},
-                       {"normuon-lite", nullptr}};
+static const std::tuple<const char*, void (*)(Element* e, const Given* c)> reference_rules[] = {
+    {"adamw", reference_adamw}, {"adam", reference_adam}, {"nadamw", reference_nadamw},
+    {"lion", reference_lion},   {"sgd", reference_sgd},   {"ademamix", reference_ademamix},
+    {"adam-mini", nullptr},  // rows.cu, since these read more
+    {"adafactor", nullptr},     {"came", nullptr},        {"rmnp", nullptr},
+    {"normuon-lite", nullptr}};
 static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == (size_t)name_count(SIMPLE_RULES),
               "a rule needs its formula here");
 
@@ -130,9 +128,8 @@ static void reference_step(Element* e, const OptimConfig* config, double gradien
                          .keep = 1.0 - wd * (independent ? lr / (double)config->lr_max : lr),
                          .beta3 = beta3,
                          .alpha = alpha};
-    for (const auto& rule : reference_rules) {
-        if (is(rule.rule, config->rule)) return rule.step(e, &given);
-    }
+    for (const auto& [rule, step_of] : reference_rules)
+        if (is(rule, config->rule)) return step_of(e, &given);
     printf("    %s has no formula in reference_rules\n", config->rule), exit(1);
 }
 
