@@ -1,6 +1,5 @@
 // Unit tests of kernels/ranks/shard.cuh on one rank: what gradients are sent as, their sum, the squares for the norm,
-// cuts and buckets; and of the loader's slices.
-#include "../../data/loader.h"
+// cuts and buckets.
 #include "../../kernels/ranks/collect.cuh"
 #include "../room.h"
 #include "gpus.h"
@@ -144,38 +143,6 @@ TEST(exchange_plan) {
             for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++)
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
             expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
-        }
-    }
-}
-
-// The tokens of a step are the same for any number of ranks, batch size and place to resume from, over epochs.
-TEST(exchange_slices) {
-    constexpr int T = 8, SEQUENCES = 12, STEPS = 7;
-    static unsigned char text[T * 50 + 1];
-    static int want[STEPS][SEQUENCES][T];
-    Dataset data;
-    for (size_t i = 0; i < sizeof(text); i++) text[i] = (unsigned char)(i * 37 + i / 256);
-    expect(dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error), "%s", error);
-    for (int world : {1, 2, 3, 4, 6, 12}) {
-        for (int B = 1; B <= SEQUENCES / world; B++) {
-            if (SEQUENCES / world % B != 0) continue;
-            for (int rank = 0; rank < world; rank++) {
-                int from = world == 1 ? 0 : world % 3;  // step
-                LoaderSlice slice = {SEQUENCES / world, SEQUENCES};
-                Loader* loader =
-                    loader_open(&data, B, T, 5, true, from * SEQUENCES + rank * slice.run, slice, malloc, free, error);
-                expect(loader, "%s", error);
-                for (int step = from; step < STEPS; step++) {
-                    for (int i = 0; i < slice.run; i += B) {
-                        const Batch* batch = loader_next(loader, error);
-                        int* at = want[step][rank * slice.run + i];
-                        if (world == 1 && B == 1) memcpy(at, batch->tokens, sizeof(int) * T * B);
-                        expect(memcmp(at, batch->tokens, sizeof(int) * T * B) == 0,
-                               "%d ranks, batch %d, step %d, rank %d", world, B, step, rank);
-                    }
-                }
-                loader_close(loader);
-            }
         }
     }
 }

@@ -83,9 +83,9 @@ static void expect_not_opened(Test* test, const char* path, DatasetPart part, do
 }
 
 // The first `count` sequences from `first` on, T+1 tokens each, through batches of B.
-static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count,
-                   int* out) {
-    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, {0, 0}, malloc, free, error);
+static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count, int* out,
+                   LoaderSlice slice = {0, 0}) {
+    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, slice, malloc, free, error);
     expect(loader, "%s", error);
     for (int64_t done = 0; loader && done < count; done += B) {
         const Batch* batch = loader_next(loader, error);
@@ -126,6 +126,23 @@ DATA_TEST(data_loader_order) {
         stream(test, &data, 4, T, true, first, count, got);
         size_t bytes = (size_t)(count * (T + 1)) * sizeof(int);
         expect(memcmp(got, want + first * (T + 1), bytes) == 0, "resumed at %d", first);
+    }
+    // A step's sequences are the same for any number of ranks, batch size and step to resume from, over epochs.
+    constexpr int STEP = 12, STEPS = SEQUENCES / STEP;
+    for (int ranks : {1, 2, 3, 4, 6, 12}) {
+        const int run = STEP / ranks, from = ranks % 3;
+        for (int B = 1; B <= run; B++) {
+            for (int rank = 0; rank < ranks && run % B == 0; rank++) {
+                const int first = from * STEP + rank * run;
+                stream(test, &data, B, T, true, first, (STEPS - from) * run, got, {run, STEP});
+                for (int step = from; step < STEPS; step++) {
+                    const int *its = got + (step - from) * run * (T + 1),
+                              *all = want + (step * STEP + rank * run) * (T + 1);
+                    expect(memcmp(its, all, (size_t)(run * (T + 1)) * sizeof(int)) == 0,
+                           "%d ranks, B %d, step %d, rank %d", ranks, B, step, rank);
+                }
+            }
+        }
     }
     stream(test, &data, 4, T, false, 3, 80, got);
     for (int n = 0; n < 80; n++) expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);

@@ -546,21 +546,6 @@ FOLDER_TEST(multi_missing) {
     expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
 }
 
-// Connections that say nothing, as of a scanner of ports, neither delay the rendezvous nor break anything.
-FOLDER_TEST(multi_strangers) {
-    Child child[2];
-    int stranger[8], port = own_port(9) + 1;  // torchrun itself has the first
-    const char* words = formatted(SEVERAL "/run --batch 1 --tokens-per-step 32 --steps 2", work, work);
-    start_launched(&child[0], VARIABLES(torchrun), 0, 2, own_port(9), words);
-    for (int& one : stranger) {
-        one = connect_to(port);
-        expect(one >= 0, "nobody listens at port %d", port);
-    }
-    start_launched(&child[1], VARIABLES(torchrun), 1, 2, own_port(9), words);
-    for (Child& c : child) finish_well(test, &c);
-    for (int one : stranger) close(one);
-}
-
 // True if a socket of this machine has a port and is in a state. Asked without knocking.
 static bool port_is(int port, unsigned wanted) {
     bool found = false;
@@ -619,11 +604,8 @@ FOLDER_TEST(multi_refused) {
 TEST(multi_refused_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
-    Child many = new_child();
-    const char* have = formatted("type --gpus %d", gpu_count());
-    start_ranks(&many, true, gpu_count() + 1, "--steps 1 --run %s/run", work);
-    finish(&many);
-    expect_error(test, &many, "more GPUs than there are", "was typed and this machine shows", have);
+    refused_ranks("more GPUs than there are", "was typed and this machine shows",
+                  formatted("type --gpus %d", gpu_count()), true, gpu_count() + 1, "--steps 1 --run %s/run", work);
 }
 
 // Ranks that end.
@@ -783,14 +765,11 @@ FOLDER_TEST(multi_failures) {
     train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
     const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
     make_overflowing_model(work, from);
-    Child nan = new_child();
-    start_ranks(
-        &nan, false, 2,
+    refused_ranks(
+        "NaN", "10 steps in a row were skipped", "--lr", false, 2,
         "--seq 16 --val-every 0 --sample-every 0 --warmup 0 --data %s/text.txt --model %s --run %s/nan --batch 1 "
         "--tokens-per-step 32 --steps 30 --shard weights",
         work, bad, work);
-    finish(&nan);
-    expect_error(test, &nan, "NaN", "10 steps in a row were skipped", "--lr");
 }
 
 // Validation and samples of several ranks are those of one.
