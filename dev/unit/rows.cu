@@ -361,6 +361,57 @@ CACHE_TEST(JIT_TEST, rows_equal_cpu_gpu) {
     }
 }
 
+// More tensors than a block of sums.cuh looks through at a time; rows and columns in whole and broken slabs, panels and
+// runs of columns.
+CACHE_TEST(JIT_TEST, rows_of_many_tensors_equal_cpu_gpu) {
+    static OptimTensor many[MAX_TENSORS];
+    for (int t = 0; t < MAX_TENSORS; t++) {
+        const int64_t rows = t % 3 == 0 ? 1
+                             : t == 40  ? 130
+                                        : 7 + t,
+                      cols = t == 40 ? 1104 : 8 * (t % 5) + t % 2 * 24 + 8;
+        many[t] = {formatted("h.%d.weight", t), rows, cols, t % 3 != 0, 0};
+    }
+    for (const char* rule : {"adam-mini", "rmnp", "adafactor", "came"}) {
+        for (const char* m : {"bf16:sr", "soft8/32"}) {
+            OptimConfig config = make_config(rule, "bf16:sr", "fp32");
+            config.m = m, config.overrides = "none", config.grads = "bf16";
+            config = resolved(config);
+            Run run[2];
+            for (int gpu = 0; gpu < 2; gpu++) {
+                run_open(&run[gpu], &config, many, MAX_TENSORS, OPTIM_FP32, gpu == 1);
+                run_steps(&run[gpu], 1, 3, plain_steps(2));
+            }
+            expect(!difference(&run[0], &run[1]), "%s, m %s", rule, m);
+        }
+    }
+}
+
+// Each thread of a warp finds the numbers of its 16 columns in four places, which all threads' fill without gaps.
+TEST(rows_columns_lie_as_they_are_loaded) {
+    static float numbers[2 * READY_COLS];
+    for (uint32_t col = 0; col < 2 * READY_COLS; col++) numbers[ready_place(col)] = (float)col;
+    for (int n : {8, 16}) {
+        for (uint32_t col = 0; col < 2 * READY_COLS; col += (uint32_t)n) {
+            float x[16];
+            ready_load(numbers, col, x, n);
+            for (int i = 0; i < n; i++) expect(x[i] == (float)(col + (uint32_t)i), "%d of columns from %u on", n, col);
+        }
+    }
+    for (uint32_t col = 0; col < 2 * READY_COLS; col++) {
+        const uint32_t thread = col % READY_COLS / 16, load = col % 16 / 4;
+        const uint32_t place = col / READY_COLS * READY_COLS + load * 128 + thread * 4 + col % 4;
+        expect(ready_place(col) == place, "column %u at %u, expected %u", col, ready_place(col), place);
+    }
+    const struct {
+        int64_t rows, cols, numbers;
+    } shapes[] = {{1, 1, 32 + 512}, {32, 512, 32 + 512}, {33, 513, 64 + 1024}};
+    for (const auto& shape : shapes) {
+        expect(ready_pair(shape.rows, shape.cols) == shape.numbers, "%lld x %lld: %lld numbers", (long long)shape.rows,
+               (long long)shape.cols, (long long)ready_pair(shape.rows, shape.cols));
+    }
+}
+
 // The limiter reads v and slow in every kind of format.
 CACHE_TEST(JIT_TEST, limit_growth_equals_cpu_gpu) {
     for (const char* v : {"log8/2048:sr", "log16/2048", "udyn8/256", "sqrt4/32@dq8", "udyn8/rank1", "ulin8/256"}) {

@@ -10,7 +10,7 @@
 // Rules that read elements or rows; those that read matrices are tested in matrix.cu.
 constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
 
-constexpr int MAX_TENSORS = 16;
+constexpr int MAX_TENSORS = 70;
 
 // Open from run_open() on, until it is opened again or its scope ends.
 struct Run {
