@@ -272,7 +272,7 @@ help:
 	@echo "make test         build and run the tests (TEST=\"-k substring\" picks, --list names them, -j N runs N at a time)"
 	@echo "make lib          the optimizer as a C library, build/lib/libnibble_optim.so (optim/nibble_optim.h)"
 	@echo "make wheel        the same as a Python package for PyTorch, in dist/ (optim/python/README.md)"
-	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"gpt2 gpt2-xl\")"
+	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"--matmul fp8 gpt2 64 524288\")"
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
 	@echo "make fuzz         parsers under clang's fuzzer and sanitizers (FUZZ_SECONDS=20 for each, FUZZ=\"json state\" picks)"

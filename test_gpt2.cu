@@ -33,6 +33,7 @@ struct Setup {
     bool keeps_copy = false;  // of the weights in the compute type, instead of decoding them a part at a time
     bool spills = false;      // the residual stream is in host memory
     bool fp8 = false;
+    int kept_blocks = 1;  // with RECOMPUTE_BLOCK
 };
 
 static OptimConfig setup_optim(const Setup* s) {
@@ -52,6 +53,7 @@ static void model_shape(Model* m, const Device* dev, const Setup* s) {
     m->arena.type = s->type;
     m->arena.grads_bf16 = s->grads_bf16;
     m->recompute = s->recompute;
+    m->recomputed = s->recompute == RECOMPUTE_BLOCK ? (int)s->config.L - s->kept_blocks : 0;
     m->spills = s->spills;
     m->uses_fp8 = s->fp8;
     m->logit_rows = s->logit_rows ? s->logit_rows : (int64_t)s->B * s->T;
@@ -711,7 +713,7 @@ TEST_BOTH(model_spills) {
             int64_t kept[2];
             for (int k = 0; k < 2; k++) {
                 TestModel m;
-                setup.spills = k == 1;
+                setup.spills = k == 1, setup.kept_blocks = layers > 3 ? 2 : 1;
                 train_small(&m, dev, &setup, 4, losses[k]);
                 state[k] = streams(&m);
                 kept[k] = activations_bytes(&m, true);

@@ -136,10 +136,10 @@ static const Option OPTIONS[] = {
     {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
     {"fp8-grads", CHOICE, AT(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "", "what the backward pass computes again"},
-    {"kept-blocks", INT, AT(kept_blocks), "1", 1, 1e6, "N", "", "last blocks that --recompute block leaves out"},
+    {"kept-blocks", INT, AT(kept_blocks), "1", 1, 1e6, "N", "", "with --recompute block: last blocks to keep"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: if needed"},
     {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
-     "kept in this machine's memory and brought a layer at a time: states; all that --recompute block keeps"},
+     "kept in this machine's memory and brought a layer at a time: states; the residual stream"},
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs", "GPUs here, a process each; leave out under torchrun"},
     {"shard", CHOICE, AT(shard), "none", 0, 0, "none|states|grads|weights", "", "split over the GPUs: ZeRO 0, 1, 2, 3"},
@@ -233,7 +233,7 @@ struct Model {
     Config config;
     int B, T;  // sequences and tokens of a sequence in one micro-batch
     Recompute recompute;
-    int recomputed;           // the first blocks, which the backward pass computes again
+    int recomputed;           // blocks, from the first on, that the backward pass computes again
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
     Fp8 fp8;                  // their scales
@@ -384,9 +384,9 @@ static int64_t scratch_bytes(const Model* m) {
 }
 
 // Lays the activations of m->B x m->T tokens out from `base` on; with base NULL only `bytes` of the result has a
-// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block the blocks
-// share buffers (except all but the first of --kept-blocks) and keep only their inputs, residual[l]; recompute=gelu
-// shares `gelu`. With fp8 a block keeps codes, and all share what these are made of. Only training is in fp8.
+// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block, those that
+// are computed again share buffers and keep only their inputs, residual[l]; so does the next, which the forward pass
+// leaves in them. recompute=gelu shares `gelu`. With fp8 a block keeps codes, and all share what these are made of.
 template <typename X>
 static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
     Activations<X> a;
@@ -394,7 +394,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
     auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
     auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
-    const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks with one set of buffers
+    const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks, from the first on, that share buffers
     const bool fp8 = backward && m->uses_fp8;
     a.lent = (char*)base + arena_take(&used, backward ? 0 : m->arena.lent_bytes);
     // Without backward the stream needs two places: a block's input and output.

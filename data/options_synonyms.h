@@ -190,6 +190,7 @@ static const OptionSynonym SYNONYMS[] = {
 // Options that change nothing without another one. --override may give a rule too.
 static const OptionNeed NEEDS[] = {
     {"head fp8-grads", "matmul", "fp8"},
+    {"kept-blocks", "recompute", "block"},
     {"decay-fraction", "schedule", "wsd"},
     {"alpha ramp", "rule", "ademamix"},
     {"beta3", "rule", "ademamix|came"},

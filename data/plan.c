@@ -26,13 +26,18 @@ const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences,
         const bool whole = planner->plan(planner, 0, true).total <= available;
         return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s",
                            (long long)batch, need, have, device, (long long)fits,
-                           whole ? ", or --recompute block" : "");
+                           !whole  ? ""
+                           : block ? ", or leave --kept-blocks out"
+                                   : ", or --recompute block");
     }
-    const bool one = !block && plan_largest_batch(planner, 1, true, available - plan.taken) > 0;
+    const bool one = plan_largest_batch(planner, 1, true, available - plan.taken) > 0;
+    const char* advice = !one    ? "take"
+                         : block ? "leave --kept-blocks out and type --batch 1, or take"
+                                 : "type --recompute block --batch 1, or take";
     return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
         "a smaller --preset",
-        have, device, one ? "type --recompute block --batch 1, or take" : "take");
+        have, device, advice);
 }
 
 const char* plan_host_lacks(int64_t need, int64_t available, const char* offload) {

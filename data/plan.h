@@ -15,7 +15,8 @@ typedef struct {
     int64_t host;  // of this machine's memory, beside the total unless it is on a CPU
 } MemoryPlan;
 
-// Plans a model for micro-batches of `batch` sequences, or 0: as many as it has; with `block`, as --recompute block.
+// Plans a model for micro-batches of `batch` sequences, or 0: as many as it has; with `block`, as --recompute block
+// alone.
 typedef struct Planner {
     MemoryPlan (*plan)(const struct Planner* planner, int64_t batch, bool block);
     const void *model, *config, *options;  // the caller's
@@ -26,7 +27,7 @@ typedef struct Planner {
 int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int64_t available);
 // NULL if the plan of a model with this batch, of which a rank takes `sequences` sequences a step, fits into
 // `available` bytes of `device`; otherwise what is missing and what to type, a text that lives as long as the program.
-// `block`: the model recomputes blocks already.
+// `block`: the model recomputes blocks already, except those of --kept-blocks.
 const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
                        const char* device);
 // The same for this machine's memory, of which --offload needs `need` bytes and `available` are free.

@@ -6,10 +6,11 @@
 //
 //   ./build/dev/bench [--OPTION VALUE]... [MODEL BATCH TOKENS_PER_STEP]...
 //
-// Options are those of ./train. Without models: gpt2 64 524288  gpt2-xl 16 262144, then whole steps of the models that
-// fill a card (LARGEST). With --matmul fp8 the products and what makes their codes are rows of their own; the ceiling
-// of products is then that of an 8192^3 fp8 product, and the head's too with --head fp8. Where a layer's gradients are
-// gone when the next layer's come (--release on), operators are not timed alone.
+// Options are those of ./train that have a value. Without models: gpt2 64 524288  gpt2-xl 16 262144. Without anything:
+// these two, then whole steps of the models that fill a card (LARGEST). With --matmul fp8 the products and what makes
+// their codes are rows of their own; the ceiling of products is then that of an 8192^3 fp8 product, and the head's too
+// with --head fp8. Where a layer's gradients are gone when the next layer's come (--release on), operators are not
+// timed alone.
 #define TESTING
 #include <errno.h>
 
@@ -368,7 +369,7 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     const double planned = (double)memory_plan(&m, &config).total / (1 << 30);
     const int64_t batch = o.batch, tokens_per_step = o.tokens_per_step, micro_batches = tokens_per_step / (batch * m.T);
     if (!fits) {
-        printf("\n%s, batch %lld: not here, it needs %.1f GiB\n", o.model, (long long)batch, planned);
+        printf("\n%s, batch %lld: needs %.1f GiB, more than this card has free\n", o.model, (long long)batch, planned);
         return;
     }
     model_allocate(&m, &config);
@@ -390,11 +391,12 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     check(cudaMemGetInfo(&available, &total));
     double median = times.median(), rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
-        "\n%s  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of "
+        "\n%s (%.4gM parameters)  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step "
+        "(%.1f to %.1f of "
         "%d), "
         "%.0f tokens/s",
-        o.model, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median,
-        times.ms[0], times.ms[STEPS - 1], STEPS, rate);
+        o.model, 1e-6 * (double)m.parameters, o.preset, o.matmul, o.head, (long long)batch, m.T,
+        (long long)micro_batches, o.grads, median, times.ms[0], times.ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.config.L, m.config.C, m.T) / peak);
     printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, %.1f planned, release %s, loss %.3f\n", queued,
            clock, (double)(total - available) / (1 << 30), planned, o.release, loss);
@@ -419,10 +421,9 @@ static const struct {
     {"--size 60B --batch 4 --tokens-per-step 4096", FILLS},
 };
 
-// Sets the options that argv[1] to argv[argc - 1] name, beside the defaults.
-static void bench_options(Options* o, int argc, char** argv) {
+// Sets the options that argv[1] to argv[argc - 1] name, beside the defaults, and `given`.
+static void bench_options(Options* o, bool* given, int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
-    bool given[OPTION_COUNT] = {};
     require(options_defaults(&TABLE, o, error) && options_parse(&TABLE, o, given, argc, argv, error) &&
                 gpt2_take_size(&TABLE, o, given, error),
             error);
@@ -436,7 +437,8 @@ static void bench_largest(const Device* dev, Ceilings ceilings) {
         printf("\n./train %s", text);
         for (char* at = strtok_r(text, " ", &rest); at; at = strtok_r(nullptr, " ", &rest)) word[count++] = at;
         Options o = {};
-        bench_options(&o, count, word);
+        bool given[OPTION_COUNT] = {};
+        bench_options(&o, given, count, word);
         bench(dev, ceilings, o);
         free(text);
     }
@@ -447,7 +449,12 @@ int main(int argc, char** argv) {
     while (first + 1 < argc && argv[first][0] == '-') first += 2;
     if ((argc - first) % 3 != 0) user_error("bench takes MODEL BATCH TOKENS_PER_STEP, each time all three");
     Options o = {};
-    bench_options(&o, first, argv);
+    bool given[OPTION_COUNT] = {};
+    bench_options(&o, given, first, argv);
+    for (const char* name : {"model", "size", "batch", "tokens-per-step"}) {
+        if (!option_given(&TABLE, given, name)) continue;
+        user_error("bench takes MODEL BATCH TOKENS_PER_STEP as words; leave --%s out and type gpt2 64 524288", name);
+    }
     if (strcmp(o.matmul, "auto") == 0) o.matmul = "bf16";
     Device dev;
     device_choose(&dev, "auto", nullptr, 1);
@@ -460,7 +467,7 @@ int main(int argc, char** argv) {
         o.model = model[i], o.batch = atoll(model[i + 1]), o.tokens_per_step = atoll(model[i + 2]);
         bench(&dev, ceilings, o);
     }
-    if (argc == first) bench_largest(&dev, ceilings);
+    if (argc == 1) bench_largest(&dev, ceilings);
     device_close(&dev);
     return 0;
 }

@@ -76,7 +76,8 @@ static bool is_measured(const char* format) {
     return strstr(format, "/tensor") || strstr(format, "/rank1");
 }
 
-// What the passes before the step of a rule by rows read (optim/rows.cuh).
+// What the passes before the step of a rule by rows read (optim/rows.cuh). Without --limit-growth, whose pass reads
+// weights and v as well.
 static int64_t passes_traffic(const OptimConfig* config, const Model* m) {
     Plan* plan = plan_ranges(config, m->arena.tensors, m->arena.count);
     double bytes = 0.0;

@@ -449,7 +449,7 @@ static void numbers_write(const Conversion* c, const Place* to, const Piece* pie
 }
 
 // Makes a checkpoint's numbers by row and column what `load` multiplies to v, laid out as the step's are: r is divided
-// by its mean.
+// by its mean. came's second numbers are overwritten, as no other rule reads them.
 static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece* piece) {
     if (!is_by_columns(format_span(from->format))) return;
     float *rows = (float*)piece->streams.extra, *to = rows + ready_rows(tensor->rows);

@@ -50,7 +50,7 @@ struct Plan {
     int *launch_of, *group_of;  // (tensors)
     int64_t begin, end;         // the part of the arena that is kept here
     int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
-    int64_t* ready;             // (tensors): the same of the numbers that the step reads, in the launch's array
+    int64_t* ready;             // (tensors): where a tensor's numbers begin in the launch's array that the step reads
     // (tensors): the shape in which a slot keeps a tensor, and where. Moments of projected gradients, and their bases,
     // lie one after another from the begin of the whole launch's run on, so that their noise is that of no other.
     OptimTensor (*kept)[SLOTS];
@@ -108,7 +108,7 @@ int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 
 // Returns the bytes of the numbers of a run's tensors.
 int64_t span_bytes(const ArenaRun* run, Span span);
-// And of those that replace them or that the step reads.
+// Returns the bytes of Streams::next for a run: new numbers that replace the old, or what the step reads (rows.cuh).
 int64_t next_bytes(const ArenaRun* run, Span span);
 
 // Returns the bytes of one stream for a number of elements; 0 for numbers of spans, which belong to tensors.

@@ -90,10 +90,10 @@ struct SumArguments {
 // passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
 // of those of its row and its column.
 //
-// The step reads the number of a column for each element, so `next` has them in the order in which a warp loads them.
-// Of a run of READY_COLS, a thread has 16 columns and loads them four at a time; the fours that all threads load
-// together lie next to each other. The numbers of the rows, which come first, are filled up to whole lines of 128
-// bytes.
+// The step reads a column's number for each element, so `next` has these numbers in the order in which a warp loads
+// them. In a run of READY_COLS columns each of 32 threads has 16, which it loads four at a time. The fours that the
+// threads load at the same time are neighbours, so a load is four lines of 128 bytes and not 16. The numbers of the
+// rows come first, padded to a whole line.
 constexpr int READY_ROWS = 32, READY_COLS = 512;
 
 OPTIM_INLINE constexpr int64_t ready_rows(int64_t rows) {
@@ -155,6 +155,7 @@ struct RowNumbers : StorageDefaults {
         return row;
     }
 
+    // All lanes of a warp call it.
     static OPTIM_INLINE void finish(float row, float* x, int n) {
 #ifdef __CUDA_ARCH__
         __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
@@ -239,7 +240,8 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
     return canonical(exact_fma(rest, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
 }
 
-// Keeps a GPU's compiler from using what was loaded before all loads that stand before are under way.
+// Keeps a GPU's compiler from using a loaded number before all loads above it are under way. Lanes of a warp may come
+// on two ways, rows and columns, so only those that are here wait for each other.
 OPTIM_INLINE void loads_begin() {
 #ifdef __CUDA_ARCH__
     __syncwarp(__activemask());

@@ -169,6 +169,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--fp8-grads e5m2", "--fp8-grads e5m2 goes with --matmul fp8", "leave --fp8-grads out, or type both"},
     {ALL, "--matmul fp8 --seq 20 --batch 1 --tokens-per-step 20", "are 20 rows", "--seq 16"},
     {ALL, "--head fp8", "--head fp8 goes with --matmul fp8", "or type both"},
+    {ALL, "--kept-blocks 2", "--kept-blocks 2 goes with --recompute block", "or type both"},
     {ALL, "--matmul fp8 --head fp8 --logit-rows 20", "--logit-rows is 20", "type --logit-rows 32"},
     {ALL, "--nesterov off", "goes with --rule muon, normuon, rmnp or normuon-lite", "leave --nesterov out"},
     {ALL, "--rule fira --rank-basis bf16", "--rank-basis bf16 goes with --rule galore", "leave --rank-basis out"},

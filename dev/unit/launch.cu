@@ -119,8 +119,14 @@ static void rest_main(Launch* l) {
     launch_any(l, false);
 }
 
-// Ranks that hang, fail, end or know that their work takes longer: exchange_patience, multi_failures,
-// doors_messages_of_a_rank.
-TEST(launch_rests) {
+// What all ranks find at once they say once, without the number of a rank.
+static void all_fail_main(Launch*) {
+    launch_failed(2, "train: error: the same everywhere\n");
+}
+
+// Ranks that hang, fail or end alone: exchange_patience, multi_failures, doors_messages_of_a_rank.
+TEST(launch_rests_and_fails_together) {
     expect_ended(test, run_ranks(3, rest_main), 0);
+    const Ended its = run_ranks(4, all_fail_main);
+    expect(its.code == 2 && strcmp(its.text, "train: error: the same everywhere\n") == 0, "%d, %s", its.code, its.text);
 }

@@ -34,10 +34,13 @@ static void matrix_open(Run* run, const OptimConfig* config, bool gpu) {
     run_open(run, config, model, TENSORS, OPTIM_FP32, gpu);
 }
 
-// The update U of direction x, and a bound on its error; NorMuon's v and the bound on it are kept in `v` and `v_error`.
+// The update U of direction x, and a bound on its error (0 with `rounds`: the plain form's bound stands for both);
+// NorMuon's v and the bound on it are kept in `v` and `v_error`.
 static double reference_update(const OptimConfig* config, Dense* x, double* v, double* v_error, double unit,
                                bool rounds) {
-    double error = rounds ? reference_symmetric(config, x, true), 0.0 : reference_polar(config, x, unit);
+    double error = 0.0;
+    if (rounds) reference_symmetric(config, x, true);
+    if (!rounds) error = reference_polar(config, x, unit);
     const int rows = x->rows, cols = x->cols;
     double factor = 0.2 * sqrt(rows > cols ? rows : cols);
     if (is(config->rule, "normuon")) {

@@ -27,7 +27,8 @@ struct Streams {
     void* extra;                  // a second array, or null
     const void* table = nullptr;  // constants that the format looks up (blocks.cuh), shared by all its arrays, or null
     void* more = nullptr;         // a third array, or null
-    // Used by storages in spans only (spans.cuh): the scales that replace `extra` after the step, and the tile's place.
+    // Used by storages in spans only: the scales that replace `extra` after the step (spans.cuh) or the numbers that
+    // the step reads (rows.cuh), and the tile's place.
     float* next = nullptr;
     const struct SpanTile* span = nullptr;
 };
@@ -46,11 +47,12 @@ enum Span {
     SPANS
 };
 
-// True if numbers are made of the sums of rows; and if they are of rows and columns, whose products the step reads.
+// True if the numbers are made of sums over rows.
 OPTIM_INLINE constexpr bool is_by_rows(Span span) {
     return span >= SPAN_ROWS && span <= SPAN_PAIRS;
 }
 
+// True if there are numbers of rows and of columns, whose products the step reads.
 OPTIM_INLINE constexpr bool is_by_columns(Span span) {
     return span == SPAN_FACTORS || span == SPAN_PAIRS;
 }
