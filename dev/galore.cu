@@ -7,9 +7,10 @@
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
-//   make build/dev/galore && ./build/dev/galore [parts]
-// With "parts", both halves of the step by themselves.
-#include "../kernels/low_rank.cuh"
+//   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128]
+// With "parts", both halves of the step by themselves; with a precision or a rank, that one alone.
+#define NIBBLE_HANG_REPORT  // a wait of two seconds traps
+#include "../kernels/low_rank_hopper.cuh"
 #include "double.h"
 #include "timing.h"
 
@@ -100,6 +101,11 @@ struct UpdateSink {
     __device__ void take(int row, int column, float4 x, Old old) const {
         store_four(w + row * cols + column, update.of(load_four((const E*)&old.w), x));
     }
+    __device__ __forceinline__ void pairs(int, int, uint32_t (&words)[2], const float (&u)[4]) const {
+        const float2 low = pair_floats(words[0]), high = pair_floats(words[1]);
+        const float4 x = update.of(make_float4(low.x, low.y, high.x, high.y), make_float4(u[0], u[1], u[2], u[3]));
+        words[0] = pack_bf16(x.x, x.y), words[1] = pack_bf16(x.z, x.w);
+    }
 };
 
 // Kernels of the other variants. Grid any, block 256; n is a multiple of 4.
@@ -181,6 +187,9 @@ struct Step {
     Adam adam;
     Update update;
     Library project, back;
+    bool by_wgmma;  // the next two are there
+    LowProjectPlan of_project;
+    LowBackPlan of_back;
 };
 
 template <typename E>
@@ -231,6 +240,11 @@ static Step step_open(Room* room, Precision precision, int64_t rows, int64_t col
         s.project = library_open(dev, precision, CUDA_R_32F, false, true, rows, rank, cols, s.low, s.g, s.q);
         s.back = library_open(dev, precision, type, false, false, rows, cols, rank, s.u, s.n, s.q);
     }
+    s.by_wgmma = precision == BF16 && low_hopper_fits(dev, rank);
+    if (s.by_wgmma) {
+        s.of_project = low_project_plan(dev, (const bf16*)s.g, (const bf16*)s.q, rows, cols, rank);
+        s.of_back = low_back_plan((bf16*)s.w, (const bf16*)s.n, (const bf16*)s.q, rows, cols, rank);
+    }
     return s;
 }
 
@@ -269,11 +283,22 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
+template <int STAGES>
+static void wgmma_first(const Device* dev, const Step* s) {
+    low_project_run<STAGES>(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
+}
+
+template <int PANELS, bool EARLY>
+static void wgmma_second(const Device* dev, const Step* s) {
+    low_back_run<PANELS>(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
+}
+
 typedef void (*Half)(const Device* dev, const Step* s);
 
 struct Variant {
     const char* name;
     Half first[PRECISIONS], second[PRECISIONS];
+    bool needs_wgmma = false;
 };
 static const Variant VARIANTS[] = {
     {"plain",
@@ -285,7 +310,14 @@ static const Variant VARIANTS[] = {
     {"ours",
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
+    {"wgmma3", {nullptr, nullptr, wgmma_first<3>}, {nullptr, nullptr, wgmma_second<1, true>}, true},
+    {"wgmma6", {nullptr, nullptr, wgmma_first<6>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
+    {"late", {nullptr, nullptr, wgmma_first<3>}, {nullptr, nullptr, wgmma_second<1, false>}, true},
 };
+
+static bool is_there(const Variant& v, const Step& s) {
+    return v.first[s.precision] && (!v.needs_wgmma || s.by_wgmma);
+}
 
 // The check: the first moments, which hold low, and the weights' change, from weights of 0.
 
@@ -340,6 +372,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
     printf("%5lld x %5lld r %3lld %s, errors of m and U:", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision]);
     for (const Variant& variant : VARIANTS) {
+        if (!is_there(variant, s)) continue;
         set_moments(dev, &s);
         check(cudaMemsetAsync(s.w, 0, (size_t)s.size * (precision == BF16 ? 2 : 4), dev->stream));
         check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
@@ -365,6 +398,7 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     printf("%5lld x %5lld r %3lld %s: floor %.4f ms;", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision], floor);
     for (const Variant& variant : VARIANTS) {
+        if (!is_there(variant, s)) continue;
         auto first = [&] { variant.first[precision](dev, &s); };
         auto second = [&] { variant.second[precision](dev, &s); };
         auto both = [&] { first(), second(); };
@@ -377,21 +411,54 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     library_close(&s.project), library_close(&s.back);
 }
 
+// What the command line asks for; without words, all.
+struct Wish {
+    bool parts = false;
+    int precision = PRECISIONS;
+    int64_t rank = 0;
+};
+
+static Wish wish_of(int argc, char** argv) {
+    Wish wish;
+    for (int i = 1; i < argc; i++) {
+        int p = 0;
+        while (p < PRECISIONS && strcmp(argv[i], NAMES[p]) != 0) p++;
+        const int64_t rank = atoll(argv[i]);
+        if (strcmp(argv[i], "parts") == 0)
+            wish.parts = true;
+        else if (p < PRECISIONS)
+            wish.precision = p;
+        else if (rank > 0 && rank % 8 == 0)
+            wish.rank = rank;
+        else
+            user_error(
+                "galore: %s is neither parts, nor fp32, tf32 or bf16, nor a rank; type galore [parts] [bf16] [128]",
+                argv[i]);
+    }
+    return wish;
+}
+
 int main(int argc, char** argv) {
+    const Wish wish = wish_of(argc, argv);
+    auto wanted = [&](int p, int64_t rank) {
+        return (wish.precision == PRECISIONS || wish.precision == p) && (wish.rank == 0 || wish.rank == rank);
+    };
     Device dev;
     device_open(&dev, true, 0);
     const double rate = print_copy_rate(&dev, 1ll << 30);
     const int64_t small[][3] = {{1024, 768, 128}, {520, 1288, 72}, {1288, 520, 32}, {512, 1024, 256}, {640, 640, 64}};
     bool right = true;
     for (const auto& shape : small) {
-        for (int p = 0; p < PRECISIONS; p++)
-            right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+        for (int p = 0; p < PRECISIONS; p++) {
+            if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+        }
     }
     if (!right) return 1;
-    const bool parts = argc > 1 && strcmp(argv[1], "parts") == 0;
     for (int64_t cols : {4096, 11008}) {
         for (int p = PRECISIONS - 1; p >= 0; p--) {
-            for (int64_t rank : {32, 64, 128, 256, 512}) time_step(&dev, (Precision)p, 4096, cols, rank, rate, parts);
+            for (int64_t rank : {32, 64, 128, 256, 512}) {
+                if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish.parts);
+            }
         }
     }
     device_close(&dev);

@@ -108,6 +108,16 @@ __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Lets the blocks of the next launch in the stream begin where this one's leave room, and waits until the last launch
+// has ended and its results are visible, which comes before any access to memory (PTX ISA, Parallel Synchronization:
+// griddepcontrol).
+__device__ __forceinline__ void launch_next() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_last() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread gives the order. Coordinates are column,
 // row, batch of the box's first element.
 
