@@ -10,7 +10,7 @@
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128]
 // With "parts", both halves of the step by themselves; with a precision or a rank, that one alone.
 #define NIBBLE_HANG_REPORT  // a wait of two seconds traps
-#include "../kernels/low_rank_hopper.cuh"
+#include "../kernels/low_rank_tf32.cuh"
 #include "double.h"
 #include "timing.h"
 
@@ -65,7 +65,14 @@ struct Update {
 
 // Sinks of our products.
 
-template <typename E>
+__device__ __forceinline__ float as_tf32(float x) {
+    uint32_t word;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+    return __uint_as_float(word);
+}
+
+// ROUNDS: N to TF32.
+template <typename E, bool ROUNDS = false>
 struct AdamSink {
     Adam adam;
     E* n;
@@ -76,7 +83,9 @@ struct AdamSink {
     __device__ Old load(int row, int column) const { return adam.load(row * cols + column); }
     __device__ void take(int row, int column, float4 x, Old old) const {
         const int64_t at = row * cols + column;
-        store_four(n + at, adam.directions(at, x, old));
+        float4 to = adam.directions(at, x, old);
+        if (ROUNDS) to = make_float4(as_tf32(to.x), as_tf32(to.y), as_tf32(to.z), as_tf32(to.w));
+        store_four(n + at, to);
     }
 };
 
@@ -105,6 +114,9 @@ struct UpdateSink {
         const float2 low = pair_floats(words[0]), high = pair_floats(words[1]);
         const float4 x = update.of(make_float4(low.x, low.y, high.x, high.y), make_float4(u[0], u[1], u[2], u[3]));
         words[0] = pack_bf16(x.x, x.y), words[1] = pack_bf16(x.z, x.w);
+    }
+    __device__ __forceinline__ float one(int, int, float x, float u) const {
+        return fmaf(-update.rate, u, update.keep * x);
     }
 };
 
@@ -187,9 +199,10 @@ struct Step {
     Adam adam;
     Update update;
     Library project, back;
-    bool by_wgmma;  // the next two are there
+    bool by_wgmma;  // what follows is there
     LowProjectPlan of_project;
-    LowBackPlan of_back;
+    LowBackPlan of_back;      // bf16
+    LowTurnedPlan of_turned;  // TF32
 };
 
 template <typename E>
@@ -218,6 +231,27 @@ static void set_moments(const Device* dev, const Step* s) {
     check_launch();
 }
 
+// Of TF32, Q is rounded and transposed here, as it would be in each step that makes a new one.
+static void open_wgmma(Room* room, Step* s) {
+    const Device* dev = room->dev;
+    const int64_t rows = s->rows, cols = s->cols, rank = s->rank;
+    s->by_wgmma = s->precision == BF16   ? low_hopper_fits(dev, rank)
+                  : s->precision == TF32 ? low_turned_fits(dev, rank)
+                                         : false;
+    if (!s->by_wgmma) return;
+    if (s->precision == BF16) {
+        s->of_project = low_project_plan(dev, (const bf16*)s->g, (const bf16*)s->q, rows, cols, rank);
+        s->of_back = low_back_plan((bf16*)s->w, (const bf16*)s->n, (const bf16*)s->q, rows, cols, rank);
+    } else {
+        const int64_t side = rows < cols ? rows : cols;
+        float *q = room->device<float>(rank * side), *turned = room->device<float>(rank * side);
+        low_round(dev, q, (const float*)s->q, rank, side, false);
+        low_round(dev, turned, (const float*)s->q, rank, side, true);
+        s->of_project = low_project_plan(dev, (const float*)s->g, (const float*)q, rows, cols, rank);
+        s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, q, turned, rows, cols, rank);
+    }
+}
+
 static Step step_open(Room* room, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
     const Device* dev = room->dev;
     Step s = {};
@@ -240,11 +274,7 @@ static Step step_open(Room* room, Precision precision, int64_t rows, int64_t col
         s.project = library_open(dev, precision, CUDA_R_32F, false, true, rows, rank, cols, s.low, s.g, s.q);
         s.back = library_open(dev, precision, type, false, false, rows, cols, rank, s.u, s.n, s.q);
     }
-    s.by_wgmma = precision == BF16 && low_hopper_fits(dev, rank);
-    if (s.by_wgmma) {
-        s.of_project = low_project_plan(dev, (const bf16*)s.g, (const bf16*)s.q, rows, cols, rank);
-        s.of_back = low_back_plan((bf16*)s.w, (const bf16*)s.n, (const bf16*)s.q, rows, cols, rank);
-    }
+    open_wgmma(room, &s);
     return s;
 }
 
@@ -283,14 +313,20 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
-template <int STAGES>
+template <typename E, int STAGES>
 static void wgmma_first(const Device* dev, const Step* s) {
-    low_project_run<STAGES>(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
+    const AdamSink<E, sizeof(E) == 4> sink = {s->adam, (E*)s->n, s->of_project.s.cols};
+    low_project_run<E, STAGES>(dev, &s->of_project, sink);
 }
 
 template <int PANELS, bool EARLY>
 static void wgmma_second(const Device* dev, const Step* s) {
     low_back_run<PANELS>(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
+}
+
+template <bool EARLY>
+static void turned_second(const Device* dev, const Step* s) {
+    low_turned_run(dev, &s->of_turned, UpdateSink<float>{s->update, (float*)s->w, s->rows, s->cols}, EARLY);
 }
 
 typedef void (*Half)(const Device* dev, const Step* s);
@@ -310,9 +346,15 @@ static const Variant VARIANTS[] = {
     {"ours",
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
-    {"wgmma3", {nullptr, nullptr, wgmma_first<3>}, {nullptr, nullptr, wgmma_second<1, true>}, true},
-    {"wgmma6", {nullptr, nullptr, wgmma_first<6>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
-    {"late", {nullptr, nullptr, wgmma_first<3>}, {nullptr, nullptr, wgmma_second<1, false>}, true},
+    {"wgmma3",
+     {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 3>},
+     {nullptr, turned_second<true>, wgmma_second<1, true>},
+     true},
+    {"wgmma6",
+     {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 6>},
+     {nullptr, turned_second<false>, wgmma_second<2, true>},
+     true},
+    {"late", {nullptr, nullptr, wgmma_first<bf16, 3>}, {nullptr, nullptr, wgmma_second<1, false>}, true},
 };
 
 static bool is_there(const Variant& v, const Step& s) {

@@ -34,16 +34,20 @@ inline TensorMapEncode tensor_map_encoder() {
 
 // A map of (batches, rows, columns) bf16 with rows `columns` apart and batches rows * columns apart, for copies of one
 // panel: box_rows <= 256 rows of 64 columns of one batch. Rows past `rows` are read as zeros and not written. Making
-// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter.
-inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows) {
+// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter. Of fp32, a panel has 32
+// columns.
+inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows,
+                              bool fp32 = false) {
     static const TensorMapEncode encode = tensor_map_encoder();
     CUtensorMap map;
+    const int size = fp32 ? 4 : 2;
     const cuuint64_t sizes[3] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)batches};
-    const cuuint64_t strides[2] = {(cuuint64_t)columns * 2, (cuuint64_t)(rows * columns) * 2};  // bytes, of dim 1 and 2
-    const cuuint32_t box[3] = {PANEL_COLUMNS, (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
-    check(encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address, sizes, strides, box, steps,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+    const cuuint64_t strides[2] = {(cuuint64_t)(columns * size),
+                                   (cuuint64_t)(rows * columns * size)};  // of dim 1 and 2
+    const cuuint32_t box[3] = {(cuuint32_t)(PANEL_ROW_BYTES / size), (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
+    check(encode(&map, fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address,
+                 sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
     return map;
 }
 
@@ -302,6 +306,24 @@ WGMMA(bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
+
+// TF32: a (64 x 8) in registers, words of fp32 of which the tensor cores read 19 bits, with the layout of mma.sync
+// m16n8k8; b (8 x N) k_major, a step of 32 bytes. R = N / 2 registers, followed by the numbers R to R + 5.
+#define WGMMA_TF32(N, R, r0, r1, r2, r3, r4, r5)                                                                   \
+    template <>                                                                                                    \
+    struct Wgmma<N, float> {                                                                                       \
+        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, \
+                                                         int add) {                                                \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                         "k8.f32.tf32.tf32 {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4      \
+                                                            ", p, 1, 1;}"                                          \
+                         : OPERANDS_##R(0)                                                                         \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                          \
+        }                                                                                                          \
+    };
+WGMMA_TF32(32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_TF32(128, 64, 64, 65, 66, 67, 68, 69)
+#undef WGMMA_TF32
 #undef OPERANDS_128
 #undef OPERANDS_64
 #undef OPERANDS_32

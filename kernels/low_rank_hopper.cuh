@@ -17,7 +17,7 @@
 #include "low_rank.cuh"
 
 #ifdef __CUDACC__
-constexpr int LH_TILE = 128, LH_DEPTH = 64, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
+constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
 
 // The result of a product: its sides in memory, what the sum runs over, and the blocks that share a tile.
 struct LowResult {
@@ -61,64 +61,119 @@ __device__ __forceinline__ void lh_cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// One thread: orders the operands of the block's steps.
-template <bool LEFT, int STAGES>
+// One thread: orders the operands of the block's steps. In bf16, a is the result's rows; in TF32 it is G, whose rows
+// or, on the left, columns are channels.
+template <typename E, bool LEFT, int STAGES>
 __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, int row, int column,
                                                    int first, int steps) {
+    constexpr bool FP32 = sizeof(E) == 4;
+    constexpr int DEPTH = LowOperand<E>::DEPTH, ACROSS = PANEL_ROW_BYTES / (int)sizeof(E),
+                  BYTES = DEPTH * PANEL_ROW_BYTES;  // of a panel whose rows are of K
     const uint32_t full = shared + STAGES * LH_PROJECT_STAGE, empty = full + STAGES * 8;
     LowRing<STAGES> ring;
     for (int step = 0; step < steps; step++, ring.advance()) {
         const uint32_t a = shared + ring.stage * LH_PROJECT_STAGE, b = a + LH_PANEL_BYTES,
                        arrived = full + ring.stage * 8;
-        const int k = (first + step) * LH_DEPTH;
+        const int k = (first + step) * DEPTH;
         barrier_wait(empty + ring.stage * 8, ring.parity ^ 1, 1);
         barrier_expect(arrived, LH_PROJECT_STAGE);
-        tensor_load(a, &maps->a, arrived, k, row, 0);
+        if (!LEFT || !FP32) tensor_load(a, &maps->a, arrived, k, row, 0);
+        if (!LEFT) tensor_load(b, &maps->b, arrived, k, column, 0);
+        if (LEFT && FP32) tensor_load(b, &maps->b, arrived, k, row, 0);
         if (LEFT) {
-            for (int p = 0; p < 2; p++)
-                tensor_load(b + p * LH_PANEL_BYTES / 2, &maps->b, arrived, column + p * 64, k, 0);
-        } else {
-            tensor_load(b, &maps->b, arrived, k, column, 0);
+            for (int p = 0; p < LH_TILE / ACROSS; p++)
+                tensor_load((FP32 ? a : b) + p * BYTES, FP32 ? &maps->a : &maps->b, arrived, column + p * ACROSS, k, 0);
         }
     }
 }
 
-// Two warpgroups, 64 rows of the tile each.
-template <bool LEFT, int STAGES>
-__device__ __forceinline__ void lh_project_multiply(float (&c)[LH_TILE / 8][4], uint32_t shared, int group, int lane,
+// Starts a step of the product of a warpgroup: 64 of the result's rows.
+template <bool LEFT>
+__device__ __forceinline__ void lh_project_step(bf16, float (&c)[LH_TILE / 8][4], uint32_t a, int warp, int, bool add) {
+    const uint32_t b = a + LH_PANEL_BYTES;
+    const uint64_t left = uniform_operand(operand_k_major<LH_TILE>(a + warp / 4 * 64 * PANEL_ROW_BYTES, 0)),
+                   right = uniform_operand(LEFT ? operand_mn_major<64>(b, 0) : operand_k_major<LH_TILE>(b, 0));
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        Wgmma<LH_TILE>::shared<0, LEFT>(c, operand_step(left, j * 32),
+                                        operand_step(right, j * (LEFT ? 16 * PANEL_ROW_BYTES : 32)), add || j > 0);
+}
+
+// The words of fp32 of step k of an operand a whose rows in shared memory are of K, rounded to TF32: this warp's 16 of
+// M, from `first` on. DEPTH: rows of a panel.
+template <int DEPTH>
+__device__ __forceinline__ void lh_read_down(uint32_t (&x)[4], uint32_t panels, int first, int k, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int of_m = first + i % 2 * 8 + lane / 4, of_k = k * 8 + i / 2 * 4 + lane % 4;
+        x[i] =
+            load_word(panels + of_m / 32 * DEPTH * PANEL_ROW_BYTES + panel_offset(of_k, of_m % 32 / 4) + of_m % 4 * 4);
+    }
+    uint32_t none[4];
+    lp_split<1>(x, none);
+}
+
+// In TF32: 64 channels, by all of the rank. G goes through registers, rounded; Q is rounded already.
+template <bool LEFT>
+__device__ __forceinline__ void lh_project_step(float, float (&c)[LH_TILE / 8][4], uint32_t a, int warp, int lane,
+                                                bool add) {
+    const uint64_t right = uniform_operand(operand_k_major<LH_TILE>(a + LH_PANEL_BYTES, 0));
+    uint32_t x[4][4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (LEFT) {
+            lh_read_down<32>(x[j], a, warp * 16, j, lane);
+        } else {
+            uint32_t none[4];
+            load_matrices(x[j], a + panel_offset(warp * 16 + lane % 16, j * 2 + lane / 16));
+            lp_split<1>(x[j], none);
+        }
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; j++) Wgmma<LH_TILE, float>::registers(c, x[j], operand_step(right, j * 32), add || j > 0);
+}
+
+// Two warpgroups multiply. With operands in registers, a step ends before the next one overwrites them.
+template <typename E, bool LEFT, int STAGES>
+__device__ __forceinline__ void lh_project_multiply(float (&c)[LH_TILE / 8][4], uint32_t shared, int warp, int lane,
                                                     int steps) {
     const uint32_t full = shared + STAGES * LH_PROJECT_STAGE, empty = full + STAGES * 8;
     LowRing<STAGES> ring;
     int last = 0;
     for (int step = 0; step < steps; step++, ring.advance()) {
-        const uint32_t a = shared + ring.stage * LH_PROJECT_STAGE, b = a + LH_PANEL_BYTES;
-        const uint64_t left = uniform_operand(operand_k_major<LH_TILE>(a + group * 64 * PANEL_ROW_BYTES, 0)),
-                       right =
-                           uniform_operand(LEFT ? operand_mn_major<LH_DEPTH>(b, 0) : operand_k_major<LH_TILE>(b, 0));
         barrier_wait(full + ring.stage * 8, ring.parity, 2);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < LH_DEPTH / 16; j++)
-            Wgmma<LH_TILE>::shared<0, LEFT>(c, operand_step(left, j * 32),
-                                            operand_step(right, j * (LEFT ? 16 * PANEL_ROW_BYTES : 32)),
-                                            step > 0 || j > 0);
+        lh_project_step<LEFT>(E(), c, shared + ring.stage * LH_PROJECT_STAGE, warp, lane, step > 0);
         wgmma_commit();
-        wgmma_wait<1>();
-        if (step > 0 && lane == 0) barrier_arrive(empty + last * 8);
+        if constexpr (sizeof(E) == 4) {
+            wgmma_wait<0>();
+            wgmma_hold(c);
+            if (lane == 0) barrier_arrive(empty + ring.stage * 8);
+        } else {
+            wgmma_wait<1>();
+            if (step > 0 && lane == 0) barrier_arrive(empty + last * 8);
+        }
         last = ring.stage;
     }
     wgmma_wait<0>();
     wgmma_hold(c);
 }
 
-// Leaves a thread's sums in shared memory, in rows of LH_STRIDE.
+// Leaves a thread's sums in shared memory, in rows of LH_STRIDE; TURNED: the result is their transposed.
+template <bool TURNED>
 __device__ __forceinline__ void lh_leave(const float (&c)[LH_TILE / 8][4], float* to, int row, int lane) {
 #pragma unroll
     for (int n = 0; n < LH_TILE / 8; n++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float* at = to + (row + lane / 4 + half * 8) * LH_STRIDE + n * 8 + lane % 4 * 2;
-            *(float2*)at = make_float2(c[n][half * 2], c[n][half * 2 + 1]);
+            const int r = row + lane / 4 + half * 8, column = n * 8 + lane % 4 * 2;
+            if (TURNED) {
+                to[column * LH_STRIDE + r] = c[n][half * 2];
+                to[(column + 1) * LH_STRIDE + r] = c[n][half * 2 + 1];
+            } else {
+                *(float2*)(to + r * LH_STRIDE + column) = make_float2(c[n][half * 2], c[n][half * 2 + 1]);
+            }
         }
     }
 }
@@ -163,7 +218,7 @@ struct LowPieces {
 
 // Grid (slices, tiles of the rank, tiles of channels), clusters of `slices`, at most 8. The sink takes four elements of
 // a row at a time, as low_rank.cuh's do.
-template <bool LEFT, int STAGES, typename Sink>
+template <typename E, bool LEFT, int STAGES, typename Sink>
 __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, Sink sink) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -180,21 +235,22 @@ __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     __syncthreads();
     launch_next();
     const int row = (LEFT ? blockIdx.y : blockIdx.z) * LH_TILE, column = (LEFT ? blockIdx.z : blockIdx.y) * LH_TILE;
-    const int all = (s.depth + LH_DEPTH - 1) / LH_DEPTH, first = all * (int)blockIdx.x / s.slices,
+    constexpr int DEPTH = LowOperand<E>::DEPTH;
+    const int all = (s.depth + DEPTH - 1) / DEPTH, first = all * (int)blockIdx.x / s.slices,
               steps = all * ((int)blockIdx.x + 1) / s.slices - first;
     typedef LowPieces<STAGES == 3 ? 2 : 4, Sink> Pieces;  // as many as the registers hold
     Pieces pieces;
     pieces.next = blockIdx.x * 256 + threadIdx.x, pieces.step = s.slices * 256;
     pieces.row = row, pieces.column = column, pieces.s = s;
     if (warp == 8) {
-        if (is_elected()) lh_project_produce<LEFT, STAGES>(shared, &maps, row, column, first, steps);
+        if (is_elected()) lh_project_produce<E, LEFT, STAGES>(shared, &maps, row, column, first, steps);
         __syncwarp();
         __syncthreads();
     } else {
         float c[LH_TILE / 8][4];
-        lh_project_multiply<LEFT, STAGES>(c, shared, warp / 4, lane, steps);
+        lh_project_multiply<E, LEFT, STAGES>(c, shared, warp, lane, steps);
         __syncthreads();  // nobody reads the stages any more
-        lh_leave(c, (float*)low_project_shared, warp * 16, lane);
+        lh_leave<LEFT && sizeof(E) == 4>(c, (float*)low_project_shared, warp * 16, lane);
     }
     lh_cluster_arrive();
     if (warp < 8) pieces.ask(sink);
@@ -229,23 +285,25 @@ inline int low_project_slices(const Device* dev, int64_t tiles, int64_t steps) {
     return best;
 }
 
-inline LowProjectPlan low_project_plan(const Device* dev, const bf16* g, const bf16* q, int64_t rows, int64_t cols,
-                                       int64_t rank) {
+// q in TF32: rounded by low_round.
+template <typename E>
+LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, int64_t rows, int64_t cols, int64_t rank) {
+    constexpr bool FP32 = sizeof(E) == 4;
     LowProjectPlan p;
     p.left = rows < cols;
     const int64_t side = p.left ? rows : cols, length = p.left ? cols : rows;
     p.across = (unsigned)ceil_div(rank, LH_TILE), p.down = (unsigned)ceil_div(length, LH_TILE);
     p.s.rows = (int)(p.left ? rank : rows), p.s.cols = (int)(p.left ? cols : rank), p.s.depth = (int)side;
-    p.s.slices = low_project_slices(dev, (int64_t)p.across * p.down, ceil_div(side, LH_DEPTH));
-    const CUtensorMap of_q = tensor_map(q, 1, rank, side, LH_TILE),
-                      of_g = tensor_map(g, 1, rows, cols, p.left ? LH_DEPTH : LH_TILE);
-    p.maps = p.left ? LowProjectMaps{of_q, of_g} : LowProjectMaps{of_g, of_q};
+    p.s.slices = low_project_slices(dev, (int64_t)p.across * p.down, ceil_div(side, LowOperand<E>::DEPTH));
+    const CUtensorMap of_q = tensor_map(q, 1, rank, side, LH_TILE, FP32),
+                      of_g = tensor_map(g, 1, rows, cols, p.left ? LowOperand<E>::DEPTH : LH_TILE, FP32);
+    p.maps = p.left && !FP32 ? LowProjectMaps{of_q, of_g} : LowProjectMaps{of_g, of_q};
     return p;
 }
 
-template <int STAGES, typename Sink>
+template <typename E, int STAGES, typename Sink>
 void low_project_run(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
-    auto kernel = p->left ? low_project_kernel<true, STAGES, Sink> : low_project_kernel<false, STAGES, Sink>;
+    auto kernel = p->left ? low_project_kernel<E, true, STAGES, Sink> : low_project_kernel<E, false, STAGES, Sink>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, lh_project_bytes<STAGES>()));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(LH_PROJECT_THREADS);
@@ -267,7 +325,7 @@ struct LowBackLayout {
     static constexpr int A = LH_TILE * DEPTH * 2, B = DEPTH * PANEL_ROW_BYTES, STAGE = PANELS * (B + LH_PANEL_BYTES),
                          STAGES = (LH_SHARED_BYTES - A - 512) / STAGE, BARRIERS = A + STAGES * STAGE,
                          BYTES = BARRIERS + STAGES * 16 + 16;
-    static_assert(STAGES >= 2, "a stage becomes free in the step after its own");
+    static_assert(STAGES >= 2, "a stage becomes free in the course of the next step");
 
     // Barriers: the stage has come, the stage is free; a has come, a is free.
     static constexpr int full(int stage) { return BARRIERS + stage * 8; }
@@ -390,6 +448,10 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
         barrier_wait(shared + Layout::full(ring.stage), ring.parity, 7);
         float c[PANELS * 8][4];
         lh_back_multiply<LEFT, DEPTH, PANELS>(c, shared, b, warp / 4);
+        if (last >= 0 && lane == 0) {
+            store_wait_read<0>();  // the copy engine has read the stage before
+            barrier_arrive(shared + Layout::empty(last));
+        }
         lh_back_update<PANELS>(sink, c, slot, row * LH_TILE + warp * 16, column, lane);
         fence_async();
         __syncwarp();
@@ -397,8 +459,6 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
             for (int p = 0; p < PANELS; p++)
                 tensor_store(&maps->to, slot + p * LH_PANEL_BYTES, column + p * 64, row * LH_TILE + warp * 16, 0);
             store_commit();
-            store_wait_read<1>();  // of the step before
-            if (last >= 0) barrier_arrive(shared + Layout::empty(last));
         }
         last = ring.stage;
     }
@@ -447,7 +507,7 @@ struct LowBackPlan {
 
 // True if these kernels run here for that rank.
 inline bool low_hopper_fits(const Device* dev, int64_t rank) {
-    static const bool built = hopper_kernel_is_built(low_project_kernel<false, 3, LowStore>);
+    static const bool built = hopper_kernel_is_built(low_project_kernel<bf16, false, 3, LowStore>);
     return built && dev->compute == 90 && dev->shared_memory >= LH_SHARED_BYTES && rank <= 256;
 }
 
@@ -466,20 +526,27 @@ inline LowBackPlan low_back_plan(bf16* w, const bf16* n, const bf16* q, int64_t 
     return p;
 }
 
+// Launches a kernel whose blocks stay and share `steps`.
+template <typename... Given>
+void low_stream_launch(const Device* dev, void (*kernel)(Given...), int64_t steps, int threads, int bytes, bool early,
+                       std::decay_t<Given>... given) {
+    cudaLaunchAttribute serial = {};
+    serial.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serial.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(steps < dev->sm_count ? steps : dev->sm_count)), config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = (size_t)bytes, config.stream = dev->stream;
+    config.attrs = &serial, config.numAttrs = early ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, given...));
+}
+
 template <int DEPTH, int PANELS, typename Sink>
 void low_back_launch(const Device* dev, const LowBackPlan* p, const Sink& sink, bool early) {
     auto kernel = p->left ? low_back_kernel<true, DEPTH, PANELS, Sink> : low_back_kernel<false, DEPTH, PANELS, Sink>;
     constexpr int BYTES = LowBackLayout<DEPTH, PANELS>::BYTES;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const int64_t steps = ceil_div(p->s.rows, LH_TILE) * ceil_div(p->s.cols, 64 * PANELS);
-    cudaLaunchAttribute serial = {};
-    serial.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    serial.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)(steps < dev->sm_count ? steps : dev->sm_count));
-    config.blockDim = dim3(LH_BACK_THREADS), config.dynamicSmemBytes = BYTES, config.stream = dev->stream;
-    config.attrs = &serial, config.numAttrs = early ? 1 : 0;
-    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, sink));
+    low_stream_launch(dev, kernel, steps, LH_BACK_THREADS, BYTES, early, p->maps, p->s, sink);
 }
 
 // `early`: the blocks may begin while the last launch, which lets them, ends; it must not write the weights.

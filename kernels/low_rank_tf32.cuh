@@ -1,0 +1,249 @@
+// The second product of low_rank.cuh, U = x^T y^T turned, with its update of the weights, in fp32 with TF32 products on
+// sm_90a: for matrices W (rows, cols),
+//     right: x = Q (rank, C), y = N (R, rank),      left: x = N (rank, C), y = Q^T (R, rank)
+// wgmma takes operands of TF32 from shared memory only with K along a row, which y has and x has not. So x goes through
+// registers, and what a block makes is U transposed: it keeps 128 columns of x as operands of its two warpgroups, walks
+// down the weights, 32 rows a step, and reads and writes the weights word by word in shared memory, where the copy
+// engine's permutation puts the words of a warp in different banks. The blocks share all steps evenly.
+//
+// y must be rounded to TF32 (low_round), since the tensor cores cut; x is rounded here. The rank is at most 128.
+// Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
+#pragma once
+#include "low_rank_hopper.cuh"
+
+#ifdef __CUDACC__
+constexpr int LT_ROWS = 32, LT_THREADS = 320, LT_PANEL_BYTES = LT_ROWS * PANEL_ROW_BYTES;
+
+struct LowTurnedMaps {
+    CUtensorMap x, y, weights;
+};
+
+// Where things lie in shared memory: a stage has 32 rows of y and of the weights, as panels of 32 columns, or a
+// warpgroup's half of x.
+template <int DEPTH>
+struct LowTurnedLayout {
+    static constexpr int Y = DEPTH / 32 * LT_PANEL_BYTES, STAGE = Y + 4 * LT_PANEL_BYTES,
+                         X = 2 * DEPTH * PANEL_ROW_BYTES, STAGES = (LH_SHARED_BYTES - 512) / STAGE,
+                         BARRIERS = STAGES * STAGE, BYTES = BARRIERS + STAGES * 16;
+    static_assert(X <= STAGE && STAGES >= 4, "x takes two of several stages");
+    static constexpr int full(int stage) { return BARRIERS + stage * 8; }
+    static constexpr int empty(int stage) { return BARRIERS + (STAGES + stage) * 8; }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A block's steps: they go down columns of tiles. Before the first one here of each, two bring x, half by half.
+template <int DEPTH>
+struct LowDescent {
+    typedef LowTurnedLayout<DEPTH> Layout;
+    int at, end, down, present, halves;  // halves: of x that have come for the tile
+    LowRing<Layout::STAGES> ring;
+
+    __device__ __forceinline__ LowDescent(LowResult s) {
+        down = (s.rows + LT_ROWS - 1) / LT_ROWS, present = -1, halves = 0;
+        const int64_t all = (int64_t)down * ((s.cols + LH_TILE - 1) / LH_TILE);
+        at = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
+    }
+    __device__ __forceinline__ bool more() const { return at < end; }
+    __device__ __forceinline__ bool brings_x() const { return at / down != present; }
+    __device__ __forceinline__ void advance() {
+        if (!brings_x())
+            at++;
+        else if (++halves == 2)
+            present = at / down, halves = 0;
+        ring.advance();
+    }
+    __device__ __forceinline__ int row() const { return at % down * LT_ROWS; }
+    __device__ __forceinline__ int column() const { return at / down * LH_TILE; }
+};
+
+// One thread: orders the weights.
+template <int DEPTH>
+__device__ __forceinline__ void lt_weights(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH> d) {
+    typedef LowTurnedLayout<DEPTH> Layout;
+    for (; d.more(); d.advance()) {
+        const uint32_t full = shared + Layout::full(d.ring.stage),
+                       to = shared + d.ring.stage * Layout::STAGE + Layout::Y;
+        barrier_wait(shared + Layout::empty(d.ring.stage), d.ring.parity ^ 1, 1);
+        if (d.brings_x()) {
+            barrier_arrive(full);
+            continue;
+        }
+        barrier_expect(full, 4 * LT_PANEL_BYTES);
+        for (int p = 0; p < 4; p++)
+            tensor_load(to + p * LT_PANEL_BYTES, &maps->weights, full, d.column() + p * 32, d.row(), 0);
+    }
+}
+
+// Another one: orders the operands, which may be results of the last launch.
+template <int DEPTH>
+__device__ __forceinline__ void lt_operands(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH> d) {
+    typedef LowTurnedLayout<DEPTH> Layout;
+    wait_for_last();
+    for (; d.more(); d.advance()) {
+        const uint32_t full = shared + Layout::full(d.ring.stage), to = shared + d.ring.stage * Layout::STAGE;
+        barrier_wait(shared + Layout::empty(d.ring.stage), d.ring.parity ^ 1, 2);
+        barrier_expect(full, d.brings_x() ? Layout::X : Layout::Y);
+        if (d.brings_x()) {
+            for (int p = 0; p < 2; p++) {
+                const int column = d.column() + d.halves * 64 + p * 32;
+                tensor_load(to + p * DEPTH * PANEL_ROW_BYTES, &maps->x, full, column, 0, 0);
+            }
+        } else {
+            for (int p = 0; p < DEPTH / 32; p++)
+                tensor_load(to + p * LT_PANEL_BYTES, &maps->y, full, p * 32, d.row(), 0);
+        }
+    }
+}
+
+// A warp: updates its 16 columns of a step's rows of the weights, whose four panels begin at `panels`.
+template <typename Sink>
+__device__ __forceinline__ void lt_update(const Sink& sink, const float (&c)[LT_ROWS / 8][4], uint32_t panels, int row,
+                                          int column, int warp, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int across = warp * 16 + half * 8 + lane / 4;
+        const uint32_t panel = panels + across / 32 * LT_PANEL_BYTES + across % 4 * 4;
+#pragma unroll
+        for (int n = 0; n < LT_ROWS / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int down = n * 8 + lane % 4 * 2 + i;
+                const uint32_t at = panel + panel_offset(down, across % 32 / 4);
+                const float w =
+                    sink.one(row + down, column + across, __uint_as_float(load_word(at)), c[n][half * 2 + i]);
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(w) : "memory");
+            }
+        }
+    }
+}
+
+template <int DEPTH, typename Sink>
+__device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH> d,
+                                           const Sink& sink, int warp, int lane) {
+    typedef LowTurnedLayout<DEPTH> Layout;
+    uint32_t x[DEPTH / 8][4];
+    int last = -1;
+    for (; d.more(); d.advance()) {
+        const uint32_t stage = shared + d.ring.stage * Layout::STAGE, empty = shared + Layout::empty(d.ring.stage);
+        barrier_wait(shared + Layout::full(d.ring.stage), d.ring.parity, 3);
+        if (d.brings_x()) {
+            if (warp / 4 == d.halves) {
+#pragma unroll
+                for (int k = 0; k < DEPTH / 8; k++) lh_read_down<DEPTH>(x[k], stage, warp % 4 * 16, k, lane);
+            }
+            fence_async();
+            group_sync(1 + warp / 2, 64);
+            if (warp % 2 == 0 && lane == 0) barrier_arrive(empty);
+            continue;
+        }
+        float c[LT_ROWS / 8][4];
+        const uint64_t y = uniform_operand(operand_k_major<LT_ROWS>(stage, 0));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < DEPTH / 8; k++)
+            Wgmma<LT_ROWS, float>::registers(c, x[k], operand_step(y, k / 4 * LT_PANEL_BYTES + k % 4 * 32), k > 0);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_hold(c);
+        if (last >= 0 && warp % 2 == 0 && lane == 0) {
+            store_wait_read<0>();  // the copy engine has read the stage before
+            barrier_arrive(shared + Layout::empty(last));
+        }
+        lt_update(sink, c, stage + Layout::Y, d.row(), d.column(), warp, lane);
+        fence_async();
+        group_sync(1 + warp / 2, 64);  // two warps have a panel
+        if (warp % 2 == 0 && lane == 0) {
+            const int panel = warp / 2;
+            tensor_store(&maps->weights, stage + Layout::Y + panel * LT_PANEL_BYTES, d.column() + panel * 32, d.row(),
+                         0);
+            store_commit();
+        }
+        last = d.ring.stage;
+    }
+    if (warp % 2 == 0 && lane == 0) store_wait_read<0>();
+}
+#endif
+
+// Any grid. The sink's one(row, column, w, u) returns the new weight; some lie outside of the matrix.
+template <int DEPTH, typename Sink>
+__global__ void __launch_bounds__(LT_THREADS, 1)
+    low_turned_kernel(const __grid_constant__ LowTurnedMaps maps, LowResult s, Sink sink) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    typedef LowTurnedLayout<DEPTH> Layout;
+    extern __shared__ __align__(1024) unsigned char low_turned_shared[];
+    const uint32_t shared = shared_offset(low_turned_shared);
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < Layout::STAGES; i++) {
+            barrier_init(shared + Layout::full(i), 2);
+            barrier_init(shared + Layout::empty(i), 4);  // a thread for each panel of the weights
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    const LowDescent<DEPTH> descent(s);
+    if (warp == 8) {
+        if (is_elected()) lt_weights<DEPTH>(shared, &maps, descent);
+    } else if (warp == 9) {
+        if (is_elected()) lt_operands<DEPTH>(shared, &maps, descent);
+    } else {
+        lt_consume<DEPTH>(shared, &maps, descent, sink, warp, lane);
+    }
+#else
+    (void)maps, (void)s, (void)sink;
+#endif
+}
+
+struct LowTurnedPlan {
+    LowTurnedMaps maps;
+    LowResult s;
+};
+
+inline bool low_turned_fits(const Device* dev, int64_t rank) {
+    return low_hopper_fits(dev, rank) && rank <= 128;
+}
+
+// y is n, or on the left q_turned, (R, rank), which is not read otherwise.
+inline LowTurnedPlan low_turned_plan(float* w, const float* n, const float* q, const float* q_turned, int64_t rows,
+                                     int64_t cols, int64_t rank) {
+    LowTurnedPlan p;
+    p.s = {(int)rows, (int)cols, (int)rank, 1};
+    p.maps.x = tensor_map(rows < cols ? n : q, 1, rank, cols, rank <= 64 ? 64 : 128, true);
+    p.maps.y = tensor_map(rows < cols ? q_turned : n, 1, rows, rank, LT_ROWS, true);
+    p.maps.weights = tensor_map(w, 1, rows, cols, LT_ROWS, true);
+    return p;
+}
+
+template <int DEPTH, typename Sink>
+void low_turned_launch(const Device* dev, const LowTurnedPlan* p, const Sink& sink, bool early) {
+    auto kernel = low_turned_kernel<DEPTH, Sink>;
+    constexpr int BYTES = LowTurnedLayout<DEPTH>::BYTES;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+    const int64_t steps = ceil_div(p->s.rows, LT_ROWS) * ceil_div(p->s.cols, LH_TILE);
+    low_stream_launch(dev, kernel, steps, LT_THREADS, BYTES, early, p->maps, p->s, sink);
+}
+
+// `early`: as low_back_run's.
+template <typename Sink>
+void low_turned_run(const Device* dev, const LowTurnedPlan* p, const Sink& sink, bool early) {
+    if (p->s.depth <= 64)
+        low_turned_launch<64>(dev, p, sink, early);
+    else
+        low_turned_launch<128>(dev, p, sink, early);
+}
+
+// to = from rounded to TF32, or its transposed; from is (rows, cols). Grid any, block 256.
+static __global__ void low_round_kernel(float* to, const float* from, int rows, int cols, bool turned) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < (int64_t)rows * cols; i += 256ll * gridDim.x) {
+        const int64_t at = turned ? i % rows * cols + i / rows : i;
+        uint32_t word;
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(from[at]));
+        to[i] = __uint_as_float(word);
+    }
+}
+
+inline void low_round(const Device* dev, float* to, const float* from, int64_t rows, int64_t cols, bool turned) {
+    low_round_kernel<<<1024, 256, 0, dev->stream>>>(to, from, (int)rows, (int)cols, turned);
+    check_launch();
+}
+#endif
