@@ -7,8 +7,8 @@
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
-//   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128]
-// With "parts", both halves of the step by themselves; with a precision or a rank, that one alone.
+//   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
+// With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
 #define NIBBLE_HANG_REPORT  // a wait of two seconds traps
 #include "../kernels/low_rank_tf32.cuh"
 #include "double.h"
@@ -357,8 +357,11 @@ static const Variant VARIANTS[] = {
     {"late", {nullptr, nullptr, wgmma_first<bf16, 3>}, {nullptr, nullptr, wgmma_second<1, false>}, true},
 };
 
+static const char* wanted_variant = nullptr;  // all, if null
+
 static bool is_there(const Variant& v, const Step& s) {
-    return v.first[s.precision] && (!v.needs_wgmma || s.by_wgmma);
+    const bool wanted = !wanted_variant || strcmp(wanted_variant, v.name) == 0;
+    return wanted && v.first[s.precision] && (!v.needs_wgmma || s.by_wgmma);
 }
 
 // The check: the first moments, which hold low, and the weights' change, from weights of 0.
@@ -466,15 +469,19 @@ static Wish wish_of(int argc, char** argv) {
         int p = 0;
         while (p < PRECISIONS && strcmp(argv[i], NAMES[p]) != 0) p++;
         const int64_t rank = atoll(argv[i]);
+        bool is_variant = false;
+        for (const Variant& v : VARIANTS) is_variant = is_variant || strcmp(argv[i], v.name) == 0;
         if (strcmp(argv[i], "parts") == 0)
             wish.parts = true;
         else if (p < PRECISIONS)
             wish.precision = p;
         else if (rank > 0 && rank % 8 == 0)
             wish.rank = rank;
+        else if (is_variant)
+            wanted_variant = argv[i];
         else
             user_error(
-                "galore: %s is neither parts, nor fp32, tf32 or bf16, nor a rank; type galore [parts] [bf16] [128]",
+                "galore: %s is not parts, a precision, a rank or a variant; type galore [parts] [bf16] [128] [ours]",
                 argv[i]);
     }
     return wish;
@@ -495,7 +502,6 @@ int main(int argc, char** argv) {
             if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
         }
     }
-    if (!right) return 1;
     for (int64_t cols : {4096, 11008}) {
         for (int p = PRECISIONS - 1; p >= 0; p--) {
             for (int64_t rank : {32, 64, 128, 256, 512}) {
@@ -504,5 +510,5 @@ int main(int argc, char** argv) {
         }
     }
     device_close(&dev);
-    return 0;
+    return right ? 0 : 1;
 }
