@@ -13,10 +13,10 @@
 //
 // Both products are deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
-#include "hopper.cuh"
 #include "low_rank.cuh"
-
 #ifdef __CUDACC__
+#include "hopper.cuh"
+
 constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
 
 // The result of a product: its sides in memory, what the sum runs over, and the blocks that share a tile.
@@ -512,7 +512,7 @@ inline bool low_hopper_fits(const Device* dev, int64_t rank) {
 }
 
 inline int low_back_depth(int64_t rank) {
-    return rank <= 64 ? 64 : rank <= 128 ? 128 : 256;
+    return (int)ceil_div(rank, 64) * 64;
 }
 
 inline LowBackPlan low_back_plan(bf16* w, const bf16* n, const bf16* q, int64_t rows, int64_t cols, int64_t rank) {
@@ -557,6 +557,8 @@ void low_back_run(const Device* dev, const LowBackPlan* p, const Sink& sink, boo
         low_back_launch<64, PANELS>(dev, p, sink, early);
     else if (depth == 128)
         low_back_launch<128, PANELS>(dev, p, sink, early);
+    else if (depth == 192)
+        low_back_launch<192, PANELS>(dev, p, sink, early);
     else
         low_back_launch<256, 1>(dev, p, sink, early);  // two panels would leave room for one stage
 }

@@ -1,6 +1,6 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
-#include "../../kernels/low_rank.cuh"
+#include "../../kernels/low_rank_hopper.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
 #include "tensor_cores.h"
@@ -274,6 +274,31 @@ static double low_bound(const Device* dev, int64_t depth, bool fp32) {
     return tensor_core_bound(core, 3 * depth, 1.0) + sums + 6.0 * ldexp(1.0, -22) * sqrt((double)depth);
 }
 
+// Adds U to weights.
+struct AddPairs {
+    __device__ void pairs(int, int, uint32_t (&w)[2], const float (&u)[4]) const {
+        const float2 near = pair_floats(w[0]), far = pair_floats(w[1]);
+        w[0] = pack_bf16(near.x + u[0], near.y + u[1]), w[1] = pack_bf16(far.x + u[2], far.y + u[3]);
+    }
+};
+
+// low and U by products of warpgroups; U is added to weights.
+static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const bf16* g,
+                         const bf16* q, const bf16* n, const float* want_low, float* want, double* worst) {
+    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
+    Array<float> low(dev, rank * length);
+    Array<bf16> w(dev, R * C, 4, 1.0f);
+    const LowStore sink = {low.device, R >= C ? rank : length};
+    const LowProjectPlan project = low_project_plan(dev, g, q, R, C, rank);
+    check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
+                 [&] { low_project_run<bf16, 3>(dev, &project, sink); });
+    float* before = floats(R * C);
+    for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
+    const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);
+    check_output(test, worst, what, &w, before, want, low_bound(dev, rank, false),
+                 [&] { low_back_run<1>(dev, &back, AddPairs{}, false); });
+}
+
 // Both products of a matrix, as the fused way takes them: with gradients of bf16 the library has the first one.
 template <typename E>
 static void check_products(Test* test, const Device* dev, const Shape& s, int64_t rank, double* worst) {
@@ -284,14 +309,14 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const char* what = formatted("%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
     const Array<E> g(dev, R * C, 1, 1.0f), q(dev, rank * side, 2, 1.0f), n(dev, rank * length, 3, 1.0f);
     Array<float> low(dev, rank * length), u(dev, R * C);
-    float *turned = floats(rank * side), *want = floats(R * C);
+    float *turned = floats(rank * side), *want_low = floats(rank * length), *want = floats(R * C);
     for (int64_t i = 0; i < rank * side; i++) turned[i % side * rank + i / side] = q.host[i];
+    const CpuGemm low_rows = {R, rank, C, g.host, C, 1, turned, rank, 1, want_low, false},
+                  low_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want_low, false};
+    exact_gemm(right ? &low_rows : &low_columns);
     if constexpr (FP32) {
-        const CpuGemm of_rows = {R, rank, C, g.host, C, 1, turned, rank, 1, want, false},
-                      of_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want, false};
-        exact_gemm(right ? &of_rows : &of_columns);
         const LowStore sink = {low.device, right ? rank : length};
-        check_output(test, worst, what, &low, nullptr, want, low_bound(dev, side, true),
+        check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
                      [&] { low_project<E, PARTS>(dev, g.device, q.device, R, C, rank, sink); });
     }
     const CpuGemm of_rows = {R, C, rank, n.host, rank, 1, q.host, side, 1, want, false},
@@ -300,6 +325,10 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const LowStore sink = {u.device, C};
     check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
                  [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
+    if constexpr (!FP32) {
+        if (low_hopper_fits(dev, rank))
+            check_hopper(test, dev, what, s, rank, g.device, q.device, n.device, want_low, want, worst);
+    }
 }
 
 // Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in

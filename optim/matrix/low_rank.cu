@@ -2,7 +2,7 @@
 // thread or a warp each, and the CPU in order.
 #include "low_rank.h"
 
-#include "../../kernels/low_rank.cuh"
+#include "../../kernels/low_rank_hopper.cuh"
 #include "../../kernels/matmul_product.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
@@ -467,6 +467,33 @@ struct ApplySink {
         *(decltype(Old::codes)*)(weights + at) = *(const decltype(Old::codes)*)code;
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
+
+    // Weights of bf16, as low_rank_hopper.cuh hands them over: two and the two that are eight columns on.
+    __device__ __forceinline__ void pairs(int row, int column, uint32_t (&w)[2], const float (&u)[4]) const {
+        if (!is_finite(*unit)) return;
+        const int64_t at = element + row * cols + column;
+        const int lane = (int)(at % NOISE_ELEMENTS), first = lane % 8 / 4;
+        Noise noise = {};
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            // Eight elements on is the other half of the same sixteen, or the first half of the next ones.
+            if (KIND == LOW_BF16_SR && (pair == 0 || lane >= 8))
+                noise = noise_draw({seed, step, NOISE_WEIGHTS, (at + pair * 8) & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
+            const bool upper = (lane >= 8) != (pair == 1);
+            Noise mine = noise;
+            mine.word[0] = upper ? (first ? noise.word[3] : noise.word[2]) : first ? noise.word[1] : noise.word[0];
+            uint16_t code[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float p = Bf16::decode((uint16_t)(w[pair] >> i * 16));
+                MatrixApply::update(hyper, exact_mul(scale, u[pair * 2 + i]), &p, nullptr, nullptr, nullptr);
+                code[i] = KIND == LOW_BF16_SR
+                              ? Bf16::encode(p, lane % 4 ? noise_lane(mine, 2 + i) : noise_lane(mine, i))
+                              : Bf16::encode(p);
+            }
+            w[pair] = code[0] | (uint32_t)code[1] << 16;
+        }
+    }
 };
 
 static LowWeights low_weights(const OptimConfig* config) {
@@ -499,6 +526,13 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
     if (is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
+        if constexpr (KIND != LOW_FP32) {
+            if (!copy && low_hopper_fits(dev, l->rank)) {
+                const LowBackPlan plan = low_back_plan((bf16*)weights + m->element, n, q, m->rows, m->cols, l->rank);
+                low_back_run<1>(dev, &plan, sink, false);
+                return;
+            }
+        }
         low_back<bf16, 1>(dev, n, q, m->rows, m->cols, l->rank, sink);
     } else {
         low_back<float, 3>(dev, l->direction, l->q, m->rows, m->cols, l->rank, sink);
