@@ -199,10 +199,10 @@ struct Step {
     Adam adam;
     Update update;
     Library project, back;
-    bool by_wgmma;  // what follows is there
-    LowProjectPlan of_project;
-    LowBackPlan of_back;      // bf16
-    LowTurnedPlan of_turned;  // TF32
+    bool by_wgmma;                         // what follows is there
+    LowProjectPlan of_project, and_ahead;  // the latter fetches weights for the second product
+    LowBackPlan of_back;                   // bf16
+    LowTurnedPlan of_turned;               // TF32
 };
 
 template <typename E>
@@ -242,6 +242,8 @@ static void open_wgmma(Room* room, Step* s) {
     if (s->precision == BF16) {
         s->of_project = low_project_plan(dev, (const bf16*)s->g, (const bf16*)s->q, rows, cols, rank);
         s->of_back = low_back_plan((bf16*)s->w, (const bf16*)s->n, (const bf16*)s->q, rows, cols, rank);
+        s->and_ahead = s->of_project;
+        low_fetch_ahead(dev, &s->and_ahead, &s->of_back, 4);
     } else {
         const int64_t side = rows < cols ? rows : cols;
         float *q = room->device<float>(rank * side), *turned = room->device<float>(rank * side);
@@ -249,6 +251,8 @@ static void open_wgmma(Room* room, Step* s) {
         low_round(dev, turned, (const float*)s->q, rank, side, true);
         s->of_project = low_project_plan(dev, (const float*)s->g, (const float*)q, rows, cols, rank);
         s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, q, turned, rows, cols, rank);
+        s->and_ahead = s->of_project;
+        low_fetch_turned(dev, &s->and_ahead, &s->of_turned, 4);
     }
 }
 
@@ -313,10 +317,10 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
-template <typename E, int STAGES>
+template <typename E, int STAGES, bool AHEAD = false>
 static void wgmma_first(const Device* dev, const Step* s) {
     const AdamSink<E, sizeof(E) == 4> sink = {s->adam, (E*)s->n, s->of_project.s.cols};
-    low_project_run<E, STAGES>(dev, &s->of_project, sink);
+    low_project_run<E, STAGES>(dev, AHEAD ? &s->and_ahead : &s->of_project, sink);
 }
 
 template <int PANELS, bool EARLY>
@@ -346,15 +350,19 @@ static const Variant VARIANTS[] = {
     {"ours",
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
-    {"wgmma3",
-     {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 3>},
-     {nullptr, turned_second<true>, wgmma_second<1, true>},
-     true},
+    {"wgmma3", {nullptr, nullptr, wgmma_first<bf16, 3>}, {nullptr, nullptr, wgmma_second<1, true>}, true},
     {"wgmma6",
      {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 6>},
-     {nullptr, turned_second<false>, wgmma_second<2, true>},
+     {nullptr, turned_second<true>, wgmma_second<2, true>},
      true},
-    {"late", {nullptr, nullptr, wgmma_first<bf16, 3>}, {nullptr, nullptr, wgmma_second<1, false>}, true},
+    {"ahead",
+     {nullptr, wgmma_first<float, 6, true>, wgmma_first<bf16, 6, true>},
+     {nullptr, turned_second<true>, wgmma_second<1, true>},
+     true},
+    {"late",
+     {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 6>},
+     {nullptr, turned_second<false>, wgmma_second<1, false>},
+     true},
 };
 
 static const char* wanted_variant = nullptr;  // all, if null

@@ -25,7 +25,15 @@ struct LowResult {
 };
 
 struct LowProjectMaps {
-    CUtensorMap a, b;
+    CUtensorMap a, b, next;  // next: see LowAhead
+};
+
+// What the blocks of a projection bring to the L2 cache when their own operands are on the way: `fetched` boxes of what
+// each of `blocks` blocks of the launch after it begins with, of (down, across) boxes of box_rows x box_columns that
+// they walk over row by row, or with `turned` column by column. None: fetched is 0.
+struct LowAhead {
+    int fetched, blocks, down, across, box_rows, box_columns;
+    bool turned;
 };
 
 struct LowBackMaps {
@@ -160,6 +168,21 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[LH_TILE / 8][4], 
     wgmma_hold(c);
 }
 
+// One thread, see LowAhead.
+__device__ __forceinline__ void lh_fetch_ahead(const CUtensorMap* map, LowAhead a) {
+    const int all = gridDim.x * gridDim.y * gridDim.z,
+              self = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    for (int block = self; block < a.blocks && a.fetched > 0; block += all) {
+        const int64_t steps = (int64_t)a.down * a.across;
+        const int begin = (int)(steps * block / a.blocks), end = (int)(steps * (block + 1) / a.blocks);
+        for (int at = begin; at < end && at < begin + a.fetched; at++) {
+            const int row = a.turned ? at % a.down : at / a.across, column = a.turned ? at / a.down : at % a.across;
+            for (int c = 0; c < (a.turned ? LH_TILE : a.box_columns); c += a.box_columns)
+                tensor_fetch(map, column * (a.turned ? LH_TILE : a.box_columns) + c, row * a.box_rows, 0);
+        }
+    }
+}
+
 // Leaves a thread's sums in shared memory, in rows of LH_STRIDE; TURNED: the result is their transposed.
 template <bool TURNED>
 __device__ __forceinline__ void lh_leave(const float (&c)[LH_TILE / 8][4], float* to, int row, int lane) {
@@ -220,7 +243,7 @@ struct LowPieces {
 // a row at a time, as low_rank.cuh's do.
 template <typename E, bool LEFT, int STAGES, typename Sink>
 __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
-    low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, Sink sink) {
+    low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, LowAhead ahead, Sink sink) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char low_project_shared[];
     const uint32_t shared = shared_offset(low_project_shared);
@@ -238,22 +261,27 @@ __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     constexpr int DEPTH = LowOperand<E>::DEPTH;
     const int all = (s.depth + DEPTH - 1) / DEPTH, first = all * (int)blockIdx.x / s.slices,
               steps = all * ((int)blockIdx.x + 1) / s.slices - first;
-    typedef LowPieces<STAGES == 3 ? 2 : 4, Sink> Pieces;  // as many as the registers hold
+    constexpr bool ASKS_FIRST = STAGES > 3;  // registers hold what the sink reads while the product is made
+    typedef LowPieces<ASKS_FIRST ? 4 : 2, Sink> Pieces;
     Pieces pieces;
     pieces.next = blockIdx.x * 256 + threadIdx.x, pieces.step = s.slices * 256;
     pieces.row = row, pieces.column = column, pieces.s = s;
     if (warp == 8) {
-        if (is_elected()) lh_project_produce<E, LEFT, STAGES>(shared, &maps, row, column, first, steps);
+        if (is_elected()) {
+            lh_project_produce<E, LEFT, STAGES>(shared, &maps, row, column, first, steps);
+            lh_fetch_ahead(&maps.next, ahead);
+        }
         __syncwarp();
         __syncthreads();
     } else {
+        if (ASKS_FIRST) pieces.ask(sink);
         float c[LH_TILE / 8][4];
         lh_project_multiply<E, LEFT, STAGES>(c, shared, warp, lane, steps);
         __syncthreads();  // nobody reads the stages any more
         lh_leave<LEFT && sizeof(E) == 4>(c, (float*)low_project_shared, warp * 16, lane);
     }
     lh_cluster_arrive();
-    if (warp < 8) pieces.ask(sink);
+    if (warp < 8 && !ASKS_FIRST) pieces.ask(sink);
     lh_cluster_wait();
     if (warp < 8) {
         pieces.give(sink, shared);
@@ -263,13 +291,14 @@ __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     lh_cluster_arrive();
     lh_cluster_wait();  // no block ends while another reads its shared memory
 #else
-    (void)maps, (void)s, (void)sink;
+    (void)maps, (void)s, (void)ahead, (void)sink;
 #endif
 }
 
 struct LowProjectPlan {
     LowProjectMaps maps;
     LowResult s;
+    LowAhead ahead;
     unsigned across, down;  // tiles of the rank and of channels
     bool left;
 };
@@ -297,7 +326,8 @@ LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, int64
     p.s.slices = low_project_slices(dev, (int64_t)p.across * p.down, ceil_div(side, LowOperand<E>::DEPTH));
     const CUtensorMap of_q = tensor_map(q, 1, rank, side, LH_TILE, FP32),
                       of_g = tensor_map(g, 1, rows, cols, p.left ? LowOperand<E>::DEPTH : LH_TILE, FP32);
-    p.maps = p.left && !FP32 ? LowProjectMaps{of_q, of_g} : LowProjectMaps{of_g, of_q};
+    p.maps = p.left && !FP32 ? LowProjectMaps{of_q, of_g, of_g} : LowProjectMaps{of_g, of_q, of_g};
+    p.ahead = {};
     return p;
 }
 
@@ -312,7 +342,7 @@ void low_project_run(const Device* dev, const LowProjectPlan* p, const Sink& sin
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = (unsigned)p->s.slices, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     config.attrs = &cluster, config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, sink));
+    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, p->ahead, sink));
 }
 
 // Back.
@@ -547,6 +577,14 @@ void low_back_launch(const Device* dev, const LowBackPlan* p, const Sink& sink, 
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const int64_t steps = ceil_div(p->s.rows, LH_TILE) * ceil_div(p->s.cols, 64 * PANELS);
     low_stream_launch(dev, kernel, steps, LH_BACK_THREADS, BYTES, early, p->maps, p->s, sink);
+}
+
+// Has the projection fetch the weights of the first steps of the launch after it, low_back_run<1>.
+inline void low_fetch_ahead(const Device* dev, LowProjectPlan* p, const LowBackPlan* back, int steps) {
+    const int down = (int)ceil_div(back->s.rows, LH_TILE), across = (int)ceil_div(back->s.cols, 64);
+    const int blocks = (int64_t)down * across < dev->sm_count ? down * across : dev->sm_count;
+    p->maps.next = back->maps.from;
+    p->ahead = {steps, blocks, down, across, LH_TILE, 64, false};
 }
 
 // `early`: the blocks may begin while the last launch, which lets them, ends; it must not write the weights.

@@ -232,6 +232,14 @@ void low_turned_run(const Device* dev, const LowTurnedPlan* p, const Sink& sink,
         low_turned_launch<128>(dev, p, sink, early);
 }
 
+// As low_fetch_ahead, for low_turned_run.
+inline void low_fetch_turned(const Device* dev, LowProjectPlan* p, const LowTurnedPlan* back, int steps) {
+    const int down = (int)ceil_div(back->s.rows, LT_ROWS), across = (int)ceil_div(back->s.cols, LH_TILE);
+    const int blocks = (int64_t)down * across < dev->sm_count ? down * across : dev->sm_count;
+    p->maps.next = back->maps.weights;
+    p->ahead = {steps, blocks, down, across, LT_ROWS, 32, true};
+}
+
 // to = from rounded to TF32, or its transposed; from is (rows, cols). Grid any, block 256.
 static __global__ void low_round_kernel(float* to, const float* from, int rows, int cols, bool turned) {
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < (int64_t)rows * cols; i += 256ll * gridDim.x) {
