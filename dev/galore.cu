@@ -110,7 +110,9 @@ struct UpdateSink {
     __device__ void take(int row, int column, float4 x, Old old) const {
         store_four(w + row * cols + column, update.of(load_four((const E*)&old.w), x));
     }
-    __device__ __forceinline__ void pairs(int, int, uint32_t (&words)[2], const float (&u)[4]) const {
+    struct Line {};
+    __device__ Line line(int, int) const { return {}; }
+    __device__ __forceinline__ void pairs(Line, int, int, int, uint32_t (&words)[2], const float (&u)[4]) const {
         const float2 low = pair_floats(words[0]), high = pair_floats(words[1]);
         const float4 x = update.of(make_float4(low.x, low.y, high.x, high.y), make_float4(u[0], u[1], u[2], u[3]));
         words[0] = pack_bf16(x.x, x.y), words[1] = pack_bf16(x.z, x.w);

@@ -442,20 +442,25 @@ __device__ __forceinline__ void lh_back_multiply(float (&c)[PANELS * 8][4], uint
 template <int PANELS, typename Sink>
 __device__ __forceinline__ void lh_back_update(const Sink& sink, const float (&c)[PANELS * 8][4], uint32_t slot,
                                                int row, int column, int lane) {
-    const uint32_t place = slot + panel_offset(lane % 16, lane / 16);
 #pragma unroll
-    for (int n = 0; n < PANELS * 8; n += 2) {
-        const uint32_t at = (place ^ (uint32_t)(n % 8 << 4)) + n / 8 * LH_PANEL_BYTES;
-        uint32_t x[4];
-        load_matrices(x, at);
+    for (int panel = 0; panel < PANELS; panel++) {
+        const uint32_t place = slot + panel * LH_PANEL_BYTES + panel_offset(lane % 16, lane / 16);
+        const typename Sink::Line line[2] = {sink.line(row + lane / 4, column + panel * 64),
+                                             sink.line(row + lane / 4 + 8, column + panel * 64)};
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            uint32_t w[2] = {x[half], x[half + 2]};
-            const float u[4] = {c[n][half * 2], c[n][half * 2 + 1], c[n + 1][half * 2], c[n + 1][half * 2 + 1]};
-            sink.pairs(row + lane / 4 + half * 8, column + n * 8 + lane % 4 * 2, w, u);
-            x[half] = w[0], x[half + 2] = w[1];
+        for (int group = 0; group < 4; group++) {
+            const int n = panel * 8 + group * 2;
+            uint32_t x[4];
+            load_matrices(x, place ^ (uint32_t)(group << 5));
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                uint32_t w[2] = {x[half], x[half + 2]};
+                const float u[4] = {c[n][half * 2], c[n][half * 2 + 1], c[n + 1][half * 2], c[n + 1][half * 2 + 1]};
+                sink.pairs(line[half], group, row + lane / 4 + half * 8, column + n * 8 + lane % 4 * 2, w, u);
+                x[half] = w[0], x[half + 2] = w[1];
+            }
+            store_matrices(place ^ (uint32_t)(group << 5), x[0], x[1], x[2], x[3]);
         }
-        store_matrices(at, x[0], x[1], x[2], x[3]);
     }
 }
 
@@ -496,8 +501,10 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
 }
 #endif
 
-// Any grid. The sink's pairs(row, column, w, u) updates the weights at column, column + 1, column + 8 and column + 9
-// of a row, of which a word has two, from those elements of U; some lie outside of the matrix, and are not stored.
+// Any grid. The sink's pairs(line, group, row, column, w, u) updates the weights at column, column + 1, column + 8 and
+// column + 9 of a row, of which a word has two, from those elements of U; some lie outside of the matrix, and are not
+// stored. All lanes of a warp call it together, the four of a row with the same `group` of 16 of 64 columns, and `line`
+// is what line(row, first of the 64 columns) has returned to the lane.
 template <bool LEFT, int DEPTH, int PANELS, typename Sink>
 __global__ void __launch_bounds__(LH_BACK_THREADS, 1)
     low_back_kernel(const __grid_constant__ LowBackMaps maps, LowResult s, Sink sink) {

@@ -276,7 +276,9 @@ static double low_bound(const Device* dev, int64_t depth, bool fp32) {
 
 // Adds U to weights.
 struct AddPairs {
-    __device__ void pairs(int, int, uint32_t (&w)[2], const float (&u)[4]) const {
+    struct Line {};
+    __device__ Line line(int, int) const { return {}; }
+    __device__ void pairs(Line, int, int, int, uint32_t (&w)[2], const float (&u)[4]) const {
         const float2 near = pair_floats(w[0]), far = pair_floats(w[1]);
         w[0] = pack_bf16(near.x + u[0], near.y + u[1]), w[1] = pack_bf16(far.x + u[2], far.y + u[3]);
     }

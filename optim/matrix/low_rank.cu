@@ -468,30 +468,56 @@ struct ApplySink {
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
 
-    // Weights of bf16, as low_rank_hopper.cuh hands them over: two and the two that are eight columns on.
-    __device__ __forceinline__ void pairs(int row, int column, uint32_t (&w)[2], const float (&u)[4]) const {
+    // Weights of bf16, as low_rank_hopper.cuh hands them over: two and the two that are eight columns on. The four
+    // lanes of a row draw the noise of 16 of its 64 columns each, where these are the 16 elements of a draw.
+
+    struct Line {
+        Noise noise;
+    };
+    __device__ bool draws_by_line() const { return element % NOISE_ELEMENTS == 0 && cols % NOISE_ELEMENTS == 0; }
+    __device__ Noise draw(int64_t at) const {
+        return noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
+    }
+    __device__ __forceinline__ Line line(int row, int column) const {
+        if (KIND != LOW_BF16_SR || !draws_by_line()) return {};
+        return {draw(element + row * cols + column + threadIdx.x % 4 * NOISE_ELEMENTS)};
+    }
+    // The words of noise of the two pairs, and what they share.
+    __device__ __forceinline__ Noise noise_of(const Line& line, int group, int64_t at) const {
+        const int lane = (int)(at % NOISE_ELEMENTS);
+        Noise noise = line.noise, more;
+        if (draws_by_line()) {
+            for (uint32_t& word : noise.word) word = __shfl_sync(0xffffffffu, word, group, 4);
+            noise.shared = __shfl_sync(0xffffffffu, noise.shared, group, 4);
+            more = noise;
+        } else {
+            // Eight elements on is the other half of the same 16, or the first half of the next ones.
+            noise = draw(at), more = draw(at + 8);
+        }
+        const bool second = lane % 8 >= 4, upper = lane >= 8;
+        const uint32_t low = second ? noise.word[1] : noise.word[0], high = second ? noise.word[3] : noise.word[2];
+        const uint32_t more_low = second ? more.word[1] : more.word[0], more_high = second ? more.word[3] : more.word[2];
+        return {{upper ? high : low, upper ? more_low : more_high, noise.shared, more.shared}, 0};
+    }
+    __device__ __forceinline__ void pairs(const Line& line, int group, int row, int column, uint32_t (&w)[2],
+                                          const float (&u)[4]) const {
         if (!is_finite(*unit)) return;
         const int64_t at = element + row * cols + column;
-        const int lane = (int)(at % NOISE_ELEMENTS), first = lane % 8 / 4;
         Noise noise = {};
+        if (KIND == LOW_BF16_SR) noise = noise_of(line, group, at);
 #pragma unroll
         for (int pair = 0; pair < 2; pair++) {
-            // Eight elements on is the other half of the same sixteen, or the first half of the next ones.
-            if (KIND == LOW_BF16_SR && (pair == 0 || lane >= 8))
-                noise = noise_draw({seed, step, NOISE_WEIGHTS, (at + pair * 8) & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
-            const bool upper = (lane >= 8) != (pair == 1);
-            Noise mine = noise;
-            mine.word[0] = upper ? (first ? noise.word[3] : noise.word[2]) : first ? noise.word[1] : noise.word[0];
-            uint16_t code[2];
+            Noise mine = {};
+            mine.word[0] = noise.word[pair], mine.shared = noise.word[pair + 2];
+            uint32_t code[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 float p = Bf16::decode((uint16_t)(w[pair] >> i * 16));
                 MatrixApply::update(hyper, exact_mul(scale, u[pair * 2 + i]), &p, nullptr, nullptr, nullptr);
-                code[i] = KIND == LOW_BF16_SR
-                              ? Bf16::encode(p, lane % 4 ? noise_lane(mine, 2 + i) : noise_lane(mine, i))
-                              : Bf16::encode(p);
+                const uint32_t bits = at % 4 ? noise_lane(mine, 2 + i) : noise_lane(mine, i);
+                code[i] = KIND == LOW_BF16_SR ? Bf16::encode(p, bits) : Bf16::encode(p);
             }
-            w[pair] = code[0] | (uint32_t)code[1] << 16;
+            w[pair] = code[0] | code[1] << 16;
         }
     }
 };
