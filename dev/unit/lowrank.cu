@@ -84,6 +84,15 @@ static double in_bf16(double x, bool rounds) {
     return rounds ? (double)Bf16::decode(Bf16::encode((float)x)) : (double)(float)x;
 }
 
+// A weight as the run's format stores it, which is fp32, bf16 or bf16:sr. The matrix is at the arena's start.
+static double stored_weight(const OptimConfig* config, int step, int i, double p) {
+    if (is(config->weights, "fp32")) return p;
+    if (!is(config->weights, "bf16:sr")) return in_bf16(p, true);
+    const int first = i / NOISE_ELEMENTS * NOISE_ELEMENTS;
+    const Noise noise = noise_draw({config->seed, (uint32_t)step, NOISE_WEIGHTS, first}, 0);
+    return (double)Bf16::decode(Bf16::encode((float)p, noise_lane(noise, i - first)));
+}
+
 // The papers' steps in double, with the directions q (rank, side); channel c is an index of the longer side. With
 // `rounds`, gradients and N are rounded to bf16.
 static void reference_low(const LowRun* run, const Shape& s, const double* q, double* p, bool rounds = false) {
@@ -94,7 +103,10 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
     const int side = right ? s.cols : s.rows, length = right ? s.rows : s.cols;
     const int rank = (int)low_shape(config, s.rows, s.cols).rank;
     auto at = [&](int channel, int k) { return right ? channel * s.cols + k : k * s.cols + channel; };
-    for (int i = 0; i < s.rows * s.cols; i++) p[i] = start(i), m[i] = v[i] = 0.0;
+    for (int i = 0; i < s.rows * s.cols; i++) {
+        p[i] = in_bf16(start(i), !is(config->weights, "fp32"));
+        m[i] = v[i] = 0.0;
+    }
     double last = 0.0;
     for (int step = 1; step <= STEPS; step++) {
         static double update[MOST_LOW];
@@ -137,7 +149,8 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
             double u = update[i];
             if (fira) u = g[i] + update[i] / limit;
             if (!fira && !galore) u = sqrt(mini ? 128.0 : 1.0) * update[i] / limit;
-            p[i] = p[i] * (1.0 - (double)LR * (double)config->weight_decay) - (double)LR * u;
+            const double moved = p[i] * (1.0 - (double)LR * (double)config->weight_decay) - (double)LR * u;
+            p[i] = stored_weight(config, step, i, moved);
         }
     }
 }
@@ -223,9 +236,34 @@ static void check_fused_bf16(Test* test) {
     }
 }
 
+// The same with weights of bf16, which are updated where the copy engine has brought them. The codes are the
+// reference's but for updates on both sides of a rounding, and those are one code apart; rows of 40 and 72 are not whole
+// draws of noise.
+static void check_fused_codes(Test* test, const char* weights) {
+    static LowRun run;
+    static double q[MOST_LOW], p[MOST_LOW];
+    for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{72, 40}, Shape{40, 72}}) {
+        run.config = {"", "galore", weights, "bf16", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+        run.config.rank = 16, run.config.rank_gap = 100;
+        low_steps(&run, s, true);
+        const int side = s.rows < s.cols ? s.rows : s.cols, n = s.rows * s.cols;
+        for (int i = 0; i < 16 * side; i++) q[i] = in_bf16((double)run.q[i], true);
+        reference_low(&run, s, q, p, true);
+        int differ = 0;
+        double worst = 0.0;
+        for (int i = 0; i < n; i++) {
+            differ += (double)run.p[i] != p[i];
+            worst = fmax(worst, fabs((double)run.p[i] - p[i]) / fmax(fabs(p[i]), 0x1p-6));
+        }
+        expect(differ <= n / 50, "%s, %d x %d: %d of %d codes differ", weights, s.rows, s.cols, differ, n);
+        expect(worst <= 0x1p-7, "%s, %d x %d: a weight is %g of itself off", weights, s.rows, s.cols, worst);
+    }
+}
+
 TEST(lowrank_fused_gpu) {
     for (const char* weights : {"fp32", "bf16", "bf16:sr"}) check_fused(test, weights);
     check_fused_bf16(test);
+    for (const char* weights : {"bf16", "bf16:sr"}) check_fused_codes(test, weights);
 }
 
 // The matmuls read one of two formats of weights as it is stored: its memory is that of the other one's copy. adamw has
