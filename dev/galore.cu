@@ -65,18 +65,14 @@ struct Update {
 
 // Sinks of our products.
 
-__device__ __forceinline__ float as_tf32(float x) {
-    uint32_t word;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
-    return __uint_as_float(word);
-}
-
-// ROUNDS: N to TF32.
-template <typename E, bool ROUNDS = false>
+// N is rounded to TF32 if `rest` or `rounds` ask for it; rest receives what that leaves.
+template <typename E>
 struct AdamSink {
     Adam adam;
     E* n;
     int64_t cols;
+    bool rounds = false;
+    float* rest = nullptr;
 
     typedef Adam::Old Old;
     __device__ void begin(int, int, int, int) const {}
@@ -84,7 +80,14 @@ struct AdamSink {
     __device__ void take(int row, int column, float4 x, Old old) const {
         const int64_t at = row * cols + column;
         float4 to = adam.directions(at, x, old);
-        if (ROUNDS) to = make_float4(as_tf32(to.x), as_tf32(to.y), as_tf32(to.z), as_tf32(to.w));
+        if (sizeof(E) == 4 && rounds) {
+            uint32_t word[4] = {__float_as_uint(to.x), __float_as_uint(to.y), __float_as_uint(to.z),
+                                __float_as_uint(to.w)};
+            uint32_t left[4];
+            lp_split<3>(word, left);
+            to = *(const float4*)word;
+            if (rest) *(float4*)(rest + at) = *(const float4*)left;
+        }
         store_four(n + at, to);
     }
 };
@@ -197,6 +200,7 @@ struct Step {
     int64_t rows, cols, rank, length;  // of channels
     int64_t size, small;               // elements of G and of low
     void *g, *w, *u, *q, *n;
+    float* rest;  // of N, where N is split
     float *low, *m, *v;
     Adam adam;
     Update update;
@@ -233,29 +237,32 @@ static void set_moments(const Device* dev, const Step* s) {
     check_launch();
 }
 
-// Of TF32, Q is rounded and transposed here, as it would be in each step that makes a new one.
+// Q of fp32 is rounded, split and transposed here, as it would be in each step that makes a new one.
 static void open_wgmma(Room* room, Step* s) {
     const Device* dev = room->dev;
     const int64_t rows = s->rows, cols = s->cols, rank = s->rank;
-    s->by_wgmma = s->precision == BF16   ? low_hopper_fits(dev, rank)
-                  : s->precision == TF32 ? low_turned_fits(dev, rank)
-                                         : false;
+    s->by_wgmma = s->precision == BF16 ? low_hopper_fits(dev, rank) : low_turned_fits(dev, rank);
     if (!s->by_wgmma) return;
     if (s->precision == BF16) {
-        s->of_project = low_project_plan(dev, (const bf16*)s->g, (const bf16*)s->q, rows, cols, rank);
-        s->of_back = low_back_plan((bf16*)s->w, (const bf16*)s->n, (const bf16*)s->q, rows, cols, rank);
+        const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
+        s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
+        s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
         s->and_ahead = s->of_project;
         low_fetch_ahead(dev, &s->and_ahead, &s->of_back, 4);
-    } else {
-        const int64_t side = rows < cols ? rows : cols;
-        float *q = room->device<float>(rank * side), *turned = room->device<float>(rank * side);
-        low_round(dev, q, (const float*)s->q, rank, side, false);
-        low_round(dev, turned, (const float*)s->q, rank, side, true);
-        s->of_project = low_project_plan(dev, (const float*)s->g, (const float*)q, rows, cols, rank);
-        s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, q, turned, rows, cols, rank);
-        s->and_ahead = s->of_project;
-        low_fetch_turned(dev, &s->and_ahead, &s->of_turned, 4);
+        return;
     }
+    const bool left = rows < cols, splits = s->precision == FP32;
+    const int64_t side = left ? rows : cols;
+    float* q[4];  // Q and the transposed one, and what is left of them
+    for (float*& part : q) part = room->device<float>(rank * side);
+    low_split(dev, q[0], q[2], (const float*)s->q, rank, side, false);
+    low_split(dev, q[1], q[3], (const float*)s->q, rank, side, true);
+    if (splits && !left) s->rest = room->device<float>(s->small);
+    const float *rest = splits ? q[2] : nullptr, *of_y = splits ? (left ? q[3] : s->rest) : nullptr;
+    s->of_project = low_project_plan<float>(dev, (const float*)s->g, q[0], rest, rows, cols, rank);
+    s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, (const float*)s->q, q[1], of_y, rows, cols, rank);
+    s->and_ahead = s->of_project;
+    low_fetch_turned(dev, &s->and_ahead, &s->of_turned, 4);
 }
 
 static Step step_open(Room* room, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
@@ -319,10 +326,10 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
-template <typename E, int STAGES, bool AHEAD = false>
+template <typename E, int PARTS, int STAGES, bool AHEAD = false>
 static void wgmma_first(const Device* dev, const Step* s) {
-    const AdamSink<E, sizeof(E) == 4> sink = {s->adam, (E*)s->n, s->of_project.s.cols};
-    low_project_run<E, STAGES>(dev, AHEAD ? &s->and_ahead : &s->of_project, sink);
+    const AdamSink<E> sink = {s->adam, (E*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest, s->rest};
+    low_project_run<E, PARTS, STAGES>(dev, AHEAD ? &s->and_ahead : &s->of_project, sink);
 }
 
 template <int PANELS, bool EARLY>
@@ -330,9 +337,9 @@ static void wgmma_second(const Device* dev, const Step* s) {
     low_back_run<PANELS>(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
 }
 
-template <bool EARLY>
+template <int PARTS, bool EARLY>
 static void turned_second(const Device* dev, const Step* s) {
-    low_turned_run(dev, &s->of_turned, UpdateSink<float>{s->update, (float*)s->w, s->rows, s->cols}, EARLY);
+    low_turned_run<PARTS>(dev, &s->of_turned, UpdateSink<float>{s->update, (float*)s->w, s->rows, s->cols}, EARLY);
 }
 
 typedef void (*Half)(const Device* dev, const Step* s);
@@ -352,18 +359,18 @@ static const Variant VARIANTS[] = {
     {"ours",
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
-    {"wgmma3", {nullptr, nullptr, wgmma_first<bf16, 3>}, {nullptr, nullptr, wgmma_second<1, true>}, true},
+    {"wgmma3", {nullptr, nullptr, wgmma_first<bf16, 1, 3>}, {nullptr, nullptr, wgmma_second<1, true>}, true},
     {"wgmma6",
-     {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 6>},
-     {nullptr, turned_second<true>, wgmma_second<2, true>},
+     {wgmma_first<float, 3, 4>, wgmma_first<float, 1, 6>, wgmma_first<bf16, 1, 6>},
+     {turned_second<3, true>, turned_second<1, true>, wgmma_second<2, true>},
      true},
     {"ahead",
-     {nullptr, wgmma_first<float, 6, true>, wgmma_first<bf16, 6, true>},
-     {nullptr, turned_second<true>, wgmma_second<1, true>},
+     {wgmma_first<float, 3, 4, true>, wgmma_first<float, 1, 6, true>, wgmma_first<bf16, 1, 6, true>},
+     {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
     {"late",
-     {nullptr, wgmma_first<float, 6>, wgmma_first<bf16, 6>},
-     {nullptr, turned_second<false>, wgmma_second<1, false>},
+     {wgmma_first<float, 3, 4>, wgmma_first<float, 1, 6>, wgmma_first<bf16, 1, 6>},
+     {turned_second<3, false>, turned_second<1, false>, wgmma_second<1, false>},
      true},
 };
 

@@ -25,7 +25,7 @@ struct LowResult {
 };
 
 struct LowProjectMaps {
-    CUtensorMap a, b, next;  // next: see LowAhead
+    CUtensorMap a, b, rest, next;  // rest: of Q, if fp32 is in two parts; next: see LowAhead
 };
 
 // What the blocks of a projection bring to the L2 cache when their own operands are on the way: `fetched` boxes of what
@@ -53,12 +53,15 @@ struct LowRing {
 
 // Projection.
 
-constexpr int LH_PROJECT_STAGE = 2 * LH_PANEL_BYTES, LH_PROJECT_THREADS = 288, LH_STRIDE = LH_TILE + 8;
+constexpr int LH_PROJECT_THREADS = 288, LH_STRIDE = LH_TILE + 8;
 
-template <int STAGES>
-constexpr int lh_project_bytes() {
-    return STAGES * LH_PROJECT_STAGE + STAGES * 16;
-}
+// Stages of a, b and, of fp32 in two parts, what b leaves; then the barriers of each, it has come and it is free.
+template <int PARTS, int STAGES>
+struct LowProjectLayout {
+    static constexpr int STAGE = (PARTS == 3 ? 3 : 2) * LH_PANEL_BYTES, BYTES = STAGES * (STAGE + 16);
+    static constexpr int full(int stage) { return STAGES * STAGE + stage * 8; }
+    static constexpr int empty(int stage) { return full(STAGES + stage); }
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The halves of a cluster's barrier, between which a block may do what concerns itself alone.
@@ -71,20 +74,21 @@ __device__ __forceinline__ void lh_cluster_wait() {
 
 // One thread: orders the operands of the block's steps. In bf16, a is the result's rows; in TF32 it is G, whose rows
 // or, on the left, columns are channels.
-template <typename E, bool LEFT, int STAGES>
+template <typename E, int PARTS, bool LEFT, int STAGES>
 __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, int row, int column,
                                                    int first, int steps) {
+    typedef LowProjectLayout<PARTS, STAGES> Layout;
     constexpr bool FP32 = sizeof(E) == 4;
     constexpr int DEPTH = LowOperand<E>::DEPTH, ACROSS = PANEL_ROW_BYTES / (int)sizeof(E),
                   BYTES = DEPTH * PANEL_ROW_BYTES;  // of a panel whose rows are of K
-    const uint32_t full = shared + STAGES * LH_PROJECT_STAGE, empty = full + STAGES * 8;
     LowRing<STAGES> ring;
     for (int step = 0; step < steps; step++, ring.advance()) {
-        const uint32_t a = shared + ring.stage * LH_PROJECT_STAGE, b = a + LH_PANEL_BYTES,
-                       arrived = full + ring.stage * 8;
+        const uint32_t a = shared + ring.stage * Layout::STAGE, b = a + LH_PANEL_BYTES,
+                       arrived = shared + Layout::full(ring.stage);
         const int k = (first + step) * DEPTH;
-        barrier_wait(empty + ring.stage * 8, ring.parity ^ 1, 1);
-        barrier_expect(arrived, LH_PROJECT_STAGE);
+        barrier_wait(shared + Layout::empty(ring.stage), ring.parity ^ 1, 1);
+        barrier_expect(arrived, Layout::STAGE);
+        if (PARTS == 3) tensor_load(b + LH_PANEL_BYTES, &maps->rest, arrived, k, LEFT ? row : column, 0);
         if (!LEFT || !FP32) tensor_load(a, &maps->a, arrived, k, row, 0);
         if (!LEFT) tensor_load(b, &maps->b, arrived, k, column, 0);
         if (LEFT && FP32) tensor_load(b, &maps->b, arrived, k, row, 0);
@@ -96,7 +100,7 @@ __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowPro
 }
 
 // Starts a step of the product of a warpgroup: 64 of the result's rows.
-template <bool LEFT>
+template <int PARTS, bool LEFT>
 __device__ __forceinline__ void lh_project_step(bf16, float (&c)[LH_TILE / 8][4], uint32_t a, int warp, int, bool add) {
     const uint32_t b = a + LH_PANEL_BYTES;
     const uint64_t left = uniform_operand(operand_k_major<LH_TILE>(a + warp / 4 * 64 * PANEL_ROW_BYTES, 0)),
@@ -108,59 +112,72 @@ __device__ __forceinline__ void lh_project_step(bf16, float (&c)[LH_TILE / 8][4]
                                         operand_step(right, j * (LEFT ? 16 * PANEL_ROW_BYTES : 32)), add || j > 0);
 }
 
-// The words of fp32 of step k of an operand a whose rows in shared memory are of K, rounded to TF32: this warp's 16 of
-// M, from `first` on. DEPTH: rows of a panel.
-template <int DEPTH>
-__device__ __forceinline__ void lh_read_down(uint32_t (&x)[4], uint32_t panels, int first, int k, int lane) {
+// The words of fp32 of step k of an operand a whose rows in shared memory are of K, rounded to TF32, and what that
+// leaves: this warp's 16 of M, from `first` on. DEPTH: rows of a panel.
+template <int PARTS, int DEPTH>
+__device__ __forceinline__ void lh_read_down(uint32_t (&x)[4], uint32_t (&rest)[4], uint32_t panels, int first, int k,
+                                             int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int of_m = first + i % 2 * 8 + lane / 4, of_k = k * 8 + i / 2 * 4 + lane % 4;
         x[i] =
             load_word(panels + of_m / 32 * DEPTH * PANEL_ROW_BYTES + panel_offset(of_k, of_m % 32 / 4) + of_m % 4 * 4);
     }
-    uint32_t none[4];
-    lp_split<1>(x, none);
+    lp_split<PARTS>(x, rest);
+}
+
+// A step of K of a product in TF32 with a in registers; with PARTS 3, the small products first. rest_b: as b, of what
+// it leaves.
+template <int PARTS, int N>
+__device__ __forceinline__ void lh_multiply_tf32(float (&c)[N / 8][4], const uint32_t (&a)[4],
+                                                 const uint32_t (&rest)[4], uint64_t b, uint64_t rest_b, bool add) {
+    if (PARTS == 3) {
+        Wgmma<N, float>::registers(c, rest, b, add);
+        Wgmma<N, float>::registers(c, a, rest_b, true);
+    }
+    Wgmma<N, float>::registers(c, a, b, PARTS == 3 || add);
 }
 
 // In TF32: 64 channels, by all of the rank. G goes through registers, rounded; Q is rounded already.
-template <bool LEFT>
+template <int PARTS, bool LEFT>
 __device__ __forceinline__ void lh_project_step(float, float (&c)[LH_TILE / 8][4], uint32_t a, int warp, int lane,
                                                 bool add) {
     const uint64_t right = uniform_operand(operand_k_major<LH_TILE>(a + LH_PANEL_BYTES, 0));
-    uint32_t x[4][4];
+    uint32_t x[4][4], rest[4][4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         if (LEFT) {
-            lh_read_down<32>(x[j], a, warp * 16, j, lane);
+            lh_read_down<PARTS, 32>(x[j], rest[j], a, warp * 16, j, lane);
         } else {
-            uint32_t none[4];
             load_matrices(x[j], a + panel_offset(warp * 16 + lane % 16, j * 2 + lane / 16));
-            lp_split<1>(x[j], none);
+            lp_split<PARTS>(x[j], rest[j]);
         }
     }
     wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < 4; j++) Wgmma<LH_TILE, float>::registers(c, x[j], operand_step(right, j * 32), add || j > 0);
+    for (int j = 0; j < 4; j++)
+        lh_multiply_tf32<PARTS, LH_TILE>(c, x[j], rest[j], operand_step(right, j * 32),
+                                         operand_step(right, LH_PANEL_BYTES + j * 32), add || j > 0);
 }
 
 // Two warpgroups multiply. With operands in registers, a step ends before the next one overwrites them.
-template <typename E, bool LEFT, int STAGES>
+template <typename E, int PARTS, bool LEFT, int STAGES>
 __device__ __forceinline__ void lh_project_multiply(float (&c)[LH_TILE / 8][4], uint32_t shared, int warp, int lane,
                                                     int steps) {
-    const uint32_t full = shared + STAGES * LH_PROJECT_STAGE, empty = full + STAGES * 8;
+    typedef LowProjectLayout<PARTS, STAGES> Layout;
     LowRing<STAGES> ring;
     int last = 0;
     for (int step = 0; step < steps; step++, ring.advance()) {
-        barrier_wait(full + ring.stage * 8, ring.parity, 2);
-        lh_project_step<LEFT>(E(), c, shared + ring.stage * LH_PROJECT_STAGE, warp, lane, step > 0);
+        barrier_wait(shared + Layout::full(ring.stage), ring.parity, 2);
+        lh_project_step<PARTS, LEFT>(E(), c, shared + ring.stage * Layout::STAGE, warp, lane, step > 0);
         wgmma_commit();
         if constexpr (sizeof(E) == 4) {
             wgmma_wait<0>();
             wgmma_hold(c);
-            if (lane == 0) barrier_arrive(empty + ring.stage * 8);
+            if (lane == 0) barrier_arrive(shared + Layout::empty(ring.stage));
         } else {
             wgmma_wait<1>();
-            if (step > 0 && lane == 0) barrier_arrive(empty + last * 8);
+            if (step > 0 && lane == 0) barrier_arrive(shared + Layout::empty(last));
         }
         last = ring.stage;
     }
@@ -241,17 +258,18 @@ struct LowPieces {
 
 // Grid (slices, tiles of the rank, tiles of channels), clusters of `slices`, at most 8. The sink takes four elements of
 // a row at a time, as low_rank.cuh's do.
-template <typename E, bool LEFT, int STAGES, typename Sink>
+template <typename E, int PARTS, bool LEFT, int STAGES, typename Sink>
 __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, LowAhead ahead, Sink sink) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    typedef LowProjectLayout<PARTS, STAGES> Layout;
     extern __shared__ __align__(1024) unsigned char low_project_shared[];
     const uint32_t shared = shared_offset(low_project_shared);
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(shared + STAGES * LH_PROJECT_STAGE + i * 8, 1);
-            barrier_init(shared + STAGES * LH_PROJECT_STAGE + (STAGES + i) * 8, 8);
+            barrier_init(shared + Layout::full(i), 1);
+            barrier_init(shared + Layout::empty(i), 8);
         }
         barrier_init_done();
     }
@@ -268,7 +286,7 @@ __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     pieces.row = row, pieces.column = column, pieces.s = s;
     if (warp == 8) {
         if (is_elected()) {
-            lh_project_produce<E, LEFT, STAGES>(shared, &maps, row, column, first, steps);
+            lh_project_produce<E, PARTS, LEFT, STAGES>(shared, &maps, row, column, first, steps);
             lh_fetch_ahead(&maps.next, ahead);
         }
         __syncwarp();
@@ -276,7 +294,7 @@ __global__ void __launch_bounds__(LH_PROJECT_THREADS, STAGES == 3 ? 2 : 1)
     } else {
         if (ASKS_FIRST) pieces.ask(sink);
         float c[LH_TILE / 8][4];
-        lh_project_multiply<E, LEFT, STAGES>(c, shared, warp, lane, steps);
+        lh_project_multiply<E, PARTS, LEFT, STAGES>(c, shared, warp, lane, steps);
         __syncthreads();  // nobody reads the stages any more
         lh_leave<LEFT && sizeof(E) == 4>(c, (float*)low_project_shared, warp * 16, lane);
     }
@@ -314,9 +332,10 @@ inline int low_project_slices(const Device* dev, int64_t tiles, int64_t steps) {
     return best;
 }
 
-// q in TF32: rounded by low_round.
+// q of fp32 is rounded to TF32; `rest`, if not null, is what that leaves of it.
 template <typename E>
-LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, int64_t rows, int64_t cols, int64_t rank) {
+LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, const E* rest, int64_t rows, int64_t cols,
+                                int64_t rank) {
     constexpr bool FP32 = sizeof(E) == 4;
     LowProjectPlan p;
     p.left = rows < cols;
@@ -326,18 +345,21 @@ LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, int64
     p.s.slices = low_project_slices(dev, (int64_t)p.across * p.down, ceil_div(side, LowOperand<E>::DEPTH));
     const CUtensorMap of_q = tensor_map(q, 1, rank, side, LH_TILE, FP32),
                       of_g = tensor_map(g, 1, rows, cols, p.left ? LowOperand<E>::DEPTH : LH_TILE, FP32);
-    p.maps = p.left && !FP32 ? LowProjectMaps{of_q, of_g, of_g} : LowProjectMaps{of_g, of_q, of_g};
-    p.ahead = {};
+    p.maps.a = p.left && !FP32 ? of_q : of_g, p.maps.b = p.left && !FP32 ? of_g : of_q;
+    p.maps.rest = rest ? tensor_map(rest, 1, rank, side, LH_TILE, FP32) : of_q;
+    p.maps.next = of_g, p.ahead = {};
     return p;
 }
 
-template <typename E, int STAGES, typename Sink>
+template <typename E, int PARTS, int STAGES, typename Sink>
 void low_project_run(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
-    auto kernel = p->left ? low_project_kernel<E, true, STAGES, Sink> : low_project_kernel<E, false, STAGES, Sink>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, lh_project_bytes<STAGES>()));
+    auto kernel =
+        p->left ? low_project_kernel<E, PARTS, true, STAGES, Sink> : low_project_kernel<E, PARTS, false, STAGES, Sink>;
+    constexpr int BYTES = LowProjectLayout<PARTS, STAGES>::BYTES;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(LH_PROJECT_THREADS);
-    config.dynamicSmemBytes = lh_project_bytes<STAGES>(), config.stream = dev->stream;
+    config.dynamicSmemBytes = BYTES, config.stream = dev->stream;
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = (unsigned)p->s.slices, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
@@ -544,7 +566,7 @@ struct LowBackPlan {
 
 // True if these kernels run here for that rank.
 inline bool low_hopper_fits(const Device* dev, int64_t rank) {
-    static const bool built = hopper_kernel_is_built(low_project_kernel<bf16, false, 3, LowStore>);
+    static const bool built = hopper_kernel_is_built(low_project_kernel<bf16, 1, false, 3, LowStore>);
     return built && dev->compute == 90 && dev->shared_memory >= LH_SHARED_BYTES && rank <= 256;
 }
 

@@ -6,23 +6,24 @@
 // down the weights, 32 rows a step, and reads and writes the weights word by word in shared memory, where the copy
 // engine's permutation puts the words of a warp in different banks. The blocks share all steps evenly.
 //
-// y must be rounded to TF32 (low_round), since the tensor cores cut; x is rounded here. The rank is at most 128.
+// y must be rounded to TF32 (low_split), since the tensor cores cut; x is rounded here. With PARTS 3, x and y are in
+// two parts of 11 bits, as in low_rank.cuh, and y's second one is an array of its own. The rank is at most 128.
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
 #include "low_rank_hopper.cuh"
 
 #ifdef __CUDACC__
-constexpr int LT_ROWS = 32, LT_THREADS = 320, LT_PANEL_BYTES = LT_ROWS * PANEL_ROW_BYTES;
+constexpr int LT_ROWS = 32, LT_THREADS = 384, LT_PANEL_BYTES = LT_ROWS * PANEL_ROW_BYTES;
 
 struct LowTurnedMaps {
-    CUtensorMap x, y, weights;
+    CUtensorMap x, y, rest, weights;  // rest: of y, if fp32 is in two parts
 };
 
 // Where things lie in shared memory: a stage has 32 rows of y and of the weights, as panels of 32 columns, or a
 // warpgroup's half of x.
-template <int DEPTH>
+template <int DEPTH, int PARTS>
 struct LowTurnedLayout {
-    static constexpr int Y = DEPTH / 32 * LT_PANEL_BYTES, STAGE = Y + 4 * LT_PANEL_BYTES,
+    static constexpr int Y = (PARTS == 3 ? 2 : 1) * DEPTH / 32 * LT_PANEL_BYTES, STAGE = Y + 4 * LT_PANEL_BYTES,
                          X = 2 * DEPTH * PANEL_ROW_BYTES, STAGES = (LH_SHARED_BYTES - 512) / STAGE,
                          BARRIERS = STAGES * STAGE, BYTES = BARRIERS + STAGES * 16;
     static_assert(X <= STAGE && STAGES >= 4, "x takes two of several stages");
@@ -32,9 +33,9 @@ struct LowTurnedLayout {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // A block's steps: they go down columns of tiles. Before the first one here of each, two bring x, half by half.
-template <int DEPTH>
+template <int DEPTH, int PARTS>
 struct LowDescent {
-    typedef LowTurnedLayout<DEPTH> Layout;
+    typedef LowTurnedLayout<DEPTH, PARTS> Layout;
     int at, end, down, present, halves;  // halves: of x that have come for the tile
     LowRing<Layout::STAGES> ring;
 
@@ -57,9 +58,9 @@ struct LowDescent {
 };
 
 // One thread: orders the weights.
-template <int DEPTH>
-__device__ __forceinline__ void lt_weights(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH> d) {
-    typedef LowTurnedLayout<DEPTH> Layout;
+template <int DEPTH, int PARTS>
+__device__ __forceinline__ void lt_weights(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH, PARTS> d) {
+    typedef LowTurnedLayout<DEPTH, PARTS> Layout;
     for (; d.more(); d.advance()) {
         const uint32_t full = shared + Layout::full(d.ring.stage),
                        to = shared + d.ring.stage * Layout::STAGE + Layout::Y;
@@ -75,9 +76,9 @@ __device__ __forceinline__ void lt_weights(uint32_t shared, const LowTurnedMaps*
 }
 
 // Another one: orders the operands, which may be results of the last launch.
-template <int DEPTH>
-__device__ __forceinline__ void lt_operands(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH> d) {
-    typedef LowTurnedLayout<DEPTH> Layout;
+template <int DEPTH, int PARTS>
+__device__ __forceinline__ void lt_operands(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH, PARTS> d) {
+    typedef LowTurnedLayout<DEPTH, PARTS> Layout;
     wait_for_last();
     for (; d.more(); d.advance()) {
         const uint32_t full = shared + Layout::full(d.ring.stage), to = shared + d.ring.stage * Layout::STAGE;
@@ -91,6 +92,8 @@ __device__ __forceinline__ void lt_operands(uint32_t shared, const LowTurnedMaps
         } else {
             for (int p = 0; p < DEPTH / 32; p++)
                 tensor_load(to + p * LT_PANEL_BYTES, &maps->y, full, p * 32, d.row(), 0);
+            for (int p = 0; p < DEPTH / 32 && PARTS == 3; p++)
+                tensor_load(to + Layout::Y / 2 + p * LT_PANEL_BYTES, &maps->rest, full, p * 32, d.row(), 0);
         }
     }
 }
@@ -117,11 +120,11 @@ __device__ __forceinline__ void lt_update(const Sink& sink, const float (&c)[LT_
     }
 }
 
-template <int DEPTH, typename Sink>
-__device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH> d,
+template <int DEPTH, int PARTS, typename Sink>
+__device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH, PARTS> d,
                                            const Sink& sink, int warp, int lane) {
-    typedef LowTurnedLayout<DEPTH> Layout;
-    uint32_t x[DEPTH / 8][4];
+    typedef LowTurnedLayout<DEPTH, PARTS> Layout;
+    uint32_t x[DEPTH / 8][4], rest[DEPTH / 8][4];
     int last = -1;
     for (; d.more(); d.advance()) {
         const uint32_t stage = shared + d.ring.stage * Layout::STAGE, empty = shared + Layout::empty(d.ring.stage);
@@ -129,7 +132,8 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
         if (d.brings_x()) {
             if (warp / 4 == d.halves) {
 #pragma unroll
-                for (int k = 0; k < DEPTH / 8; k++) lh_read_down<DEPTH>(x[k], stage, warp % 4 * 16, k, lane);
+                for (int k = 0; k < DEPTH / 8; k++)
+                    lh_read_down<PARTS, DEPTH>(x[k], rest[k], stage, warp % 4 * 16, k, lane);
             }
             fence_async();
             group_sync(1 + warp / 2, 64);
@@ -140,8 +144,11 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
         const uint64_t y = uniform_operand(operand_k_major<LT_ROWS>(stage, 0));
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < DEPTH / 8; k++)
-            Wgmma<LT_ROWS, float>::registers(c, x[k], operand_step(y, k / 4 * LT_PANEL_BYTES + k % 4 * 32), k > 0);
+        for (int k = 0; k < DEPTH / 8; k++) {
+            const int at = k / 4 * LT_PANEL_BYTES + k % 4 * 32;
+            lh_multiply_tf32<PARTS, LT_ROWS>(c, x[k], rest[k], operand_step(y, at), operand_step(y, Layout::Y / 2 + at),
+                                             k > 0);
+        }
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_hold(c);
@@ -165,11 +172,11 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
 #endif
 
 // Any grid. The sink's one(row, column, w, u) returns the new weight; some lie outside of the matrix.
-template <int DEPTH, typename Sink>
+template <int DEPTH, int PARTS, typename Sink>
 __global__ void __launch_bounds__(LT_THREADS, 1)
     low_turned_kernel(const __grid_constant__ LowTurnedMaps maps, LowResult s, Sink sink) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef LowTurnedLayout<DEPTH> Layout;
+    typedef LowTurnedLayout<DEPTH, PARTS> Layout;
     extern __shared__ __align__(1024) unsigned char low_turned_shared[];
     const uint32_t shared = shared_offset(low_turned_shared);
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
@@ -181,13 +188,14 @@ __global__ void __launch_bounds__(LT_THREADS, 1)
         barrier_init_done();
     }
     __syncthreads();
-    const LowDescent<DEPTH> descent(s);
-    if (warp == 8) {
-        if (is_elected()) lt_weights<DEPTH>(shared, &maps, descent);
-    } else if (warp == 9) {
-        if (is_elected()) lt_operands<DEPTH>(shared, &maps, descent);
+    const LowDescent<DEPTH, PARTS> descent(s);
+    if (warp >= 8) {
+        registers_shrink<24>();
+        if (warp == 8 && is_elected()) lt_weights<DEPTH, PARTS>(shared, &maps, descent);
+        if (warp == 9 && is_elected()) lt_operands<DEPTH, PARTS>(shared, &maps, descent);
     } else {
-        lt_consume<DEPTH>(shared, &maps, descent, sink, warp, lane);
+        registers_grow<240>();
+        lt_consume<DEPTH, PARTS>(shared, &maps, descent, sink, warp, lane);
     }
 #else
     (void)maps, (void)s, (void)sink;
@@ -203,33 +211,34 @@ inline bool low_turned_fits(const Device* dev, int64_t rank) {
     return low_hopper_fits(dev, rank) && rank <= 128;
 }
 
-// y is n, or on the left q_turned, (R, rank), which is not read otherwise.
-inline LowTurnedPlan low_turned_plan(float* w, const float* n, const float* q, const float* q_turned, int64_t rows,
-                                     int64_t cols, int64_t rank) {
+// y is n, or on the left q_turned, (R, rank), which is not read otherwise; `rest`, if not null, is what it leaves.
+inline LowTurnedPlan low_turned_plan(float* w, const float* n, const float* q, const float* q_turned, const float* rest,
+                                     int64_t rows, int64_t cols, int64_t rank) {
     LowTurnedPlan p;
     p.s = {(int)rows, (int)cols, (int)rank, 1};
     p.maps.x = tensor_map(rows < cols ? n : q, 1, rank, cols, rank <= 64 ? 64 : 128, true);
     p.maps.y = tensor_map(rows < cols ? q_turned : n, 1, rows, rank, LT_ROWS, true);
+    p.maps.rest = rest ? tensor_map(rest, 1, rows, rank, LT_ROWS, true) : p.maps.y;
     p.maps.weights = tensor_map(w, 1, rows, cols, LT_ROWS, true);
     return p;
 }
 
-template <int DEPTH, typename Sink>
+template <int DEPTH, int PARTS, typename Sink>
 void low_turned_launch(const Device* dev, const LowTurnedPlan* p, const Sink& sink, bool early) {
-    auto kernel = low_turned_kernel<DEPTH, Sink>;
-    constexpr int BYTES = LowTurnedLayout<DEPTH>::BYTES;
+    auto kernel = low_turned_kernel<DEPTH, PARTS, Sink>;
+    constexpr int BYTES = LowTurnedLayout<DEPTH, PARTS>::BYTES;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const int64_t steps = ceil_div(p->s.rows, LT_ROWS) * ceil_div(p->s.cols, LH_TILE);
     low_stream_launch(dev, kernel, steps, LT_THREADS, BYTES, early, p->maps, p->s, sink);
 }
 
 // `early`: as low_back_run's.
-template <typename Sink>
+template <int PARTS, typename Sink>
 void low_turned_run(const Device* dev, const LowTurnedPlan* p, const Sink& sink, bool early) {
     if (p->s.depth <= 64)
-        low_turned_launch<64>(dev, p, sink, early);
+        low_turned_launch<64, PARTS>(dev, p, sink, early);
     else
-        low_turned_launch<128>(dev, p, sink, early);
+        low_turned_launch<128, PARTS>(dev, p, sink, early);
 }
 
 // As low_fetch_ahead, for low_turned_run.
@@ -240,18 +249,20 @@ inline void low_fetch_turned(const Device* dev, LowProjectPlan* p, const LowTurn
     p->ahead = {steps, blocks, down, across, LT_ROWS, 32, true};
 }
 
-// to = from rounded to TF32, or its transposed; from is (rows, cols). Grid any, block 256.
-static __global__ void low_round_kernel(float* to, const float* from, int rows, int cols, bool turned) {
+// to = from rounded to TF32, or its transposed, and `rest`, if not null, what that leaves, rounded; from is (rows,
+// cols). Grid any, block 256.
+static __global__ void low_split_kernel(float* to, float* rest, const float* from, int rows, int cols, bool turned) {
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < (int64_t)rows * cols; i += 256ll * gridDim.x) {
-        const int64_t at = turned ? i % rows * cols + i / rows : i;
-        uint32_t word;
-        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(from[at]));
-        to[i] = __uint_as_float(word);
+        uint32_t word[4] = {__float_as_uint(from[turned ? i % rows * cols + i / rows : i])}, left[4];
+        lp_split<3>(word, left);
+        to[i] = __uint_as_float(word[0]);
+        if (rest) rest[i] = __uint_as_float(left[0]);
     }
 }
 
-inline void low_round(const Device* dev, float* to, const float* from, int64_t rows, int64_t cols, bool turned) {
-    low_round_kernel<<<1024, 256, 0, dev->stream>>>(to, from, (int)rows, (int)cols, turned);
+inline void low_split(const Device* dev, float* to, float* rest, const float* from, int64_t rows, int64_t cols,
+                      bool turned) {
+    low_split_kernel<<<1024, 256, 0, dev->stream>>>(to, rest, from, (int)rows, (int)cols, turned);
     check_launch();
 }
 #endif

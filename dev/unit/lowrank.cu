@@ -237,8 +237,8 @@ static void check_fused_bf16(Test* test) {
 }
 
 // The same with weights of bf16, which are updated where the copy engine has brought them. The codes are the
-// reference's but for updates on both sides of a rounding, and those are one code apart; rows of 40 and 72 are not whole
-// draws of noise.
+// reference's but for updates on both sides of a rounding, and those are one code apart; rows of 40 and 72 are not
+// whole draws of noise.
 static void check_fused_codes(Test* test, const char* weights) {
     static LowRun run;
     static double q[MOST_LOW], p[MOST_LOW];
@@ -329,9 +329,9 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     Array<float> low(dev, rank * length);
     Array<bf16> w(dev, R * C, 4, 1.0f);
     const LowStore sink = {low.device, R >= C ? rank : length};
-    const LowProjectPlan project = low_project_plan(dev, g, q, R, C, rank);
+    const LowProjectPlan project = low_project_plan<bf16>(dev, g, q, nullptr, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
-                 [&] { low_project_run<bf16, 3>(dev, &project, sink); });
+                 [&] { low_project_run<bf16, 1, 3>(dev, &project, sink); });
     float* before = floats(R * C);
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
     const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);

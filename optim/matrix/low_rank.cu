@@ -474,7 +474,9 @@ struct ApplySink {
     struct Line {
         Noise noise;
     };
-    __device__ bool draws_by_line() const { return element % NOISE_ELEMENTS == 0 && cols % NOISE_ELEMENTS == 0; }
+    __device__ bool draws_by_line() const {
+        return element % NOISE_ELEMENTS == 0 && cols % NOISE_ELEMENTS == 0;
+    }
     __device__ Noise draw(int64_t at) const {
         return noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
     }
@@ -496,7 +498,8 @@ struct ApplySink {
         }
         const bool second = lane % 8 >= 4, upper = lane >= 8;
         const uint32_t low = second ? noise.word[1] : noise.word[0], high = second ? noise.word[3] : noise.word[2];
-        const uint32_t more_low = second ? more.word[1] : more.word[0], more_high = second ? more.word[3] : more.word[2];
+        const uint32_t more_low = second ? more.word[1] : more.word[0],
+                       more_high = second ? more.word[3] : more.word[2];
         return {{upper ? high : low, upper ? more_low : more_high, noise.shared, more.shared}, 0};
     }
     __device__ __forceinline__ void pairs(const Line& line, int group, int row, int column, uint32_t (&w)[2],
