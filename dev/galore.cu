@@ -10,6 +10,7 @@
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
 #define NIBBLE_HANG_REPORT  // a wait of two seconds traps
+#include "../kernels/low_rank_rings.cuh"
 #include "../kernels/low_rank_tf32.cuh"
 #include "double.h"
 #include "timing.h"
@@ -208,6 +209,7 @@ struct Step {
     bool by_wgmma;                         // what follows is there
     LowProjectPlan of_project, and_ahead;  // the latter fetches weights for the second product
     LowBackPlan of_back;                   // bf16
+    LowRingsPlan of_rings;                 // bf16
     LowTurnedPlan of_turned;               // TF32
 };
 
@@ -247,6 +249,7 @@ static void open_wgmma(Room* room, Step* s) {
         const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
         s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
+        s->of_rings = low_rings_plan((bf16*)s->w, n, q, rows, cols, rank);
         s->and_ahead = s->of_project;
         low_fetch_ahead(dev, &s->and_ahead, &s->of_back, 4);
         return;
@@ -337,6 +340,11 @@ static void wgmma_second(const Device* dev, const Step* s) {
     low_back_run<PANELS>(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
 }
 
+template <bool EARLY>
+static void rings_second(const Device* dev, const Step* s) {
+    low_rings_run(dev, &s->of_rings, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
+}
+
 template <int PARTS, bool EARLY>
 static void turned_second(const Device* dev, const Step* s) {
     low_turned_run<PARTS>(dev, &s->of_turned, UpdateSink<float>{s->update, (float*)s->w, s->rows, s->cols}, EARLY);
@@ -364,13 +372,14 @@ static const Variant VARIANTS[] = {
      {wgmma_first<float, 3, 4>, wgmma_first<float, 1, 6>, wgmma_first<bf16, 1, 6>},
      {turned_second<3, true>, turned_second<1, true>, wgmma_second<2, true>},
      true},
+    {"rings", {nullptr, nullptr, wgmma_first<bf16, 1, 6>}, {nullptr, nullptr, rings_second<true>}, true},
     {"ahead",
      {wgmma_first<float, 3, 4, true>, wgmma_first<float, 1, 6, true>, wgmma_first<bf16, 1, 6, true>},
-     {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
+     {turned_second<3, true>, turned_second<1, true>, rings_second<true>},
      true},
     {"late",
      {wgmma_first<float, 3, 4>, wgmma_first<float, 1, 6>, wgmma_first<bf16, 1, 6>},
-     {turned_second<3, false>, turned_second<1, false>, wgmma_second<1, false>},
+     {turned_second<3, false>, turned_second<1, false>, rings_second<false>},
      true},
 };
 
