@@ -10,8 +10,8 @@
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
 #define NIBBLE_HANG_REPORT  // a wait of two seconds traps
-#include "../kernels/low_rank_rings.cuh"
-#include "../kernels/low_rank_tf32.cuh"
+#include "../kernels/low_rank_back.cuh"
+#include "../kernels/low_rank_turned.cuh"
 #include "double.h"
 #include "timing.h"
 
@@ -206,11 +206,11 @@ struct Step {
     Adam adam;
     Update update;
     Library project, back;
-    bool by_wgmma;                         // what follows is there
-    LowProjectPlan of_project, and_ahead;  // the latter fetches weights for the second product
-    LowBackPlan of_back;                   // bf16
-    LowRingsPlan of_rings;                 // bf16
-    LowTurnedPlan of_turned;               // TF32
+    bool by_wgmma;  // what follows is there
+    LowProjectPlan of_project, of_two,
+        and_ahead;            // two blocks a multiprocessor; fetches weights for the second product
+    LowBackPlan of_back;      // bf16
+    LowTurnedPlan of_turned;  // TF32
 };
 
 template <typename E>
@@ -243,13 +243,13 @@ static void set_moments(const Device* dev, const Step* s) {
 static void open_wgmma(Room* room, Step* s) {
     const Device* dev = room->dev;
     const int64_t rows = s->rows, cols = s->cols, rank = s->rank;
-    s->by_wgmma = s->precision == BF16 ? low_hopper_fits(dev, rank) : low_turned_fits(dev, rank);
+    s->by_wgmma = s->precision == BF16 ? low_back_fits(dev, rank) : low_turned_fits(dev, rank);
     if (!s->by_wgmma) return;
     if (s->precision == BF16) {
         const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
-        s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
+        s->of_project = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank);
+        s->of_two = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank, true);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
-        s->of_rings = low_rings_plan((bf16*)s->w, n, q, rows, cols, rank);
         s->and_ahead = s->of_project;
         low_fetch_ahead(dev, &s->and_ahead, &s->of_back, 4);
         return;
@@ -262,7 +262,7 @@ static void open_wgmma(Room* room, Step* s) {
     low_split(dev, q[1], q[3], (const float*)s->q, rank, side, true);
     if (splits && !left) s->rest = room->device<float>(s->small);
     const float *rest = splits ? q[2] : nullptr, *of_y = splits ? (left ? q[3] : s->rest) : nullptr;
-    s->of_project = low_project_plan<float>(dev, (const float*)s->g, q[0], rest, rows, cols, rank);
+    s->of_project = low_project_plan<float>((const float*)s->g, q[0], rest, rows, cols, rank);
     s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, (const float*)s->q, q[1], of_y, rows, cols, rank);
     s->and_ahead = s->of_project;
     low_fetch_turned(dev, &s->and_ahead, &s->of_turned, 4);
@@ -329,28 +329,22 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
-template <typename E, int PARTS, int STAGES, bool AHEAD = false>
+template <typename E, int PARTS, LowProjectPlan Step::*PLAN = &Step::of_project>
 static void wgmma_first(const Device* dev, const Step* s) {
     const AdamSink<E> sink = {s->adam, (E*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest, s->rest};
-    low_project_run<E, PARTS, STAGES>(dev, AHEAD ? &s->and_ahead : &s->of_project, sink);
+    low_project_run<E, PARTS>(dev, &(s->*PLAN), sink);
 }
 
 // As the optimizer has it, which knows many formats of moments: Adam is a launch of its own.
-template <typename E, int PARTS, int STAGES>
 static void apart_first(const Device* dev, const Step* s) {
-    low_project_run<E, PARTS, STAGES>(dev, &s->of_project, LowStore{s->low, s->of_project.s.cols});
-    adam_kernel<E><<<4 * dev->sm_count, 256, 0, dev->stream>>>(s->adam, (E*)s->n, s->low, s->small);
+    low_project_run<bf16, 1>(dev, &s->of_project, LowStore{s->low, s->of_project.s.cols});
+    adam_kernel<bf16><<<4 * dev->sm_count, 256, 0, dev->stream>>>(s->adam, (bf16*)s->n, s->low, s->small);
     check_launch();
 }
 
 template <int PANELS, bool EARLY>
 static void wgmma_second(const Device* dev, const Step* s) {
     low_back_run<PANELS>(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
-}
-
-template <bool EARLY>
-static void rings_second(const Device* dev, const Step* s) {
-    low_rings_run(dev, &s->of_rings, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
 }
 
 template <int PARTS, bool EARLY>
@@ -375,21 +369,18 @@ static const Variant VARIANTS[] = {
     {"ours",
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
-    {"wgmma3", {nullptr, nullptr, wgmma_first<bf16, 1, 3>}, {nullptr, nullptr, wgmma_second<1, true>}, true},
-    {"wgmma6",
-     {wgmma_first<float, 3, 4>, wgmma_first<float, 1, 6>, wgmma_first<bf16, 1, 6>},
-     {turned_second<3, true>, turned_second<1, true>, wgmma_second<2, true>},
+    {"two", {nullptr, nullptr, wgmma_first<bf16, 1, &Step::of_two>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
+    {"held",
+     {wgmma_first<float, 3>, wgmma_first<float, 1>, wgmma_first<bf16, 1>},
+     {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
-    {"rings", {nullptr, nullptr, wgmma_first<bf16, 1, 6>}, {nullptr, nullptr, rings_second<true>}, true},
+    {"wide", {nullptr, nullptr, wgmma_first<bf16, 1>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
     {"ahead",
-     {wgmma_first<float, 3, 4, true>, wgmma_first<float, 1, 6, true>, wgmma_first<bf16, 1, 6, true>},
-     {turned_second<3, true>, turned_second<1, true>, rings_second<true>},
+     {wgmma_first<float, 3, &Step::and_ahead>, wgmma_first<float, 1, &Step::and_ahead>,
+      wgmma_first<bf16, 1, &Step::and_ahead>},
+     {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
-    {"apart", {nullptr, nullptr, apart_first<bf16, 1, 6>}, {nullptr, nullptr, rings_second<false>}, true},
-    {"late",
-     {wgmma_first<float, 3, 4>, wgmma_first<float, 1, 6>, wgmma_first<bf16, 1, 6>},
-     {turned_second<3, false>, turned_second<1, false>, rings_second<false>},
-     true},
+    {"apart", {nullptr, nullptr, apart_first}, {nullptr, nullptr, wgmma_second<1, false>}, true},
 };
 
 static const char* wanted_variant = nullptr;  // all, if null
@@ -530,6 +521,8 @@ int main(int argc, char** argv) {
     Device dev;
     device_open(&dev, true, 0);
     const double rate = print_copy_rate(&dev, 1ll << 30);
+    for (int i = 1; i <= LP_SLICES && low_project_fits(&dev); i++)
+        printf("%d clusters of %d%s", low_clusters(i), i, i < LP_SLICES ? ", " : "\n");
     const int64_t small[][3] = {{1024, 768, 128}, {520, 1288, 72}, {1288, 520, 32}, {512, 1024, 256}, {640, 640, 64}};
     bool right = true;
     for (const auto& shape : small) {

@@ -1,6 +1,6 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
-#include "../../kernels/low_rank_hopper.cuh"
+#include "../../kernels/low_rank_back.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
 #include "tensor_cores.h"
@@ -329,9 +329,9 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     Array<float> low(dev, rank * length);
     Array<bf16> w(dev, R * C, 4, 1.0f);
     const LowStore sink = {low.device, R >= C ? rank : length};
-    const LowProjectPlan project = low_project_plan<bf16>(dev, g, q, nullptr, R, C, rank);
+    const LowProjectPlan project = low_project_plan<bf16>(g, q, nullptr, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
-                 [&] { low_project_run<bf16, 1, 3>(dev, &project, sink); });
+                 [&] { low_project_run<bf16, 1>(dev, &project, sink); });
     float* before = floats(R * C);
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
     const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);
@@ -366,7 +366,7 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
                  [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
     if constexpr (!FP32) {
-        if (low_hopper_fits(dev, rank))
+        if (low_back_fits(dev, rank))
             check_hopper(test, dev, what, s, rank, g.device, q.device, n.device, want_low, want, worst);
     }
 }

@@ -2,7 +2,7 @@
 // thread or a warp each, and the CPU in order.
 #include "low_rank.h"
 
-#include "../../kernels/low_rank_hopper.cuh"
+#include "../../kernels/low_rank_back.cuh"
 #include "../../kernels/matmul_product.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
@@ -468,7 +468,7 @@ struct ApplySink {
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
 
-    // Weights of bf16, as low_rank_hopper.cuh hands them over: two and the two that are eight columns on. The four
+    // Weights of bf16, as low_rank_back.cuh hands them over: two and the two that are eight columns on. The four
     // lanes of a row draw the noise of 16 of its 64 columns each, where these are the 16 elements of a draw.
 
     struct Line {
@@ -556,7 +556,7 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
         if constexpr (KIND != LOW_FP32) {
-            if (!copy && low_hopper_fits(dev, l->rank)) {
+            if (!copy && low_back_fits(dev, l->rank)) {
                 const LowBackPlan plan = low_back_plan((bf16*)weights + m->element, n, q, m->rows, m->cols, l->rank);
                 low_back_run<1>(dev, &plan, sink, false);
                 return;

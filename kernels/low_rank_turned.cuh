@@ -10,7 +10,7 @@
 // two parts of 11 bits, as in low_rank.cuh, and y's second one is an array of its own. The rank is at most 128.
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
-#include "low_rank_hopper.cuh"
+#include "low_rank_project.cuh"
 
 #ifdef __CUDACC__
 constexpr int LT_ROWS = 32, LT_THREADS = 384, LT_PANEL_BYTES = LT_ROWS * PANEL_ROW_BYTES;
@@ -120,14 +120,44 @@ __device__ __forceinline__ void lt_update(const Sink& sink, const float (&c)[LT_
     }
 }
 
+struct LowTurnedStep {
+    int stage, row, column;
+};
+
+// A warp: updates the weights of a step; the first of two, which have a panel of them, orders them away. `last` is the
+// stage of the step before.
+template <typename Layout, typename Sink>
+__device__ __forceinline__ void lt_deliver(uint32_t shared, const LowTurnedMaps* maps, const Sink& sink,
+                                           const float (&c)[LT_ROWS / 8][4], LowTurnedStep step, int* last, int warp,
+                                           int lane) {
+    const uint32_t panels = shared + step.stage * Layout::STAGE + Layout::Y;
+    const bool first = warp % 2 == 0 && lane == 0;
+    if (*last >= 0 && first) {
+        store_wait_read<0>();  // the copy engine has read it
+        barrier_arrive(shared + Layout::empty(*last));
+    }
+    lt_update(sink, c, panels, step.row, step.column, warp, lane);
+    fence_async();
+    group_sync(1 + warp / 2, 64);
+    if (first) {
+        const int panel = warp / 2;
+        tensor_store(&maps->weights, panels + panel * LT_PANEL_BYTES, step.column + panel * 32, step.row, 0);
+        store_commit();
+    }
+    *last = step.stage;
+}
+
+// A step's weights are updated while the next step's product is made.
 template <int DEPTH, int PARTS, typename Sink>
 __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps* maps, LowDescent<DEPTH, PARTS> d,
                                            const Sink& sink, int warp, int lane) {
     typedef LowTurnedLayout<DEPTH, PARTS> Layout;
     uint32_t x[DEPTH / 8][4], rest[DEPTH / 8][4];
+    float sums[LT_ROWS / 8][4];  // of `held`
+    LowTurnedStep held = {-1, 0, 0};
     int last = -1;
     for (; d.more(); d.advance()) {
-        const uint32_t stage = shared + d.ring.stage * Layout::STAGE, empty = shared + Layout::empty(d.ring.stage);
+        const uint32_t stage = shared + d.ring.stage * Layout::STAGE;
         barrier_wait(shared + Layout::full(d.ring.stage), d.ring.parity, 3);
         if (d.brings_x()) {
             if (warp / 4 == d.halves) {
@@ -137,7 +167,7 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
             }
             fence_async();
             group_sync(1 + warp / 2, 64);
-            if (warp % 2 == 0 && lane == 0) barrier_arrive(empty);
+            if (warp % 2 == 0 && lane == 0) barrier_arrive(shared + Layout::empty(d.ring.stage));
             continue;
         }
         float c[LT_ROWS / 8][4];
@@ -150,23 +180,17 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
                                              k > 0);
         }
         wgmma_commit();
+        if (held.stage >= 0) lt_deliver<Layout>(shared, maps, sink, sums, held, &last, warp, lane);
         wgmma_wait<0>();
         wgmma_hold(c);
-        if (last >= 0 && warp % 2 == 0 && lane == 0) {
-            store_wait_read<0>();  // the copy engine has read the stage before
-            barrier_arrive(shared + Layout::empty(last));
+#pragma unroll
+        for (int n = 0; n < LT_ROWS / 8; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[n][i] = c[n][i];
         }
-        lt_update(sink, c, stage + Layout::Y, d.row(), d.column(), warp, lane);
-        fence_async();
-        group_sync(1 + warp / 2, 64);  // two warps have a panel
-        if (warp % 2 == 0 && lane == 0) {
-            const int panel = warp / 2;
-            tensor_store(&maps->weights, stage + Layout::Y + panel * LT_PANEL_BYTES, d.column() + panel * 32, d.row(),
-                         0);
-            store_commit();
-        }
-        last = d.ring.stage;
+        held = {d.ring.stage, d.row(), d.column()};
     }
+    if (held.stage >= 0) lt_deliver<Layout>(shared, maps, sink, sums, held, &last, warp, lane);
     if (warp % 2 == 0 && lane == 0) store_wait_read<0>();
 }
 #endif
@@ -208,7 +232,7 @@ struct LowTurnedPlan {
 };
 
 inline bool low_turned_fits(const Device* dev, int64_t rank) {
-    return low_hopper_fits(dev, rank) && rank <= 128;
+    return low_project_fits(dev) && rank <= 128;
 }
 
 // y is n, or on the left q_turned, (R, rank), which is not read otherwise; `rest`, if not null, is what it leaves.
