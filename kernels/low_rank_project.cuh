@@ -300,6 +300,23 @@ inline int low_clusters(int slices) {
     return room[slices];
 }
 
+// to = from rounded to TF32, or its transposed, and `rest`, if not null, what that leaves, rounded; from is (rows,
+// cols). Grid any, block 256.
+static __global__ void low_split_kernel(float* to, float* rest, const float* from, int rows, int cols, bool turned) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < (int64_t)rows * cols; i += 256ll * gridDim.x) {
+        uint32_t word[4] = {__float_as_uint(from[turned ? i % rows * cols + i / rows : i])}, left[4];
+        lp_split<3>(word, left);
+        to[i] = __uint_as_float(word[0]);
+        if (rest) rest[i] = __uint_as_float(left[0]);
+    }
+}
+
+inline void low_split(const Device* dev, float* to, float* rest, const float* from, int64_t rows, int64_t cols,
+                      bool turned) {
+    low_split_kernel<<<1024, 256, 0, dev->stream>>>(to, rest, from, (int)rows, (int)cols, turned);
+    check_launch();
+}
+
 // Chooses channels and slices: a block's time is its bytes of both operands, and about four steps of 256 rows for the
 // start and the sum.
 inline void low_project_choose(LowProjectPlan* p, int64_t rank, int64_t length, int64_t steps, bool fp32) {
@@ -315,7 +332,7 @@ inline void low_project_choose(LowProjectPlan* p, int64_t rank, int64_t length, 
     }
 }
 
-// q of fp32 is rounded to TF32; `rest`, if not null, is what that leaves of it.
+// q of fp32 is rounded to TF32; `rest`, if not null, is what that leaves of it (low_split).
 template <typename E>
 LowProjectPlan low_project_plan(const E* g, const E* q, const E* rest, int64_t rows, int64_t cols, int64_t rank,
                                 bool two = false) {

@@ -272,21 +272,4 @@ inline void low_fetch_turned(const Device* dev, LowProjectPlan* p, const LowTurn
     p->maps.next = back->maps.weights;
     p->ahead = {steps, blocks, down, across, LT_ROWS, 32, true};
 }
-
-// to = from rounded to TF32, or its transposed, and `rest`, if not null, what that leaves, rounded; from is (rows,
-// cols). Grid any, block 256.
-static __global__ void low_split_kernel(float* to, float* rest, const float* from, int rows, int cols, bool turned) {
-    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < (int64_t)rows * cols; i += 256ll * gridDim.x) {
-        uint32_t word[4] = {__float_as_uint(from[turned ? i % rows * cols + i / rows : i])}, left[4];
-        lp_split<3>(word, left);
-        to[i] = __uint_as_float(word[0]);
-        if (rest) rest[i] = __uint_as_float(left[0]);
-    }
-}
-
-inline void low_split(const Device* dev, float* to, float* rest, const float* from, int64_t rows, int64_t cols,
-                      bool turned) {
-    low_split_kernel<<<1024, 256, 0, dev->stream>>>(to, rest, from, (int)rows, (int)cols, turned);
-    check_launch();
-}
 #endif

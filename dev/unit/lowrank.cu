@@ -1,6 +1,7 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
 #include "../../kernels/low_rank_back.cuh"
+#include "../../kernels/low_rank_turned.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
 #include "tensor_cores.h"
@@ -320,9 +321,31 @@ struct AddPairs {
         const float2 near = pair_floats(w[0]), far = pair_floats(w[1]);
         w[0] = pack_bf16(near.x + u[0], near.y + u[1]), w[1] = pack_bf16(far.x + u[2], far.y + u[3]);
     }
+    __device__ float one(int, int, float w, float u) const { return w + u; }
 };
 
-// low and U by products of warpgroups; U is added to weights.
+// low and U by products of warpgroups, U added to weights, in fp32 in two parts.
+static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const float* g,
+                         const float* q, const float* n, const float* want_low, float* want, double* worst) {
+    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
+    const bool right = R >= C;
+    const Array<float> first(dev, rank * side), rest(dev, rank * side), y(dev, rank * R), rest_y(dev, rank * R);
+    Array<float> low(dev, rank * length), w(dev, R * C, 4, 1.0f);
+    low_split(dev, first.device, rest.device, q, rank, side, false);
+    low_split(dev, y.device, rest_y.device, right ? n : q, right ? R : rank, right ? rank : R, !right);
+    const LowStore sink = {low.device, right ? rank : length};
+    const LowProjectPlan project = low_project_plan<float>(g, first.device, rest.device, R, C, rank);
+    check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
+                 [&] { low_project_run<float, 3>(dev, &project, sink); });
+    if (!low_turned_fits(dev, rank)) return;
+    float* before = floats(R * C);
+    for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
+    const LowTurnedPlan back = low_turned_plan(w.device, right ? y.device : n, q, y.device, rest_y.device, R, C, rank);
+    check_output(test, worst, what, &w, before, want, low_bound(dev, rank, true),
+                 [&] { low_turned_run<3>(dev, &back, AddPairs{}, false); });
+}
+
+// The same in bf16.
 static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const bf16* g,
                          const bf16* q, const bf16* n, const float* want_low, float* want, double* worst) {
     const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
@@ -365,10 +388,8 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const LowStore sink = {u.device, C};
     check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
                  [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
-    if constexpr (!FP32) {
-        if (low_back_fits(dev, rank))
-            check_hopper(test, dev, what, s, rank, g.device, q.device, n.device, want_low, want, worst);
-    }
+    if (low_back_fits(dev, rank))
+        check_hopper(test, dev, what, s, rank, g.device, q.device, n.device, want_low, want, worst);
 }
 
 // Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in
