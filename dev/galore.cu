@@ -207,8 +207,8 @@ struct Step {
     Update update;
     Library project, back;
     bool by_wgmma;  // what follows is there
-    LowProjectPlan of_project, of_two,
-        and_ahead;            // two blocks a multiprocessor; fetches weights for the second product
+    // The same with two blocks on a multiprocessor; and with some of the weights fetched for the second product.
+    LowProjectPlan of_project, of_two, and_few, and_many;
     LowBackPlan of_back;      // bf16
     LowTurnedPlan of_turned;  // TF32
 };
@@ -250,8 +250,9 @@ static void open_wgmma(Room* room, Step* s) {
         s->of_project = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank);
         s->of_two = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank, true);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
-        s->and_ahead = s->of_project;
-        low_fetch_ahead(dev, &s->and_ahead, &s->of_back, 4);
+        s->and_few = s->and_many = s->of_project;
+        low_fetch_ahead(dev, &s->and_few, &s->of_back, 6);
+        low_fetch_ahead(dev, &s->and_many, &s->of_back, 12);
         return;
     }
     const bool left = rows < cols, splits = s->precision == FP32;
@@ -264,8 +265,9 @@ static void open_wgmma(Room* room, Step* s) {
     const float *rest = splits ? q[2] : nullptr, *of_y = splits ? (left ? q[3] : s->rest) : nullptr;
     s->of_project = low_project_plan<float>((const float*)s->g, q[0], rest, rows, cols, rank);
     s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, (const float*)s->q, q[1], of_y, rows, cols, rank);
-    s->and_ahead = s->of_project;
-    low_fetch_turned(dev, &s->and_ahead, &s->of_turned, 4);
+    s->and_few = s->and_many = s->of_project;
+    low_fetch_turned(dev, &s->and_few, &s->of_turned, 6);
+    low_fetch_turned(dev, &s->and_many, &s->of_turned, 12);
 }
 
 static Step step_open(Room* room, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
@@ -375,9 +377,14 @@ static const Variant VARIANTS[] = {
      {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
     {"wide", {nullptr, nullptr, wgmma_first<bf16, 1>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
-    {"ahead",
-     {wgmma_first<float, 3, &Step::and_ahead>, wgmma_first<float, 1, &Step::and_ahead>,
-      wgmma_first<bf16, 1, &Step::and_ahead>},
+    {"few",
+     {wgmma_first<float, 3, &Step::and_few>, wgmma_first<float, 1, &Step::and_few>,
+      wgmma_first<bf16, 1, &Step::and_few>},
+     {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
+     true},
+    {"many",
+     {wgmma_first<float, 3, &Step::and_many>, wgmma_first<float, 1, &Step::and_many>,
+      wgmma_first<bf16, 1, &Step::and_many>},
      {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
     {"apart", {nullptr, nullptr, apart_first}, {nullptr, nullptr, wgmma_second<1, false>}, true},

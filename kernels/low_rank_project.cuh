@@ -59,10 +59,34 @@ __device__ __forceinline__ void lh_cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// One thread: fetches box number `step` of each block of the next launch that falls to this one, see LowAhead.
+__device__ __forceinline__ void lh_fetch_ahead(const CUtensorMap* map, LowAhead a, int step) {
+    const int all = gridDim.x * gridDim.y * gridDim.z,
+              self = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    for (int block = self; block < a.blocks && step < a.fetched; block += all) {
+        const int64_t steps = (int64_t)a.down * a.across;
+        const int at = (int)(steps * block / a.blocks) + step, end = (int)(steps * (block + 1) / a.blocks);
+        if (at >= end) continue;
+        const int row = a.turned ? at % a.down : at / a.across, column = a.turned ? at / a.down : at % a.across;
+        for (int c = 0; c < (a.turned ? LH_TILE : a.box_columns); c += a.box_columns)
+            tensor_fetch(map, column * (a.turned ? LH_TILE : a.box_columns) + c, row * a.box_rows, 0);
+    }
+}
+
+// One thread: orders a box of G, which with a tile of the rank alone is not read again.
+__device__ __forceinline__ void lh_load_g(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
+                                          bool once) {
+    if (once)
+        tensor_load_once(to, map, barrier, column, row, 0);
+    else
+        tensor_load(to, map, barrier, column, row, 0);
+}
+
 // One thread: orders the operands of the block's steps.
 template <typename Kind, typename E, bool LEFT, int CHANNELS, int STAGES>
-__device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, int rank, int channel,
-                                                   int first, int steps) {
+__device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, LowAhead ahead,
+                                                   int rank, int channel, int first, int steps) {
+    const bool once = ahead.fetched > 0 && gridDim.y == 1;
     constexpr int ACROSS = PANEL_ROW_BYTES / (int)sizeof(E), BYTES = Kind::DEPTH * PANEL_ROW_BYTES;
     LowRing<STAGES> ring;
     for (int step = 0; step < steps; step++, ring.advance()) {
@@ -73,13 +97,15 @@ __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowPro
         barrier_expect(arrived, Kind::STAGE);
         if (LEFT) {
             for (int p = 0; p < CHANNELS / ACROSS; p++)
-                tensor_load(g + p * BYTES, &maps->g, arrived, channel + p * ACROSS, k, 0);
+                lh_load_g(g + p * BYTES, &maps->g, arrived, channel + p * ACROSS, k, once);
         } else {
-            tensor_load(g, &maps->g, arrived, k, channel, 0);
+            lh_load_g(g, &maps->g, arrived, k, channel, once);
         }
         tensor_load(q, &maps->q, arrived, k, rank, 0);
         if (Kind::G > LH_PANEL_BYTES) tensor_load(q + LH_PANEL_BYTES, &maps->rest, arrived, k, rank, 0);
+        lh_fetch_ahead(&maps->next, ahead, step);
     }
+    for (int step = steps; step < ahead.fetched; step++) lh_fetch_ahead(&maps->next, ahead, step);
 }
 
 // Starts a step of the product of a warpgroup, in bf16: 64 of the rank, all channels.
@@ -140,21 +166,6 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], 
     }
     wgmma_wait<0>();
     wgmma_hold(c);
-}
-
-// One thread, see LowAhead.
-__device__ __forceinline__ void lh_fetch_ahead(const CUtensorMap* map, LowAhead a) {
-    const int all = gridDim.x * gridDim.y * gridDim.z,
-              self = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    for (int block = self; block < a.blocks && a.fetched > 0; block += all) {
-        const int64_t steps = (int64_t)a.down * a.across;
-        const int begin = (int)(steps * block / a.blocks), end = (int)(steps * (block + 1) / a.blocks);
-        for (int at = begin; at < end && at < begin + a.fetched; at++) {
-            const int row = a.turned ? at % a.down : at / a.across, column = a.turned ? at / a.down : at % a.across;
-            for (int c = 0; c < (a.turned ? LH_TILE : a.box_columns); c += a.box_columns)
-                tensor_fetch(map, column * (a.turned ? LH_TILE : a.box_columns) + c, row * a.box_rows, 0);
-        }
-    }
 }
 
 // Leaves a warp's sums of 16 rows in shared memory.
@@ -239,10 +250,8 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
     pieces.next = blockIdx.x * 256 + threadIdx.x, pieces.step = s.slices * 256;
     pieces.row = LEFT ? rank : channel, pieces.column = LEFT ? channel : rank, pieces.s = s;
     if (warp == 8) {
-        if (is_elected()) {
-            lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, rank, channel, first, steps);
-            lh_fetch_ahead(&maps.next, ahead);
-        }
+        if (is_elected())
+            lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, ahead, rank, channel, first, steps);
         __syncwarp();
         __syncthreads();
     } else {
