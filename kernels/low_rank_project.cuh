@@ -29,6 +29,7 @@ struct LowProjectMaps {
 struct LowAhead {
     int fetched, blocks, down, across, box_rows, box_columns;
     bool turned;
+    int skip;
 };
 
 // Stages of Q, of what it leaves, and of G, and barriers of each: it has come, it is free. In the end the block's sums
@@ -94,14 +95,17 @@ __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowPro
                        arrived = shared + Kind::full(ring.stage);
         const int k = (first + step) * Kind::DEPTH;
         barrier_wait(shared + Kind::empty(ring.stage), ring.parity ^ 1, 1);
-        barrier_expect(arrived, Kind::STAGE);
-        if (LEFT) {
+        barrier_expect(arrived, Kind::STAGE - (ahead.skip == 1   ? LH_PANEL_BYTES
+                                               : ahead.skip == 2 ? CHANNELS * PANEL_ROW_BYTES
+                                                                 : 0));
+        if (ahead.skip == 2) {
+        } else if (LEFT) {
             for (int p = 0; p < CHANNELS / ACROSS; p++)
                 lh_load_g(g + p * BYTES, &maps->g, arrived, channel + p * ACROSS, k, once);
         } else {
             lh_load_g(g, &maps->g, arrived, k, channel, once);
         }
-        tensor_load(q, &maps->q, arrived, k, rank, 0);
+        if (ahead.skip != 1) tensor_load(q, &maps->q, arrived, k, rank, 0);
         if (Kind::G > LH_PANEL_BYTES) tensor_load(q + LH_PANEL_BYTES, &maps->rest, arrived, k, rank, 0);
         lh_fetch_ahead(&maps->next, ahead, step);
     }
@@ -152,6 +156,9 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], 
     int last = 0;
     for (int step = 0; step < steps; step++, ring.advance()) {
         barrier_wait(shared + Kind::full(ring.stage), ring.parity, 2);
+        if (warp == 0 && step == 0) {
+            LOW_STAMP(0, 2)
+        }
         lh_project_step<Kind, PARTS, LEFT>(E(), c, shared + ring.stage * Kind::STAGE, warp, lane, step > 0);
         wgmma_commit();
         if constexpr (Kind::FP32) {
@@ -243,6 +250,10 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
     }
     __syncthreads();
     launch_next();
+    if (warp == 0) {
+        LOW_STAMP(0, 0)
+        LOW_STAMP(0, 1)
+    }
     const int rank = blockIdx.y * LH_TILE, channel = blockIdx.z * CHANNELS;
     const int all = (s.depth + Kind::DEPTH - 1) / Kind::DEPTH, first = all * (int)blockIdx.x / s.slices,
               steps = all * ((int)blockIdx.x + 1) / s.slices - first;
@@ -258,19 +269,32 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
         if (!Kind::TWO) pieces.ask(sink);
         float c[Kind::N / 8][4];
         lh_project_multiply<Kind, E, PARTS, LEFT, STAGES>(c, shared, warp, lane, steps);
+        if (warp == 0) {
+            LOW_STAMP(0, 3)
+        }
         __syncthreads();  // nobody reads the stages any more
         lh_leave<Kind>(c, (float*)low_project_shared, warp * 16, lane);
     }
     lh_cluster_arrive();
     if (warp < 8 && Kind::TWO) pieces.ask(sink);
     lh_cluster_wait();
+    if (warp == 0) {
+        LOW_STAMP(0, 4)
+    }
     if (warp < 8) {
         pieces.give(sink, shared);
         while (pieces.next < Kind::PIECES) pieces.ask(sink), pieces.give(sink, shared);
     }
     __syncwarp();
+    if (warp == 0) {
+        LOW_STAMP(0, 5)
+    }
     lh_cluster_arrive();
     lh_cluster_wait();  // no block ends while another reads its shared memory
+    if (warp == 0) {
+        LOW_STAMP(0, 6)
+        LOW_STAMP(0, 7)
+    }
 #else
     (void)maps, (void)s, (void)ahead, (void)sink;
 #endif
@@ -365,7 +389,8 @@ template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename S
 void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
     auto kernel = low_project_kernel<E, PARTS, LEFT, CHANNELS, STAGES, Sink>;
     constexpr int BYTES = LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+    static const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
+    check(raised);
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(288);
     config.dynamicSmemBytes = BYTES, config.stream = dev->stream;
