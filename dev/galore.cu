@@ -209,9 +209,9 @@ struct Step {
     Library project, back;
     bool by_wgmma;  // what follows is there
     // The same with two blocks on a multiprocessor; and with some of the weights fetched for the second product.
-    LowProjectPlan of_project, of_two, and_few, and_many, no_q, no_g, straight;
-    LowBackPlan of_back, of_woven;  // bf16
-    LowTurnedPlan of_turned;        // TF32
+    LowProjectPlan of_project, of_two, and_few, and_many, no_q, no_g;
+    LowBackPlan of_back;      // bf16
+    LowTurnedPlan of_turned;  // TF32
 };
 
 template <typename E>
@@ -252,8 +252,6 @@ static void open_wgmma(Room* room, Step* s) {
         s->of_two = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank, true);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
         s->and_few = s->and_many = s->of_project;
-        s->of_woven = s->of_back, s->of_woven.s.woven = 1;
-        s->straight = s->of_project, s->straight.s.woven = 0;
         s->no_q = s->no_g = s->of_project;
         s->no_q.ahead.skip = 1, s->no_g.ahead.skip = 2;
         low_fetch_ahead(dev, &s->and_few, &s->of_back, 6);
@@ -349,9 +347,9 @@ static void apart_first(const Device* dev, const Step* s) {
     check_launch();
 }
 
-template <int PANELS, bool EARLY, LowBackPlan Step::*PLAN = &Step::of_back>
+template <int PANELS, bool EARLY>
 static void wgmma_second(const Device* dev, const Step* s) {
-    low_back_run<PANELS>(dev, &(s->*PLAN), UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
+    low_back_run<PANELS>(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, EARLY);
 }
 
 template <int PARTS, bool EARLY>
@@ -382,14 +380,6 @@ static const Variant VARIANTS[] = {
      {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
     {"wide", {nullptr, nullptr, wgmma_first<bf16, 1>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
-    {"woven",
-     {nullptr, nullptr, wgmma_first<bf16, 1>},
-     {nullptr, nullptr, wgmma_second<2, true, &Step::of_woven>},
-     true},
-    {"woven1",
-     {nullptr, nullptr, wgmma_first<bf16, 1, &Step::straight>},
-     {nullptr, nullptr, wgmma_second<1, true, &Step::of_woven>},
-     true},
     {"few",
      {wgmma_first<float, 3, &Step::and_few>, wgmma_first<float, 1, &Step::and_few>,
       wgmma_first<bf16, 1, &Step::and_few>},

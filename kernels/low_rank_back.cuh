@@ -35,18 +35,12 @@ struct LowBackLayout {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // A block's steps: they go along rows of tiles.
 struct LowWalk {
-    int at, end, across, stride;
+    int at, end, across;
 
     __device__ __forceinline__ LowWalk(LowResult s, int columns) {
-        across = (s.cols + columns - 1) / columns, stride = 1;
-        const int down = (s.rows + LH_TILE - 1) / LH_TILE;
-        const int64_t all = (int64_t)across * down;
+        across = (s.cols + columns - 1) / columns;
+        const int64_t all = (int64_t)across * ((s.rows + LH_TILE - 1) / LH_TILE);
         at = (int)(all * blockIdx.x / gridDim.x), end = (int)(all * (blockIdx.x + 1) / gridDim.x);
-        const int share = gridDim.x / down;
-        if (s.woven && share > 1) {
-            const int row = blockIdx.x / share;
-            at = row * across + blockIdx.x % share, end = row < down ? (row + 1) * across : 0, stride = share;
-        }
     }
 };
 
@@ -55,7 +49,7 @@ template <int DEPTH, int PANELS>
 __device__ __forceinline__ void lh_back_weights(uint32_t shared, const LowBackMaps* maps, LowWalk walk) {
     typedef LowBackLayout<DEPTH, PANELS> Layout;
     LowRing<Layout::STAGES> ring;
-    for (; walk.at < walk.end; walk.at += walk.stride, ring.advance()) {
+    for (; walk.at < walk.end; walk.at++, ring.advance()) {
         const uint32_t full = shared + Layout::full(ring.stage),
                        to = shared + Layout::A + ring.stage * Layout::STAGE + PANELS * Layout::B;
         const int row = walk.at / walk.across * LH_TILE, column = walk.at % walk.across * 64 * PANELS;
@@ -74,7 +68,7 @@ __device__ __forceinline__ void lh_back_operands(uint32_t shared, const LowBackM
     int present = -1;
     uint32_t free = 1;
     wait_for_last();
-    for (; walk.at < walk.end; walk.at += walk.stride, ring.advance()) {
+    for (; walk.at < walk.end; walk.at++, ring.advance()) {
         const int row = walk.at / walk.across, column = walk.at % walk.across * 64 * PANELS;
         const uint32_t here = shared + Layout::HERE, full = shared + Layout::full(ring.stage),
                        to = shared + Layout::A + ring.stage * Layout::STAGE;
@@ -173,7 +167,7 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
     float sums[PANELS * 8][4];  // of `held`
     int present = -1, last = -1;
     uint32_t arrived = 0;
-    for (; walk.at < walk.end; walk.at += walk.stride, ring.advance()) {
+    for (; walk.at < walk.end; walk.at++, ring.advance()) {
         const int row = walk.at / walk.across;
         if (row != present) {
             if (present >= 0 && lane == 0) barrier_arrive(shared + Layout::DONE);
@@ -273,7 +267,7 @@ inline LowBackPlan low_back_plan(bf16* w, const bf16* n, const bf16* q, int64_t 
     LowBackPlan p;
     p.left = rows < cols;
     const int depth = low_back_depth(rank);
-    p.s = {(int)rows, (int)cols, (int)rank, 1, 0};
+    p.s = {(int)rows, (int)cols, (int)rank, 1};
     p.maps.a = p.left ? tensor_map(q, 1, rank, rows, depth) : tensor_map(n, 1, rows, rank, LH_TILE);
     p.maps.b = tensor_map(p.left ? n : q, 1, rank, cols, depth);
     p.maps.from = tensor_map(w, 1, rows, cols, LH_TILE), p.maps.to = tensor_map(w, 1, rows, cols, 16);

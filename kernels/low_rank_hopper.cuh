@@ -27,7 +27,6 @@ constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
 // The result of a product: its sides in memory, what the sum runs over, and the blocks that share a tile.
 struct LowResult {
     int rows, cols, depth, slices;
-    int woven;
 };
 
 // A place among the stages, and the parity of its present round.

@@ -86,14 +86,14 @@ __device__ __forceinline__ void lh_load_g(uint32_t to, const CUtensorMap* map, u
 // One thread: orders the operands of the block's steps.
 template <typename Kind, typename E, bool LEFT, int CHANNELS, int STAGES>
 __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, LowAhead ahead,
-                                                   int stride, int rank, int channel, int first, int steps) {
+                                                   int rank, int channel, int first, int steps) {
     const bool once = ahead.fetched > 0 && gridDim.y == 1;
     constexpr int ACROSS = PANEL_ROW_BYTES / (int)sizeof(E), BYTES = Kind::DEPTH * PANEL_ROW_BYTES;
     LowRing<STAGES> ring;
     for (int step = 0; step < steps; step++, ring.advance()) {
         const uint32_t q = shared + ring.stage * Kind::STAGE, g = q + Kind::G,
                        arrived = shared + Kind::full(ring.stage);
-        const int k = (first + step * stride) * Kind::DEPTH;
+        const int k = (first + step) * Kind::DEPTH;
         barrier_wait(shared + Kind::empty(ring.stage), ring.parity ^ 1, 1);
         barrier_expect(arrived, Kind::STAGE - (ahead.skip == 1   ? LH_PANEL_BYTES
                                                : ahead.skip == 2 ? CHANNELS * PANEL_ROW_BYTES
@@ -255,16 +255,14 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
         LOW_STAMP(0, 1)
     }
     const int rank = blockIdx.y * LH_TILE, channel = blockIdx.z * CHANNELS;
-    const int all = (s.depth + Kind::DEPTH - 1) / Kind::DEPTH, self = (int)blockIdx.x,
-              first = s.woven ? self : all * self / s.slices,
-              steps = s.woven ? (all - self + s.slices - 1) / s.slices : all * (self + 1) / s.slices - first;
+    const int all = (s.depth + Kind::DEPTH - 1) / Kind::DEPTH, first = all * (int)blockIdx.x / s.slices,
+              steps = all * ((int)blockIdx.x + 1) / s.slices - first;
     LowPieces<Kind, Sink> pieces;
     pieces.next = blockIdx.x * 256 + threadIdx.x, pieces.step = s.slices * 256;
     pieces.row = LEFT ? rank : channel, pieces.column = LEFT ? channel : rank, pieces.s = s;
     if (warp == 8) {
         if (is_elected())
-            lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, ahead, s.woven ? s.slices : 1, rank,
-                                                                channel, first, steps);
+            lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, ahead, rank, channel, first, steps);
         __syncwarp();
         __syncthreads();
     } else {
@@ -374,7 +372,7 @@ LowProjectPlan low_project_plan(const E* g, const E* q, const E* rest, int64_t r
     constexpr bool FP32 = sizeof(E) == 4;
     constexpr int DEPTH = LowOperand<E>::DEPTH;
     LowProjectPlan p;
-    p.left = rows < cols, p.two = two, p.s.woven = !two;
+    p.left = rows < cols, p.two = two;
     const int64_t side = p.left ? rows : cols, length = p.left ? cols : rows;
     p.s.rows = (int)(p.left ? rank : rows), p.s.cols = (int)(p.left ? cols : rank), p.s.depth = (int)side;
     low_project_choose(&p, rank, length, ceil_div(side, DEPTH), FP32);

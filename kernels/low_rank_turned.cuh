@@ -266,7 +266,7 @@ inline bool low_turned_fits(const Device* dev, int64_t rank) {
 inline LowTurnedPlan low_turned_plan(float* w, const float* n, const float* q, const float* q_turned, const float* rest,
                                      int64_t rows, int64_t cols, int64_t rank) {
     LowTurnedPlan p;
-    p.s = {(int)rows, (int)cols, (int)rank, 1, 0};
+    p.s = {(int)rows, (int)cols, (int)rank, 1};
     p.maps.x = tensor_map(rows < cols ? n : q, 1, rank, cols, rank <= 64 ? 64 : 128, true);
     p.maps.y = tensor_map(rows < cols ? q_turned : n, 1, rows, rank, LT_ROWS, true);
     p.maps.rest = rest ? tensor_map(rest, 1, rows, rank, LT_ROWS, true) : p.maps.y;
