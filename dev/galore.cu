@@ -9,7 +9,6 @@
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
-#define LOW_TIMES
 #define NIBBLE_HANG_REPORT  // a wait of two seconds traps
 #include "../kernels/low_rank_back.cuh"
 #include "../kernels/low_rank_turned.cuh"
@@ -208,8 +207,8 @@ struct Step {
     Update update;
     Library project, back;
     bool by_wgmma;  // what follows is there
-    // The same with two blocks on a multiprocessor; and with some of the weights fetched for the second product.
-    LowProjectPlan of_project, of_two, and_few, and_many, no_q, no_g;
+    LowProjectPlan of_project, of_two,
+        and_ahead;            // two blocks a multiprocessor; fetches weights for the second product
     LowBackPlan of_back;      // bf16
     LowTurnedPlan of_turned;  // TF32
 };
@@ -251,11 +250,8 @@ static void open_wgmma(Room* room, Step* s) {
         s->of_project = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank);
         s->of_two = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank, true);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
-        s->and_few = s->and_many = s->of_project;
-        s->no_q = s->no_g = s->of_project;
-        s->no_q.ahead.skip = 1, s->no_g.ahead.skip = 2;
-        low_fetch_ahead(dev, &s->and_few, &s->of_back, 6);
-        low_fetch_ahead(dev, &s->and_many, &s->of_back, 12);
+        s->and_ahead = s->of_project;
+        low_fetch_ahead(dev, &s->and_ahead, &s->of_back, 4);
         return;
     }
     const bool left = rows < cols, splits = s->precision == FP32;
@@ -268,9 +264,8 @@ static void open_wgmma(Room* room, Step* s) {
     const float *rest = splits ? q[2] : nullptr, *of_y = splits ? (left ? q[3] : s->rest) : nullptr;
     s->of_project = low_project_plan<float>((const float*)s->g, q[0], rest, rows, cols, rank);
     s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, (const float*)s->q, q[1], of_y, rows, cols, rank);
-    s->and_few = s->and_many = s->of_project;
-    low_fetch_turned(dev, &s->and_few, &s->of_turned, 6);
-    low_fetch_turned(dev, &s->and_many, &s->of_turned, 12);
+    s->and_ahead = s->of_project;
+    low_fetch_turned(dev, &s->and_ahead, &s->of_turned, 4);
 }
 
 static Step step_open(Room* room, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
@@ -362,7 +357,7 @@ typedef void (*Half)(const Device* dev, const Step* s);
 struct Variant {
     const char* name;
     Half first[PRECISIONS], second[PRECISIONS];
-    bool needs_wgmma = false, wrong = false;
+    bool needs_wgmma = false;
 };
 static const Variant VARIANTS[] = {
     {"plain",
@@ -380,25 +375,10 @@ static const Variant VARIANTS[] = {
      {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
      true},
     {"wide", {nullptr, nullptr, wgmma_first<bf16, 1>}, {nullptr, nullptr, wgmma_second<2, true>}, true},
-    {"few",
-     {wgmma_first<float, 3, &Step::and_few>, wgmma_first<float, 1, &Step::and_few>,
-      wgmma_first<bf16, 1, &Step::and_few>},
+    {"ahead",
+     {wgmma_first<float, 3, &Step::and_ahead>, wgmma_first<float, 1, &Step::and_ahead>,
+      wgmma_first<bf16, 1, &Step::and_ahead>},
      {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
-     true},
-    {"many",
-     {wgmma_first<float, 3, &Step::and_many>, wgmma_first<float, 1, &Step::and_many>,
-      wgmma_first<bf16, 1, &Step::and_many>},
-     {turned_second<3, true>, turned_second<1, true>, wgmma_second<1, true>},
-     true},
-    {"no_q",
-     {nullptr, nullptr, wgmma_first<bf16, 1, &Step::no_q>},
-     {nullptr, nullptr, wgmma_second<1, true>},
-     true,
-     true},
-    {"no_g",
-     {nullptr, nullptr, wgmma_first<bf16, 1, &Step::no_g>},
-     {nullptr, nullptr, wgmma_second<1, true>},
-     true,
      true},
     {"apart", {nullptr, nullptr, apart_first}, {nullptr, nullptr, wgmma_second<1, false>}, true},
 };
@@ -463,7 +443,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
     printf("%5lld x %5lld r %3lld %s, errors of m and U:", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision]);
     for (const Variant& variant : VARIANTS) {
-        if (!is_there(variant, s) || variant.wrong) continue;
+        if (!is_there(variant, s)) continue;
         set_moments(dev, &s);
         check(cudaMemsetAsync(s.w, 0, (size_t)s.size * (precision == BF16 ? 2 : 4), dev->stream));
         check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
@@ -478,41 +458,6 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
     printf("\n");
     library_close(&s.project), library_close(&s.back);
     return right;
-}
-
-// Where the time of one step goes: of each kernel's blocks, the start and end after the first one's start in
-// nanoseconds, and cycles between stamps, mean and most.
-static void print_times(const Device* dev, const Step* s, const Variant& variant) {
-    static long long t[2][600][8];
-    for (int i = 0; i < 3; i++) {
-        memset(t, 0, sizeof(t));
-        check(cudaMemcpyToSymbol(low_times, t, sizeof(t)));
-        variant.first[s->precision](dev, s);
-        variant.second[s->precision](dev, s);
-        check(cudaStreamSynchronize(dev->stream));
-        check(cudaMemcpyFromSymbol(t, low_times, sizeof(t)));
-        long long zero = INT64_MAX;
-        for (int b = 0; b < 600; b++)
-            if (t[0][b][0] && t[0][b][0] < zero) zero = t[0][b][0];
-        for (int k = 0; k < 2; k++) {
-            double mean[8] = {}, most[8] = {}, least[8];
-            int blocks = 0;
-            for (double& l : least) l = 1e18;
-            for (int b = 0; b < 600; b++) {
-                if (!t[k][b][0]) continue;
-                blocks++;
-                for (int j = 0; j < 8; j++) {
-                    const double x = j == 0 || j == 7 ? (double)(t[k][b][j] - zero)
-                                     : j == 1         ? 0.0
-                                                      : (double)(t[k][b][j] - t[k][b][j - 1]);
-                    mean[j] += x, most[j] = fmax(most[j], x), least[j] = fmin(least[j], x);
-                }
-            }
-            printf("    %s kernel %d, %d blocks: start %.0f..%.0f ns;", variant.name, k, blocks, least[0], most[0]);
-            for (int j = 2; j < 7; j++) printf(" %d: %.0f (%.0f..%.0f)", j, mean[j] / blocks, least[j], most[j]);
-            printf("; end %.0f..%.0f ns\n", least[7], most[7]);
-        }
-    }
 }
 
 static void time_step(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank, double rate,
@@ -533,8 +478,6 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
         if (parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
     }
     printf("\n");
-    for (const Variant& variant : VARIANTS)
-        if (parts && variant.needs_wgmma && is_there(variant, s)) print_times(dev, &s, variant);
     fflush(stdout);
     library_close(&s.project), library_close(&s.back);
 }

@@ -135,17 +135,6 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map,
         : "memory");
 }
 
-// The same of what nobody reads again: the L2 cache drops it first (Cache Eviction Priority Hints; createpolicy).
-__device__ __forceinline__ void tensor_load_once(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column,
-                                                 int row, int batch) {
-    asm volatile(
-        "{.reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-        "{%3,%4,%5}], [%2], policy;}" ::"r"(to),
-        "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(batch)
-        : "memory");
-}
-
 // Asks for a box to be brought to the L2 cache.
 __device__ __forceinline__ void tensor_fetch(const CUtensorMap* map, int column, int row, int batch) {
     asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1,%2,%3}];" ::"l"(map), "r"(column), "r"(row),

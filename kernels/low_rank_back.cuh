@@ -174,13 +174,7 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
             barrier_wait(shared + Layout::HERE, arrived, 6);
             present = row, arrived ^= 1;
         }
-        if (warp == 0 && held.stage < 0) {
-            LOW_STAMP(1, 2)
-        }
         barrier_wait(shared + Layout::full(ring.stage), ring.parity, 7);
-        if (warp == 0 && held.stage < 0) {
-            LOW_STAMP(1, 3)
-        }
         float c[PANELS * 8][4];
         lh_back_multiply<LEFT, DEPTH, PANELS>(c, shared, shared + Layout::A + ring.stage * Layout::STAGE, warp / 4);
         if (Layout::HOLDS && held.stage >= 0)
@@ -197,15 +191,7 @@ __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMa
     }
     if (Layout::HOLDS && held.stage >= 0)
         lh_back_deliver<DEPTH, PANELS>(shared, maps, sink, sums, held, &last, warp, lane);
-    if (warp == 0) {
-        LOW_STAMP(1, 4)
-        LOW_STAMP(1, 5)
-    }
     if (lane == 0) store_wait_read<0>();
-    if (warp == 0) {
-        LOW_STAMP(1, 6)
-        LOW_STAMP(1, 7)
-    }
 }
 #endif
 
@@ -232,10 +218,6 @@ __global__ void __launch_bounds__(LH_BACK_THREADS, 1)
     }
     __syncthreads();
     const LowWalk walk(s, 64 * PANELS);
-    if (warp == 0) {
-        LOW_STAMP(1, 0)
-        LOW_STAMP(1, 1)
-    }
     if (warp == 8) {
         if (is_elected()) lh_back_weights<DEPTH, PANELS>(shared, &maps, walk);
     } else if (warp == 9) {
@@ -278,8 +260,7 @@ template <int DEPTH, int PANELS, typename Sink>
 void low_back_launch(const Device* dev, const LowBackPlan* p, const Sink& sink, bool early) {
     auto kernel = p->left ? low_back_kernel<true, DEPTH, PANELS, Sink> : low_back_kernel<false, DEPTH, PANELS, Sink>;
     constexpr int BYTES = LowBackLayout<DEPTH, PANELS>::BYTES;
-    static const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
-    check(raised);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const int64_t steps = ceil_div(p->s.rows, LH_TILE) * ceil_div(p->s.cols, 64 * PANELS);
     low_stream_launch(dev, kernel, steps, LH_BACK_THREADS, BYTES, early, p->maps, p->s, sink);
 }
@@ -289,7 +270,7 @@ inline void low_fetch_ahead(const Device* dev, LowProjectPlan* p, const LowBackP
     const int down = (int)ceil_div(back->s.rows, LH_TILE), across = (int)ceil_div(back->s.cols, 64);
     const int blocks = (int64_t)down * across < dev->sm_count ? down * across : dev->sm_count;
     p->maps.next = back->maps.from;
-    p->ahead = {steps, blocks, down, across, LH_TILE, 64, false, 0};
+    p->ahead = {steps, blocks, down, across, LH_TILE, 64, false};
 }
 
 // `early`: the blocks may begin while the last launch, which lets them, ends; it must not write the weights.

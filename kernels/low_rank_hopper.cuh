@@ -8,19 +8,6 @@
 #ifdef __CUDACC__
 #include "hopper.cuh"
 
-#ifdef LOW_TIMES
-__device__ long long low_times[2][600][8];
-#define LOW_STAMP(kernel, i)                                                                                       \
-    if (lane == 0 && (i == 0 || i == 7)) {                                                                         \
-        asm volatile(                                                                                              \
-            "mov.u64 %0, %%globaltimer;"                                                                           \
-            : "=l"(low_times[kernel][(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) % 600][i])); \
-    } else if (lane == 0) {                                                                                        \
-        low_times[kernel][(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z)) % 600][i] = clock64();  \
-    }
-#else
-#define LOW_STAMP(kernel, i)
-#endif
 constexpr int LH_SHARED_BYTES = 227 * 1024;
 constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
 

@@ -29,7 +29,6 @@ struct LowProjectMaps {
 struct LowAhead {
     int fetched, blocks, down, across, box_rows, box_columns;
     bool turned;
-    int skip;
 };
 
 // Stages of Q, of what it leaves, and of G, and barriers of each: it has come, it is free. In the end the block's sums
@@ -60,34 +59,10 @@ __device__ __forceinline__ void lh_cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// One thread: fetches box number `step` of each block of the next launch that falls to this one, see LowAhead.
-__device__ __forceinline__ void lh_fetch_ahead(const CUtensorMap* map, LowAhead a, int step) {
-    const int all = gridDim.x * gridDim.y * gridDim.z,
-              self = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    for (int block = self; block < a.blocks && step < a.fetched; block += all) {
-        const int64_t steps = (int64_t)a.down * a.across;
-        const int at = (int)(steps * block / a.blocks) + step, end = (int)(steps * (block + 1) / a.blocks);
-        if (at >= end) continue;
-        const int row = a.turned ? at % a.down : at / a.across, column = a.turned ? at / a.down : at % a.across;
-        for (int c = 0; c < (a.turned ? LH_TILE : a.box_columns); c += a.box_columns)
-            tensor_fetch(map, column * (a.turned ? LH_TILE : a.box_columns) + c, row * a.box_rows, 0);
-    }
-}
-
-// One thread: orders a box of G, which with a tile of the rank alone is not read again.
-__device__ __forceinline__ void lh_load_g(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
-                                          bool once) {
-    if (once)
-        tensor_load_once(to, map, barrier, column, row, 0);
-    else
-        tensor_load(to, map, barrier, column, row, 0);
-}
-
 // One thread: orders the operands of the block's steps.
 template <typename Kind, typename E, bool LEFT, int CHANNELS, int STAGES>
-__device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, LowAhead ahead,
-                                                   int rank, int channel, int first, int steps) {
-    const bool once = ahead.fetched > 0 && gridDim.y == 1;
+__device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, int rank, int channel,
+                                                   int first, int steps) {
     constexpr int ACROSS = PANEL_ROW_BYTES / (int)sizeof(E), BYTES = Kind::DEPTH * PANEL_ROW_BYTES;
     LowRing<STAGES> ring;
     for (int step = 0; step < steps; step++, ring.advance()) {
@@ -95,21 +70,16 @@ __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowPro
                        arrived = shared + Kind::full(ring.stage);
         const int k = (first + step) * Kind::DEPTH;
         barrier_wait(shared + Kind::empty(ring.stage), ring.parity ^ 1, 1);
-        barrier_expect(arrived, Kind::STAGE - (ahead.skip == 1   ? LH_PANEL_BYTES
-                                               : ahead.skip == 2 ? CHANNELS * PANEL_ROW_BYTES
-                                                                 : 0));
-        if (ahead.skip == 2) {
-        } else if (LEFT) {
+        barrier_expect(arrived, Kind::STAGE);
+        if (LEFT) {
             for (int p = 0; p < CHANNELS / ACROSS; p++)
-                lh_load_g(g + p * BYTES, &maps->g, arrived, channel + p * ACROSS, k, once);
+                tensor_load(g + p * BYTES, &maps->g, arrived, channel + p * ACROSS, k, 0);
         } else {
-            lh_load_g(g, &maps->g, arrived, k, channel, once);
+            tensor_load(g, &maps->g, arrived, k, channel, 0);
         }
-        if (ahead.skip != 1) tensor_load(q, &maps->q, arrived, k, rank, 0);
+        tensor_load(q, &maps->q, arrived, k, rank, 0);
         if (Kind::G > LH_PANEL_BYTES) tensor_load(q + LH_PANEL_BYTES, &maps->rest, arrived, k, rank, 0);
-        lh_fetch_ahead(&maps->next, ahead, step);
     }
-    for (int step = steps; step < ahead.fetched; step++) lh_fetch_ahead(&maps->next, ahead, step);
 }
 
 // Starts a step of the product of a warpgroup, in bf16: 64 of the rank, all channels.
@@ -156,9 +126,6 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], 
     int last = 0;
     for (int step = 0; step < steps; step++, ring.advance()) {
         barrier_wait(shared + Kind::full(ring.stage), ring.parity, 2);
-        if (warp == 0 && step == 0) {
-            LOW_STAMP(0, 2)
-        }
         lh_project_step<Kind, PARTS, LEFT>(E(), c, shared + ring.stage * Kind::STAGE, warp, lane, step > 0);
         wgmma_commit();
         if constexpr (Kind::FP32) {
@@ -173,6 +140,21 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], 
     }
     wgmma_wait<0>();
     wgmma_hold(c);
+}
+
+// One thread, see LowAhead.
+__device__ __forceinline__ void lh_fetch_ahead(const CUtensorMap* map, LowAhead a) {
+    const int all = gridDim.x * gridDim.y * gridDim.z,
+              self = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    for (int block = self; block < a.blocks && a.fetched > 0; block += all) {
+        const int64_t steps = (int64_t)a.down * a.across;
+        const int begin = (int)(steps * block / a.blocks), end = (int)(steps * (block + 1) / a.blocks);
+        for (int at = begin; at < end && at < begin + a.fetched; at++) {
+            const int row = a.turned ? at % a.down : at / a.across, column = a.turned ? at / a.down : at % a.across;
+            for (int c = 0; c < (a.turned ? LH_TILE : a.box_columns); c += a.box_columns)
+                tensor_fetch(map, column * (a.turned ? LH_TILE : a.box_columns) + c, row * a.box_rows, 0);
+        }
+    }
 }
 
 // Leaves a warp's sums of 16 rows in shared memory.
@@ -250,10 +232,6 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
     }
     __syncthreads();
     launch_next();
-    if (warp == 0) {
-        LOW_STAMP(0, 0)
-        LOW_STAMP(0, 1)
-    }
     const int rank = blockIdx.y * LH_TILE, channel = blockIdx.z * CHANNELS;
     const int all = (s.depth + Kind::DEPTH - 1) / Kind::DEPTH, first = all * (int)blockIdx.x / s.slices,
               steps = all * ((int)blockIdx.x + 1) / s.slices - first;
@@ -261,40 +239,29 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
     pieces.next = blockIdx.x * 256 + threadIdx.x, pieces.step = s.slices * 256;
     pieces.row = LEFT ? rank : channel, pieces.column = LEFT ? channel : rank, pieces.s = s;
     if (warp == 8) {
-        if (is_elected())
-            lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, ahead, rank, channel, first, steps);
+        if (is_elected()) {
+            lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, rank, channel, first, steps);
+            lh_fetch_ahead(&maps.next, ahead);
+        }
         __syncwarp();
         __syncthreads();
     } else {
         if (!Kind::TWO) pieces.ask(sink);
         float c[Kind::N / 8][4];
         lh_project_multiply<Kind, E, PARTS, LEFT, STAGES>(c, shared, warp, lane, steps);
-        if (warp == 0) {
-            LOW_STAMP(0, 3)
-        }
         __syncthreads();  // nobody reads the stages any more
         lh_leave<Kind>(c, (float*)low_project_shared, warp * 16, lane);
     }
     lh_cluster_arrive();
     if (warp < 8 && Kind::TWO) pieces.ask(sink);
     lh_cluster_wait();
-    if (warp == 0) {
-        LOW_STAMP(0, 4)
-    }
     if (warp < 8) {
         pieces.give(sink, shared);
         while (pieces.next < Kind::PIECES) pieces.ask(sink), pieces.give(sink, shared);
     }
     __syncwarp();
-    if (warp == 0) {
-        LOW_STAMP(0, 5)
-    }
     lh_cluster_arrive();
     lh_cluster_wait();  // no block ends while another reads its shared memory
-    if (warp == 0) {
-        LOW_STAMP(0, 6)
-        LOW_STAMP(0, 7)
-    }
 #else
     (void)maps, (void)s, (void)ahead, (void)sink;
 #endif
@@ -389,8 +356,7 @@ template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename S
 void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
     auto kernel = low_project_kernel<E, PARTS, LEFT, CHANNELS, STAGES, Sink>;
     constexpr int BYTES = LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES;
-    static const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
-    check(raised);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(288);
     config.dynamicSmemBytes = BYTES, config.stream = dev->stream;

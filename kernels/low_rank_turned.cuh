@@ -159,12 +159,6 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
     for (; d.more(); d.advance()) {
         const uint32_t stage = shared + d.ring.stage * Layout::STAGE;
         barrier_wait(shared + Layout::full(d.ring.stage), d.ring.parity, 3);
-        if (warp == 0 && d.brings_x()) {
-            LOW_STAMP(1, 2)
-        }
-        if (warp == 0 && held.stage < 0) {
-            LOW_STAMP(1, 3)
-        }
         if (d.brings_x()) {
             // What is held would keep stages that the next steps need.
             if (held.stage >= 0) {
@@ -206,15 +200,7 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
         held = {d.ring.stage, d.row(), d.column()};
     }
     if (held.stage >= 0) lt_deliver<Layout>(shared, maps, sink, sums, held, &last, warp, lane);
-    if (warp == 0) {
-        LOW_STAMP(1, 4)
-        LOW_STAMP(1, 5)
-    }
     if (warp % 2 == 0 && lane == 0) store_wait_read<0>();
-    if (warp == 0) {
-        LOW_STAMP(1, 6)
-        LOW_STAMP(1, 7)
-    }
 }
 #endif
 
@@ -236,10 +222,6 @@ __global__ void __launch_bounds__(LT_THREADS, 1)
     }
     __syncthreads();
     const LowDescent<DEPTH, PARTS> descent(s);
-    if (warp == 0) {
-        LOW_STAMP(1, 0)
-        LOW_STAMP(1, 1)
-    }
     if (warp >= 8) {
         registers_shrink<24>();
         if (warp == 8 && is_elected()) lt_weights<DEPTH, PARTS>(shared, &maps, descent);
@@ -278,8 +260,7 @@ template <int DEPTH, int PARTS, typename Sink>
 void low_turned_launch(const Device* dev, const LowTurnedPlan* p, const Sink& sink, bool early) {
     auto kernel = low_turned_kernel<DEPTH, PARTS, Sink>;
     constexpr int BYTES = LowTurnedLayout<DEPTH, PARTS>::BYTES;
-    static const cudaError_t raised = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES);
-    check(raised);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     const int64_t steps = ceil_div(p->s.rows, LT_ROWS) * ceil_div(p->s.cols, LH_TILE);
     low_stream_launch(dev, kernel, steps, LT_THREADS, BYTES, early, p->maps, p->s, sink);
 }
@@ -298,6 +279,6 @@ inline void low_fetch_turned(const Device* dev, LowProjectPlan* p, const LowTurn
     const int down = (int)ceil_div(back->s.rows, LT_ROWS), across = (int)ceil_div(back->s.cols, LH_TILE);
     const int blocks = (int64_t)down * across < dev->sm_count ? down * across : dev->sm_count;
     p->maps.next = back->maps.weights;
-    p->ahead = {steps, blocks, down, across, LT_ROWS, 32, true, 0};
+    p->ahead = {steps, blocks, down, across, LT_ROWS, 32, true};
 }
 #endif
