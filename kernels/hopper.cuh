@@ -135,13 +135,6 @@ __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map,
         : "memory");
 }
 
-// Asks for a box to be brought to the L2 cache.
-__device__ __forceinline__ void tensor_fetch(const CUtensorMap* map, int column, int row, int batch) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1,%2,%3}];" ::"l"(map), "r"(column), "r"(row),
-                 "r"(batch)
-                 : "memory");
-}
-
 // No coordinate may be negative (CUDA C++ Programming Guide, Tensor Memory Access), as one of a load may.
 __device__ __forceinline__ void tensor_store(const CUtensorMap* map, uint32_t from, int column, int row, int batch) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4}], [%1];" ::"l"(map),

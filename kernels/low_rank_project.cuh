@@ -20,15 +20,7 @@
 
 #ifdef __CUDACC__
 struct LowProjectMaps {
-    CUtensorMap g, q, rest, next;  // rest: of Q, if fp32 is in two parts; next: see LowAhead
-};
-
-// What the blocks of a projection bring to the L2 cache when their own operands are on the way: `fetched` boxes of what
-// each of `blocks` blocks of the launch after it begins with, of (down, across) boxes of box_rows x box_columns that
-// they walk over row by row, or with `turned` column by column, LH_TILE wide. None: fetched is 0.
-struct LowAhead {
-    int fetched, blocks, down, across, box_rows, box_columns;
-    bool turned;
+    CUtensorMap g, q, rest;  // rest: of Q, if fp32 is in two parts
 };
 
 // Stages of Q, of what it leaves, and of G, and barriers of each: it has come, it is free. In the end the block's sums
@@ -41,9 +33,8 @@ struct LowProject {
                          BYTES = STAGES * (STAGE + 16);
     static constexpr int N = FP32 ? LH_TILE : CHANNELS;  // of a warpgroup's sums, 64 x N
     static constexpr int ROW = LEFT ? CHANNELS : LH_TILE, STRIDE = ROW + (TURNED ? 4 : 8);
-    static constexpr bool TWO = STAGES == 3;  // blocks live on a multiprocessor, with fewer registers
     // A thread's pieces of four elements at a time.
-    static constexpr int AT_ONCE = TWO ? 2 : (CHANNELS + 31) / 32, PIECES = LH_TILE * CHANNELS / 4;
+    static constexpr int AT_ONCE = (CHANNELS + 31) / 32, PIECES = LH_TILE * CHANNELS / 4;
     static_assert(!FP32 || CHANNELS == LH_TILE, "two warpgroups have 64 channels each");
     static_assert(LH_TILE * CHANNELS / ROW * STRIDE * 4 <= STAGES * STAGE, "the sums take the stages' place");
     static constexpr int full(int stage) { return STAGES * STAGE + stage * 8; }
@@ -51,14 +42,6 @@ struct LowProject {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// The halves of a cluster's barrier, between which a block may do what concerns itself alone.
-__device__ __forceinline__ void lh_cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void lh_cluster_wait() {
-    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-}
-
 // One thread: orders the operands of the block's steps.
 template <typename Kind, typename E, bool LEFT, int CHANNELS, int STAGES>
 __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, int rank, int channel,
@@ -142,21 +125,6 @@ __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], 
     wgmma_hold(c);
 }
 
-// One thread, see LowAhead.
-__device__ __forceinline__ void lh_fetch_ahead(const CUtensorMap* map, LowAhead a) {
-    const int all = gridDim.x * gridDim.y * gridDim.z,
-              self = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    for (int block = self; block < a.blocks && a.fetched > 0; block += all) {
-        const int64_t steps = (int64_t)a.down * a.across;
-        const int begin = (int)(steps * block / a.blocks), end = (int)(steps * (block + 1) / a.blocks);
-        for (int at = begin; at < end && at < begin + a.fetched; at++) {
-            const int row = a.turned ? at % a.down : at / a.across, column = a.turned ? at / a.down : at % a.across;
-            for (int c = 0; c < (a.turned ? LH_TILE : a.box_columns); c += a.box_columns)
-                tensor_fetch(map, column * (a.turned ? LH_TILE : a.box_columns) + c, row * a.box_rows, 0);
-        }
-    }
-}
-
 // Leaves a warp's sums of 16 rows in shared memory.
 template <typename Kind>
 __device__ __forceinline__ void lh_leave(const float (&c)[Kind::N / 8][4], float* to, int row, int lane) {
@@ -216,8 +184,8 @@ struct LowPieces {
 // Grid (slices, tiles of the rank, tiles of channels), clusters of `slices`, at most 8. The sink takes four elements of
 // a row at a time, as low_rank.cuh's do.
 template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
-__global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
-    low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, LowAhead ahead, Sink sink) {
+__global__ void __launch_bounds__(288, 1)
+    low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, Sink sink) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef LowProject<E, PARTS, LEFT, CHANNELS, STAGES> Kind;
     extern __shared__ __align__(1024) unsigned char low_project_shared[];
@@ -239,46 +207,40 @@ __global__ void __launch_bounds__(288, STAGES == 3 ? 2 : 1)
     pieces.next = blockIdx.x * 256 + threadIdx.x, pieces.step = s.slices * 256;
     pieces.row = LEFT ? rank : channel, pieces.column = LEFT ? channel : rank, pieces.s = s;
     if (warp == 8) {
-        if (is_elected()) {
+        if (is_elected())
             lh_project_produce<Kind, E, LEFT, CHANNELS, STAGES>(shared, &maps, rank, channel, first, steps);
-            lh_fetch_ahead(&maps.next, ahead);
-        }
         __syncwarp();
         __syncthreads();
     } else {
-        if (!Kind::TWO) pieces.ask(sink);
+        pieces.ask(sink);
         float c[Kind::N / 8][4];
         lh_project_multiply<Kind, E, PARTS, LEFT, STAGES>(c, shared, warp, lane, steps);
         __syncthreads();  // nobody reads the stages any more
         lh_leave<Kind>(c, (float*)low_project_shared, warp * 16, lane);
     }
-    lh_cluster_arrive();
-    if (warp < 8 && Kind::TWO) pieces.ask(sink);
-    lh_cluster_wait();
+    lp_cluster_sync();
     if (warp < 8) {
         pieces.give(sink, shared);
         while (pieces.next < Kind::PIECES) pieces.ask(sink), pieces.give(sink, shared);
     }
     __syncwarp();
-    lh_cluster_arrive();
-    lh_cluster_wait();  // no block ends while another reads its shared memory
+    lp_cluster_sync();  // no block ends while another reads its shared memory
 #else
-    (void)maps, (void)s, (void)ahead, (void)sink;
+    (void)maps, (void)s, (void)sink;
 #endif
 }
 
 struct LowProjectPlan {
     LowProjectMaps maps;
     LowResult s;
-    LowAhead ahead;
     int channels;           // of a tile
     unsigned across, down;  // tiles of the rank and of channels
-    bool left, two;         // two: blocks on a multiprocessor
+    bool left;
 };
 
 // True if these kernels run here.
 inline bool low_project_fits(const Device* dev) {
-    static const bool built = hopper_kernel_is_built(low_project_kernel<bf16, 1, false, 128, 3, LowStore>);
+    static const bool built = hopper_kernel_is_built(low_project_kernel<bf16, 1, false, 128, 6, LowStore>);
     return built && dev->compute == 90 && dev->shared_memory >= LH_SHARED_BYTES;
 }
 
@@ -334,21 +296,18 @@ inline void low_project_choose(LowProjectPlan* p, int64_t rank, int64_t length, 
 
 // q of fp32 is rounded to TF32; `rest`, if not null, is what that leaves of it (low_split).
 template <typename E>
-LowProjectPlan low_project_plan(const E* g, const E* q, const E* rest, int64_t rows, int64_t cols, int64_t rank,
-                                bool two = false) {
+LowProjectPlan low_project_plan(const E* g, const E* q, const E* rest, int64_t rows, int64_t cols, int64_t rank) {
     constexpr bool FP32 = sizeof(E) == 4;
     constexpr int DEPTH = LowOperand<E>::DEPTH;
     LowProjectPlan p;
-    p.left = rows < cols, p.two = two;
+    p.left = rows < cols;
     const int64_t side = p.left ? rows : cols, length = p.left ? cols : rows;
     p.s.rows = (int)(p.left ? rank : rows), p.s.cols = (int)(p.left ? cols : rank), p.s.depth = (int)side;
     low_project_choose(&p, rank, length, ceil_div(side, DEPTH), FP32);
-    if (two) p.channels = 128, p.s.slices = ceil_div(side, DEPTH) < 4 ? 1 : 4;
     p.across = (unsigned)ceil_div(rank, LH_TILE), p.down = (unsigned)ceil_div(length, p.channels);
     p.maps.g = tensor_map(g, 1, rows, cols, p.left ? DEPTH : p.channels, FP32);
     p.maps.q = tensor_map(q, 1, rank, side, LH_TILE, FP32);
     p.maps.rest = rest ? tensor_map(rest, 1, rank, side, LH_TILE, FP32) : p.maps.q;
-    p.maps.next = p.maps.g, p.ahead = {};
     return p;
 }
 
@@ -364,7 +323,7 @@ void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& 
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = (unsigned)p->s.slices, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     config.attrs = &cluster, config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, p->ahead, sink));
+    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, sink));
 }
 
 template <typename E, int PARTS, typename Sink>
@@ -378,9 +337,7 @@ void low_project_run(const Device* dev, const LowProjectPlan* p, const Sink& sin
     if constexpr (sizeof(E) == 4) {
         launch(std::integral_constant<int, 128>(), std::integral_constant < int, PARTS == 3 ? 4 : 6 > ());
     } else {
-        if (p->two)
-            launch(std::integral_constant<int, 128>(), std::integral_constant<int, 3>());
-        else if (p->channels == 128)
+        if (p->channels == 128)
             launch(std::integral_constant<int, 128>(), std::integral_constant<int, 6>());
         else if (p->channels == 144)
             launch(std::integral_constant<int, 144>(), std::integral_constant<int, 6>());

@@ -273,12 +273,4 @@ void low_turned_run(const Device* dev, const LowTurnedPlan* p, const Sink& sink,
     else
         low_turned_launch<128, PARTS>(dev, p, sink, early);
 }
-
-// As low_fetch_ahead, for low_turned_run.
-inline void low_fetch_turned(const Device* dev, LowProjectPlan* p, const LowTurnedPlan* back, int steps) {
-    const int down = (int)ceil_div(back->s.rows, LT_ROWS), across = (int)ceil_div(back->s.cols, LH_TILE);
-    const int blocks = (int64_t)down * across < dev->sm_count ? down * across : dev->sm_count;
-    p->maps.next = back->maps.weights;
-    p->ahead = {steps, blocks, down, across, LT_ROWS, 32, true};
-}
 #endif

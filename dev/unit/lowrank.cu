@@ -359,7 +359,7 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
     const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);
     check_output(test, worst, what, &w, before, want, low_bound(dev, rank, false),
-                 [&] { low_back_run<1>(dev, &back, AddPairs{}, false); });
+                 [&] { low_back_run(dev, &back, AddPairs{}, false); });
 }
 
 // Both products of a matrix, as the fused way takes them: with gradients of bf16 the library has the first one.

@@ -563,7 +563,7 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
         if constexpr (KIND != LOW_FP32) {
             if (!copy && low_back_fits(dev, l->rank)) {
                 const LowBackPlan plan = low_back_plan((bf16*)weights + m->element, n, q, m->rows, m->cols, l->rank);
-                low_back_run<1>(dev, &plan, sink, false);
+                low_back_run(dev, &plan, sink, false);
                 return;
             }
         }
