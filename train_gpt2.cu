@@ -61,8 +61,8 @@ struct Options {
         *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval,
         *eval_out, *run, *resume, *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
-        logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k, eval_every,
-        print_every, save_every, keep, seed, memory, fit;
+        kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k,
+        eval_every, print_every, save_every, keep, seed, memory, fit;
     double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
         limit_growth, clip, final_lr, decay_fraction, temperature;
     bool profile, dry_run, list_formats, list_presets, version, help;
@@ -136,6 +136,7 @@ static const Option OPTIONS[] = {
     {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
     {"fp8-grads", CHOICE, AT(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "", "what the backward pass computes again"},
+    {"kept-blocks", INT, AT(kept_blocks), "1", 1, 1e6, "N", "", "last blocks that --recompute block leaves out"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: if needed"},
     {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
      "kept in this machine's memory and brought a layer at a time: states; all that --recompute block keeps"},
@@ -209,8 +210,8 @@ static void optim_config_from(Options* o, OptimConfig* config) {
     o->overrides = config->overrides;
 }
 
-// The model: GPT-2 as OpenAI and transformers define it. Pre-norm blocks, learned positions, tanh GELU, and the output
-// matrix is the token embedding.
+// The model: GPT-2 as OpenAI defines it. Pre-norm blocks, learned positions, tanh GELU; the head is the token
+// embedding.
 
 constexpr int MAX_LAYERS = 256;
 constexpr int MAX_CHANNELS = 12288;  // what layernorm_backward keeps in shared memory
@@ -232,6 +233,7 @@ struct Model {
     Config config;
     int B, T;  // sequences and tokens of a sequence in one micro-batch
     Recompute recompute;
+    int recomputed;           // the first blocks, which the backward pass computes again
     int64_t logit_rows;       // rows of logits in memory at a time
     bool uses_fp8, head_fp8;  // products in fp8; the head's too
     Fp8 fp8;                  // their scales
@@ -383,8 +385,8 @@ static int64_t scratch_bytes(const Model* m) {
 
 // Lays the activations of m->B x m->T tokens out from `base` on; with base NULL only `bytes` of the result has a
 // meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block the blocks
-// share one set of buffers and keep only their inputs, residual[l]; with recompute=gelu they share `gelu`. With fp8 a
-// block keeps codes, and all share what the codes are made of. Only training is in fp8.
+// share buffers (except all but the first of --kept-blocks) and keep only their inputs, residual[l]; recompute=gelu
+// shares `gelu`. With fp8 a block keeps codes, and all share what these are made of. Only training is in fp8.
 template <typename X>
 static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
     Activations<X> a;
@@ -392,7 +394,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
     auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
     auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
-    bool keep = backward && m->recompute != RECOMPUTE_BLOCK, keep_gelu = keep && m->recompute != RECOMPUTE_GELU;
+    const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks with one set of buffers
     const bool fp8 = backward && m->uses_fp8;
     a.lent = (char*)base + arena_take(&used, backward ? 0 : m->arena.lent_bytes);
     // Without backward the stream needs two places: a block's input and output.
@@ -402,7 +404,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     for (int l = 0; l < m->config.L; l++) {
         BlockActivations<X>* b = &a.block[l];
         a.residual[l + 1] = l + 1 < places ? values(N * C) : a.residual[l + 1 - places];
-        if (l > 0 && !keep) {
+        if (l > 0 && l < sharing) {
             *b = a.block[0];
             continue;
         }
@@ -415,7 +417,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
         b->ln2_mean = floats(N), b->ln2_rstd = floats(N);
         b->ln2 = fp8 ? b->ln1 : values(N * C);
         b->fc = values(N * 4 * C);
-        const bool own = l == 0 || keep_gelu;
+        const bool own = l == 0 || m->recompute != RECOMPUTE_GELU;
         b->gelu = fp8 ? nullptr : own ? values(N * 4 * C) : a.block[0].gelu;
         if (!fp8) continue;
         b->ln1_codes = codes(N * C), b->attention_codes = codes(N * C), b->ln2_codes = codes(N * C);
@@ -564,12 +566,12 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     const Fp8Use* use = &a->fp8;
     const int qkv = fp8_slot(l, QKV), projection = fp8_slot(l, ATTENTION_PROJECTION), fc = fp8_slot(l, FC),
               fc_projection = fp8_slot(l, FC_PROJECTION);
-    if (m->recompute == RECOMPUTE_BLOCK) {
+    if (l < m->recomputed) {
         const Fp8Codes codes = linear_input_codes(use, qkv);
         layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C, &codes);
         block_forward(m, w, a, l, B, T);
     }
-    if (m->recompute == RECOMPUTE_GELU || (m->recompute == RECOMPUTE_BLOCK && use->scales && !use->gelu_made)) {
+    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && use->scales && !use->gelu_made)) {
         linear_gelu_again<X>(dev, use, fc_projection, b->gelu, b->fc, b->gelu_codes, N, 4 * C);
     }
     linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->made, a->dresidual, N, C);
@@ -1034,8 +1036,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // before it, and refuses combinations that cannot work.
 
 // Precision, shape and sequence length, and with them the tensors. The shape comes from `checkpoint`, or if that is ""
-// from the model's `folder`, or if that is "" too from the model's name. `vocabulary` is the data's, or 0 if there is
-// no data.
+// from the model's `folder`, or if that is "" too from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
     const Gpt2Shape max = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
@@ -1064,6 +1065,7 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     if (o->seq == AUTO) o->seq = m->config.max_T;
     o->layers = m->config.L, o->channels = m->config.C, o->heads = m->config.NH;
     m->T = (int)o->seq;
+    m->recomputed = block && o->kept_blocks < o->layers ? (int)(o->layers - o->kept_blocks) : 0;
     config_tensors(m);
 }
 
@@ -1085,7 +1087,7 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
 
 static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
     Model m = *(const Model*)p->model;
-    if (block) m.recompute = RECOMPUTE_BLOCK;
+    if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for((const Options*)p->options, &m);
     return memory_plan(&m, (const OptimConfig*)p->config);
 }
@@ -1475,8 +1477,7 @@ static void model_begin(Run* run) {
     }
 }
 
-// Makes the run folder and opens the tokenizer, on rank 0; all ranks get the prompts and know whether there are
-// samples.
+// Makes the run folder and opens the tokenizer, on rank 0; all ranks get the prompts and know if there are samples.
 static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder

@@ -4,12 +4,12 @@
 // an 8192^3 bf16 matrix product). Medians of CUDA-event times after a warm-up, random data. The ceilings are those of a
 // cool card; in the steps it is at its power limit, and the clock printed beside them says how far below.
 //
-//   ./build/dev/bench [--grads fp32|bf16] [--matmul bf16|fp8] [--head bf16|fp8] [--preset NAME]
-//       [MODEL BATCH TOKENS_PER_STEP]...
+//   ./build/dev/bench [--OPTION VALUE]... [MODEL BATCH TOKENS_PER_STEP]...
 //
-// Without models: gpt2 64 524288  gpt2-xl 16 262144. Without --grads, as ./train: fp32 where there are several
-// micro-batches. With --matmul fp8 the products and what makes their codes are rows of their own; the ceiling of
-// products is then that of an 8192^3 fp8 product, and the head's too with --head fp8.
+// Options are those of ./train. Without models: gpt2 64 524288  gpt2-xl 16 262144, then whole steps of the models that
+// fill a card (LARGEST). With --matmul fp8 the products and what makes their codes are rows of their own; the ceiling
+// of products is then that of an 8192^3 fp8 product, and the head's too with --head fp8. Where a layer's gradients are
+// gone when the next layer's come (--release on), operators are not timed alone.
 #define TESTING
 #include <errno.h>
 
@@ -309,18 +309,20 @@ struct Operators {
     }
 };
 
-// A model as the trainer would make it from these options.
-static void bench_model(const Device* dev, Options* o, Model* m, OptimConfig* config) {
+// Plans a model as the trainer would; false if the card does not hold it.
+static bool bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
-    resolve_model(o, m, 50257, false, "", "");
-    if (strcmp(o->grads, "auto") == 0) o->grads = o->tokens_per_step == o->batch * m->T ? "bf16" : "fp32";
+    const bool bytes = strcmp(o->data_format, "bytes") == 0;
+    resolve_model(o, m, bytes ? 256 : 50257, bytes, "", "");
     resolve_optim(o, m, config);
-    resolve_batch(o, m, config, false, 1 << 20);
-    model_allocate(m, config);
-    model_init(m, 1);
+    resolve_batch(o, m, config, bytes, 1 << 20);
+    resolve_grads(o, m, config);
+    resolve_release(o, m, config);
+    return memory_plan(m, config).total <= available_to(m);
 }
 
-constexpr int STEPS = 5;  // of about a second and more, within a per cent of each other
+constexpr int STEPS = 5;       // of about a second and more, within a per cent of each other
+constexpr float RATE = 1e-5f;  // with which 60B parameters do not diverge without a warm-up
 
 // Milliseconds of whole steps, in order, after two for warm-up, and the least until the host had queued all of a step;
 // returns the last loss.
@@ -329,7 +331,7 @@ static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, Times* 
     *queued = INFINITY;
     for (int i = -2; i < STEPS; i++) {
         double begin = seconds_now();
-        train_step(m, feeder, micro_batches, 1e-4f, 1.0f, i + 3);
+        train_step(m, feeder, micro_batches, RATE, 1.0f, i + 3);
         *queued = fmin(*queued, 1e3 * (seconds_now() - begin));
         copy_to_host(m->dev, scalars, m->scalars, sizeof(scalars));
         if (i >= 0) times->add(1e3 * (seconds_now() - begin));
@@ -358,22 +360,24 @@ static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config,
            100 * a->sum_ms / a->step_ms, a->floor_ms, 100 * a->floor_ms / a->step_ms);
 }
 
-static void bench(const Device* dev, Ceilings ceilings, const Options* base, const char* name, int64_t batch,
-                  int64_t tokens_per_step) {
-    Options o = *base;
+static void bench(const Device* dev, Ceilings ceilings, Options o) {
     char error[DATA_ERROR_BYTES], path[] = "/tmp/nibble_bench_XXXXXX.bin";
-    o.model = name;
-    o.batch = batch;
-    o.tokens_per_step = tokens_per_step;
     Model m = {};
     OptimConfig config;
-    bench_model(dev, &o, &m, &config);
-    int64_t micro_batches = tokens_per_step / (batch * m.T);
+    const bool fits = bench_plan(dev, &o, &m, &config);
+    const double planned = (double)memory_plan(&m, &config).total / (1 << 30);
+    const int64_t batch = o.batch, tokens_per_step = o.tokens_per_step, micro_batches = tokens_per_step / (batch * m.T);
+    if (!fits) {
+        printf("\n%s, batch %lld: not here, it needs %.1f GiB\n", o.model, (long long)batch, planned);
+        return;
+    }
+    model_allocate(&m, &config);
+    model_init(&m, 1);
 
     int descriptor = mkstemps(path, 4);
     if (descriptor < 0) user_error("bench: %s cannot be made: %s", path, strerror(errno));
     close(descriptor);
-    write_shard(path, 16 * batch * m.T + 1, 50257);
+    write_shard(path, 16 * batch * m.T + 1, m.config.V);
     Dataset data;
     if (!dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0, m.T, error)) user_error("%s", error);
     Feeder feeder;
@@ -389,59 +393,74 @@ static void bench(const Device* dev, Ceilings ceilings, const Options* base, con
         "\n%s  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step (%.1f to %.1f of "
         "%d), "
         "%.0f tokens/s",
-        name, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median, times.ms[0],
-        times.ms[STEPS - 1], STEPS, rate);
+        o.model, o.preset, o.matmul, o.head, (long long)batch, m.T, (long long)micro_batches, o.grads, median,
+        times.ms[0], times.ms[STEPS - 1], STEPS, rate);
     if (peak > 0) printf(", mfu %.1f %%", 100 * rate * gpt2_flops(m.parameters, m.config.L, m.config.C, m.T) / peak);
-    printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, loss %.3f\n", queued, clock,
-           (double)(total - available) / (1 << 30), loss);
+    printf(", queued in %.1f ms, %.0f MHz after it, %.1f GiB in use, %.1f planned, release %s, loss %.3f\n", queued,
+           clock, (double)(total - available) / (1 << 30), planned, o.release, loss);
     Account account = {dev, ceilings, median, 0, 0, false};
-    bench_operators(&m, &feeder, &config, micro_batches, &account);
+    if (!m.arena.releases) bench_operators(&m, &feeder, &config, micro_batches, &account);
     feeder_close(&feeder);
     dataset_close(&data);
     unlink(path);
     model_free(&m);
 }
 
-// Takes --grads, --matmul, --head and --preset; returns the first argument that is none of them.
-static int bench_options(Options* o, int argc, char** argv) {
+// The rows of "The largest runs" in dev/README.md, and what releasing gradients costs.
+static const char* const FILLS =
+    "--data-format bytes --preset int8w4 --grads bf16 --recompute block --release on --clip-by last";
+static const struct {
+    const char *options, *more;
+} LARGEST[] = {
+    {"--model gpt2-xl --batch 16 --tokens-per-step 16384", "--grads bf16 --clip-by last --release off"},
+    {"--model gpt2-xl --batch 16 --tokens-per-step 16384", "--grads bf16 --clip-by last --release on"},
+    {"--layers 52 --channels 6656 --heads 52 --batch 8 --tokens-per-step 8192 --kept-blocks 6", FILLS},
+    {"--size 33B --batch 4 --tokens-per-step 4096", FILLS},
+    {"--size 60B --batch 4 --tokens-per-step 4096", FILLS},
+};
+
+// Sets the options that argv[1] to argv[argc - 1] name, beside the defaults.
+static void bench_options(Options* o, int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
-    if (!options_defaults(&TABLE, o, error)) user_error("%s", error);
-    o->matmul = "bf16";
-    int i = 1;
-    for (; i + 1 < argc && argv[i][0] == '-'; i += 2) {
-        const char *name = argv[i], *value = argv[i + 1];
-        const char** to = strcmp(name, "--grads") == 0    ? &o->grads
-                          : strcmp(name, "--matmul") == 0 ? &o->matmul
-                          : strcmp(name, "--head") == 0   ? &o->head
-                          : strcmp(name, "--preset") == 0 ? &o->preset
-                                                          : nullptr;
-        const bool fine = to == &o->grads ? strcmp(value, "fp32") == 0 || strcmp(value, "bf16") == 0
-                                          : strcmp(value, "fp8") == 0 || strcmp(value, "bf16") == 0;
-        if (!to || (!fine && to != &o->preset)) {
-            user_error("bench takes --grads fp32|bf16, --matmul bf16|fp8, --head bf16|fp8, --preset NAME; not %s %s",
-                       name, value);
-        }
-        *to = value;
+    bool given[OPTION_COUNT] = {};
+    require(options_defaults(&TABLE, o, error) && options_parse(&TABLE, o, given, argc, argv, error) &&
+                gpt2_take_size(&TABLE, o, given, error),
+            error);
+}
+
+static void bench_largest(const Device* dev, Ceilings ceilings) {
+    for (const auto& row : LARGEST) {
+        char *word[64] = {(char*)"bench"}, *text = nullptr, *rest;
+        int count = 1;
+        if (asprintf(&text, "%s %s", row.options, row.more) < 0) abort();
+        printf("\n./train %s", text);
+        for (char* at = strtok_r(text, " ", &rest); at; at = strtok_r(nullptr, " ", &rest)) word[count++] = at;
+        Options o = {};
+        bench_options(&o, count, word);
+        bench(dev, ceilings, o);
+        free(text);
     }
-    return i;
 }
 
 int main(int argc, char** argv) {
-    Options o = {};
-    const int first = bench_options(&o, argc, argv);
+    int first = 1;
+    while (first + 1 < argc && argv[first][0] == '-') first += 2;
     if ((argc - first) % 3 != 0) user_error("bench takes MODEL BATCH TOKENS_PER_STEP, each time all three");
+    Options o = {};
+    bench_options(&o, first, argv);
+    if (strcmp(o.matmul, "auto") == 0) o.matmul = "bf16";
     Device dev;
     device_choose(&dev, "auto", nullptr, 1);
     Ceilings ceilings = measure_ceilings(&dev);
     printf("%s: copy %.0f GB/s, matrix product bf16 %.0f, fp8 %.0f TFLOP/s\n", dev.name, 1e-9 * ceilings.copy,
            1e-12 * ceilings.gemm, 1e-12 * ceilings.fp8);
-    for (int i = first; i + 2 < argc; i += 3) {
-        bench(&dev, ceilings, &o, argv[i], atoll(argv[i + 1]), atoll(argv[i + 2]));
+    const char* const usual[] = {"gpt2", "64", "524288", "gpt2-xl", "16", "262144"};
+    const char* const* model = argc > first ? argv + first : usual;
+    for (int i = 0; i < (argc > first ? argc - first : 6); i += 3) {
+        o.model = model[i], o.batch = atoll(model[i + 1]), o.tokens_per_step = atoll(model[i + 2]);
+        bench(&dev, ceilings, o);
     }
-    if (argc == first) {
-        bench(&dev, ceilings, &o, "gpt2", 64, 524288);
-        bench(&dev, ceilings, &o, "gpt2-xl", 16, 262144);
-    }
+    if (argc == first) bench_largest(&dev, ceilings);
     device_close(&dev);
     return 0;
 }

@@ -26,7 +26,7 @@ ROWS = [
     ("kernels/attention.cuh", "q + 2 * (int64_t)C, stride, i + 1,", "q + 2 * (int64_t)C, stride, i,",
      "attention_gradient", ["unit/attention"]),
     ("kernels/ranks/shard.cuh", "for (int r = 0; r < c.world; r++) sum += shard_decode",
-     "for (int r = 1; r < c.world; r++) sum += shard_decode", "exchange_order", ["unit/exchange"]),
+     "for (int r = 1; r < c.world; r++) sum += shard_decode", "exchange_between", ["unit/exchange"]),
     ("kernels/ranks/rendezvous.c", "if (hmac_equal(want, greeting->proof)) return", "if (true) return", "doors_",
      ["kernels/ranks/rendezvous"]),
     # optim

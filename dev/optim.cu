@@ -1,8 +1,9 @@
 // Speed of the optimizer step alone: bytes that must move (every stored stream read and written once, gradients read,
 // what is only written counted once, all that is read counted twice where a first pass measures scales of tensors or of
-// rows and columns) over the time of optim_step, as a share of the device-to-device copy rate measured in the same run
-// (bytes read + written). Medians of CUDA-event times after a warm-up, on random data, with one tensor of 2^30 elements
-// and with GPT-2's own tensors; states are those of a few steps, so no format sees zeros only.
+// rows and columns, and what the passes of a rule by rows read besides) over the time of optim_step, as a share of the
+// device-to-device copy rate measured in the same run (bytes read + written). Medians of CUDA-event times after a
+// warm-up, on random data, with one tensor of 2^30 elements and with GPT-2's own tensors; states are those of a few
+// steps, so no format sees zeros only.
 //
 //   ./build/dev/optim [--csv FILE] [--sizes 1g,1558m,124m] [PRESET | WEIGHTS,M,V | RULE,WEIGHTS,M,V]...
 //   without names: the presets and every listed format of the tables; dev/plot_optim.py draws the CSV
@@ -10,6 +11,7 @@
 #include <errno.h>
 
 #include "../train_gpt2.cu"
+#include "../optim/rows.h"
 #include "../optim/storage.h"
 #include "../optim/table.cuh"
 #include "timing.h"
@@ -74,8 +76,28 @@ static bool is_measured(const char* format) {
     return strstr(format, "/tensor") || strstr(format, "/rank1");
 }
 
-static int64_t traffic(const Optim* optim, const OptimConfig* config, int64_t elements) {
-    int64_t read = 2 * elements, written = 0;  // bf16 gradients
+// What the passes before the step of a rule by rows read (optim/rows.cuh).
+static int64_t passes_traffic(const OptimConfig* config, const Model* m) {
+    Plan* plan = plan_ranges(config, m->arena.tensors, m->arena.count);
+    double bytes = 0.0;
+    for (int i = 0; i < plan->launches; i++) {
+        const Rows rows = config_rows(&plan->launch[i].config);
+        RowPlan its = row_plan(plan, i, m->arena.tensors, m->arena.count);
+        double each = 0.0, elements = 0.0;
+        for (int pass = 0; pass < its.passes; pass++) {
+            each += format_bytes_each(its.pass[pass] == SUM_WEIGHTS ? rows.weights : rows.grads);
+            each += sum_reads_m(its.pass[pass]) ? format_bytes_each(rows.m) : 0.0;
+        }
+        for (int64_t t = 0; t < its.tensors; t++) elements += (double)(its.tensor[t].rows * its.tensor[t].cols);
+        bytes += each * elements;
+        row_plan_free(&its);
+    }
+    plan_free(plan);
+    return (int64_t)bytes;
+}
+
+static int64_t traffic(const Optim* optim, const OptimConfig* config, const Model* m) {
+    int64_t read = 2 * m->arena.elements, written = 0;  // bf16 gradients
     bool master = false;
     for (int i = 0; i < optim_stream_count(optim); i++)
         master = master || !strcmp(optim_stream(optim, i).name, "master");
@@ -87,7 +109,8 @@ static int64_t traffic(const Optim* optim, const OptimConfig* config, int64_t el
         written += size;
     }
     bool twice = is_measured(config->weights) || is_measured(config->m) || is_measured(config->v);
-    return (twice ? 2 : 1) * read + written + optim_allocated(optim).compute;  // the matmul's copy is only written
+    written += optim_allocated(optim).compute;  // the matmul's copy is only written
+    return (twice ? 2 : 1) * read + written + passes_traffic(config, m);
 }
 
 struct Size {
@@ -125,7 +148,7 @@ static void bench(const Device* dev, FILE* csv, const char* text, const Size* si
     int64_t step = 0;
     double spread, ms = median_ms(
                        dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); }, &spread);
-    double bytes = (double)traffic(optim, &config, m->arena.elements), share = 100 * bytes / (1e-3 * ms) / copy;
+    double bytes = (double)traffic(optim, &config, m), share = 100 * bytes / (1e-3 * ms) / copy;
     double state =
         (double)optim_bytes(&config, m->arena.tensors, m->arena.count, OPTIM_BF16).states / (double)m->parameters;
     printf(

@@ -16,7 +16,7 @@ static int64_t format_bytes(const FormatRow* format, const ArenaRun* run, bool o
 static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) {
     int64_t bytes = aligned_bytes(format->table_bytes), tiles = (run->end - run->begin) / TILE_ELEMENTS;
     if (format_span(format) == SPAN_RUN) return bytes;
-    return bytes + aligned_bytes(span_bytes(run, format_span(format))) +
+    return bytes + aligned_bytes(next_bytes(run, format_span(format))) +
            aligned_bytes(tiles * (int64_t)sizeof(SpanTile));
 }
 

@@ -18,10 +18,11 @@ struct Piece {
 
 static Piece piece_create(const FormatRow* format, const OptimTensor* tensor) {
     Span span = format_span(format);
-    int64_t numbers = span_numbers(span, tensor) * (int64_t)sizeof(float);
+    const int64_t number = (int64_t)sizeof(float), numbers = span_numbers(span, tensor) * number;
+    const int64_t ready = ready_numbers(span, tensor) * number;
     Piece piece = {(float*)memory_zero(PIECE_ELEMENTS, sizeof(float)),
                    {memory_zero(1, (size_t)stream_bytes(format->stream[0], PIECE_ELEMENTS) + 1),
-                    memory_zero(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + numbers) + 1), nullptr,
+                    memory_zero(1, (size_t)(stream_bytes(format->stream[1], PIECE_ELEMENTS) + ready) + 1), nullptr,
                     memory_zero(1, (size_t)stream_bytes(format->stream[2], PIECE_ELEMENTS) + 1),
                     (float*)memory_zero(1, (size_t)numbers + 1)},
                    span,
@@ -447,11 +448,15 @@ static void numbers_write(const Conversion* c, const Place* to, const Piece* pie
     copy_to_device(c->to.dev, array + to->at * (int64_t)sizeof(float), numbers, piece->number_bytes);
 }
 
-// Makes a checkpoint's numbers by row and column what `load` multiplies to v: r is divided by its mean.
+// Makes a checkpoint's numbers by row and column what `load` multiplies to v, laid out as the step's are: r is divided
+// by its mean.
 static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece* piece) {
-    const Span span = format_span(from->format);
-    if (span != SPAN_FACTORS && span != SPAN_PAIRS) return;
-    float* rows = (float*)piece->streams.extra;
+    if (!is_by_columns(format_span(from->format))) return;
+    float *rows = (float*)piece->streams.extra, *to = rows + ready_rows(tensor->rows);
+    float* columns = (float*)memory_take((size_t)tensor->cols * sizeof(float));
+    memcpy(columns, rows + tensor->rows, (size_t)tensor->cols * sizeof(float));
+    for (int64_t j = 0; j < tensor->cols; j++) to[ready_place((uint32_t)j)] = columns[j];
+    free(columns);
     double mean = 0.0;
     for (int64_t i = 0; i < tensor->rows; i++) mean += (double)rows[i] / (double)tensor->rows;
     for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);

@@ -93,12 +93,22 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(
         step, element, first, rule.adaptive ? root : nullptr, turn, seen);
     // Load and dequantise.
+    float row = 1.0f, second = 1.0f;
+    if constexpr (V::COMES_LATE) {
+        row = state_v.start(tile.v, first, v, n, false);
+        if (rule.pairs) second = state_v.start(tile.v, first, slow, n, true);
+    }
     weights.load(tile.weights, first, p, n, key.of[0]);
     grads.load(tile.grads, first, g, n, key.of[0]);
     state_m.load(tile.m, first, m, n, key.of[1]);
-    state_v.load(tile.v, first, v, n, key.of[2]);
+    if constexpr (!V::COMES_LATE) state_v.load(tile.v, first, v, n, key.of[2]);
     if (rule.keeps_slow) state_m.load(tile.slow, first, slow, n, key.of[3]);
-    if (rule.pairs) RowPairs::numbers(tile.v, first, slow, n, true);
+    if constexpr (V::COMES_LATE) {
+        state_v.finish(row, v, n);
+        if (rule.pairs) state_v.finish(second, slow, n);
+    } else if (rule.pairs) {
+        RowPairs::numbers(tile.v, first, slow, n, true);
+    }
     // Update in fp32.
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) g[i] = exact_mul(g[i], grad_scale);
@@ -388,7 +398,9 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     while (shape.groups > 2 && max / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && max / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
     int stages = max / (shape.groups * shape.stage_bytes);
-    shape.stages = stages > 4 ? 4 : stages;
+    // A fourth stage would leave the L1 cache too small for the numbers of columns.
+    const int most = is_by_columns(arrays.array[8].span) ? 3 : 4;
+    shape.stages = stages > most ? most : stages;
     shape.couriers = (shape.groups + 3) / 4 * 4;
     shape.block_threads = shape.groups * shape.threads + 32 * shape.couriers;
     return shape;
@@ -536,15 +548,16 @@ __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned 
     streams->v.table = memory + M::TABLE_BYTES;
 }
 
-// Updates a thread's elements of a tile.
+// Updates a thread's elements of a tile. `span` is the tile's place among the numbers of rows, if that is in a stage.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const TilePlace& place,
-                                            const unsigned char* tables, unsigned char* stage, float grad_scale,
-                                            int thread, int turn) {
+                                            const SpanTile* span, const unsigned char* tables, unsigned char* stage,
+                                            float grad_scale, int thread, int turn) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr int COUNT = Layout::SHAPE.elements;
     TileStreams streams = Layout::tile_streams(step, tile, place, stage);
     tables_set<M>(&streams, tables);
+    if (span) streams.v.span = span;
     int64_t element = Layout::PLACED ? place.element : (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
@@ -606,14 +619,30 @@ struct Places<false, GROUPS, STAGES> {
     __device__ __forceinline__ TilePlace get(int, int) const { return {}; }
 };
 
+// The places of the tiles among the numbers of a rule by rows, in the stages; empty for other rules. A group that
+// looked them up itself would wait for memory twice, since they say where the numbers lie.
+template <bool BY_ROWS, int GROUPS, int STAGES>
+struct SpanPlaces {
+    static constexpr int BYTES = sizeof(SpanTile);  // that a stage receives
+    SpanTile span[GROUPS][STAGES];
+    __device__ __forceinline__ SpanTile* at(int group, int s) { return &span[group][s]; }
+};
+
+template <int GROUPS, int STAGES>
+struct SpanPlaces<false, GROUPS, STAGES> {
+    static constexpr int BYTES = 0;
+    __device__ __forceinline__ SpanTile* at(int, int) { return nullptr; }
+};
+
 // A courier gives the copy engine its orders for one group.
-template <class Layout, class Shared, class PlacesOf>
+template <class Layout, class Shared, class PlacesOf, class SpansOf>
 struct Courier {
     static constexpr StepShape SHAPE = Layout::SHAPE;
     static constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
     const StepArguments& step;
     Shared* shared;
     PlacesOf* places;
+    SpansOf* spans;
     unsigned char* stages;
     int group;
     uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
@@ -639,7 +668,10 @@ struct Courier {
         places->set(group, s, place);
         Layout::each(step, tile, place, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
-        barrier_expect(full, SHAPE.load_bytes);
+        barrier_expect(full, SHAPE.load_bytes + SpansOf::BYTES);
+        if constexpr (SpansOf::BYTES > 0) {
+            bulk_load(shared_offset(spans->at(group, s)), step.v.span + tile.index, SpansOf::BYTES, full);
+        }
         Layout::each(step, tile, place, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
             bulk_load(shared_offset(to), from, bytes, full);
         });
@@ -668,13 +700,13 @@ struct Courier {
 
 // Runs in one thread. It fills its group's stages; then, as the group computes them one after another, it takes a stage
 // back and fills the one before it, whose way back began a turn ago, with the next tile.
-template <class Layout, class Shared, class PlacesOf>
-__device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, PlacesOf* places,
+template <class Layout, class Shared, class PlacesOf, class SpansOf>
+__device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, PlacesOf* places, SpansOf* spans,
                                             unsigned char* memory, int group) {
     constexpr StepShape SHAPE = Layout::SHAPE;
     constexpr int STAGES = SHAPE.stages;
-    Courier<Layout, Shared, PlacesOf> courier = {step,  shared, places, memory + group * (STAGES * SHAPE.stage_bytes),
-                                                 group, {}};
+    Courier<Layout, Shared, PlacesOf, SpansOf> courier = {
+        step, shared, places, spans, memory + group * (STAGES * SHAPE.stage_bytes), group, {}};
     const uint32_t count = (uint32_t)step.tile_count;
     uint32_t next = courier.next_tile(), first = group * gridDim.x + blockIdx.x;
     int filled = 0;
@@ -743,6 +775,7 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
 #ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
     __shared__ Places<Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
+    __shared__ SpanPlaces<Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
         barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);
@@ -755,7 +788,7 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
         if constexpr (exchanges) registers_set<COURIER_REGISTERS, false>();
         const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
         if (warp < SHAPE.groups && is_elected()) {
-            courier_run<Layout>(step, &shared, &places, step_memory + SHAPE.table_bytes, warp);
+            courier_run<Layout>(step, &shared, &places, &spans, step_memory + SHAPE.table_bytes, warp);
         }
         return;
     }
@@ -771,7 +804,7 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
         const Tile& tile = shared.tile_of(full);
         if (tile.index == NO_TILE) break;
         update_tile<Rule, Weights, M, V, Copy, Grads>(
-            step, tile, places.get(group, s), (unsigned char*)shared_pointer(tables),
+            step, tile, places.get(group, s), spans.at(group, s), (unsigned char*)shared_pointer(tables),
             (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
         turn ^= 1;
         fence_async();
@@ -788,8 +821,8 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     int turn = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride, turn ^= 1) {
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], Layout::place_of(step, t), step_memory,
-                                                      nullptr, grad_scale, thread, turn);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], Layout::place_of(step, t), nullptr,
+                                                      step_memory, nullptr, grad_scale, thread, turn);
     }
 #endif
 }

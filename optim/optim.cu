@@ -124,16 +124,16 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
+        const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
-            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] =
-                span_tile(span, tensor, first, optim->plan->at[t][span] - run->at[span]);
+            host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }
     }
     device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, span_bytes(run, span), &optim->allocated.tables);
+    streams->next = (float*)allocate_zero(optim->dev, next_bytes(run, span), &optim->allocated.tables);
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
@@ -688,16 +688,17 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
-        const int64_t blocks = 8 * (int64_t)dev->sm_count;
+        const int64_t blocks = sum_blocks(launch->rows.rule->rows) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
         jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
-                   32 * SUM_WARPS, work->shared_bytes, pointers, dev->stream);
+                   32 * SUM_WARPS, sum_reads_m(sum) ? work->shared_bytes : 0, pointers, dev->stream);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
     const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
-    settle.tensor = sums.tensor, settle.grad_scale = arguments->grad_scale;
+    settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
+    settle.grad_scale = arguments->grad_scale;
     settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
     settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->norms.extra;
@@ -705,7 +706,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     settle.changing = replay ? replay->to->changing : nullptr;
-    rows_settle(dev, &settle, sums.tensors);
+    rows_settle(dev, &settle);
 }
 
 // The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.

@@ -135,6 +135,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan->group_of = (int*)memory_zero((size_t)count + 1, sizeof(int));
     plan->kept = (OptimTensor(*)[SLOTS])memory_zero((size_t)count + 1, sizeof(plan->kept[0]));
     plan->at = (int64_t(*)[SPANS])memory_zero((size_t)count + 1, sizeof(plan->at[0]));
+    plan->ready = (int64_t*)memory_zero((size_t)count + 1, sizeof(int64_t));
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
@@ -147,7 +148,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
-    free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->kept), free(plan);
+    free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->kept), free(plan);
 }
 
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {
@@ -204,6 +205,7 @@ static void require_whole(const Plan* plan, const LaunchPlan* launch, const Opti
 // Counts the numbers of spans of a launch's tensors that are kept here; `numbers` counts those of launches before it.
 static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
     LaunchPlan* launch = &plan->launch[index];
+    const Span made = format_span(config_rows(&launch->config).v);
     memcpy(launch->run.at, numbers, sizeof(numbers));
     for (int t = 0; t < count; t++) {
         int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
@@ -215,6 +217,8 @@ static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, in
             numbers[span] += its;
             launch->run.numbers[span] += its;
         }
+        plan->ready[t] = launch->run.ready;
+        launch->run.ready += ready_numbers(made, &tensors[t]);
     }
 }
 
@@ -429,6 +433,10 @@ int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
 
 int64_t span_bytes(const ArenaRun* run, Span span) {
     return run->numbers[span] * (int64_t)sizeof(float);
+}
+
+int64_t next_bytes(const ArenaRun* run, Span span) {
+    return is_by_rows(span) ? run->ready * (int64_t)sizeof(float) : span_bytes(run, span);
 }
 
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {

@@ -19,6 +19,7 @@ enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOT_NORMS, SLO
 struct ArenaRun {
     int64_t begin, end;
     int64_t at[SPANS], numbers[SPANS];
+    int64_t ready;  // numbers of rows and columns that the step reads
 };
 
 struct WeightsPlan {
@@ -49,6 +50,7 @@ struct Plan {
     int *launch_of, *group_of;  // (tensors)
     int64_t begin, end;         // the part of the arena that is kept here
     int64_t (*at)[SPANS];       // (tensors): the first of a tensor's numbers, in the order of the arena
+    int64_t* ready;             // (tensors): the same of the numbers that the step reads, in the launch's array
     // (tensors): the shape in which a slot keeps a tensor, and where. Moments of projected gradients, and their bases,
     // lie one after another from the begin of the whole launch's run on, so that their noise is that of no other.
     OptimTensor (*kept)[SLOTS];
@@ -106,6 +108,8 @@ int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 
 // Returns the bytes of the numbers of a run's tensors.
 int64_t span_bytes(const ArenaRun* run, Span span);
+// And of those that replace them or that the step reads.
+int64_t next_bytes(const ArenaRun* run, Span span);
 
 // Returns the bytes of one stream for a number of elements; 0 for numbers of spans, which belong to tensors.
 int64_t stream_bytes(const StreamInfo& stream, int64_t elements);

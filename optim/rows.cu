@@ -51,10 +51,14 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
         sum->offset = tensor->offset, sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
         sum->number = span == SPAN_RUN ? 0 : plan->at[t][span] - run->at[span];
+        sum->ready = plan->ready[t];
         sum->norm = plan->at[t][SPAN_NORM] - run->at[SPAN_NORM];
         sum->group = (uint32_t)plan->group_of[t];
         sum->block = its.blocks;
         its.blocks += sum->slabs * sum->panels;
+        sum->settle = its.settles;
+        sum->settles = ceil_div(sum->rows + (columns ? sum->cols : 0), SETTLE_BLOCK);
+        its.settles += sum->settles;
         sum->row_parts = its.parts;
         sum->col_parts = sum->row_parts + sum->panels * sum->rows;
         its.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
@@ -68,8 +72,10 @@ RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
     int64_t last = first;
     while (last < plan->tensors && plan->tensor[last].offset < end) last++;
     const int64_t block = first < plan->tensors ? plan->tensor[first].block : plan->blocks,
-                  last_block = last < plan->tensors ? plan->tensor[last].block : plan->blocks;
-    return {first, last - first, block, last_block - block};
+                  last_block = last < plan->tensors ? plan->tensor[last].block : plan->blocks,
+                  settle = first < plan->tensors ? plan->tensor[first].settle : plan->settles,
+                  last_settle = last < plan->tensors ? plan->tensor[last].settle : plan->settles;
+    return {first, last - first, block, last_block - block, last_settle - settle};
 }
 
 void row_plan_free(RowPlan* plan) {
@@ -103,7 +109,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
     if (sums->sum != SUM_WEIGHTS) sum_load(rows->grads, step->grads, from, n, g);
     if (sums->sum == SUM_WEIGHTS || decays) sum_load(rows->weights, step->weights, from, n, p);
     if (sum_reads_m(sums->sum)) sum_load(rows->m, step->m, from, n, m);
-    const float* numbers = sums->numbers + tensor->number;
+    const float* numbers = sums->numbers + tensor->ready;
     const Span span = format_span(rows->v);
     if (sum_reads_v(sums->sum) && !rows->rule->rows) sum_load(rows->v, step->v, from, n, v);
     if (sum_reads_v(sums->sum) && rows->rule->keeps_slow) sum_load(rows->m, step->slow, from, n, slow);
@@ -113,7 +119,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
         if (!sum_reads_v(sums->sum) || !rows->rule->rows) continue;
         v[shift + i] = number_at(span, numbers, tensor->rows, row, col + i);
         if (!rows->rule->pairs) continue;
-        slow[shift + i] = number_at(span, numbers + tensor->rows + tensor->cols, tensor->rows, row, col + i);
+        slow[shift + i] = number_at(span, numbers + ready_pair(tensor->rows, tensor->cols), tensor->rows, row, col + i);
     }
     if (sums->sum == SUM_STEP) {
         if (sums->scaled) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
@@ -184,21 +190,36 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 }
 
 #ifdef __CUDACC__
-// Three kernels do the same, so that SETTLE_BLOCKS thread blocks share the rows, columns and tiles of each tensor. A
-// row leaves its part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place
-// of the first row's.
-constexpr int SETTLE_BLOCKS = 32, SETTLE_BLOCK = 256;
+// Three kernels do the same, so that thread blocks share the rows, columns and tiles of each tensor. A row leaves its
+// part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place of the first
+// row's. A thread takes one row or column, or one row and some tiles.
 
-// grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
+// Finds a thread's tensor and returns the thread's number among those of the tensor. The lanes of a warp look at 32
+// tensors at a time, which divide those that are left into as many parts.
+__device__ __forceinline__ int64_t settle_find(const SettleArguments& a, SumTensor* t) {
+    const int64_t b = a.tensor[0].settle + blockIdx.x;
+    int64_t first = 0;
+    for (int64_t left = a.tensors; left > 1;) {
+        const int64_t step = (left + 31) / 32, at = threadIdx.x % 32 * step;
+        const bool before = at < left && a.tensor[first + at].settle <= b;
+        const int64_t skipped = (__popc(__ballot_sync(0xffffffffu, before)) - 1) * step;
+        first += skipped;
+        left = left - skipped < step ? left - skipped : step;
+    }
+    *t = a.tensor[first];
+    return (b - t->settle) * SETTLE_BLOCK + threadIdx.x;
+}
+
+// grid: a.blocks, block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
     if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
-    const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
-    const int64_t end = t.rows + (sum_has_columns(a.sum) ? t.cols : 0);
-    int64_t i = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;
-    for (; i < end; i += SETTLE_BLOCKS * SETTLE_BLOCK) {
-        if (i < t.rows) a.parts[t.row_parts + i] = settle_row(a, t, i);
-        if (i >= t.rows) settle_column(a, t, i - t.rows);
+    SumTensor t;
+    const int64_t i = settle_find(a, &t);
+    if (i < t.rows) {
+        a.parts[t.row_parts + i] = settle_row(a, t, i);
+    } else if (sum_has_columns(a.sum) && i < t.rows + t.cols) {
+        settle_column(a, t, i - t.rows);
     }
 }
 
@@ -222,36 +243,36 @@ __global__ void __launch_bounds__(SETTLE_THREADS) rows_settle_tensor_kernel(Sett
     settle_norm(a, t, sum[0], whole);
 }
 
-// grid: SETTLE_BLOCKS a tensor, block: SETTLE_BLOCK; deterministic.
+// grid: a.blocks, block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_ready_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;
-    const SumTensor t = a.tensor[blockIdx.x / SETTLE_BLOCKS];
+    SumTensor t;
+    const int64_t i = settle_find(a, &t);
     const float whole = a.parts[t.row_parts];
-    const int64_t first = blockIdx.x % SETTLE_BLOCKS * SETTLE_BLOCK + threadIdx.x;
-    for (int64_t i = first; i < t.rows; i += SETTLE_BLOCKS * SETTLE_BLOCK) settle_ready(a, t, i, whole);
-    for (int64_t k = first; k < settle_tiles(a, t); k += SETTLE_BLOCKS * SETTLE_BLOCK) settle_tile(a, t, k, whole);
+    if (i < t.rows) settle_ready(a, t, i, whole);
+    for (int64_t k = i; k < settle_tiles(a, t); k += t.settles * SETTLE_BLOCK) settle_tile(a, t, k, whole);
 }
 
-static void settle_gpu(const Device* dev, const SettleArguments* a, int64_t tensors) {
+static void settle_gpu(const Device* dev, const SettleArguments* a) {
     const bool rows_alone = a->sum == SUM_SQUARES || (a->sum == SUM_DIRECTION && a->rule != ROWS_NORMUON_LITE);
-    const unsigned blocks = (unsigned)(tensors * SETTLE_BLOCKS);
+    const unsigned blocks = (unsigned)a->blocks;
     rows_settle_parts_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
     check_launch();
     if (rows_alone) return;  // no number belongs to the tensor
-    rows_settle_tensor_kernel<<<(unsigned)tensors, SETTLE_THREADS, 0, dev->stream>>>(*a);
+    rows_settle_tensor_kernel<<<(unsigned)a->tensors, SETTLE_THREADS, 0, dev->stream>>>(*a);
     check_launch();
     rows_settle_ready_kernel<<<blocks, SETTLE_BLOCK, 0, dev->stream>>>(*a);
     check_launch();
 }
 #endif
 
-void rows_settle(const Device* dev, const SettleArguments* settle, int64_t tensors) {
-    if (tensors == 0) return;
+void rows_settle(const Device* dev, const SettleArguments* settle) {
+    if (settle->tensors == 0) return;
 #ifdef __CUDACC__
-    if (dev->gpu) return settle_gpu(dev, settle, tensors);
+    if (dev->gpu) return settle_gpu(dev, settle);
 #endif
     (void)dev;
     if (!is_finite(*settle->grad_scale)) return;
 #pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < tensors; t++) settle_cpu(settle, &settle->tensor[t]);
+    for (int64_t t = 0; t < settle->tensors; t++) settle_cpu(settle, &settle->tensor[t]);
 }

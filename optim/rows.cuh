@@ -35,7 +35,7 @@
 
 EMBED_SOURCE
 
-constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_THREADS = 1024;
+constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_THREADS = 1024, SETTLE_BLOCK = 256;
 
 enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
 
@@ -56,12 +56,19 @@ OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
 struct SumTensor {
     int64_t offset;  // of its first element in the arena
     int64_t rows, cols, panels, slabs;
-    int64_t number;                // of its first number among those of v
+    int64_t number, ready;         // of its first number among those of v that are kept, and that the step reads
     int64_t row_parts, col_parts;  // where its parts of sums begin
     int64_t block;                 // of its first pair of a slab and a panel among those of the launch
+    int64_t settle, settles;       // of the first block that ends a pass for it, among those of the launch; how many
     int64_t norm;                  // of its number for --limit-growth
     uint32_t group;                // of constants
 };
+
+// Thread blocks of a pass that a multiprocessor has at a time. With more of them a thread has too few registers for the
+// loads under way: SUM_DIRECTION with an m of 4 bits is fastest with 2, the other passes with 3.
+OPTIM_INLINE constexpr int sum_blocks(RowRule rule) {
+    return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? 2 : 3;
+}
 
 // The row after a slab's last.
 OPTIM_INLINE int64_t sum_end(const SumTensor& tensor, int64_t slab) {
@@ -82,30 +89,82 @@ struct SumArguments {
 // The storages of these numbers. `extra` keeps what a checkpoint needs, and `next` has what the step reads: launch_step
 // passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
 // of those of its row and its column.
+//
+// The step reads the number of a column for each element, so `next` has them in the order in which a warp loads them.
+// Of a run of READY_COLS, a thread has 16 columns and loads them four at a time; the fours that all threads load
+// together lie next to each other. The numbers of the rows, which come first, are filled up to whole lines of 128
+// bytes.
+constexpr int READY_ROWS = 32, READY_COLS = 512;
+
+OPTIM_INLINE constexpr int64_t ready_rows(int64_t rows) {
+    return (rows + READY_ROWS - 1) / READY_ROWS * READY_ROWS;
+}
+
+// Numbers of a tensor's rows and columns.
+OPTIM_INLINE constexpr int64_t ready_pair(int64_t rows, int64_t cols) {
+    return ready_rows(rows) + (cols + READY_COLS - 1) / READY_COLS * READY_COLS;
+}
+
+// The place of a column among the columns.
+OPTIM_INLINE constexpr uint32_t ready_place(uint32_t col) {
+    return col / READY_COLS * READY_COLS + col % 16 / 4 * (READY_COLS / 4) + col % READY_COLS / 16 * 4 + col % 4;
+}
+
 OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int64_t row, int64_t col) {
-    const bool columns = span == SPAN_FACTORS || span == SPAN_PAIRS;
-    return columns ? exact_mul(numbers[row], numbers[rows + col]) : numbers[row];
+    return is_by_columns(span) ? exact_mul(numbers[row], numbers[ready_rows(rows) + ready_place((uint32_t)col)])
+                               : numbers[row];
+}
+
+// Loads the numbers of n columns, 8 or 16, from `col`, a multiple of n, on; `columns` are those of the tensor.
+OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n) {
+    const float* at = columns + ready_place(col);
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i += 4) {
+        const Packed<32, 4> four = load_value<Packed<32, 4>>(at, i * (READY_COLS / 4));
+        OPTIM_UNROLL
+        for (int k = 0; k < 4; k++) x[i + k] = bits_float(four.word[k]);
+    }
 }
 
 template <Span SPAN, bool KEPT>
 struct RowNumbers : StorageDefaults {
     static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
 
-    // The numbers of n elements; those of came's second pair of factors begin `second` numbers later.
-    static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
+    static constexpr bool COMES_LATE = true;
+
+    // The numbers of n elements, or came's second ones, are x times what is returned, by which `finish` multiplies
+    // them: a GPU's thread does other work while they come.
+    static OPTIM_INLINE float start(const Streams& streams, int first, float* x, int n, bool second) {
         const SpanTile tile = *streams.span;
-        const float* its = (const float*)streams.extra + tile.at + (second ? (int64_t)tile.rows + tile.cols : 0);
+        const float* its = (const float*)streams.extra + tile.at + (second ? ready_pair(tile.rows, tile.cols) : 0);
         SpanWalk walk = span_start(tile, first);
-        if (walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols) {  // one row, as most runs are
+        const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // as most runs are
+        float row = 1.0f;
+        if (ON_GPU && one_row && (!is_by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
+            row = its[walk.row];
+            if (is_by_columns(SPAN)) ready_load(its + ready_rows(tile.rows), walk.col, x, n);
             OPTIM_UNROLL
-            for (int i = 0; i < n; i++) x[i] = number_at(SPAN, its, tile.rows, walk.row, walk.col + i);
-            return;
+            for (int i = 0; i < n && !is_by_columns(SPAN); i++) x[i] = 1.0f;
+        } else {
+            OPTIM_UNROLL
+            for (int i = 0; i < n; i++) {
+                x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
+                span_advance(tile, &walk);
+            }
         }
+        return row;
+    }
+
+    static OPTIM_INLINE void finish(float row, float* x, int n) {
+#ifdef __CUDA_ARCH__
+        __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
+#endif
         OPTIM_UNROLL
-        for (int i = 0; i < n; i++) {
-            x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
-            span_advance(tile, &walk);
-        }
+        for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
+    }
+
+    static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
+        finish(start(streams, first, x, n, second), x, n);
     }
 
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
@@ -155,7 +214,8 @@ OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, floa
 // again.
 
 struct SettleArguments {
-    const SumTensor* tensor;
+    const SumTensor* tensor;  // (tensors)
+    int64_t tensors, blocks;  // blocks: of the kernels on a GPU, beside tensor[0].settle
     const float* grad_scale;
     Sum sum;
     RowRule rule;
@@ -179,12 +239,29 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
     return canonical(exact_fma(rest, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
 }
 
-OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
-    float sum = part[0];
+// Keeps a GPU's compiler from using what was loaded before all loads that stand before are under way.
+OPTIM_INLINE void loads_begin() {
 #ifdef __CUDA_ARCH__
-#pragma unroll 16
+    __syncwarp(__activemask());
 #endif
-    for (int64_t k = 1; k < count; k++) sum = exact_add(sum, part[k * stride]);
+}
+
+OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
+    constexpr int AHEAD = 16;  // are loaded before they are added up
+    float sum = *part, next[AHEAD];
+    int64_t left = count - 1;
+    for (; left >= AHEAD; left -= AHEAD) {
+        OPTIM_UNROLL
+        for (int i = 0; i < AHEAD; i++) next[i] = *(part += stride);
+        loads_begin();
+        OPTIM_UNROLL
+        for (int i = 0; i < AHEAD; i++) sum = exact_add(sum, next[i]);
+    }
+    OPTIM_UNROLL
+    for (int i = 0; i < AHEAD - 1; i++) next[i] = *(part += i < left ? stride : 0);  // the last again and again
+    loads_begin();
+    OPTIM_UNROLL
+    for (int i = 0; i < AHEAD - 1; i++) sum = i < left ? exact_add(sum, next[i]) : sum;
     return sum;
 }
 
@@ -198,7 +275,7 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
     const float sum = parts_sum(a.parts + t.row_parts + i, t.panels, t.rows), inverse = exact_div(1.0f, (float)t.cols);
     const int64_t at = t.number + i, second = at + t.rows + t.cols;
     if (a.sum == SUM_SQUARES) {
-        a.ready[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+        a.ready[t.ready + i] = row_moment(a.kept[at], sum, inverse, a.rest2);
     } else if (a.sum == SUM_MOMENTS) {
         return a.kept[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
     } else if (a.sum == SUM_RESIDUAL) {
@@ -208,7 +285,7 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
         const float root = moment_root(a.kept[at]);
         return exact_div(exact_div(sum, root), root);
     } else if (a.sum == SUM_DIRECTION) {
-        a.ready[at] = sum > 0.0f ? exact_div(shape_scale(t), moment_root(sum)) : 0.0f;
+        a.ready[t.ready + i] = sum > 0.0f ? exact_div(shape_scale(t), moment_root(sum)) : 0.0f;
     }
     return sum;
 }
@@ -217,10 +294,11 @@ OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, in
     const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
     const bool residual = a.sum == SUM_RESIDUAL;
     const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
+    const int64_t place = (residual ? ready_pair(t.rows, t.cols) : 0) + ready_rows(t.rows) + ready_place((uint32_t)j);
     a.kept[at] =
         residual ? residual_moment(a.kept[at], sum, inverse, a.rest3) : row_moment(a.kept[at], sum, inverse, a.rest2);
     const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
-    a.ready[at] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
+    a.ready[t.ready + place] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
 }
 
 // The norm-growth limiter of Fira (arXiv 2410.01623): a norm above `growth` times the last one is cut to that. A last
@@ -245,13 +323,14 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
 }
 
 OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
-    const int64_t at = t.number + i, second = at + t.rows + t.cols;
+    const int64_t at = t.number + i;
+    float* ready = a.ready + t.ready + i;
     if (a.sum == SUM_MOMENTS || (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE)) {
-        a.ready[at] = exact_div(whole, moment_root(a.kept[at]));
+        *ready = exact_div(whole, moment_root(a.kept[at]));
     } else if (a.sum == SUM_RESIDUAL) {
-        a.ready[second] = exact_div(whole, moment_root(a.kept[second]));
+        ready[ready_pair(t.rows, t.cols)] = exact_div(whole, moment_root(a.kept[at + t.rows + t.cols]));
     } else if (a.sum == SUM_UPDATE) {
-        a.ready[at] = exact_mul(a.ready[at], whole);
+        *ready = exact_mul(*ready, whole);
     }
 }
 

@@ -11,9 +11,9 @@ constexpr int PASSES = 5;  // at most
 struct RowPlan {
     Sum pass[PASSES];
     int passes;
-    bool scaled;                     // the step's update has a factor for each tensor
-    SumTensor* tensor;               // (tensors), those of the launch that are kept here; host memory
-    int64_t tensors, blocks, parts;  // parts: fp32 numbers
+    bool scaled;                              // the step's update has a factor for each tensor
+    SumTensor* tensor;                        // (tensors), those of the launch that are kept here; host memory
+    int64_t tensors, blocks, settles, parts;  // settles: blocks that end a pass; parts: fp32 numbers
 };
 
 // `index` is the launch's. Freed by row_plan_free.
@@ -22,7 +22,7 @@ void row_plan_free(RowPlan* plan);
 
 // The tensors of a launch that lie in elements `begin` to `end` of the arena, and their blocks.
 struct RowRange {
-    int64_t first, tensors, first_block, blocks;
+    int64_t first, tensors, first_block, blocks, settles;
 };
 RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end);
 
@@ -42,4 +42,4 @@ struct RowWork {
 void rows_sum_cpu(const Rows* rows, const StepArguments* step, const SumArguments* sums);
 
 // The end of a pass: sums become numbers.
-void rows_settle(const Device* dev, const SettleArguments* settle, int64_t tensors);
+void rows_settle(const Device* dev, const SettleArguments* settle);

@@ -1,6 +1,7 @@
 // The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold those of one tensor after
 // another in the order of the arena; and how a step that made new ones ends.
 #include "formats/spans.cuh"
+#include "rows.cuh"
 #include "storage.h"
 
 // Rows and columns that scales belong to. A matrix of more than 2^31 rows or columns counts as a vector.
@@ -39,11 +40,15 @@ int64_t span_numbers(Span span, const OptimTensor* tensor) {
     return span == SPAN_RANK1 ? shape.rows + (shape.columns ? shape.cols : 0) : 0;
 }
 
+int64_t ready_numbers(Span span, const OptimTensor* tensor) {
+    if (!is_by_columns(span)) return span_numbers(span, tensor);
+    return (span == SPAN_PAIRS ? 2 : 1) * ready_pair(tensor->rows, tensor->cols);
+}
+
 SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at) {
     SpanShape shape = span_shape(tensor);
     SpanTile tile = {at, 1, 1, 0, 0, 0, first == 0};
-    const bool by_rows = span >= SPAN_ROWS && span <= SPAN_PAIRS;
-    if (by_rows) {
+    if (is_by_rows(span)) {
         if (tensor->cols >= 1ll << 31 || tensor->rows >= 1ll << 31) {
             user_error(
                 "%s has %lld rows of %lld elements, and rules that read rows take at most 2^31 of each; give it "
@@ -52,7 +57,7 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
         }
         shape = {tensor->rows, tensor->cols, false};
     }
-    if (span != SPAN_RANK1 && !by_rows) return tile;
+    if (span != SPAN_RANK1 && !is_by_rows(span)) return tile;
     tile.rows = (uint32_t)shape.rows;
     tile.cols = (uint32_t)shape.cols;
     tile.row = (uint32_t)(first / shape.cols);

@@ -115,6 +115,8 @@ bool format_is_operand(const FormatRow* weights);
 // in an array in which the tensor's begin at `at`.
 int64_t span_numbers(Span span, const OptimTensor* tensor);
 SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t at);
+// The count of those that the step reads in their place.
+int64_t ready_numbers(Span span, const OptimTensor* tensor);
 
 // The numbers that a step uses, and those that it makes, which replace them unless the step changed nothing.
 struct Settle {

@@ -2,22 +2,51 @@
 // the sums). Threads read memory directly. A thread block takes a slab of 128 rows by a panel of 256 columns: each warp
 // every eighth row, each lane 8 columns of it, which lie in one or, where a row does not begin at a multiple of 8, two
 // runs of 8 elements. Where they lie in one, a warp loads SUM_AHEAD rows before it adds them up, so that as many loads
-// are under way; SUM_STEP, which needs too many registers for that, and other shapes go row by row.
+// are under way, and adds up the lanes of all of them together; SUM_STEP, which needs too many registers for that, and
+// other shapes go row by row. Each pass of a rule has code of its own in the rule's kernel. A sum of squares takes 5
+// instructions an element and came's residual 16, which a GPU runs in less time than it reads the elements.
 #pragma once
 #include "kernel.cuh"
 
 EMBED_SOURCE
 
 #ifdef __CUDACC__
+constexpr int SUM_AHEAD = 8;  // rows
+
+// True if a rule has this pass.
+template <class Rule>
+OPTIM_INLINE constexpr bool sum_serves(Sum sum) {
+    constexpr RowRule rule = Rule::ROWS;
+    constexpr bool factored = rule == ROWS_ADAFACTOR || rule == ROWS_CAME;
+    return sum == SUM_SQUARES     ? rule == ROWS_ADAM_MINI
+           : sum == SUM_DIRECTION ? rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE
+           : sum == SUM_RESIDUAL  ? rule == ROWS_CAME
+           : sum == SUM_WEIGHTS   ? rule == ROWS_ADAFACTOR && Rule::SCALED
+           : sum == SUM_STEP      ? Rule::SCALED
+                                  : factored;
+}
+
+// The address of an array's number for `element` of the arena.
+__device__ __forceinline__ char* sum_at(const StreamInfo& info, void* base, int64_t element) {
+    const uint64_t number = (uint64_t)element / info.run;
+    return (char*)base + (info.bits < 8 ? number * info.bits / 8 : number * (info.bits / 8));
+}
+
 // Loads the 8 elements of the arena from `element`, a multiple of 8, on.
 template <class Storage>
 __device__ __forceinline__ void sum_load_run(const Streams& whole, const void* table, int64_t element, float* x) {
     constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
-    Streams streams = tile_at(codes, extra, more, whole, element / TILE_ELEMENTS);
-    streams.table = table;
-    const int first = (int)(element % TILE_ELEMENTS);
-    if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, x);
-    if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, x, SUM_LANE, NoiseKey{});
+    if constexpr (Storage::LOADS_TOGETHER || Storage::HAS_SPANS) {
+        Streams streams = tile_at(codes, extra, more, whole, element / TILE_ELEMENTS);
+        streams.table = table;
+        const int first = (int)(element % TILE_ELEMENTS);
+        if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, x);
+        if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, x, SUM_LANE, NoiseKey{});
+    } else {
+        const Streams streams = {sum_at(codes, whole.codes, element), sum_at(extra, whole.extra, element), table,
+                                 sum_at(more, whole.more, element)};
+        Storage::load(streams, 0, x, SUM_LANE, NoiseKey{});
+    }
 }
 
 // Loads the 8 elements from `element` of the arena on; `held` of them lie in the tensor.
@@ -31,46 +60,46 @@ __device__ __forceinline__ void sum_load(const Streams& whole, const void* table
     for (int i = 0; i < 8; i++) x[i] = i < held ? wide[shift + i] : 0.0f;
 }
 
-constexpr int SUM_AHEAD = 4;  // rows
-
 // A lane keeps the numbers of its 8 columns here, as every row needs them; `slow` are came's second ones.
 struct SumColumns {
     float v[SUM_LANE], slow[SUM_LANE];
 };
 
-// True if a rule's number of an element is a product of its row's and its column's.
-template <class V>
-OPTIM_INLINE constexpr bool sum_multiplies() {
-    return V::STREAM[1].span == SPAN_FACTORS || V::STREAM[1].span == SPAN_PAIRS;
-}
-
 // Reads these numbers for a pass that needs them; otherwise they are 0.
-template <class Rule, class V>
+template <Sum SUM, class Rule, class V>
 __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, const SumTensor& tensor, int64_t col,
                                                   int held) {
     SumColumns columns = {};
-    if constexpr (Rule::BY_ROWS && sum_multiplies<V>()) {
-        const float* its = sums.numbers + tensor.number + tensor.rows + col;
+    if constexpr (Rule::BY_ROWS && is_by_columns(V::STREAM[1].span) && sum_reads_v(SUM)) {
+        const float* its = sums.numbers + tensor.ready + ready_rows(tensor.rows);
+        const int64_t second = ready_pair(tensor.rows, tensor.cols);
+        constexpr bool pairs = Rule::PAIRS && SUM == SUM_STEP;
+        if (held == SUM_LANE) {
+            ready_load(its, (uint32_t)col, columns.v, SUM_LANE);
+            if (pairs) ready_load(its + second, (uint32_t)col, columns.slow, SUM_LANE);
+        } else {
 #pragma unroll
-        for (int i = 0; i < SUM_LANE; i++) {
-            if (i >= held || !sum_reads_v(sums.sum)) continue;
-            columns.v[i] = its[i];
-            if (Rule::PAIRS) columns.slow[i] = its[tensor.rows + tensor.cols + i];
+            for (int i = 0; i < SUM_LANE; i++) {
+                const uint32_t place = ready_place((uint32_t)col + i);
+                if (i < held) columns.v[i] = its[place];
+                if (i < held && pairs) columns.slow[i] = its[second + place];
+            }
         }
     }
     return columns;
 }
 
 // Fills v with the numbers that a rule by rows has in its place for 8 elements of a row, and `slow` with came's second.
-template <class Rule, class V>
+template <Sum SUM, class Rule, class V>
 __device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumTensor& tensor,
                                             const SumColumns& columns, int64_t row, float* v, float* slow) {
-    const float* its = sums.numbers + tensor.number + row;
-    const float first = its[0], second = Rule::PAIRS ? its[tensor.rows + tensor.cols] : 0.0f;
+    constexpr bool second = Rule::PAIRS && SUM == SUM_STEP;
+    const float* its = sums.numbers + tensor.ready + row;
+    const float first = its[0], other = second ? its[ready_pair(tensor.rows, tensor.cols)] : 0.0f;
 #pragma unroll
     for (int i = 0; i < SUM_LANE; i++) {
-        v[i] = sum_multiplies<V>() ? exact_mul(first, columns.v[i]) : first;
-        if (Rule::PAIRS) slow[i] = exact_mul(second, columns.slow[i]);
+        v[i] = is_by_columns(V::STREAM[1].span) ? exact_mul(first, columns.v[i]) : first;
+        if (second) slow[i] = exact_mul(other, columns.slow[i]);
     }
 }
 
@@ -83,54 +112,52 @@ __device__ __forceinline__ void sum_load_rows(const Streams& whole, const void* 
 }
 
 // Makes the values that a pass other than SUM_STEP squares, of SUM_AHEAD rows from `row` on. A lane's 8 lie in one run.
-template <class Rule, class Weights, class M, class V, class Grads>
+template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, const SumArguments& sums,
-                                                   const SumTensor& tensor, const SumColumns& columns,
-                                                   const unsigned char* tables, float grad_scale, int64_t row,
-                                                   int64_t col, float (&x)[SUM_AHEAD][SUM_LANE]) {
+                                                   const SumTensor& tensor, const Hyper& hyper,
+                                                   const SumColumns& columns, const unsigned char* tables,
+                                                   float grad_scale, int64_t row, int64_t col,
+                                                   float (&x)[SUM_AHEAD][SUM_LANE]) {
     const int64_t element = tensor.offset + row * tensor.cols + col;
-    const Hyper& group = step.group[tensor.group];
-    if (sums.sum == SUM_WEIGHTS) return sum_load_rows<Weights>(step.weights, nullptr, element, tensor.cols, x);
+    if constexpr (SUM == SUM_WEIGHTS) return sum_load_rows<Weights>(step.weights, nullptr, element, tensor.cols, x);
     float m[SUM_AHEAD][SUM_LANE] = {};
     sum_load_rows<Grads>(step.grads, nullptr, element, tensor.cols, x);
-    if (sum_reads_m(sums.sum)) sum_load_rows<M>(step.m, tables, element, tensor.cols, m);
+    if constexpr (sum_reads_m(SUM)) sum_load_rows<M>(step.m, tables, element, tensor.cols, m);
 #pragma unroll
     for (int r = 0; r < SUM_AHEAD; r++) {
         float v[SUM_LANE] = {}, slow[SUM_LANE];
-        if constexpr (Rule::BY_ROWS) {
-            if (sum_reads_v(sums.sum)) sum_numbers<Rule, V>(sums, tensor, columns, row + r * SUM_WARPS, v, slow);
+        if constexpr (Rule::BY_ROWS && sum_reads_v(SUM)) {
+            sum_numbers<SUM, Rule, V>(sums, tensor, columns, row + r * SUM_WARPS, v, slow);
         }
 #pragma unroll
         for (int i = 0; i < SUM_LANE; i++)
-            x[r][i] = sum_value(sums.sum, group, 0.0f, exact_mul(x[r][i], grad_scale), m[r][i], v[i]);
+            x[r][i] = sum_value(SUM, hyper, 0.0f, exact_mul(x[r][i], grad_scale), m[r][i], v[i]);
     }
 }
 
 // The values of 8 elements that a pass squares: columns `col` to `col` + 7 of a row, of which `held` exist.
-template <class Rule, class Weights, class M, class V, class Grads>
+template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_values(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
                                            const SumColumns& columns, const unsigned char* tables, float grad_scale,
                                            int64_t row, int64_t col, int held, float* x) {
     float p[8] = {}, g[8], m[8] = {}, v[8] = {}, slow[8] = {}, root[8];
     const int64_t element = tensor.offset + row * tensor.cols + col;
-    const bool decays = sums.sum == SUM_STEP && !Rule::DECOUPLED;
+    constexpr bool decays = SUM == SUM_STEP && !Rule::DECOUPLED;
     const Hyper& group = step.group[tensor.group];
-    if (sums.sum != SUM_WEIGHTS) {
+    if constexpr (SUM != SUM_WEIGHTS) {
         sum_load<Grads>(step.grads, nullptr, element, held, g);
 #pragma unroll
         for (int i = 0; i < 8; i++) g[i] = exact_mul(g[i], grad_scale);
     }
-    if (sums.sum == SUM_WEIGHTS || decays) sum_load<Weights>(step.weights, nullptr, element, held, p);
-    if (sum_reads_m(sums.sum)) sum_load<M>(step.m, tables, element, held, m);
-    if (sum_reads_v(sums.sum)) {
-        if constexpr (Rule::BY_ROWS) {
-            sum_numbers<Rule, V>(sums, tensor, columns, row, v, slow);
-        } else {
-            sum_load<V>(step.v, tables + M::TABLE_BYTES, element, held, v);
-            if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
-        }
+    if constexpr (SUM == SUM_WEIGHTS || decays) sum_load<Weights>(step.weights, nullptr, element, held, p);
+    if constexpr (sum_reads_m(SUM)) sum_load<M>(step.m, tables, element, held, m);
+    if constexpr (sum_reads_v(SUM) && Rule::BY_ROWS) {
+        sum_numbers<SUM, Rule, V>(sums, tensor, columns, row, v, slow);
+    } else if constexpr (sum_reads_v(SUM)) {
+        sum_load<V>(step.v, tables + M::TABLE_BYTES, element, held, v);
+        if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
     }
-    if (Rule::SCALED && sums.sum == SUM_STEP) {
+    if constexpr (SUM == SUM_STEP) {
         Hyper hyper = sums.scaled ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
         if (decays) {
 #pragma unroll
@@ -142,13 +169,12 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
         for (int i = 0; i < 8; i++) x[i] = p[i];
     } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++) x[i] = sum_value(sums.sum, group, p[i], g[i], m[i], v[i]);
+        for (int i = 0; i < 8; i++) x[i] = sum_value(SUM, group, p[i], g[i], m[i], v[i]);
     }
 }
 
-// Adds the squares of a row's 8 values, of which `held` exist, to those of their columns, and stores the row's sum over
-// the panel.
-__device__ __forceinline__ void sum_row(const float* x, int held, float* column, float* part) {
+// Adds the squares of a row's 8 values to those of their columns, and returns their sum.
+__device__ __forceinline__ float sum_squares(const float* x, int held, float* column) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < SUM_LANE; i++) {
@@ -156,70 +182,141 @@ __device__ __forceinline__ void sum_row(const float* x, int held, float* column,
         sum = exact_fma(x[i], x[i], sum);
         column[i] = exact_fma(x[i], x[i], column[i]);
     }
-    for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
-    if (threadIdx.x % 32 == 0) *part = sum;
+    return sum;
+}
+
+// Adds up N rows over the lanes of a warp; lanes from r * 32 / N on receive the sum of row r. While there are rows to
+// share, each half of the lanes goes on with half of them; a + b is b + a, so the sums are those of the fixed order.
+template <int N>
+__device__ __forceinline__ float sum_lanes(float (&sum)[N]) {
+    int rows = N;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) {
+        if (rows == 1) {
+            sum[0] = exact_add(sum[0], __shfl_xor_sync(0xffffffffu, sum[0], half));
+            continue;
+        }
+        rows /= 2;
+        const bool upper = threadIdx.x & half;
+#pragma unroll
+        for (int r = 0; r < N / 2; r++) {
+            if (r >= rows) continue;
+            const float kept = upper ? sum[r + rows] : sum[r], given = upper ? sum[r] : sum[r + rows];
+            sum[r] = exact_add(kept, __shfl_xor_sync(0xffffffffu, given, half));
+        }
+    }
+    return sum[0];
+}
+
+// The sums of a slab and panel; `parts` are those of the panel's rows. Threads leave the sums of their columns in
+// `column`.
+template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
+__device__ __forceinline__ void sum_block(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
+                                          const unsigned char* tables, float grad_scale, int64_t slab, int64_t panel,
+                                          float* column) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t col = panel * SUM_COLS + lane * SUM_LANE, end = sum_end(tensor, slab);
+    const int held = tensor.cols - col >= SUM_LANE ? SUM_LANE : tensor.cols > col ? (int)(tensor.cols - col) : 0;
+    const bool even = (tensor.cols | tensor.offset) % SUM_LANE == 0;
+    const SumColumns numbers = sum_columns<SUM, Rule, V>(sums, tensor, col, held);
+    const Hyper hyper = step.group[tensor.group];
+    float* parts = sums.parts + tensor.row_parts + panel * tensor.rows;
+    int64_t row = slab * SUM_ROWS + warp;
+    if constexpr (SUM != SUM_STEP) {
+        for (; even && row + (SUM_AHEAD - 1) * SUM_WARPS < end; row += SUM_AHEAD * SUM_WARPS) {
+            float sum[SUM_AHEAD] = {};
+            if (held > 0) {
+                float x[SUM_AHEAD][SUM_LANE];
+                sum_values_of_rows<SUM, Rule, Weights, M, V, Grads>(step, sums, tensor, hyper, numbers, tables,
+                                                                    grad_scale, row, col, x);
+#pragma unroll
+                for (int r = 0; r < SUM_AHEAD; r++) sum[r] = sum_squares(x[r], SUM_LANE, column);
+            }
+            constexpr int LANES = 32 / SUM_AHEAD;
+            const float its = sum_lanes(sum);
+            if (lane % LANES == 0) parts[row + lane / LANES * SUM_WARPS] = its;
+        }
+    }
+    for (; row < end; row += SUM_WARPS) {
+        float x[SUM_LANE] = {};
+        if (held > 0) {
+            sum_values<SUM, Rule, Weights, M, V, Grads>(step, sums, tensor, numbers, tables, grad_scale, row, col, held,
+                                                        x);
+        }
+        float sum[1] = {sum_squares(x, held, column)};
+        const float its = sum_lanes(sum);
+        if (lane == 0) parts[row] = its;
+    }
+}
+
+// Goes on from tensor t to the one of block b, 32 at a time, and finds the block after its last.
+__device__ __forceinline__ void sum_find(const SumArguments& sums, int64_t b, int64_t* t, int64_t* next) {
+    for (;;) {
+        const int64_t at = *t + 1 + threadIdx.x % 32, none = sums.first_block + sums.blocks;
+        const int64_t block = at < sums.tensors ? sums.tensor[at].block : none;
+        const int before = __popc(__ballot_sync(0xffffffffu, block <= b));
+        *next = __shfl_sync(0xffffffffu, block, before % 32);
+        *t += before;
+        if (before < 32) return;
+    }
+}
+
+template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
+__device__ __forceinline__ void sums_pass(const StepArguments& step, const SumArguments& sums, float grad_scale,
+                                          unsigned char* tables, float (&columns)[SUM_WARPS][SUM_COLS]) {
+    if constexpr (!sum_serves<Rule>(SUM)) return;
+    if (sums.sum != SUM) return;
+    if constexpr (sum_reads_m(SUM)) {
+        tables_prepare<M, V>(step, tables);
+        __syncthreads();
+    }
+    int64_t t = 0, next = 0;
+    for (int64_t b = sums.first_block + blockIdx.x; b < sums.first_block + sums.blocks; b += gridDim.x) {
+        if (b >= next) sum_find(sums, b, &t, &next);
+        const SumTensor tensor = sums.tensor[t];
+        const uint32_t its = (uint32_t)(b - tensor.block), panels = (uint32_t)tensor.panels, slab = its / panels;
+        float column[SUM_LANE] = {};
+        sum_block<SUM, Rule, Weights, M, V, Grads>(step, sums, tensor, tables, grad_scale, slab, its - slab * panels,
+                                                   column);
+        if constexpr (sum_has_columns(SUM)) {
+            float* mine = &columns[threadIdx.x / 32][threadIdx.x % 32 * SUM_LANE];
+#pragma unroll
+            for (int i = 0; i < SUM_LANE; i += 4) *(float4*)&mine[i] = *(const float4*)&column[i];
+            __syncthreads();
+            const int64_t col = (int64_t)(its - slab * panels) * SUM_COLS + threadIdx.x;
+            float sum = columns[0][threadIdx.x];
+            for (int w = 1; w < SUM_WARPS; w++) sum = exact_add(sum, columns[w][threadIdx.x]);
+            if (col < tensor.cols) sums.parts[tensor.col_parts + slab * tensor.cols + col] = sum;
+            __syncthreads();
+        }
+    }
 }
 
 template <class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArguments& sums) {
-    const float grad_scale = *step.grad_scale;
-    if (!is_finite(grad_scale)) return;  // the step changes nothing
+    const float scale = *step.grad_scale;
+    if (!is_finite(scale)) return;  // the step changes nothing
     extern __shared__ __align__(128) unsigned char step_memory[];
-    __shared__ float columns[SUM_WARPS][SUM_COLS];
-    tables_prepare<M, V>(step, step_memory);
-    __syncthreads();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int64_t t = 0;
-    for (int64_t b = sums.first_block + blockIdx.x; b < sums.first_block + sums.blocks; b += gridDim.x) {
-        while (t + 1 < sums.tensors && sums.tensor[t + 1].block <= b) t++;
-        const SumTensor tensor = sums.tensor[t];
-        const int64_t slab = (b - tensor.block) / tensor.panels, panel = (b - tensor.block) % tensor.panels;
-        const int64_t col = panel * SUM_COLS + lane * SUM_LANE, end = sum_end(tensor, slab);
-        const int held = tensor.cols - col >= SUM_LANE ? SUM_LANE : tensor.cols > col ? (int)(tensor.cols - col) : 0;
-        const bool even = (tensor.cols | tensor.offset) % SUM_LANE == 0 && sums.sum != SUM_STEP;
-        const SumColumns numbers = sum_columns<Rule, V>(sums, tensor, col, held);
-        float* parts = sums.parts + tensor.row_parts + panel * tensor.rows;
-        float column[SUM_LANE] = {};
-        int64_t row = slab * SUM_ROWS + warp;
-        for (; even && row + (SUM_AHEAD - 1) * SUM_WARPS < end; row += SUM_AHEAD * SUM_WARPS) {
-            float x[SUM_AHEAD][SUM_LANE];
-            if (held > 0) {
-                sum_values_of_rows<Rule, Weights, M, V, Grads>(step, sums, tensor, numbers, step_memory, grad_scale,
-                                                               row, col, x);
-            }
-#pragma unroll
-            for (int r = 0; r < SUM_AHEAD; r++) sum_row(x[r], held, column, parts + row + r * SUM_WARPS);
-        }
-        for (; row < end; row += SUM_WARPS) {
-            float x[SUM_LANE] = {};
-            if (held > 0) {
-                sum_values<Rule, Weights, M, V, Grads>(step, sums, tensor, numbers, step_memory, grad_scale, row, col,
-                                                       held, x);
-            }
-            sum_row(x, held, column, parts + row);
-        }
-        if (!sum_has_columns(sums.sum)) continue;
-#pragma unroll
-        for (int i = 0; i < SUM_LANE; i++) columns[warp][lane * SUM_LANE + i] = column[i];
-        __syncthreads();
-        const int64_t its = panel * SUM_COLS + threadIdx.x;
-        float sum = columns[0][threadIdx.x];
-        for (int w = 1; w < SUM_WARPS; w++) sum = exact_add(sum, columns[w][threadIdx.x]);
-        if (its < tensor.cols) sums.parts[tensor.col_parts + slab * tensor.cols + its] = sum;
-        __syncthreads();
-    }
+    __shared__ __align__(16) float columns[SUM_WARPS][SUM_COLS];
+    sums_pass<SUM_SQUARES, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_DIRECTION, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_MOMENTS, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_UPDATE, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_RESIDUAL, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_WEIGHTS, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_STEP, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
 }
 
-// grid: any, block: 256; shared memory: the moments' tables; deterministic.
+// grid: any, block: 256; shared memory: the moments' tables, for a pass that reads m; deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__(32 * SUM_WARPS)
+__global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
     sums_run<Rule, Weights, M, V, Grads>(step, sums);
 }
 
 // The same with arguments from device memory, as optim_replayed_kernel.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__global__ void __launch_bounds__(32 * SUM_WARPS)
+__global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_replayed_kernel(const StepArguments* step, const __grid_constant__ SumArguments sums) {
     sums_run<Rule, Weights, M, V, Grads>(*step, sums);
 }

@@ -16,8 +16,7 @@ Contents, kept being 512 elements, the first 256 of tensor a (with decay) and of
                                    that format's levels; of v and of formats without a sign the roots, which every
                                    program squares in float32
     <peer>.<format>.<set>.codes, .scales         their storage, in the peer's own types and packing
-    split.weights             F32  weights; split.high BF16: FlashOptim's, and split.back8, split.back16 F32: what it
-                                   makes of that and its 8 or 16 error bits
+    split.weights             F32  weights; split.high BF16: FlashOptim's, to which it keeps 8 or 16 bits more
     run.start, run.grads      F32  (kept), (STEPS, kept): weights and gradients of the runs
     run.<peer>.<stream>.<t>        after step t: weights, m, v, slow, m.codes, m.scales, ...
     adafactor8bit.*                its logarithmic codes and scales of input.v (squared) and its table of 4 bits, for
@@ -246,18 +245,14 @@ def store_all(tensors, sets):
 
 
 def split_weights(tensors, random):
-    """FlashOptim's bf16 with 8 or 16 bits more."""
+    """FlashOptim's bf16, which it gives 8 or 16 bits more."""
     weights = numbers(random, 6, 512).astype(np.float32)
     bits = weights.view(np.int32)
     bits[:48] = (bits[:48] & ~0xFFFF) | 0x8000  # halfway between two bf16
     bits[48:64] &= ~0xFFFF  # a bf16
     bits[64:80] = (np.arange(16) + 100) << 23 | (np.arange(16) - 8) & 0xFFFF  # beside a power of two
     weights = torch.from_numpy(weights)
-    high = weights.bfloat16()
-    tensors.update({"split.weights": weights, "split.high": high})
-    for bits in (8, 16):
-        low = flashoptim.compute_ecc_bits(weights, high, 2 + bits // 8)
-        tensors[f"split.back{bits}"] = flashoptim.reconstruct_fp32_param(high, low)
+    tensors.update({"split.weights": weights, "split.high": weights.bfloat16()})
 
 
 # Runs. ----------------------------------------------------------------------------------------------------------------

@@ -16,27 +16,56 @@ struct Ended {
     const char* text;  // never freed
 };
 
-// Runs the body in a child.
+// A child at work, and the end of a pipe at which its standard error is read.
+struct Apart {
+    pid_t pid;
+    int out;
+};
+
+// Begins to run the body in a child.
 template <class Body>
-Ended run_apart(Body body) {
-    constexpr size_t bytes = 8192;
-    char* text = (char*)malloc(bytes);
-    int out[2], status = 0;
-    size_t used = 0;
+Apart apart_begin(Body body) {
+    int out[2];
     if (pipe2(out, O_CLOEXEC) != 0) abort();
     fflush(nullptr);
-    pid_t child = fork();
+    const pid_t child = fork();
     if (child == 0) {
         dup2(out[1], 2);
         body();
         _exit(0);
     }
     close(out[1]);
-    for (ssize_t got; used + 1 < bytes && (got = read(out[0], text + used, bytes - 1 - used)) > 0;) used += (size_t)got;
+    return {child, out[0]};
+}
+
+inline Ended apart_end(const Apart& child) {
+    constexpr size_t bytes = 8192;
+    char* text = (char*)malloc(bytes);
+    int status = 0;
+    size_t used = 0;
+    for (ssize_t got; used + 1 < bytes && (got = read(child.out, text + used, bytes - 1 - used)) > 0;)
+        used += (size_t)got;
     text[used] = 0;
-    close(out[0]);
-    if (child < 0 || waitpid(child, &status, 0) != child) return {-1, text};
+    close(child.out);
+    if (child.pid < 0 || waitpid(child.pid, &status, 0) != child.pid) return {-1, text};
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), text};
+}
+
+// Runs the body in a child to the end.
+template <class Body>
+Ended run_apart(Body body) {
+    return apart_end(apart_begin(body));
+}
+
+// The same of a part of a case, whose failures are the case's.
+template <class Body>
+Ended run_part(Test* test, Body body) {
+    return run_apart([&] {
+        const int before = test->failures;
+        body();
+        fflush(stdout);
+        _exit(test->failures > before ? 1 : 0);
+    });
 }
 
 // Expects an exit code and each of these texts, or where there are none that nothing was written.

@@ -11,7 +11,6 @@
 #include "../../kernels/attention.cuh"
 #include "../room.h"
 #include "apart.h"
-#include "test.h"
 
 // out and lse of one batch, in double; qkv as in attention.cuh.
 static void reference_forward(double* out, double* lse, const double* qkv, int B, int T, int C, int NH) {

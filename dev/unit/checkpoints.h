@@ -2,43 +2,6 @@
 // its helpers are known.
 #pragma once
 
-// Saves a trained model, loads it into a fresh one; every stream must be equal.
-static void check_round_trip(Test* test, const Device* dev, const Setup* setup, const char* folder) {
-    float losses[3];
-    TestModel saved;
-    train_small(&saved, dev, setup, 3, losses);
-    const char* checkpoint = joined(folder, setup->weights);
-    expect(folder_new(checkpoint, error), "%s", error);
-    Run* run = run_of(&saved, setup, checkpoint);
-    run->folder.state.step = 3, run->folder.state.sequences = 24;
-    expect(checkpoint_write(run, seconds_now(), true), "%s", run->folder.error);
-    checkpoint = joined(checkpoint, "step_00000003");
-    Json* state = checkpoint_verify(checkpoint, error);
-    expect(state, "%s", error);
-    expect(json_int(state, "step", 0) == 3 && json_int(state, "sequences", 0) == 24, "state.json");
-    expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
-    TestModel loaded(dev, setup);
-    run->model = &loaded;
-    checkpoint_read(run, state, checkpoint);
-    expect(streams(&saved) == streams(&loaded), "%s: streams differ", setup->weights);
-    // The weights that the matmuls read, too.
-    int64_t size = saved.arena.elements * (saved.arena.type == OPTIM_FP32 ? 4 : 2);
-    Bytes a(size), b(size);
-    copy_to_host(dev, a.data(), saved.arena.weights, size);
-    copy_to_host(dev, b.data(), loaded.arena.weights, size);
-    expect(a == b, "%s: the decoded weights differ", setup->weights);
-}
-
-TEST_BOTH(checkpoint_round_trip) {
-    Device dev = test_device(gpu);
-    const char* folder = new_folder();
-    for (const char* weights : {"fp32", "bf16:sr", "bf16+fp32"}) {
-        Setup setup = TRAINED;
-        setup.weights = weights, setup.type = gpu ? OPTIM_BF16 : OPTIM_FP32, setup.keeps_copy = true;
-        check_round_trip(test, &dev, &setup, folder);
-    }
-}
-
 // A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.
 TEST(model_file_orientation) {
     Device dev = test_device(false);
@@ -65,9 +28,7 @@ TEST(model_file_orientation) {
         const float* ours =
             &values[m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset];
         const float* data = shaped ? (const float*)tensor_data(&file, tensor) : nullptr;
-        for (int64_t i = 0; shaped && i < in * out; i++) {
-            wrong += data[i] != ours[i % out * in + i / out];
-        }
+        for (int64_t i = 0; shaped && i < in * out; i++) wrong += data[i] != ours[i % out * in + i / out];
         expect(wrong == 0, "%s: %lld elements at the wrong place", name, (long long)wrong);
     }
     const SafetensorsTensor* wte = safetensors_find(&file, "transformer.wte.weight");

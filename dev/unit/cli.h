@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <ftw.h>
 #include <libgen.h>
+#include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -13,6 +14,7 @@
 #include <string>
 
 #include "../../data/checkpoint.h"
+#include "../../data/clock.h"
 #include "files.h"
 
 constexpr double CHILD_SECONDS = 60;
@@ -32,12 +34,6 @@ struct Child {
     int code;             // exit code, or 128 + signal
     double started;
 };
-
-inline double now() {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
 
 inline void pause_ms(double ms) {
     struct timespec time = {(time_t)(ms / 1000), (long)(fmod(ms, 1000) * 1e6)};
@@ -86,7 +82,7 @@ __attribute__((format(printf, 2, 3))) inline void start(Child* child, const char
     for (char* word = strtok(text, " "); word && count < 127; word = strtok(nullptr, " ")) words[count++] = word;
     for (std::string& each : child->text) each.clear();
     if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) abort();
-    child->started = now();
+    child->started = seconds_now();
     fflush(stdout);
     child->pid = fork();
     if (child->pid == 0) become_train(child, out, err, words);
@@ -118,7 +114,7 @@ inline void finish(Child* child) {
     bool late = false;
     int status = 0;
     while (pump(child, 100)) {
-        if (late || now() - child->started < CHILD_SECONDS) continue;
+        if (late || seconds_now() - child->started < CHILD_SECONDS) continue;
         late = true;
         kill(child->pid, SIGKILL);
     }
@@ -192,14 +188,10 @@ inline void remove_tree(const char* folder) {
 
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
-    char* text = nullptr;
-    size_t length = 0;
-    FILE* memory = open_memstream(&text, &length);
-    for (int i = 0; i < 8 * sentences; i++) {
-        fprintf(memory, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
-    }
-    fclose(memory);
-    write_bytes(folder, name, text, length);
+    write_text(folder, name, printed([&](FILE* file) {
+                   for (int i = 0; i < 8 * sentences; i++)
+                       fprintf(file, "%s%s", words[(int)((1 + test_uniform(17, i)) * 5)], i % 8 == 7 ? ".\n" : " ");
+               }));
 }
 
 // A new folder with a text in it.
@@ -209,13 +201,7 @@ inline const char* work_folder() {
     return path;
 }
 
-// A case that has a folder of this kind, `work`.
-#define FOLDER_TEST(NAME)                                       \
-    static void in_folder_##NAME(Test* test, const char* work); \
-    TEST(NAME) {                                                \
-        in_folder_##NAME(test, work_folder());                  \
-    }                                                           \
-    static void in_folder_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* work)
+#define FOLDER_TEST(NAME) TEST_IN(NAME, work, work_folder())
 
 // llm.c's shard of `tokens` tokens that repeat with a period of 7, the last one being `last`.
 inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,
@@ -228,6 +214,39 @@ inline void write_shard(const char* folder, const char* name, int magic, int ver
         memcpy(bytes + 1024 + 2 * i, &token, 2);
     }
     write_bytes(folder, name, bytes, 1024 + 2 * (size_t)tokens);
+}
+
+// The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
+constexpr int VOCABULARY = 259, END = 258;
+
+// Its vocabulary, as vocab.json has it.
+inline void print_vocabulary(FILE* file) {
+    fputc('{', file);
+    for (int b = 0, next = 256; b < 256; b++) {
+        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
+        int point = printable ? b : next++;
+        char text[4] = {(char)point, 0};
+        if (point >= 0x80) text[0] = (char)(0xC0 | point >> 6), text[1] = (char)(0x80 | (point & 63));
+        json_write_string(file, text);
+        fprintf(file, ": %d, ", b);
+    }
+    fprintf(file, "\"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}", END);
+}
+
+// Writes it as vocab.json and merges.txt or, if `whole`, as tokenizer.json.
+inline void write_tokenizer(const char* folder, bool whole = false, const char* pre_tokenizer = "") {
+    FILE* file = fopen(joined(folder, whole ? "tokenizer.json" : "vocab.json"), "w");
+    if (whole) {
+        fprintf(file,
+                "{\"added_tokens\": [{\"id\": %d, \"content\": \"<|endoftext|>\"}, {\"id\": 259, \"content\": "
+                "\"<pad>\"}], \"normalizer\": null, \"pre_tokenizer\": %s, \"model\": {\"type\": \"BPE\", \"merges\": "
+                "[\"t h\", [\"th\", \"e\"]], \"vocab\": ",
+                END, pre_tokenizer);
+    }
+    print_vocabulary(file);
+    if (whole) fputs("}}", file);
+    fclose(file);
+    if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
 }
 
 // The folder of a run's checkpoint.
@@ -294,9 +313,8 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
 
 // The weights and states that two runs saved at a step.
 inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
-    for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
+    for (const char* file : {"model.safetensors", "optimizer.safetensors"})
         expect_equal_files(test, checkpoint_of(a, step), checkpoint_of(b, step), file);
-    }
 }
 
 // Both runs did the steps from `first` on with the same losses to the last bit, and ended in the same weights and
@@ -321,7 +339,7 @@ inline void expect_equal_runs(Test* test, const char* a, const char* b, int step
 inline bool wait_for_step(Child* child, const char* run, int step) {
     char want[32];
     snprintf(want, sizeof(want), "\"step\": %d,", step);
-    while (now() - child->started < CHILD_SECONDS) {
+    while (seconds_now() - child->started < CHILD_SECONDS) {
         char* log = contents(run, "log.jsonl");
         bool there = log && strstr(log, want);
         free(log);

@@ -11,13 +11,7 @@ static const char* shell_in(const char* folder, int* code, const char* line) {
 }
 
 // Runs ./train in a folder to the end and expects success; returns what it said.
-__attribute__((format(printf, 3, 4))) static const char* train_in(Test* test, const char* folder, const char* format,
-                                                                  ...) {
-    char words[2 * PATH_MAX];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(words, sizeof(words), format, arguments);
-    va_end(arguments);
+static const char* train_in(Test* test, const char* folder, const char* words) {
     Child child = new_child(false, folder);
     start(&child, "%s", words);
     finish(&child);
@@ -37,14 +31,14 @@ static void move_folder(const char* work, const char* from, const char* to) {
 
 // A bare name of a built-in shape is that shape, whatever folder has the same name; ./NAME and other names are folders.
 FOLDER_TEST(cli_model_names) {
-    train_in(test, work, "%s --data text.txt --run plain --steps 4", TINY);
-    train_in(test, work, "%s --data text.txt --run trained --steps 9 --lr 0.1", TINY);
+    train_in(test, work, TINY " --data text.txt --run plain --steps 4");
+    train_in(test, work, TINY " --data text.txt --run trained --steps 9 --lr 0.1");
     const char *plain = joined(work, "plain"), *other = joined(work, "other");
     for (const char* holds : {"", "trained", "trained/step_00000009"}) {
         if (*holds) move_folder(work, holds, "nano");
         if (!*holds) make_folder(work, "nano");
         for (const char* model : {"", "--model nano"}) {
-            const char* out = train_in(test, work, "%s --data text.txt --run other --steps 4 %s", TINY, model);
+            const char* out = train_in(test, work, formatted(TINY " --data text.txt --run other --steps 4 %s", model));
             expect(!strstr(out, "type --model ./nano") == !strstr(holds, "step_"), "'%s' in ./nano: %s", holds, out);
             expect_equal_runs(test, plain, other, 4);
             remove_tree(other);
@@ -79,10 +73,11 @@ FOLDER_TEST(cli_run_is_called_nano) {
         kill(child.pid, SIGKILL);
         finish(&child);
         for (int steps : {4, 8}) {
-            train_in(test, work, "%s --data text.txt --run nano --resume auto --steps %d --schedule constant %s", TINY,
-                     steps, model);
+            train_in(test, work,
+                     formatted(TINY " --data text.txt --run nano --resume auto --steps %d --schedule constant %s",
+                               steps, model));
         }
-        train_in(test, work, "%s --data text.txt --run whole --steps 8 --schedule constant", TINY);
+        train_in(test, work, TINY " --data text.txt --run whole --steps 8 --schedule constant");
         expect_equal_runs_from(test, whole, run, 4, 8);
         remove_tree(run), remove_tree(whole);
     }
@@ -93,15 +88,15 @@ FOLDER_TEST(cli_run_is_called_nano) {
 FOLDER_TEST(cli_resume_without_first_folder) {
     const char *whole = joined(work, "whole"), *run = joined(work, "run"), *elsewhere = joined(work, "elsewhere");
     make_folder(work, "elsewhere"), make_folder(work, "elsewhere/nano"), make_folder(work, "elsewhere/base");
-    train_in(test, work, "%s --data text.txt --run first --steps 5", TINY);
+    train_in(test, work, TINY " --data text.txt --run first --steps 5");
     const char* common = QUICK " --device cpu --data text.txt --schedule constant";
     for (const char* name : {"base", "d6"}) {
         move_folder(work, "first/step_00000005", name);
-        train_in(test, work, "%s --model ./%s --run whole --steps 6", common, name);
+        train_in(test, work, formatted("%s --model ./%s --run whole --steps 6", common, name));
         for (const char* typed : {"", "--model ./base", "--model base/", "--model ./d6"}) {
-            train_in(test, work, "%s --model ./%s --run run --steps 3", common, name);
+            train_in(test, work, formatted("%s --model ./%s --run run --steps 3", common, name));
             move_folder(work, name, "gone");
-            train_in(test, elsewhere, "--resume %s --steps 6 --device cpu %s", run, typed);
+            train_in(test, elsewhere, formatted("--resume %s --steps 6 --device cpu %s", run, typed));
             move_folder(work, "gone", name);
             expect_equal_runs_from(test, whole, run, 4, 6);
             remove_tree(run);
@@ -233,7 +228,7 @@ FOLDER_TEST(cli_printed_commands) {
 
 // A whole state.json, by its seal, that lists its files in no usable way: one sentence, which holds no leftover.
 FOLDER_TEST(cli_state_lists_no_files) {
-    train_in(test, work, "%s --data text.txt --run run --steps 1", TINY);
+    train_in(test, work, TINY " --data text.txt --run run --steps 1");
     const char* checkpoint = joined(work, "run/step_00000001");
     for (const char* files :
          {"", "\"files\": 3,\n", "\"files\": [1, 2],\n", "\"files\": null,\n", "\"files\": \"a\",\n",
@@ -243,9 +238,8 @@ FOLDER_TEST(cli_state_lists_no_files) {
         write_text(checkpoint, "state.json", formatted("%s\"crc32c\": %u\n}\n", text, crc));
         run_train(child, "--device cpu --resume %s", checkpoint);
         expect_error(test, &child, files, "damaged checkpoint: ", checkpoint);
-        for (const char* at = ERR(child); *at; at++) {
+        for (const char* at = ERR(child); *at; at++)
             expect((unsigned char)*at >= ' ' || *at == '\n', "%s: byte %d in: %s", files, *at, ERR(child));
-        }
         const char* reason = strstr(ERR(child), "damaged checkpoint: ");
         expect(reason && strstr(reason, checkpoint), "%s: %s", files, ERR(child));
     }
@@ -261,42 +255,40 @@ FOLDER_TEST(cli_folder_after_refusal) {
     finish(&child);
     expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
     expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
-    train_in(test, work, "%s --data text.txt --run run --steps 1", TINY);
+    train_in(test, work, TINY " --data text.txt --run run --steps 1");
     const char* folder = joined(work, "tokens");
     char tokens[4001];
     for (int i = 0; i < 4000; i++) tokens[i] = i % 2 ? 1 : 2;  // uint16: 258
     tokens[4000] = 0;
     write_text(folder, "train.bin", tokens), write_text(folder, "val.bin", tokens);
-    const char* out = train_in(test, work, "%s --data tokens --data-format nanogpt --run other --steps 1", TINY);
+    const char* out = train_in(test, work, TINY " --data tokens --data-format nanogpt --run other --steps 1");
     expect(strstr(out, "no samples") && !strstr(out, "--sample"), "%s", out);
 }
 
 // Returns what bash offers for the last of some words, with the script of --completion; an empty text where it offers
 // nothing.
 TEST(cli_completion) {
-    static const struct {
-        const char *words, *offered;
-    } cases[] = {{"--dev", "--device"},
-                 {"--device ''", "auto gpu cpu"},
-                 {"--device c", "cpu"},
-                 {"--resume au", "auto"},
-                 {"--data ./a.", "./a.txt"},
-                 {"--seed 1", ""},
-                 {"--dry-run --list-f", "--list-formats"},
-                 {"--lr a", "auto"}};
+    static const char* const cases[][2] = {{"--dev", "--device"},
+                                           {"--device ''", "auto gpu cpu"},
+                                           {"--device c", "cpu"},
+                                           {"--resume au", "auto"},
+                                           {"--data ./a.", "./a.txt"},
+                                           {"--seed 1", ""},
+                                           {"--dry-run --list-f", "--list-formats"},
+                                           {"--lr a", "auto"}};
     const char* work = work_folder();
     run_well(script, "--completion bash");
     write_text(work, "script", OUT(script)), write_text(work, "a.txt", "");
-    for (const auto& one : cases) {
+    for (const auto& [words, offered] : cases) {
         char line[1024];
         int code;
         snprintf(line, sizeof(line),
                  ". ./script; COMP_WORDS=(nibble %s); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _nibble\n"
                  "echo -n \"${COMPREPLY[*]}\"\n",
-                 one.words);
+                 words);
         write_text(work, "ask", line);
         const char* said = shell_in(work, &code, "bash ask");
-        expect(code == 0 && strcmp(said, one.offered) == 0, "%s: '%s', want '%s'", one.words, said, one.offered);
+        expect(code == 0 && strcmp(said, offered) == 0, "%s: '%s', want '%s'", words, said, offered);
     }
     run_well(zsh, "--completion zsh");
     for (int i = 0; i < option_table()->count; i++) {
@@ -314,16 +306,15 @@ TEST(cli_completion) {
 FOLDER_TEST(cli_first_line) {
     char error[DATA_ERROR_BYTES];
     run_well(version, "--version");
-    train_in(test, work, "%s --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025", TINY);
+    train_in(test, work, TINY " --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025");
     const char* path = joined(work, "run");
     int64_t bytes;
     char* log = contents(path, "log.jsonl", &bytes);
     Json* first = log ? json_parse(log, (int64_t)strcspn(log, "\n"), "log.jsonl", error) : nullptr;
     const Json* options = json_get(first, "options");
     expect(first && strcmp(json_string(first, "type", ""), "config") == 0, "the first line is no config");
-    for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"}) {
+    for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"})
         expect(*json_string(first, name, ""), "%s is not told", name);
-    }
     path = formatted("nibble %s (commit %s, %s)\n", json_string(first, "version", ""), json_string(first, "commit", ""),
                      json_string(first, "build", ""));
     expect(strcmp(OUT(version), path) == 0, "--version says %s", OUT(version));
@@ -347,24 +338,21 @@ FOLDER_TEST(cli_first_line) {
 
 // --profile ends the run by itself, and leaves no checkpoint.
 FOLDER_TEST(cli_profile) {
-    const char* out = train_in(test, work, "%s --data text.txt --run run --steps 40 --print-every 1 --profile", TINY);
+    const char* out = train_in(test, work, TINY " --data text.txt --run run --steps 40 --print-every 1 --profile");
     expect(strstr(out, "step      5/40") && !strstr(out, "step      6/40"), "%s", out);
     expect(!strstr(out, "\nval ") && !strstr(out, "\nsample ") && !strstr(out, "\nsave "), "%s", out);
     expect(exists(work, "run/log.jsonl") && !exists(work, "run/step_00000005"), "a checkpoint of --profile");
 }
 
 TEST(option_sizes) {
-    const struct {
-        const char* text;
-        int64_t bytes;
-    } sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30}, {"1.5g", 3ll << 29},
-                 {"800M", 800 << 20}, {"1k", 1024},         {"2T", 2ll << 40}};
+    const std::tuple<const char*, int64_t> sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30},
+                                                      {"1.5g", 3ll << 29}, {"800M", 800 << 20},  {"1k", 1024},
+                                                      {"2T", 2ll << 40}};
     const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
                                 "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
     int64_t bytes = 0;
-    for (const auto& size : sizes) {
-        expect(size_parse(size.text, &bytes) && bytes == size.bytes, "%s is %lld", size.text, (long long)bytes);
-    }
+    for (const auto& [text, want] : sizes)
+        expect(size_parse(text, &bytes) && bytes == want, "%s is %lld", text, (long long)bytes);
     for (const char* text : none) {
         bytes = 0;
         expect(!size_parse(text, &bytes) && bytes == 0, "%s is %lld", text, (long long)bytes);

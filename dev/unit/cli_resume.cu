@@ -46,6 +46,7 @@ FOLDER_TEST(cli_nonfinite) {
     expect_skipped_steps(test, run, 8);
     run_train(end, "--resume %s --steps 30 --save-every 1 --device cpu", run);
     expect_error(test, &end, "ten in a row", "the norm of the gradient inf", "10 steps in a row were skipped");
+    expect(strncmp(ERR(end), "train: error: step ", 19) == 0, "no step: %s", ERR(end));
     expect(strstr(ERR(end), "step_00000008") && strstr(ERR(end), "--lr"), "%s", ERR(end));
     expect_skipped_steps(test, run, 10);
     refused("--on-nonfinite stop", "step 1: the loss is ", "--lr",
@@ -74,6 +75,8 @@ static void check_resume(Test* test, const char* options, bool gpu) {
     // A crash: back to step 6, by the run folder's name alone.
     remove_tree(checkpoint_of(halves, 12));
     train_as(&child[3], "--resume %s --steps 12 --device %s", halves, device);
+    // A run that is over has nothing left to do.
+    train_as(&child[2], "--resume %s --device %s", halves, device);
     expect_equal_runs(test, whole, halves, 12);
 }
 
@@ -103,51 +106,21 @@ TEST(cli_resume_micro_batches_gpu) {
     expect(strstr(OUT(child[3]), "grads bf16"), "%s", OUT(child[3]));
 }
 
-// With cosine, where every learning rate depends on the number of steps: a checkpoint in the middle, named itself.
-FOLDER_TEST(cli_resume_checkpoint) {
-    const char *whole = joined(work, "whole"), *again = joined(work, "again");
-    train_well(BRIEF " --steps 12 --save-every 5 --keep 9", work, whole);
-    train_well(BRIEF " --steps 12 --save-every 5 --keep 9", work, again);
-    for (int step : {10, 12}) {
-        remove_tree(checkpoint_of(again, step));
-    }
-    train_well("--resume %s/step_00000005/ --device cpu", again);
-    expect_equal_runs(test, whole, again, 12);
-    // A run that is over has nothing left to do.
-    train_well("--resume %s --device cpu", again);
+// A checkpoint half-way, named itself, is taken up in another folder: the run ends in the same bytes, and says nothing
+// about it. With cosine every learning rate depends on the number of steps.
+static void check_half_way(Test* test, const char* work, const char* name, const char* options, bool gpu) {
+    const char *whole = joined(work, name), *again = formatted("%s_again", whole), *device = gpu ? "gpu" : "cpu";
+    Child first = new_child(gpu), second = new_child(gpu);
+    train_as(&first, BRIEF " --device %s --steps 8 --save-every 4 --keep 9 %s", work, whole, device, options);
+    train_as(&second, "--resume %s/step_00000004/ --run %s --device %s", whole, again, device);
+    expect(!strstr(OUT(second), " notice "), "%s: %s", options, OUT(second));
+    expect_equal_checkpoints(test, whole, again, 8);
 }
 
-// Every preset: a checkpoint half-way, taken up in another folder, ends in the same bytes, and says nothing about it.
 TEST_BOTH(cli_resume_presets) {
     if (gpu && getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    const char *work = work_folder(), *device = gpu ? "gpu" : "cpu";
-    for_presets(test, [&](const char* name) {
-        const char *whole = joined(work, name), *again = formatted("%s_again", whole);
-        Child child[2];
-        for (Child& c : child) c = new_child(gpu);
-        train_as(&child[0], BRIEF " --device %s --steps 8 --save-every 4 --keep 9 --preset %s", work, whole, device,
-                 name);
-        train_as(&child[1], "--resume %s/step_00000004 --run %s --device %s", whole, again, device);
-        expect(!strstr(OUT(child[1]), " notice "), "%s: %s", name, OUT(child[1]));
-        expect_equal_checkpoints(test, whole, again, 8);
-    });
-}
-
-// The same for formats whose scales are of whole tensors, or of rows and columns, and for an fp8 copy of the weights;
-// and for steps taken inside the backward pass, clipped by the norm of the step before.
-TEST(cli_resume_spans) {
-    const char* const formats[][2] = {{"released", "--weights lin8:sr --m de4/32 --clip-by last --release on"},
-                                      {"spans", "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1"},
-                                      {"operands", "--preset fp8 --matmul fp8"},
-                                      {"noisy", "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1"}};
     const char* work = work_folder();
-    for (const auto& format : formats) {
-        const char *whole = joined(work, format[0]), *again = formatted("%s_again", whole);
-        train_well(BRIEF " --steps 8 --save-every 4 --keep 9 %s", work, whole, format[1]);
-        run_well(child, "--resume %s/step_00000004 --run %s --device cpu", whole, again);
-        expect(!strstr(OUT(child), " notice "), "%s: %s", format[1], OUT(child));
-        expect_equal_checkpoints(test, whole, again, 8);
-    }
+    for_presets(test, [&](const char* name) { check_half_way(test, work, name, formatted("--preset %s", name), gpu); });
 }
 
 // States may move to host memory and back, and steps into the backward pass and out, between a checkpoint and the rest
@@ -174,6 +147,7 @@ TEST(cli_resume_offload) {
     check_resume_offload(test, "--preset fp8 --matmul fp8");
     check_resume_offload(test, "--rule came --weights lin8:sr --m dyn8 --limit-growth 1.01");
     check_resume_offload(test, "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1");
+    check_resume_offload(test, "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1");
 }
 
 // adamw32's checkpoint goes on as adamw8: said once for every storage, no harm to the loss, and from there on a run of
@@ -216,9 +190,7 @@ FOLDER_TEST(cli_resume_versions) {
 // another preset brings its own unless they were the user's, other formats none. Resumed again, it stays so.
 FOLDER_TEST(cli_resume_overrides) {
     const char *run = joined(work, "run"), *other = joined(work, "other");
-    const struct {
-        const char *begun, *resumed, *shows, *lacks;
-    } rows[] = {
+    const char* const rows[][4] = {
         {"--preset fp8w8e", "", " override ln*|*.bias|wpe: weights=bf16:ef\n", "notice"},
         {"--preset fp8w8e --override none", "", "weights e4m3:ef", " override"},
         {"--preset fp8w8e --override none", "--override ln*:weights=bf16:ef",
@@ -245,19 +217,19 @@ FOLDER_TEST(cli_resume_overrides) {
          "the run's"},
         {"--preset adamw8", "--preset fp8w8e", "--override ln*|*.bias|wpe: weights=bf16:ef (was none)",
          "--override none"}};
-    for (const auto& row : rows) {
-        train_well(BRIEF " --steps 3 %s", work, run, row.begun);
-        run_well(child, "--resume %s --run %s --steps 5 --device cpu %s", run, other, row.resumed);
-        expect(strstr(OUT(child), row.shows), "%s, %s: no '%s' in %s", row.begun, row.resumed, row.shows, OUT(child));
-        expect(!strstr(OUT(child), row.lacks), "%s, %s: '%s' in %s", row.begun, row.resumed, row.lacks, OUT(child));
+    for (const auto& [begun, resumed, shows, lacks] : rows) {
+        train_well(BRIEF " --steps 3 %s", work, run, begun);
+        run_well(child, "--resume %s --run %s --steps 5 --device cpu %s", run, other, resumed);
+        expect(strstr(OUT(child), shows), "%s, %s: no '%s' in %s", begun, resumed, shows, OUT(child));
+        expect(!strstr(OUT(child), lacks), "%s, %s: '%s' in %s", begun, resumed, lacks, OUT(child));
         const char* at = strstr(OUT(child), "\n override ");
         const int length = at ? (int)strcspn(at + 1, "\n") + 2 : 0;
         char shown[256] = "";
         snprintf(shown, sizeof(shown), "%.*s", length, at ? at : "");
         run_well(again, "--resume %s --steps 6 --device cpu", other);
-        expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", row.begun,
-               row.resumed, OUT(again));
-        expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", row.begun, row.resumed, OUT(again));
+        expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", begun, resumed,
+               OUT(again));
+        expect(length > 0 || !strstr(OUT(again), " override"), "%s, %s: again %s", begun, resumed, OUT(again));
         train_well("--sample T --model %s/step_00000006 --sample-tokens 4 --device cpu", other);
         remove_tree(run), remove_tree(other);
     }
@@ -403,25 +375,23 @@ static void damage(const char* folder, const char* name, Damage how) {
 }
 
 TEST(cli_damaged_checkpoint) {
-    static const struct {
-        const char* name;
-        Damage how;
-    } damages[] = {{"model.safetensors", TRUNCATE},   {"model.safetensors", FLIP}, {"optimizer.safetensors", FLIP},
-                   {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
-                   {"state.json", TRUNCATE},          {"state.json", REMOVE}};
+    static const std::tuple<const char*, Damage> damages[] = {
+        {"model.safetensors", TRUNCATE},   {"model.safetensors", FLIP}, {"optimizer.safetensors", FLIP},
+        {"optimizer.safetensors", REMOVE}, {"config.json", FLIP},       {"state.json", FLIP},
+        {"state.json", TRUNCATE},          {"state.json", REMOVE}};
     const char *work = work_folder(), *whole = joined(work, "whole"), *run = joined(work, "run");
     for (const char* each : {whole, run}) train_well(BRIEF " --steps 12 --save-every 4 --keep 9", work, each);
     const char* newest = checkpoint_of(run, 12);
-    for (const auto& d : damages) {
-        damage(newest, d.name, d.how);
+    for (const auto& [name, how] : damages) {
+        damage(newest, name, how);
         run_train(refused, "--resume %s --device cpu", newest);
-        if (strcmp(d.name, "state.json") != 0 || d.how != REMOVE) expect_error(test, &refused, d.name, newest, "");
+        if (strcmp(name, "state.json") != 0 || how != REMOVE) expect_error(test, &refused, name, newest, "");
         run_train(sampled, "--sample a --sample-tokens 2 --model %s --device cpu", run);
-        expect(sampled.code == 0 && !strstr(ERR(sampled), "notice: ") == (strncmp(d.name, "optimizer", 9) == 0),
-               "%s: exit code %d: %s", d.name, sampled.code, ERR(sampled));
+        expect(sampled.code == 0 && !strstr(ERR(sampled), "notice: ") == (strncmp(name, "optimizer", 9) == 0),
+               "%s: exit code %d: %s", name, sampled.code, ERR(sampled));
         run_well(child, "--run %s --resume auto --device cpu", run);
         expect(strncmp(ERR(child), "train: notice: ", 15) == 0 && strstr(ERR(child), newest), "%s is not named: %s",
-               d.name, ERR(child));
+               name, ERR(child));
         expect(strstr(OUT(child), "step_00000008, step 8"), "the checkpoint before is not used");
         expect_equal_runs(test, whole, run, 12);
     }
@@ -528,6 +498,9 @@ FOLDER_TEST(cli_save_weights) {
     train_well(BRIEF "/run --steps 4 --save weights", work, work);
     expect(exists(work, "run/step_00000004/model.safetensors"), "no weights were saved");
     expect(!exists(work, "run/step_00000004/optimizer.safetensors"), "states were saved");
+    const Json* state = checkpoint_verify(joined(work, "run/step_00000004"), error);
+    expect(state && json_int(state, "step", 0) == 4 && json_int(state, "sequences", 0) == 8, "state.json");
+    expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
     refused("--resume", "--save weights", "type --model", "--resume %s/run --steps 8", work);
     train_well("--model %s/run %s --data %s/text.txt --run %s/next --steps 2", work, QUICK, work, work);
 }

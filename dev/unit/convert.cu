@@ -162,21 +162,6 @@ TEST(convert_weights) {
     note(test, "%d pairs", pairs);
 }
 
-// fp32 in three disguises: none loses a bit of it, over several pieces of a tensor.
-TEST(convert_keeps_a_master) {
-    const char* const names[] = {"bf16+fp32", "bf16+16", "fp32", "e4m3+fp32", "bf16+16", "fp16+fp32", "bf16+fp32"};
-    constexpr int COUNT = sizeof(names) / sizeof(names[0]);
-    Run f[COUNT];
-    for (int i = 0; i < COUNT; i++) {
-        OptimConfig config = make_config("adamw", names[i], i % 2 ? "fp32" : "bf16");
-        model_open(&f[i], &config, 1200001);
-        if (i == 0) run_steps(&f[i], 1, 2);
-        if (i > 0) expect_load(test, &f[i], &f[i - 1]);
-        expect(differing(&f[i], &f[0], SLOT_WEIGHTS) == 0, "%s has lost bits of the weights", names[i]);
-        expect(differing(&f[i], &f[0], SLOT_M) == 0, "bf16 in fp32 and back is not what it was");
-    }
-}
-
 // Tensors that move from one launch to another, and formats by tensor.
 // The third is told in `changes` lines, `last` begins that of the fourth.
 static void check_overrides(Test* test, const char* weights, const char* const (&texts)[4], int changes,
@@ -198,9 +183,8 @@ static void check_overrides(Test* test, const char* weights, const char* const (
                 float *x = slot_values(&f[0], t, slot), *y = slot_values(&f[i], t, slot);
                 bool same = memcmp(x, y, (size_t)f[0].tensor[t].cols * 4) == 0;
                 if (from.nearest == to.nearest) expect(same, "%s of %s", slot_name(slot), f[0].tensor[t].name);
-                if (from.nearest != to.nearest) {
+                if (from.nearest != to.nearest)
                     expect(holds_nearest(&f[i], t, slot, x), "%s of %s", slot_name(slot), f[0].tensor[t].name);
-                }
             }
         }
     }

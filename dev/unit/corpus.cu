@@ -105,11 +105,7 @@ static void put_signed(const char* path, int at, const char* signature, int leng
 
 // A file that is no text is refused by its contents, with a way on, and --data-format bytes takes it.
 DATA_TEST(corpus_content) {
-    static const struct {
-        const char* signature;
-        int length, at;
-        const char *name, *advice;
-    } cases[] = {
+    static const std::tuple<const char*, int, int, const char*, const char*> cases[] = {
         {"\x1F\x8B\x08\x00", 4, 0, "gzip", "type make venv && .venv/bin/python data/prepare.py"},
         {"\3757zXZ\0", 6, 0, "xz data", "type make venv && .venv/bin/python data/prepare.py"},
         {"\x28\xB5\x2F\xFD", 4, 0, "zstd", "type make venv && .venv/bin/python data/prepare.py"},
@@ -147,16 +143,16 @@ DATA_TEST(corpus_content) {
         {"??", 2, 0, "binary", "--data-format nanogpt"},
     };
     const char *path = joined(folder, "it's text.txt"), *model = joined(folder, "model.bin");
-    for (auto& item : cases) {
-        put_signed(path, item.at, item.signature, item.length, true);
-        expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, item.name);
-        expect(strstr(error, item.advice) && strstr(error, "--data-format bytes"), "%s", error);
+    for (const auto& [signature, length, at, name, advice] : cases) {
+        put_signed(path, at, signature, length, true);
+        expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 16, error), error, name);
+        expect(strstr(error, advice) && strstr(error, "--data-format bytes"), "%s", error);
         expect(!strstr(error, "type ") || strstr(error, "it'\\''s text.txt'"), "not quoted for a shell: %s", error);
         expect(opens(path, DATA_BYTES, DATASET_WHOLE, 16, error), "%s", error);
-        put_signed(model, item.at, item.signature, item.length, true);
-        bool known = strcmp(item.name, "binary") != 0;
-        expect_refused(opens(model, DATA_AUTO, DATASET_WHOLE, 16, error), error, known ? item.name : "not a shard of");
-        expect(strstr(error, item.advice), "%s", error);
+        put_signed(model, at, signature, length, true);
+        bool known = strcmp(name, "binary") != 0;
+        expect_refused(opens(model, DATA_AUTO, DATASET_WHOLE, 16, error), error, known ? name : "not a shard of");
+        expect(strstr(error, advice), "%s", error);
     }
     // Printable signatures may begin a text.
     for (const char* signature :
@@ -171,12 +167,8 @@ DATA_TEST(corpus_content) {
 DATA_TEST(corpus_text_or_not) {
     enum { BYTES = 1 << 20 };
     static unsigned char bytes[BYTES];
-    static const struct {
-        const char* what;
-        const char* piece;  // of the text
-        int length;
-        const char* refused;  // NULL: it is a text
-    } cases[] = {
+    // A piece of the text and its length, and why it is refused; NULL: it is a text.
+    static const std::tuple<const char*, const char*, int, const char*> cases[] = {
         {"Latin-1", "\xE9t\xE9 \xE0 la plage\r\n\t", 17, nullptr},
         {"Russian, KOI8-R", "\xF0\xD2\xC9\xD7\xC5\xD4 ", 7, nullptr},
         {"Chinese, GB 18030", "\xD6\xD0\xCE\xC4\xA1\xA3", 6, nullptr},
@@ -188,12 +180,12 @@ DATA_TEST(corpus_text_or_not) {
         {"control bytes", "abcdefghijklmnop\1", 17, "is binary"},
     };
     const char* path = joined(folder, "x");
-    for (auto& item : cases) {
-        for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)item.piece[i % item.length];
+    for (const auto& [what, piece, length, refused] : cases) {
+        for (int i = 0; i < BYTES; i++) bytes[i] = (unsigned char)piece[i % length];
         put(path, bytes, BYTES);
         bool open = opens(path, DATA_AUTO, DATASET_WHOLE, 16, error);
-        if (!item.refused) expect(open, "%s: %s", item.what, error);
-        if (item.refused) expect(!open && strstr(error, item.refused), "%s: %s", item.what, open ? "taken" : error);
+        if (!refused) expect(open, "%s: %s", what, error);
+        if (refused) expect(!open && strstr(error, refused), "%s: %s", what, open ? "taken" : error);
     }
     memset(bytes, 'a', BYTES);
     for (int i = 3000; i < BYTES; i += 5000) bytes[i] = 0;
@@ -379,11 +371,8 @@ TEST(corpus_data_changed_cli) {
     write_text(work, "a.txt", text), write_text(work, "copy.txt", text);
     const char* run = joined(work, "run");
     train_well("--data %s/a.txt --run %s --steps 5 " TRAIN_QUICKLY, work, run);
-    const struct {
-        int byte;  // that is changed, or -1
-        const char *data, *said, *unsaid;
-        int steps;
-    } cases[] = {
+    // The byte that is changed, or -1.
+    const std::tuple<int, const char*, const char*, const char*, int> cases[] = {
         {-1, "", "val       6", "as many tokens", 6},
         {-1, "--data WORK/./copy.txt", "copy.txt", "tokens as before", 7},
         {100, "--data WORK/a.txt", "the data: as many tokens as before, and others", "best loss begins", 8},
@@ -391,12 +380,12 @@ TEST(corpus_data_changed_cli) {
         {8900, "", "the validation data, so the best loss begins anew", "as many tokens as before", 10},
         {-1, "", "resume", "begins anew", 11},
     };
-    for (auto& item : cases) {
-        if (item.byte >= 0) text[item.byte] = 'b';
+    for (const auto& [byte, data, said, unsaid, steps] : cases) {
+        if (byte >= 0) text[byte] = 'b';
         write_text(work, "a.txt", text);
-        run_well(child, "--resume %s %s --steps %d", run, replaced(item.data, "WORK", work), item.steps);
-        expect(strstr(OUT(child), item.said), "step %d: not '%s' in: %s", item.steps, item.said, OUT(child));
-        expect(!strstr(OUT(child), item.unsaid), "step %d: '%s' in: %s", item.steps, item.unsaid, OUT(child));
+        run_well(child, "--resume %s %s --steps %d", run, replaced(data, "WORK", work), steps);
+        expect(strstr(OUT(child), said), "step %d: not '%s' in: %s", steps, said, OUT(child));
+        expect(!strstr(OUT(child), unsaid), "step %d: '%s' in: %s", steps, unsaid, OUT(child));
     }
 }
 
@@ -409,10 +398,7 @@ FOLDER_TEST(corpus_cli) {
     write_bytes(folder, "train.bin", tokens, 6000), write_bytes(folder, "val.bin", tokens, 1000);
     write_bytes(folder, "meta.pkl", "\x80\4\x95\x1e\0\0\0\0\0\0\0}\x94(\x8c\nvocab_size\x94K=\x8c\4itos\x94}.", 35);
     write_bytes(work, "packed.gz", "\x1F\x8B\x08\x00\x00\x00\x00\x00\x00\x03 and so on, for a window or two", 44);
-    const struct {
-        const char *arguments, *said;
-        int code;
-    } cases[] = {
+    const std::tuple<const char*, const char*, int> cases[] = {
         {"--data-format nanogpt --data WORK/nanogpt", "validation reads 64 of 500  vocabulary 61\n", 0},
         {"--data WORK/nanogpt", "add --data-format nanogpt", 2},
         {"--data WORK/nanogpt/train.bin", "--data-format nanogpt", 2},
@@ -427,13 +413,12 @@ FOLDER_TEST(corpus_cli) {
     };
     if (symlink(joined(work, "text.txt"), joined(work, "same.txt")) != 0) abort();
     write_shard(work, "s0.bin", 20240520, 1, 500, 500, 3), write_shard(work, "s1.bin", 20240520, 1, 20, 20, 3);
-    for (auto& item : cases) {
-        run_train(child, "--dry-run " TRAIN_QUICKLY " %s", replaced(item.arguments, "WORK", work));
-        expect_code(child, item.code);
-        expect(strstr(item.code ? ERR(child) : OUT(child), item.said), "%s: %s%s", item.arguments, OUT(child),
-               ERR(child));
-        bool overlaps = strstr(item.said, "trained on") != nullptr;
-        expect(overlaps == (strstr(OUT(child), "is trained on") != nullptr), "%s: %s", item.arguments, OUT(child));
-        if (item.code == 2) expect_error(test, &child, item.arguments, item.said, "");
+    for (const auto& [arguments, said, code] : cases) {
+        run_train(child, "--dry-run " TRAIN_QUICKLY " %s", replaced(arguments, "WORK", work));
+        expect_code(child, code);
+        expect(strstr(code ? ERR(child) : OUT(child), said), "%s: %s%s", arguments, OUT(child), ERR(child));
+        bool overlaps = strstr(said, "trained on") != nullptr;
+        expect(overlaps == (strstr(OUT(child), "is trained on") != nullptr), "%s: %s", arguments, OUT(child));
+        if (code == 2) expect_error(test, &child, arguments, said, "");
     }
 }

@@ -3,7 +3,6 @@
 // Everything is written into a folder that the case removes. Inputs are deterministic; the fuzzing case prints the seed
 // of the mutation that failed. Buffers that a parser reads are of the exact size, on the heap, so that an address
 // checker sees a read past the end.
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include "files.h"
@@ -45,9 +44,8 @@ DATA_TEST(data_files) {
     expect(folder_sync(folder, error), "%s", error);
     const char* const parents[][2] = {{"a/b/c", "a/b"}, {"/a/b", "/a"}, {"/a", "/"}, {"a", "."}};
     char parent[64];
-    for (const auto& row : parents) {
+    for (const auto& row : parents)
         expect(strcmp(folder_parent(row[0], parent, sizeof(parent)), row[1]) == 0, "%s of %s", parent, row[0]);
-    }
     expect_refused(folder_make(path, error), error, "there is a file of that name");
     expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
     expect_refused(folder_make("", error), error, "without a name");
@@ -92,9 +90,8 @@ TEST(data_json_values) {
     const JsonKind kinds[] = {JSON_NUMBER, JSON_NUMBER, JSON_NUMBER, JSON_BOOL, JSON_BOOL, JSON_NULL};
     const double numbers[] = {1, -2500, 0, 1, 0, 0};
     int count = 0;
-    for (const Json* child = a->child; child; child = child->next, count++) {
+    for (const Json* child = a->child; child; child = child->next, count++)
         expect(count < 6 && child->kind == kinds[count] && child->number == numbers[count], "element %d", count);
-    }
     expect(count == 6, "%d elements", count);
     const char* want = "x\"\\/\b\f\n\r\tA\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80";
     expect(strcmp(json_string(json_get(json, "b"), "c", ""), want) == 0, "escapes");
@@ -107,13 +104,9 @@ TEST(data_json_values) {
 }
 
 TEST(data_json_round_trip) {
-    char* text = NULL;
-    size_t bytes = 0;
-    FILE* file = open_memstream(&text, &bytes);
     uint64_t state = 2;
     static double values[2000];
     static char strings[2000][16];
-    fputc('[', file);
     for (int i = 0; i < 2000; i++) {
         // Doubles of every magnitude, floats and integers; strings of any bytes but NUL, all valid UTF-8.
         uint64_t bits = random_next(&state);
@@ -129,20 +122,18 @@ TEST(data_json_round_trip) {
             memcpy(strings[i] + used, "\xE2\x82\xAC", 3);
             used += 3;
         }
-        fputs(i ? "," : "", file);
-        json_write_number(file, values[i]);
-        fputc(',', file);
-        json_write_string(file, strings[i]);
     }
-    fputc(',', file);
-    json_write_number(file, NAN);
-    fputc(',', file);
-    json_write_number(file, -INFINITY);
-    fputc(',', file);
-    json_write_string(file, "a\xFFz\xC3");
-    fputc(']', file);
-    fclose(file);
-    Json* json = json_parse(text, (int64_t)bytes, "text", error);
+    const char* text = printed([&](FILE* file) {
+        fputc('[', file);
+        for (int i = 0; i < 2000; i++) {
+            json_write_number(file, values[i]), fputc(',', file);
+            json_write_string(file, strings[i]), fputc(',', file);
+        }
+        json_write_number(file, NAN), fputc(',', file);
+        json_write_number(file, -INFINITY), fputc(',', file);
+        json_write_string(file, "a\xFFz\xC3"), fputc(']', file);
+    });
+    Json* json = parse_text(text, error);
     expect(json, "%s", error);
     const Json* at = json ? json->child : NULL;
     for (int i = 0; i < 2000 && at; i++, at = at->next) {
@@ -152,15 +143,11 @@ TEST(data_json_round_trip) {
     }
     expect(at && at->kind == JSON_NULL && at->next->kind == JSON_NULL, "non-finite numbers");
     if (at) expect(strcmp(at->next->next->text, "a\xEF\xBF\xBDz\xEF\xBF\xBD") == 0, "bytes that are no UTF-8");
-    const struct {
-        double value;
-        const char* text;
-    } shortest[] = {{0.1, "0.1"}, {20, "20"}, {1e8, "100000000"}, {3e-4, "0.0003"}, {-1.5, "-1.5"}, {0, "0"}};
-    for (auto& item : shortest) {
-        file = open_memstream(&text, &bytes);
-        json_write_number(file, item.value);
-        fclose(file);
-        expect(strcmp(text, item.text) == 0, "%s for %s", text, item.text);
+    const std::tuple<double, const char*> shortest[] = {{0.1, "0.1"},     {20, "20"},     {1e8, "100000000"},
+                                                        {3e-4, "0.0003"}, {-1.5, "-1.5"}, {0, "0"}};
+    for (const auto& [value, want] : shortest) {
+        text = printed([number = value](FILE* stream) { json_write_number(stream, number); });
+        expect(strcmp(text, want) == 0, "%s for %s", text, want);
     }
 }
 
@@ -203,13 +190,11 @@ TEST(data_json_malformed) {
 
 // Linear time: 200,000 members, two strings each, would take minutes if a member's cost grew with their number.
 TEST(data_json_large) {
-    char* text = NULL;
-    size_t bytes = 0;
-    FILE* file = open_memstream(&text, &bytes);
-    for (int i = 0; i < 200000; i++) fprintf(file, "%c\"\\u0120key%d\":[\"v%d\",%d]", i ? ',' : '{', i, i, i);
-    fputc('}', file);
-    fclose(file);
-    Json* json = json_parse(text, (int64_t)bytes, "text", error);
+    const char* text = printed([](FILE* file) {
+        for (int i = 0; i < 200000; i++) fprintf(file, "%c\"\\u0120key%d\":[\"v%d\",%d]", i ? ',' : '{', i, i, i);
+        fputc('}', file);
+    });
+    Json* json = parse_text(text, error);
     expect(json, "%s", error);
     int64_t count = 0, sum = 0;
     for (const Json* at = json ? json->child : NULL; at; at = at->next, count++)
@@ -270,9 +255,7 @@ DATA_TEST(data_safetensors_round_trip) {
             for (int d = 0; d < tensor->dims; d++) expect(tensor->shape[d] == entries[i].shape[d], "shape of %d", i);
             int wrong = 0;
             const unsigned char* data = (const unsigned char*)tensor_data(&file, tensor);
-            for (int64_t b = 0; b < tensor->bytes; b++) {
-                wrong += data[b] != entry_byte(at + b);
-            }
+            for (int64_t b = 0; b < tensor->bytes; b++) wrong += data[b] != entry_byte(at + b);
             expect(wrong == 0, "%d bytes of tensor %d", wrong, i);
         }
         expect(!safetensors_find(&file, "none"), "a tensor that is not there");
@@ -303,9 +286,7 @@ DATA_TEST(data_safetensors_truncated) {
     int64_t bytes = 0, refused = 0;
     put_safetensors(test, path, 100000, &crc, &bytes);
     char* text = file_read(path, &bytes, error);
-    FILE* file = fopen(cut, "wb");
-    fwrite(text, 1, (size_t)bytes, file);
-    fclose(file);
+    put(cut, text, bytes);
     for (int64_t length = bytes - 1; length >= 0; length--) {
         expect(truncate(cut, length) == 0, "%s", strerror(errno));
         Safetensors opened;
@@ -344,9 +325,7 @@ DATA_TEST(data_safetensors_fuzz) {
             if (kind == 1) changed[at] = (char)r;
             if (kind == 2) changed[at] = "0123456789{}[]\",:-e."[r % 20];
         }
-        FILE* out = fopen(path, "wb");
-        fwrite(changed, 1, (size_t)bytes, out);
-        fclose(out);
+        put(path, changed, bytes);
         Safetensors file;
         error[0] = 0;
         if (!safetensors_open(&file, path, error)) {
@@ -371,10 +350,7 @@ DATA_TEST(data_safetensors_fuzz) {
 
 DATA_TEST(data_safetensors_bad) {
     const char* path = joined(folder, "bad.safetensors");
-    const struct {
-        const char* header;
-        const char* piece;
-    } bad[] = {
+    const char* const bad[][2] = {
         {"[]", "no object"},
         {"{\"a\":1}", "lacks its dtype"},
         {"{\"a\":{\"dtype\":\"F32\",\"shape\":[2]}}", "lacks its dtype"},
@@ -400,14 +376,14 @@ DATA_TEST(data_safetensors_bad) {
          "two tensors named a"},
         {"{", "its header is not valid JSON"},
     };
-    for (auto& item : bad) {
+    for (const auto& [header, piece] : bad) {
         char file[2048] = {0};
-        uint64_t length = strlen(item.header);
+        uint64_t length = strlen(header);
         memcpy(file, &length, 8);
-        memcpy(file + 8, item.header, length);
+        memcpy(file + 8, header, length);
         put(path, file, 8 + (int64_t)length + 8);
         Safetensors opened;
-        expect_refused(safetensors_open(&opened, path, error), error, item.piece);
+        expect_refused(safetensors_open(&opened, path, error), error, piece);
         expect(strstr(error, path), "%s does not name the file", error);
     }
     Safetensors opened;

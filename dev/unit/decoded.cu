@@ -153,9 +153,8 @@ static void check_operands(Test* test, const char* weights, const char* override
 
 static void check_all_operands(Test* test, OptimType compute, bool gpu) {
     for (const char* weights : {"e4m3/tensor", "e4m3/tensor:sr"}) {
-        for (const char* overrides : {"", "ln*: weights=bf16:sr", "wte|wpe: weights=bf16:sr"}) {
+        for (const char* overrides : {"", "ln*: weights=bf16:sr", "wte|wpe: weights=bf16:sr"})
             check_operands(test, weights, overrides, compute, gpu);
-        }
     }
 }
 

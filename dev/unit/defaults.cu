@@ -1,8 +1,5 @@
 // Tests of the defaults that formats and storages leave members to (optim/formats/storage.cuh).
-#include "../../optim/optim.h"
 #include "cache.h"
-#include "files.h"
-#include "test.h"
 
 // A format of 8 bits for numbers in [0, 1], elementwise; the argument says whether it has negative levels.
 static const char* const unsigned_format =
@@ -19,23 +16,21 @@ static const char* const unsigned_format =
 CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
     const char* folder = new_folder();
     char text[1024];
-    const struct {
-        const char *name, *member, *m, *v, *overrides, *holds;
-    } rows[] = {
+    const char* const rows[][6] = {
         {"a.cuh", "static constexpr bool SIGNED = false;", "fp32", "unit8", "", nullptr},
         {"b.cuh", "static constexpr bool SIGNED = false;", "unit8", "fp32", "", "holds no negative numbers"},
         {"c.cuh", "static constexpr bool SIGNED = false;", "fp32", "fp32", "wpe: m=unit8", "holds no negative numbers"},
         {"d.cuh", "", "unit8", "unit8", "", nullptr},
     };
-    for (const auto& row : rows) {
-        snprintf(text, sizeof(text), unsigned_format, row.member);
-        put_text(joined(folder, row.name), text);
-        OptimConfig config = {"", "", "fp32", "fp32", row.m, row.v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
-        config.overrides = row.overrides;
-        config.formats = joined(folder, row.name);
+    for (const auto& [name, member, m, v, overrides, holds] : rows) {
+        snprintf(text, sizeof(text), unsigned_format, member);
+        put_text(joined(folder, name), text);
+        OptimConfig config = {"", "", "fp32", "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
+        config.overrides = overrides;
+        config.formats = joined(folder, name);
         error[0] = 0;
         bool good = optim_resolve(&config, error);
-        expect(good == !row.holds, "--m %s --v %s %s: %s", row.m, row.v, row.overrides, error);
-        if (row.holds) expect(strstr(error, row.holds), "\"%s\" should hold \"%s\"", error, row.holds);
+        expect(good == !holds, "--m %s --v %s %s: %s", m, v, overrides, error);
+        if (holds) expect(strstr(error, holds), "\"%s\" should hold \"%s\"", error, holds);
     }
 }

@@ -1,17 +1,9 @@
 // Strangers can do this to a run over the network (rendezvous.h, launch.h of kernels/ranks): nothing that shows in its
 // exit code, its time or its terminal, as long as they do not know its secret.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-
 #include "../../kernels/ranks/rendezvous.h"
 #include "../../data/text.h"
-#include "cli.h"
-
-// The ports of each case are its own, and so are those of each process.
-static int door_port(int which) {
-    return 11000 + (getpid() * 16 + which * 1000) % 9000;
-}
+#include "apart.h"
+#include "launched.h"
 
 static Launch door_launch(int rank, int world, int port, const char* secret, const char* host = "127.0.0.1") {
     Launch launch = {};
@@ -24,24 +16,16 @@ static Launch door_launch(int rank, int world, int port, const char* secret, con
     return launch;
 }
 
-// A rank in a process of its own; its stderr comes through a pipe.
-struct Rank {
-    pid_t pid;
-    int out;
-    char text[8192];
-    int code;  // exit code, or 128 + signal
+// A rank in a process of its own.
+struct Rank : Ended {
+    Apart child;
     double took;
 };
 
 static void rank_begin(Rank* rank, const Launch& launch, int limit) {
-    int out[2];
-    if (pipe2(out, O_CLOEXEC) != 0) abort();
-    fflush(nullptr);
-    rank->took = now();
-    rank->pid = fork();
-    if (rank->pid == 0) {
+    rank->took = seconds_now();
+    rank->child = apart_begin([&] {
         Launch own = launch;
-        dup2(out[1], 2);
         setenv("NIBBLE_SILENCE", "4", 1);
         if (!launch_join(&own, limit, error)) {
             fprintf(stderr, "train: error: %s\n", error);
@@ -49,25 +33,12 @@ static void rank_begin(Rank* rank, const Launch& launch, int limit) {
         }
         for (int i = 0; i < 3; i++) launch_any(&own, false);
         launch_leave(&own);
-        _exit(0);
-    }
-    close(out[1]);
-    rank->out = out[0];
+    });
 }
 
 static void rank_end(Rank* rank) {
-    size_t used = 0;
-    int status = 0;
-    ssize_t got;
-    while (used + 1 < sizeof(rank->text) &&
-           (got = read(rank->out, rank->text + used, sizeof(rank->text) - 1 - used)) > 0) {
-        used += (size_t)got;
-    }
-    rank->text[used] = 0;
-    close(rank->out);
-    waitpid(rank->pid, &status, 0);
-    rank->code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-    rank->took = now() - rank->took;
+    *(Ended*)rank = apart_end(rank->child);
+    rank->took = seconds_now() - rank->took;
 }
 
 // Checks what holds in every stranger's run: nothing of a terminal's control codes, and at most `lines` lines.
@@ -82,23 +53,6 @@ static void expect_calm(Test* test, const char* what, const Rank* rank, int line
     expect(found <= lines, "%s: %d lines: %s", what, found, rank->text);
 }
 
-// A connection to a port of this machine, -1 if nobody listens for ten seconds.
-static int door_connect(int port) {
-    struct sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_port = htons((uint16_t)port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    for (double begin = now(); now() - begin < 10; pause_ms(10)) {
-        int one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0) {
-            set_time_limit(one, 10);
-            return one;
-        }
-        close(one);
-    }
-    return -1;
-}
-
 static Hello door_hello(const Launch& launch, int rank, int channel) {
     Hello hello = {RENDEZVOUS_MAGIC, RENDEZVOUS_VERSION, rank, launch.world, channel, (int32_t)getpid(), {}, {}, {}};
     memcpy(hello.job, launch.job, sizeof(hello.job));
@@ -111,7 +65,7 @@ static bool door_greet(const Launch& launch, const Hello& hello, int* made, Welc
     Challenge challenge;
     unsigned char proof[HMAC_BYTES];
     memset(welcome, 0, sizeof(*welcome));
-    *made = door_connect(launch.port);
+    *made = connect_to(launch.port);
     if (*made < 0 || !send_all(*made, &hello, sizeof(hello))) return false;
     if (!receive_all(*made, &challenge, sizeof(challenge)) || !challenge.accepted) return false;
     rendezvous_prove(launch.key, "rank", launch.port, &hello, &challenge, nullptr, proof);
@@ -124,11 +78,7 @@ TEST(doors_hmac) {
     // RFC 4231, cases 1, 2, 3, 6 and 7.
     char key1[21], key3[21], data3[51], key6[132];
     memset(key1, 0x0b, 20), memset(key3, 0xaa, 20), memset(data3, 0xdd, 50), memset(key6, 0xaa, 131);
-    const struct {
-        const char *key, *data;
-        int key_bytes, data_bytes;
-        const char* want;
-    } cases[] = {
+    const std::tuple<const char*, const char*, int, int, const char*> cases[] = {
         {key1, "Hi There", 20, 8, "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
         {"Jefe", "what do ya want for nothing?", 4, 28,
          "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
@@ -140,12 +90,12 @@ TEST(doors_hmac) {
          "hashed before being used by the HMAC algorithm.",
          131, 152, "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2"},
     };
-    for (const auto& c : cases) {
+    for (const auto& [key, data, key_bytes, data_bytes, want] : cases) {
         unsigned char hash[HMAC_BYTES];
         char text[2 * HMAC_BYTES + 1];
-        hmac_sha256(c.key, (size_t)c.key_bytes, c.data, (size_t)c.data_bytes, hash);
+        hmac_sha256(key, (size_t)key_bytes, data, (size_t)data_bytes, hash);
         for (int i = 0; i < HMAC_BYTES; i++) snprintf(text + 2 * i, 3, "%02x", hash[i]);
-        expect(strcmp(text, c.want) == 0, "%s, want %s", text, c.want);
+        expect(strcmp(text, want) == 0, "%s, want %s", text, want);
         unsigned char other[HMAC_BYTES];
         memcpy(other, hash, sizeof(other));
         expect(hmac_equal(hash, other), "a hash differs from itself");
@@ -155,11 +105,7 @@ TEST(doors_hmac) {
 }
 
 TEST(doors_text_is_disarmed) {
-    const struct {
-        const char* text;
-        bool lines;
-        const char* want;
-    } cases[] = {
+    const std::tuple<const char*, bool, const char*> cases[] = {
         {"plain", false, "plain"},
         {"\033[2J\033]0;x\007", false, "?[2J?]0;x?"},
         {"a\nb\tc\r", false, "a?b?c?"},
@@ -178,41 +124,29 @@ TEST(doors_text_is_disarmed) {
         {"\x7f", true, "?"},
         {"", true, ""},
     };
-    for (const auto& c : cases) {
-        char* text = strdup(c.text);
-        text_disarm(text, c.lines);
-        expect(strcmp(text, c.want) == 0, "'%s', want '%s'", text, c.want);
+    for (const auto& [given, lines, want] : cases) {
+        char* text = strdup(given);
+        text_disarm(text, lines);
+        expect(strcmp(text, want) == 0, "'%s', want '%s'", text, want);
     }
 }
 
 // Counts the sockets of this machine that listen at a port, of which `open` do so at other addresses than loopback.
 static int listeners_at(int port, int* open) {
-    char line[512], address[64];
     int count = 0;
     *open = 0;
-    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
-        FILE* file = fopen(path, "r");
-        while (file && fgets(line, sizeof(line), file)) {
-            unsigned at, state;
-            if (sscanf(line, "%*d: %63[0-9A-F]:%x %*x:%*x %x", address, &at, &state) != 3) continue;
-            if ((int)at != port || state != 10) continue;
-            const char* end = address + strlen(address) - 2;
-            bool local = strlen(address) == 8 ? strcmp(end, "7F") == 0
-                                              : strcmp(address, "00000000000000000000000001000000") == 0;
-            count++, *open += !local;
-        }
-        if (file) fclose(file);
-    }
+    for_sockets([&](const char* address, int at, unsigned state) {
+        if (at != port || state != 10) return;
+        const bool local = strlen(address) == 8 ? strcmp(address + 6, "7F") == 0
+                                                : strcmp(address, "00000000000000000000000001000000") == 0;
+        count++, *open += !local;
+    });
     return count;
 }
 
 // Rank 0 listens where MASTER_ADDR says, and nowhere else unless a secret guards it.
 TEST(doors_bind_the_named_address) {
-    const struct {
-        const char *host, *secret;
-        bool fine, open;
-        const char* needle;
-    } cases[] = {
+    const std::tuple<const char*, const char*, bool, bool, const char*> cases[] = {
         {"127.0.0.1", "", true, false, ""},
         {"127.0.0.2", "", true, false, ""},
         {"localhost", "", true, false, ""},
@@ -222,19 +156,19 @@ TEST(doors_bind_the_named_address) {
         {"192.0.2.1", "secret", true, true, ""},
         {"nowhere.invalid", "secret", false, false, "knows no host nowhere.invalid"},
     };
-    for (const auto& c : cases) {
-        Launch launch = door_launch(0, 2, door_port(0), c.secret, c.host);
+    for (const auto& [host, secret, listens, to_all, needle] : cases) {
+        Launch launch = door_launch(0, 2, own_port(0), secret, host);
         bool fine = rendezvous_listen(&launch, PORTS, error);
-        if (!fine && strcmp(c.host, "::1") == 0) continue;  // a machine without IPv6
-        expect(fine == c.fine && strstr(error, c.needle), "%s: %d, '%s'", c.host, fine, error);
+        if (!fine && strcmp(host, "::1") == 0) continue;  // a machine without IPv6
+        expect(fine == listens && strstr(error, needle), "%s: %d, '%s'", host, fine, error);
         if (!fine) continue;
         int open, count = listeners_at(launch.port, &open);
-        expect(count > 0 && count == launch.listeners && (open > 0) == c.open, "%s: %d sockets, %d open to all", c.host,
+        expect(count > 0 && count == launch.listeners && (open > 0) == to_all, "%s: %d sockets, %d open to all", host,
                count, open);
         rendezvous_close(&launch);
     }
     // A port that another program has is passed over; if all are taken, a sentence says so.
-    Launch first = door_launch(0, 2, door_port(0), ""), second = first, third = first;
+    Launch first = door_launch(0, 2, own_port(0), ""), second = first, third = first;
     expect(rendezvous_listen(&first, PORTS, error), "%s", error);
     expect(rendezvous_listen(&second, PORTS, error) && second.port > first.port, "%d: %s", second.port, error);
     third.port = first.port;
@@ -250,10 +184,10 @@ TEST(doors_strangers_delay_nobody) {
     constexpr int STRANGERS = 300;
     int stranger[STRANGERS];
     static Rank rank[2];
-    Launch launch = door_launch(0, 2, door_port(1), "a secret"), other = door_launch(1, 2, launch.port, "a secret");
+    Launch launch = door_launch(0, 2, own_port(1), "a secret"), other = door_launch(1, 2, launch.port, "a secret");
     rank_begin(&rank[0], launch, 30);
     for (int i = 0; i < STRANGERS; i++) {
-        stranger[i] = door_connect(launch.port);
+        stranger[i] = connect_to(launch.port);
         expect(stranger[i] >= 0, "nobody listens");
         Hello hello = door_hello(launch, 1, TALK);
         if (i % 8 == 7) send_all(stranger[i], &hello, 100 + i % 100);
@@ -270,11 +204,11 @@ TEST(doors_strangers_delay_nobody) {
 // The deadline holds while strangers send a byte from time to time.
 TEST(doors_deadline_holds) {
     static Rank rank;
-    Launch launch = door_launch(0, 2, door_port(2), "a secret");
+    Launch launch = door_launch(0, 2, own_port(2), "a secret");
     rank_begin(&rank, launch, 2);
     Hello hello = door_hello(launch, 1, TALK);
     int drip[4];
-    for (int& one : drip) one = door_connect(launch.port);
+    for (int& one : drip) one = connect_to(launch.port);
     for (int i = 0; i < 30; i++, pause_ms(100)) {
         for (int one : drip) (void)!send(one, (const char*)&hello + i, 1, MSG_NOSIGNAL);
     }
@@ -291,7 +225,7 @@ TEST(doors_secret_is_needed) {
     const char* const secrets[][2] = {{"right", "wrong"}, {"right", ""}, {"", "wrong"}};
     for (int i = 0; i < 3; i++) {
         static Rank rank[2];
-        Launch launch = door_launch(0, 2, door_port(3 + i), secrets[i][0]);
+        Launch launch = door_launch(0, 2, own_port(3 + i), secrets[i][0]);
         Launch stranger = door_launch(1, 2, launch.port, secrets[i][1]), own = launch;
         own.rank = 1;
         rank_begin(&rank[0], launch, 20);
@@ -316,8 +250,8 @@ TEST(doors_secret_is_needed) {
 // A rank and a rank 0 with different secrets: both say so, and fail.
 TEST(doors_different_secrets) {
     static Rank rank[2];
-    rank_begin(&rank[0], door_launch(0, 2, door_port(6), "one"), 2);
-    rank_begin(&rank[1], door_launch(1, 2, door_port(6), "another"), 2);
+    rank_begin(&rank[0], door_launch(0, 2, own_port(6), "one"), 2);
+    rank_begin(&rank[1], door_launch(1, 2, own_port(6), "another"), 2);
     for (Rank& r : rank) rank_end(&r);
     for (Rank& r : rank) {
         expect(r.code == 2 && strstr(r.text, "set NIBBLE_SECRET to the same text on all ranks"), "%d: %s", r.code,
@@ -330,7 +264,7 @@ TEST(doors_different_secrets) {
 // A false rank 0 answers: its challenge is right, its welcome, which has no final NUL and no proof, is not.
 TEST(doors_false_rank_0) {
     static Rank rank;
-    Launch launch = door_launch(0, 2, door_port(7), ""), victim = door_launch(1, 2, door_port(7), "secret");
+    Launch launch = door_launch(0, 2, own_port(7), ""), victim = door_launch(1, 2, own_port(7), "secret");
     expect(rendezvous_listen(&launch, 1, error), "%s", error);
     rank_begin(&rank, victim, 2);
     for (int k : {0, 1, 2, 4, 5, 3}) {  // the last is cut, so that the rank waits for the rest
@@ -362,12 +296,7 @@ TEST(doors_false_rank_0) {
 
 // Greetings from those who know the secret but cannot be part of this run.
 TEST(doors_greetings_that_do_not_fit) {
-    const struct {
-        const char* what;
-        int rank, world, channel, code;
-        uint32_t version;
-        const char* needle;
-    } cases[] = {
+    const std::tuple<const char*, int, int, int, int, uint32_t, const char*> cases[] = {
         {"another world", 1, 3, TALK, 2, RENDEZVOUS_VERSION, "train: error: rank 1 of 3 came from ?[2Jhh"},
         {"rank 0", 0, 2, TALK, 2, RENDEZVOUS_VERSION, "start all with the same number"},
         {"negative", -1, 2, TALK, 2, RENDEZVOUS_VERSION, "start all with the same number"},
@@ -377,22 +306,22 @@ TEST(doors_greetings_that_do_not_fit) {
         {"version", 1, 2, TALK, 2, RENDEZVOUS_VERSION + 1, "has another version of nibble is not let in"},
         {"twice", 1, 2, TALK, 2, RENDEZVOUS_VERSION, "two processes say that they are rank 1: on ?[2J"},
     };
-    for (const auto& c : cases) {
+    for (const auto& [what, number, world, channel, code, version, needle] : cases) {
         static Rank rank;
-        Launch launch = door_launch(0, 2, door_port(8), "secret");
-        rank_begin(&rank, launch, c.version == RENDEZVOUS_VERSION ? 20 : 2);
+        Launch launch = door_launch(0, 2, own_port(8), "secret");
+        rank_begin(&rank, launch, version == RENDEZVOUS_VERSION ? 20 : 2);
         int made[2] = {-1, -1};
-        for (int k = 0; k <= (strcmp(c.what, "twice") == 0); k++) {
-            Hello hello = door_hello(launch, c.rank, c.channel);
+        for (int k = 0; k <= (strcmp(what, "twice") == 0); k++) {
+            Hello hello = door_hello(launch, number, channel);
             Welcome welcome;
-            hello.world = c.world, hello.version = c.version;
+            hello.world = world, hello.version = version;
             memset(hello.host, 'h', sizeof(hello.host));  // without a NUL
             memcpy(hello.host, "\033[2J", 4);
             door_greet(launch, hello, &made[k], &welcome);
         }
         rank_end(&rank);
-        expect(rank.code == c.code && strstr(rank.text, c.needle), "%s: %d, %s", c.what, rank.code, rank.text);
-        expect_calm(test, c.what, &rank, 2);
+        expect(rank.code == code && strstr(rank.text, needle), "%s: %d, %s", what, rank.code, rank.text);
+        expect_calm(test, what, &rank, 2);
         for (int one : made) close(one);
     }
 }
@@ -407,13 +336,7 @@ TEST(doors_messages_of_a_rank) {
     };
     constexpr uint32_t MAGIC = 0x6e69626c;
     constexpr int32_t HEAD = 32, FAILED = 1;
-    const struct {
-        const char* what;
-        Head head;
-        const char* text;
-        int code;
-        const char* needle;
-    } cases[] = {
+    const std::tuple<const char*, Head, const char*, int, const char*> cases[] = {
         {"failed with 0", {MAGIC, HEAD + 4, FAILED, 0, 0, 0}, "why?", 1, "rank 1 on stranger: why?"},
         {"failed with 256", {MAGIC, HEAD, FAILED, 256, 0, 0}, "", 1, ""},
         {"failed with -1", {MAGIC, HEAD, FAILED, -1, 0, 0}, "", 1, ""},
@@ -428,22 +351,22 @@ TEST(doors_messages_of_a_rank) {
         {"half a message", {MAGIC, HEAD + 3000, 0, 0, 0, 0}, "half", 1, "has ended without a word"},
         {"good-bye at once", {MAGIC, HEAD, 2, 0, 0, 0}, "", 1, "ended for which others still wait"},
     };
-    for (const auto& c : cases) {
+    for (const auto& [what, head, text, code, needle] : cases) {
         static Rank rank;
-        Launch launch = door_launch(0, 2, door_port(9), "secret");
+        Launch launch = door_launch(0, 2, own_port(9), "secret");
         int made[CHANNELS];
         rank_begin(&rank, launch, 20);
         for (int channel = 0; channel < CHANNELS; channel++) {
             Welcome welcome;
             bool in = door_greet(launch, door_hello(launch, 1, channel), &made[channel], &welcome);
-            expect(in, "%s: not let in: %s", c.what, welcome.error);
+            expect(in, "%s: not let in: %s", what, welcome.error);
         }
-        send_all(made[CONTROL], &c.head, HEAD);
-        send_all(made[CONTROL], c.text, strlen(c.text));
+        send_all(made[CONTROL], &head, HEAD);
+        send_all(made[CONTROL], text, strlen(text));
         for (int one : made) shutdown(one, SHUT_WR);
         rank_end(&rank);
-        expect(rank.code == c.code && strstr(rank.text, c.needle), "%s: %d, %s", c.what, rank.code, rank.text);
-        expect_calm(test, c.what, &rank, 1);
+        expect(rank.code == code && strstr(rank.text, needle), "%s: %d, %s", what, rank.code, rank.text);
+        expect_calm(test, what, &rank, 1);
         for (int one : made) close(one);
     }
 }
@@ -451,21 +374,18 @@ TEST(doors_messages_of_a_rank) {
 // From the command line: without a secret a run of a launcher works, and rank 0 says once who could join; with one it
 // says nothing.
 TEST(doors_warning) {
+    static const Variable plain[] = {{"RANK", "rank"},
+                                     {"LOCAL_RANK", "rank"},
+                                     {"WORLD_SIZE", "ranks"},
+                                     {"MASTER_ADDR", "127.0.0.1"},
+                                     {"MASTER_PORT", "port"}};
     for (const char* secret : {"", "a secret"}) {
         const char* work = work_folder();
         Child child[2];
+        const char* words = formatted(BRIEF "/run --tokens-per-step 128 --steps 1 --device cpu", work, work);
         for (int rank : {0, 1}) {
-            const char* const variables[][2] = {{"RANK", rank ? "1" : "0"}, {"LOCAL_RANK", rank ? "1" : "0"},
-                                                {"WORLD_SIZE", "2"},        {"MASTER_ADDR", "127.0.0.1"},
-                                                {"NIBBLE_STAND_IN", "1"},   {"NIBBLE_SECRET", secret}};
-            const char* port = formatted("%d", door_port(*secret ? 11 : 10));
-            for (auto& variable : variables) setenv(variable[0], variable[1], 1);
-            setenv("MASTER_PORT", port, 1);
-            child[rank] = new_child();
-            child[rank].keeps_rank = true;
-            start(&child[rank], BRIEF "/run --tokens-per-step 128 --steps 1 --device cpu", work, work);
-            for (auto& variable : variables) unsetenv(variable[0]);
-            unsetenv("MASTER_PORT");
+            start_launched(&child[rank], VARIABLES(plain), rank, 2, own_port(*secret ? 11 : 10), words, nullptr,
+                           secret);
         }
         for (Child& c : child) finish(&c);
         for (Child& c : child) expect(c.code == 0, "%d: %s", c.code, ERR(c));
@@ -496,9 +416,8 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
     const bool root = geteuid() == 0;
     if (root) expect(chown(joined(work, "other.cuh"), 65534, 65534) == 0, "%s", strerror(errno));
     const char* cpu = "a format of your own is compiled for a GPU";
-    const struct {
-        const char *format, *typed, *needle;
-    } cases[] = {
+    const char* const cases[][3] = {
+        // The format, what is typed, and a piece of the message.
         {"own.cuh", "", "its path is not one that this program writes"},
         {"/proc/self/cwd/own.cuh", "", "its path is not one that this program writes"},
         {"WORK/link.cuh", "", "its path is not one that this program writes"},
@@ -514,16 +433,16 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
     };
     for (int i = 0; i < (int)(sizeof(cases) / sizeof(cases[0])) + root; i++) {
         const bool owner = i == (int)(sizeof(cases) / sizeof(cases[0]));  // at last the checkpoint is another user's
-        const auto& c = cases[owner ? 10 : i];
-        const char *format = replaced(c.format, "WORK", work), *typed = replaced(c.typed, "WORK", work);
+        const auto& [its, options, says] = cases[owner ? 10 : i];
+        const char *format = replaced(its, "WORK", work), *typed = replaced(options, "WORK", work);
         name_format(folder, format);
         if (owner) expect(chown(state, 65534, 65534) == 0, "%s", strerror(errno));
         Child child = new_child(false, work);
         start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
         finish(&child);
-        const char* needle = owner ? "the checkpoint belongs to another user" : c.needle;
+        const char* needle = owner ? "the checkpoint belongs to another user" : says;
         expect(child.code == 2 && strstr(ERR(child), needle), "%s %s: %d, %s", format, typed, child.code, ERR(child));
-        const bool notes = needle == cpu && !*c.typed;
+        const bool notes = needle == cpu && !*options;
         expect((strncmp(ERR(child), "train: note: the code in ", 25) == 0) == notes, "%s: %s", format, ERR(child));
         expect((strstr(ERR(child), "if you trust it") != nullptr) == (needle != cpu), "%s: %s", format, ERR(child));
         expect(!strchr(ERR(child), '\033'), "%s: %s", format, ERR(child));

@@ -300,9 +300,8 @@ FOLDER_TEST(evaluation_command) {
                                    {work, "is a folder"},
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
-        for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"}) {
+        for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"})
             refused(to[1], to[1], "name a file that", "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
-        }
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
     int64_t kept = 0;

@@ -4,6 +4,8 @@
 // row in optim/table.cuh alone.
 #include <time.h>
 
+#include <algorithm>
+
 #include "presets.h"
 #include "steps.h"
 
@@ -244,16 +246,10 @@ TEST_BOTH(every_shard) {
         const bool whole_tensors = in_spans(names);
         for (int c = 0; c < 3; c++) {
             int64_t cut[6] = {0};
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 4; i++)
                 cut[i + 1] = whole_tensors ? whole.tensor[tiles[c][i] % COUNT].offset : tiles[c][i] * TILE_ELEMENTS;
-            }
             cut[5] = whole.elements;
-            for (int i = 1; i < 5; i++) {  // in order
-                for (int j = i; j > 1 && cut[j - 1] > cut[j]; j--) {
-                    int64_t low = cut[j];
-                    cut[j] = cut[j - 1], cut[j - 1] = low;
-                }
-            }
+            std::sort(cut + 1, cut + 5);
             optim_cuts(config, whole.tensor, COUNT, cut, 6);
             int count = 0;
             for (int i = 0; i < 5; i++) {
@@ -327,9 +323,8 @@ CACHE_TEST(JIT_TEST, every_state_equals_cpu_gpu) {
     // Weights that are looked up: ordinary and rare values have stores of their own.
     for (const char* weights : WEIGHTS_NAMES) {
         if (strchr("el", *weights)) add(&all, states_config("adamw", weights, "bf16", "soft8", "sqrt8"));
-        if (strchr("el", *weights) && goes_with("adamw", weights, "de4")) {
+        if (strchr("el", *weights) && goes_with("adamw", weights, "de4"))
             add(&all, states_config("adamw", weights, "bf16", "de4", "sqrt4"));
-        }
     }
     expect(all.count > 100, "%d configurations", all.count);
     compare_all(test, &all, ALL, true);
@@ -437,12 +432,10 @@ JIT_TEST(every_row_compiles) {
     for (const char* name : STATE_NAMES) {
         if (in_spans(name)) add(&all, states_config("adamw", "bf16:sr", "fp32", serves_m(name) ? name : "fp32", name));
     }
-    for (const char* m : {"dyn8/2048:sr", "soft8/64:sr", "e5m2/128:sr", "de4/32:sr", "nf4", "e2m1:sr", "de4/64@dq8"}) {
+    for (const char* m : {"dyn8/2048:sr", "soft8/64:sr", "e5m2/128:sr", "de4/32:sr", "nf4", "e2m1:sr", "de4/64@dq8"})
         add(&all, states_config("adamw", "bf16:sr", "bf16", m, serves_m(m) ? "lin4/2048:sr" : m));
-    }
-    for (const char* v : {"udyn8/32:sr", "sqrt8/512:sr", "sqrt4:sr", "ulin8", "log8:sr", "adalog8:sr", "log16:sr"}) {
+    for (const char* v : {"udyn8/32:sr", "sqrt8/512:sr", "sqrt4:sr", "ulin8", "log8:sr", "adalog8:sr", "log16:sr"})
         add(&all, states_config("adamw", "bf16:sr", "bf16", "soft8@dq8:sr", v));
-    }
     for (const char* preset : all_presets.name) {
         for (const char* grads : GRADS_NAMES) add(&all, preset_config(preset, grads, "none"));
     }

@@ -1,9 +1,7 @@
 // Unit tests of kernels/ranks/shard.cuh on one rank: what gradients are sent as, their sum, the squares for the norm,
-// cuts and buckets; and of the loader's slices.
-#include "../../data/loader.h"
+// cuts and buckets.
 #include "../../kernels/ranks/collect.cuh"
 #include "../room.h"
-#include "apart.h"
 #include "gpus.h"
 #include "ranks.h"
 
@@ -48,26 +46,6 @@ TEST(exchange_formats) {
         grads[77] = bad;
         encoding_error(grads, &finite);
         expect(!finite, "%g became finite", bad);
-    }
-}
-
-// The sum is in the order of the ranks, wherever this rank stands among them.
-TEST(exchange_order) {
-    constexpr int world = 5;
-    constexpr int64_t n = TILES * TILE_ELEMENTS, bytes = n * (int64_t)sizeof(float);
-    static float grads[world * n], out[n], want[n];
-    for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 10 + r);
-    for (int64_t i = 0; i < n; i++) {
-        float sum = 0.0f;
-        for (int r = 0; r < world; r++) sum += grads[r * n + i];
-        want[i] = sum;
-    }
-    for (int rank = 0; rank < world; rank++) {
-        memcpy(out, grads + rank * n, bytes);
-        Contributions c = {
-            (const char*)out, (const char*)grads, bytes, TILE_ELEMENTS * (int64_t)sizeof(float), rank, world};
-        shard_sum_cpu<float, COMM_AS_IS>(out, c, TILES);
-        expect(memcmp(out, want, bytes) == 0, "on rank %d the sum is another", rank);
     }
 }
 
@@ -162,42 +140,9 @@ TEST(exchange_plan) {
                 for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
             }
             expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
-            for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++) {
+            for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++)
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
-            }
             expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
-        }
-    }
-}
-
-// The tokens of a step are the same for any number of ranks, batch size and place to resume from, over epochs.
-TEST(exchange_slices) {
-    constexpr int T = 8, SEQUENCES = 12, STEPS = 7;
-    static unsigned char text[T * 50 + 1];
-    static int want[STEPS][SEQUENCES][T];
-    Dataset data;
-    for (size_t i = 0; i < sizeof(text); i++) text[i] = (unsigned char)(i * 37 + i / 256);
-    expect(dataset_open_memory(&data, text, sizeof(text), DATASET_WHOLE, 0, T, error), "%s", error);
-    for (int world : {1, 2, 3, 4, 6, 12}) {
-        for (int B = 1; B <= SEQUENCES / world; B++) {
-            if (SEQUENCES / world % B != 0) continue;
-            for (int rank = 0; rank < world; rank++) {
-                int from = world == 1 ? 0 : world % 3;  // step
-                LoaderSlice slice = {SEQUENCES / world, SEQUENCES};
-                Loader* loader =
-                    loader_open(&data, B, T, 5, true, from * SEQUENCES + rank * slice.run, slice, malloc, free, error);
-                expect(loader, "%s", error);
-                for (int step = from; step < STEPS; step++) {
-                    for (int i = 0; i < slice.run; i += B) {
-                        const Batch* batch = loader_next(loader, error);
-                        int* at = want[step][rank * slice.run + i];
-                        if (world == 1 && B == 1) memcpy(at, batch->tokens, sizeof(int) * T * B);
-                        expect(memcmp(at, batch->tokens, sizeof(int) * T * B) == 0,
-                               "%d ranks, batch %d, step %d, rank %d", world, B, step, rank);
-                    }
-                }
-                loader_close(loader);
-            }
         }
     }
 }
@@ -297,14 +242,13 @@ TEST(exchange_lost) {
 TEST(exchange_peers_wanted) {
     for (const char* name : {"NCCL_P2P_DISABLE", "NIBBLE_NCCL"}) unsetenv(name);
     expect(peers_wanted(), "with nothing set");
-    setenv("NCCL_P2P_DISABLE", "0", 1);
-    expect(peers_wanted(), "NCCL_P2P_DISABLE=0");
-    setenv("NCCL_P2P_DISABLE", "1", 1);
-    expect(!peers_wanted(), "NCCL_P2P_DISABLE=1");
-    unsetenv("NCCL_P2P_DISABLE");
-    setenv("NIBBLE_NCCL", "libnccl.so.2", 1);
-    expect(!peers_wanted(), "NIBBLE_NCCL=libnccl.so.2");
-    unsetenv("NIBBLE_NCCL");
+    const std::tuple<const char*, const char*, bool> rows[] = {
+        {"NCCL_P2P_DISABLE", "0", true}, {"NCCL_P2P_DISABLE", "1", false}, {"NIBBLE_NCCL", "libnccl.so.2", false}};
+    for (const auto& [name, value, wanted] : rows) {
+        setenv(name, value, 1);
+        expect(peers_wanted() == wanted, "%s=%s", name, value);
+        unsetenv(name);
+    }
 }
 
 // A driver that has the functions of peer.cuh and does, or refuses, what they say; here a count is the host's.
@@ -496,20 +440,35 @@ static void mini_balance(Shard* s) {
     }
 }
 
+// A rank with all of this.
+struct Mini : Shard {
+    Room room{nullptr};
+    int64_t part;  // elements that it keeps
+    float *grads, *own, *weights;
+    double* parts;
+
+    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool is_late) : Shard() {
+        comm_open(&comm, launch, dev);
+        mode = how, format = sent, late = is_late, chunk = 16, gradient_bytes = weight_bytes = 4;
+        shard_plan(this, mini, MINI_TENSORS, MINI_LAYERS, MINI);
+        part = shard_kept(this);
+        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + part : MINI), own = room.zeros<float>(part);
+        weights = (float*)shard_open(this, grads, own), parts = room.zeros<double>(MINI / TILE_ELEMENTS);
+    }
+    ~Mini() {
+        shard_close(this);
+        if (mode >= SHARD_STATES) free(weights);
+    }
+};
+
 static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool late) {
-    Shard s = {};
-    comm_open(&s.comm, launch, dev);
-    int me = s.comm.rank, world = s.comm.world;
-    s.mode = mode, s.late = late, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
-    shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-    bool split = mode >= SHARD_GRADS;
-    int64_t begin = s.cut[me], part = shard_kept(&s);
-    Room room(nullptr);
-    float* grads = room.zeros<float>(split ? s.packed + part : MINI);
-    float *own = room.host<float>(part), *whole = room.zeros<float>(MINI);
-    float *weights = (float*)shard_open(&s, grads, own), *kept = (float*)s.kept_grads;
-    float scalars[SCALARS] = {0.25f * (me + 1)};
-    double *parts = room.zeros<double>(MINI / TILE_ELEMENTS), norm = 0;
+    Mini s(launch, dev, mode, COMM_AS_IS, late);
+    const int me = s.comm.rank, world = s.comm.world;
+    const bool split = mode >= SHARD_GRADS;
+    const int64_t begin = s.cut[me], part = s.part;
+    float *grads = s.grads, *own = s.own, *weights = s.weights, *kept = (float*)s.kept_grads;
+    float *whole = s.room.zeros<float>(MINI), scalars[SCALARS] = {0.25f * (me + 1)};
+    double *parts = s.parts, norm = 0;
     mini_reduce(&s, grads);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
@@ -544,30 +503,18 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool la
     s.flags[2] = me == 1;  // one rank has read a bad token
     shard_norm<float>(&s, scalars, parts, 1.0f);
     require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
-    shard_close(&s);
-    if (mode >= SHARD_STATES) free(weights);
 }
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
 static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommFormat format, int64_t bad) {
-    Shard s = {};
-    comm_open(&s.comm, launch, dev);
-    s.mode = mode, s.format = format, s.chunk = 16, s.gradient_bytes = s.weight_bytes = 4;
-    shard_plan(&s, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-    int64_t part = shard_kept(&s);
-    Room room(nullptr);
-    float *grads = room.zeros<float>(mode >= SHARD_GRADS ? s.packed + part : MINI), *own = room.zeros<float>(part);
-    float* weights = (float*)shard_open(&s, grads, own);
-    double* parts = room.zeros<double>(MINI / TILE_ELEMENTS);
+    Mini s(launch, dev, mode, format, false);
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
-        mini_reduce(&s, grads, nan ? bad : -1);
-        shard_norm<float>(&s, scalars, parts, 1.0f);
+        mini_reduce(&s, s.grads, nan ? bad : -1);
+        shard_norm<float>(&s, scalars, s.parts, 1.0f);
         require(isfinite(scalars[SCALAR_FACTOR]) == !nan && isnan(scalars[SCALAR_LOSS]) == (nan && bad < 0));
         require(isfinite(scalars[SCALAR_NORM]) == !(nan && bad >= 0) && scalars[SCALAR_BAD] == 0);
     }
-    shard_close(&s);
-    if (mode >= SHARD_STATES) free(weights);
 }
 
 static void nan_main(Launch* launch) {

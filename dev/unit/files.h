@@ -2,8 +2,6 @@
 // a piece of their sentence, so that a case cannot pass on the wrong error.
 #pragma once
 #include <errno.h>
-#include <limits.h>
-#include <stdarg.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -15,17 +13,24 @@ inline const char* joined(const char* folder, const char* name) {
     return formatted("%s/%s", folder, name);
 }
 
+// What body(file) writes to a stream; it is never freed.
+template <class Body>
+char* printed(Body body) {
+    char* text = nullptr;
+    size_t bytes = 0;
+    FILE* file = open_memstream(&text, &bytes);
+    body(file);
+    fclose(file);
+    return text;
+}
+
 // A copy of a text with each `from` in it replaced.
 inline const char* replaced(const char* text, const char* from, const char* to) {
-    char* copy = nullptr;
-    size_t bytes = 0;
-    FILE* memory = open_memstream(&copy, &bytes);
-    for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from)) {
-        fprintf(memory, "%.*s%s", (int)(at - text), text, to);
-    }
-    fputs(text, memory);
-    fclose(memory);
-    return copy;
+    return printed([&](FILE* file) {
+        for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from))
+            fprintf(file, "%.*s%s", (int)(at - text), text, to);
+        fputs(text, file);
+    });
 }
 
 // A new folder under TMPDIR, which goes with the case.
@@ -36,19 +41,19 @@ inline const char* new_folder() {
     return path;
 }
 
-// A case with a folder of this kind, `folder`.
-#define DATA_TEST(NAME)                                         \
-    static void in_data_##NAME(Test* test, const char* folder); \
-    TEST(NAME) {                                                \
-        in_data_##NAME(test, new_folder());                     \
-    }                                                           \
-    static void in_data_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* folder)
+// A case with a folder, which a call makes.
+#define TEST_IN(NAME, FOLDER, MAKE)                        \
+    static void in_##NAME(Test* test, const char* FOLDER); \
+    TEST(NAME) {                                           \
+        in_##NAME(test, MAKE);                             \
+    }                                                      \
+    static void in_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* FOLDER)
+#define DATA_TEST(NAME) TEST_IN(NAME, folder, new_folder())
 
 inline void put(const char* path, const void* bytes, int64_t count) {
     FILE* file = fopen(path, "wb");
-    if (!file || (int64_t)fwrite(bytes, 1, (size_t)count, file) != count || fclose(file) != 0) {
+    if (!file || (int64_t)fwrite(bytes, 1, (size_t)count, file) != count || fclose(file) != 0)
         user_error("%s: %s", path, strerror(errno));
-    }
 }
 
 inline void put_text(const char* path, const char* text) {
@@ -71,6 +76,21 @@ inline bool exists(const char* folder, const char* name) {
 inline char* contents(const char* folder, const char* name, int64_t* bytes = nullptr) {
     int64_t length;
     return file_read(joined(folder, name), bytes ? bytes : &length, error);
+}
+
+// Changes the bits `change` of a byte of a file.
+inline void change_byte(const char* path, int64_t at, int change) {
+    int64_t bytes;
+    char* text = file_read(path, &bytes, error);
+    if (!text) abort();
+    text[at] = (char)(text[at] ^ change);
+    put(path, text, bytes);
+}
+
+inline int lines_of(const char* text) {
+    int lines = 0;
+    for (; *text; text++) lines += *text == '\n';
+    return lines;
 }
 
 // Runs a command in a shell. Returns what it writes to its standard output, and its exit code in *code.

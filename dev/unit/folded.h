@@ -114,10 +114,9 @@ static void check_folded(Test* test, const Device* dev, const Setup* setup, bool
     expect_folded(test, &released, p, m, "the step after it");
 }
 
-TEST_BOTH(model_folds) {
+JIT_BOTH(model_folds) {
     const Device device = test_device(gpu), *dev = &device;
     const OptimType type = gpu ? OPTIM_BF16 : OPTIM_FP32;
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
     for (bool grads_bf16 : {false, true}) {
         if (grads_bf16 && !gpu) continue;
         for (int layers : {1, 4}) {

@@ -20,38 +20,6 @@ static const char* copy_model(const char* work, const char* name, const char* fr
     return to;
 }
 
-// The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
-constexpr int VOCABULARY = 259, END = 258;
-
-// Its vocabulary, as vocab.json has it.
-static void print_vocabulary(FILE* file) {
-    fputc('{', file);
-    for (int b = 0, next = 256; b < 256; b++) {
-        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
-        int point = printable ? b : next++;
-        char text[4] = {(char)point, 0};
-        if (point >= 0x80) text[0] = (char)(0xC0 | point >> 6), text[1] = (char)(0x80 | (point & 63));
-        json_write_string(file, text);
-        fprintf(file, ": %d, ", b);
-    }
-    fprintf(file, "\"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}", END);
-}
-
-static void write_tokenizer(const char* folder, bool whole, const char* pre_tokenizer) {
-    FILE* file = fopen(joined(folder, whole ? "tokenizer.json" : "vocab.json"), "w");
-    if (whole) {
-        fprintf(file,
-                "{\"added_tokens\": [{\"id\": %d, \"content\": \"<|endoftext|>\"}, {\"id\": 259, \"content\": "
-                "\"<pad>\"}], \"normalizer\": null, \"pre_tokenizer\": %s, \"model\": {\"type\": \"BPE\", \"merges\": "
-                "[\"t h\", [\"th\", \"e\"]], \"vocab\": ",
-                END, pre_tokenizer);
-    }
-    print_vocabulary(file);
-    if (whole) fputs("}}", file);
-    fclose(file);
-    if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
-}
-
 static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false}";
 
 // A run of one step on shards with this tokenizer; its checkpoint's path.
@@ -61,7 +29,7 @@ static const char* train_shards(Test* test, const char* work) {
     write_shard(data, "train_000.bin", 20240520, 1, 4000, 4000, 7);
     write_shard(data, "val_000.bin", 20240520, 1, 400, 400, 7);
     write_text(data, "meta.json", "{\"vocabulary\": 259}");
-    write_tokenizer(data, false, "");
+    write_tokenizer(data);
     train_well(SHAPE " " QUICK " --data %s --run %s/used --steps 1", data, work);
     return joined(work, "used/step_00000001");
 }
@@ -73,14 +41,8 @@ static const char* train_bytes(Test* test, const char* work) {
 
 static void flip_bit(const char* path, double share) {
     struct stat status;
-    FILE* file = fopen(path, "r+b");
-    if (!file || stat(path, &status) != 0) abort();
-    long at = (long)((double)status.st_size * share);
-    fseek(file, at, SEEK_SET);
-    int byte = fgetc(file);
-    fseek(file, at, SEEK_SET);
-    fputc(byte ^ 1, file);
-    fclose(file);
+    if (stat(path, &status) != 0) abort();
+    change_byte(path, (int64_t)((double)status.st_size * share), 1);
 }
 
 // Damage.
@@ -178,10 +140,8 @@ static void make_special(const char* path, Kind kind) {
 // Whatever stands in the place of a file that the program opens, it says so at once and ends with code 2.
 FOLDER_TEST(folders_special_files) {
     const char* from = train_shards(test, work);
-    const struct {
-        const char *file, *command;  // @1: the folder; @2: the file; @3: the work folder
-        bool huge;                   // a large one is refused too
-    } places[] = {
+    // In a command, @1 is the folder, @2 the file and @3 the work folder; true: a large file is refused too.
+    const std::tuple<const char*, const char*, bool> places[] = {
         {"config.json", "--sample a --model @1", true},
         {"model.safetensors", "--sample a --model @1", true},
         {"vocab.json", "--sample a --model @1", true},
@@ -195,19 +155,18 @@ FOLDER_TEST(folders_special_files) {
         {"mine.cuh", "--list-formats --format @2", true},
         {"log.jsonl", QUICK " " SHAPE " --data @3/text.txt --run @1/run --resume auto --steps 1", false},
     };
-    for (const auto& place : places) {
+    for (const auto& [file, command, huge] : places) {
         for (int kind = 0; kind < KINDS; kind++) {
-            if ((kind == KIND_HUGE && !place.huge) || (kind == KIND_FOLDER && strcmp(place.file, "text") == 0))
-                continue;
+            if ((kind == KIND_HUGE && !huge) || (kind == KIND_FOLDER && strcmp(file, "text") == 0)) continue;
             const char* folder = copy_model(work, "m", from);
-            bool log = strcmp(place.file, "log.jsonl") == 0;
+            bool log = strcmp(file, "log.jsonl") == 0;
             mkdir(joined(folder, "run"), 0755);
-            const char* path = joined(folder, log ? "run/log.jsonl" : place.file);
+            const char* path = joined(folder, log ? "run/log.jsonl" : file);
             make_special(path, (Kind)kind);
-            const char* text = filled(place.command, folder, path, work);
+            const char* text = filled(command, folder, path, work);
             run_train(child, "%s", text);
-            expect_error(test, &child, text, place.file, "");
-            expect(now() - child.started < 20, "%s: it took %.0f s", text, now() - child.started);
+            expect_error(test, &child, text, file, "");
+            expect(seconds_now() - child.started < 20, "%s: it took %.0f s", text, seconds_now() - child.started);
             remove_tree(folder), remove_tree(joined(work, "new"));
         }
     }
@@ -319,10 +278,7 @@ static void rewrite(const char* from, const char* to, int first, int last, const
 // Every tensor is used, or known to be none of the weights, or refused by name.
 FOLDER_TEST(folders_unused_tensors) {
     const char* from = train_bytes(test, work);
-    const struct {
-        Added added;
-        bool good;
-    } cases[] = {
+    const std::tuple<Added, bool> cases[] = {
         {{"lm_head.weight", "BF16", {256, 64}, 2, 1}, true},
         {{"lm_head.weight", "BF16", {256, 64}, 2, 2}, false},
         {{"lm_head.weight", "BF16", {64, 256}, 2, 1}, false},
@@ -337,13 +293,13 @@ FOLDER_TEST(folders_unused_tensors) {
         {{"score.weight", "F32", {2, 64}, 2, 0}, false},
     };
     const char* folder = copy_model(work, "m", from);
-    for (const auto& item : cases) {
-        rewrite(from, joined(folder, "model.safetensors"), 0, 64, &item.added);
+    for (const auto& [added, good] : cases) {
+        rewrite(from, joined(folder, "model.safetensors"), 0, 64, &added);
         run_train(sample, "--sample a --sample-tokens 2 --model %s", folder);
         run_train(train, QUICK " --seq 32 --data %s/text.txt --run %s/new --steps 0 --model %s", work, work, folder);
         for (Child* child : {&sample, &train}) {
-            if (item.good) expect_code(*child, 0);
-            if (!item.good) expect_error(test, child, item.added.name, item.added.name, "model.safetensors holds");
+            if (good) expect_code(*child, 0);
+            if (!good) expect_error(test, child, added.name, added.name, "model.safetensors holds");
         }
         remove_tree(joined(work, "new"));
     }
@@ -362,9 +318,8 @@ FOLDER_TEST(folders_several_files) {
     auto index = [&](const char* odd, const char* odd_file) {
         FILE* out = fopen(joined(folder, INDEX_JSON), "w");
         fprintf(out, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {");
-        for (int t = 0; t < file.count; t++) {
+        for (int t = 0; t < file.count; t++)
             fprintf(out, "%s\"%s\": \"%s\"", t ? ", " : "", file.tensors[t].name, t < 5 ? one : two);
-        }
         if (odd) fprintf(out, ", \"%s\": \"%s\"", odd, odd_file);
         fprintf(out, "}}");
         fclose(out);
@@ -449,7 +404,7 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
 
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.
 FOLDER_TEST(folders_tokenizer_json) {
-    write_tokenizer(work, false, "");
+    write_tokenizer(work);
     Tokenizer* tokenizer = tokenizer_open(work, error);
     expect(tokenizer, "%s", error);
     expect_tokens(test, tokenizer);
@@ -497,46 +452,42 @@ FOLDER_TEST(folders_tokenizer_json) {
 
 // A model whose config.json has this member; whether nibble takes it.
 FOLDER_TEST(folders_config_members) {
-    const struct {
-        const char* member;
-        bool good;
-    } cases[] = {{"\"activation_function\": \"gelu_new\"", true},
-                 {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
-                 {"\"activation_function\": \"gelu\"", false},
-                 {"\"activation_function\": \"relu\"", false},
-                 {"\"activation_function\": 0", false},
-                 {"\"activation_function\": [\"gelu_new\"]", false},
-                 {"\"layer_norm_epsilon\": 1e-5", true},
-                 {"\"layer_norm_epsilon\": 0.00001", true},
-                 {"\"layer_norm_epsilon\": 1e-6", false},
-                 {"\"layer_norm_epsilon\": 1.1e-5", false},
-                 {"\"n_inner\": null", true},
-                 {"\"n_inner\": 256", true},
-                 {"\"n_inner\": 257", false},
-                 {"\"tie_word_embeddings\": true", true},
-                 {"\"tie_word_embeddings\": false", false},
-                 {"\"scale_attn_weights\": false", false},
-                 {"\"scale_attn_by_inverse_layer_idx\": false", true},
-                 {"\"scale_attn_by_inverse_layer_idx\": true", false},
-                 {"\"reorder_and_upcast_attn\": true", false},
-                 {"\"add_cross_attention\": true", false},
-                 {"\"quantization_config\": {\"bits\": 4}", false},
-                 {"\"model_type\": \"gpt_neo\"", false},
-                 {"\"n_layer\": \"2\"", false},
-                 {"\"n_layer\": null", false},
-                 {"\"n_layer\": 2.5", false},
-                 {"\"n_layer\": -1", false},
-                 {"\"use_cache\": true", true}};
+    const std::tuple<const char*, bool> cases[] = {{"\"activation_function\": \"gelu_new\"", true},
+                                                   {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
+                                                   {"\"activation_function\": \"gelu\"", false},
+                                                   {"\"activation_function\": \"relu\"", false},
+                                                   {"\"activation_function\": 0", false},
+                                                   {"\"activation_function\": [\"gelu_new\"]", false},
+                                                   {"\"layer_norm_epsilon\": 1e-5", true},
+                                                   {"\"layer_norm_epsilon\": 0.00001", true},
+                                                   {"\"layer_norm_epsilon\": 1e-6", false},
+                                                   {"\"layer_norm_epsilon\": 1.1e-5", false},
+                                                   {"\"n_inner\": null", true},
+                                                   {"\"n_inner\": 256", true},
+                                                   {"\"n_inner\": 257", false},
+                                                   {"\"tie_word_embeddings\": true", true},
+                                                   {"\"tie_word_embeddings\": false", false},
+                                                   {"\"scale_attn_weights\": false", false},
+                                                   {"\"scale_attn_by_inverse_layer_idx\": false", true},
+                                                   {"\"scale_attn_by_inverse_layer_idx\": true", false},
+                                                   {"\"reorder_and_upcast_attn\": true", false},
+                                                   {"\"add_cross_attention\": true", false},
+                                                   {"\"quantization_config\": {\"bits\": 4}", false},
+                                                   {"\"model_type\": \"gpt_neo\"", false},
+                                                   {"\"n_layer\": \"2\"", false},
+                                                   {"\"n_layer\": null", false},
+                                                   {"\"n_layer\": 2.5", false},
+                                                   {"\"n_layer\": -1", false},
+                                                   {"\"use_cache\": true", true}};
     const Gpt2Shape most = {256, 12288, 1024, 65536, 1 << 20};
-    for (const auto& item : cases) {
-        char text[512];
+    for (const auto& [member, taken] : cases) {
         Gpt2Shape shape;
-        bool layers = strncmp(item.member, "\"n_layer", 8) == 0, type = strncmp(item.member, "\"model_type", 11) == 0;
-        snprintf(text, sizeof(text), "{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
-                 layers ? "" : ", \"n_layer\": 2", item.member);
+        bool layers = strncmp(member, "\"n_layer", 8) == 0, type = strncmp(member, "\"model_type", 11) == 0;
+        const char* text = formatted("{%s\"n_embd\": 64%s, %s}", type ? "" : "\"model_type\": \"gpt2\", ",
+                                     layers ? "" : ", \"n_layer\": 2", member);
         write_text(work, "config.json", text);
         bool good = gpt2_config_read(work, &most, &shape, error);
-        expect(good == item.good, "%s: %s", text, good ? "taken" : error);
+        expect(good == taken, "%s: %s", text, good ? "taken" : error);
         if (good) expect(shape.layers == 2 && shape.channels == 64 && shape.heads == 12, "%s: another shape", text);
     }
 }
@@ -604,9 +555,8 @@ FOLDER_TEST(folders_loaded_model_is_kept) {
         const Json *pad = json_get(config, "pad_token_id"), *more = json_get(config, "task_specific_params");
         expect(pad && pad->kind == JSON_NULL && json_number(config, "attn_pdrop", 0) == 0.1, "step %d", step);
         expect(more && more->child->child->next->text_bytes == 2, "a nested member of step %d", step);
-        for (const char* id : {"sep_token_id", "decoder_start_token_id", "forced_eos_token_id"}) {
+        for (const char* id : {"sep_token_id", "decoder_start_token_id", "forced_eos_token_id"})
             expect(!json_get(config, id), "%s, which is no token, was exported", id);
-        }
         expect(!json_get(config, "torch_dtype") && json_get(config, "dtype"), "the type of step %d", step);
         expect(strcmp(json_string(config, "activation_function", ""), "gelu_new") == 0, "activation_function");
         for (const char* name : kept) {
@@ -619,18 +569,16 @@ FOLDER_TEST(folders_loaded_model_is_kept) {
 // Sizes give GPT-3's shapes where its table has them, and elsewhere nearly as many parameters as asked for in heads
 // that attention has.
 TEST(folders_sizes) {
-    const struct {
-        const char* size;
-        int layers, channels, heads;
-    } known[] = {{"124M", 12, 768, 12},    {"350m", 24, 1024, 16}, {"0.76B", 24, 1536, 24}, {"1.3B", 24, 2048, 16},
-                 {"2.7B", 32, 2560, 20},   {"6.7b", 32, 4096, 32}, {"13B", 40, 5120, 40},   {"175B", 96, 12288, 96},
-                 {"30000M", 54, 6784, 53}, {"gpt2", 12, 768, 12},  {"d96", 96, 5120, 40}};
-    for (const auto& want : known) {
-        const Gpt2Name* got = gpt2_named(want.size);
-        expect(got && got->layers == want.layers && got->channels == want.channels && got->heads == want.heads &&
-                   got->positions == 1024,
-               "%s: %d layers, %d channels, %d heads", want.size, got ? got->layers : 0, got ? got->channels : 0,
-               got ? got->heads : 0);
+    const std::tuple<const char*, int, int, int> known[] = {
+        {"124M", 12, 768, 12},    {"350m", 24, 1024, 16}, {"0.76B", 24, 1536, 24}, {"1.3B", 24, 2048, 16},
+        {"2.7B", 32, 2560, 20},   {"6.7b", 32, 4096, 32}, {"13B", 40, 5120, 40},   {"175B", 96, 12288, 96},
+        {"30000M", 54, 6784, 53}, {"gpt2", 12, 768, 12},  {"d96", 96, 5120, 40}};
+    for (const auto& [size, layers, channels, heads] : known) {
+        const Gpt2Name* got = gpt2_named(size);
+        expect(
+            got && got->layers == layers && got->channels == channels && got->heads == heads && got->positions == 1024,
+            "%s: %d layers, %d channels, %d heads", size, got ? got->layers : 0, got ? got->channels : 0,
+            got ? got->heads : 0);
     }
     for (double wanted = 4e6; wanted < 4e11; wanted *= 1.07) {
         const char* text = formatted("%.4fM", wanted / 1e6);
@@ -641,7 +589,6 @@ TEST(folders_sizes) {
         expect(fabs(size / wanted - 1) < 0.1 && head == (C < 2048 ? 64 : 128), "%s: %g parameters, heads of %g", text,
                size, head);
     }
-    for (const char* none : {"", "B", "124", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"}) {
+    for (const char* none : {"", "B", "124", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"})
         expect(!gpt2_named(none) && !gpt2_size_check(none, error), "%s is a size", none);
-    }
 }

@@ -1,7 +1,7 @@
-// Tests of optim_fold_tensors: m takes the gradients of a step's first micro-batches by its formula, to the bit; the
-// last one's step is then every step, and leaves what a step with the sum of all gradients leaves, but for a rounding
-// of m for each micro-batch. Shards have the same bits, each micro-batch rounds with noise of its own, and a factor
-// that is not finite leaves m alone.
+// Tests of optim_fold_tensors: m takes the gradients of a step's first micro-batches by its formula, to the bit, and
+// the last one's step is then every step. With m + rest / beta g for each of the first ones, beta m + rest g of the
+// last is beta times the old m + rest times the sum of all. Shards have the same bits, each micro-batch rounds with
+// noise of its own, and a factor that is not finite leaves m alone.
 #include "steps.h"
 
 constexpr int COUNT = 4, STEPS = 3, MICRO = 3;
@@ -112,8 +112,7 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
     }
 }
 
-TEST_BOTH(folds_by_their_formula) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_by_their_formula) {
     for (const Case& c : cases) check_formula(test, &c, gpu);
 }
 
@@ -154,52 +153,14 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
     }
 }
 
-TEST_BOTH(folds_of_matrices) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_of_matrices) {
     for (const char* rule : {"muon", "normuon"}) {
         for (const char* m : {"fp32", "bf16:sr"}) check_matrices(test, rule, m, gpu);
     }
 }
 
-// m of a tensor after three steps, from the sums of the gradients, in double: m = beta m + rest sum. Each micro-batch
-// rounds m once; the step's own average rounds twice more, the second time what it subtracts.
-TEST_BOTH(folds_are_the_step_of_the_sum) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
-    for (const Case& c : cases) {
-        const OptimConfig config = folds_config(&c);
-        if (!is(c.m, "fp32") || !is(c.grads, "fp32")) continue;
-        Run run;
-        run_open(&run, &config, model, COUNT, OPTIM_BF16, gpu);
-        for (int step = 1; step <= STEPS; step++) {
-            for (int micro = 1; micro < MICRO; micro++) fold(&run, step, micro);
-            finish(&run, step);
-        }
-        const bool sgd = is(c.rule, "sgd");
-        const double beta = (double)0.95f, rest = sgd ? 1.0 : 1.0 - beta;
-        float* m = (float*)run_array(&run, "m");
-        double worst = 0.0;
-        for (int64_t i = 0; i < model[1].cols; i++) {  // a vector has no decay
-            double want = 0.0, size = 0.0;
-            for (int step = 1; step <= STEPS; step++) {
-                double sum = 0.0, magnitude = size;
-                for (int micro = 1; micro <= MICRO; micro++) {
-                    const double g = 0.5 * (double)gradient(10 * step + micro, 1000000 + i);
-                    sum += g, magnitude += fabs(g);
-                }
-                want = beta * want + rest * sum;
-                size = magnitude;
-            }
-            const double error = fabs((double)m[run.tensor[1].offset + i] - want);
-            worst = fmax(worst, error == 0.0 ? 0.0 : error / (STEPS * (MICRO + 2) * 0x1p-24 * size));
-        }
-        expect(worst <= 1.0 && worst > 1e-3, "%s: %g of the bound", c.rule, worst);
-        note(test, "%s %.2g of the bound", c.rule, worst);
-    }
-}
-
 // A shard that begins and ends within tensors takes into m what the whole has there.
-TEST_BOTH(folds_of_shards) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_of_shards) {
     const Case c = {"sgd", "bf16:sr", "bf16:sr", "fp32"};
     Run whole, shard;
     OptimConfig config = folds_config(&c);
@@ -217,8 +178,7 @@ TEST_BOTH(folds_of_shards) {
 
 // Noise differs between micro-batches, only the tensors that are named change, and a factor that is not finite changes
 // nothing.
-TEST_BOTH(folds_round_apart_and_may_be_left_out) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(folds_round_apart_and_may_be_left_out) {
     const Case c = {"sgd", "bf16:sr", "bf16:sr", "fp32"};
     const OptimConfig config = folds_config(&c);
     Run run[2];

@@ -1,7 +1,11 @@
 // Tests of the block formats: every code survives decoding and encoding, encoding is the nearest level against a search
-// of all levels, stochastic rounding is linear in value counted over all its noise, blocks and their scales, what
-// happens to zeros, NaN and infinity, names, and on a GPU what packs codes. Whole steps are in every.cu.
+// of all levels, stochastic rounding is linear in value counted over all its noise, blocks and their scales, of which
+// some are quantised themselves, what happens to zeros, NaN and infinity, names, and on a GPU what packs codes. Whole
+// steps are in every.cu. A new format is tested here by its rows in optim/table.cuh alone.
 #include <float.h>
+
+#include <algorithm>
+#include <vector>
 
 #include "../../optim/kernel.cuh"
 #include "../../optim/table.cuh"
@@ -48,17 +52,14 @@ struct Case {
         float x = Format::decode(table(), code, 1.0f);
         return Format::ROOT ? sqrtf(x) : x;
     }
-    static uint32_t nearest(float y, int lowest) {
-        return (Format::nearest(table(), y, Format::UNITS, lowest) - Format::BIAS) & ((1u << Format::BITS) - 1u);
-    }
+    static uint32_t code(uint32_t word) { return (word - Format::BIAS) & ((1u << Format::BITS) - 1u); }
+    static uint32_t nearest(float y, int lowest) { return code(Format::nearest(table(), y, Format::UNITS, lowest)); }
     static uint32_t stochastic(float y, uint32_t noise, int lowest) {
-        return (Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest) - Format::BIAS) &
-               ((1u << Format::BITS) - 1u);
+        return code(Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest));
     }
     // Numbers written from outside into what is stored stochastically.
     static uint32_t written(float y, int lowest) {
-        return (Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest) - Format::BIAS) &
-               ((1u << Format::BITS) - 1u);
+        return code(Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest));
     }
     static FormatCase get(const char* name, bool has_sign) {
         return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, in_even_cells<Format>(0), Format::LARGEST,
@@ -66,84 +67,96 @@ struct Case {
     }
 };
 
-// Each format that the table has in blocks, once.
+template <class Format, int BLOCK>
+void check_blocks(Test* test, const char* name);
+template <class Format, int BLOCK>
+void check_double_blocks(Test* test, const char* name);
+template <class Format, int BLOCK>
+void check_strange(Test* test, const char* name);
+template <class Format>
+void check_over_largest(Test* test, const char* name);
+
+// Each format that the table has in blocks, once, and what is checked of each kind of block.
+typedef void Check(Test* test, const char* name);
 struct Cases {
-    FormatCase list[64];
-    int count;
-    const FormatCase* begin() const { return list; }
-    const FormatCase* end() const { return list + count; }
+    std::vector<FormatCase> formats;
+    std::vector<std::pair<const char*, Check*>> scales, blocks, double_blocks, strange;
 };
+
+static void check_rows(Test* test, const std::vector<std::pair<const char*, Check*>>& rows) {
+    for (const auto& [name, its] : rows) its(test, name);
+    expect(rows.size() > 10, "%zu rows", rows.size());
+    note(test, "%zu rows", rows.size());
+}
+
+template <class Format>
+static bool is_known = false;
 
 template <class Storage>
 struct AddCase {
     static void to(Cases*, const char*) {}
 };
 
-template <class Format>
-static void add_case(Cases* cases, const char* row) {
-    static char name[32];
-    if (name[0]) return;
-    snprintf(name, sizeof(name), "%.*s", (int)strcspn(row, "/"), row);
-    cases->list[cases->count++] = Case<Format>::get(name, Format::SIGNED);
-}
-
 template <class Format, int BLOCK>
 struct AddCase<Blocks<Format, BLOCK, ScaleFp32, NEAREST>> {
-    static void to(Cases* cases, const char* row) { add_case<Format>(cases, row); }
+    static void to(Cases* cases, const char* row) {
+        cases->blocks.push_back({row, check_blocks<Format, BLOCK>});
+        if (is_known<Format>) return;
+        is_known<Format> = true;
+        const char* name = strndup(row, strcspn(row, "/"));
+        cases->formats.push_back(Case<Format>::get(name, Format::SIGNED));
+        cases->scales.push_back({name, check_over_largest<Format>});
+    }
+};
+
+template <class Format, int BLOCK>
+struct AddCase<DoubleBlocks<Format, BLOCK, NEAREST>> {
+    static void to(Cases* cases, const char* row) {
+        cases->double_blocks.push_back({row, check_double_blocks<Format, BLOCK>});
+        cases->strange.push_back({row, check_strange<Format, BLOCK>});
+    }
 };
 
 static Cases all_cases() {
-    Cases cases = {};
-#define ADD_CASE(NAME, NOTE, ...) AddCase<__VA_ARGS__>::to(&cases, NAME);
+    Cases all;
+#define ADD_CASE(NAME, NOTE, ...) AddCase<__VA_ARGS__>::to(&all, NAME);
     OPTIM_STATES(ADD_CASE)
-    return cases;
+    return all;
 }
 
-static const Cases cases = all_cases();
+static const Cases every = all_cases();
+static const std::vector<FormatCase>& cases = every.formats;
 
-// The levels that are written, in order, and their codes.
-struct LevelList {
-    double level[256];
-    uint32_t code[256];
-    int count;
-};
+// The levels that are written, in order.
+typedef std::vector<double> SortedLevels;
 
-static LevelList levels_of(const FormatCase* format) {
-    LevelList list = {};
+static SortedLevels levels_of(const FormatCase* format) {
+    SortedLevels levels;
     for (uint32_t code = 0; code < 1u << format->bits; code++) {
         double x = (double)format->decode(code);
         // Not written: NaN, what lies beyond the largest, what rounds to another code. Minus zero is zero.
-        bool kept = fabs(x) <= (double)format->largest * 1.000001 && format->nearest((float)x, 0) == code &&
-                    !(x == 0.0 && (int)code != format->zero);
-        if (!kept) continue;
-        int at = list.count++;
-        for (; at > 0 && list.level[at - 1] > x; at--) {
-            list.level[at] = list.level[at - 1];
-            list.code[at] = list.code[at - 1];
-        }
-        list.level[at] = x;
-        list.code[at] = code;
+        if (fabs(x) <= (double)format->largest * 1.000001 && format->nearest((float)x, 0) == code &&
+            !(x == 0.0 && (int)code != format->zero))
+            levels.push_back(x);
     }
-    return list;
+    std::sort(levels.begin(), levels.end());
+    return levels;
 }
 
 TEST(formats_codes_survive) {
     // Codes that nothing is rounded to: soft8's 255, lin8's 255, fp8's NaN and infinities, minus zero, udyn8's zero.
-    const struct {
-        const char* name;
-        int unused;
-    } known[] = {{"soft8", 1}, {"udyn8", 1}, {"lin8", 1}, {"e4m3", 3}, {"e5m2", 9}, {"e2m1", 1}};
+    const std::tuple<const char*, int> known[] = {{"soft8", 1}, {"udyn8", 1}, {"lin8", 1},
+                                                  {"e4m3", 3},  {"e5m2", 9},  {"e2m1", 1}};
     for (const FormatCase& format : cases) {
-        LevelList list = levels_of(&format);
+        const SortedLevels levels = levels_of(&format);
         int unused = 0;
-        for (const auto& row : known) unused = strcmp(row.name, format.name) == 0 ? row.unused : unused;
-        expect(list.count == (1 << format.bits) - unused, "%s has %d codes in use", format.name, list.count);
-        for (int i = 1; i < list.count; i++) {
-            expect(list.level[i] > list.level[i - 1], "%s: level %d is not above the one before", format.name, i);
-        }
-        expect(fabs(list.level[list.count - 1] - (double)format.largest) <= 1e-6 * (double)format.largest ||
-                   list.level[list.count - 1] == 16.0 * (double)format.largest / 16.0,
-               "%s: the largest level is %g", format.name, list.level[list.count - 1]);
+        for (const auto& [name, codes] : known) unused = strcmp(name, format.name) == 0 ? codes : unused;
+        expect((int)levels.size() == (1 << format.bits) - unused, "%s has %zu codes in use", format.name,
+               levels.size());
+        for (size_t i = 1; i < levels.size(); i++)
+            expect(levels[i] > levels[i - 1], "%s: level %zu is not above the one before", format.name, i);
+        expect(fabs(levels.back() - (double)format.largest) <= 1e-6 * (double)format.largest,
+               "%s: the largest level is %g", format.name, levels.back());
         if (format.zero >= 0) expect(format.decode((uint32_t)format.zero) == 0.0f, "%s: zero", format.name);
     }
 }
@@ -155,13 +168,12 @@ TEST(formats_levels_are_the_published_ones) {
         expect(Case<De4>::decode(c) == (float)de4[c], "de4 %u is %.9g", c, (double)Case<De4>::decode(c));
         expect(Case<Lin4>::decode(c) == (float)(c + 1) / 16.0f, "lin4 %u", c);
     }
-    const struct {
-        uint32_t code;
-        double level;
-    } dyn8[] = {{0, -0.99296875}, {127, 0.0}, {128, 5.5e-7}, {126, -5.5e-7}, {255, 1.0}, {254, 0.99296875}},
-      udyn8[] = {{0, 0.0}, {1, 3.25e-7}, {2, 7.75e-7}, {3, 2.125e-6}, {254, 0.996484375}, {255, 1.0}};
-    for (const auto& row : dyn8) expect(Case<Dyn8>::decode(row.code) == (float)row.level, "dyn8 %u", row.code);
-    for (const auto& row : udyn8) expect(Case<Udyn8>::decode(row.code) == (float)row.level, "udyn8 %u", row.code);
+    const std::tuple<uint32_t, double> dyn8[] = {{0, -0.99296875}, {127, 0.0}, {128, 5.5e-7},
+                                                 {126, -5.5e-7},   {255, 1.0}, {254, 0.99296875}},
+                                       udyn8[] = {{0, 0.0},      {1, 3.25e-7},       {2, 7.75e-7},
+                                                  {3, 2.125e-6}, {254, 0.996484375}, {255, 1.0}};
+    for (const auto& [code, level] : dyn8) expect(Case<Dyn8>::decode(code) == (float)level, "dyn8 %u", code);
+    for (const auto& [code, level] : udyn8) expect(Case<Udyn8>::decode(code) == (float)level, "udyn8 %u", code);
     expect(Case<E4m3>::decode(1) == ldexpf(1.0f, -9) && Case<E4m3>::decode(0xfe) == -448.0f, "e4m3");
     expect(Case<E5m2>::decode(1) == ldexpf(1.0f, -16) && Case<E5m2>::decode(0x7b) == 57344.0f, "e5m2");
     const float e2m1[8] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -169,17 +181,10 @@ TEST(formats_levels_are_the_published_ones) {
 }
 
 // Fails unless y's code is that of the nearest level, to within `slack`. Returns whether all was well.
-static void check_nearest(Test* test, const FormatCase* format, const LevelList* list, float y, double slack) {
-    int low = 0, high = list->count - 1;
-    while (high - low > 1) {
-        int middle = (low + high) / 2;
-        if (list->level[middle] <= (double)y) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    double down = fabs((double)y - list->level[low]), up = fabs((double)y - list->level[high]);
+static void check_nearest(Test* test, const FormatCase* format, const SortedLevels& levels, float y, double slack) {
+    const size_t above = (size_t)(std::upper_bound(levels.begin(), levels.end(), (double)y) - levels.begin());
+    const size_t high = std::clamp<size_t>(above, 1, levels.size() - 1);
+    double down = fabs((double)y - levels[high - 1]), up = fabs((double)y - levels[high]);
     uint32_t code = format->nearest(y, 0);
     double error = fabs((double)y - (double)format->decode(code));
     expect(error <= (down < up ? down : up) + slack, "%s: %a becomes %u, off by %g; its neighbours by %g and %g",
@@ -199,21 +204,21 @@ static double nearest_slack(const FormatCase* format, double y) {
 
 TEST(formats_nearest_against_search) {
     for (const FormatCase& format : cases) {
-        LevelList list = levels_of(&format);
+        const SortedLevels levels = levels_of(&format);
         // Next to each bound between two levels, and at it.
-        for (int i = 1; i < list.count; i++) {
-            float middle = (float)(0.5 * (list.level[i - 1] + list.level[i]));
+        for (size_t i = 1; i < levels.size(); i++) {
+            float middle = (float)(0.5 * (levels[i - 1] + levels[i]));
             for (int step = -3; step <= 3; step++) {
                 float y = bits_float(float_bits(middle) + (uint32_t)step);
-                if (middle != 0.0f) check_nearest(test, &format, &list, y, nearest_slack(&format, (double)y));
+                if (middle != 0.0f) check_nearest(test, &format, levels, y, nearest_slack(&format, (double)y));
             }
         }
         // The upper 18 bits of every float up to the largest, of both signs.
         for (uint32_t bits = 0; bits < float_bits(format.largest); bits += 1u << 13) {
             float y = bits_float(bits + (bits * 2654435761u >> 20));
             if (y > format.largest) y = format.largest;
-            check_nearest(test, &format, &list, y, nearest_slack(&format, (double)y));
-            if (format.has_sign) check_nearest(test, &format, &list, -y, nearest_slack(&format, (double)y));
+            check_nearest(test, &format, levels, y, nearest_slack(&format, (double)y));
+            if (format.has_sign) check_nearest(test, &format, levels, -y, nearest_slack(&format, (double)y));
             for (float x : {y, format.has_sign ? -y : y}) {
                 expect(format.nearest(x, 0) == format.written(x, 0), "%s: %a is %u or %u", format.name, (double)x,
                        format.nearest(x, 0), format.written(x, 0));
@@ -262,9 +267,8 @@ TEST(formats_stochastic_keeps_zero_and_the_largest) {
                        format.decode(format.stochastic(-0.0f, noise, 0)) == 0.0f;
                 if (!format.has_sign && format.zero == 0) kept = format.stochastic(0.0f, noise, 0) <= 1;
             }
-            for (float y : {format.largest, format.largest * 1.0000001f, format.largest * 1.0000003f}) {
+            for (float y : {format.largest, format.largest * 1.0000001f, format.largest * 1.0000003f})
                 kept = kept && format.stochastic(y, noise, 0) == top;
-            }
             expect(kept, "%s: noise %u: zero is %u and not %u, the largest not %u", format.name, noise,
                    format.stochastic(0.0f, noise, 0), zero, top);
             if (!kept) break;
@@ -278,18 +282,17 @@ TEST(formats_stochastic_counts) {
     // binades' borders and the ends are gaps too.
     double worst = 0.0;
     for (const FormatCase& format : cases) {
-        LevelList list = levels_of(&format);
-        int stride = format.bits == 8 ? 3 : 1;
-        for (int i = 1; i < list.count; i += i < 12 || i > list.count - 12 ? 1 : stride) {
-            double low = list.level[i - 1], high = list.level[i];
+        const SortedLevels levels = levels_of(&format);
+        size_t stride = format.bits == 8 ? 3 : 1;
+        for (size_t i = 1; i < levels.size(); i += i < 12 || i + 12 > levels.size() ? 1 : stride) {
+            double low = levels[i - 1], high = levels[i];
             for (int part = 1; part <= 2; part++) {
                 float y = (float)(low + (high - low) * (part == 1 ? 0.0837 : 0.71));
                 int up = 0;
                 for (uint32_t noise = 0; noise < 65536; noise += 1) {
                     double got = (double)format.decode(format.stochastic(y, noise, 0));
-                    if (test->failures < 20) {
+                    if (test->failures < 20)
                         expect(got == low || got == high, "%s: %a becomes %a", format.name, (double)y, got);
-                    }
                     up += got == high;
                 }
                 double want = ((double)y - low) / (high - low), error = fabs(up / 65536.0 - want);
@@ -306,29 +309,30 @@ TEST(formats_stochastic_counts) {
     note(test, "%.2f of bound", worst);
 }
 
-// One tile of a storage on the CPU.
+// One tile of a storage on the CPU; `second` is the scale of quantised scales.
 struct Store {
-    char codes[4 * TILE_ELEMENTS];
-    float scales[TILE_ELEMENTS];
-    char table[65536];
-    Streams streams;
+    char codes[4 * TILE_ELEMENTS], table[65536];
+    float scales[TILE_ELEMENTS], second;
+    float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+
+    Streams streams() { return {codes, scales, table, &second}; }
 };
 
+// Stores x, and loads it again.
 template <class Storage>
-static void store_tile(Store* store, const float* x, float* back, uint32_t slot) {
+static void store_tile(Store* store, uint32_t slot, uint32_t step = 7) {
     Storage::fill(store->table);
-    store->streams = {store->codes, store->scales, store->table};
-    Storage::store(store->streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 7, slot});
-    Storage::load(store->streams, 0, back, TILE_ELEMENTS, NoiseKey{});
+    Storage::store(store->streams(), 0, store->x, TILE_ELEMENTS, NoiseKey{5, step, slot});
+    Storage::load(store->streams(), 0, store->back, TILE_ELEMENTS, NoiseKey{});
 }
 
 // Narrow scales cut what they cannot hold, and nothing else is harmed.
 template <class Format, class Scale>
 static void check_limits(Test* test, const char* name) {
     static Store store;
-    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
-    for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = ldexpf(1.0f, (i % 32 == 9 ? 127 : i % 32 == 10 ? 120 : 0));
-    store_tile<Blocks<Format, 32, Scale, NEAREST>>(&store, x, back, NOISE_V);
+    const float *x = store.x, *back = store.back;
+    for (int i = 0; i < TILE_ELEMENTS; i++) store.x[i] = ldexpf(1.0f, (i % 32 == 9 ? 127 : i % 32 == 10 ? 120 : 0));
+    store_tile<Blocks<Format, 32, Scale, NEAREST>>(&store, NOISE_V);
     double most = fmin(Scale::MAX * (double)Format::LARGEST, Format::ROOT ? 1.84e19 : 4.25e37);
     if (Format::ROOT) most *= most;
     for (int i = 9; i < TILE_ELEMENTS; i += 32) {
@@ -341,7 +345,7 @@ static void check_limits(Test* test, const char* name) {
 
 // Every mantissa, at a magnitude where nothing is subnormal: the rest only shifts it.
 template <class Format>
-static void check_over_largest(Test* test, const char* name) {
+void check_over_largest(Test* test, const char* name) {
     int differ = 0;
     for (uint32_t bits = 127u << 23; bits < 128u << 23; bits++) {
         float top = bits_float(bits);
@@ -351,12 +355,7 @@ static void check_over_largest(Test* test, const char* name) {
 }
 
 TEST(formats_scales_are_rounded_once) {
-    check_over_largest<E4m3>(test, "e4m3");
-    check_over_largest<E5m2>(test, "e5m2");
-    check_over_largest<E2m1>(test, "e2m1");
-    check_over_largest<Lin8>(test, "lin8");
-    check_over_largest<Ulin8>(test, "ulin8");
-    check_over_largest<Sqrt8>(test, "sqrt8");
+    check_rows(test, every.scales);
 }
 
 TEST(formats_scales_cut_what_they_cannot_hold) {
@@ -366,22 +365,32 @@ TEST(formats_scales_cut_what_they_cannot_hold) {
     check_limits<Sqrt8, ScaleE8m0>(test, "sqrt8@e8m0");
 }
 
+// As v, nothing but a block of zeros decodes to zero, whatever the spread.
+template <class Storage>
+static void check_v(Test* test, Store* store, const char* name) {
+    store_tile<Storage>(store, NOISE_V);
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        expect((store->back[i] > 0.0f) == (store->x[i] > 0.0f) && store->back[i] >= 0.0f, "%s: v %g became %g", name,
+               (double)store->x[i], (double)store->back[i]);
+    }
+}
+
 template <class Format, int BLOCK>
-static void check_blocks(Test* test, const char* name, bool has_sign) {
+void check_blocks(Test* test, const char* name) {
     static Store store;
-    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    float* const x = store.x;
     // Each block has a magnitude of its own; one block is all zero, one has infinity, one is subnormal.
     for (int i = 0; i < TILE_ELEMENTS; i++) {
         int block = i / BLOCK, exponent = block % 7 * 9 - 30;
         float value = test_uniform(11, i);
-        x[i] = ldexpf(has_sign ? value : fabsf(value), exponent);
+        x[i] = ldexpf(Format::SIGNED ? value : fabsf(value), exponent);
         if (TILE_ELEMENTS / BLOCK >= 4) {
             if (block == 1) x[i] = 0.0f;
             if (block == 2) x[i] = ldexpf(fabsf(value), -135);
             if (block == 3 && i % BLOCK == 5) x[i] = INFINITY;
         }
     }
-    store_tile<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(&store, x, back, NOISE_M);
+    store_tile<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(&store, NOISE_M);
     for (int b = 0; b < TILE_ELEMENTS / BLOCK; b++) {
         float top = 0.0f;
         for (int i = 0; i < BLOCK; i++) {
@@ -393,52 +402,21 @@ static void check_blocks(Test* test, const char* name, bool has_sign) {
         if (top > 4.25e37f) top = 4.25e37f;
         float want = Format::LARGEST == 1.0f ? top : top / Format::LARGEST, least = FLT_MIN * Format::UNITS;
         if (top > 0.0f && want < least) want = least;
-        expect(store.scales[b] == want, "%s/%d block %d: scale %a, want %a", name, BLOCK, b, (double)store.scales[b],
+        expect(store.scales[b] == want, "%s block %d: scale %a, want %a", name, b, (double)store.scales[b],
                (double)want);
         for (int i = b * BLOCK; i < (b + 1) * BLOCK; i++) {
-            expect(isfinite(back[i]), "%s/%d: element %d is %g", name, BLOCK, i, (double)back[i]);
-            if (top == 0.0f) expect(back[i] == 0.0f, "%s/%d: a zero became %g", name, BLOCK, (double)back[i]);
+            float back = store.back[i];
+            expect(isfinite(back) && (top > 0.0f || back == 0.0f), "%s: %g became %g", name, (double)x[i],
+                   (double)back);
         }
     }
-    // As v, nothing but a block of zeros decodes to zero, whatever the spread.
     for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = ldexpf(1.0f + fabsf(test_uniform(3, i)), -(i * 37 % 120));
-    store_tile<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(&store, x, back, NOISE_V);
-    for (int i = 0; i < TILE_ELEMENTS; i++) expect(back[i] > 0.0f, "%s/%d: v %d is zero", name, BLOCK, i);
-    store_tile<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(&store, x, back, NOISE_V);
-    for (int i = 0; i < TILE_ELEMENTS; i++) expect(back[i] > 0.0f, "%s/%d:sr: v %d is zero", name, BLOCK, i);
+    check_v<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(test, &store, name);
+    check_v<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(test, &store, name);
 }
-
-#define CHECK_BLOCKS(FORMAT, SIGN)                  \
-    check_blocks<FORMAT, 32>(test, #FORMAT, SIGN);  \
-    check_blocks<FORMAT, 256>(test, #FORMAT, SIGN); \
-    check_blocks<FORMAT, 2048>(test, #FORMAT, SIGN)
 
 TEST(formats_blocks) {
-    CHECK_BLOCKS(Dyn8, true);
-    CHECK_BLOCKS(Udyn8, false);
-    CHECK_BLOCKS(E4m3, true);
-    CHECK_BLOCKS(E5m2, true);
-    CHECK_BLOCKS(Soft8, true);
-    CHECK_BLOCKS(Sqrt8, false);
-    CHECK_BLOCKS(Lin8, true);
-    CHECK_BLOCKS(Ulin8, false);
-    CHECK_BLOCKS(De4, true);
-    CHECK_BLOCKS(Lin4, false);
-    CHECK_BLOCKS(Sqrt4, false);
-    CHECK_BLOCKS(Nf4, true);
-    CHECK_BLOCKS(E2m1, true);
-}
-
-TEST(formats_nibble_order) {
-    static Store store;
-    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
-    for (float& value : x) value = 1.0f;
-    x[1] = 0.2125f;
-    x[2] = -0.8875f;
-    store_tile<Blocks<De4, 128, ScaleFp32, NEAREST>>(&store, x, back, NOISE_M);
-    expect((unsigned char)store.codes[0] == 0xfb && (unsigned char)store.codes[1] == 0x0f, "%02x %02x",
-           (unsigned char)store.codes[0], (unsigned char)store.codes[1]);
-    expect(back[0] == 1.0f && back[1] == 0.2125f && back[2] == -0.8875f, "decoded");
+    check_rows(test, every.blocks);
 }
 
 TEST(formats_narrow_scales) {
@@ -454,6 +432,170 @@ TEST(formats_narrow_scales) {
     expect(ScaleBf16::encode(0.0f) == 0 && ScaleE8m0::encode(0.0f) == 0 && ScaleE8m0::decode(0) == 0.0f, "zero");
 }
 
+// Scales that are quantised themselves (optim/formats/doubleblocks.cuh).
+
+// Levels of the ratio: each is stored as itself, whatever the tile's scale, and they rise by 1/16 to 1/8.
+TEST(formats_double_scales_survive) {
+    for (float second : {1.0f, 0x1.234566p-30f, 3e37f, 0x1p-93f, 0x1.fffffep-94f}) {
+        float inverse = double_inverse(second), before = 0.0f;
+        for (uint32_t code = 0; code < 256; code++) {
+            float scale = double_decode<Lin8>(code, second);
+            expect(double_encode(scale, inverse) == code, "%u of %g became %u", code, (double)second,
+                   double_encode(scale, inverse));
+            expect(scale > before || code == 0, "code %u of %g", code, (double)second);
+            if (code > 1)
+                expect(scale <= before * 1.2501f, "code %u: %g after %g", code, (double)scale, (double)before);
+            before = scale;
+        }
+        expect(before == second, "code 255 of %g is %g", (double)second, (double)before);
+    }
+    expect(double_decode<Lin8>(0, 1.0f) == 0.0f && double_decode<Lin8>(1, 1.0f) == 0x1.4p-32f, "the ends");
+    expect(double_decode<Lin8>(1, 0x1p-100f) == FLT_MIN && double_decode<Lin8>(0, 0x1p-100f) == 0.0f, "the floor");
+    expect(double_encode(0.0f, 0.0f) == 0 && double_encode(0.0f, 1.0f) == 0, "zero");
+}
+
+// Any ratio is rounded up, to the next code.
+TEST(formats_double_scales_round_up) {
+    for (int i = 0; i < 200000; i++) {
+        float second = ldexpf(1.0f + fabsf(test_uniform(1, i)), i % 200 - 90);
+        float ratio = ldexpf(0.5f + 0.5f * fabsf(test_uniform(2, i)), -(i % 37)), scale = ratio * second;
+        uint32_t code = double_encode(scale, double_inverse(second));
+        double got = double_decode<Lin8>(code, second), want = scale;
+        expect(code > 0 && code < 256 && got >= want * (1.0 - 6e-7), "%g of %g became %g", want, (double)second, got);
+        if (code > 1) {
+            double lower = double_decode<Lin8>(code - 1, second);
+            expect(lower < want && got <= want * 1.1251, "%g of %g became %g", want, (double)second, got);
+        }
+    }
+}
+
+// The scale that a block should have, in fp32.
+template <class Format>
+static float wanted_scale(const float* x, int n) {
+    float top = 0.0f, scale;
+    for (int i = 0; i < n; i++) top = exact_max(exact_abs(block_value<Format>(x[i])), top);
+    block_scale<Format, ScaleFp32>(top, &scale);
+    return scale;
+}
+
+// Blocks of magnitudes 2^32 apart and more, one of zeros.
+static void fill_tile(Store* tile, int block, bool has_sign) {
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        float value = test_uniform(6, i);
+        tile->x[i] = i / block == 1 ? 0.0f : ldexpf(has_sign ? value : fabsf(value), i / block * 5 % 79 - 90);
+    }
+}
+
+template <class Format, int BLOCK>
+void check_double_blocks(Test* test, const char* name) {
+    static Store tile;
+    const uint8_t* scales = (const uint8_t*)tile.scales;
+    fill_tile(&tile, BLOCK, Format::SIGNED);
+    store_tile<DoubleBlocks<Format, BLOCK, NEAREST>>(&tile, NOISE_M);
+    const auto* table = (const typename Format::Table*)tile.table;
+    expect(tile.second == wanted_scale<Format>(tile.x, TILE_ELEMENTS), "%s: second %a", name, (double)tile.second);
+    int largest = 0, least = 0;
+    for (int b = 0; b < TILE_ELEMENTS / BLOCK; b++) {
+        double want = wanted_scale<Format>(tile.x + b * BLOCK, BLOCK);
+        float scale = double_decode<Format>(scales[b], tile.second);
+        largest += scales[b] == 255, least += scales[b] == 1;
+        expect((scales[b] == 0) == (want == 0.0), "%s: scale %d has code %d", name, b, scales[b]);
+        expect((double)scale >= want * (1.0 - 6e-7), "%s: scale %d is %g, want %g", name, b, (double)scale, want);
+        expect(scales[b] < 2 || (double)scale <= want * 1.1251, "%s: scale %d is %g, want %g", name, b, (double)scale,
+               want);
+        float decoded[1 << Format::BITS];
+        for (uint32_t code = 0; code < 1u << Format::BITS; code++) decoded[code] = Format::decode(table, code, scale);
+        for (int i = b * BLOCK; i < (b + 1) * BLOCK && test->failures < 20; i++) {
+            // The nearest of all levels, of the root where that is stored.
+            double nearest = INFINITY, x = Format::ROOT ? sqrt((double)tile.x[i]) : (double)tile.x[i];
+            for (float level : decoded)
+                nearest = fmin(nearest, fabs(x - (Format::ROOT ? sqrt((double)level) : (double)level)));
+            double off = fabs(x - (Format::ROOT ? sqrt((double)tile.back[i]) : (double)tile.back[i]));
+            double unit = (double)scale * (double)Format::LARGEST;
+            // soft8's bounds are the middle in z, not of the levels. moment_root begins at 2^-50.
+            double slack = 3e-5 * unit + (Format::BITS == 8 ? 1e-4 * fabs(x) : 0.0) + (Format::ROOT ? 0x1p-50 : 0.0);
+            expect(off <= nearest + slack, "%s: %g became %g, off by %g and not %g", name, (double)tile.x[i],
+                   (double)tile.back[i], off, nearest);
+        }
+    }
+    expect(largest >= 1 && least >= 1, "%s: %d scales are the tile's, %d the least", name, largest, least);
+    for (float& x : tile.x) x = fabsf(x) < 0x1p-99f && x != 0.0f ? 0x1p-99f : fabsf(x);
+    check_v<DoubleBlocks<Format, BLOCK, NEAREST>>(test, &tile, name);
+    check_v<DoubleBlocks<Format, BLOCK, STOCHASTIC>>(test, &tile, name);
+}
+
+TEST(formats_double_blocks) {
+    check_rows(test, every.double_blocks);
+}
+
+// Infinity is the most, NaN does not count, subnormal blocks keep a scale, all beside blocks that they do not touch.
+template <class Format, int BLOCK>
+void check_strange(Test* test, const char* name) {
+    typedef DoubleBlocks<Format, BLOCK, NEAREST> Storage;
+    static Store tile, plain;
+    constexpr int NOT_A_NUMBER = 2 * BLOCK + 6, SUBNORMAL = 4;  // an element and a block
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        float value = test_uniform(9, i);
+        plain.x[i] = i == NOT_A_NUMBER ? 0.0f : Format::SIGNED ? value : fabsf(value);
+        tile.x[i] = i / BLOCK == SUBNORMAL ? ldexpf(fabsf(value), -140) : plain.x[i];
+    }
+    tile.x[NOT_A_NUMBER] = NAN;
+    store_tile<Storage>(&tile, NOISE_M);
+    store_tile<Storage>(&plain, NOISE_M);
+    expect(tile.second == plain.second, "%s: %a, %a", name, (double)tile.second, (double)plain.second);
+    for (int i = 0; i < TILE_ELEMENTS; i++) {
+        bool touched = i == NOT_A_NUMBER || i / BLOCK == SUBNORMAL;
+        expect(touched || tile.back[i] == plain.back[i], "%s: %g became %g", name, (double)tile.x[i],
+               (double)tile.back[i]);
+    }
+    tile.x[1000] = INFINITY, tile.x[NOT_A_NUMBER] = 0.0f;
+    store_tile<Storage>(&tile, NOISE_M);
+    for (float x : tile.back) expect(isfinite(x), "%s: %g", name, (double)x);
+    if (!Format::ROOT) expect(tile.back[1000] > 4.1e37f, "%s: infinity became %g", name, (double)tile.back[1000]);
+    memset(&tile, 0, sizeof(tile));
+    store_tile<Storage>(&tile, NOISE_V);
+    expect(tile.second == 0.0f, "%s: second %g", name, (double)tile.second);
+    for (float x : tile.back) expect(x == 0.0f, "%s: a zero became %g", name, (double)x);
+}
+
+TEST(formats_double_blocks_of_strange_numbers) {
+    check_rows(test, every.strange);
+}
+
+// The mean over all noise is the value: block scales do not change what is counted above, but are they the same in
+// every step? 400 steps of one tile, 4 standard errors for the 32 elements of a block together.
+TEST(formats_double_blocks_are_unbiased) {
+    constexpr int STEPS = 400;
+    static Store tile;
+    const uint8_t* scales = (const uint8_t*)tile.scales;
+    static double sum[TILE_ELEMENTS], squares[TILE_ELEMENTS];
+    double worst = 0.0;
+    int counted = 0;
+    fill_tile(&tile, 32, true);
+    for (uint32_t step = 1; step <= STEPS; step++) {
+        store_tile<DoubleBlocks<De4, 32, STOCHASTIC>>(&tile, NOISE_M, step);
+        for (int i = 0; i < TILE_ELEMENTS; i++) {
+            double off = (double)tile.back[i] - (double)tile.x[i];
+            sum[i] += off, squares[i] += off * off;
+        }
+    }
+    for (int b = 0; b < TILE_ELEMENTS / 32; b++) {
+        double off = 0.0, square = 0.0;
+        for (int i = b * 32; i < (b + 1) * 32; i++) {
+            // A negative largest may lie below the least level.
+            double least = -0.8875 * (double)double_decode<De4>(scales[b], tile.second);
+            if ((double)tile.x[i] > least) off += sum[i], square += squares[i];
+        }
+        // Zeros, and what lies so far below the tile's largest that 16 bits of noise do not tell it from zero.
+        if (scales[b] < 2) continue;
+        counted++;
+        worst = fmax(worst, fabs(off) / sqrt(square));
+        expect(fabs(off) <= 4.0 * sqrt(square), "block %d: %.2f standard errors", b, off / sqrt(square));
+    }
+    expect(counted >= 20, "%d blocks", counted);
+    note(test, "%d blocks, %.1f of 4 standard errors", counted, worst);
+}
+
 // No mantissa of a block's largest takes it beyond the last level, so that no noise takes it to the code after.
 TEST(formats_linear_weights_end_at_127) {
     for (uint32_t bits = 130u << 23; bits < 134u << 23; bits++) {
@@ -464,20 +606,20 @@ TEST(formats_linear_weights_end_at_127) {
     }
 }
 
+typedef Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC> LinearWeights;
+
 // Levels times any scale are what a product says, and what no scale reaches becomes the most that one does.
 TEST(formats_linear_weights_are_cut_at_2e33) {
-    typedef Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC> Weights;
-    static uint8_t codes[TILE_ELEMENTS], scales[TILE_ELEMENTS / 32];
-    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
-    Streams streams = {codes, scales};
+    static Store store;
+    float *const x = store.x, *const back = store.back;
     for (float top : {1.5e33f, 2e33f, 1e36f, FLT_MAX, INFINITY}) {
         // The scale is a power of two that makes a block's largest at least 63.5 steps: noise is less than one.
         const float want = top < 2e33f ? top : 2e33f, step = want / 63.0f;
         for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = i % 32 == 9 ? top : i % 32 == 20 ? -top : 1.0f;
         for (int set = 0; set < 2; set++) {
-            if (set) Weights::set(streams, 0, x, TILE_ELEMENTS);
-            if (!set) Weights::store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 1, NOISE_WEIGHTS});
-            Weights::load(streams, 0, back, TILE_ELEMENTS, NoiseKey{});
+            store_tile<LinearWeights>(&store, NOISE_WEIGHTS);
+            if (set) LinearWeights::set(store.streams(), 0, x, TILE_ELEMENTS);
+            if (set) LinearWeights::load(store.streams(), 0, back, TILE_ELEMENTS, NoiseKey{});
             for (int i = 9; i < TILE_ELEMENTS; i += 32) {
                 expect(fabsf(back[i] - want) <= step && fabsf(back[i + 11] + want) <= step, "%g became %g, %g",
                        (double)top, (double)back[i], (double)back[i + 11]);
@@ -501,26 +643,24 @@ TEST(formats_linear_weights_are_cut_at_2e33) {
 // Weights on a grid of a power of two: the mean over many steps' noise is what was to be stored, up to the block's
 // largest, which lies at, next to and between the multiples of the grid at which the scale changes.
 TEST(formats_linear_weights_are_unbiased) {
-    typedef Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC> Weights;
     constexpr int DRAWS = 256;
     const float tops[] = {
         127.0f, nextafterf(127.0f, 0.0f), nextafterf(127.0f, 128.0f), 126.3f, 63.5f, nextafterf(63.5f, 64.0f), 64.0f,
         100.7f};
-    static uint8_t codes[TILE_ELEMENTS], scales[TILE_ELEMENTS / 32];
-    static float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
+    static Store store;
     static double sum[TILE_ELEMENTS];
-    Streams streams = {codes, scales};
+    const uint8_t *codes = (const uint8_t*)store.codes, *scales = (const uint8_t*)store.scales;
+    float* const x = store.x;
     for (int i = 0; i < TILE_ELEMENTS; i++) {
         float top = ldexpf(tops[i / 32 % 8], i / 32 - 40);
         x[i] = i % 32 == 9 ? top : i % 32 == 20 ? -top : top * test_uniform(31, i);
         sum[i] = 0.0;
     }
     for (int draw = 0; draw < DRAWS; draw++) {
-        Weights::store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, (uint32_t)draw, NOISE_WEIGHTS});
-        Weights::load(streams, 0, back, TILE_ELEMENTS, NoiseKey{});
+        store_tile<LinearWeights>(&store, NOISE_WEIGHTS, (uint32_t)draw);
         for (int i = 0; i < TILE_ELEMENTS; i++) {
             expect(codes[i] <= 254, "%a is stored as %d", (double)x[i], codes[i]);
-            sum[i] += (double)back[i];
+            sum[i] += (double)store.back[i];
         }
     }
     double mean = 0.0, worst = 0.0;
@@ -564,20 +704,18 @@ TEST(formats_names_and_streams) {
     const OptimTensor tensor = {"tensor", 3, 1001, true, 0};
     Run run;
     run_open(&run, &config, &tensor, 1, OPTIM_BF16);
-    const struct {
-        const char *name, *dtype;
-        int64_t bytes;
-    } want[] = {{"weights", "BF16", run.elements * 2},
-                {"m", "U8", run.elements / 2},
-                {"m.scales", "F32", run.elements / 128 * 4},
-                {"v", "U8", run.elements / 2},
-                {"v.scales", "F32", run.elements / 128 * 4}};
+    const std::tuple<const char*, const char*, int64_t> want[] = {{"weights", "BF16", run.elements * 2},
+                                                                  {"m", "U8", run.elements / 2},
+                                                                  {"m.scales", "F32", run.elements / 128 * 4},
+                                                                  {"v", "U8", run.elements / 2},
+                                                                  {"v.scales", "F32", run.elements / 128 * 4}};
     expect(optim_stream_count(run.optim) == 5, "%d streams", optim_stream_count(run.optim));
     for (int s = 0; s < 5 && s < optim_stream_count(run.optim); s++) {
-        OptimStream stream = optim_stream(run.optim, s);
-        bool same = is(stream.name, want[s].name) && is(stream.dtype, want[s].dtype);
-        expect(same && stream.elements * stream.element_bytes == want[s].bytes, "%s %s %lld", stream.name, stream.dtype,
-               (long long)(stream.elements * stream.element_bytes));
+        const OptimStream stream = optim_stream(run.optim, s);
+        const auto& [name, dtype, bytes] = want[s];
+        const int64_t got = stream.elements * stream.element_bytes;
+        expect(is(stream.name, name) && is(stream.dtype, dtype) && got == bytes, "%s %s %lld", stream.name,
+               stream.dtype, (long long)got);
     }
 }
 
@@ -657,29 +795,27 @@ __global__ void packed_kernel(unsigned long long* total) {
 }
 
 TEST(formats_packed_codes_equal_the_portable_gpu) {
-    const struct {
-        const char* name;
-        void (*kernel)(unsigned long long* total);
-    } rows[] = {{"e4m3", packed_kernel<E4m3>},
-                {"e5m2", packed_kernel<E5m2>},
-                {"e2m1", packed_kernel<E2m1>},
-                {"lin8", packed_kernel<Lin8>},
-                {"lin8 of powers", packed_kernel<Lin8OfPowers>},
-                {"ulin8", packed_kernel<Ulin8>},
-                {"sqrt8", packed_kernel<Sqrt8>},
-                {"lin4", packed_kernel<Lin4>},
-                {"sqrt4", packed_kernel<Sqrt4>}};
+    const std::tuple<const char*, void (*)(unsigned long long* total)> rows[] = {
+        {"e4m3", packed_kernel<E4m3>},
+        {"e5m2", packed_kernel<E5m2>},
+        {"e2m1", packed_kernel<E2m1>},
+        {"lin8", packed_kernel<Lin8>},
+        {"lin8 of powers", packed_kernel<Lin8OfPowers>},
+        {"ulin8", packed_kernel<Ulin8>},
+        {"sqrt8", packed_kernel<Sqrt8>},
+        {"lin4", packed_kernel<Lin4>},
+        {"sqrt4", packed_kernel<Sqrt4>}};
     const Device gpu = test_device(true);
     if (gpu.compute < 90) skip("needs compute capability 9.0");
-    for (const auto& row : rows) {
+    for (const auto& [name, kernel] : rows) {
         unsigned long long count[2], *total = (unsigned long long*)device_alloc(&gpu, sizeof(count));
         device_zero(&gpu, total, sizeof(count));
-        row.kernel<<<1056, 256, 0, gpu.stream>>>(total);
+        kernel<<<1056, 256, 0, gpu.stream>>>(total);
         check(cudaGetLastError());
         copy_to_host(&gpu, count, total, sizeof(count));
         if (count[1] == 0) skip("needs a build for sm_90 or later");
-        expect(count[0] == 0, "%llu codes of %s differ", count[0], row.name);
-        expect(count[1] == 1ull << 32, "%llu floats compared as %s", count[1], row.name);
+        expect(count[0] == 0, "%llu codes of %s differ", count[0], name);
+        expect(count[1] == 1ull << 32, "%llu floats compared as %s", count[1], name);
     }
     note(test, "all floats");
 }

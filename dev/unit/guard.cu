@@ -3,11 +3,8 @@
 #include "cli.h"
 
 TEST(guard_values) {
-    static const struct {
-        const char* dtype;
-        int bytes;
-        uint64_t good, infinite, nan;  // the largest value; 0: the type has no infinity
-    } types[] = {
+    // The largest value, infinity (0: the type has none) and NaN.
+    const std::tuple<const char*, int, uint64_t, uint64_t, uint64_t> types[] = {
         {"F32", 4, 0x7f7fffff, 0xff800000, 0x7fc00001},
         {"BF16", 2, 0x7f7f, 0xff80, 0x7fff},
         {"F16", 2, 0xfbff, 0x7c00, 0x7e00},
@@ -19,19 +16,18 @@ TEST(guard_values) {
     };
     constexpr int COUNT = 200000;
     char* values = (char*)malloc(8 * COUNT + 1);
-    for (const auto& type : types) {
+    for (const auto& [dtype, bytes, good, infinite, nan] : types) {
         char* at = values + 1;  // not aligned
-        for (int i = 0; i < COUNT; i++) memcpy(at + (int64_t)i * type.bytes, &type.good, type.bytes);
-        expect(values_finite("x", type.dtype, at, (int64_t)COUNT * type.bytes, 0, error), "%s: %s", type.dtype, error);
+        for (int i = 0; i < COUNT; i++) memcpy(at + (int64_t)i * bytes, &good, bytes);
+        expect(values_finite("x", dtype, at, (int64_t)COUNT * bytes, 0, error), "%s: %s", dtype, error);
         for (int place : {0, 70001, COUNT - 1}) {
-            for (uint64_t bad : {type.infinite, type.nan}) {
+            for (uint64_t bad : {infinite, nan}) {
                 if (!bad) continue;
-                memcpy(at + (int64_t)place * type.bytes, &bad, type.bytes);
-                const char* want =
-                    formatted("x holds %s at element %d", bad == type.nan ? "nan" : "infinity", place + 5);
-                bool found = !values_finite("x", type.dtype, at, (int64_t)COUNT * type.bytes, 5, error);
-                expect(found && strcmp(error, want) == 0, "%s: '%s', want '%s'", type.dtype, error, want);
-                memcpy(at + (int64_t)place * type.bytes, &type.good, type.bytes);
+                memcpy(at + (int64_t)place * bytes, &bad, bytes);
+                const char* want = formatted("x holds %s at element %d", bad == nan ? "nan" : "infinity", place + 5);
+                bool found = !values_finite("x", dtype, at, (int64_t)COUNT * bytes, 5, error);
+                expect(found && strcmp(error, want) == 0, "%s: '%s', want '%s'", dtype, error, want);
+                memcpy(at + (int64_t)place * bytes, &good, bytes);
             }
         }
     }
@@ -49,27 +45,24 @@ static void seal_again(Test* test, const char* checkpoint) {
 
 // One NaN or infinity in the last value of a file: no option that loads it goes on.
 FOLDER_TEST(guard_poisoned_checkpoints) {
-    static const struct {
-        const char *formats, *file, *bytes;
-        int count;
-    } poisons[] = {
+    const std::tuple<const char*, const char*, const char*, int> poisons[] = {
         {"--preset adamw32", "model.safetensors", "\x80\x7f", 2},
         {"--preset adamw32", "optimizer.safetensors", "\x00\x00\xc0\x7f", 4},  // v, or the master
         {"--weights fp32 --m fp32 --v bf16:sr", "optimizer.safetensors", "\x80\x7f", 2},
         {"--weights bf16:sr --m dyn8 --v udyn8", "optimizer.safetensors", "\x00\x00\x80\x7f", 4},  // a scale
     };
     int number = 0;
-    for (const auto& poison : poisons) {
+    for (const auto& [formats, file, poison, count] : poisons) {
         int64_t bytes;
         const char* run = formatted("%s/run%d", work, number++);
-        train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 %s", work, run, poison.formats);
+        train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 %s", work, run, formats);
         const char* step = checkpoint_of(run, 2);
-        char* text = contents(step, poison.file, &bytes);
-        memcpy(text + bytes - poison.count, poison.bytes, (size_t)poison.count);
-        write_bytes(step, poison.file, text, (size_t)bytes);
+        char* text = contents(step, file, &bytes);
+        memcpy(text + bytes - count, poison, (size_t)count);
+        write_bytes(step, file, text, (size_t)bytes);
         seal_again(test, step);
         refused("--resume", " holds ", " at element ", "--resume %s --steps 4 --device cpu", run);
-        if (strcmp(poison.file, "model.safetensors") == 0) {
+        if (strcmp(file, "model.safetensors") == 0) {
             run_train(sampled, "--sample a --model %s --device cpu", step);
             expect_error(test, &sampled, "--sample", " holds ", " at element ");
             expect(!*OUT(sampled), "text from bad weights: %s", OUT(sampled));

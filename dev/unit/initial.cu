@@ -86,9 +86,8 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     for (int k = 0; k < 2; k++) {
         optim[k] = optim_create(&dev, &config, tensor, 2, OPTIM_BF16);
         if (k == 0) optim_set_weights(optim[0], 1, values);
-        for (int64_t at = 0; k == 1 && at < N; at += PIECE) {
+        for (int64_t at = 0; k == 1 && at < N; at += PIECE)
             set = optim_set_part(optim[1], 1, at, N - at < PIECE ? N - at : PIECE, on_device + at);
-        }
     }
     expect(set == !in_spans(weights), "%s: %s", weights, set ? "set" : "refused");
     for (int i = 0; set && i < optim_stream_count(optim[0]); i++) {

@@ -5,32 +5,29 @@
 #include <sys/mount.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <signal.h>
 #include <sched.h>
 #include <time.h>
 #include <utime.h>
 
+#include "apart.h"
 #include "presets.h"
 #include "steps.h"
 
-// An empty cache, and the smallest kernel that is not built in, which is the quickest to compile.
-struct Cached {
-    CacheFolder folder;
-    const char* expression;
-    JitImage want;  // compiled, not through the cache
-
-    explicit Cached(Test* test);
-    ~Cached() { jit_free(&want); }
-};
-
+// The smallest kernel that is not built in, which is the quickest to compile.
 static const char* small_expression() {
     return kernel_of(states_config("adamw", "fp32", "bf16", "bf16:sr", "bf16"));
 }
 
-Cached::Cached(Test* test) : expression(small_expression()) {
-    expect(jit_compile(expression, "sm_90", &want, error), "%s", error);
-}
+// An empty cache, and that kernel.
+struct Cached {
+    CacheFolder folder;
+    const char* expression = small_expression();
+    JitImage want;  // compiled, not through the cache
+
+    explicit Cached(Test* test) { expect(jit_compile(expression, "sm_90", &want, error), "%s", error); }
+    ~Cached() { jit_free(&want); }
+};
 
 // Fetches the kernel and compares it with the one first compiled; returns whether it came from the cache.
 static bool fetch(Test* test, const Cached& cached, const char* when) {
@@ -47,37 +44,14 @@ static bool fetch(Test* test, const Cached& cached, const char* when) {
     return kept;
 }
 
-// Runs a part of a case in a child, which may change its limits and its user. Its failures are the case's.
+// Runs a part of a case as a user who is not root, and expects that it writes so many lines to standard error.
 template <class Body>
-static int run_child(Test* test, Body body) {
-    int status = 0, before = test->failures;
-    fflush(stdout);
-    fflush(stderr);
-    pid_t child = fork();
-    if (child == 0) {
+static void expect_lines(Test* test, int lines, const char* what, Body body) {
+    const Ended its = run_part(test, [&] {
+        if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
         body();
-        fflush(stdout);
-        _exit(test->failures > before ? 1 : 0);
-    }
-    expect(child > 0 && waitpid(child, &status, 0) == child, "fork: %s", strerror(errno));
-    return status;
-}
-
-// Lines that a call writes to standard error.
-template <class Body>
-static int stderr_lines(Body body) {
-    FILE* file = tmpfile();
-    int saved = dup(2), lines = 0;
-    fflush(stderr);
-    dup2(fileno(file), 2);
-    body();
-    fflush(stderr);
-    dup2(saved, 2);
-    close(saved);
-    rewind(file);
-    for (int byte; (byte = fgetc(file)) != EOF;) lines += byte == '\n';
-    fclose(file);
-    return lines;
+    });
+    expect(its.code == 0 && lines_of(its.text) == lines, "%s: code %d, %s", what, its.code, its.text);
 }
 
 // The source and the compiler.
@@ -156,15 +130,6 @@ TEST(jit_key_names_all_that_decides) {
 
 // The cache.
 
-static void overwrite(const char* path, long offset, int change) {
-    FILE* file = fopen(path, "r+b");
-    fseek(file, offset, SEEK_SET);
-    int byte = fgetc(file);
-    fseek(file, offset, SEEK_SET);
-    fputc(byte ^ change, file);
-    fclose(file);
-}
-
 JIT_TEST(jit_cache) {
     Cached cached(test);
     const char* path = cache_path(cached.expression, "sm_90");
@@ -176,7 +141,7 @@ JIT_TEST(jit_cache) {
     expect(stat(path, &info) == 0, "%s", path);
     const long damaged[] = {0, 8, 16, 24, 41, (long)info.st_size / 2, (long)info.st_size - 1};
     for (long offset : damaged) {
-        overwrite(path, offset, 0x10);
+        change_byte(path, offset, 0x10);
         expect(!fetch(test, cached, "damaged"), "byte %ld was changed and it was taken", offset);
         expect(fetch(test, cached, "repaired"), "byte %ld: it was not written again", offset);
     }
@@ -194,9 +159,8 @@ JIT_TEST(jit_cache) {
     rmdir(nested);
 }
 
-TEST(jit_toolkit_upgrade) {
-    // The file of another version of NVRTC stays where it is and is not taken, although it is whole.
-    if (!jit_available()) skip("libnvrtc was not found");
+// The file of another version of NVRTC stays where it is and is not taken, although it is whole.
+JIT_TEST(jit_toolkit_upgrade) {
     Cached cached(test);
     char key[JIT_KEY_BYTES];
     const char *path = cache_path(cached.expression, "sm_90"), *older = "";
@@ -222,12 +186,7 @@ JIT_TEST(jit_cache_that_cannot_be_written) {
     chmod(cached.folder.path, 0555);
     for (const char* path : {"/proc/nibble", "/dev/null/nibble", (const char*)cached.folder.path}) {
         setenv("NIBBLE_CACHE", path, 1);
-        int status = run_child(test, [&] {
-            if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
-            int lines = stderr_lines([&] { expect(!fetch(test, cached, path), "%s: from where?", path); });
-            expect(lines == 1, "%s: %d lines say so", path, lines);
-        });
-        expect(status == 0, "%s: status %x", path, status);
+        expect_lines(test, 1, path, [&] { expect(!fetch(test, cached, path), "%s: from where?", path); });
     }
     expect(folder_files(cached.folder.path, false) == 0, "the read-only folder was written");
     // A file that root has put into a read-only folder, and made readable, is used.
@@ -236,12 +195,7 @@ JIT_TEST(jit_cache_that_cannot_be_written) {
     expect(!fetch(test, cached, "written"), "from where?");
     expect(chmod(cache_path(cached.expression, "sm_90"), 0644) == 0, "%s", strerror(errno));
     chmod(cached.folder.path, 0555);
-    int status = run_child(test, [&] {
-        if (getuid() == 0 && setresuid(65534, 65534, 65534) != 0) expect(false, "%s", strerror(errno));
-        int lines = stderr_lines([&] { expect(fetch(test, cached, "read-only"), "compiled again"); });
-        expect(lines == 0, "%d lines", lines);
-    });
-    expect(status == 0, "status %x", status);
+    expect_lines(test, 0, "read-only", [&] { expect(fetch(test, cached, "read-only"), "compiled again"); });
     chmod(cached.folder.path, 0755);
     expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
 }
@@ -258,27 +212,25 @@ static void limit_files(int64_t bytes, bool killed) {
 JIT_TEST(jit_full_disk) {
     Cached cached(test);
     for (int64_t max : {0, 20, 4096}) {
-        int status = run_child(test, [&] {
+        const Ended its = run_part(test, [&] {
             limit_files(max, false);
-            if (!freopen("/dev/null", "w", stderr)) _exit(2);  // the notice would not fit into a file
             expect(!fetch(test, cached, "limited"), "from where?");
         });
-        expect(status == 0, "status %x", status);
+        expect(its.code == 0, "code %d", its.code);
         expect(folder_files(cached.folder.path, false) == 0, "a part was left after %lld bytes", (long long)max);
     }
     // And a disk that is full: 16 KiB of memory mounted on the folder, where this user may do that.
     constexpr int NO_MOUNT = 77;
-    int status = run_child(test, [&] {
+    const Ended its = run_part(test, [&] {
         if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
             mount("none", cached.folder.path, "tmpfs", 0, "size=16k") != 0) {
             _exit(NO_MOUNT);
         }
-        int lines = stderr_lines([&] { expect(!fetch(test, cached, "full"), "from where?"); });
-        expect(lines == 1, "%d lines", lines);
+        expect(!fetch(test, cached, "full"), "from where?");
         expect(folder_files(cached.folder.path, false) == 0, "a part was left on the full disk");
     });
-    bool mounted = !(WIFEXITED(status) && WEXITSTATUS(status) == NO_MOUNT);
-    expect(status == 0 || !mounted, "status %x", status);
+    const bool mounted = its.code != NO_MOUNT;
+    expect(!mounted || (its.code == 0 && lines_of(its.text) == 1), "code %d, %s", its.code, its.text);
     note(test, "a limit on files%s", mounted ? " and a full tmpfs" : "; no right to mount");
     // There is room again.
     expect(!fetch(test, cached, "room"), "from where?");
@@ -289,11 +241,8 @@ JIT_TEST(jit_full_disk) {
 JIT_TEST(jit_killed_while_writing) {
     Cached cached(test);
     const char *path = cache_path(cached.expression, "sm_90"), *other = "";
-    int status = run_child(test, [&] {
-        limit_files(4096, true);
-        fetch(test, cached, "killed");
-    });
-    expect(WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ, "status %x", status);
+    const Ended its = run_part(test, [&] { limit_files(4096, true), fetch(test, cached, "killed"); });
+    expect(its.code == 128 + SIGXFSZ, "code %d", its.code);
     expect(folder_files(cached.folder.path, false) == 1 && access(path, F_OK) != 0, "half of a file is what remains");
     // Made old, it goes with the next write; what is new, or none of ours, stays.
     struct utimbuf old = {time(nullptr) - 2 * 3600, time(nullptr) - 2 * 3600};
@@ -316,26 +265,21 @@ JIT_TEST(jit_killed_while_writing) {
 JIT_TEST(jit_eight_processes_at_once) {
     constexpr int PROCESSES = 8;
     Cached cached(test);
-    pid_t child[PROCESSES];
+    Apart child[PROCESSES];
     int start[2];
     expect(pipe(start) == 0, "%s", strerror(errno));
-    fflush(stdout);
-    for (pid_t& pid : child) {
-        pid = fork();
-        if (pid != 0) continue;
-        char byte;
-        int before = test->failures;
-        close(start[1]);
-        if (read(start[0], &byte, 1) != 0) _exit(2);  // until all have been started
-        fetch(test, cached, "at once");
-        fflush(stdout);
-        _exit(test->failures > before ? 1 : 0);
+    for (Apart& one : child) {
+        one = apart_begin([&] {
+            char byte;
+            close(start[1]);
+            if (read(start[0], &byte, 1) != 0) _exit(2);  // until all have been started
+            fetch(test, cached, "at once");
+            fflush(stdout);
+            _exit(test->failures);
+        });
     }
     close(start[0]), close(start[1]);
-    for (pid_t pid : child) {
-        int status = 1;
-        expect(pid > 0 && waitpid(pid, &status, 0) == pid && status == 0, "status %x", status);
-    }
+    for (const Apart& one : child) expect_ended(test, apart_end(one), 0);
     expect(folder_files(cached.folder.path, false) == 1, "%d files", folder_files(cached.folder.path, false));
     expect(fetch(test, cached, "after"), "what they left is not whole");
 }
@@ -390,40 +334,23 @@ static double cpu_ms() {
     return (double)time.tv_sec * 1e3 + (double)time.tv_nsec * 1e-6;
 }
 
-// The processor's time, all threads', of the first call in a new process: it opens libnvrtc, too. The new process is
-// this program with the same case, which NIBBLE_TEST_JIT_TIMES tells to measure and where to write.
+// The processor's time, all threads', of the first call in a process that has not opened libnvrtc, as it does so too.
 static double first_call_ms(Test* test, const char* expression, bool cached) {
-    const char* path = joined(new_folder(), "times");
-    Setting setting("NIBBLE_TEST_JIT_TIMES", path), asked("NIBBLE_TEST_JIT_EXPRESSION", expression);
-    int code = system(formatted("/proc/%d/exe -k jit_times > /dev/null", (int)getpid())), was_cached = -1;
+    const Ended its = run_apart([&] {
+        JitImage image;
+        const double begin = cpu_ms();
+        const bool good = jit_get(expression, "sm_90", &image, error);
+        fprintf(stderr, "%.3f %d", cpu_ms() - begin, good ? image.cached : -1);
+    });
     double ms = NAN;
-    FILE* result = fopen(path, "r");
-    expect(code == 0 && result && fscanf(result, "%lf %d", &ms, &was_cached) == 2, "exit code %d", code);
+    int was_cached = -1;
+    expect(its.code == 0 && sscanf(its.text, "%lf %d", &ms, &was_cached) == 2, "code %d: %s", its.code, its.text);
     expect(was_cached == (cached ? 1 : 0), "cached %d", was_cached);
-    if (result) fclose(result);
     return ms;
 }
 
-static void measure_first_call(Test* test, const char* path) {
-    const char* expression = getenv("NIBBLE_TEST_JIT_EXPRESSION");
-    JitImage image;
-    double begin = cpu_ms();
-    bool good = jit_get(expression ? expression : "", "sm_90", &image, error);
-    double ms = cpu_ms() - begin;
-    expect(good, "%s", error);
-    FILE* file = fopen(path, "w");
-    fprintf(file, "%.3f %d\n", ms, image.cached);
-    fclose(file);
-    if (good) jit_free(&image);
-}
-
 TEST_ALONE(jit_times) {
-    const char* path = getenv("NIBBLE_TEST_JIT_TIMES");
-    if (path) {
-        measure_first_call(test, path);  // before anything else has opened the library
-        return;
-    }
-    if (!jit_available()) skip("libnvrtc was not found");
+    if (run_apart([] { _exit(jit_available() ? 0 : 1); }).code != 0) skip("libnvrtc was not found");
     // Processor time, and the least of three, or of up to twelve until it is within the limits: other work, on this
     // machine or on its host, only adds to it, for seconds at a time. The formats whose kernels are longest.
     constexpr int TIMES = 3, MAX_TIMES = 12;

@@ -46,33 +46,30 @@ static unsigned mode_of(const char* path) {
 // A file of the cache that is whole, but not this user's own: moved aside and put back as something else.
 JIT_TEST(jit_cache_files_of_others) {
     enum Kind { LINK, DANGLING, FIFO, GROUP, WORLD, OWNER, FOLDER };
-    const struct {
-        Kind kind;
-        const char* says;
-    } cases[] = {{LINK, "is a symbolic link"},        {DANGLING, "is a symbolic link"},
-                 {FIFO, "is no regular file"},        {GROUP, "can be written by others"},
-                 {WORLD, "can be written by others"}, {OWNER, "belongs to another user"},
-                 {FOLDER, "is no regular file"}};
+    const std::tuple<Kind, const char*> cases[] = {
+        {LINK, "is a symbolic link"},        {DANGLING, "is a symbolic link"},    {FIFO, "is no regular file"},
+        {GROUP, "can be written by others"}, {WORLD, "can be written by others"}, {OWNER, "belongs to another user"},
+        {FOLDER, "is no regular file"}};
     CacheFolder folder;
     const char* path = small_path();
     const char* aside = formatted("%s/aside", folder.path);
-    for (const auto& c : cases) {
-        if (c.kind == OWNER && geteuid() != 0) continue;
+    for (const auto& [kind, says] : cases) {
+        if (kind == OWNER && geteuid() != 0) continue;
         Ended its = fetch_apart();
         expect(its.code != 3 && !its.text[0], "%s", its.text);
         expect(mode_of(path) == 0600, "%s: mode %o", path, mode_of(path));
         rename(path, aside);
-        if (c.kind == DANGLING) unlink(aside);
-        bool made = c.kind == LINK || c.kind == DANGLING ? symlink(aside, path) == 0
-                    : c.kind == FIFO                     ? mkfifo(path, 0600) == 0
-                    : c.kind == FOLDER                   ? mkdir(path, 0700) == 0
-                    : c.kind == OWNER                    ? rename(aside, path) == 0 && chown(path, 65534, 65534) == 0
-                                      : rename(aside, path) == 0 && chmod(path, c.kind == GROUP ? 0620 : 0602) == 0;
+        if (kind == DANGLING) unlink(aside);
+        bool made = kind == LINK || kind == DANGLING ? symlink(aside, path) == 0
+                    : kind == FIFO                   ? mkfifo(path, 0600) == 0
+                    : kind == FOLDER                 ? mkdir(path, 0700) == 0
+                    : kind == OWNER                  ? rename(aside, path) == 0 && chown(path, 65534, 65534) == 0
+                                    : rename(aside, path) == 0 && chmod(path, kind == GROUP ? 0620 : 0602) == 0;
         expect(made, "%s", strerror(errno));
-        expect_line(test, fetch_apart(), c.says);
-        if (c.kind == FOLDER) rmdir(path);
+        expect_line(test, fetch_apart(), says);
+        if (kind == FOLDER) rmdir(path);
         // All but a folder have been replaced by a file of this user's own.
-        expect_ended(test, fetch_apart(), c.kind != FOLDER);
+        expect_ended(test, fetch_apart(), kind != FOLDER);
         unlink(aside);
     }
 }
@@ -80,32 +77,28 @@ JIT_TEST(jit_cache_files_of_others) {
 // A folder that is not this user's own: neither read nor written, and several kernels cost one line.
 JIT_TEST(jit_cache_folders_of_others) {
     enum Kind { LINK, SLASH, GROUP, WORLD, OWNER, FIFO };
-    const struct {
-        Kind kind;
-        const char* says;
-    } cases[] = {{LINK, "is a symbolic link"},        {SLASH, "is a symbolic link"},
-                 {GROUP, "can be written by others"}, {WORLD, "can be written by others"},
-                 {OWNER, "belongs to another user"},  {FIFO, "is no folder"}};
+    const std::tuple<Kind, const char*> cases[] = {
+        {LINK, "is a symbolic link"},        {SLASH, "is a symbolic link"},      {GROUP, "can be written by others"},
+        {WORLD, "can be written by others"}, {OWNER, "belongs to another user"}, {FIFO, "is no folder"}};
     CacheFolder folder;
     const char* link = formatted("%s-link", folder.path);
     expect_ended(test, fetch_apart(), 0);
-    for (const auto& c : cases) {
-        if (c.kind == OWNER && geteuid() != 0) continue;
-        bool made = true, is_link = c.kind == LINK || c.kind == SLASH;
-        const char* named =
-            formatted("%s%s", is_link || c.kind == FIFO ? link : folder.path, c.kind == SLASH ? "//" : "");
+    for (const auto& [kind, says] : cases) {
+        if (kind == OWNER && geteuid() != 0) continue;
+        bool made = true, is_link = kind == LINK || kind == SLASH;
+        const char* named = formatted("%s%s", is_link || kind == FIFO ? link : folder.path, kind == SLASH ? "//" : "");
         if (is_link) made = symlink(folder.path, link) == 0;
-        if (c.kind == FIFO) made = mkfifo(link, 0600) == 0;
-        if (c.kind == GROUP || c.kind == WORLD) made = chmod(folder.path, c.kind == GROUP ? 0770 : 01777) == 0;
-        if (c.kind == OWNER) made = chown(folder.path, 65534, 65534) == 0;
+        if (kind == FIFO) made = mkfifo(link, 0600) == 0;
+        if (kind == GROUP || kind == WORLD) made = chmod(folder.path, kind == GROUP ? 0770 : 01777) == 0;
+        if (kind == OWNER) made = chown(folder.path, 65534, 65534) == 0;
         expect(made, "%s", strerror(errno));
         setenv("NIBBLE_CACHE", named, 1);
         const auto both = [] { return fetch_small() + fetch_small("__device__ int jit_cache_test = 2;\n"); };
-        expect_line(test, in_child(both), c.says);
-        expect(folder_files(folder.path, false) == 1, "%s: the folder was written", c.says);
+        expect_line(test, in_child(both), says);
+        expect(folder_files(folder.path, false) == 1, "%s: the folder was written", says);
         unlink(link);
         chmod(folder.path, 0700);
-        if (c.kind == OWNER) made = chown(folder.path, 0, 0) == 0;
+        if (kind == OWNER) made = chown(folder.path, 0, 0) == 0;
     }
     char endless[5001];
     memset(endless, 'x', sizeof(endless) - 1), endless[5000] = 0;

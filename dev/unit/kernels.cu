@@ -287,39 +287,14 @@ OPERATOR_TEST(global_norm_cpu) {
     }
 }
 
-TEST(cpu_threads_same_bits) {
-    const int N = 200, C = 136, V = 50;
-    Device dev = test_device(false);
-    int threads = omp_get_max_threads();
-    Positions p = positions_create(N, V, 3.0);
-    float *x = random_floats(N * C, 1, 1.0f), *d = random_floats(N * C, 2, 1.0f), *weight = random_floats(C, 3, 1.0f);
-    float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
-    float *mean = random_floats(N, 4, 0.1f), *rstd = random_floats(N, 5, 1.0f), *result[2];
-    const int64_t length = N * C + 3 * C + C * C + C + V * C + N * C + 2;
-    for (int run = 0; run < 2; run++) {
-        omp_set_num_threads(run == 0 ? 1 : 3);
-        float *next = result[run] = random_floats(length, 6, 1.0f), *dinp = next, *dweight = dinp + N * C;
-        float *dbias = dweight + C, *dcolumns = dbias + C, *dw = dcolumns + C, *db = dw + C * C, *dwte = db + C,
-              *dwpe = dwte + V * C;
-        layernorm_backward(&dev, dinp, dweight, dbias, dcolumns, (float*)nullptr, d, x, weight, mean, rstd, N, C, true);
-        matmul_backward_weight(&dev, dw, d, x, N, C, C, true);
-        matmul_backward_bias(&dev, db, (float*)nullptr, d, N, C, true);
-        embedding_backward(&dev, dwte, dwpe, dwte, d, p.order, p.bucket, p.buckets, 1, N, C, V, true);
-        global_norm(&dev, dwpe + N * C, scratch, d, (int64_t)N * C, 1.0f);
-    }
-    omp_set_num_threads(threads);
-    expect(memcmp(result[0], result[1], length * sizeof(float)) == 0, "1 and 3 threads differ");
-}
-
 // GPU: the kernels against the plain C version.
 
 template <typename X>
 void gelu_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
     Array<X> x(dev, n, 1, 12.0f), out(dev, n), d(dev, n, 2, 1.0f);
     Room room(dev);
-    float *want = room.host<float>(n), *dwant = room.host<float>(n), *before = room.host<float>(n);
+    float *want = room.host<float>(n), *dwant = room.copy(d.host, n), *before = room.copy(d.host, n);
     gelu_forward_cpu(want, x.host, n);
-    memcpy(dwant, d.host, n * sizeof(float)), memcpy(before, d.host, n * sizeof(float));
     gelu_backward_inplace_cpu(dwant, x.host, n);
     check_output(test, worst, "gelu", &out, nullptr, want, EPS32, [&] { gelu_forward(dev, out.device, x.device, n); });
     check_output(test, worst, "dgelu", &d, before, dwant, 4 * EPS32,
@@ -339,9 +314,8 @@ void layernorm_forward_gpu_case(Test* test, double* worst, const Device* dev, in
         sum(dev, N * C), out(dev, N * C);
     Array<float> mean(dev, N), rstd(dev, N);
     Room room(dev);
-    float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.host<float>(N * C);
+    float *want_sum = room.host<float>(N * C), *want = room.host<float>(N * C), *before = room.copy(x.host, N * C);
     float *want_mean = room.host<float>(N), *want_rstd = room.host<float>(N);
-    memcpy(before, x.host, N * C * sizeof(float));
     double bound = EPS32 * (8 + sqrt((double)C));
     residual_forward_cpu(want_sum, x.host, y.host, N * C);
     for (int64_t i = 0; i < N * C; i++) want_sum[i] = to_float(from_float<X>(want_sum[i]));
@@ -487,57 +461,6 @@ TEST(layernorm_backward_again_gpu) {
         }
         expect(differ == 0, "C %d: %d of 59 runs differ from the first", C, differ);
     }
-}
-
-// Round to bf16 in place.
-void round_to_bf16(float* values, int64_t n) {
-    for (int64_t i = 0; i < n; i++) values[i] = to_float(from_float<bf16>(values[i]));
-}
-
-// Sums of K products each by a tensor core's steps: all within the bound, and few of those that leave one product out
-// or take one with the wrong sign.
-void tensor_core_case(Test* test, double* worst, TensorCore core, int64_t K) {
-    const int64_t SUMS = 1024, LINE = SUMS * K;
-    float *a = random_floats(LINE, 1, 1.0f), *b = random_floats(LINE, 2, 1.0f), *got = floats(SUMS);
-    float *want = floats(SUMS), *without = floats(SUMS), *wrong_sign = floats(SUMS);
-    round_to_bf16(a, LINE), round_to_bf16(b, LINE);
-    for (int64_t i = 0; i < SUMS; i++) {
-        float *line = a + i * K, *damaged = line + i % K, whole = *damaged;
-        double exact = 0.0;
-        for (int64_t k = 0; k < K; k++) exact += (double)line[k] * b[i * K + k];
-        want[i] = (float)exact;
-        got[i] = tensor_core_sum(core, line, b + i * K, K);
-        *damaged = 0.0f, without[i] = tensor_core_sum(core, line, b + i * K, K);
-        *damaged = -whole, wrong_sign[i] = tensor_core_sum(core, line, b + i * K, K);
-    }
-    double bound = tensor_core_bound(core, K, 1.0);
-    close_to(test, worst, "sums", got, want, SUMS, bound, 5 * EPS32);
-    double lost = share_beyond(without, want, SUMS, bound), turned = share_beyond(wrong_sign, want, SUMS, bound);
-    expect(lost > 0.9, "K %lld: of sums without a product %.3f are refused", (long long)K, lost);
-    expect(turned > 0.9, "K %lld: of sums with a wrong sign %.3f are refused", (long long)K, turned);
-}
-
-TEST(tensor_core_sums) {
-    double worst = 0.0;
-    for (int compute : {80, 90})
-        for (int K : {1, 3, 37, 257, 1000, 3000}) tensor_core_case(test, &worst, tensor_core(compute), K);
-    // Numbers that an H200's cuBLASLt made of two columns of the gradient of weights (456, 1544) over 3000 rows, the
-    // second added to what was there.
-    const int K = 3000, C = 1544, OC = 456;
-    const struct {
-        int row, column;
-        bool accumulate;
-        float h200;
-    } columns[] = {{375, 36, false, 77.3609772f}, {149, 1198, true, 57.5318108f}};
-    for (auto& at : columns) {
-        float a[K], b[K];
-        for (int k = 0; k < K; k++) a[k] = test_uniform(1, k * OC + at.row), b[k] = test_uniform(2, k * C + at.column);
-        round_to_bf16(a, K), round_to_bf16(b, K);
-        float begin = at.accumulate ? test_uniform(3, at.row * C + at.column) : 0.0f;
-        float sum = tensor_core_sum(tensor_core(90), a, b, K) + begin;
-        expect(sum == at.h200, "(%d, %d): %.9g, on an H200 %.9g", at.row, at.column, sum, at.h200);
-    }
-    note_worst(test, worst);
 }
 
 float largest(const float* values, int64_t n) {

@@ -27,15 +27,6 @@ inline void close_to(Test* test, double* worst, const char* what, const float* g
     if (!(multiple <= *worst)) *worst = multiple;
 }
 
-// The share of n elements that are off by more, or NaN.
-inline double share_beyond(const float* got, const float* want, int64_t n, double absolute,
-                           double relative = 5 * EPS32) {
-    int64_t beyond = 0;
-    for (int64_t i = 0; i < n; i++)
-        beyond += !(fabs((double)got[i] - want[i]) <= absolute + relative * fabs((double)want[i]));
-    return (double)beyond / n;
-}
-
 inline void note_worst(Test* test, double worst) {
     note(test, "worst %.2f of bound", worst);
 }
@@ -166,11 +157,13 @@ void check_output(Test* test, double* worst, const char* what, Array<T>* out, co
 // The share of the output of a damaged run that check_output would refuse.
 template <typename T, typename Run>
 double output_share_beyond(Array<T>* out, const float* before, const float* want, double absolute, Run run) {
+    const double relative = epsilon<T>() + 4 * EPS32;
     Room room(out->dev);
-    float* values = room.host<float>(out->n);
+    int64_t beyond = 0;
     out->set(before);
     run();
     const T* got = room.to_host(out->device, out->n);
-    for (int64_t i = 0; i < out->n; i++) values[i] = to_float(got[i]);
-    return share_beyond(values, want, out->n, absolute, epsilon<T>() + 4 * EPS32);
+    for (int64_t i = 0; i < out->n; i++)
+        beyond += !(fabs((double)to_float(got[i]) - want[i]) <= absolute + relative * fabs((double)want[i]));
+    return (double)beyond / out->n;
 }

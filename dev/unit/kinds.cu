@@ -1,8 +1,6 @@
 // Tests of rules by tensor name: rule= of --override.
 #include "kinds.h"
 
-#include "../../optim/table.cuh"
-
 // A tensor's weights are those of a run whose every tensor has the tensor's rule.
 static void check_rules_mixed(Test* test, const char* overrides, const char* other, bool gpu) {
     OptimConfig plain = make_config("adamw", "fp32", "fp32"), mixed = plain, alone = make_config(other, "fp32", "fp32");
@@ -36,16 +34,14 @@ TEST(override_rule_refusals) {
     expect_refusal(test, config, "--override rule: \"lyon\" is not known", "did you mean lion?");
     config.overrides = "wte: rule=";
     expect_refusal(test, config, "--override: \"rule=\" names no rule", "--list-formats");
-    const struct {
-        const char *rule, *v, *mode, *says;
-    } rows[] = {{"lion", "none", "coupled", "add v=fp32"},
-                {"adamw", "fp32", "coupled", "lion keeps no second moment"},
-                {"lion", "none", "independent", "--decay-mode coupled"}};
-    for (const auto& row : rows) {
-        OptimConfig run = make_config(row.rule, "fp32", "fp32"), launch = run;
-        run.decay_mode = row.mode;
-        launch.rule = is(row.mode, "independent") ? "sgd" : is(row.rule, "lion") ? "adamw" : "lion";
-        launch.v = row.v;
-        expect_refused(optim_rule_fits(&launch, &run, error), error, row.says);
+    const char* const rows[][4] = {{"lion", "none", "coupled", "add v=fp32"},
+                                   {"adamw", "fp32", "coupled", "lion keeps no second moment"},
+                                   {"lion", "none", "independent", "--decay-mode coupled"}};
+    for (const auto& [rule, v, mode, says] : rows) {
+        OptimConfig run = make_config(rule, "fp32", "fp32"), launch = run;
+        run.decay_mode = mode;
+        launch.rule = is(mode, "independent") ? "sgd" : is(rule, "lion") ? "adamw" : "lion";
+        launch.v = v;
+        expect_refused(optim_rule_fits(&launch, &run, error), error, says);
     }
 }

@@ -1,7 +1,5 @@
 // Unit tests of kernels/ranks/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in
-// processes of their own that agree, hang, or end.
-#include <time.h>
-
+// processes of their own that agree and rest.
 #include "ranks.h"
 
 // Returns what launch_environment makes of an environment that holds "NAME=value NAME=value" and nothing else.
@@ -23,10 +21,8 @@ static bool read_environment(const char* set, int gpus, Launch* launch, char* er
 #define SLURM "SLURM_PROCID=7 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=7 SLURM_STEP_ID=0 SLURM_JOB_ID=42 "
 
 TEST(launch_environment) {
-    struct {
-        const char *set, *source, *host;
-        int rank, world, local_rank, port;  // port 0: any
-    } cases[] = {
+    // Rank, world and local rank follow, and the port; 0: any.
+    const std::tuple<const char*, const char*, const char*, int, int, int, int> cases[] = {
         {"", "", "", 0, 1, 0, 0},
         {TORCHRUN, "RANK, WORLD_SIZE, ...", "gpu1", 3, 8, 1, 29500},
         {TORCHRUN "TORCHELASTIC_RUN_ID=none", "torchrun's variables", "gpu1", 3, 8, 1, 29501},
@@ -42,21 +38,18 @@ TEST(launch_environment) {
         {"RANK=0", "", "", 0, 1, 0, 0},
         {"RANK=0 WORLD_SIZE=1", "", "", 0, 1, 0, 0},
     };
-    for (auto& c : cases) {
+    for (const auto& [set, source, host, rank, world, local_rank, port] : cases) {
         Launch launch;
-        bool fine = read_environment(c.set, 1, &launch, error);
-        expect(fine, "%s: %s", c.set, error);
-        expect(launch.rank == c.rank && launch.world == c.world && launch.local_rank == c.local_rank, "%s: %d %d %d",
-               c.set, launch.rank, launch.world, launch.local_rank);
-        expect(strcmp(launch.source, c.source) == 0 && strcmp(launch.host, c.host) == 0, "%s: %s, %s", c.set,
-               launch.source, launch.host);
+        bool fine = read_environment(set, 1, &launch, error);
+        expect(fine, "%s: %s", set, error);
+        expect(launch.rank == rank && launch.world == world && launch.local_rank == local_rank, "%s: %d %d %d", set,
+               launch.rank, launch.world, launch.local_rank);
+        expect(strcmp(launch.source, source) == 0 && strcmp(launch.host, host) == 0, "%s: %s, %s", set, launch.source,
+               launch.host);
         bool low = launch.world == 1 || (launch.port >= 20000 && launch.port < 30000);
-        expect(c.port ? launch.port == c.port : low, "%s: port %d", c.set, launch.port);
+        expect(port ? launch.port == port : low, "%s: port %d", set, launch.port);
     }
-    struct {
-        const char *set, *needle;
-        int gpus;
-    } wrong[] = {
+    const std::tuple<const char*, const char*, int> wrong[] = {
         {"WORLD_SIZE=4 RANK=2", "LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set", 1},
         {TORCHRUN, "leave --gpus out", 4},
         {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
@@ -70,26 +63,26 @@ TEST(launch_environment) {
         {OPEN_MPI, "set MASTER_ADDR", 1},
         {SLURM, "set MASTER_ADDR", 1},
     };
-    for (auto& c : wrong) {
+    for (const auto& [set, needle, gpus] : wrong) {
         Launch launch;
         error[0] = 0;
-        bool fine = read_environment(c.set, c.gpus, &launch, error);
-        expect(!fine && strstr(error, c.needle), "%s: '%s', want '%s'", c.set, error, c.needle);
+        bool fine = read_environment(set, gpus, &launch, error);
+        expect(!fine && strstr(error, needle), "%s: '%s', want '%s'", set, error, needle);
     }
 }
 
 TEST(launch_first_host) {
-    struct {
-        const char *list, *host;  // NULL: refused
-    } cases[] = {{"gpu", "gpu"},          {"gpu7,login1", "gpu7"},     {"gpu[003-007,9],login", "gpu003"},
-                 {"gpu[12,14]", "gpu12"}, {"n[1-2]-eth,n9", "n1-eth"}, {"", nullptr},
-                 {"[1-2]", nullptr},      {"gpu[", nullptr},           {"gpu[x]", nullptr},
-                 {"gpu[1-2", nullptr}};
-    for (auto& c : cases) {
+    // NULL: refused.
+    const char* const cases[][2] = {
+        {"gpu", "gpu"},          {"gpu7,login1", "gpu7"},     {"gpu[003-007,9],login", "gpu003"},
+        {"gpu[12,14]", "gpu12"}, {"n[1-2]-eth,n9", "n1-eth"}, {"", nullptr},
+        {"[1-2]", nullptr},      {"gpu[", nullptr},           {"gpu[x]", nullptr},
+        {"gpu[1-2", nullptr}};
+    for (const auto& [list, want] : cases) {
         char host[64] = "";
-        bool fine = launch_first_host(c.list, host, sizeof(host));
-        expect(fine == (c.host != nullptr), "%s: %d", c.list, fine);
-        if (fine) expect(strcmp(host, c.host) == 0, "%s: %s, want %s", c.list, host, c.host);
+        bool fine = launch_first_host(list, host, sizeof(host));
+        expect(fine == (want != nullptr), "%s: %d", list, fine);
+        if (fine) expect(strcmp(host, want) == 0, "%s: %s, want %s", list, host, want);
     }
     char tight[6];
     expect(launch_first_host("gpu[12]", tight, sizeof(tight)) && strcmp(tight, "gpu12") == 0, "%s", tight);
@@ -119,22 +112,6 @@ TEST(launch_agrees) {
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
 }
 
-static double seconds_now() {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-// Rank 1 hangs before the 4th agreement, though its process is alive; the others wait for it.
-static void hang_main(Launch* l) {
-    for (int i = 0; i < 10; i++) {
-        launch_hurry(l, "counting", 0);
-        if (i == 3 && l->rank == 1) sleep(60);
-        if (i == 3 && l->rank != 1) launch_hurry(l, "counting on", 0);
-        launch_any(l, false);
-    }
-}
-
 // A rank that takes longer than the others wait, and says so.
 static void rest_main(Launch* l) {
     launch_hurry(l, "working", 0);
@@ -142,39 +119,8 @@ static void rest_main(Launch* l) {
     launch_any(l, false);
 }
 
-// Ranks whose work takes longer than usual, and who know.
-static void patient_main(Launch* l) {
-    launch_hurry(l, "working hard", 20);
-    sleep(4);
-    launch_any(l, false);
-}
-
-static void fail_main(Launch* l) {
-    if (l->rank == 2) launch_failed(5, "train: error: no more apples\n");
-    launch_any(l, false);
-}
-
-// Rank 1 thinks that all is done.
-static void early_main(Launch* l) {
-    for (int i = 0; i < 3 && l->rank != 1; i++) launch_any(l, false);
-}
-
-static void all_fail_main(Launch*) {
-    launch_failed(2, "train: error: the same everywhere\n");
-}
-
-TEST(launch_ends_together) {
-    double begin = seconds_now();
-    expect_ended(test, run_ranks(3, hang_main), 1, {"rank 1 on ", "hangs", "counting"});
-    double hang = seconds_now() - begin;
-    expect(hang < 10, "a rank that hangs: %.1f s", hang);
+// Ranks that hang, fail, end or know that their work takes longer: exchange_patience, multi_failures,
+// doors_messages_of_a_rank.
+TEST(launch_rests) {
     expect_ended(test, run_ranks(3, rest_main), 0);
-    expect_ended(test, run_ranks(3, patient_main), 0);
-    Ended its = run_ranks(4, fail_main);
-    expect_ended(test, its, 5, {": no more apples\n"});
-    expect(strncmp(its.text, "train: error: rank 2 on ", 24) == 0, "failure: %s", its.text);
-    expect_ended(test, run_ranks(2, early_main), 1, {"ended for which others still wait"});
-    its = run_ranks(4, all_fail_main);
-    expect(its.code == 2 && strcmp(its.text, "train: error: the same everywhere\n") == 0, "%d, %s", its.code, its.text);
-    note(test, "a hang found in %.1f s of 2 allowed", hang);
 }

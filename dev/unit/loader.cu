@@ -83,9 +83,9 @@ static void expect_not_opened(Test* test, const char* path, DatasetPart part, do
 }
 
 // The first `count` sequences from `first` on, T+1 tokens each, through batches of B.
-static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count,
-                   int* out) {
-    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, {0, 0}, malloc, free, error);
+static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count, int* out,
+                   LoaderSlice slice = {0, 0}) {
+    Loader* loader = loader_open(data, B, T, 1337, shuffle, first, slice, malloc, free, error);
     expect(loader, "%s", error);
     for (int64_t done = 0; loader && done < count; done += B) {
         const Batch* batch = loader_next(loader, error);
@@ -127,10 +127,25 @@ DATA_TEST(data_loader_order) {
         size_t bytes = (size_t)(count * (T + 1)) * sizeof(int);
         expect(memcmp(got, want + first * (T + 1), bytes) == 0, "resumed at %d", first);
     }
-    stream(test, &data, 4, T, false, 3, 80, got);
-    for (int n = 0; n < 80; n++) {
-        expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
+    // A step's sequences are the same for any number of ranks, batch size and step to resume from, over epochs.
+    constexpr int STEP = 12, STEPS = SEQUENCES / STEP;
+    for (int ranks : {1, 2, 3, 4, 6, 12}) {
+        const int run = STEP / ranks, from = ranks % 3;
+        for (int B = 1; B <= run; B++) {
+            for (int rank = 0; rank < ranks && run % B == 0; rank++) {
+                const int first = from * STEP + rank * run;
+                stream(test, &data, B, T, true, first, (STEPS - from) * run, got, {run, STEP});
+                for (int step = from; step < STEPS; step++) {
+                    const int *its = got + (step - from) * run * (T + 1),
+                              *all = want + (step * STEP + rank * run) * (T + 1);
+                    expect(memcmp(its, all, (size_t)(run * (T + 1)) * sizeof(int)) == 0,
+                           "%d ranks, B %d, step %d, rank %d", ranks, B, step, rank);
+                }
+            }
+        }
     }
+    stream(test, &data, 4, T, false, 3, 80, got);
+    for (int n = 0; n < 80; n++) expect(got[n * (T + 1)] == token_of((n + 3) % 37 * T), "unshuffled sequence %d", n);
 }
 
 // A batch keeps its contents through the next call, while the thread fills the buffers ahead.
@@ -317,18 +332,15 @@ DATA_TEST(data_loader_folder) {
         "\"tokenizer\": \"gpt2\"}");
     put_text(joined(folder, "vocab.json"), "{}");
     put_text(joined(folder, "merges.txt"), "");
-    const struct {
-        const char* path;
-        DatasetPart part;
-        double ratio;
-    } opened[] = {{folder, DATASET_TRAIN, 4},
-                  {folder, DATASET_VALIDATION, 5},
-                  {folder, DATASET_WHOLE, 324.0 / 76.0},
-                  {joined(folder, "train_*.bin"), DATASET_WHOLE, 4},
-                  {joined(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
-    for (auto& item : opened) {
-        data = open_data(test, item.path, item.part, 0.1, T);
-        expect(data.vocabulary == 320 && data.bytes_per_token == item.ratio, "%s: %g", item.path, data.bytes_per_token);
+    const std::tuple<const char*, DatasetPart, double> opened[] = {
+        {folder, DATASET_TRAIN, 4},
+        {folder, DATASET_VALIDATION, 5},
+        {folder, DATASET_WHOLE, 324.0 / 76.0},
+        {joined(folder, "train_*.bin"), DATASET_WHOLE, 4},
+        {joined(folder, "val_000000.bin"), DATASET_WHOLE, 5}};
+    for (const auto& [path, part, ratio] : opened) {
+        data = open_data(test, path, part, 0.1, T);
+        expect(data.vocabulary == 320 && data.bytes_per_token == ratio, "%s: %g", path, data.bytes_per_token);
         expect(strcmp(data.tokenizer, folder) == 0, "tokenizer %s", data.tokenizer);
     }
     put_text(joined(folder, "meta.json"), "{\"vocabulary\": 70000}");
@@ -341,10 +353,7 @@ DATA_TEST(data_loader_bad_files) {
     enum { T = 10 };
     Dataset data;
     const char* path = joined(folder, "x.bin");
-    const struct {
-        int tokens, claimed, magic, version;
-        const char* why;
-    } headers[] = {
+    const std::tuple<int, int, int, int, const char*> headers[] = {
         {100, -1, 20240522, 1, "an evaluation set of llm.c"},
         {100, -1, 20240326, 1, "a model of llm.c"},
         {100, -1, 20240801, 7, "Llama 3"},
@@ -354,24 +363,23 @@ DATA_TEST(data_loader_bad_files) {
         {100, 2000000000, 20240520, 1, "truncated"},
         {T, -1, 20240520, 1, "has 10 tokens and a window of T = 10 needs 11"},
         {0, -1, 20240520, 1, "has 0 tokens"}};
-    const struct {
-        const char *text, *why;
-    } texts[] = {{"", "is empty"},
-                 {"ab", "not a shard of tokens"},
-                 {"Once upon a time there was a text in a file called .bin", "or --data-format bytes to train"}};
+    const char* const texts[][2] = {
+        {"", "is empty"},
+        {"ab", "not a shard of tokens"},
+        {"Once upon a time there was a text in a file called .bin", "or --data-format bytes to train"}};
     auto refused = [&](const char* why) {
         expect_refused(dataset_open(&data, path, DATA_AUTO, DATASET_WHOLE, 0.1, T, error), error, why);
         expect(strstr(error, "x.bin"), "%s does not name the file", error);
         expect(data.file == NULL && data.files == 0, "the dataset is left half open");
     };
     refused("No such file");
-    for (const auto& row : texts) {
-        put_text(path, row.text);
-        refused(row.why);
+    for (const auto& [text, why] : texts) {
+        put_text(path, text);
+        refused(why);
     }
-    for (const auto& row : headers) {
-        put_shard(path, 0, row.tokens, token_of, row.claimed, row.magic, row.version);
-        refused(row.why);
+    for (const auto& [tokens, claimed, magic, version, why] : headers) {
+        put_shard(path, 0, tokens, token_of, claimed, magic, version);
+        refused(why);
     }
     put_shard(path, 0, 100, token_of);
     for (int length : {1023, 600, 12, 8, 7, 4}) {
@@ -476,15 +484,13 @@ DATA_TEST(data_tokenizer_files) {
     put_text(vocabulary, "{\"a\":0,\"\\u0120b\":2,\"\xC4\x8A\":3,\"<|endoftext|>\":4,\"two words\":5}");
     Tokenizer* tokenizer = tokenizer_open(folder, error);
     expect(tokenizer, "%s", error);
-    const struct {
-        int token;
-        const char* text;
-    } decoded[] = {{0, "a"}, {1, ""}, {2, " b"}, {3, "\n"}, {4, "<|endoftext|>"}, {5, "two words"}, {6, ""}, {-1, ""}};
+    const std::tuple<int, const char*> decoded[] = {
+        {0, "a"}, {1, ""}, {2, " b"}, {3, "\n"}, {4, "<|endoftext|>"}, {5, "two words"}, {6, ""}, {-1, ""}};
     int tokens[8], bytes = 0;
-    for (auto& item : decoded) {
-        const char* text = tokenizer_decode(tokenizer, item.token, &bytes);
-        bool same = bytes == (int)strlen(item.text) && memcmp(text, item.text, (size_t)bytes) == 0;
-        expect(same, "token %d is \"%.*s\"", item.token, bytes, text);
+    for (const auto& [token, want] : decoded) {
+        const char* text = tokenizer_decode(tokenizer, token, &bytes);
+        bool same = bytes == (int)strlen(want) && memcmp(text, want, (size_t)bytes) == 0;
+        expect(same, "token %d is \"%.*s\"", token, bytes, text);
     }
     expect(tokenizer_vocabulary(tokenizer) == 6 && tokenizer_end(tokenizer) == 4, "size");
     expect(tokenizer_encode(tokenizer, "a", 1, tokens, 8) == -1, "there are no merges");

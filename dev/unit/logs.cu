@@ -106,6 +106,12 @@ TEST(logs_grid) {
     }
 }
 
+// Calls body(codes, name) for each format.
+template <class Body>
+static void for_formats(Body body) {
+    body(Log8(), "log8"), body(Log16(), "log16"), body(AdaLog8(), "adalog8");
+}
+
 // The least v that is told from smaller ones.
 template <class Codes>
 constexpr double LEAST_V = Codes::OWN ? 0x1p-125 : 0x1p-126;
@@ -161,9 +167,7 @@ static void check_survive(Test* test, const char* name) {
 }
 
 TEST(logs_codes_survive) {
-    check_survive<Log8>(test, "log8");
-    check_survive<Log16>(test, "log16");
-    check_survive<AdaLog8>(test, "adalog8");
+    for_formats([&](auto codes, const char* name) { check_survive<decltype(codes)>(test, name); });
 }
 
 // Every float of a sweep between the ends, in tiles that hold the ends.
@@ -199,14 +203,12 @@ static void check_nearest(Test* test, const char* name) {
 }
 
 TEST(logs_nearest_against_search) {
-    check_nearest<Log8>(test, "log8");
-    check_nearest<Log16>(test, "log16");
-    check_nearest<AdaLog8>(test, "adalog8");
+    for_formats([&](auto codes, const char* name) { check_nearest<decltype(codes)>(test, name); });
 }
 
 // Over all 65536 noises the mean is the value: within one count and a half, and what the logarithm is off.
 template <class Codes>
-static double check_counts(Test* test, const char* name) {
+static void check_counts(Test* test, const char* name) {
     double worst = 0.0;
     for (LogRange wanted : ranges) {
         LogRange range = Codes::OWN ? wanted : LogRange{-126.0f, wanted.high + 126.0f};
@@ -231,27 +233,24 @@ static double check_counts(Test* test, const char* name) {
             worst = fmax(worst, error / bound);
         }
     }
-    return worst;
+    note(test, "%s %.2f of bound", name, worst);
 }
 
 TEST(logs_stochastic_counts) {
-    double log8 = check_counts<Log8>(test, "log8"), log16 = check_counts<Log16>(test, "log16");
-    double adalog8 = check_counts<AdaLog8>(test, "adalog8");
-    note(test, "log8 %.2f, log16 %.2f, adalog8 %.2f of bound", log8, log16, adalog8);
+    for_formats([&](auto codes, const char* name) { check_counts<decltype(codes)>(test, name); });
 }
 
 // Stored again and again with the noise of other steps, the mean is the value within 4 standard errors, for 64 elements
 // together at each of 32 magnitudes.
 template <class Codes>
-static double check_unbiased(Test* test, const char* name) {
+static void check_unbiased(Test* test, const char* name) {
     constexpr int STEPS = 400, MAGNITUDES = 32, EACH = TILE_ELEMENTS / MAGNITUDES;
     static LogTile tile;
     static double sum[TILE_ELEMENTS], squares[TILE_ELEMENTS];
     double worst = 0.0;
     memset(sum, 0, sizeof(sum)), memset(squares, 0, sizeof(squares));
-    for (int i = 0; i < TILE_ELEMENTS; i++) {
+    for (int i = 0; i < TILE_ELEMENTS; i++)
         tile.x[i] = ldexpf(1.0f + 0.5f * fabsf(test_uniform(8, i)), i / EACH * 7 - 125);
-    }
     for (uint32_t step = 1; step <= STEPS; step++) {
         tile_store<Codes, 2048, STOCHASTIC>(&tile, step);
         for (int i = 0; i < TILE_ELEMENTS; i++) {
@@ -266,13 +265,11 @@ static double check_unbiased(Test* test, const char* name) {
         expect(fabs(errors) <= 4.0, "%s: 2^%d is off by %.2f standard errors", name, m * 7 - 125, errors);
         worst = fmax(worst, fabs(errors));
     }
-    return worst;
+    note(test, "%s %.1f of 4 standard errors", name, worst);
 }
 
 TEST(logs_stochastic_means) {
-    double log8 = check_unbiased<Log8>(test, "log8"), log16 = check_unbiased<Log16>(test, "log16");
-    double adalog8 = check_unbiased<AdaLog8>(test, "adalog8");
-    note(test, "log8 %.1f, log16 %.1f, adalog8 %.1f of 4 standard errors", log8, log16, adalog8);
+    for_formats([&](auto codes, const char* name) { check_unbiased<decltype(codes)>(test, name); });
 }
 
 // Zeros, subnormals, NaN, infinity, what is negative, in blocks of 256 with a range each.
@@ -321,10 +318,8 @@ static void check_limits(Test* test, const char* name) {
 }
 
 TEST(logs_limits) {
-    check_limits<Log8, NEAREST>(test, "log8");
-    check_limits<Log8, STOCHASTIC>(test, "log8:sr");
-    check_limits<Log16, NEAREST>(test, "log16");
-    check_limits<Log16, STOCHASTIC>(test, "log16:sr");
-    check_limits<AdaLog8, NEAREST>(test, "adalog8");
-    check_limits<AdaLog8, STOCHASTIC>(test, "adalog8:sr");
+    for_formats([&](auto codes, const char* name) {
+        check_limits<decltype(codes), NEAREST>(test, name);
+        check_limits<decltype(codes), STOCHASTIC>(test, formatted("%s:sr", name));
+    });
 }

@@ -156,6 +156,14 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
     }
 }
 
+// How far the weights after a run are from p, as a share of the way from where they began.
+static double share_off(const LowRun* run, const Shape& s, const double* p) {
+    double error = 0.0, moved = 0.0;
+    for (int i = 0; i < s.rows * s.cols; i++)
+        error += pow((double)run->p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
+    return sqrt(error / moved);
+}
+
 // Sums of fp32 over at most 64 terms err by 2^-18 of their norms; Adam's division passes that on to elements in
 // proportion to one over their size, and few are below 2^-6 of the others: 2^-10 of the steps, in the norm of
 // Frobenius.
@@ -172,11 +180,7 @@ TEST_BOTH(lowrank_against_double) {
             const bool stored = is(rule, "galore") || is(rule, "fira");
             for (int i = 0; i < rank * side; i++) q[i] = stored ? (double)run.q[i] : random_basis(77, i, rank);
             reference_low(&run, s, q, p);
-            double error = 0.0, moved = 0.0;
-            for (int i = 0; i < s.rows * s.cols; i++) {
-                error += pow((double)run.p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
-            }
-            const double share = sqrt(error / moved) * 1024.0;
+            const double share = share_off(&run, s, p) * 1024.0;
             expect(share <= 1.0 && share > 0.0, "%s, basis %s, %d x %d: %g of the bound", rule, basis, s.rows, s.cols,
                    share);
             worst = fmax(worst, share);
@@ -228,12 +232,8 @@ static void check_fused_bf16(Test* test) {
         const int side = s.rows < s.cols ? s.rows : s.cols;
         for (int i = 0; i < 16 * side; i++) q[i] = in_bf16((double)run.q[i], true);
         reference_low(&run, s, q, p, true);
-        double error = 0.0, moved = 0.0;
-        for (int i = 0; i < s.rows * s.cols; i++) {
-            error += pow((double)run.p[i] - p[i], 2), moved += pow(p[i] - (double)start(i), 2);
-        }
-        expect(sqrt(error / moved) <= 1.0 / 1024 && error > 0.0, "bf16, %d x %d: %g off", s.rows, s.cols,
-               sqrt(error / moved));
+        const double share = share_off(&run, s, p);
+        expect(share <= 1.0 / 1024 && share > 0.0, "bf16, %d x %d: %g off", s.rows, s.cols, share);
     }
 }
 
@@ -395,14 +395,11 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
 // Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in
 // one block and divided among several.
 OPERATOR_TEST(lowrank_products_gpu) {
-    const struct {
-        Shape shape;
-        int rank;
-    } rows[] = {{{32, 32}, 8},   {{48, 96}, 24},      {{136, 40}, 40},    {{264, 264}, 136},
-                {{72, 520}, 64}, {{1040, 1032}, 136}, {{1032, 1040}, 72}, {{34000, 64}, 16}};
-    for (const auto& row : rows) {
-        check_products<float>(test, &dev, row.shape, row.rank, &worst);
-        check_products<bf16>(test, &dev, row.shape, row.rank, &worst);
+    const std::tuple<Shape, int> rows[] = {{{32, 32}, 8},   {{48, 96}, 24},      {{136, 40}, 40},    {{264, 264}, 136},
+                                           {{72, 520}, 64}, {{1040, 1032}, 136}, {{1032, 1040}, 72}, {{34000, 64}, 16}};
+    for (const auto& [shape, rank] : rows) {
+        check_products<float>(test, &dev, shape, rank, &worst);
+        check_products<bf16>(test, &dev, shape, rank, &worst);
     }
 }
 #endif
@@ -427,15 +424,13 @@ static void check_basis(Test* test, bool gpu, const char* basis, double most) {
         for (int c = 0; c < length; c++) {
             for (int r = 0; r < rank; r++) {
                 double low = 0.0;
-                for (int k = 0; k < side; k++) {
+                for (int k = 0; k < side; k++)
                     low += low_gradient(1, s, right ? c * s.cols + k : k * s.cols + c) * (double)run.q[r * side + k];
-                }
                 inside += low * low;
             }
         }
-        for (int i = 0; i < s.rows * s.cols; i++) {
+        for (int i = 0; i < s.rows * s.cols; i++)
             all += pow(low_gradient(1, s, i), 2), noise += pow(0.1 * (double)test_uniform(51, i), 2);
-        }
         expect(off <= side * most, "%s, %d x %d: rows are %g from orthonormal", basis, s.rows, s.cols, off);
         // A row that is longer than 1 by its rounding has that share of `all` in it too much.
         expect(fabs(all - inside) <= noise + side * most * all && all > 10.0 * noise, "%d x %d: %g of %g are outside",

@@ -37,7 +37,7 @@ static void matrix_open(Run* run, const OptimConfig* config, bool gpu) {
 // The update U of direction x, and a bound on its error; NorMuon's v and the bound on it are kept in `v` and `v_error`.
 static double reference_update(const OptimConfig* config, Dense* x, double* v, double* v_error, double unit,
                                bool rounds) {
-    double error = rounds ? reference_symmetric(config, x, unit, true) : reference_polar(config, x, unit);
+    double error = rounds ? reference_symmetric(config, x, true), 0.0 : reference_polar(config, x, unit);
     const int rows = x->rows, cols = x->cols;
     double factor = 0.2 * sqrt(rows > cols ? rows : cols);
     if (is(config->rule, "normuon")) {
@@ -115,8 +115,7 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     note(test, "%s %.2g of the bound, which is %.1g of the steps", config->rule, worst, share);
 }
 
-TEST_BOTH(matrix_against_double) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(matrix_against_double) {
     for (const char* rule : {"muon", "normuon"}) {
         for (const char* coefficients : {"jordan", "polar-express"}) {
             OptimConfig config = matrix_config(rule, "fp32", "fp32");
@@ -178,19 +177,12 @@ TEST(matrix_orthogonalises) {
     }
 }
 
-// A step that changes nothing, a resume from the streams, and shards: equal bits.
 static void check_resume_and_shards(Test* test, const OptimConfig* config, bool gpu) {
-    Run whole;
-    expect_resumed(test, &whole, config, model, TENSORS, matrix_steps(), gpu);
-    int64_t cut[5];
-    for (int k = 0; k <= 4; k++) cut[k] = whole.elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
-    optim_cuts(config, whole.tensor, TENSORS, cut, 5);
-    const int held = expect_shards(test, &whole, cut, 4, matrix_steps(), gpu);
+    const int held = expect_resumed_and_sharded(test, config, model, TENSORS, matrix_steps(), gpu);
     expect(held >= TENSORS - 1, "%d tensors are whole in a shard", held);  // adamw's may be cut
 }
 
-TEST_BOTH(matrix_resume_skip_and_shard) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(matrix_resume_skip_and_shard) {
     CacheFolder folder;
     const char* const formats[][2] = {{"fp32", "fp32"},          {"bf16+fp32", "bf16:sr"},   {"bf16:sr", "soft8/32"},
                                       {"lin8:sr", "de4/32@dq8"}, {"bf16+8:sr", "nf4/64:sr"}, {"bf16", "e4m3/tensor"}};
@@ -220,21 +212,18 @@ TEST_BOTH(matrix_resume_skip_and_shard) {
 
 // No bit depends on how many matrices are taken at a time: all, two tensors or one. The rows with overrides go the
 // fused way on a GPU, as their sizes and ranks are multiples of 8.
-TEST_BOTH(matrix_chunks) {
-    if (gpu && !jit_available()) skip("libnvrtc was not found");
+JIT_BOTH(matrix_chunks) {
     CacheFolder folder;
-    const struct {
-        const char *rule, *weights, *m, *overrides;
-    } rows[] = {{"muon", "bf16:sr", "bf16:sr", ""},
-                {"normuon", "fp32", "soft8/32", ""},
-                {"fira", "bf16:sr", "fp32", ""},
-                {"apollo", "fp32", "de4/64", ""},
-                {"galore", "bf16:sr", "fp32", ""},
-                {"galore", "fp32", "fp32", "wte|ln*|c_proj.weight: rule=adamw v=fp32"},
-                {"galore", "bf16:sr", "de4/64", "wte|ln*|c_proj.weight: rule=adamw v=fp32"}};
-    for (const auto& row : rows) {
-        OptimConfig config = matrix_config(row.rule, row.weights, row.m);
-        if (*row.overrides) config.overrides = row.overrides, config.rank = 8;
+    const char* const rows[][4] = {{"muon", "bf16:sr", "bf16:sr", ""},
+                                   {"normuon", "fp32", "soft8/32", ""},
+                                   {"fira", "bf16:sr", "fp32", ""},
+                                   {"apollo", "fp32", "de4/64", ""},
+                                   {"galore", "bf16:sr", "fp32", ""},
+                                   {"galore", "fp32", "fp32", "wte|ln*|c_proj.weight: rule=adamw v=fp32"},
+                                   {"galore", "bf16:sr", "de4/64", "wte|ln*|c_proj.weight: rule=adamw v=fp32"}};
+    for (const auto& [rule, weights, m, overrides] : rows) {
+        OptimConfig config = matrix_config(rule, weights, m);
+        if (*overrides) config.overrides = overrides, config.rank = 8;
         config.rank_gap = 2;
         Run whole, parts;
         matrix_open(&whole, &config, gpu);
@@ -244,14 +233,14 @@ TEST_BOTH(matrix_chunks) {
             matrix_open(&parts, &config, gpu);
             run_steps(&parts, 1, STEPS, matrix_steps(3));
             const char* where = difference(&whole, &parts);
-            expect(!where, "%s, m %s, chunks of %lld tiles: %s", row.rule, row.m, (long long)tiles, where);
+            expect(!where, "%s, m %s, chunks of %lld tiles: %s", rule, m, (long long)tiles, where);
             const MatrixWork* work = optim_matrix_work(parts.optim, 0);
-            expect(work->plan.chunks > 1 || (tiles == 4 && *row.overrides), "%s: one chunk of %lld tiles", row.rule,
+            expect(work->plan.chunks > 1 || (tiles == 4 && *overrides), "%s: one chunk of %lld tiles", rule,
                    (long long)tiles);
             const LaunchPlan* launch = &optim_parts(parts.optim).plan->launch[0];
-            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*row.overrides != 0), "%s, \"%s\"",
-                   row.rule, row.overrides);
-            expect_planned(test, &parts, row.rule);
+            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*overrides != 0), "%s, \"%s\"", rule,
+                   overrides);
+            expect_planned(test, &parts, rule);
         }
     }
 }
@@ -288,38 +277,34 @@ JIT_TEST(matrix_moments_equal_cpu_gpu) {
     }
 }
 
+constexpr int PART = 32 * 64;
+
+static float part_gradient(int64_t, int t, int64_t i) {
+    return test_uniform(4, t * PART + i);
+}
+
 // A tensor of three matrices is as three tensors are.
 TEST(matrix_parts_are_matrices) {
-    OptimConfig config = matrix_config("muon", "fp32", "fp32");
-    static float got[2][MOST];
+    const OptimConfig config = matrix_config("muon", "fp32", "fp32");
+    static float got[2][3 * PART], zeros[3 * PART];
     for (int split = 0; split < 2; split++) {
-        Device dev = test_device(false);
-        OptimTensor tensor[3];
         const int count = split ? 3 : 1;
-        for (int t = 0; t < count; t++) tensor[t] = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};
-        const int64_t elements = optim_layout(tensor, count, &config), n = 96 * 64 / count;
-        Optim* optim = optim_create(&dev, &config, tensor, count, OPTIM_FP32);
-        float* grads = (float*)device_alloc(&dev, elements * 4);
-        float one = 1.0f;
-        for (int t = 0; t < count; t++) {
-            for (int64_t i = 0; i < n; i++) grads[tensor[t].offset + i] = test_uniform(4, t * n + i);
-        }
-        optim_step(optim, grads, &one, 1.0f, 1);
-        for (int t = 0; t < count; t++) {
-            float* all = (float*)malloc((size_t)n * sizeof(float));
-            optim_get_weights(optim, t, all);
-            for (int64_t i = 0; i < n; i++) {
-                if (t * n + i < MOST) got[split][t * n + i] = all[i];
-            }
-        }
+        OptimTensor tensor[3];
+        Run run;
+        Steps how;
+        how.lr = 1.0f, how.given = part_gradient;
+        for (OptimTensor& each : tensor) each = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};
+        run_open(&run, &config, tensor, count, OPTIM_FP32);
+        for (int t = 0; t < count; t++) optim_set_weights(run.optim, t, zeros);
+        run_steps(&run, 1, 1, how);
+        for (int t = 0; t < count; t++) optim_get_weights(run.optim, t, got[split] + t * PART);
     }
     expect(memcmp(got[0], got[1], sizeof(got[0])) == 0, "parts and tensors differ");
+    expect(memcmp(got[0], zeros, sizeof(zeros)) != 0, "nothing moves");
 }
 
 TEST(matrix_rest_is_adamw) {
-    const struct {
-        const char *preset, *m, *overrides, *want;
-    } rows[] = {
+    const char* const rows[][4] = {
         {"", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
         {"adamw8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
         {"muon4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
@@ -328,14 +313,13 @@ TEST(matrix_rest_is_adamw) {
         {"int8w4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
         {"muon", "", "none", "none"},
     };
-    for (const auto& row : rows) {
+    for (const auto& [preset, m, overrides, want] : rows) {
         OptimConfig config = {
-            row.preset, strncmp(row.preset, "muon", 4) ? "muon" : "", "", "fp32", row.m, "", 0.9f, 0.95f, 1e-8f, 0.1f,
-            7};
-        config.overrides = row.overrides;
+            preset, strncmp(preset, "muon", 4) ? "muon" : "", "", "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+        config.overrides = overrides;
         expect(optim_resolve(&config, error), "%s", error);
-        expect(is(config.overrides, row.want), "%s: %s", row.preset, config.overrides);
-        expect(optim_resolve(&config, error) && is(config.overrides, row.want), "again: %s", error);
+        expect(is(config.overrides, want), "%s: %s", preset, config.overrides);
+        expect(optim_resolve(&config, error) && is(config.overrides, want), "again: %s", error);
     }
 }
 

@@ -12,22 +12,19 @@ constexpr size_t TOO_MUCH = (size_t)1 << 60;
 static const char* volatile sink;  // so that the compiler leaves no allocation out
 
 TEST(memory_missing_is_one_sentence) {
-    static const struct {
-        const char* name;
-        void (*body)();
-    } cases[] = {
+    static const std::tuple<const char*, void (*)()> cases[] = {
         {"memory_take", [] { sink = (char*)memory_take(TOO_MUCH); }},
         {"memory_zero", [] { sink = (char*)memory_zero(TOO_MUCH >> 4, 16); }},
         {"memory_zero, a product over 64 bits", [] { sink = (char*)memory_zero(TOO_MUCH, TOO_MUCH); }},
         {"memory_grow", [] { sink = (char*)memory_grow(memory_take(8), TOO_MUCH); }},
         {"memory_aligned", [] { sink = (char*)memory_aligned(256, TOO_MUCH); }},
     };
-    for (auto& c : cases) {
-        const Ended its = run_apart(c.body);
+    for (const auto& [name, body] : cases) {
+        const Ended its = run_apart(body);
         const char* end = strchr(its.text, '\n');
-        expect(its.code == 2 && strncmp(its.text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s",
-               c.name, its.code, its.text);
-        expect(!strstr(its.text, "checkpoint"), "%s: %s", c.name, its.text);
+        expect(its.code == 2 && strncmp(its.text, "train: error: ", 14) == 0 && end && !end[1], "%s: code %d, %s", name,
+               its.code, its.text);
+        expect(!strstr(its.text, "checkpoint"), "%s: %s", name, its.text);
     }
 }
 
@@ -100,22 +97,18 @@ TEST(memory_stream_is_open_memstream) {
 
 // Nothing of the product asks the C library itself; comments and texts may name its functions.
 TEST(memory_comes_from_one_family) {
-    char command[8192];
-    int length = snprintf(
-        command, sizeof(command),
-        "cd '%s' && for file in train_gpt2.cu $(find data kernels optim -name '*.c' -o -name '*.cu' -o -name "
-        "'*.cuh' -o -name '*.h' | grep -v '^data/memory'); do sed -E 's/\"[^\"]*\"//g; s,//.*,,' $file | grep -nE "
-        "'\\<(malloc|calloc|realloc|reallocarray|aligned_alloc|posix_memalign|valloc|alloca|strdup|strndup|asprintf|"
-        "vasprintf|getline|getdelim|open_memstream|new)\\>|std::(vector|string|map|unique_ptr)\\>' | sed "
-        "\"s,^,$file:,\"; "
-        "done",
-        test_folder());
-    expect(length < (int)sizeof(command), "the command is too long");
-    FILE* found = popen(command, "r");
-    for (char line[1024]; found && fgets(line, sizeof(line), found);) {
-        expect(false, "takes memory past data/memory.h: %s", line);
-    }
-    if (found) pclose(found);
+    int code;
+    const char* found = shell(
+        formatted(
+            "cd '%s' && for file in train_gpt2.cu $(find data kernels optim -name '*.c' -o -name '*.cu' -o -name "
+            "'*.cuh' -o -name '*.h' | grep -v '^data/memory'); do sed -E 's/\"[^\"]*\"//g; s,//.*,,' $file | grep -nE "
+            "'\\<(malloc|calloc|realloc|reallocarray|aligned_alloc|posix_memalign|valloc|alloca|strdup|strndup|"
+            "asprintf|"
+            "vasprintf|getline|getdelim|open_memstream|new)\\>|std::(vector|string|map|unique_ptr)\\>' | sed "
+            "\"s,^,$file:,\"; done",
+            test_folder()),
+        &code);
+    expect(code == 0 && !*found, "exit code %d; this takes memory past data/memory.h: %s", code, found);
 }
 
 // ./train in `folder` under `ulimit -WHICH LIMIT`, to the end.

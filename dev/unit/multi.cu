@@ -1,11 +1,10 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
 // the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
 // NIBBLE_NCCL says so, for as many GPUs as are there.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
-#include "cli.h"
+#include <vector>
+
 #include "gpus.h"
+#include "launched.h"
 
 // With the folder of text.txt and that of the run.
 #define SEVERAL                                                                                                    \
@@ -89,23 +88,29 @@ static bool runs_few(bool gpu, int ranks) {
     return gpu && ranks > 2;
 }
 
+// Runs that differ in these options alone are the same to the bit. Returns the path of the first.
+static const char* expect_same(Test* test, bool gpu, int ranks, int steps, const char* common,
+                               const std::vector<const char*>& options) {
+    const char *work = work_folder(), *first = joined(work, "0");
+    for (size_t i = 0; i < options.size(); i++) {
+        const char* run = formatted("%s/%d", work, (int)i);
+        train_ranks(gpu, ranks, SEVERAL " --batch 2 --steps %d %s %s", work, run, steps, common, options[i]);
+        expect_equal_runs(test, first, run, steps);
+    }
+    return first;
+}
+
 // Runs of all modes are the same to the bit where a step has one micro-batch a rank; with several, none is states and
 // grads is weights, since the others sum over the ranks before they sum over the micro-batches.
 static void check_modes(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
-    const char* work = work_folder();
-    const char* run[4];
-    // True if only the first and the last mode run.
-    const bool ends_alone = micro_batches == 1 && runs_few(gpu, ranks);
-    for (int i = 0; i < 4; i++) {
-        if (ends_alone && (i == 1 || i == 2)) continue;
-        run[i] = joined(work, modes[i]);
-        train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 6 --shard %s %s", work, run[i],
-                    32 * ranks * micro_batches, modes[i], options);
+    const char* common = formatted("--tokens-per-step %d %s", 32 * ranks * micro_batches, options);
+    std::vector<const char*> all;
+    for (int i : {0, 1, 2, 3}) {
+        if (i % 3 == 0 || micro_batches > 1 || !runs_few(gpu, ranks)) all.push_back(formatted("--shard %s", modes[i]));
     }
-    if (micro_batches == 1) expect_equal_runs(test, run[0], run[3], 6);
-    if (ends_alone) return;
-    expect_equal_runs(test, run[0], run[1], 6);
-    expect_equal_runs(test, run[2], run[3], 6);
+    if (micro_batches == 1) expect_same(test, gpu, ranks, 6, common, all);
+    if (micro_batches > 1) expect_same(test, gpu, ranks, 6, common, {all[0], all[1]});
+    if (micro_batches > 1) expect_same(test, gpu, ranks, 6, common, {all[2], all[3]});
 }
 
 TEST(multi_modes) {
@@ -142,65 +147,57 @@ GPUS_TEST(multi_modes_gpu) {
 
 // Steps taken inside the backward pass have the bits of the same steps after it, whatever is sharded and wherever the
 // states are; without clipping, those of a step over all layers at once.
-static void check_released(Test* test, bool gpu, int ranks, const char* clip, const char* options) {
+static void check_released(Test* test, bool gpu, int ranks, const char* options) {
     static const char* const released[] = {"--release off", "--release on", "--release on --offload states,residuals"};
-    const char* work = work_folder();
-    const char* first = nullptr;
-    for (int i = 0; i < 4; i++) {
-        for (int k = 0; k < 3; k++) {
-            if (runs_few(gpu, ranks) && (i + k) % 2 == 1) continue;
-            const char* run = formatted("%s/%s_%d", work, modes[i], k);
-            train_ranks(gpu, ranks, SEVERAL " --batch 2 --tokens-per-step %d --steps 4 --shard %s %s %s %s", work, run,
-                        32 * ranks, modes[i], clip, released[k], options);
-            if (i == 0 && k == 0) first = run;
-            expect_equal_runs(test, first, run, 4);
-        }
+    std::vector<const char*> all;
+    for (int i = 0; i < 12; i++) {
+        const int mode = i / 3, way = i % 3;
+        if (runs_few(gpu, ranks) && (mode + way) % 2 == 1) continue;
+        all.push_back(formatted("--shard %s %s", modes[mode], released[way]));
     }
+    expect_same(test, gpu, ranks, 4, formatted("--tokens-per-step %d %s", 32 * ranks, options), all);
 }
 
 TEST(multi_released) {
-    check_released(test, false, 2, "--clip 0", "--preset adamw4l");
-    check_released(test, false, 2, "--clip 0", "--preset fp8 --matmul fp8");
-    check_released(test, false, 3, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
-    check_released(test, false, 3, "--clip-by tensor --clip 0.05",
-                   "--preset int8w4 --layers 4 --comm bf16 --override ln*|*.bias:weights=fp32\tm=fp32");
+    check_released(test, false, 2, "--clip 0 --preset adamw4l");
+    check_released(test, false, 2, "--clip 0 --preset fp8 --matmul fp8");
+    check_released(test, false, 3, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
+    check_released(test, false, 3,
+                   "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --comm bf16 --override "
+                   "ln*|*.bias:weights=fp32\tm=fp32");
 }
 
 GPUS_TEST(multi_released_gpu) {
-    check_released(test, true, ranks, "--clip 0", "--preset adamw4l");
-    check_released(test, true, ranks, "--clip-by last --clip 0.5", "--rule came --weights lin8:sr --m dyn8");
-    check_released(test, true, ranks, "--clip-by tensor --clip 0.05", "--preset int8w4 --layers 4 --grads bf16");
+    check_released(test, true, ranks, "--clip 0 --preset adamw4l");
+    check_released(test, true, ranks, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
+    check_released(test, true, ranks, "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --grads bf16");
 }
 
 // With several micro-batches a step, or with muon, the gradients of matrices go into m. Such runs are the same to the
 // bit whatever is sharded and wherever the states are, and go on so; without release there are other roundings.
 static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
-    const char* work = work_folder();
-    const char *first = nullptr, *run = nullptr;
     static Losses kept, folded;
     const char* offload = strstr(options, "muon ") ? "none" : "states";  // not of rules that read matrices
-    for (int i = 0; i < 9; i++) {
-        if (i / 4 == 1 && strcmp(offload, "none") == 0) continue;
-        if (runs_few(gpu, ranks) && i != 0 && i != 3 && i != 5 && i != 8) continue;
-        run = formatted("%s/%d", work, i);
-        train_ranks(gpu, ranks,
-                    SEVERAL
-                    " --batch 2 --tokens-per-step %d --steps 6 --save-every 3 --keep 9 --clip 0 --shard %s --offload "
-                    "%s --release %s %s",
-                    work, run, 32 * ranks * micro_batches, modes[i % 4], i / 4 == 1 ? offload : "none",
-                    i < 8 ? "on" : "off", options);
-        if (i == 0) first = run;
-        if (i < 8) expect_equal_runs(test, first, run, 6);
+    const char* common =
+        formatted("--tokens-per-step %d --save-every 3 --keep 9 --clip 0 %s", 32 * ranks * micro_batches, options);
+    std::vector<const char*> all;
+    for (int i = 0; i < 8; i++) {
+        const char* host = i / 4 ? offload : "none";
+        if ((i / 4 && strcmp(host, "none") == 0) || (runs_few(gpu, ranks) && i != 0 && i != 3 && i != 5)) continue;
+        all.push_back(formatted("--release on --shard %s --offload %s", modes[i % 4], host));
     }
+    const char* first = expect_same(test, gpu, ranks, 6, common, all);
+    const char *work = work_folder(), *run = joined(work, "kept"), *again = joined(work, "again");
+    train_ranks(gpu, ranks, SEVERAL " --batch 2 --steps 6 --shard none --offload none --release off %s", work, run,
+                common);
     read_losses(test, first, &folded), read_losses(test, run, &kept);
     const double a = atof(folded.text[6]), b = atof(kept.text[6]);
     expect(fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
     expect(!equal_files(test, checkpoint_of(first, 6), checkpoint_of(run, 6), "model.safetensors"),
            "%s: with and without release the weights are the same, so no gradient went into m", options);
     note(test, "off by %.1g", fabs(a - b) / b);
-    run = joined(work, "again");
-    train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, run, offload);
-    expect_equal_runs_from(test, first, run, 4, 6);
+    train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, again, offload);
+    expect_equal_runs_from(test, first, again, 4, 6);
 }
 
 TEST(multi_folded) {
@@ -217,23 +214,6 @@ GPUS_TEST(multi_folded_gpu) {
     check_folded(test, true, ranks, 3, "--rule sgd --lr 0.02 --m fp32 --weights fp32");
     check_folded(test, true, ranks, 3, "--rule rmnp --nesterov off --m bf16:sr --weights lin8:sr --grads bf16");
     check_folded(test, true, ranks, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
-}
-
-// A run may be released, sharded and kept on the host otherwise at each resume.
-TEST(multi_released_goes_on) {
-    const char* work = work_folder();
-    const char* const options[] = {"none --release off", "weights --release on", "none --release on --offload states"};
-    const char* whole = joined(work, "whole");
-    train_ranks(false, 3,
-                SEVERAL
-                " --batch 2 --tokens-per-step 96 --steps 8 --save-every 4 --clip-by last --preset adamw4 --shard grads "
-                "--release on",
-                work, whole);
-    for (int i = 0; i < 3; i++) {
-        const char* run = formatted("%s/%d", work, i);
-        train_ranks(false, 3, "--resume %s/step_00000004 --run %s --shard %s", whole, run, options[i]);
-        expect_equal_runs_from(test, whole, run, 5, 8);
-    }
 }
 
 // The transport of the bytes changes none of them.
@@ -317,18 +297,10 @@ TEST_ALONE(multi_memory_gpu) {
 // Every preset, 100 steps: the ranks' weights are compared by the program itself when it saves (shard_equal), and what
 // each rank keeps of `states`, gathered, is what rank 0 keeps of `none`.
 RANKS_TEST(multi_presets, 2) {
-    const char* work = work_folder();
     for_presets(test, [&](const char* name) {
-        const char* run[2];
-        for (int i = 0; i < 2; i++) {
-            run[i] = formatted("%s/%s_%s", work, name, modes[i]);
-            train_ranks(gpu, ranks,
-                        "--layers 1 --channels 64 --heads 1 --seq 8 --batch 1 --tokens-per-step %d --val-every 0 "
-                        "--sample-every 0 --print-every 1000 --data %s/text.txt --run %s --steps 100 --preset %s "
-                        "--shard %s",
-                        8 * ranks, work, run[i], name, modes[i]);
-        }
-        expect_equal_runs(test, run[0], run[1], 100);
+        const char* common =
+            formatted("--layers 1 --seq 8 --batch 1 --tokens-per-step %d --preset %s", 8 * ranks, name);
+        expect_same(test, gpu, ranks, 100, common, {"--shard none", "--shard states"});
     });
     note(test, "%d ranks, 100 steps", ranks);
 }
@@ -364,23 +336,22 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
     static Losses losses[4];
     const char* work = work_folder();
     double worst = 0;
-    const struct {
-        int ranks;
-        double rate;
-    } runs[] = {{1, lr}, {1, 1.25 * lr}, {2, lr}, {4, lr}};
+    const std::pair<int, double> runs[] = {{1, lr}, {1, 1.25 * lr}, {2, lr}, {4, lr}};
     bool divided = strstr(rule, "sgd") == nullptr;
-    for (int i = 0; i < 4 && (!gpu || runs[i].ranks <= gpu_count()); i++) {
+    for (int i = 0; i < 4; i++) {
+        const auto& [ranks, rate] = runs[i];
+        if (gpu && ranks > gpu_count()) break;
         const char* run = formatted("%s/%d", work, i);
-        train_ranks(gpu, runs[i].ranks,
+        train_ranks(gpu, ranks,
                     SEVERAL " --batch 2 --tokens-per-step %d --steps %d --clip 0 --schedule constant --lr %g %s", work,
-                    run, 32 * LOSS_BATCHES, LOSS_STEPS, runs[i].rate, rule);
+                    run, 32 * LOSS_BATCHES, LOSS_STEPS, rate, rule);
         read_losses(test, run, &losses[i]);
-        expect(losses[i].last == LOSS_STEPS, "%d steps on %d ranks", losses[i].last, runs[i].ranks);
+        expect(losses[i].last == LOSS_STEPS, "%d steps on %d ranks", losses[i].last, ranks);
         double multiple = losses_multiple(&losses[0], &losses[i], rounded, divided);
         if (i == 1) {
             expect(multiple > 4, "%s: a wrong sum is at %.2f of the bound", rule, multiple);
         } else {
-            expect(multiple <= 1, "%s: losses on %d ranks are at %.2f of the bound", rule, runs[i].ranks, multiple);
+            expect(multiple <= 1, "%s: losses on %d ranks are at %.2f of the bound", rule, ranks, multiple);
             worst = fmax(worst, multiple);
         }
     }
@@ -443,6 +414,11 @@ RANKS_TEST(multi_goes_on, 3) {
     check_goes_on(test, gpu, gpu ? ranks : 4, "grads", "states");
     check_goes_on(test, gpu, ranks, "states", "none --offload states");
     check_goes_on(test, gpu, gpu ? ranks : 2, "grads --offload states", "weights");
+    // Otherwise released, sharded and kept on the host than before.
+    const char* const released[] = {"none --release off", "weights --release on", "none --release on --offload states"};
+    for (const char* after : released) {
+        if (!gpu) check_goes_on(test, false, ranks, "grads --clip-by last --release on", after);
+    }
 }
 
 TEST(multi_resume) {
@@ -469,9 +445,7 @@ RANKS_TEST(multi_comm, 2) {
         read_losses(test, run, &rounded);
         if (format[0] == 'g') exact = rounded;
         double difference = 0;
-        for (int step = 41; step <= 60; step++) {
-            difference += (atof(rounded.text[step]) - atof(exact.text[step])) / 20;
-        }
+        for (int step = 41; step <= 60; step++) difference += (atof(rounded.text[step]) - atof(exact.text[step])) / 20;
         if (format[0] == 'g') continue;
         expect(strcmp(rounded.text[60], exact.text[60]) != 0, "%s: nothing was rounded", format);
         expect(difference < 0.1, "%s: the last 20 losses are %.3f above those of unrounded gradients", format,
@@ -482,37 +456,6 @@ RANKS_TEST(multi_comm, 2) {
 
 // Launchers.
 
-// Ranks as a launcher starts them: processes with variables, "rank" and "local" standing for numbers. Two machines of
-// half the ranks each, as far as the variables tell.
-struct Variable {
-    const char *name, *value;
-};
-
-static void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
-                           const char* words, const char* folder = nullptr) {
-    for (int i = 0; i < count; i++) {
-        const char* value = variables[i].value;
-        int number = strcmp(value, "rank") == 0    ? rank
-                     : strcmp(value, "local") == 0 ? rank % (ranks / 2)
-                     : strcmp(value, "ranks") == 0 ? ranks
-                     : strcmp(value, "half") == 0  ? ranks / 2
-                                                   : port;
-        bool named = strcmp(value, "port") == 0 || number != port;
-        setenv(variables[i].name, named ? formatted("%d", number) : value, 1);
-    }
-    setenv("NIBBLE_STAND_IN", "1", 1);
-    setenv("NIBBLE_SECRET", "of these tests", 1);
-    *child = new_child();
-    child->keeps_rank = true;
-    child->folder = folder;
-    start(child, "%s", words);
-    for (int i = 0; i < count; i++) unsetenv(variables[i].name);
-    unsetenv("NIBBLE_STAND_IN"), unsetenv("NIBBLE_SECRET");
-}
-
-static const Variable torchrun[] = {
-    {"LOCAL_WORLD_SIZE", "half"}, {"RANK", "rank"},        {"MASTER_ADDR", "localhost"},   {"WORLD_SIZE", "ranks"},
-    {"MASTER_PORT", "port"},      {"LOCAL_RANK", "local"}, {"TORCHELASTIC_RUN_ID", "none"}};
 static const Variable open_mpi[] = {
     {"OMPI_COMM_WORLD_RANK", "rank"},       {"OMPI_COMM_WORLD_SIZE", "ranks"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "local"},
     {"OMPI_COMM_WORLD_LOCAL_SIZE", "half"}, {"PMIX_NAMESPACE", "port"},        {"MASTER_ADDR", "127.0.0.1"}};
@@ -520,22 +463,14 @@ static const Variable slurm[] = {{"SLURM_PROCID", "rank"},   {"SLURM_STEP_NUM_TA
                                  {"SLURM_LOCALID", "local"}, {"SLURM_JOB_ID", "port"},
                                  {"SLURM_STEP_ID", "0"},     {"SLURM_STEP_NODELIST", "localhost,elsewhere[1-3]"}};
 
-#define VARIABLES(set) set, (int)(sizeof(set) / sizeof(set[0]))
-
-// A port of this process, so that tests at the same time do not meet.
-static int own_port(int which) {
-    return 10000 + (getpid() * 16 + which * 1000) % 9000;
-}
-
 static void check_launcher(Test* test, const char* work, const Variable* variables, int count, const char* says,
                            int which) {
     constexpr int RANKS = 4;
     Child child[RANKS];
     const char* run = formatted("%s/run_%d", work, which);
     const char* words = formatted(SEVERAL " --batch 1 --tokens-per-step 64 --steps 4 --shard states", work, run);
-    for (int rank = RANKS - 1; rank >= 0; rank--) {
+    for (int rank = RANKS - 1; rank >= 0; rank--)
         start_launched(&child[rank], variables, count, rank, RANKS, own_port(which), words);
-    }
     for (int rank = 0; rank < RANKS; rank++) {
         finish(&child[rank]);
         expect(child[rank].code == 0, "%s: rank %d ended with %d: %s", says, rank, child[rank].code, ERR(child[rank]));
@@ -550,21 +485,6 @@ FOLDER_TEST(multi_launchers) {
     check_launcher(test, work, VARIABLES(torchrun), "torchrun's variables", 1);
     check_launcher(test, work, VARIABLES(open_mpi), "Open MPI's variables", 2);
     check_launcher(test, work, VARIABLES(slurm), "Slurm's variables", 3);
-}
-
-// A tokenizer of single bytes, by the names that GPT-2 gives them, and no merges.
-static void write_tokenizer(const char* folder) {
-    char text[8192] = "{";
-    int others = 0;
-    for (int byte = 0; byte < 256; byte++) {
-        bool itself = (byte > 32 && byte < 127) || (byte > 160 && byte != 173);
-        size_t used = strlen(text);
-        snprintf(text + used, sizeof(text) - used, "%s\"\\u%04x\": %d", byte ? ", " : "",
-                 itself ? byte : 256 + others++, byte);
-    }
-    strcat(text, "}");
-    write_bytes(folder, "vocab.json", text, strlen(text));
-    write_bytes(folder, "merges.txt", "#version: 0.2\n", 14);
 }
 
 // Machines that share no disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
@@ -607,9 +527,8 @@ FOLDER_TEST(multi_missing) {
     expect_error(test, &child[1], "no such host", "knows no host nowhere.invalid (", "MASTER_ADDR");
     // Ranks that were not started alike.
     const char* other = formatted("%s --lr 0.5", words);
-    for (int rank : {0, 1}) {
+    for (int rank : {0, 1})
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
-    }
     for (int rank : {0, 1}) finish(&child[rank]);
     expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
     expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
@@ -627,42 +546,10 @@ FOLDER_TEST(multi_missing) {
     expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
 }
 
-// Connections that say nothing, as of a scanner of ports, neither delay the rendezvous nor break anything.
-FOLDER_TEST(multi_strangers) {
-    Child child[2];
-    int stranger[8], port = own_port(9) + 1;  // torchrun itself has the first
-    struct sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_port = htons((uint16_t)port);
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    const char* words = formatted(SEVERAL "/run --batch 1 --tokens-per-step 32 --steps 2", work, work);
-    start_launched(&child[0], VARIABLES(torchrun), 0, 2, own_port(9), words);
-    for (int& one : stranger) {
-        one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        bool in = false;
-        for (double begin = now(); !in && now() - begin < 20; pause_ms(10)) {
-            in = connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0;
-        }
-        expect(in, "nobody listens at port %d", port);
-    }
-    start_launched(&child[1], VARIABLES(torchrun), 1, 2, own_port(9), words);
-    for (Child& c : child) finish_well(test, &c);
-    for (int one : stranger) close(one);
-}
-
-// True if a socket of this machine has a port and is in a state of the kernel's: 10 it listens, 1 it is connected, 6 it
-// was until it closed. Asked without knocking.
+// True if a socket of this machine has a port and is in a state. Asked without knocking.
 static bool port_is(int port, unsigned wanted) {
-    char line[512];
     bool found = false;
-    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
-        FILE* file = fopen(path, "r");
-        while (file && !found && fgets(line, sizeof(line), file)) {
-            unsigned at, state;
-            found = sscanf(line, "%*d: %*x:%x %*x:%*x %x", &at, &state) == 2 && (int)at == port && state == wanted;
-        }
-        if (file) fclose(file);
-    }
+    for_sockets([&](const char*, int at, unsigned state) { found = found || (at == port && state == wanted); });
     return found;
 }
 
@@ -671,9 +558,8 @@ static bool port_is(int port, unsigned wanted) {
 FOLDER_TEST(multi_neighbours) {
     Child child[2][2];
     int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, port = own_port(11) + 1;
-    struct sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_port = htons((uint16_t)port);
+    struct sockaddr_in address = local_address(port);
+    address.sin_addr.s_addr = INADDR_ANY;
     setsockopt(taken, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
     bool held = bind(taken, (const struct sockaddr*)&address, sizeof(address)) == 0 && listen(taken, 8) == 0;
     expect(held, "port %d: %s", port, strerror(errno));
@@ -684,11 +570,12 @@ FOLDER_TEST(multi_neighbours) {
             formatted(SEVERAL "/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d", work, work, run, run + 1);
         start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
         bool first = run == 0 && rank == 0, there = !first;
-        for (double begin = now(); !there && now() - begin < 20; pause_ms(10)) there = port_is(port + 1, 10);
+        for (double begin = seconds_now(); !there && seconds_now() - begin < 20; pause_ms(10))
+            there = port_is(port + 1, 10);
         expect(there, "the first run is not at port %d", port + 1);
         // The second run's rank 1 comes to that port while its own rank 0 is not there yet.
         bool came = run == 0 || rank == 0;
-        for (double begin = now(); !came && now() - begin < 20; pause_ms(1))
+        for (double begin = seconds_now(); !came && seconds_now() - begin < 20; pause_ms(1))
             came = port_is(port + 1, 1) || port_is(port + 1, 6);
         expect(came, "nobody came to port %d", port + 1);
     }
@@ -717,11 +604,8 @@ FOLDER_TEST(multi_refused) {
 TEST(multi_refused_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
-    Child many = new_child();
-    const char* have = formatted("type --gpus %d", gpu_count());
-    start_ranks(&many, true, gpu_count() + 1, "--steps 1 --run %s/run", work);
-    finish(&many);
-    expect_error(test, &many, "more GPUs than there are", "was typed and this machine shows", have);
+    refused_ranks("more GPUs than there are", "was typed and this machine shows",
+                  formatted("type --gpus %d", gpu_count()), true, gpu_count() + 1, "--steps 1 --run %s/run", work);
 }
 
 // Ranks that end.
@@ -745,10 +629,10 @@ static double check_death(Test* test, const char* name, int rank, int signal, co
     pid_t ranks[8] = {};
     Child child;
     start_long(test, &child, work, name, ranks, gpu, count, silence);
-    double begin = now();
+    double begin = seconds_now();
     kill(rank < 0 ? child.pid : ranks[rank], signal);
     finish(&child);
-    double took = now() - begin;
+    double took = seconds_now() - begin;
     expect(child.code != 0 && took < 30, "%s: code %d after %.1f s", name, child.code, took);
     expect(strstr(ERR(child), says) && strstr(ERR(child), also), "%s: '%s' or '%s' is missing: %s", name, says, also,
            ERR(child));
@@ -804,7 +688,8 @@ RANKS_TEST(multi_signals, 3) {
         if (which == 2) {
             int64_t newest = -1;
             kill(process[1], SIGUSR1);
-            for (double begin = now(); checkpoints(run, &newest) == 0 && now() - begin < 20;) pump(&child, 10);
+            for (double begin = seconds_now(); checkpoints(run, &newest) == 0 && seconds_now() - begin < 20;)
+                pump(&child, 10);
             expect(newest > 0, "SIGUSR1 saved nothing");
         }
         kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
@@ -830,15 +715,16 @@ TEST(multi_signals_between_steps) {
                     "--data %s/text.txt --val %s/long.txt --run %s --batch 1 --tokens-per-step 48 --steps 9",
                     what, work, work, run);
         bool begun = sampling ? wait_for_step(&child, run, 1) : false;
-        for (double begin = now(); !begun && now() - begin < 20; pump(&child, 10)) begun = exists(run, "log.jsonl");
+        for (double begin = seconds_now(); !begun && seconds_now() - begin < 20; pump(&child, 10))
+            begun = exists(run, "log.jsonl");
         expect(begun && ranks_of(&child, ranks, 3) == 3, "%s: not begun: %s", what, ERR(child));
-        for (double begin = now(); now() - begin < 1;) pump(&child, 10);
-        double begin = now();
+        for (double begin = seconds_now(); seconds_now() - begin < 1;) pump(&child, 10);
+        double begin = seconds_now();
         kill(ranks[1], SIGTERM);
         finish(&child);
         int64_t newest = -1;
         expect_code(child, 0);
-        expect(now() - begin < 15, "%s: it took %.1f s to end", what, now() - begin);
+        expect(seconds_now() - begin < 15, "%s: it took %.1f s to end", what, seconds_now() - begin);
         expect(checkpoints(run, &newest) == 1 && newest == (sampling ? 1 : 0), "%s: saved at step %lld", what,
                (long long)newest);
         expect(!strstr(OUT(child), "val "), "%s: a validation that was cut short counts: %s", what, OUT(child));
@@ -879,14 +765,11 @@ FOLDER_TEST(multi_failures) {
     train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
     const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
     make_overflowing_model(work, from);
-    Child nan = new_child();
-    start_ranks(
-        &nan, false, 2,
+    refused_ranks(
+        "NaN", "10 steps in a row were skipped", "--lr", false, 2,
         "--seq 16 --val-every 0 --sample-every 0 --warmup 0 --data %s/text.txt --model %s --run %s/nan --batch 1 "
         "--tokens-per-step 32 --steps 30 --shard weights",
         work, bad, work);
-    finish(&nan);
-    expect_error(test, &nan, "NaN", "10 steps in a row were skipped", "--lr");
 }
 
 // Validation and samples of several ranks are those of one.

@@ -48,7 +48,7 @@ static double distance(const Dense* a, const Dense* b) {
     return sqrt(sum);
 }
 
-// In fp32 both forms are within their bounds of each other; eight steps have three stretches.
+// In fp32 both forms are as near to each other as the plain one's bound is wide; eight steps have three stretches.
 TEST(newton_schulz_forms_agree) {
     static Dense given, plain, symmetric, exact;
     double worst = 0.0, share = 0.0;
@@ -60,9 +60,7 @@ TEST(newton_schulz_forms_agree) {
                 form_fp32(&config, &given, true, &plain);
                 form_fp32(&config, &given, false, &symmetric);
                 exact = given;
-                double bound = reference_polar(&config, &exact, ldexp(1.0, -24));
-                exact = given;
-                bound += reference_symmetric(&config, &exact, ldexp(1.0, -24), false);
+                const double bound = reference_polar(&config, &exact, ldexp(1.0, -24));
                 const double off = distance(&plain, &symmetric) / bound;
                 expect(off <= 1.0 && off > 0.0, "%s, %d steps, %d x %d: %g of the bound", coefficients, (int)steps,
                        given.rows, given.cols, off);
@@ -74,25 +72,22 @@ TEST(newton_schulz_forms_agree) {
     note(test, "%.2g of the bound, which is at most %.2g of the result", worst, share);
 }
 
-// Rounding to fp16 where a GPU rounds: within the bound, and, in the root of the mean square, closer to the exact
-// result than an eighth of it.
+// Rounding to fp16 where a GPU rounds: in the root of the mean square, closer to the exact result than an eighth of it.
 TEST(newton_schulz_in_fp16) {
     static Dense exact, rounded;
-    double worst = 0.0, off = 0.0;
+    double off = 0.0;
     for (const char* coefficients : {"jordan", "polar-express"}) {
         const OptimConfig config = form_config(coefficients, 5);
         for (int shape = 0; shape < FORMS; shape++) {
             form_fill(&exact, shape);
             rounded = exact;
-            const double bound = reference_symmetric(&config, &exact, ldexp(1.0, -11), false);
-            reference_symmetric(&config, &rounded, 0.0, true);
-            worst = fmax(worst, distance(&exact, &rounded) / bound);
+            reference_symmetric(&config, &exact, false);
+            reference_symmetric(&config, &rounded, true);
             off = fmax(off, distance(&exact, &rounded) / frobenius(&exact));
         }
     }
-    expect(worst <= 1.0 && worst > 1e-4, "%g of the bound", worst);
-    expect(off <= 0.125, "%g of the result", off);
-    note(test, "%.2g of the bound, %.2g of the result", worst, off);
+    expect(off <= 0.125 && off > 1e-4, "%g of the result", off);
+    note(test, "%.2g of the result", off);
 }
 
 // A launch's tiles are each square of 128 that it must compute, once, and no other; what a block takes in its rounds

@@ -1,5 +1,5 @@
-// Newton-Schulz in double for the tests: its two forms (optim/matrix/newton_schulz.cuh), each with a bound on the error
-// of an arithmetic of fewer bits, carried along to first order in the norm of Frobenius.
+// Newton-Schulz in double for the tests: its two forms (optim/matrix/newton_schulz.cuh), the plain one with a bound on
+// the error of an arithmetic of fewer bits, carried along to first order in the norm of Frobenius.
 #pragma once
 #include <math.h>
 #include "../../optim/formats/fp16.cuh"
@@ -21,9 +21,8 @@ inline void multiply(Dense* d, const Dense* a, bool at, const Dense* b, bool bt)
     for (int i = 0; i < d->rows; i++) {
         for (int j = 0; j < d->cols; j++) {
             double sum = 0.0;
-            for (int k = 0; k < depth; k++) {
+            for (int k = 0; k < depth; k++)
                 sum += a->x[at ? k * a->cols + i : i * a->cols + k] * b->x[bt ? j * b->cols + k : k * b->cols + j];
-            }
             d->x[i * d->cols + j] = sum;
         }
     }
@@ -95,105 +94,44 @@ inline double reference_polar(const OptimConfig* config, Dense* x, double unit) 
     return error;
 }
 
-// A bound on the steps from `step` to `until`, as a function of an eigenvalue y of R from 0 to `most`: how large the
-// product of their Z becomes, and how steep.
-struct Stretch {
-    double value, slope;
-};
-
-inline Stretch stretch_of(const OptimConfig* config, int64_t step, int64_t until, double most) {
-    Stretch largest = {0.0, 0.0};
-    for (int i = 0; i <= 1000; i++) {
-        double y = most * i / 1000.0, dy = 1.0, q = 1.0, dq = 0.0;
-        for (int64_t k = step; k < until; k++) {
-            NewtonSchulz c;
-            newton_schulz_coefficients(config->ns_coefficients, (int)k, &c);
-            const double z = c.a + c.b * y + c.c * y * y, dz = (c.b + 2.0 * c.c * y) * dy;
-            dq = dq * z + q * dz, q *= z;
-            dy = dy * z * z + 2.0 * y * z * dz, y *= z * z;
-        }
-        largest.value = fmax(largest.value, fabs(q)), largest.slope = fmax(largest.slope, fabs(dq));
-    }
-    return largest;
-}
-
 // Rounds to fp16, `scale` times as large as it is.
 inline void round_fp16(Dense* a, bool rounds, double scale) {
-    for (int i = 0; rounds && i < a->rows * a->cols; i++) {
+    for (int i = 0; rounds && i < a->rows * a->cols; i++)
         a->x[i] = (double)Fp16::decode(Fp16::encode((float)(a->x[i] * scale))) / scale;
-    }
 }
 
-// The symmetric form, of x divided by its norm, and its bound. With `rounds`, what is stored is rounded to fp16 as on a
-// GPU. A stretch of steps begins with X, whose largest singular value is s. Each product of a step errs by
-//     own(d = a b) = unit ||d|| + sums ||a|| ||b||
-// and an error of R before step k, or of Z, T = R Z or Q in it, changes the stretch's last Q, to first order, by at
-// most
-//     of R: |Q| slope(k)    of T: |Q'| slope(k + 1) |Z|    of Q' = Q Z: value(k + 1)
-//     of Z: |Q| value(k + 1) + |Q'| slope(k + 1) 2 |R| |Z|
-// where | | is the largest eigenvalue, Q' = Q Z, and value and slope are the largest of the rest's product of Z as a
-// function of R (stretch_of; a function of a symmetric matrix changes by no more than its steepest slope times the
-// change, in the norm of Frobenius). X' = Q X then errs by
-//     e_X' = (product of the steps' steepest slopes) e_X + s e_Q + own
-inline double reference_symmetric(const OptimConfig* config, Dense* x, double unit, bool rounds) {
+// The symmetric form, of x divided by its norm. With `rounds`, what is stored is rounded to fp16 as on a GPU.
+inline void reference_symmetric(const OptimConfig* config, Dense* x, bool rounds) {
     static Dense r, square, z, t, q, product;
     const bool tall = x->rows > x->cols;
     const int side = tall ? x->cols : x->rows, depth = tall ? x->rows : x->cols;
-    const double sums = ldexp(sqrt(side), -24);
     normalise(x);
     round_fp16(x, rounds, POLAR_SCALE);
-    double error = (unit + 64 * ldexp(1.0, -24)) * frobenius(x);
     for (int64_t step = 0, until = 0; step < config->ns_steps;) {
         until += side == depth ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
         until = until < config->ns_steps ? until : config->ns_steps;
         multiply(&r, x, tall, x, !tall);
-        const double size = frobenius(x), s = 1.02 * spectral(&r);
-        double r_error = unit * frobenius(&r) + ldexp(sqrt(depth), -24) * size * size;
-        double q_error = 0.0, of_q = 1.0, slope = 1.0;
         round_fp16(&r, rounds, POLAR_SCALE * POLAR_SCALE);
         for (bool first = true; step < until; step++, first = false) {
             NewtonSchulz c;
             newton_schulz_coefficients(config->ns_coefficients, (int)step, &c);
-            const double root = spectral(&r), y = root * root, a = frobenius(&r);
-            const double of_z = stretch_of(config, step, step + 1, y).value;
-            q_error += of_q * stretch_of(config, step, until, y).slope * r_error;
             multiply(&square, &r, false, &r, false);
             z = r;
-            for (int i = 0; i < side * side; i++) {
+            for (int i = 0; i < side * side; i++)
                 z.x[i] = (i % (side + 1) ? 0.0 : c.a) + c.b * r.x[i] + c.c * square.x[i];
-            }
-            const double z_error = unit * frobenius(&z) + sums * (fabs(c.b) * a + fabs(c.c) * a * a);
             round_fp16(&z, rounds, 1.0);
-            const double b = frobenius(&z);
-            double t_error = 0.0;
-            slope *= steepest(c, root);
             if (step + 1 < until) {
                 multiply(&t, &r, false, &z, false);
-                t_error = unit * frobenius(&t) + sums * a * b;
                 round_fp16(&t, rounds, POLAR_SCALE * POLAR_SCALE);
                 multiply(&r, &t, false, &z, false);
-                r_error = unit * frobenius(&r) + sums * frobenius(&t) * b;
                 round_fp16(&r, rounds, POLAR_SCALE * POLAR_SCALE);
             }
-            const double next = spectral(&r);
-            const Stretch rest = stretch_of(config, step + 1, until, next * next);
-            q_error += of_q * rest.value * z_error;
-            if (first) {
-                q = z;
-            } else {
-                multiply(&product, &q, false, &z, false);
-                q_error += rest.value * (unit * frobenius(&product) + sums * frobenius(&q) * b);
-                q = product;
-                round_fp16(&q, rounds, 1.0);
-            }
-            multiply(&square, &q, false, &q, true);
-            of_q = 1.02 * spectral(&square);
-            q_error += of_q * rest.slope * (2.0 * y * of_z * z_error + of_z * t_error);
+            multiply(&product, first ? &z : &q, false, &z, false);
+            q = first ? z : product;
+            round_fp16(&q, rounds && !first, 1.0);
         }
         multiply(&product, tall ? x : &q, false, tall ? &q : x, false);
-        error = slope * error + s * q_error + unit * frobenius(&product) + sums * frobenius(&q) * size;
         *x = product;
         round_fp16(x, rounds, POLAR_SCALE);
     }
-    return error;
 }

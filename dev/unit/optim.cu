@@ -36,28 +36,6 @@ TEST(optim_philox_published_vectors) {
     expect(memcmp(noise.word, want.word, sizeof(noise.word)) == 0, "%08x %08x", noise.word[0], noise.word[3]);
 }
 
-static int compare_u64(const void* a, const void* b) {
-    uint64_t x = *(const uint64_t*)a, y = *(const uint64_t*)b;
-    return (x > y) - (x < y);
-}
-
-TEST(optim_noise_differs_by_seed_step_stream_and_element) {
-    // 2 seeds x 4 steps x 3 streams x 256 calls x 2 halves of 64 bits: two equal ones by chance happen once in 1e12.
-    static uint64_t drawn[2 * 4 * 3 * 256 * 2];
-    int count = 0;
-    for (int i = 0; i < 2 * 4 * 3 * 256; i++) {
-        NoiseKey key = {(uint64_t)(i % 2), (uint32_t)(i / 2 % 4), (uint32_t)(i / 8 % 3)};
-        Noise noise = noise_draw(key, i / 24 * NOISE_ELEMENTS);
-        Noise again = noise_draw(key, i / 24 * NOISE_ELEMENTS);
-        expect(memcmp(&noise, &again, sizeof(noise)) == 0, "call %d", i);
-        for (int half = 0; half < 2; half++) {
-            drawn[count++] = (uint64_t)noise.word[2 * half] << 32 | noise.word[2 * half + 1];
-        }
-    }
-    qsort(drawn, (size_t)count, sizeof(drawn[0]), compare_u64);
-    for (int i = 1; i < count; i++) expect(drawn[i] != drawn[i - 1], "%016llx", (unsigned long long)drawn[i]);
-}
-
 TEST(optim_noise_of_an_element) {
     // A byte of its own above the one that 16 share; the same from half of them.
     Noise lanes = {{0x03020100, 0x07060504, 0x0b0a0908, 0x0f0e0d0c}, NOISE_FLOAT << 24 | 0xab80u};
@@ -84,9 +62,8 @@ TEST(optim_noise_of_an_element) {
     }
     for (int i = 0; i < NOISE_ELEMENTS; i++) {
         expect(fabs(mean[i]) < 4.5, "lane %d is off by %.2f standard errors", i, mean[i]);
-        for (int k = 0; k < i; k++) {
+        for (int k = 0; k < i; k++)
             expect(fabs(product[i][k]) < 5.0, "lanes %d and %d are correlated by %.2f", i, k, product[i][k]);
-        }
     }
 }
 
@@ -133,28 +110,6 @@ TEST(optim_bf16_stochastic_counts) {
     expect(Bf16::encode(INFINITY, 0xffff) == 0x7f80 && Bf16::encode(-INFINITY, 0xffff) == 0xff80, "infinity");
     expect(Bf16::encode(bits_float(0x7f800001), 0xffff) == 0x7fff, "NaN");
     expect(Bf16::encode(0.0f, 0xffff) == 0 && Bf16::encode(-0.0f, 0xffff) == 0x8000, "zero");
-}
-
-TEST(optim_stochastic_rounding_is_unbiased) {
-    // 65536 elements stored with drawn noise: the mean's standard error is step * sqrt(f (1 - f) / n).
-    const int n = 65536;
-    static float x[n], back[n];
-    static uint16_t codes[n];
-    Streams streams = {codes, nullptr};
-    double worst = 0.0;
-    for (int trial = 0; trial < 24; trial++) {
-        float value = 1.0f + (float)(trial % 8 + 1) / 9.0f / 128.0f;
-        for (float& element : x) element = value;
-        NoiseKey key = {99, (uint32_t)(trial / 3), (uint32_t)(trial % 3)};
-        Elementwise<Bf16, STOCHASTIC>::store(streams, 0, x, n, key);
-        Elementwise<Bf16, STOCHASTIC>::load(streams, 0, back, n, NoiseKey{});
-        double sum = 0.0, fraction = (value - 1.0) * 128.0;
-        for (float element : back) sum += (double)element;
-        double error = fabs(sum / n - (double)value), standard = sqrt(fraction * (1.0 - fraction) / n) / 128.0;
-        if (error / standard > worst) worst = error / standard;
-    }
-    note(test, "%.1f standard errors of 4", worst);
-    expect(worst < 4.0, "%.2f standard errors", worst);
 }
 
 // The correlation of two streams' roundings over n elements: near 0 when independent, near 1 when the noise is shared.
@@ -255,38 +210,21 @@ TEST(optim_names_and_errors) {
     expect(is(config.weights, "bf16:sr") && is(config.v, "fp32"), "%s", config.v);
     expect(strstr(described(config), " 8 B/param"), "%s", described(config));
     typedef void Change(OptimConfig * c);
-    const struct {
-        Change* change;
-        const char *begin, *holds;
-    } rows[] = {{[](OptimConfig* c) { c->preset = "adam16"; }, "--preset: \"adam16\"", "mean adamw16?"},
-                {[](OptimConfig* c) { c->rule = "adamv"; }, "--rule: \"adamv\"", "mean adamw?"},
-                {[](OptimConfig* c) { c->weights = "bf16:rs"; }, "--weights: \"bf16:rs\"", "mean bf16:sr?"},
-                {[](OptimConfig* c) { c->grads = "bf61"; }, "--grads: \"bf61\"", "mean bf16?"},
-                {[](OptimConfig* c) { c->grads = nullptr; }, "--grads: \"\"", "fp32, bf16"},
-                {[](OptimConfig* c) { c->m = "fp23"; }, "--m: \"fp23\"", "mean fp32?"},
-                {[](OptimConfig* c) { c->v = "bf16-sr"; }, "--v: \"bf16-sr\"", "mean bf16:sr?"},
-                {[](OptimConfig* c) { c->beta1 = 1.0f; }, "--beta1: 1", "below 1"},
-                {[](OptimConfig* c) { c->beta2 = NAN; }, "--beta2: nan", "below 1"},
-                {[](OptimConfig* c) { c->eps = 0.0f; }, "--eps: 0", "above 0"},
-                {[](OptimConfig* c) { c->weight_decay = -0.1f; }, "--weight-decay: -0.1", "from 0"}};
-    for (const auto& row : rows) {
-        config = good, row.change(&config);
-        expect_refusal(test, config, row.begin, row.holds);
-    }
-}
-
-TEST(optim_lists) {
-    char* text = nullptr;
-    size_t bytes = 0;
-    FILE* file = open_memstream(&text, &bytes);
-    optim_list_formats(file);
-    optim_list_presets(file);
-    fclose(file);
-    const char* const wanted[] = {"--weights", "--grads",   "--m, --v", "--rule",
-                                  "bf16:sr",   "bf16+fp32", "adamw32",  "adamw16"};
-    for (const char* name : wanted) expect(strstr(text, name), "%s is not in the lists", name);
-    for (const char* line = strtok(text, "\n"); line; line = strtok(nullptr, "\n")) {
-        expect(strlen(line) <= 120, "%zu characters: %s", strlen(line), line);
+    const std::tuple<Change*, const char*, const char*> rows[] = {
+        {[](OptimConfig* c) { c->preset = "adam16"; }, "--preset: \"adam16\"", "mean adamw16?"},
+        {[](OptimConfig* c) { c->rule = "adamv"; }, "--rule: \"adamv\"", "mean adamw?"},
+        {[](OptimConfig* c) { c->weights = "bf16:rs"; }, "--weights: \"bf16:rs\"", "mean bf16:sr?"},
+        {[](OptimConfig* c) { c->grads = "bf61"; }, "--grads: \"bf61\"", "mean bf16?"},
+        {[](OptimConfig* c) { c->grads = nullptr; }, "--grads: \"\"", "fp32, bf16"},
+        {[](OptimConfig* c) { c->m = "fp23"; }, "--m: \"fp23\"", "mean fp32?"},
+        {[](OptimConfig* c) { c->v = "bf16-sr"; }, "--v: \"bf16-sr\"", "mean bf16:sr?"},
+        {[](OptimConfig* c) { c->beta1 = 1.0f; }, "--beta1: 1", "below 1"},
+        {[](OptimConfig* c) { c->beta2 = NAN; }, "--beta2: nan", "below 1"},
+        {[](OptimConfig* c) { c->eps = 0.0f; }, "--eps: 0", "above 0"},
+        {[](OptimConfig* c) { c->weight_decay = -0.1f; }, "--weight-decay: -0.1", "from 0"}};
+    for (const auto& [change, begin, holds] : rows) {
+        config = good, change(&config);
+        expect_refusal(test, config, begin, holds);
     }
 }
 

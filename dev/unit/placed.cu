@@ -2,7 +2,7 @@
 #include "../../optim/jit.h"
 #include "../../optim/placed.h"
 #include "../../optim/table.cuh"
-#include "rules.h"
+#include "steps.h"
 
 namespace {
 
@@ -70,14 +70,9 @@ static OptimConfig case_config(const Case* its, OptimType compute, const char* g
     return config;
 }
 
-// One run: weights and gradients as arenas, or as tensors that begin `shift` elements behind a multiple of 16 bytes.
-struct Run {
-    Device dev;
-    OptimConfig config;
-    OptimTensor tensor[TENSORS];
-    int64_t elements;
+// A run whose weights and gradients are arenas, or tensors that begin `shift` elements behind a multiple of 16 bytes.
+struct Placed : Run {
     int bytes[2];  // of a weight and of a gradient
-    Optim* optim = nullptr;
     PlacedTables* tables = nullptr;
     char *weights[TENSORS] = {}, *grads[TENSORS] = {};
     char* arena;
@@ -85,22 +80,20 @@ struct Run {
     bool rates = false;  // three learning rates, by turns; otherwise one
     bool each = false;   // a group for each tensor; otherwise for each learning rate and decay
 
-    ~Run() { placed_free(tables), optim_free(optim), device_close(&dev); }
+    ~Placed() { placed_free(tables); }
 };
 
 static int64_t length(int t) {
     return shapes[t].rows * shapes[t].cols;
 }
 
-static void put(const Run* run, void* to, int bytes, int64_t n, float (*value)(int64_t, int64_t), int64_t seed, int t) {
-    char* host = (char*)malloc((size_t)(n * bytes) + 1);
-    for (int64_t i = 0; i < n; i++) {
-        const float x = value(seed, t * 10000 + i);
-        if (bytes == 4) ((float*)host)[i] = x;
-        if (bytes == 2) ((uint16_t*)host)[i] = Bf16::encode(x);
-    }
-    copy_to_device(&run->dev, to, host, n * bytes);
-    free(host);
+static void put(const Placed* run, void* to, int bytes, int64_t n, float (*value)(int64_t, int64_t), int64_t seed,
+                int t) {
+    Room room(&run->dev);
+    float* wide = room.host<float>(n);
+    uint16_t* narrow = room.host<uint16_t>(n);
+    for (int64_t i = 0; i < n; i++) wide[i] = value(seed, t * 10000 + i), narrow[i] = Bf16::encode(wide[i]);
+    copy_to_device(&run->dev, to, bytes == 4 ? (void*)wide : narrow, n * bytes);
 }
 
 static float initial(int64_t, int64_t i) {
@@ -111,47 +104,44 @@ static float slope(int64_t step, int64_t i) {
     return gradient(step, i);
 }
 
-static void run_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu, bool placed, int shift) {
+static void placed_open(Placed* run, const OptimConfig* config, OptimType compute, bool gpu, bool placed, int shift) {
     static const float scalars[4] = {0.5f, NAN, 0.0f, 1.0f};
-    device_open(&run->dev, gpu, 0);
-    if (gpu && multiprocessors > 0) run->dev.sm_count = multiprocessors;
-    run->config = *config;
-    run->bytes[0] = compute == OPTIM_FP32 ? 4 : 2;
-    run->bytes[1] = strcmp(config->grads, "fp32") == 0 ? 4 : 2;
-    memcpy(run->tensor, shapes, sizeof(small));
-    for (int t = 0; placed && t < TENSORS; t++) run->tensor[t].decay = true;
-    run->config.placed = placed;
-    if (placed) run->config.weight_decay = -1.0f;
-    run->elements = optim_layout(run->tensor, TENSORS, &run->config);
-    run->optim = optim_create(&run->dev, &run->config, run->tensor, TENSORS, compute);
-    run->arena = (char*)device_alloc(&run->dev, run->elements * 4);
-    device_zero(&run->dev, run->arena, run->elements * 4);
-    run->scalars = (float*)device_alloc(&run->dev, sizeof(scalars));
-    copy_to_device(&run->dev, run->scalars, scalars, sizeof(scalars));
+    OptimConfig its = *config;
+    OptimTensor tensors[TENSORS];
     PlacedTensor places[TENSORS];
+    memcpy(tensors, shapes, sizeof(tensors));
+    its.placed = placed;
+    if (placed) its.weight_decay = -1.0f;
+    for (OptimTensor& tensor : tensors) tensor.decay = tensor.decay || placed;
+    run_open(run, &its, tensors, TENSORS, compute, gpu);
+    if (gpu && multiprocessors > 0) run->dev.sm_count = multiprocessors;
+    run->bytes[0] = compute == OPTIM_FP32 ? 4 : 2;
+    run->bytes[1] = is(config->grads, "fp32") ? 4 : 2;
+    run->arena = run->room.device<char>(run->elements * 4);
+    device_zero(&run->dev, run->arena, run->elements * 4);
+    run->scalars = run->room.to_device(scalars, 4);
     for (int t = 0; t < TENSORS; t++) {
-        float* values = (float*)malloc((size_t)length(t) * sizeof(float));
+        float* values = run->room.host<float>(length(t));
         for (int64_t i = 0; i < length(t); i++) values[i] = initial(0, t * 10000 + i);
         optim_set_weights(run->optim, t, values);
-        free(values);
         places[t] = {length(t), 0, run->tensor[t].offset};
         if (!placed) continue;
-        run->weights[t] = (char*)device_alloc(&run->dev, length(t) * 4 + 64) + shift * run->bytes[0];
-        run->grads[t] = (char*)device_alloc(&run->dev, length(t) * 4 + 64) + (shift > 0 && t % 2 ? run->bytes[1] : 0);
+        run->weights[t] = run->room.device<char>(length(t) * 4 + 64) + shift * run->bytes[0];
+        run->grads[t] = run->room.device<char>(length(t) * 4 + 64) + (shift > 0 && t % 2 ? run->bytes[1] : 0);
         put(run, run->weights[t], run->bytes[0], length(t), initial, 0, t);
     }
     optim_decode(run->optim);
     if (placed) run->tables = placed_create(run->optim, compute, places);
 }
 
-static void put_grads(Run* run, int step) {
+static void put_grads(Placed* run, int step) {
     for (int t = 0; t < TENSORS; t++) {
         char* to = run->tables ? run->grads[t] : run->arena + run->tensor[t].offset * run->bytes[1];
         put(run, to, run->bytes[1], length(t), slope, step, t);
     }
 }
 
-static void run_placed(Run* run, int step, unsigned missing, bool found_inf, const float* scale,
+static void run_placed(Placed* run, int step, unsigned missing, bool found_inf, const float* scale,
                        const float* lr_at = nullptr) {
     const void* grads[TENSORS];
     int group_of[TENSORS];
@@ -168,7 +158,7 @@ static void run_placed(Run* run, int step, unsigned missing, bool found_inf, con
 }
 
 // One step; of a placed run without the tensors of `missing`, a bit each.
-static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = false, bool bad_scale = false) {
+static void run_step(Placed* run, int step, unsigned missing = 0, bool found_inf = false, bool bad_scale = false) {
     const float* scale = run->scalars + (bad_scale ? 1 : 0);
     put_grads(run, step);
     if (run->tables) {
@@ -179,22 +169,14 @@ static void run_step(Run* run, int step, unsigned missing = 0, bool found_inf = 
     device_sync(&run->dev);
 }
 
-static bool same_bytes(const Run* a, const void* x, const Run* b, const void* y, int64_t bytes) {
-    char *of_a = (char*)malloc((size_t)bytes), *of_b = (char*)malloc((size_t)bytes);
-    copy_to_host(&a->dev, of_a, x, bytes), copy_to_host(&b->dev, of_b, y, bytes);
-    const bool same = memcmp(of_a, of_b, (size_t)bytes) == 0;
-    free(of_a), free(of_b);
-    return same;
-}
-
 // The weights of tensor `t` are those of a placed run.
-static bool weights_same(const Run* a, const Run* placed, int t) {
+static bool weights_same(const Placed* a, const Placed* placed, int t) {
     const void* seen = (const char*)optim_weights(a->optim) + a->tensor[t].offset * a->bytes[0];
     return same_bytes(a, a->tables ? a->weights[t] : seen, placed, placed->weights[t], length(t) * a->bytes[0]);
 }
 
 // True if every array of the placed run is that of the other, which has the primary weights besides.
-static bool states_same(const Run* arena, const Run* placed, const char** different) {
+static bool states_same(const Placed* arena, const Placed* placed, const char** different) {
     for (int s = 0; s < optim_stream_count(placed->optim); s++) {
         const OptimStream b = optim_stream(placed->optim, s);
         const int64_t bytes = b.elements * b.element_bytes;
@@ -209,10 +191,10 @@ static bool states_same(const Run* arena, const Run* placed, const char** differ
 static bool compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
     const OptimConfig config = case_config(its, compute, grads);
     OptimConfig chunks = config;
-    Run arena, placed;
-    run_open(&arena, &config, compute, gpu, false, 0);
+    Placed arena, placed;
+    placed_open(&arena, &config, compute, gpu, false, 0);
     if (shift > 0 && strcmp(grads, "fp32") == 0) chunks.matrix_chunk = TILE_ELEMENTS;  // each tensor alone
-    run_open(&placed, &chunks, compute, gpu, true, shift);
+    placed_open(&placed, &chunks, compute, gpu, true, shift);
     const LaunchPlan* launch = &optim_parts(placed.optim).plan->launch[0];
     const bool fused = low_rank_fuses(&placed.dev, &launch->config, optim_matrix_work(placed.optim, 0));
     for (int step = 1; step <= STEPS; step++) {
@@ -248,24 +230,20 @@ TEST_BOTH(placed_same_as_arenas) {
 // weights of each kind, in the caller's tensors or beside them, from gradients of both types.
 TEST_BOTH(placed_fused) {
     constexpr const char* REST = "*.c_proj.weight: rule=adamw";
-    const struct {
-        Case its;
-        OptimType compute;
-        const char* grads;
-        int shift;
-    } rows[] = {{{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
-                 OPTIM_BF16,
-                 "bf16",
-                 0},
-                {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "fp32", 1},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "fp32", 0},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "bf16", 0},
-                {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
-                {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
-    for (const auto& row : rows) {
-        const bool fused = compare_case(test, &row.its, row.compute, row.grads, row.shift, gpu);
-        expect(fused == gpu, "%s, grads %s: the fused way was not taken", row.its.weights, row.grads);
+    const std::tuple<Case, OptimType, const char*, int> rows[] = {
+        {{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
+         OPTIM_BF16,
+         "bf16",
+         0},
+        {{"", "galore", "bf16:sr", "dyn8", "udyn8", REST}, OPTIM_BF16, "fp32", 1},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "fp32", 0},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_BF16, "bf16", 1},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "bf16", 0},
+        {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
+        {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
+    for (const auto& [its, compute, grads, shift] : rows) {
+        const bool fused = compare_case(test, &its, compute, grads, shift, gpu);
+        expect(fused == gpu, "%s, grads %s: the fused way was not taken", its.weights, grads);
     }
 }
 
@@ -287,9 +265,9 @@ TEST(placed_many_tiles_gpu) {
 TEST_BOTH(placed_missing_gradients) {
     const Case its = {"adamw8", "", "", "", "", ""};
     const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
-    Run all, some;
-    run_open(&all, &config, OPTIM_BF16, gpu, true, 0);
-    run_open(&some, &config, OPTIM_BF16, gpu, true, 0);
+    Placed all, some;
+    placed_open(&all, &config, OPTIM_BF16, gpu, true, 0);
+    placed_open(&some, &config, OPTIM_BF16, gpu, true, 0);
     run_step(&all, 1);
     run_step(&some, 1);
     char before[4096 * 4], after[4096 * 4];
@@ -302,7 +280,7 @@ TEST_BOTH(placed_missing_gradients) {
 }
 
 // The bytes of the states that the tensors without overrides have, in the order of the list; the caller frees them.
-static char* plain_states(const Run* run, int64_t* bytes) {
+static char* plain_states(const Placed* run, int64_t* bytes) {
     char* all = nullptr;
     *bytes = 0;
     for (int s = 0; s < optim_stream_count(run->optim); s++) {
@@ -325,10 +303,10 @@ TEST_BOTH(placed_launch_without_gradients) {
     constexpr unsigned MATRICES = 1u << 0 | 1u << 2 | 1u << 5 | 1u << 6;
     for (const Case& its : alone) {
         const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
-        Run run;
+        Placed run;
         int64_t bytes[2];
         float before[3] = {}, after[3] = {};
-        run_open(&run, &config, OPTIM_BF16, gpu, true, 0);
+        placed_open(&run, &config, OPTIM_BF16, gpu, true, 0);
         const float* scale = optim_codes(run.optim, 2).numbers;  // of weights that have one
         run_step(&run, 1);
         char* states = plain_states(&run, &bytes[0]);
@@ -353,14 +331,13 @@ TEST_BOTH(placed_many_groups) {
                                 {"", "adamw", "e4m3/tensor", "dyn8/rank1", "fp32", "wte: rule=sgd"}};
     for (const Case& its : many) {
         const OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
-        Run one, several;
-        for (Run* run : {&one, &several}) run_open(run, &config, OPTIM_BF16, gpu, true, 0), run->rates = true;
+        Placed one, several;
+        for (Placed* run : {&one, &several}) placed_open(run, &config, OPTIM_BF16, gpu, true, 0), run->rates = true;
         several.each = true;
         for (int step = 1; step <= STEPS; step++) run_step(&one, step), run_step(&several, step);
         const char* name = "";
-        for (int t = 0; t < TENSORS; t++) {
+        for (int t = 0; t < TENSORS; t++)
             expect(weights_same(&one, &several, t), "%s%s: %s differs", its.preset, its.rule, shapes[t].name);
-        }
         expect(states_same(&one, &several, &name), "%s%s: %s differs", its.preset, its.rule, name);
     }
 }
@@ -370,8 +347,8 @@ static void check_cut(Test* test, const Case* its, bool gpu) {
     constexpr int64_t CUT = 768, N = 37 * 129;
     OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
     config.placed = true;
-    Run whole;
-    run_open(&whole, &config, OPTIM_BF16, gpu, true, 0);
+    Placed whole;
+    placed_open(&whole, &config, OPTIM_BF16, gpu, true, 0);
     char *weights[2], *grads[2];
     Optim* part[2];
     PlacedTables* tables[2];
@@ -424,10 +401,10 @@ TEST_BOTH(placed_cut_tensor) {
 #ifdef __CUDACC__
 static void graph_case(Test* test, const Case* its, bool each, unsigned missing = 0) {
     OptimConfig config = case_config(its, OPTIM_BF16, "bf16");
-    Run plain, run;
-    run_open(&plain, &config, OPTIM_BF16, true, true, 1);
+    Placed plain, run;
+    placed_open(&plain, &config, OPTIM_BF16, true, true, 1);
     config.replays = true;
-    run_open(&run, &config, OPTIM_BF16, true, true, 1);
+    placed_open(&run, &config, OPTIM_BF16, true, true, 1);
     run.each = each;
     const float rate = 1e-2f;
     float* lr = (float*)device_alloc(&run.dev, sizeof(rate));
@@ -450,9 +427,8 @@ static void graph_case(Test* test, const Case* its, bool each, unsigned missing 
     }
     expect(placed_clock(run.tables) == 7, "%s: the clock is at %lld", config.rule, (long long)placed_clock(run.tables));
     const char* name = "";
-    for (int t = 0; t < TENSORS; t++) {
+    for (int t = 0; t < TENSORS; t++)
         expect(weights_same(&plain, &run, t), "%s%s: %s differs", its->preset, config.rule, shapes[t].name);
-    }
     expect(states_same(&plain, &run, &name), "%s%s: %s differs", its->preset, config.rule, name);
     check(cudaGraphExecDestroy(exec));
     check(cudaGraphDestroy(graph));
@@ -489,11 +465,7 @@ TEST(placed_graph_gpu) {
 // NVRTC compiles these kernels, with and without a copy, on old and new architectures.
 TEST(placed_kernels_compile) {
     if (!jit_available()) skip("no libnvrtc");
-    struct Kernel {
-        const char *name, *architecture;
-        Case its;
-    };
-    static const Kernel kernels[] = {
+    const std::tuple<const char*, const char*, Case> kernels[] = {
         {"optim_step_kernel", "sm_80", {"adamw8", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_90", {"adamw8", "", "", "", "", ""}},
         {"optim_step_kernel", "sm_80", {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", ""}},
@@ -519,12 +491,12 @@ TEST(placed_kernels_compile) {
             apply.rule->type, apply.weights->type, apply.m->type, apply.v->type, none_row()->type, apply.grads->type);
         expect_compiles(test, i == 2 ? kernel_of(matrices, "optim_replayed_kernel") : expression);
     }
-    for (const Kernel& kernel : kernels) {
-        OptimConfig config = case_config(&kernel.its, OPTIM_BF16, "bf16");
+    for (const auto& [name, architecture, its] : kernels) {
+        OptimConfig config = case_config(&its, OPTIM_BF16, "bf16");
         config.placed = true;
-        const char* expression = kernel_of(config, kernel.name);
+        const char* expression = kernel_of(config, name);
         expect(strstr(expression, "Placed<"), "%s", expression);
-        expect_compiles(test, expression, kernel.architecture);
+        expect_compiles(test, expression, architecture);
     }
 }
 

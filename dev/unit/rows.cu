@@ -1,7 +1,6 @@
 // Tests of rules that read rows, columns and tensors (optim/rows.cuh), and of --limit-growth: against the papers'
 // formulas in double precision, over resumes, skipped steps and shards, and where there is a GPU equal bits.
 #include "../../optim/rows.h"
-#include "../../optim/table.cuh"
 #include "kinds.h"
 
 struct RowCase {
@@ -197,39 +196,26 @@ TEST(rows_against_double) {
 
 // The numbers that are kept, by hand: a tensor's rows, then its columns; came's confidence after them.
 TEST(rows_numbers_kept) {
-    const struct {
-        const char* rule;
-        int64_t each[2];  // for a row, for a column
-    } rows[] = {
-        {"adam-mini", {1, 0}}, {"rmnp", {0, 0}}, {"normuon-lite", {1, 0}}, {"adafactor", {1, 1}}, {"came", {2, 2}}};
-    for (const auto& row : rows) {
-        const RowCase c = {row.rule, "fp32"};
+    const std::tuple<const char*, int, int> rows[] = {
+        {"adam-mini", 1, 0}, {"rmnp", 0, 0}, {"normuon-lite", 1, 0}, {"adafactor", 1, 1}, {"came", 2, 2}};
+    for (const auto& [rule, each_row, each_column] : rows) {
+        const RowCase c = {rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
         Run run;
         kind_open(&run, &config, false);
         int64_t want = 0, found = optim_stream_named(run.optim, "v").elements;
-        for (const OptimTensor& t : model) want += row.each[0] * t.rows + row.each[1] * t.cols;
-        expect(found == want, "%s: %lld numbers, %lld wanted", row.rule, (long long)found, (long long)want);
+        for (const OptimTensor& t : model) want += each_row * t.rows + each_column * t.cols;
+        expect(found == want, "%s: %lld numbers, %lld wanted", rule, (long long)found, (long long)want);
     }
-}
-
-// A step that changes nothing, a resume from the streams, and shards.
-static void check_resume(Test* test, const RowCase* c, const char* m) {
-    const OptimConfig config = case_config(c, "bf16:sr", m);
-    Run whole;
-    expect_resumed(test, &whole, &config, model, TENSORS, plain_steps(), false);
-    const int64_t end = whole.tensor[TENSORS - 1].offset + 2 * TILE_ELEMENTS;
-    int64_t cut[] = {0, TILE_ELEMENTS, whole.tensor[2].offset + TILE_ELEMENTS, end};
-    optim_cuts(&config, whole.tensor, TENSORS, cut, 4);
-    expect(cut[1] == tensor_padded(&whole.tensor[0]) && cut[3] == end, "%lld", (long long)cut[1]);
-    const int held = expect_shards(test, &whole, cut, 3, plain_steps(), false);
-    expect(held == TENSORS, "%d tensors are whole in a shard", held);
 }
 
 TEST(rows_resume_skip_and_shard) {
     for (const RowCase& c : cases) {
         for (const char* m : {"bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
-            if (!is(c.m, "none") || is(m, "bf16:sr")) check_resume(test, &c, m);
+            const OptimConfig config = case_config(&c, "bf16:sr", m);
+            if (is(c.m, "none") && !is(m, "bf16:sr")) continue;
+            const int held = expect_resumed_and_sharded(test, &config, model, TENSORS, plain_steps(), false);
+            expect(held == TENSORS, "%d tensors are whole in a shard", held);
         }
     }
     OptimConfig config = make_config("adamw", "fp32", "fp32");
@@ -289,27 +275,26 @@ TEST(rows_convert_v) {
 
 // A moment without a counterpart is refused; one that the new rule does not keep is left behind.
 TEST(rows_convert_refusals) {
-    const struct {
-        const char *from, *to, *says;
-    } rows[] = {{"adamw", "came", "is by rows"},
-                {"adamw", "normuon-lite", "is by rows"},
-                {"normuon-lite", "adamw", "is of elements"},
-                {"lion", "adafactor", "keeps no second moment"},
-                {"rmnp", "adam-mini", "keeps no second moment"},
-                {"adamw", "rmnp", nullptr},
-                {"lion", "rmnp", nullptr},
-                {"came", "adafactor", nullptr},
-                {"adafactor", "rmnp", nullptr}};
-    for (const auto& row : rows) {
-        const RowCase cases[] = {{row.from, "fp32"}, {row.to, "fp32"}};
-        const OptimConfig from = case_config(&cases[0], "fp32", "fp32"), to = case_config(&cases[1], "fp32", "fp32");
+    const char* const rows[][3] = {{"adamw", "came", "is by rows"},
+                                   {"adamw", "normuon-lite", "is by rows"},
+                                   {"normuon-lite", "adamw", "is of elements"},
+                                   {"lion", "adafactor", "keeps no second moment"},
+                                   {"rmnp", "adam-mini", "keeps no second moment"},
+                                   {"adamw", "rmnp", nullptr},
+                                   {"lion", "rmnp", nullptr},
+                                   {"came", "adafactor", nullptr},
+                                   {"adafactor", "rmnp", nullptr}};
+    for (const auto& [from, to, says] : rows) {
         Run run[2];
-        kind_open(&run[0], &from, false);
-        kind_open(&run[1], &to, false);
+        for (int k = 0; k < 2; k++) {
+            const RowCase c = {k ? to : from, "fp32"};
+            const OptimConfig config = case_config(&c, "fp32", "fp32");
+            kind_open(&run[k], &config, false);
+        }
         run_steps(&run[0], 1, 1, plain_steps());
         error[0] = 0;
         const bool loaded = load(&run[0], &run[1], error);
-        expect(loaded == !row.says && (loaded || strstr(error, row.says)), "%s to %s: %s", row.from, row.to, error);
+        expect(loaded == !says && (loaded || strstr(error, says)), "%s to %s: %s", from, to, error);
     }
 }
 
@@ -346,11 +331,7 @@ TEST(limit_growth_begins_after_zeros) {
 
 TEST(rows_refusals) {
     typedef void Change(OptimConfig * c);
-    const struct {
-        const char* rule;
-        Change* change;
-        const char *begin, *holds;
-    } rows[] = {
+    const std::tuple<const char*, Change*, const char*, const char*> rows[] = {
         {"adamw", [](OptimConfig* c) { c->m = "none"; }, "--m: \"none\"", "take adafactor"},
         {"adafactor", [](OptimConfig* c) { c->v = "fp32"; }, "--v: \"fp32\"", "fp32 numbers by row and column"},
         {"adamw", [](OptimConfig* c) { c->limit_growth = 0.5f; }, "--limit-growth: 0.5", "0 or a number from 1 on"},
@@ -358,10 +339,10 @@ TEST(rows_refusals) {
         {"rmnp", [](OptimConfig* c) { c->weights = "bf16:ef"; }, "--weights", "does not divide by a root of v"},
         {"adafactor", [](OptimConfig* c) { c->clip_update = -1.0f; }, "--clip-update", "a number from 0 on"},
     };
-    for (const auto& row : rows) {
-        OptimConfig config = make_config(row.rule, "fp32", "fp32");
-        row.change(&config);
-        expect_refusal(test, config, row.begin, row.holds);
+    for (const auto& [rule, change, begin, holds] : rows) {
+        OptimConfig config = make_config(rule, "fp32", "fp32");
+        change(&config);
+        expect_refusal(test, config, begin, holds);
     }
 }
 
@@ -377,6 +358,57 @@ CACHE_TEST(JIT_TEST, rows_equal_cpu_gpu) {
             }
             expect(!difference(&run[0], &run[1]), "%s, m %s, growth %g", c.rule, m, (double)c.growth);
         }
+    }
+}
+
+// More tensors than a block of sums.cuh looks through at a time; rows and columns in whole and broken slabs, panels and
+// runs of columns.
+CACHE_TEST(JIT_TEST, rows_of_many_tensors_equal_cpu_gpu) {
+    static OptimTensor many[MAX_TENSORS];
+    for (int t = 0; t < MAX_TENSORS; t++) {
+        const int64_t rows = t % 3 == 0 ? 1
+                             : t == 40  ? 130
+                                        : 7 + t,
+                      cols = t == 40 ? 1104 : 8 * (t % 5) + t % 2 * 24 + 8;
+        many[t] = {formatted("h.%d.weight", t), rows, cols, t % 3 != 0, 0};
+    }
+    for (const char* rule : {"adam-mini", "rmnp", "adafactor", "came"}) {
+        for (const char* m : {"bf16:sr", "soft8/32"}) {
+            OptimConfig config = make_config(rule, "bf16:sr", "fp32");
+            config.m = m, config.overrides = "none", config.grads = "bf16";
+            config = resolved(config);
+            Run run[2];
+            for (int gpu = 0; gpu < 2; gpu++) {
+                run_open(&run[gpu], &config, many, MAX_TENSORS, OPTIM_FP32, gpu == 1);
+                run_steps(&run[gpu], 1, 3, plain_steps(2));
+            }
+            expect(!difference(&run[0], &run[1]), "%s, m %s", rule, m);
+        }
+    }
+}
+
+// Each thread of a warp finds the numbers of its 16 columns in four places, which all threads' fill without gaps.
+TEST(rows_columns_lie_as_they_are_loaded) {
+    static float numbers[2 * READY_COLS];
+    for (uint32_t col = 0; col < 2 * READY_COLS; col++) numbers[ready_place(col)] = (float)col;
+    for (int n : {8, 16}) {
+        for (uint32_t col = 0; col < 2 * READY_COLS; col += (uint32_t)n) {
+            float x[16];
+            ready_load(numbers, col, x, n);
+            for (int i = 0; i < n; i++) expect(x[i] == (float)(col + (uint32_t)i), "%d of columns from %u on", n, col);
+        }
+    }
+    for (uint32_t col = 0; col < 2 * READY_COLS; col++) {
+        const uint32_t thread = col % READY_COLS / 16, load = col % 16 / 4;
+        const uint32_t place = col / READY_COLS * READY_COLS + load * 128 + thread * 4 + col % 4;
+        expect(ready_place(col) == place, "column %u at %u, expected %u", col, ready_place(col), place);
+    }
+    const struct {
+        int64_t rows, cols, numbers;
+    } shapes[] = {{1, 1, 32 + 512}, {32, 512, 32 + 512}, {33, 513, 64 + 1024}};
+    for (const auto& shape : shapes) {
+        expect(ready_pair(shape.rows, shape.cols) == shape.numbers, "%lld x %lld: %lld numbers", (long long)shape.rows,
+               (long long)shape.cols, (long long)ready_pair(shape.rows, shape.cols));
     }
 }
 

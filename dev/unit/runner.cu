@@ -18,10 +18,9 @@
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <time.h>
 
-#include "../../kernels/common.cuh"
-#include "test.h"
+#include "../../data/clock.h"
+#include "files.h"
 
 constexpr int MOST_JOBS = 64;
 constexpr double CASE_SECONDS = 300.0;  // NIBBLE_TEST_SECONDS overrides it
@@ -39,12 +38,6 @@ int test_gpus() {
 struct Counts {
     int passed, failed, skipped;
 };
-
-static double clock_seconds() {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
 
 static bool needs_gpu(const Test* test) {
     size_t length = strlen(test->name);
@@ -73,14 +66,14 @@ static void case_folder_remove(const char* path) {
 }
 
 static void run_case(Test* test, bool gpu) {
-    double begin = clock_seconds();
+    double begin = seconds_now();
     if (needs_gpu(test) && !gpu) {
         test->skipped = true;
         snprintf(test->note, sizeof(test->note), "no GPU");
     } else {
         test->run(test);
     }
-    print_line(test, clock_seconds() - begin);
+    print_line(test, seconds_now() - begin);
 }
 
 // With --here: the case that is running, and the process that runs it. One that leaves the program has failed, whatever
@@ -164,7 +157,7 @@ static void worker_start(Worker* worker, Test* test, int number, int gpus, int t
     *worker->ending = {};
     if (pipe2(ends, O_CLOEXEC) != 0) user_error("%s: no pipe: %s", test->name, strerror(errno));
     case_folder_make(worker->folder);
-    worker->begin = clock_seconds();
+    worker->begin = seconds_now();
     worker->pid = fork();
     if (worker->pid < 0) user_error("%s: no process: %s; type --here", test->name, strerror(errno));
     if (worker->pid == 0) {
@@ -207,7 +200,7 @@ static double case_seconds() {
 
 // Kills a case that takes too long, and all that it has started.
 static void worker_limit(Worker* worker) {
-    if (worker->overdue || clock_seconds() - worker->begin < case_seconds()) return;
+    if (worker->overdue || seconds_now() - worker->begin < case_seconds()) return;
     worker->overdue = true;
     kill(-worker->pid, SIGKILL);
 }
@@ -227,7 +220,7 @@ static void worker_end(Worker* worker, int status, Counts* counts) {
                  killed ? WTERMSIG(status) : WEXITSTATUS(status), killed ? strsignal(WTERMSIG(status)) : "");
         if (worker->overdue)
             snprintf(test->note, sizeof(test->note), "killed, it took longer than %g s", case_seconds());
-        print_line(test, clock_seconds() - worker->begin);
+        print_line(test, seconds_now() - worker->begin);
     }
     case_folder_remove(worker->folder);
     count_case(test, counts);
@@ -313,16 +306,10 @@ static Asked words_read(int argc, char** argv) {
     return asked;
 }
 
-// This program with these words; returns its exit code. With `ill` the cases below crash, leave and hang.
-static int run_self(const char* words, bool ill, char* output, size_t bytes) {
-    char command[256];
-    snprintf(command, sizeof(command), "%s/proc/%d/exe %s 2>&1",
-             ill ? "NIBBLE_TEST_RUNNER=1 NIBBLE_TEST_SECONDS=4 " : "", (int)getpid(), words);
-    FILE* pipe = popen(command, "r");
-    size_t used = pipe ? fread(output, 1, bytes - 1, pipe) : 0;
-    output[used] = 0;
-    int status = pipe ? pclose(pipe) : -1;
-    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+// What this program prints with these words, and its exit code. With `ill` the cases below crash, leave and hang.
+static const char* run_self(const char* words, bool ill, int* code) {
+    const char* settings = ill ? "NIBBLE_TEST_RUNNER=1 NIBBLE_TEST_SECONDS=4 " : "";
+    return shell(formatted("%s/proc/%d/exe %s 2>&1", settings, (int)getpid(), words), code);
 }
 
 static bool is_ill() {
@@ -334,7 +321,7 @@ TEST(runner_goes_on_after_a_crash) {
         printf("    before\n");
         abort();
     }
-    char text[4096];
+    int code;
     const char* const lines[] = {"    before\nFAIL  runner_goes_on_after_a_crash",
                                  "killed by signal 6, ",
                                  "    here\nFAIL  runner_reads_its_words",
@@ -345,7 +332,7 @@ TEST(runner_goes_on_after_a_crash) {
                                  "killed, it took longer than 4 s\n",
                                  "ok    data_crc"};
     for (const char* words : {"-j 1 -k runner_ -k data_crc", "-j 2 -k runner_ -k data_crc"}) {
-        int code = run_self(words, true, text, sizeof(text));
+        const char* text = run_self(words, true, &code);
         for (const char* line : lines) expect(strstr(text, line), "\"%s\" is not in\n%s", line, text);
         const char* counts = strstr(text, " passed, ");
         expect(code == 1 && counts && strcmp(counts, " passed, 4 failed, 0 skipped\n") == 0, "exit code %d\n%s", code,
@@ -358,27 +345,25 @@ TEST(runner_reads_its_words) {
         printf("    here\n");
         exit(3);
     }
-    char text[65536];
-    const struct {
-        const char *words, *says;
-        int code;
-    } runs[] = {{"-j 0", "-j 0: type 1 to 64", 2},
-                {"-j", "type --list, --here, -k SUBSTRING or -j N", 2},
-                {"crc", "'crc' was found; type", 2},
-                {"-k no_such_case -j 4", "0 passed, 0 failed, 0 skipped", 1},
-                {"--list -k runner_", "runner_reads", 0},
-                {"-j 1 -k data_crc", " passed, 0 failed, 0 skipped", 0},
-                {"--here -k data_crc", " passed, 0 failed, 0 skipped", 0}};
-    for (const auto& run : runs) {
-        int code = run_self(run.words, false, text, sizeof(text));
-        expect(code == run.code && strstr(text, run.says), "%s: exit code %d\n%s", run.words, code, text);
+    int code;
+    const std::tuple<const char*, const char*, int> runs[] = {
+        {"-j 0", "-j 0: type 1 to 64", 2},
+        {"-j", "type --list, --here, -k SUBSTRING or -j N", 2},
+        {"crc", "'crc' was found; type", 2},
+        {"-k no_such_case -j 4", "0 passed, 0 failed, 0 skipped", 1},
+        {"--list -k runner_", "runner_reads", 0},
+        {"-j 1 -k data_crc", " passed, 0 failed, 0 skipped", 0},
+        {"--here -k data_crc", " passed, 0 failed, 0 skipped", 0}};
+    for (const auto& [words, says, want] : runs) {
+        const char* text = run_self(words, false, &code);
+        expect(code == want && strstr(text, says), "%s: exit code %d\n%s", words, code, text);
     }
 }
 
 TEST(runner_fails_a_case_that_leaves) {
     if (is_ill()) exit(0);
-    char text[4096];
-    int code = run_self("--here -k runner_fails_a_case_that_leaves", true, text, sizeof(text));
+    int code;
+    const char* text = run_self("--here -k runner_fails_a_case_that_leaves", true, &code);
     expect(code == 1 && strstr(text, "FAIL  runner_fails_a_case_that_leaves") && strstr(text, "left the program\n"),
            "exit code %d\n%s", code, text);
 }
@@ -391,30 +376,26 @@ TEST(runner_ends_a_case_that_hangs) {
         fork();
         for (;;) pause();
     }
-    char text[4096];
-    double begin = clock_seconds();
-    int code = run_self("-j 1 -k runner_ends_a_case_that_hangs", true, text, sizeof(text));
+    int code;
+    double begin = seconds_now();
+    const char* text = run_self("-j 1 -k runner_ends_a_case_that_hangs", true, &code);
     expect(code == 1 && strstr(text, "killed, it took longer than 4 s\n"), "exit code %d\n%s", code, text);
-    expect(clock_seconds() - begin < 60.0, "%g s", clock_seconds() - begin);
+    expect(seconds_now() - begin < 60.0, "%g s", seconds_now() - begin);
 }
 
 TEST(runner_shares_the_gpus) {
-    const struct {
-        const char *name, *visible;
-        int number, gpus;
-        const char* want;
-    } rows[] = {{"fp8_runs_gpu", nullptr, 5, 4, "1"},
-                {"fp8_runs_gpu", "6,7,3", 4, 3, "7"},
-                {"fp8_runs_gpu", "GPU-a", 7, 1, "GPU-a"},
-                {"multi_modes_gpu", "6,7", 3, 2, "6,7"},
-                {"exchange_peers_gpu", "6,7", 2, 2, "6,7"}};
-    for (const auto& row : rows) {
+    const std::tuple<const char*, const char*, int, int, const char*> rows[] = {
+        {"fp8_runs_gpu", nullptr, 5, 4, "1"},
+        {"fp8_runs_gpu", "6,7,3", 4, 3, "7"},
+        {"fp8_runs_gpu", "GPU-a", 7, 1, "GPU-a"},
+        {"multi_modes_gpu", "6,7", 3, 2, "6,7"},
+        {"exchange_peers_gpu", "6,7", 2, 2, "6,7"}};
+    for (const auto& [name, visible, number, gpus, want] : rows) {
         unsetenv("CUDA_VISIBLE_DEVICES");
-        if (row.visible) setenv("CUDA_VISIBLE_DEVICES", row.visible, 1);
-        show_gpus(row.name, row.number, row.gpus);
+        if (visible) setenv("CUDA_VISIBLE_DEVICES", visible, 1);
+        show_gpus(name, number, gpus);
         const char* shown = getenv("CUDA_VISIBLE_DEVICES");
-        expect(shown && strcmp(shown, row.want) == 0, "%s, case %d, sees %s of %s", row.name, row.number, shown,
-               row.visible);
+        expect(shown && strcmp(shown, want) == 0, "%s, case %d, sees %s of %s", name, number, shown, visible);
     }
 }
 

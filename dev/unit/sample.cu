@@ -1,6 +1,9 @@
 // Unit tests of sampling: the linear layer of few rows, attention over a cache, the draw, and texts from a small model
 // with random weights. On the CPU the cache must not change one bit of a logit; on both devices a text must not depend
 // on the cache or on what is sampled beside it.
+#include <algorithm>
+#include <functional>
+
 #include "../../kernels/decode.cuh"
 #include "../../kernels/embedding.cuh"
 #include "kernels.h"
@@ -77,9 +80,8 @@ struct Sampler {
     Sampler(const Device* dev, const DecodeShape* s, const Weights* w, bool fp32, int S, const DrawOptions* draw,
             int64_t keep_steps)
         : dev(dev), room(dev) {
-        for (int i = 0; i < w->count; i++) {
+        for (int i = 0; i < w->count; i++)
             tensors.push_back(fp32 ? (void*)room.to_device(w->values[i], w->size[i]) : rounded(w, i));
-        }
         logits = keep_steps ? room.host<float>(keep_steps * S * s->Vp) : nullptr;
         const DecodeCalls calls = {this, nullptr, next, nullptr};
         decode_open(&decoder, dev, s, fp32, tensors.data(), S, draw, &calls, nullptr);
@@ -325,17 +327,12 @@ TEST(sampling_draws_the_softmax) {
 }
 
 // The k-th largest by sorting.
-int descending(const void* a, const void* b) {
-    const float x = *(const float*)a, y = *(const float*)b;
-    return (x < y) - (x > y);
-}
-
 TEST(sampling_top_k) {
     constexpr int V = 5000;
     float *logits = random_floats(V, 3, 8), *sorted = floats(V);
     for (int v = 0; v < V; v += 7) logits[v] = (float)(int)logits[v];  // ties, and both zeros
     memcpy(sorted, logits, V * 4);
-    qsort(sorted, V, 4, descending);
+    std::sort(sorted, sorted + V, std::greater<>());
     for (int k : {1, 2, 50, 700, 2500, V - 1}) {
         const uint32_t got = draw_threshold_cpu(logits, V, k);
         int64_t above = 0, among = 0;

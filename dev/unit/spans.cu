@@ -1,6 +1,6 @@
-// Tests of storages whose scales reach further than a tile: steps against plain loops over whole matrices, lpmm's
-// rank-1 scales by hand, what an fp8 copy keeps for a matmul, what is not finite, checkpoints in other formats, and the
-// refusal of shards that cut a tensor. every.cu has what holds of all formats.
+// Tests of storages whose scales reach further than a tile: steps against plain loops over whole matrices, what an fp8
+// copy keeps for a matmul, what is not finite, checkpoints in other formats, and the refusal of shards that cut a
+// tensor. every.cu has what holds of all formats.
 #include "../../optim/constants.h"
 #include "../../optim/kernel.cuh"
 #include "apart.h"
@@ -82,9 +82,8 @@ static void plain_numbers(const PlainFormat* format, const OptimTensor* tensor, 
         if (format->root && values[i] < 0x1p-100f) x = 0x1p-50f;
         float* to[2] = {numbers, numbers};
         if (!format->tensor && tensor->rows == 1) to[0] = to[1] = numbers + i / 128;
-        if (!format->tensor && tensor->rows > 1) {
+        if (!format->tensor && tensor->rows > 1)
             to[0] = numbers + i / tensor->cols, to[1] = numbers + tensor->rows + i % tensor->cols;
-        }
         for (float* each : to) *each = x > *each ? x : *each;
     }
     if (!format->tensor) return;
@@ -243,41 +242,6 @@ TEST(spans_stochastic_states) {
             expect(up > 500 && down > 500, "%s: %lld up, %lld down", noisy[k], (long long)up, (long long)down);
         }
     }
-}
-
-// lpmm's definition on a matrix of 2 x 3, worked out by hand, and on a vector of 130.
-TEST(spans_rank1_by_hand) {
-    typedef Spans<Lin4, SPAN_RANK1, NEAREST> Storage;
-    const float x[16] = {4.0f, 1.0f, 0.5f, 2.0f, 8.0f, 0.25f};
-    const float maxima[5] = {4.0f, 8.0f, 4.0f, 8.0f, 0.5f};  // of rows, of columns
-    // Scales 4 4 .5 / 4 8 .5; values over scales, in sixteenths: 16 4 16 / 8 16 8.
-    const uint32_t codes[6] = {15, 3, 15, 7, 15, 7};
-    float now[5] = {}, next[5] = {}, back[16];
-    uint8_t stored[8] = {};
-    SpanTile tile = {0, 2, 3, 0, 0, 1, 1};
-    Streams streams = {stored, now, nullptr, nullptr, next, &tile};
-    Storage::measure(streams, 0, x, 16);
-    expect(memcmp(next, maxima, sizeof(maxima)) == 0, "maxima %g %g %g %g %g", (double)next[0], (double)next[1],
-           (double)next[2], (double)next[3], (double)next[4]);
-    Storage::store(streams, 0, x, 16, NoiseKey{0, 0, NOISE_V});
-    for (int i = 0; i < 6; i++) {
-        uint32_t code = i % 2 ? stored[i / 2] & 15u : stored[i / 2] >> 4;
-        expect(code == codes[i], "element %d has code %u, want %u", i, code, codes[i]);
-    }
-    memcpy(now, next, sizeof(now));
-    Storage::load(streams, 0, back, 16, NoiseKey{});
-    for (int i = 0; i < 16; i++) expect(back[i] == x[i], "element %d is %g", i, (double)back[i]);
-    float vector[256] = {}, vector_now[2] = {}, vector_next[2] = {};
-    uint8_t vector_codes[128] = {};
-    vector[3] = 2.0f, vector[129] = 5.0f;
-    SpanTile line = {0, 2, 128, 0, 0, 0, 1};
-    Storage::measure({vector_codes, vector_now, nullptr, nullptr, vector_next, &line}, 0, vector, 256);
-    expect(vector_next[0] == 2.0f && vector_next[1] == 5.0f, "%g %g", (double)vector_next[0], (double)vector_next[1]);
-    OptimTensor matrix = {"matrix", 300, 700, true, 0}, bias = {"bias", 1, 130, false, 0};
-    expect(span_numbers(SPAN_RANK1, &matrix) == 1000 && span_numbers(SPAN_RANK1, &bias) == 2, "numbers");
-    expect(span_numbers(SPAN_TENSOR, &matrix) == 3 && span_numbers(SPAN_RUN, &matrix) == 0, "numbers");
-    SpanTile second = span_tile(SPAN_RANK1, &matrix, 2048, 7);
-    expect(second.at == 7 && second.row == 2 && second.col == 648 && !second.begins, "%u %u", second.row, second.col);
 }
 
 // Threads of a GPU take 8 or 16 elements, a core a whole tile: the same maxima and codes, wherever rows end.

@@ -10,7 +10,7 @@
 // Rules that read elements or rows; those that read matrices are tested in matrix.cu.
 constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
 
-constexpr int MAX_TENSORS = 16;
+constexpr int MAX_TENSORS = 70;
 
 // Open from run_open() on, until it is opened again or its scope ends.
 struct Run {
@@ -222,41 +222,39 @@ inline void run_copy(const Run* from, const Run* to) {
     optim_decode(to->optim);
 }
 
-// Opens `whole` and takes six steps. A step that changes nothing and a resume leave the same bits.
-inline void expect_resumed(Test* test, Run* whole, const OptimConfig* config, const OptimTensor* tensors, int count,
-                           const Steps& how, bool gpu) {
-    Run first, second;
+// Takes six steps: a step that changes nothing, a resume, and four shards leave the same bits. Returns how many tensors
+// one of the shards holds.
+inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count,
+                                      const Steps& how, bool gpu) {
+    Run whole, first, second;
     Steps skipped = how;
     skipped.bad = 4;
-    for (Run* run : {whole, &first, &second}) run_open(run, config, tensors, count, OPTIM_FP32, gpu);
-    run_steps(whole, 1, 6, how);
+    for (Run* run : {&whole, &first, &second}) run_open(run, config, tensors, count, OPTIM_FP32, gpu);
+    run_steps(&whole, 1, 6, how);
     run_steps(&first, 1, 3, how);
     run_steps(&first, 4, 4, skipped);
     run_copy(&first, &second);
-    expect(difference(whole, &second), "%s, m %s: nothing moves", config->rule, config->m);
+    expect(difference(&whole, &second), "%s, m %s: nothing moves", config->rule, config->m);
     run_steps(&second, 4, 6, how);
-    const char* where = difference(whole, &second);
+    const char* where = difference(&whole, &second);
     expect(!where, "%s, m %s: resumed: %s", config->rule, config->m, where);
-    expect_planned(test, whole, config->rule);
-}
-
-// Six steps of shards with these cuts leave the weights of `whole` in each tensor that a shard holds; returns how many
-// tensors these are.
-inline int expect_shards(Test* test, const Run* whole, const int64_t* cut, int shards, const Steps& how, bool gpu) {
+    expect_planned(test, &whole, config->rule);
     int held = 0;
-    for (int k = 0; k < shards; k++) {
-        OptimConfig part = whole->config;
+    int64_t cut[5];
+    for (int k = 0; k <= 4; k++) cut[k] = whole.elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
+    optim_cuts(config, whole.tensor, count, cut, 5);
+    for (int k = 0; k < 4; k++) {
+        if (cut[k] == cut[k + 1]) continue;
+        OptimConfig part = *config;
         part.begin = cut[k], part.end = cut[k + 1];
-        expect(part.end > 0, "shard %d is taken for all of it", k);
         Run shard;
-        run_open(&shard, &part, whole->tensor, whole->count, whole->compute, gpu);
+        run_open(&shard, &part, whole.tensor, count, OPTIM_FP32, gpu);
         run_steps(&shard, 1, 6, how);
-        for (int t = 0; t < shard.count; t++) {
+        for (int t = 0; t < count; t++) {
             const int64_t begin = shard.tensor[t].offset, end = begin + tensor_padded(&shard.tensor[t]);
             if (begin < part.begin || end > part.end) continue;
             held++;
-            expect(same_tensor(whole, &shard, t), "%s, m %s: shard %d, %s", part.rule, part.m, k,
-                   whole->tensor[t].name);
+            expect(same_tensor(&whole, &shard, t), "%s, m %s: shard %d, %s", part.rule, part.m, k, tensors[t].name);
         }
     }
     return held;

@@ -1,5 +1,5 @@
-// A sum of products as tensor cores compute it, of bf16 factors into fp32: what it is without any rounding, how far
-// from that tensor cores may be, and the sum itself, step by step, to show that the bound is theirs.
+// A sum of products as tensor cores compute it, of bf16 factors into fp32: what it is without any rounding, and how far
+// from that tensor cores may be.
 //
 // A tensor core takes `products` products at a time. It aligns them and the sum so far at the largest exponent among
 // them, drops of each what lies more than `bits` places below it, adds what is left exactly, and drops of the total
@@ -7,7 +7,7 @@
 // and Ada. NVIDIA does not say so; measured by Fasi et al., PeerJ Computer Science 7:e330 (2021), up to Ampere, and, as
 // models that have every bit of the instructions, by Khattak and Mikaitis, arXiv:2512.07004, and Xie et al.,
 // arXiv:2511.10909 (2025), up to Blackwell. What cuBLASLt makes of up to 3000 rows on an H200 has these bits
-// (dev/LOG.md).
+// (dev/LOG.md). matmul_backward_gpu shows that the bound refuses a product that is left out.
 #pragma once
 #include "../../kernels/cpu_gemm.h"
 #include "kernels.h"
@@ -35,32 +35,6 @@ inline double tensor_core_bound(TensorCore core, int64_t K, double scale) {
     double S = fmin(scale * K, 2.0 * scale * sqrt(K)), G = ceil((double)K / core.products);
     double align = ldexp(1.0, 23 - core.bits) * sqrt(core.products / 3.0);
     return EPS32 * S * (G / 2.0 + 6.0 * sqrt((1.0 / 12.0 + align * align) * G));
-}
-
-// Towards zero.
-inline float cut_to_float(double x) {
-    float nearest = (float)x;
-    return fabs((double)nearest) > fabs(x) ? nextafterf(nearest, 0.0f) : nearest;
-}
-
-// sum + a[0] b[0] + ... + a[count - 1] b[count - 1] as one step of a tensor core, for finite bf16 factors.
-inline float tensor_core_step(TensorCore core, float sum, const float* a, const float* b, int count) {
-    int largest = sum != 0.0f ? ilogbf(sum) : -126;
-    for (int i = 0; i < count; i++) {
-        if (a[i] == 0.0f || b[i] == 0.0f) continue;
-        int exponent = ilogbf(a[i]) + ilogbf(b[i]);  // the product may have one more; it does not count
-        largest = exponent > largest ? exponent : largest;
-    }
-    double unit = ldexp(1.0, largest - core.bits), places = 1.0 / unit, total = trunc(sum * places);
-    for (int i = 0; i < count; i++) total += trunc((double)a[i] * b[i] * places);
-    return cut_to_float(total * unit);
-}
-
-inline float tensor_core_sum(TensorCore core, const float* a, const float* b, int64_t K) {
-    float sum = 0.0f;
-    for (int64_t k = 0; k < K; k += core.products)
-        sum = tensor_core_step(core, sum, a + k, b + k, (int)cpu_gemm_min(core.products, K - k));
-    return sum;
 }
 
 // The products of cpu_gemm, with b read along its rows (b_col 1), each sum in double: of products of bf16 exact but for

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <tuple>
 
 #include "../../kernels/common.cuh"
 
@@ -42,16 +43,19 @@ struct TestRegistration {
     static void test_##NAME([[maybe_unused]] Test* test)
 #define TEST(NAME) TEST_CASE(NAME, false)
 #define TEST_ALONE(NAME) TEST_CASE(NAME, true)
-// Two cases, NAME on the CPU and NAME_gpu on a GPU; the body has `gpu`.
-#define TEST_BOTH(NAME)                            \
-    static void both_##NAME(Test* test, bool gpu); \
-    TEST(NAME) {                                   \
-        both_##NAME(test, false);                  \
-    }                                              \
-    TEST(NAME##_gpu) {                             \
-        both_##NAME(test, true);                   \
-    }                                              \
+#define BOTH(NAME, LACKS_NVRTC)                          \
+    static void both_##NAME(Test* test, bool gpu);       \
+    TEST(NAME) {                                         \
+        both_##NAME(test, false);                        \
+    }                                                    \
+    TEST(NAME##_gpu) {                                   \
+        if (LACKS_NVRTC) skip("libnvrtc was not found"); \
+        both_##NAME(test, true);                         \
+    }                                                    \
     static void both_##NAME(Test* test, bool gpu)
+// Two cases, NAME on the CPU and NAME_gpu on a GPU; the body has `gpu`. JIT_BOTH: the GPU's needs NVRTC (optim/jit.h).
+#define TEST_BOTH(NAME) BOTH(NAME, false)
+#define JIT_BOTH(NAME) BOTH(NAME, !jit_available())
 // A case that is skipped where NVRTC is not found (optim/jit.h).
 #define JIT_TEST(NAME)                                        \
     static void with_jit_##NAME(Test* test);                  \

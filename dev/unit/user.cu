@@ -4,7 +4,6 @@
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "../../optim/user.h"
-#include "files.h"
 #include "steps.h"
 
 static const char* example() {
@@ -34,14 +33,19 @@ static const char BUILT_IN_TABLES[] =
     "OPTIM_FORMAT(\"f\", \"\", Spans<Dyn8, SPAN_RANK1, NEAREST>)\n"
     "OPTIM_FORMAT(\"g\", \"\", Spans<E5m2, SPAN_TENSOR, STOCHASTIC>)\n";
 
-CACHE_TEST(JIT_TEST, user_format_may_have_built_in_tables) {
-    const char* folder = new_folder();
-    put_text(joined(folder, "tables.cuh"), BUILT_IN_TABLES);
-    const char* moments[][2] = {{"a", "b"}, {"c", "fp32"}, {"e", "b"}, {"d", "fp32"}, {"f", "g"}};
-    for (auto& moment : moments) {
-        OptimConfig config = asked(joined(folder, "tables.cuh"), moment[0], moment[1]);
-        resolve(test, &config);
-    }
+// Formats of the user's for m and v, and the built-in ones that they are: 8 bits and 4, to nearest and not.
+static const char* const equals[][4] = {
+    {"my8", "my8:sr", "lin8/64", "lin8/64:sr"}, {"my8:sr", "bf16", "lin8/64:sr", "bf16"},
+    {"a", "b", "dyn8/256", "udyn8/128:sr"},     {"c", "fp32", "de4/128:sr", "fp32"},
+    {"e", "b", "soft8/32", "udyn8/128:sr"},     {"d", "fp32", "nf4@bf16", "fp32"},
+    {"f", "g", "dyn8/rank1", "e5m2/tensor:sr"}};
+
+// Calls body(files, m, v, built_in_m, built_in_v) for each of them.
+template <class Body>
+static void for_equals(Body body) {
+    const char* tables = joined(new_folder(), "tables.cuh");
+    put_text(tables, BUILT_IN_TABLES);
+    for (const auto& row : equals) body(strlen(row[0]) > 1 ? example() : tables, row[0], row[1], row[2], row[3]);
 }
 
 static void expect_same_sizes(Test* test, const OptimConfig* config, const OptimConfig* same) {
@@ -60,7 +64,6 @@ CACHE_TEST(JIT_TEST, user_format_example) {
         const char *line = described(config), *same_line = described(same);
         const char *cost = strstr(line, ":sr  4"), *same_cost = strstr(same_line, ":sr  4");
         expect(cost && same_cost && strcmp(cost, same_cost) == 0, "%s; %s", line, same_line);
-        expect_same_sizes(test, &config, &same);
         JitImage image;
         bool good = jit_get(kernel_of(config), "sm_90", &image, error, optim_source(&config));
         expect(good, "%s", error);
@@ -68,34 +71,22 @@ CACHE_TEST(JIT_TEST, user_format_example) {
         if (good) jit_free(&image);
         expect(!*optim_source(&same), "a built-in combination is given a source");
     }
-    FILE* file = fopen(example(), "r");
-    int lines = 0;
-    for (int c = file ? fgetc(file) : EOF; c != EOF; c = fgetc(file)) lines += c == '\n';
-    if (file) fclose(file);
+    const int lines = lines_of(contents(test_folder(), "dev/examples/format.cuh"));
     expect(lines > 10 && lines < 40, "the example has %d lines", lines);
 }
 
-// Scales of tensors, rows and columns: what the host must know of them is read too.
-CACHE_TEST(JIT_TEST, user_format_spans) {
-    const char* folder = new_folder();
-    put_text(joined(folder, "spans.cuh"),
-             "OPTIM_FORMAT(\"one\", \"\", Spans<E4m3, SPAN_TENSOR, NEAREST>)\n"
-             "OPTIM_FORMAT(\"two\", \"\", Spans<Sqrt4, SPAN_RANK1, STOCHASTIC>)\n");
-    OptimConfig config = asked(joined(folder, "spans.cuh"), "one", "two"),
-                same = asked("", "e4m3/tensor", "sqrt4/rank1:sr");
-    if (resolve(test, &config) && resolve(test, &same)) {
-        expect_same_sizes(test, &config, &same);
-    }
+// What the host must know of them is read, of scales of tensors, rows and columns too.
+CACHE_TEST(JIT_TEST, user_format_sizes) {
+    for_equals([&](const char* files, const char* m, const char* v, const char* built_in_m, const char* built_in_v) {
+        OptimConfig config = asked(files, m, v), same = asked("", built_in_m, built_in_v);
+        if (resolve(test, &config) && resolve(test, &same)) expect_same_sizes(test, &config, &same);
+    });
 }
 
 CACHE_TEST(JIT_TEST, user_format_lists) {
-    char* text[2] = {nullptr, nullptr};
-    size_t bytes = 0;
-    for (int own = 0; own < 2; own++) {
-        FILE* file = open_memstream(&text[own], &bytes);
-        optim_list_formats(file, own ? example() : "");
-        fclose(file);
-    }
+    const char* text[2];
+    for (int own = 0; own < 2; own++)
+        text[own] = printed([&](FILE* file) { optim_list_formats(file, own ? example() : ""); });
     expect(!strstr(text[0], "my8") && strstr(text[1], "my8/64 ") && strstr(text[1], "my8/64:sr"), "%s", text[1]);
     const char* row = strstr(text[1], "  my8/64 ");
     int bits = 0, block = 0;
@@ -114,18 +105,17 @@ static void refuses(Test* test, OptimConfig config, const char* begin, const cha
 CACHE_TEST(JIT_TEST, user_format_refusals) {
     const char* folder = new_folder();
     const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
-    const struct {
-        const char *name, *text, *holds;
-    } files[] = {
+    const char* const files[][3] = {
         {"empty.cuh", "struct Nothing {};\n", "names no format; add a line such as OPTIM_FORMAT("},
         {"commented.cuh", "// OPTIM_FORMAT(\"a/64\", \"\", None)\n", "names no format"},
-        {"taken.cuh", "OPTIM_FORMAT(\"dyn8/256\", \"x\", %s)\n", "names a format \"dyn8/256\", which is built in"},
-        {"weights.cuh", "OPTIM_FORMAT(\"bf16+8\", \"x\", %s)\n", "names a format \"bf16+8\", which is built in"},
-        {"short.cuh", "OPTIM_FORMAT(\"udyn8\", \"x\", %s)\n", "names a format \"udyn8\", which is built in"},
-        {"comma.cuh", "OPTIM_FORMAT(\"a,b/64\", \"x\", %s)\n", "take letters, digits"},
-        {"blank.cuh", "OPTIM_FORMAT(\"\", \"x\", %s)\n", "take letters, digits"},
-        {"long.cuh", "OPTIM_FORMAT(\"abcdefghijklmnopqrstuvwxyzabcdefgh\", \"x\", %s)\n", "longer than 31, 127 or 511"},
-        {"twice.cuh", "OPTIM_FORMAT(\"a/64\", \"x\", %1$s)\nOPTIM_FORMAT(\"a/64\", \"y\", %1$s)\n", "and so does"},
+        {"taken.cuh", "OPTIM_FORMAT(\"dyn8/256\", \"x\", TYPE)\n", "names a format \"dyn8/256\", which is built in"},
+        {"weights.cuh", "OPTIM_FORMAT(\"bf16+8\", \"x\", TYPE)\n", "names a format \"bf16+8\", which is built in"},
+        {"short.cuh", "OPTIM_FORMAT(\"udyn8\", \"x\", TYPE)\n", "names a format \"udyn8\", which is built in"},
+        {"comma.cuh", "OPTIM_FORMAT(\"a,b/64\", \"x\", TYPE)\n", "take letters, digits"},
+        {"blank.cuh", "OPTIM_FORMAT(\"\", \"x\", TYPE)\n", "take letters, digits"},
+        {"long.cuh", "OPTIM_FORMAT(\"abcdefghijklmnopqrstuvwxyzabcdefgh\", \"x\", TYPE)\n",
+         "longer than 31, 127 or 511"},
+        {"twice.cuh", "OPTIM_FORMAT(\"a/64\", \"x\", TYPE)\nOPTIM_FORMAT(\"a/64\", \"y\", TYPE)\n", "and so does"},
         {"bits.cuh",
          "struct Odd : StorageDefaults { static constexpr StreamInfo STREAM[3] = {{\"\", \"U8\", 12}}; };\n"
          "OPTIM_FORMAT(\"odd\", \"x\", Odd)\n",
@@ -135,12 +125,11 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
         {"error.cuh", "\n\n#pragma once\nstruct Mine {\n    int x = no_such_name;\n};\n", "error.cuh(5): error"},
         {"type.cuh", "\nOPTIM_FORMAT(\"a/64\", \"x\", Blocks<Absent, 64, ScaleFp32, NEAREST>)\n", "type.cuh(2): error"},
     };
-    for (const auto& file : files) {
-        const char* path = joined(folder, file.name);
-        const char* text = formatted(file.text, type);
-        put_text(path, text);
-        refuses(test, asked(path, "fp32", "fp32"), "--format", file.holds);
-        refuses(test, asked(path, "fp32", "fp32"), "--format", file.name);
+    for (const auto& [name, text, holds] : files) {
+        const char* path = joined(folder, name);
+        put_text(path, replaced(text, "TYPE", type));
+        refuses(test, asked(path, "fp32", "fp32"), "--format", holds);
+        refuses(test, asked(path, "fp32", "fp32"), "--format", name);
     }
     refuses(test, asked(joined(folder, "absent.cuh"), "", ""), "--format: ", "absent.cuh: No such");
     refuses(test, asked(folder, "", ""), "--format: ", "not a regular file");
@@ -242,9 +231,8 @@ CACHE_TEST(JIT_TEST, user_format_changed_is_refused) {
     changed_file(test, path, "struct Mine : Lin8 {};", sums, sizeof(sums));
     OptimConfig config = changed_file(test, path, "struct Mine : Lin8 {};  // read again", now, sizeof(now));
     // Unchanged, or written before there were sums: the next check speaks.
-    for (const char* known : {(const char*)sums, ""}) {
+    for (const char* known : {(const char*)sums, ""})
         expect_load_refused(test, &config, known, "a format of --format is not converted");
-    }
     config = changed_file(test, path, "struct Mine : Lin8 {\n    static constexpr int MORE = 1;\n};", now, sizeof(now));
     expect_load_refused(test, &config, sums, "--format that holds its mine/32 has been changed since");
 }
@@ -315,18 +303,11 @@ static void expect_equal_runs(Test* test, const char* formats, const char* m, co
     expect(!where, "%s, %s: %s", config[0].m, config[0].v, where);
 }
 
+// Tables, too: a thread of the GPU fills the user's, the host the built-in ones.
 CACHE_TEST(JIT_TEST, user_format_equals_built_in_gpu) {
-    const char* folder = new_folder();
-    expect_equal_runs(test, example(), "my8", "my8:sr", "lin8/64", "lin8/64:sr");
-    expect_equal_runs(test, example(), "my8:sr", "bf16", "lin8/64:sr", "bf16");
-    // Tables that a thread of the GPU fills, against those that the host fills: 8 bits and 4, to nearest and not.
-    put_text(joined(folder, "tables.cuh"), BUILT_IN_TABLES);
-    const char* tables = joined(folder, "tables.cuh");
-    expect_equal_runs(test, tables, "a", "b", "dyn8/256", "udyn8/128:sr");
-    expect_equal_runs(test, tables, "c", "fp32", "de4/128:sr", "fp32");
-    expect_equal_runs(test, tables, "e", "b", "soft8/32", "udyn8/128:sr");
-    expect_equal_runs(test, tables, "d", "fp32", "nf4@bf16", "fp32");
-    expect_equal_runs(test, tables, "f", "g", "dyn8/rank1", "e5m2/tensor:sr");
+    for_equals([&](const char* files, const char* m, const char* v, const char* built_in_m, const char* built_in_v) {
+        expect_equal_runs(test, files, m, v, built_in_m, built_in_v);
+    });
 }
 
 TEST(user_format_trains_and_resumes_gpu) {

@@ -46,6 +46,15 @@ enum Span {
     SPANS
 };
 
+// True if numbers are made of the sums of rows; and if they are of rows and columns, whose products the step reads.
+OPTIM_INLINE constexpr bool is_by_rows(Span span) {
+    return span >= SPAN_ROWS && span <= SPAN_PAIRS;
+}
+
+OPTIM_INLINE constexpr bool is_by_columns(Span span) {
+    return span == SPAN_FACTORS || span == SPAN_PAIRS;
+}
+
 // One array. An array with 0 bits does not exist. The numbers of a `span` other than SPAN_RUN belong to tensors, not to
 // tiles; only the second array of a storage may have one.
 struct StreamInfo {
@@ -72,6 +81,7 @@ enum Rounding { NEAREST, STOCHASTIC };
 // The optional members of a storage.
 struct StorageDefaults {
     static constexpr bool SIGNED = true;       // false: negative numbers are lost, so that it does not serve m
+    static constexpr bool COMES_LATE = false;  // load() is in two parts, start() and finish() (rows.cuh)
     static constexpr bool HAS_SPANS = false;   // scales reach further than a tile; it then has measure() (spans.cuh)
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only

@@ -1,0 +1,84 @@
+// Ranks as a launcher starts them, their ports, and connections of others to them, for tests of ./train.
+#pragma once
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include "../../kernels/ranks/rendezvous.h"
+#include "cli.h"
+
+// A port of this process, so that tests at the same time do not meet.
+inline int own_port(int which) {
+    return 10000 + (getpid() * 16 + which * 1000) % 9000;
+}
+
+// An address of this machine.
+inline struct sockaddr_in local_address(int port) {
+    struct sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_port = htons((uint16_t)port);
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return address;
+}
+
+// A connection to a port of this machine, -1 if nobody listens for twenty seconds.
+inline int connect_to(int port) {
+    const struct sockaddr_in address = local_address(port);
+    for (double begin = seconds_now(); seconds_now() - begin < 20; pause_ms(10)) {
+        int one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0) {
+            set_time_limit(one, 10);
+            return one;
+        }
+        close(one);
+    }
+    return -1;
+}
+
+// Calls body(address, port, state) for each TCP socket of this machine, as the kernel spells its address. States are
+// the kernel's: 10 it listens, 1 it is connected, 6 it was until it closed.
+template <class Body>
+void for_sockets(Body body) {
+    char line[512], address[64];
+    unsigned port, state;
+    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+        FILE* file = fopen(path, "r");
+        while (file && fgets(line, sizeof(line), file)) {
+            const int read = sscanf(line, "%*d: %63[0-9A-F]:%x %*x:%*x %x", address, &port, &state);
+            if (read == 3) body(address, (int)port, state);
+        }
+        if (file) fclose(file);
+    }
+}
+
+// Variables of a launcher's; "rank", "local", "ranks", "half" and "port" stand for numbers. There are two machines of
+// half the ranks each, as far as they tell.
+struct Variable {
+    const char *name, *value;
+};
+
+inline const Variable torchrun[] = {
+    {"LOCAL_WORLD_SIZE", "half"}, {"RANK", "rank"},        {"MASTER_ADDR", "localhost"},   {"WORLD_SIZE", "ranks"},
+    {"MASTER_PORT", "port"},      {"LOCAL_RANK", "local"}, {"TORCHELASTIC_RUN_ID", "none"}};
+
+#define VARIABLES(set) set, (int)(sizeof(set) / sizeof(set[0]))
+
+// Starts a rank with them, in `folder`; NULL: here.
+inline void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
+                           const char* words, const char* folder = nullptr, const char* secret = "of these tests") {
+    const std::tuple<const char*, int> numbers[] = {
+        {"rank", rank}, {"local", rank % (ranks / 2)}, {"ranks", ranks}, {"half", ranks / 2}, {"port", port}};
+    for (int i = 0; i < count; i++) {
+        const char* value = variables[i].value;
+        for (const auto& [word, number] : numbers) {
+            if (strcmp(variables[i].value, word) == 0) value = formatted("%d", number);
+        }
+        setenv(variables[i].name, value, 1);
+    }
+    setenv("NIBBLE_STAND_IN", "1", 1), setenv("NIBBLE_SECRET", secret, 1);
+    *child = new_child(false, folder);
+    child->keeps_rank = true;
+    start(child, "%s", words);
+    for (int i = 0; i < count; i++) unsetenv(variables[i].name);
+    unsetenv("NIBBLE_STAND_IN"), unsetenv("NIBBLE_SECRET");
+}
