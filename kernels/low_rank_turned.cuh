@@ -8,7 +8,7 @@
 //
 // y must be rounded to TF32 (low_split), since the tensor cores cut; x is rounded here. With PARTS 3, x and y are in
 // two parts of 11 bits, as in low_rank.cuh, and y's second one is an array of its own. The rank is at most 128.
-// Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
+// dev/galore alone uses it. Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
 #include "low_rank_project.cuh"
 
