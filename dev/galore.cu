@@ -248,7 +248,7 @@ static void open_wgmma(Room* room, Step* s) {
     if (!s->by_wgmma) return;
     if (s->precision == BF16) {
         const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
-        s->of_project = low_project_plan<bf16>(g, q, nullptr, rows, cols, rank);
+        s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
         return;
     }
@@ -260,7 +260,7 @@ static void open_wgmma(Room* room, Step* s) {
     low_split(dev, q[1], q[3], (const float*)s->q, rank, side, true);
     if (splits && !left) s->rest = room->device<float>(s->small);
     const float *rest = splits ? q[2] : nullptr, *of_y = splits ? (left ? q[3] : s->rest) : nullptr;
-    s->of_project = low_project_plan<float>((const float*)s->g, q[0], rest, rows, cols, rank);
+    s->of_project = low_project_plan<float>(dev, (const float*)s->g, q[0], rest, rows, cols, rank);
     s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, (const float*)s->q, q[1], of_y, rows, cols, rank);
 }
 

@@ -4,21 +4,21 @@
 // a tile are a cluster, each of which adds up a part of the tile from all of their shared memories, in order, and hands
 // it to the sink, which has asked for what it reads before the product began.
 //
-// What takes time is the way from the L2 cache to the multiprocessors (some 25 bytes a cycle for each), which all of
-// Q's tile travels too, and a cluster that finds no room waits for another one's end: a processor's clusters of four
-// leave multiprocessors out where their number in a part of it (GPC) is not a multiple of four. So the plan takes the
-// channels and the blocks of a cluster for which the device's clusters, all at once, are done first.
+// A cluster that finds no room waits for another one's end, and clusters of four leave multiprocessors out where their
+// number in a part of the processor (GPC) is not a multiple of four. So the plan takes the channels and the blocks of a
+// cluster with which waves of clusters are done first, by the bytes of both operands that a multiprocessor loads.
 //
 //     bf16          a: Q, 64 rows a warpgroup, b: G, 128 to 192 channels
-//     float, 1      TF32. G goes through registers, which round it: a: G, 64 of 128 channels a warpgroup, b: Q, which
-//     is
-//                   rounded already, for the tensor cores cut
+//     float, 1      TF32. a: G, 64 of 128 channels a warpgroup, in registers, which round it; b: Q, rounded already,
+//                   since the tensor cores cut
 //     float, 3      operands in two parts of 11 bits; what Q's first part leaves is an array of its own
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
 #include "low_rank_hopper.cuh"
 
 #ifdef __CUDACC__
+constexpr int LH_PROJECT_THREADS = 288;
+
 struct LowProjectMaps {
     CUtensorMap g, q, rest;  // rest: of Q, if fp32 is in two parts
 };
@@ -28,7 +28,7 @@ struct LowProjectMaps {
 template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES>
 struct LowProject {
     static constexpr bool FP32 = sizeof(E) == 4, TURNED = LEFT == FP32;  // TURNED: the sums are the result transposed
-    static constexpr int THREADS = 288, DEPTH = LowOperand<E>::DEPTH;
+    static constexpr int DEPTH = LowOperand<E>::DEPTH;
     static constexpr int G = (PARTS == 3 ? 2 : 1) * LH_PANEL_BYTES, STAGE = G + CHANNELS * PANEL_ROW_BYTES,
                          BYTES = STAGES * (STAGE + 16);
     static constexpr int N = FP32 ? LH_TILE : CHANNELS;  // of a warpgroup's sums, 64 x N
@@ -184,7 +184,7 @@ struct LowPieces {
 // Grid (slices, tiles of the rank, tiles of channels), clusters of `slices`, at most 8. The sink takes four elements of
 // a row at a time, as low_rank.cuh's do.
 template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
-__global__ void __launch_bounds__(288, 1)
+__global__ void __launch_bounds__(LH_PROJECT_THREADS, 1)
     low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, Sink sink) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     typedef LowProject<E, PARTS, LEFT, CHANNELS, STAGES> Kind;
@@ -244,22 +244,13 @@ inline bool low_project_fits(const Device* dev) {
     return built && dev->compute == 90 && dev->shared_memory >= LH_SHARED_BYTES;
 }
 
-// The clusters of so many blocks that the device has room for at once, if a block needs a multiprocessor for itself.
-inline int low_clusters(int slices) {
-    static int room[LP_SLICES + 1];
-    if (room[slices] > 0) return room[slices];
-    auto kernel = low_project_kernel<bf16, 1, false, 128, 6, LowStore>;
-    constexpr int BYTES = LowProject<bf16, 1, false, 128, 6>::BYTES;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = (unsigned)slices, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    config.gridDim = dim3((unsigned)slices), config.blockDim = dim3(288), config.dynamicSmemBytes = BYTES;
-    config.attrs = &cluster, config.numAttrs = 1;
-    check(cudaOccupancyMaxActiveClusters(&room[slices], kernel, &config));
-    if (room[slices] < 1) room[slices] = 1;
-    return room[slices];
+// The clusters of so many blocks that an H100 or H200 was found to have room for at once, if a block needs a
+// multiprocessor for itself. Another one of the same kind may have room for a few more or less, as its multiprocessors
+// lie (cudaOccupancyMaxActiveClusters); but the parts of a sum, and so its bits, are the same on both.
+inline int64_t low_clusters(const Device* dev, int slices) {
+    const int room[LP_SLICES] = {132, 66, 39, 30, 22, 17, 15, 15};
+    const int64_t scaled = (int64_t)room[slices - 1] * dev->sm_count / 132;
+    return scaled > 0 ? scaled : 1;
 }
 
 // to = from rounded to TF32, or its transposed, and `rest`, if not null, what that leaves, rounded; from is (rows,
@@ -281,13 +272,14 @@ inline void low_split(const Device* dev, float* to, float* rest, const float* fr
 
 // Chooses channels and slices: a block's time is its bytes of both operands, and about four steps of 256 rows for the
 // start and the sum.
-inline void low_project_choose(LowProjectPlan* p, int64_t rank, int64_t length, int64_t steps, bool fp32) {
+inline void low_project_choose(const Device* dev, LowProjectPlan* p, int64_t rank, int64_t length, int64_t steps,
+                               bool fp32) {
     double least = INFINITY;
     for (int channels : {128, 144, 160, 192}) {
         if ((fp32 && channels != LH_TILE) || (p->left && channels % 64 != 0)) continue;
         const int64_t tiles = ceil_div(rank, LH_TILE) * ceil_div(length, channels);
         for (int slices = 1; slices <= LP_SLICES && slices <= steps; slices++) {
-            const double waves = (double)ceil_div(tiles, low_clusters(slices)),
+            const double waves = (double)ceil_div(tiles, low_clusters(dev, slices)),
                          time = waves * ((double)ceil_div(steps, slices) * (channels + LH_TILE) + 1024.0);
             if (time < least) least = time, p->channels = channels, p->s.slices = slices;
         }
@@ -296,14 +288,15 @@ inline void low_project_choose(LowProjectPlan* p, int64_t rank, int64_t length, 
 
 // q of fp32 is rounded to TF32; `rest`, if not null, is what that leaves of it (low_split).
 template <typename E>
-LowProjectPlan low_project_plan(const E* g, const E* q, const E* rest, int64_t rows, int64_t cols, int64_t rank) {
+LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, const E* rest, int64_t rows, int64_t cols,
+                                int64_t rank) {
     constexpr bool FP32 = sizeof(E) == 4;
     constexpr int DEPTH = LowOperand<E>::DEPTH;
     LowProjectPlan p;
     p.left = rows < cols;
     const int64_t side = p.left ? rows : cols, length = p.left ? cols : rows;
     p.s.rows = (int)(p.left ? rank : rows), p.s.cols = (int)(p.left ? cols : rank), p.s.depth = (int)side;
-    low_project_choose(&p, rank, length, ceil_div(side, DEPTH), FP32);
+    low_project_choose(dev, &p, rank, length, ceil_div(side, DEPTH), FP32);
     p.across = (unsigned)ceil_div(rank, LH_TILE), p.down = (unsigned)ceil_div(length, p.channels);
     p.maps.g = tensor_map(g, 1, rows, cols, p.left ? DEPTH : p.channels, FP32);
     p.maps.q = tensor_map(q, 1, rank, side, LH_TILE, FP32);
@@ -317,7 +310,7 @@ void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& 
     constexpr int BYTES = LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(288);
+    config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(LH_PROJECT_THREADS);
     config.dynamicSmemBytes = BYTES, config.stream = dev->stream;
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
@@ -335,7 +328,8 @@ void low_project_run(const Device* dev, const LowProjectPlan* p, const Sink& sin
         return low_project_launch<E, PARTS, false, CHANNELS, STAGES>(dev, p, sink);
     };
     if constexpr (sizeof(E) == 4) {
-        launch(std::integral_constant<int, 128>(), std::integral_constant < int, PARTS == 3 ? 4 : 6 > ());
+        constexpr int STAGES = PARTS == 3 ? 4 : 6;
+        launch(std::integral_constant<int, 128>(), std::integral_constant<int, STAGES>());
     } else {
         if (p->channels == 128)
             launch(std::integral_constant<int, 128>(), std::integral_constant<int, 6>());

@@ -334,7 +334,7 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     low_split(dev, first.device, rest.device, q, rank, side, false);
     low_split(dev, y.device, rest_y.device, right ? n : q, right ? R : rank, right ? rank : R, !right);
     const LowStore sink = {low.device, right ? rank : length};
-    const LowProjectPlan project = low_project_plan<float>(g, first.device, rest.device, R, C, rank);
+    const LowProjectPlan project = low_project_plan<float>(dev, g, first.device, rest.device, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
                  [&] { low_project_run<float, 3>(dev, &project, sink); });
     if (!low_turned_fits(dev, rank)) return;
@@ -352,7 +352,7 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     Array<float> low(dev, rank * length);
     Array<bf16> w(dev, R * C, 4, 1.0f);
     const LowStore sink = {low.device, R >= C ? rank : length};
-    const LowProjectPlan project = low_project_plan<bf16>(g, q, nullptr, R, C, rank);
+    const LowProjectPlan project = low_project_plan<bf16>(dev, g, q, nullptr, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
                  [&] { low_project_run<bf16, 1>(dev, &project, sink); });
     float* before = floats(R * C);
