@@ -4,12 +4,16 @@
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
 //     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
+//     wgmma     the same by low_rank_project.cuh and low_rank_back.cuh or low_rank_turned.cuh, on sm_90a, for ranks up
+//     to
+//               256 in bf16 and 128 in fp32; the second one begins while the first one ends
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
-//   make build/dev/galore && ./build/dev/galore [parts]
-// With "parts", both halves of the step by themselves.
-#include "../kernels/low_rank.cuh"
+//   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
+// With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
+#include "../kernels/low_rank_back.cuh"
+#include "../kernels/low_rank_turned.cuh"
 #include "double.h"
 #include "timing.h"
 
@@ -64,18 +68,30 @@ struct Update {
 
 // Sinks of our products.
 
+// N is rounded to TF32 if `rest` or `rounds` ask for it; rest receives what that leaves.
 template <typename E>
 struct AdamSink {
     Adam adam;
     E* n;
     int64_t cols;
+    bool rounds = false;
+    float* rest = nullptr;
 
     typedef Adam::Old Old;
     __device__ void begin(int, int, int, int) const {}
     __device__ Old load(int row, int column) const { return adam.load(row * cols + column); }
     __device__ void take(int row, int column, float4 x, Old old) const {
         const int64_t at = row * cols + column;
-        store_four(n + at, adam.directions(at, x, old));
+        float4 to = adam.directions(at, x, old);
+        if (sizeof(E) == 4 && rounds) {
+            uint32_t word[4] = {__float_as_uint(to.x), __float_as_uint(to.y), __float_as_uint(to.z),
+                                __float_as_uint(to.w)};
+            uint32_t left[4];
+            lp_split<3>(word, left);
+            to = *(const float4*)word;
+            if (rest) *(float4*)(rest + at) = *(const float4*)left;
+        }
+        store_four(n + at, to);
     }
 };
 
@@ -99,6 +115,16 @@ struct UpdateSink {
     __device__ Old load(int row, int column) const { return {*(decltype(Old::w)*)(w + row * cols + column)}; }
     __device__ void take(int row, int column, float4 x, Old old) const {
         store_four(w + row * cols + column, update.of(load_four((const E*)&old.w), x));
+    }
+    struct Line {};
+    __device__ Line line(int, int) const { return {}; }
+    __device__ __forceinline__ void pairs(Line, int, int, int, uint32_t (&words)[2], const float (&u)[4]) const {
+        const float2 low = pair_floats(words[0]), high = pair_floats(words[1]);
+        const float4 x = update.of(make_float4(low.x, low.y, high.x, high.y), make_float4(u[0], u[1], u[2], u[3]));
+        words[0] = pack_bf16(x.x, x.y), words[1] = pack_bf16(x.z, x.w);
+    }
+    __device__ __forceinline__ float one(int, int, float x, float u) const {
+        return fmaf(-update.rate, u, update.keep * x);
     }
 };
 
@@ -177,10 +203,15 @@ struct Step {
     int64_t rows, cols, rank, length;  // of channels
     int64_t size, small;               // elements of G and of low
     void *g, *w, *u, *q, *n;
+    float* rest;  // of N, where N is split
     float *low, *m, *v;
     Adam adam;
     Update update;
     Library project, back;
+    bool by_wgmma;  // what follows is there
+    LowProjectPlan of_project;
+    LowBackPlan of_back;      // bf16
+    LowTurnedPlan of_turned;  // TF32
 };
 
 template <typename E>
@@ -209,6 +240,30 @@ static void set_moments(const Device* dev, const Step* s) {
     check_launch();
 }
 
+// Q of fp32 is rounded, split and transposed here, as it would be in each step that makes a new one.
+static void open_wgmma(Room* room, Step* s) {
+    const Device* dev = room->dev;
+    const int64_t rows = s->rows, cols = s->cols, rank = s->rank;
+    s->by_wgmma = s->precision == BF16 ? low_back_fits(dev, rank) : low_turned_fits(dev, rank);
+    if (!s->by_wgmma) return;
+    if (s->precision == BF16) {
+        const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
+        s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
+        s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
+        return;
+    }
+    const bool left = rows < cols, splits = s->precision == FP32;
+    const int64_t side = left ? rows : cols;
+    float* q[4];  // Q and the transposed one, and what is left of them
+    for (float*& part : q) part = room->device<float>(rank * side);
+    low_split(dev, q[0], q[2], (const float*)s->q, rank, side, false);
+    low_split(dev, q[1], q[3], (const float*)s->q, rank, side, true);
+    if (splits && !left) s->rest = room->device<float>(s->small);
+    const float *rest = splits ? q[2] : nullptr, *of_y = splits ? (left ? q[3] : s->rest) : nullptr;
+    s->of_project = low_project_plan<float>(dev, (const float*)s->g, q[0], rest, rows, cols, rank);
+    s->of_turned = low_turned_plan((float*)s->w, (const float*)s->n, (const float*)s->q, q[1], of_y, rows, cols, rank);
+}
+
 static Step step_open(Room* room, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
     const Device* dev = room->dev;
     Step s = {};
@@ -231,6 +286,7 @@ static Step step_open(Room* room, Precision precision, int64_t rows, int64_t col
         s.project = library_open(dev, precision, CUDA_R_32F, false, true, rows, rank, cols, s.low, s.g, s.q);
         s.back = library_open(dev, precision, type, false, false, rows, cols, rank, s.u, s.n, s.q);
     }
+    open_wgmma(room, &s);
     return s;
 }
 
@@ -269,11 +325,27 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
+template <typename E, int PARTS>
+static void wgmma_first(const Device* dev, const Step* s) {
+    const AdamSink<E> sink = {s->adam, (E*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest, s->rest};
+    low_project_run<E, PARTS>(dev, &s->of_project, sink);
+}
+
+static void wgmma_second(const Device* dev, const Step* s) {
+    low_back_run(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, true);
+}
+
+template <int PARTS>
+static void turned_second(const Device* dev, const Step* s) {
+    low_turned_run<PARTS>(dev, &s->of_turned, UpdateSink<float>{s->update, (float*)s->w, s->rows, s->cols}, true);
+}
+
 typedef void (*Half)(const Device* dev, const Step* s);
 
 struct Variant {
     const char* name;
     Half first[PRECISIONS], second[PRECISIONS];
+    bool needs_wgmma = false;
 };
 static const Variant VARIANTS[] = {
     {"plain",
@@ -285,7 +357,18 @@ static const Variant VARIANTS[] = {
     {"ours",
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
+    {"wgmma",
+     {wgmma_first<float, 3>, wgmma_first<float, 1>, wgmma_first<bf16, 1>},
+     {turned_second<3>, turned_second<1>, wgmma_second},
+     true},
 };
+
+static const char* wanted_variant = nullptr;  // all, if null
+
+static bool is_there(const Variant& v, const Step& s) {
+    const bool wanted = !wanted_variant || strcmp(wanted_variant, v.name) == 0;
+    return wanted && v.first[s.precision] && (!v.needs_wgmma || s.by_wgmma);
+}
 
 // The check: the first moments, which hold low, and the weights' change, from weights of 0.
 
@@ -340,6 +423,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
     printf("%5lld x %5lld r %3lld %s, errors of m and U:", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision]);
     for (const Variant& variant : VARIANTS) {
+        if (!is_there(variant, s)) continue;
         set_moments(dev, &s);
         check(cudaMemsetAsync(s.w, 0, (size_t)s.size * (precision == BF16 ? 2 : 4), dev->stream));
         check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
@@ -365,6 +449,7 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     printf("%5lld x %5lld r %3lld %s: floor %.4f ms;", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision], floor);
     for (const Variant& variant : VARIANTS) {
+        if (!is_there(variant, s)) continue;
         auto first = [&] { variant.first[precision](dev, &s); };
         auto second = [&] { variant.second[precision](dev, &s); };
         auto both = [&] { first(), second(); };
@@ -377,21 +462,58 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     library_close(&s.project), library_close(&s.back);
 }
 
+// What the command line asks for; without words, all.
+struct Wish {
+    bool parts = false;
+    int precision = PRECISIONS;
+    int64_t rank = 0;
+};
+
+static Wish wish_of(int argc, char** argv) {
+    Wish wish;
+    for (int i = 1; i < argc; i++) {
+        int p = 0;
+        while (p < PRECISIONS && strcmp(argv[i], NAMES[p]) != 0) p++;
+        const int64_t rank = atoll(argv[i]);
+        bool is_variant = false;
+        for (const Variant& v : VARIANTS) is_variant = is_variant || strcmp(argv[i], v.name) == 0;
+        if (strcmp(argv[i], "parts") == 0)
+            wish.parts = true;
+        else if (p < PRECISIONS)
+            wish.precision = p;
+        else if (rank > 0 && rank % 8 == 0)
+            wish.rank = rank;
+        else if (is_variant)
+            wanted_variant = argv[i];
+        else
+            user_error(
+                "galore: %s is not parts, a precision, a rank or a variant; type galore [parts] [bf16] [128] [ours]",
+                argv[i]);
+    }
+    return wish;
+}
+
 int main(int argc, char** argv) {
+    const Wish wish = wish_of(argc, argv);
+    auto wanted = [&](int p, int64_t rank) {
+        return (wish.precision == PRECISIONS || wish.precision == p) && (wish.rank == 0 || wish.rank == rank);
+    };
     Device dev;
     device_open(&dev, true, 0);
     const double rate = print_copy_rate(&dev, 1ll << 30);
     const int64_t small[][3] = {{1024, 768, 128}, {520, 1288, 72}, {1288, 520, 32}, {512, 1024, 256}, {640, 640, 64}};
     bool right = true;
     for (const auto& shape : small) {
-        for (int p = 0; p < PRECISIONS; p++)
-            right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+        for (int p = 0; p < PRECISIONS; p++) {
+            if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+        }
     }
     if (!right) return 1;
-    const bool parts = argc > 1 && strcmp(argv[1], "parts") == 0;
     for (int64_t cols : {4096, 11008}) {
         for (int p = PRECISIONS - 1; p >= 0; p--) {
-            for (int64_t rank : {32, 64, 128, 256, 512}) time_step(&dev, (Precision)p, 4096, cols, rank, rate, parts);
+            for (int64_t rank : {32, 64, 128, 256, 512}) {
+                if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish.parts);
+            }
         }
     }
     device_close(&dev);

@@ -34,16 +34,20 @@ inline TensorMapEncode tensor_map_encoder() {
 
 // A map of (batches, rows, columns) bf16 with rows `columns` apart and batches rows * columns apart, for copies of one
 // panel: box_rows <= 256 rows of 64 columns of one batch. Rows past `rows` are read as zeros and not written. Making
-// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter.
-inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows) {
+// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter. Of fp32, a panel has 32
+// columns.
+inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows,
+                              bool fp32 = false) {
     static const TensorMapEncode encode = tensor_map_encoder();
     CUtensorMap map;
+    const int size = fp32 ? 4 : 2;
     const cuuint64_t sizes[3] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)batches};
-    const cuuint64_t strides[2] = {(cuuint64_t)columns * 2, (cuuint64_t)(rows * columns) * 2};  // bytes, of dim 1 and 2
-    const cuuint32_t box[3] = {PANEL_COLUMNS, (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
-    check(encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address, sizes, strides, box, steps,
-                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
+    const cuuint64_t strides[2] = {(cuuint64_t)(columns * size),
+                                   (cuuint64_t)(rows * columns * size)};  // of dim 1 and 2
+    const cuuint32_t box[3] = {(cuuint32_t)(PANEL_ROW_BYTES / size), (cuuint32_t)box_rows, 1}, steps[3] = {1, 1, 1};
+    check(encode(&map, fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void*)address,
+                 sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
     return map;
 }
 
@@ -106,6 +110,16 @@ __device__ __forceinline__ void group_sync(int number, int threads) {
 
 __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// Lets the blocks of the next launch in the stream begin where this one's leave room, and waits until the last launch
+// has ended and its results are visible, which comes before any access to memory (PTX ISA, Parallel Synchronization:
+// griddepcontrol).
+__device__ __forceinline__ void launch_next() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void wait_for_last() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread gives the order. Coordinates are column,
@@ -240,6 +254,7 @@ struct Wgmma;
 #define REGISTERS_32 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_48 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define REGISTERS_64 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGISTERS_72 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define REGISTERS_80 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define REGISTERS_96 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define REGISTERS_112 REGISTERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
@@ -250,6 +265,9 @@ struct Wgmma;
 #define OPERANDS_16(n) OPERANDS_8(n), OPERANDS_8(n + 2)
 #define OPERANDS_32(n) OPERANDS_16(n), OPERANDS_16(n + 4)
 #define OPERANDS_64(n) OPERANDS_32(n), OPERANDS_32(n + 8)
+#define OPERANDS_72(n) OPERANDS_64(n), OPERANDS_8(n + 16)
+#define OPERANDS_80(n) OPERANDS_64(n), OPERANDS_16(n + 16)
+#define OPERANDS_96(n) OPERANDS_64(n), OPERANDS_32(n + 16)
 #define OPERANDS_128(n) OPERANDS_64(n), OPERANDS_64(n + 16)
 // R = N / 2 registers, followed by the numbers R to R + 6 of the operands after them.
 #define WGMMA(T, TYPE, N, R, r0, r1, r2, r3, r4, r5, r6)                                                               \
@@ -288,11 +306,35 @@ struct Wgmma;
     };
 WGMMA(bf16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(bf16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(bf16, "bf16", 144, 72, 72, 73, 74, 75, 76, 77, 78)
+WGMMA(bf16, "bf16", 160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(bf16, "bf16", 192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA
+
+// TF32: a (64 x 8) in registers, words of fp32 of which the tensor cores read 19 bits, with the layout of mma.sync
+// m16n8k8; b (8 x N) k_major, a step of 32 bytes. R = N / 2 registers, followed by the numbers R to R + 5.
+#define WGMMA_TF32(N, R, r0, r1, r2, r3, r4, r5)                                                                   \
+    template <>                                                                                                    \
+    struct Wgmma<N, float> {                                                                                       \
+        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, \
+                                                         int add) {                                                \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                         "k8.f32.tf32.tf32 {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4      \
+                                                            ", p, 1, 1;}"                                          \
+                         : OPERANDS_##R(0)                                                                         \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                          \
+        }                                                                                                          \
+    };
+WGMMA_TF32(32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_TF32(128, 64, 64, 65, 66, 67, 68, 69)
+#undef WGMMA_TF32
 #undef OPERANDS_128
+#undef OPERANDS_96
+#undef OPERANDS_80
+#undef OPERANDS_72
 #undef OPERANDS_64
 #undef OPERANDS_32
 #undef OPERANDS_16
@@ -301,6 +343,7 @@ WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef REGISTERS_112
 #undef REGISTERS_96
 #undef REGISTERS_80
+#undef REGISTERS_72
 #undef REGISTERS_64
 #undef REGISTERS_48
 #undef REGISTERS_32

@@ -126,16 +126,6 @@ struct SymmetricFactors {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// Lets the blocks of the next launch in the stream begin where this one's leave room, and waits until the last launch
-// has ended and its results are visible, which comes before any access to memory (PTX ISA, Parallel Synchronization:
-// griddepcontrol).
-__device__ __forceinline__ void launch_next() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ void wait_for_last() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
 __device__ __forceinline__ uint32_t sp_full(uint32_t shared, int stage) {
     return shared + SP_BARRIERS + stage * 8;
 }

@@ -1,6 +1,7 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
-#include "../../kernels/low_rank.cuh"
+#include "../../kernels/low_rank_back.cuh"
+#include "../../kernels/low_rank_turned.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
 #include "tensor_cores.h"
@@ -84,6 +85,15 @@ static double in_bf16(double x, bool rounds) {
     return rounds ? (double)Bf16::decode(Bf16::encode((float)x)) : (double)(float)x;
 }
 
+// A weight as the run's format stores it, which is fp32, bf16 or bf16:sr. The matrix is at the arena's start.
+static double stored_weight(const OptimConfig* config, int step, int i, double p) {
+    if (is(config->weights, "fp32")) return p;
+    if (!is(config->weights, "bf16:sr")) return in_bf16(p, true);
+    const int first = i / NOISE_ELEMENTS * NOISE_ELEMENTS;
+    const Noise noise = noise_draw({config->seed, (uint32_t)step, NOISE_WEIGHTS, first}, 0);
+    return (double)Bf16::decode(Bf16::encode((float)p, noise_lane(noise, i - first)));
+}
+
 // The papers' steps in double, with the directions q (rank, side); channel c is an index of the longer side. With
 // `rounds`, gradients and N are rounded to bf16.
 static void reference_low(const LowRun* run, const Shape& s, const double* q, double* p, bool rounds = false) {
@@ -94,7 +104,10 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
     const int side = right ? s.cols : s.rows, length = right ? s.rows : s.cols;
     const int rank = (int)low_shape(config, s.rows, s.cols).rank;
     auto at = [&](int channel, int k) { return right ? channel * s.cols + k : k * s.cols + channel; };
-    for (int i = 0; i < s.rows * s.cols; i++) p[i] = start(i), m[i] = v[i] = 0.0;
+    for (int i = 0; i < s.rows * s.cols; i++) {
+        p[i] = in_bf16(start(i), !is(config->weights, "fp32"));
+        m[i] = v[i] = 0.0;
+    }
     double last = 0.0;
     for (int step = 1; step <= STEPS; step++) {
         static double update[MOST_LOW];
@@ -137,7 +150,8 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
             double u = update[i];
             if (fira) u = g[i] + update[i] / limit;
             if (!fira && !galore) u = sqrt(mini ? 128.0 : 1.0) * update[i] / limit;
-            p[i] = p[i] * (1.0 - (double)LR * (double)config->weight_decay) - (double)LR * u;
+            const double moved = p[i] * (1.0 - (double)LR * (double)config->weight_decay) - (double)LR * u;
+            p[i] = stored_weight(config, step, i, moved);
         }
     }
 }
@@ -223,9 +237,34 @@ static void check_fused_bf16(Test* test) {
     }
 }
 
+// The same with weights of bf16, which are updated where the copy engine has brought them. The codes are the
+// reference's but for updates on both sides of a rounding, and those are one code apart; rows of 40 and 72 are not
+// whole draws of noise.
+static void check_fused_codes(Test* test, const char* weights) {
+    static LowRun run;
+    static double q[MOST_LOW], p[MOST_LOW];
+    for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{72, 40}, Shape{40, 72}}) {
+        run.config = {"", "galore", weights, "bf16", "fp32", "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 77};
+        run.config.rank = 16, run.config.rank_gap = 100;
+        low_steps(&run, s, true);
+        const int side = s.rows < s.cols ? s.rows : s.cols, n = s.rows * s.cols;
+        for (int i = 0; i < 16 * side; i++) q[i] = in_bf16((double)run.q[i], true);
+        reference_low(&run, s, q, p, true);
+        int differ = 0;
+        double worst = 0.0;
+        for (int i = 0; i < n; i++) {
+            differ += (double)run.p[i] != p[i];
+            worst = fmax(worst, fabs((double)run.p[i] - p[i]) / fmax(fabs(p[i]), 0x1p-6));
+        }
+        expect(differ <= n / 50, "%s, %d x %d: %d of %d codes differ", weights, s.rows, s.cols, differ, n);
+        expect(worst <= 0x1p-7, "%s, %d x %d: a weight is %g of itself off", weights, s.rows, s.cols, worst);
+    }
+}
+
 TEST(lowrank_fused_gpu) {
     for (const char* weights : {"fp32", "bf16", "bf16:sr"}) check_fused(test, weights);
     check_fused_bf16(test);
+    for (const char* weights : {"bf16", "bf16:sr"}) check_fused_codes(test, weights);
 }
 
 // The matmuls read one of two formats of weights as it is stored: its memory is that of the other one's copy. adamw has
@@ -274,6 +313,55 @@ static double low_bound(const Device* dev, int64_t depth, bool fp32) {
     return tensor_core_bound(core, 3 * depth, 1.0) + sums + 6.0 * ldexp(1.0, -22) * sqrt((double)depth);
 }
 
+// Adds U to weights.
+struct AddPairs {
+    struct Line {};
+    __device__ Line line(int, int) const { return {}; }
+    __device__ void pairs(Line, int, int, int, uint32_t (&w)[2], const float (&u)[4]) const {
+        const float2 near = pair_floats(w[0]), far = pair_floats(w[1]);
+        w[0] = pack_bf16(near.x + u[0], near.y + u[1]), w[1] = pack_bf16(far.x + u[2], far.y + u[3]);
+    }
+    __device__ float one(int, int, float w, float u) const { return w + u; }
+};
+
+// low and U by products of warpgroups, U added to weights, in fp32 in two parts.
+static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const float* g,
+                         const float* q, const float* n, const float* want_low, float* want, double* worst) {
+    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
+    const bool right = R >= C;
+    const Array<float> first(dev, rank * side), rest(dev, rank * side), y(dev, rank * R), rest_y(dev, rank * R);
+    Array<float> low(dev, rank * length), w(dev, R * C, 4, 1.0f);
+    low_split(dev, first.device, rest.device, q, rank, side, false);
+    low_split(dev, y.device, rest_y.device, right ? n : q, right ? R : rank, right ? rank : R, !right);
+    const LowStore sink = {low.device, right ? rank : length};
+    const LowProjectPlan project = low_project_plan<float>(dev, g, first.device, rest.device, R, C, rank);
+    check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
+                 [&] { low_project_run<float, 3>(dev, &project, sink); });
+    if (!low_turned_fits(dev, rank)) return;
+    float* before = floats(R * C);
+    for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
+    const LowTurnedPlan back = low_turned_plan(w.device, right ? y.device : n, q, y.device, rest_y.device, R, C, rank);
+    check_output(test, worst, what, &w, before, want, low_bound(dev, rank, true),
+                 [&] { low_turned_run<3>(dev, &back, AddPairs{}, false); });
+}
+
+// The same in bf16.
+static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const bf16* g,
+                         const bf16* q, const bf16* n, const float* want_low, float* want, double* worst) {
+    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
+    Array<float> low(dev, rank * length);
+    Array<bf16> w(dev, R * C, 4, 1.0f);
+    const LowStore sink = {low.device, R >= C ? rank : length};
+    const LowProjectPlan project = low_project_plan<bf16>(dev, g, q, nullptr, R, C, rank);
+    check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
+                 [&] { low_project_run<bf16, 1>(dev, &project, sink); });
+    float* before = floats(R * C);
+    for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
+    const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);
+    check_output(test, worst, what, &w, before, want, low_bound(dev, rank, false),
+                 [&] { low_back_run(dev, &back, AddPairs{}, false); });
+}
+
 // Both products of a matrix, as the fused way takes them: with gradients of bf16 the library has the first one.
 template <typename E>
 static void check_products(Test* test, const Device* dev, const Shape& s, int64_t rank, double* worst) {
@@ -284,14 +372,14 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const char* what = formatted("%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
     const Array<E> g(dev, R * C, 1, 1.0f), q(dev, rank * side, 2, 1.0f), n(dev, rank * length, 3, 1.0f);
     Array<float> low(dev, rank * length), u(dev, R * C);
-    float *turned = floats(rank * side), *want = floats(R * C);
+    float *turned = floats(rank * side), *want_low = floats(rank * length), *want = floats(R * C);
     for (int64_t i = 0; i < rank * side; i++) turned[i % side * rank + i / side] = q.host[i];
+    const CpuGemm low_rows = {R, rank, C, g.host, C, 1, turned, rank, 1, want_low, false},
+                  low_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want_low, false};
+    exact_gemm(right ? &low_rows : &low_columns);
     if constexpr (FP32) {
-        const CpuGemm of_rows = {R, rank, C, g.host, C, 1, turned, rank, 1, want, false},
-                      of_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want, false};
-        exact_gemm(right ? &of_rows : &of_columns);
         const LowStore sink = {low.device, right ? rank : length};
-        check_output(test, worst, what, &low, nullptr, want, low_bound(dev, side, true),
+        check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
                      [&] { low_project<E, PARTS>(dev, g.device, q.device, R, C, rank, sink); });
     }
     const CpuGemm of_rows = {R, C, rank, n.host, rank, 1, q.host, side, 1, want, false},
@@ -300,6 +388,8 @@ static void check_products(Test* test, const Device* dev, const Shape& s, int64_
     const LowStore sink = {u.device, C};
     check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
                  [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
+    if (low_back_fits(dev, rank))
+        check_hopper(test, dev, what, s, rank, g.device, q.device, n.device, want_low, want, worst);
 }
 
 // Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in

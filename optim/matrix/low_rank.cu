@@ -2,7 +2,7 @@
 // thread or a warp each, and the CPU in order.
 #include "low_rank.h"
 
-#include "../../kernels/low_rank.cuh"
+#include "../../kernels/low_rank_back.cuh"
 #include "../../kernels/matmul_product.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
@@ -403,6 +403,11 @@ static void project_fused(const Device* dev, const LowMatrix* l, const LowGradie
     if (grads->is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         project_bf16(dev, l, (const bf16*)grads->grads + m->element, q);
+    } else if (low_project_fits(dev)) {
+        low_split(dev, l->y, l->z, l->q, l->rank, l->side, false);
+        const float* g = (const float*)grads->grads + m->element;
+        const LowProjectPlan plan = low_project_plan<float>(dev, g, l->y, l->z, m->rows, m->cols, l->rank);
+        low_project_run<float, 3>(dev, &plan, sink);
     } else {
         low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
     }
@@ -467,6 +472,62 @@ struct ApplySink {
         *(decltype(Old::codes)*)(weights + at) = *(const decltype(Old::codes)*)code;
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
+
+    // Weights of bf16, as low_rank_back.cuh hands them over: two and the two that are eight columns on. The four
+    // lanes of a row draw the noise of 16 of its 64 columns each, where these are the 16 elements of a draw.
+
+    struct Line {
+        Noise noise;
+    };
+    __device__ bool draws_by_line() const {
+        return element % NOISE_ELEMENTS == 0 && cols % NOISE_ELEMENTS == 0;
+    }
+    __device__ Noise draw(int64_t at) const {
+        return noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
+    }
+    __device__ __forceinline__ Line line(int row, int column) const {
+        if (KIND != LOW_BF16_SR || !draws_by_line()) return {};
+        return {draw(element + row * cols + column + threadIdx.x % 4 * NOISE_ELEMENTS)};
+    }
+    // The words of noise of the two pairs, and what they share.
+    __device__ __forceinline__ Noise noise_of(const Line& line, int group, int64_t at) const {
+        const int lane = (int)(at % NOISE_ELEMENTS);
+        Noise noise = line.noise, more;
+        if (draws_by_line()) {
+            for (uint32_t& word : noise.word) word = __shfl_sync(0xffffffffu, word, group, 4);
+            noise.shared = __shfl_sync(0xffffffffu, noise.shared, group, 4);
+            more = noise;
+        } else {
+            // Eight elements on is the other half of the same 16, or the first half of the next ones.
+            noise = draw(at), more = draw(at + 8);
+        }
+        const bool second = lane % 8 >= 4, upper = lane >= 8;
+        const uint32_t low = second ? noise.word[1] : noise.word[0], high = second ? noise.word[3] : noise.word[2];
+        const uint32_t more_low = second ? more.word[1] : more.word[0],
+                       more_high = second ? more.word[3] : more.word[2];
+        return {{upper ? high : low, upper ? more_low : more_high, noise.shared, more.shared}, 0};
+    }
+    __device__ __forceinline__ void pairs(const Line& line, int group, int row, int column, uint32_t (&w)[2],
+                                          const float (&u)[4]) const {
+        if (!is_finite(*unit)) return;
+        const int64_t at = element + row * cols + column;
+        Noise noise = {};
+        if (KIND == LOW_BF16_SR) noise = noise_of(line, group, at);
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            Noise mine = {};
+            mine.word[0] = noise.word[pair], mine.shared = noise.word[pair + 2];
+            uint32_t code[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float p = Bf16::decode((uint16_t)(w[pair] >> i * 16));
+                MatrixApply::update(hyper, exact_mul(scale, u[pair * 2 + i]), &p, nullptr, nullptr, nullptr);
+                const uint32_t bits = at % 4 ? noise_lane(mine, 2 + i) : noise_lane(mine, i);
+                code[i] = KIND == LOW_BF16_SR ? Bf16::encode(p, bits) : Bf16::encode(p);
+            }
+            w[pair] = code[0] | code[1] << 16;
+        }
+    }
 };
 
 static LowWeights low_weights(const OptimConfig* config) {
@@ -499,6 +560,13 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
     if (is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
+        if constexpr (KIND != LOW_FP32) {
+            if (!copy && low_back_fits(dev, l->rank)) {
+                const LowBackPlan plan = low_back_plan((bf16*)weights + m->element, n, q, m->rows, m->cols, l->rank);
+                low_back_run(dev, &plan, sink, false);
+                return;
+            }
+        }
         low_back<bf16, 1>(dev, n, q, m->rows, m->cols, l->rank, sink);
     } else {
         low_back<float, 3>(dev, l->direction, l->q, m->rows, m->cols, l->rank, sink);

@@ -31,7 +31,9 @@
 // (kernels/low_rank.cuh; the first one is the library's for gradients of bf16) read G where it is, and the second one
 // updates the weights, with the bits that the step's kernel would give them for this U; G is read once, U is never in
 // memory. Gradients of fp32 have products as good as fp32's there (2^-21); with gradients of bf16, Q and N are rounded
-// to bf16, as in the paper's code. low_rank_fuses chooses. A launch for each matrix.
+// to bf16, as in the paper's code. low_rank_fuses chooses. A launch for each matrix. On sm_90a, the first product of
+// gradients of fp32 (kernels/low_rank_project.cuh), and the second one with gradients and weights of bf16 and a rank of
+// at most 256 (low_rank_back.cuh), are kernels of their own, chosen by the matrix alone.
 #pragma once
 #include "../kernel.cuh"
 #include "matrix.h"

@@ -1,0 +1,71 @@
+// What the kernels for sm_90a of low_rank.cuh's two products share. They multiply by warpgroups (wgmma) operands that
+// the copy engine brings:
+//     low_rank_project.cuh  the first product, in bf16 and in fp32
+//     low_rank_back.cuh     the second one and the weights' update, in bf16
+//     low_rank_turned.cuh   the same in fp32
+#pragma once
+#include "low_rank.cuh"
+#ifdef __CUDACC__
+#include "hopper.cuh"
+
+constexpr int LH_SHARED_BYTES = 227 * 1024;
+constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
+
+// The result of a product: its sides in memory, what the sum runs over, and the blocks that share a tile.
+struct LowResult {
+    int rows, cols, depth, slices;
+};
+
+// A place among the stages, and the parity of its present round.
+template <int STAGES>
+struct LowRing {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// The words of fp32 of step k of an operand a whose rows in shared memory are of K, rounded to TF32, and what that
+// leaves: this warp's 16 of M, from `first` on. DEPTH: rows of a panel.
+template <int PARTS, int DEPTH>
+__device__ __forceinline__ void lh_read_down(uint32_t (&x)[4], uint32_t (&rest)[4], uint32_t panels, int first, int k,
+                                             int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int of_m = first + i % 2 * 8 + lane / 4, of_k = k * 8 + i / 2 * 4 + lane % 4;
+        x[i] =
+            load_word(panels + of_m / 32 * DEPTH * PANEL_ROW_BYTES + panel_offset(of_k, of_m % 32 / 4) + of_m % 4 * 4);
+    }
+    lp_split<PARTS>(x, rest);
+}
+
+// A step of K of a product in TF32 with a in registers; with PARTS 3, the small products first. rest_b: as b, of what
+// it leaves.
+template <int PARTS, int N>
+__device__ __forceinline__ void lh_multiply_tf32(float (&c)[N / 8][4], const uint32_t (&a)[4],
+                                                 const uint32_t (&rest)[4], uint64_t b, uint64_t rest_b, bool add) {
+    if (PARTS == 3) {
+        Wgmma<N, float>::registers(c, rest, b, add);
+        Wgmma<N, float>::registers(c, a, rest_b, true);
+    }
+    Wgmma<N, float>::registers(c, a, b, PARTS == 3 || add);
+}
+#endif
+
+// Launches a kernel whose blocks stay and share `steps`.
+template <typename... Given>
+void low_stream_launch(const Device* dev, void (*kernel)(Given...), int64_t steps, int threads, int bytes, bool early,
+                       std::decay_t<Given>... given) {
+    cudaLaunchAttribute serial = {};
+    serial.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    serial.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(steps < dev->sm_count ? steps : dev->sm_count)), config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = (size_t)bytes, config.stream = dev->stream;
+    config.attrs = &serial, config.numAttrs = early ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, kernel, given...));
+}
+#endif
