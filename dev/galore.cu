@@ -4,16 +4,15 @@
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
 //     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
-//     wgmma     the same by low_rank_project.cuh and low_rank_back.cuh or low_rank_turned.cuh, on sm_90a, for ranks up
-//     to
-//               256 in bf16 and 128 in fp32; the second one begins while the first one ends
+//     wgmma     the same by low_rank_project.cuh and low_rank_back.cuh or (fp32) galore_turned.cuh, on sm_90a, for
+//               ranks up to 256 in bf16 and 128 in fp32; the second one begins while the first one ends
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
 #include "../kernels/low_rank_back.cuh"
-#include "../kernels/low_rank_turned.cuh"
+#include "galore_turned.cuh"
 #include "double.h"
 #include "timing.h"
 

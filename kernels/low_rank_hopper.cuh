@@ -2,7 +2,6 @@
 // the copy engine brings:
 //     low_rank_project.cuh  the first product, in bf16 and in fp32
 //     low_rank_back.cuh     the second one and the weights' update, in bf16
-//     low_rank_turned.cuh   the same in fp32
 #pragma once
 #include "low_rank.cuh"
 #ifdef __CUDACC__

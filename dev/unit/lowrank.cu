@@ -1,7 +1,7 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
 #include "../../kernels/low_rank_back.cuh"
-#include "../../kernels/low_rank_turned.cuh"
+#include "../galore_turned.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
 #include "tensor_cores.h"

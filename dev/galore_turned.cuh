@@ -8,9 +8,10 @@
 //
 // y must be rounded to TF32 (low_split), since the tensor cores cut; x is rounded here. With PARTS 3, x and y are in
 // two parts of 11 bits, as in low_rank.cuh, and y's second one is an array of its own. The rank is at most 128.
-// dev/galore alone uses it. Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
+// The optimizer, whose products of fp32 have a rank of any size, does not use it. Deterministic. Sizes are multiples of
+// 8, addresses of 16 bytes.
 #pragma once
-#include "low_rank_project.cuh"
+#include "../kernels/low_rank_project.cuh"
 
 #ifdef __CUDACC__
 constexpr int LT_ROWS = 32, LT_THREADS = 384, LT_PANEL_BYTES = LT_ROWS * PANEL_ROW_BYTES;
