@@ -391,7 +391,7 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     check(cudaMemGetInfo(&available, &total));
     double median = times.median(), rate = 1e3 * (double)tokens_per_step / median, peak = device_peak(dev, false);
     printf(
-        "\n%s (%.4gM parameters)  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step "
+        "\n%s (%.0fM parameters)  %s, %s, head %s, batch %lld x %d x %lld micro-batches, gradients %s: %.1f ms a step "
         "(%.1f to %.1f of "
         "%d), "
         "%.0f tokens/s",
