@@ -10,7 +10,7 @@
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
-// With "parts", both halves of the step by themselves; with a precision, a rank or a variant, that one alone.
+// "parts" times both halves of the step by themselves; a precision, a rank or a variant picks that one alone.
 #include "../kernels/low_rank_back.cuh"
 #include "galore_turned.cuh"
 #include "double.h"
@@ -461,7 +461,7 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     library_close(&s.project), library_close(&s.back);
 }
 
-// What the command line asks for; without words, all.
+// The command line asks for this; without words it asks for all.
 struct Wish {
     bool parts = false;
     int precision = PRECISIONS;

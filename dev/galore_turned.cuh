@@ -20,8 +20,8 @@ struct LowTurnedMaps {
     CUtensorMap x, y, rest, weights;  // rest: of y, if fp32 is in two parts
 };
 
-// Where things lie in shared memory: a stage has 32 rows of y and of the weights, as panels of 32 columns, or a
-// warpgroup's half of x.
+// This says where things lie in shared memory: a stage has 32 rows of y and of the weights, as panels of 32 columns,
+// or a warpgroup's half of x.
 template <int DEPTH, int PARTS>
 struct LowTurnedLayout {
     static constexpr int Y = (PARTS == 3 ? 2 : 1) * DEPTH / 32 * LT_PANEL_BYTES, STAGE = Y + 4 * LT_PANEL_BYTES,
@@ -161,7 +161,7 @@ __device__ __forceinline__ void lt_consume(uint32_t shared, const LowTurnedMaps*
         const uint32_t stage = shared + d.ring.stage * Layout::STAGE;
         barrier_wait(shared + Layout::full(d.ring.stage), d.ring.parity, 3);
         if (d.brings_x()) {
-            // What is held would keep stages that the next steps need.
+            // Sums that are held would keep stages that the next steps need.
             if (held.stage >= 0) {
                 lt_deliver<Layout>(shared, maps, sink, sums, held, &last, warp, lane);
                 if (warp % 2 == 0 && lane == 0) {

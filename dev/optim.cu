@@ -76,8 +76,8 @@ static bool is_measured(const char* format) {
     return strstr(format, "/tensor") || strstr(format, "/rank1");
 }
 
-// What the passes before the step of a rule by rows read (optim/rows.cuh). Without --limit-growth, whose pass reads
-// weights and v as well.
+// Returns the bytes that the passes before the step of a rule by rows read (optim/rows.cuh). --limit-growth, whose pass
+// reads weights and v as well, is off here.
 static int64_t passes_traffic(const OptimConfig* config, const Model* m) {
     Plan* plan = plan_ranges(config, m->arena.tensors, m->arena.count);
     double bytes = 0.0;

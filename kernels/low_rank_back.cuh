@@ -17,7 +17,7 @@ struct LowBackMaps {
 
 constexpr int LH_BACK_THREADS = 320;
 
-// Where things lie in shared memory. DEPTH: the rank, rounded up; zeros fill the rest.
+// This says where things lie in shared memory. DEPTH is the rank, rounded up; zeros fill the rest.
 template <int DEPTH>
 struct LowBackLayout {
     static constexpr int A = LH_TILE * DEPTH * 2, B = DEPTH * PANEL_ROW_BYTES, STAGE = B + LH_PANEL_BYTES,

@@ -78,7 +78,7 @@ __device__ __forceinline__ void lh_project_step(bf16, float (&c)[Kind::N / 8][4]
             c, operand_step(left, j * 32), operand_step(right, j * (LEFT ? 16 * PANEL_ROW_BYTES : 32)), add || j > 0);
 }
 
-// In TF32: 64 channels, by all of the rank.
+// The same in TF32: 64 channels, all of the rank.
 template <typename Kind, int PARTS, bool LEFT>
 __device__ __forceinline__ void lh_project_step(float, float (&c)[Kind::N / 8][4], uint32_t q, int warp, int lane,
                                                 bool add) {

@@ -249,7 +249,7 @@ __device__ __forceinline__ void sum_block(const StepArguments& step, const SumAr
     }
 }
 
-// Goes on from tensor t to the one of block b, 32 at a time, and finds the block after its last.
+// Moves t on to the tensor of block b, looking at 32 at a time, and sets `next` to the block after that tensor's last.
 __device__ __forceinline__ void sum_find(const SumArguments& sums, int64_t b, int64_t* t, int64_t* next) {
     for (;;) {
         const int64_t at = *t + 1 + threadIdx.x % 32, none = sums.first_block + sums.blocks;

@@ -219,7 +219,7 @@ inline void write_shard(const char* folder, const char* name, int magic, int ver
 // The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
 constexpr int VOCABULARY = 259, END = 258;
 
-// Its vocabulary, as vocab.json has it.
+// Prints the vocabulary of that tokenizer as vocab.json has it.
 inline void print_vocabulary(FILE* file) {
     fputc('{', file);
     for (int b = 0, next = 256; b < 256; b++) {

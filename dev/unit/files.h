@@ -13,7 +13,7 @@ inline const char* joined(const char* folder, const char* name) {
     return formatted("%s/%s", folder, name);
 }
 
-// What body(file) writes to a stream; it is never freed.
+// Returns the text that body(file) writes to a stream; it is never freed.
 template <class Body>
 char* printed(Body body) {
     char* text = nullptr;

@@ -365,7 +365,7 @@ TEST(formats_scales_cut_what_they_cannot_hold) {
     check_limits<Sqrt8, ScaleE8m0>(test, "sqrt8@e8m0");
 }
 
-// As v, nothing but a block of zeros decodes to zero, whatever the spread.
+// In a v, only a block of zeros decodes to zero, however much its values differ.
 template <class Storage>
 static void check_v(Test* test, Store* store, const char* name) {
     store_tile<Storage>(store, NOISE_V);

@@ -119,7 +119,7 @@ static void rest_main(Launch* l) {
     launch_any(l, false);
 }
 
-// What all ranks find at once they say once, without the number of a rank.
+// An error that all ranks find at once is printed once, without the number of a rank.
 static void all_fail_main(Launch*) {
     launch_failed(2, "train: error: the same everywhere\n");
 }

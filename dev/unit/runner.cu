@@ -306,7 +306,8 @@ static Asked words_read(int argc, char** argv) {
     return asked;
 }
 
-// What this program prints with these words, and its exit code. With `ill` the cases below crash, leave and hang.
+// Returns what this program prints with these words, and sets `code` to its exit code. With `ill` the cases below
+// crash, leave and hang.
 static const char* run_self(const char* words, bool ill, int* code) {
     const char* settings = ill ? "NIBBLE_TEST_RUNNER=1 NIBBLE_TEST_SECONDS=4 " : "";
     return shell(formatted("%s/proc/%d/exe %s 2>&1", settings, (int)getpid(), words), code);

@@ -75,7 +75,7 @@ CACHE_TEST(JIT_TEST, user_format_example) {
     expect(lines > 10 && lines < 40, "the example has %d lines", lines);
 }
 
-// What the host must know of them is read, of scales of tensors, rows and columns too.
+// The host reads sizes from a user's format, also from one with a scale for each tensor or for rows and columns.
 CACHE_TEST(JIT_TEST, user_format_sizes) {
     for_equals([&](const char* files, const char* m, const char* v, const char* built_in_m, const char* built_in_v) {
         OptimConfig config = asked(files, m, v), same = asked("", built_in_m, built_in_v);
