@@ -106,11 +106,11 @@ $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.
 HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,bytes convert decoded jit list optim override plan resolve user)
-$(HOST_ONLY): CUDA_ARCH :=
-$(HOST_ONLY): CUDA_PTX := 80
+$(HOST_ONLY): private CUDA_ARCH :=
+$(HOST_ONLY): private CUDA_PTX := 80
 
 # Benchmarks and tests run on the machine that builds them.
-$(BUILD)/dev/%.o $(BUILD)/unit/%.o $(BUILD)/test_gpt2.o: CUDA_PTX :=
+$(BUILD)/dev/%.o $(BUILD)/unit/%.o $(BUILD)/test_gpt2.o: private CUDA_PTX :=
 $(BUILD)/unit/%.o: HOST_O := -O2
 
 $(BUILD)/data/%.o: data/%.c
