@@ -23,7 +23,7 @@ void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t by
 
 enum { CHECKPOINT_VERSION = 1 };  // of state.json
 
-// Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
+// Sets `state` from state.json's tree, except the data's counts and sums, which stay as they are now. Returns how many
 // sentences about other data are in `changes`; with other validation data the best loss begins anew.
 int run_state_resume(RunState* state, const Json* json, const char* changes[2]);
 
@@ -80,20 +80,15 @@ const void* checkpoint_array(void* context, const char* name, const char* dtype,
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 void checkpoint_weights(void* context, int tensor, float* values);
 void checkpoint_notice(void* context, const char* line);
-// Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
-// that a whole one stands there at any moment.
-bool checkpoint_commit(const char* folder, char* error);
 // state.json's tree (caller frees) of a checkpoint that another rank has verified, or NULL and a sentence.
 Json* checkpoint_state(const char* folder, char* error);
-// True if all files of a checkpoint are as they were written. optimizer.safetensors, which a model does not need, is
-// not read.
-bool checkpoint_model_whole(const char* folder, char* error);
 // True if those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
 // Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
 Json* checkpoint_verify(const char* folder, char* error);
-// The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
-Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
+// Finds the newest whole checkpoint of a run folder, whose path goes into `folder`; damaged ones are named on stderr
+// and passed over. With `model_alone`, optimizer.safetensors may be damaged or absent.
+Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes);
 // The folder that --model names, from the root, which *model becomes, or "" where it names a built-in shape or is
 // "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that shape,
 // and a folder of the same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint must be
@@ -109,9 +104,6 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
 // `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
                          char* error);
-// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
-bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
-
 // Before a run: has the disk of its folder ("": one in runs/) room for the checkpoints, of `bytes` each, that will be
 // there at a time? `keep` of them stay, and one more is being written.
 bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);

@@ -1,7 +1,6 @@
 // The contents of a file that was named as training data: plain text, or something that is not to be trained on as
 // bytes by mistake. Only the contents count, not the name.
 #pragma once
-#include <stdbool.h>
 #include <stdint.h>
 #include "linkage.h"
 C_LINKAGE_BEGIN

@@ -35,9 +35,9 @@ typedef struct {
 // not compared.
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Can all these tasks be opened, names with commas between them?
+// True if all these tasks can be opened; their names have commas between them.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
-// Before a run on bytes or other tokens: the same, and can --eval-out ("": none) be written?
+// The same before a run, on bytes or other tokens; it also checks that --eval-out ("": none) can be written.
 bool evaluation_possible(const char* names, bool bytes, const char* out, char* error);
 
 // Rows [first, first + count) of `order` in a batch of B sequences of T tokens; count is at most B.
@@ -50,9 +50,9 @@ typedef struct {
     EvaluationBatch* batch;
     int batches;
 } EvaluationPlan;
-// For a model with a context of T tokens; a batch has at most `tokens` of them, at least one row.
+// For a model with a context of T tokens; a batch has at most `tokens` of them, at least one row. The caller frees
+// `order` and `batch`.
 EvaluationPlan evaluation_plan(const Evaluation* evaluation, int T, int64_t tokens);
-void evaluation_plan_free(EvaluationPlan* plan);
 // A batch as a model reads it: tokens (B, T), and the `count` places that are scored, as indices into these, with the
 // token that follows each of them. `places` and `targets` have room for B * T. Returns the count.
 int evaluation_fill(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, int* tokens, int* places,
@@ -106,9 +106,5 @@ void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* r
 // An EvaluationDone that prints that line.
 void evaluation_print(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationResult* result);
-// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
-// "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the
-// choices.
-bool evaluation_write(FILE* file, const Evaluation* evaluation, const EvaluationScore* scores, char* error);
 
 C_LINKAGE_END

@@ -12,8 +12,12 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls.
+// FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls of this function or the next.
 const char* path_in(const char* folder, const char* name);
+// The folder that holds `path`, "." when none is named.
+const char* path_parent(const char* path);
+// The name of `path` in that folder.
+const char* path_name(const char* path);
 
 #define FILE_READ_MOST (64 << 20)  // the largest file that file_read takes: 64 MiB
 
@@ -48,8 +52,8 @@ bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t
 bool file_sync(int descriptor, const char* path, char* error);
 // Writes to `path.tmp`, syncs, renames over `path`, syncs the folder.
 bool file_write(const char* path, const void* bytes, int64_t count, char* error);
-// Copies FROM/NAME to TO/NAME; true also when there is no such file.
-bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error);
+// Copies FROM/NAME to TO/COPY unless that is there; true also when there is no FROM/NAME.
+bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error);
 // Opens a log for appending and creates it where there is none. A half-written last line (a full disk, a crash) is cut
 // off, so that every line is whole. A link or a special file of that name is refused.
 FILE* log_open(const char* path, char* error);
@@ -58,8 +62,6 @@ FILE* log_open(const char* path, char* error);
 bool folder_make(const char* path, char* error);
 // Makes an empty folder in an existing one, in place of whatever has its name now.
 bool folder_new(const char* path, char* error);
-// The folder that holds `path`, "." when none is named; returns `parent`.
-const char* folder_parent(const char* path, char* parent, size_t bytes);
 bool folder_sync(const char* path, char* error);
 // rm -r of a folder that this program wrote (files and one level of folders). A file or a link of that name is removed
 // itself. True when nothing has the name.

@@ -68,29 +68,26 @@ static bool is_digit(const Parser* parser) {
     return parser->at < parser->end && *parser->at >= '0' && *parser->at <= '9';
 }
 
+// Steps over the next character if it is `c`.
+static bool take(Parser* parser, char c) {
+    const bool is_next = parser->at < parser->end && *parser->at == c;
+    parser->at += is_next;
+    return is_next;
+}
+
+static void skip_digits(Parser* parser) {
+    while (is_digit(parser)) parser->at++;
+}
+
 static void skip_space(Parser* parser) {
-    while (parser->at < parser->end &&
-           (*parser->at == ' ' || *parser->at == '\n' || *parser->at == '\t' || *parser->at == '\r')) {
-        parser->at++;
-    }
+    while (take(parser, ' ') || take(parser, '\n') || take(parser, '\t') || take(parser, '\r')) continue;
 }
 
 static char* utf8_write(char* to, uint32_t point) {
-    if (point < 0x80) {
-        *to++ = (char)point;
-    } else if (point < 0x800) {
-        *to++ = (char)(0xC0 | point >> 6);
-        *to++ = (char)(0x80 | (point & 0x3F));
-    } else if (point < 0x10000) {
-        *to++ = (char)(0xE0 | point >> 12);
-        *to++ = (char)(0x80 | (point >> 6 & 0x3F));
-        *to++ = (char)(0x80 | (point & 0x3F));
-    } else {
-        *to++ = (char)(0xF0 | point >> 18);
-        *to++ = (char)(0x80 | (point >> 12 & 0x3F));
-        *to++ = (char)(0x80 | (point >> 6 & 0x3F));
-        *to++ = (char)(0x80 | (point & 0x3F));
-    }
+    static const unsigned char lead[] = {0, 0xC0, 0xE0, 0xF0};
+    const int more = (point >= 0x80) + (point >= 0x800) + (point >= 0x10000);  // bytes after the first
+    *to++ = (char)(lead[more] | point >> 6 * more);
+    for (int i = more - 1; i >= 0; i--) *to++ = (char)(0x80 | (point >> 6 * i & 0x3F));
     return to;
 }
 
@@ -113,10 +110,7 @@ static char* parse_escape(Parser* parser, char* to) {
     if (parser->at == parser->end) return parse_error(parser, "an unfinished escape"), NULL;
     char c = *parser->at++;
     const char* name = c ? strchr(names, c) : NULL;
-    if (name) {
-        *to++ = values[name - names];
-        return to;
-    }
+    if (name) return *to = values[name - names], to + 1;
     if (c != 'u') return parse_error(parser, "an unknown escape"), NULL;
     int point = parse_hex(parser);
     if (point < 0) return parse_error(parser, "\\u without four hexadecimal digits"), NULL;
@@ -160,25 +154,19 @@ static char* parse_string(Parser* parser, int64_t* bytes) {
 static bool parse_number(Parser* parser, Json* json) {
     const char* first = parser->at;
     bool integer = true;
-    if (*parser->at == '-') parser->at++;
+    take(parser, '-');
     if (!is_digit(parser)) return parse_error(parser, "something that is no value");
-    if (*parser->at == '0') {
-        parser->at++;
-    } else {
-        while (is_digit(parser)) parser->at++;
-    }
-    if (parser->at < parser->end && *parser->at == '.') {
+    if (!take(parser, '0')) skip_digits(parser);
+    if (take(parser, '.')) {
         integer = false;
-        parser->at++;
         if (!is_digit(parser)) return parse_error(parser, "a number without digits after its point");
-        while (is_digit(parser)) parser->at++;
+        skip_digits(parser);
     }
-    if (parser->at < parser->end && (*parser->at == 'e' || *parser->at == 'E')) {
+    if (take(parser, 'e') || take(parser, 'E')) {
         integer = false;
-        parser->at++;
-        if (parser->at < parser->end && (*parser->at == '+' || *parser->at == '-')) parser->at++;
+        if (!take(parser, '+')) take(parser, '-');
         if (!is_digit(parser)) return parse_error(parser, "a number without digits in its exponent");
-        while (is_digit(parser)) parser->at++;
+        skip_digits(parser);
     }
     int64_t length = parser->at - first;
     json->kind = JSON_NUMBER;
@@ -200,10 +188,10 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     Json** link = &json->child;
     if (depth >= DEPTH_MOST) return parse_error(parser, "nesting deeper than 256 levels");
     skip_space(parser);
-    if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
+    if (take(parser, close)) return true;
     for (;;) {
         Json* child = arena_alloc(parser->document, sizeof(Json));
-        *child = (Json){JSON_NULL, NULL, NULL, 0, 0.0, NULL, NULL};
+        *child = (Json){.kind = JSON_NULL};
         *link = child;
         link = &child->next;
         skip_space(parser);
@@ -214,16 +202,14 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
             if (!child->key) return false;
             if ((int64_t)strlen(child->key) != bytes) return parse_error(parser, "a key that holds \\u0000");
             skip_space(parser);
-            if (parser->at == parser->end || *parser->at != ':') return parse_error(parser, "no ':' after a key");
-            parser->at++;
+            if (!take(parser, ':')) return parse_error(parser, "no ':' after a key");
         }
         if (!parse_value(parser, child, depth + 1)) return false;
         skip_space(parser);
-        if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
-        if (parser->at == parser->end || *parser->at != ',') {
+        if (take(parser, close)) return true;
+        if (!take(parser, ',')) {
             return parse_error(parser, object ? "neither ',' nor '}' after a member" : "neither ',' nor ']'");
         }
-        parser->at++;
     }
 }
 
@@ -330,8 +316,8 @@ static void write_string(FILE* file, const char* text, int64_t left) {
         uint32_t point = 0;
         int length = utf8_next(text, left, &point);
         if (length == 0) {
-            fputs("\xEF\xBF\xBD", file);
             length = 1;
+            fputs("\xEF\xBF\xBD", file);
         } else if (point == '"' || point == '\\') {
             fprintf(file, "\\%c", (int)point);
         } else if (point == '\n') {
@@ -380,13 +366,11 @@ void json_write_number(FILE* file, double value) {
     char text[40];
     if (!isfinite(value)) {
         fputs("null", file);
-        return;
-    }
-    if (value == floor(value) && fabs(value) <= 9007199254740992.0) {
+    } else if (value == floor(value) && fabs(value) <= 9007199254740992.0) {
         fprintf(file, "%.0f", value);
-        return;
+    } else {
+        fputs(number_text(value, text, sizeof(text)), file);
     }
-    fputs(number_text(value, text, sizeof(text)), file);
 }
 
 void json_write_text_member(FILE* file, const char* before, const char* name, const char* text) {

@@ -36,8 +36,6 @@ typedef struct {
 bool model_folder_has_weights(const char* path);
 // Opens all files. A folder with PyTorch's own format only is refused with the command that converts it.
 bool model_folder_open(ModelFolder* folder, const char* path, char* error);
-// The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
-const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file);
 // True if the model uses every tensor of the folder. Its tensors are these; of `layers` layers the attention masks
 // that older versions of transformers store may be there, and a head (lm_head.weight) that equals wte.weight. Another
 // head, or any other tensor, is refused by name.

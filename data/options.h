@@ -64,14 +64,11 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
 // False with a sentence if an option was typed, with another value than its default, that lacks what it needs.
 // `settings` is a text whose words NAME=VALUE give values to options too.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
-void options_help(const OptionTable* table, FILE* file);
 // {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
 // numbers are numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const OptionTable* table, const void* fields, FILE* file);
-// A script for bash or zsh that completes the options of this program, called `nibble` or `train`, and their values.
-void options_completion(const OptionTable* table, bool zsh, FILE* file);
 
 // For people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);

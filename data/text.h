@@ -4,7 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
-// Edits (insert, delete, replace a letter) that make one of the first letters of a those of b; of b 63 at most.
+// Returns how many edits (insert, delete or replace a letter) turn the first letters of a into those of b, of which 63
+// count at most.
 static inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
     int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
     for (int j = 0; j <= length; j++) row[j] = j;
@@ -22,7 +23,7 @@ static inline int edit_distance(const char* a, size_t a_letters, const char* b, 
     return row[length];
 }
 
-// The same of whole texts.
+// The distance of two whole texts.
 static inline int text_distance(const char* a, const char* b) {
     return edit_distance(a, strlen(a), b, strlen(b));
 }
@@ -47,6 +48,10 @@ C_LINKAGE_BEGIN
 int utf8_next(const char* text, int64_t bytes, uint32_t* point);
 // True if all of the text is well-formed UTF-8.
 bool text_is_utf8(const char* text, int64_t bytes);
+// True if the text ends with `end`.
+bool text_ends(const char* text, const char* end);
+// True if a list that ends with NULL has the text.
+bool text_among(const char* text, const char* const* list);
 // The shortest decimal that reads back as the same number; returns `text`.
 const char* number_text(double number, char* text, size_t bytes);
 // Replaces what could steer a terminal in a text that came from elsewhere (control characters, and bytes that are no

@@ -4,7 +4,7 @@
 // The steps that the newest checkpoint says were skipped; -1: it does not say.
 static long long skipped_steps(const char* run) {
     char folder[PATH_MAX];
-    Json* state = checkpoint_newest(run, folder, sizeof(folder));
+    Json* state = checkpoint_newest(run, false, folder, sizeof(folder));
     return state ? json_int(state, "skipped", -1) : -1;
 }
 
@@ -14,10 +14,7 @@ static void expect_skipped_steps(Test* test, const char* run, int steps) {
     read_losses(test, run, &losses);
     expect(losses.lines == steps && losses.last == steps, "%d lines up to step %d", losses.lines, losses.last);
     for (int step = 1; step <= steps; step++) {
-        char want[64];
-        snprintf(want, sizeof(want), "\"skipped\": %d, \"nonfinite\": true", step);
-        int64_t bytes;
-        char* log = contents(run, "log.jsonl", &bytes);
+        const char *want = formatted("\"skipped\": %d, \"nonfinite\": true", step), *log = contents(run, "log.jsonl");
         expect(strcmp(losses.text[step], "null") == 0, "step %d: loss %s", step, losses.text[step]);
         expect(log && strstr(log, want), "step %d: no %s", step, want);
     }
@@ -224,8 +221,7 @@ FOLDER_TEST(cli_resume_overrides) {
         expect(!strstr(OUT(child), lacks), "%s, %s: '%s' in %s", begun, resumed, lacks, OUT(child));
         const char* at = strstr(OUT(child), "\n override ");
         const int length = at ? (int)strcspn(at + 1, "\n") + 2 : 0;
-        char shown[256] = "";
-        snprintf(shown, sizeof(shown), "%.*s", length, at ? at : "");
+        const char* shown = formatted("%.*s", length, at ? at : "");
         run_well(again, "--resume %s --steps 6 --device cpu", other);
         expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", begun, resumed,
                OUT(again));
@@ -256,8 +252,7 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
     const char* other = joined(work, "other");
     train_well("--resume %s --run %s --steps 6 --device cpu --rule lion", run, other);
     run_well(child, "--resume %s --steps 8 --device cpu", other);
-    int64_t bytes;
-    char* options = contents(other, "config.json", &bytes);
+    const char* options = contents(other, "config.json");
     expect(options && strstr(options, "\"lr\": \"0.000600"), "config.json: %s", options);
     expect(!strstr(OUT(child), " --lr "), "%s", OUT(child));
     remove_tree(other);
@@ -475,9 +470,7 @@ FOLDER_TEST(cli_resume_auto) {
     train_well(SHAPE " --device cpu --batch 1 --data %s/text.txt --run %s/whole --steps 60", work, work);
     int samples[2];
     for (int i = 0; i < 2; i++) {
-        char error[DATA_ERROR_BYTES];
-        int64_t bytes;
-        char* text = file_read(formatted("%s/%s/log.txt", work, i ? "whole" : "run"), &bytes, error);
+        const char* text = contents(joined(work, i ? "whole" : "run"), "log.txt");
         samples[i] = 0;
         for (const char* at = text; at && (at = strstr(at, "\nsample ")); at++) samples[i]++;
     }
@@ -486,7 +479,6 @@ FOLDER_TEST(cli_resume_auto) {
 
 // The refusal of a full disk uses MiB or GiB, and advises only what makes the checkpoints smaller.
 TEST(cli_room) {
-    char error[DATA_ERROR_BYTES] = "";
     const char* work = work_folder();
     const int64_t huge = (int64_t)1 << 55;
     expect(!checkpoint_room(work, huge, 3, 2, true, error) && strstr(error, "for 3 checkpoints; free some") &&

@@ -43,9 +43,8 @@ DATA_TEST(data_files) {
     expect(access(joined(folder, "b/c"), F_OK) != 0, "still there");
     expect(folder_sync(folder, error), "%s", error);
     const char* const parents[][2] = {{"a/b/c", "a/b"}, {"/a/b", "/a"}, {"/a", "/"}, {"a", "."}};
-    char parent[64];
     for (const auto& row : parents)
-        expect(strcmp(folder_parent(row[0], parent, sizeof(parent)), row[1]) == 0, "%s of %s", parent, row[0]);
+        expect(strcmp(path_parent(row[0]), row[1]) == 0, "%s of %s", path_parent(row[0]), row[0]);
     expect_refused(folder_make(path, error), error, "there is a file of that name");
     expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
     expect_refused(folder_make("", error), error, "without a name");

@@ -12,11 +12,13 @@
 // A copy of a folder's files without state.json, so that it is a model and no checkpoint; returns its path.
 static const char* copy_model(const char* work, const char* name, const char* from, bool state = false) {
     const char* to = joined(work, name);
+    remove_tree(to);
     if (!folder_make(to, error)) abort();
     const char* own[] = {"config.json", "model.safetensors", state ? "state.json" : "none",
                          state ? "optimizer.safetensors" : "none"};
-    for (const char* file : own) file_copy(from, file, to, error);
-    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) file_copy(from, MODEL_FOLDER_FILES[i], to, error);
+    for (const char* file : own) file_copy(from, file, to, file, error);
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++)
+        file_copy(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error);
     return to;
 }
 
@@ -189,8 +191,8 @@ FOLDER_TEST(folders_links_are_not_followed) {
         make_link(joined(victim, strncmp(name, "step", 4) == 0 ? "" : "file"), joined(run, name));
     const char* data = "--batch 2 --val-every 0 --sample-every 0 " SHAPE;
     run_well(child, "%s --data %s/text.txt --run %s --steps 4 --save-every 1 --keep 1", data, work, run);
-    int64_t bytes, newest;
-    char* text = contents(victim, "file", &bytes);
+    int64_t newest;
+    const char* text = contents(victim, "file");
     expect(text && strcmp(text, "precious") == 0, "a file behind a link was changed or removed");
     expect(checkpoints(run, &newest) == 1 && newest == 4, "newest %lld", (long long)newest);
     for (const char* name : planted) {
@@ -204,7 +206,7 @@ FOLDER_TEST(folders_links_are_not_followed) {
         refused(name, name, "is a link", "--resume %s --steps 5", run);
         unlink(joined(run, name)), rename(joined(kept, name), joined(run, name));
     }
-    text = contents(victim, "file", &bytes);
+    text = contents(victim, "file");
     expect(text && strcmp(text, "precious") == 0, "a file behind a linked log was changed");
 }
 
@@ -386,8 +388,7 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     const char* begun = QUICK " --seq 32 --steps 1 --data %s --run %s/new --model %s";
     train_well(begun, data, work, from);
     remove_tree(joined(work, "new"));
-    int64_t bytes;
-    char* whole = file_read(joined(data, "vocab.json"), &bytes, error);
+    const char* whole = contents(data, "vocab.json");
     write_text(data, "vocab.json", replaced(whole, "\"th\"", "\"he\""));
     write_text(data, "merges.txt", "#version: 0.2\nh e\nt he\n");
     run_well(fit, "--fit 24G --preset adamw8 --model %s", from);  // without data, for the model's own vocabulary

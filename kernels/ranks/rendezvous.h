@@ -79,7 +79,7 @@ bool rendezvous_reach(Launch* launch, Peer* first, int64_t limit, char* error);
 void rendezvous_prove(const unsigned char key[HMAC_BYTES], const char* role, int port, const Hello* hello,
                       const Challenge* challenge, const Welcome* welcome, unsigned char proof[HMAC_BYTES]);
 
-// All of the bytes, or false: the other side has ended, or (with a time limit on the socket) said nothing.
+// Send or receive all of the bytes. False: the other side has ended or, with a time limit on the socket, said nothing.
 bool send_all(int socket, const void* bytes, size_t count);
 bool receive_all(int socket, void* bytes, size_t count);
 // 0 seconds: no limit. Small messages then leave at once.
