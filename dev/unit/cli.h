@@ -3,7 +3,6 @@
 // time limit, so that a hang is a failure. Children see no GPU unless a test asks for it.
 #pragma once
 #include <fcntl.h>
-#include <ftw.h>
 #include <libgen.h>
 #include <limits.h>
 #include <poll.h>
@@ -136,11 +135,14 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
 #define expect_code(child, want) \
     expect((child).code == (want), "exit code %d, want %d; stderr: %s", (child).code, want, ERR(child))
 
-// Runs ./train to the end.
-#define run_train(child, ...)   \
-    Child child = new_child();  \
-    start(&child, __VA_ARGS__); \
+// Runs ./train in a folder, NULL: here, to the end.
+#define run_in(child, folder, ...)          \
+    Child child = new_child(false, folder); \
+    start(&child, __VA_ARGS__);             \
     finish(&child)
+
+// The same, here.
+#define run_train(child, ...) run_in(child, nullptr, __VA_ARGS__)
 
 // The same, expecting success.
 #define run_well(child, ...)       \
@@ -176,16 +178,7 @@ void for_presets(Test* test, Body body) {
     note(test, "%d presets", presets);
 }
 
-// A folder for one test, holding text.txt: sentences of a few words.
-
-inline int remove_one(const char* path, const struct stat*, int, struct FTW*) {
-    return remove(path);
-}
-
-inline void remove_tree(const char* folder) {
-    nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
+// Writes sentences of a few words.
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
     write_text(folder, name, printed([&](FILE* file) {
@@ -206,14 +199,8 @@ inline const char* work_folder() {
 // llm.c's shard of `tokens` tokens that repeat with a period of 7, the last one being `last`.
 inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,
                         int last) {
-    int32_t header[256] = {magic, version, claimed};
-    char* bytes = (char*)malloc(1024 + 2 * (size_t)tokens);
-    memcpy(bytes, header, 1024);
-    for (int i = 0; i < tokens; i++) {
-        uint16_t token = (uint16_t)(i == tokens - 1 ? last : 40 * (i % 7) + 3);
-        memcpy(bytes + 1024 + 2 * i, &token, 2);
-    }
-    write_bytes(folder, name, bytes, 1024 + 2 * (size_t)tokens);
+    const auto token = [=](int64_t i) { return i == tokens - 1 ? last : (int)(40 * (i % 7) + 3); };
+    put_shard(joined(folder, name), 0, tokens, token, claimed, magic, version);
 }
 
 // The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
@@ -337,8 +324,7 @@ inline void expect_equal_runs(Test* test, const char* a, const char* b, int step
 
 // Waits until the run's log has a training line of this step or later. False when the child ended before.
 inline bool wait_for_step(Child* child, const char* run, int step) {
-    char want[32];
-    snprintf(want, sizeof(want), "\"step\": %d,", step);
+    const char* want = formatted("\"step\": %d,", step);
     while (seconds_now() - child->started < CHILD_SECONDS) {
         char* log = contents(run, "log.jsonl");
         bool there = log && strstr(log, want);

@@ -7,19 +7,10 @@
 
 // Appends the UTF-8 of a character.
 static char* put_character(char* to, uint32_t point) {
-    if (point < 0x80) {
-        *to++ = (char)point;
-    } else if (point < 0x800) {
-        *to++ = (char)(0xC0 | point >> 6);
-    } else if (point < 0x10000) {
-        *to++ = (char)(0xE0 | point >> 12);
-        *to++ = (char)(0x80 | (point >> 6 & 63));
-    } else {
-        *to++ = (char)(0xF0 | point >> 18);
-        *to++ = (char)(0x80 | (point >> 12 & 63));
-        *to++ = (char)(0x80 | (point >> 6 & 63));
-    }
-    if (point >= 0x80) *to++ = (char)(0x80 | (point & 63));
+    static const int lead[] = {0, 0xC0, 0xE0, 0xF0};
+    const int more = point < 0x80 ? 0 : point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
+    *to++ = (char)(lead[more] | point >> 6 * more);
+    for (int i = more - 1; i >= 0; i--) *to++ = (char)(0x80 | (point >> 6 * i & 63));
     return to;
 }
 
@@ -57,11 +48,8 @@ static int64_t word_text(uint32_t first, uint32_t count, char* text) {
         for (uint32_t point = first; point < first + count; point++) {
             if (point >= 0xD800 && point < 0xE000) continue;
             for (const char* c = context; *c; c++) {
-                if (*c == '@') {
-                    to = put_character(to, point);
-                } else {
-                    *to++ = *c;
-                }
+                if (*c == '@') to = put_character(to, point);
+                if (*c != '@') *to++ = *c;
             }
             *to++ = '\n';
         }

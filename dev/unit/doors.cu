@@ -437,9 +437,7 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
         const char *format = replaced(its, "WORK", work), *typed = replaced(options, "WORK", work);
         name_format(folder, format);
         if (owner) expect(chown(state, 65534, 65534) == 0, "%s", strerror(errno));
-        Child child = new_child(false, work);
-        start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
-        finish(&child);
+        run_in(child, work, "--resume %s --steps 2 --device cpu %s", run, typed);
         const char* needle = owner ? "the checkpoint belongs to another user" : says;
         expect(child.code == 2 && strstr(ERR(child), needle), "%s %s: %d, %s", format, typed, child.code, ERR(child));
         const bool notes = needle == cpu && !*options;

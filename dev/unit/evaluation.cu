@@ -285,8 +285,7 @@ FOLDER_TEST(evaluation_command) {
                " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s --steps 20 --eval "
                "%s/four.eval,%s/words.eval --eval-every 12 --eval-out %s/0.jsonl",
                work, run, work, work, work);
-    int64_t bytes = 0;
-    char* log = contents(run, "log.jsonl", &bytes);
+    const char* log = contents(run, "log.jsonl");
     int lines = 0;
     for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")) != nullptr; at++) lines++;
     expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
@@ -304,8 +303,7 @@ FOLDER_TEST(evaluation_command) {
             refused(to[1], to[1], "name a file that", "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
-    int64_t kept = 0;
-    expect(strcmp(contents(work, "victim", &kept), "kept") == 0, "a link was followed");
+    expect(strcmp(contents(work, "victim"), "kept") == 0, "a link was followed");
     run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
              work);
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
@@ -321,7 +319,8 @@ FOLDER_TEST(evaluation_command) {
             shard, work, work, shard, run, work, work, shard);
     }
     unsetenv("NIBBLE_STAND_IN");
-    expect(contents(work, "0.jsonl", &bytes) && bytes > 100, "no scores");
+    const char* scores = contents(work, "0.jsonl");
+    expect(scores && strlen(scores) > 100, "no scores");
     expect_equal_files(test, work, work, "0.jsonl", "1.jsonl");  // in a run, and alone
     expect_equal_files(test, work, work, "0.jsonl", "2.jsonl");  // on one rank, and on two
     expect_equal_files(test, work, work, "none.jsonl", "weights.jsonl");
@@ -347,10 +346,9 @@ FOLDER_TEST(evaluation_bad_input) {
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
         remove_tree(joined(work, "new"));
     }
-    run_train(name, "--eval nothing --model %s/run --device cpu", work);
-    expect_error(test, &name, "a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing");
-    run_train(none, "--eval four --device cpu%s", "");
-    expect_error(test, &none, "no model", "--model", "");
+    refused("a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing",
+            "--eval nothing --model %s/run --device cpu", work);
+    refused("no model", "--model", "", "--eval four --device cpu%s", "");
 }
 
 }  // namespace

@@ -92,9 +92,9 @@ FOLDER_TEST(guard_diverging_run) {
 
 // Waits until ./train has its signal handlers: before that a signal ends any process.
 static void wait_for_handlers(const Child* child) {
-    char path[64], line[256];
+    char line[256];
     unsigned long long caught = 0;
-    snprintf(path, sizeof(path), "/proc/%d/status", (int)child->pid);
+    const char* path = formatted("/proc/%d/status", (int)child->pid);
     for (int i = 0; i < 5000 && !(caught >> (SIGTERM - 1) & 1); i++) {
         FILE* file = fopen(path, "r");
         while (file && fgets(line, sizeof(line), file)) sscanf(line, "SigCgt: %llx", &caught);

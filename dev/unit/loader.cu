@@ -8,23 +8,8 @@
 #include "../../data/tokenizer.h"
 #include "files.h"
 
-// A shard whose header says `claimed` tokens and that holds `tokens`: token i is value(first + i).
-typedef int (*TokenValue)(int64_t i);
-
 static int token_of(int64_t i) {
     return (int)((i * 7919 + i / 257) % 50257);
-}
-
-static void put_shard(const char* path, int64_t first, int64_t tokens, TokenValue value, int64_t claimed = -1,
-                      int magic = 20240520, int version = 1) {
-    char* file = (char*)calloc(1, (size_t)(1024 + 2 * tokens));
-    int32_t header[3] = {magic, version, (int32_t)(claimed < 0 ? tokens : claimed)};
-    memcpy(file, header, sizeof(header));
-    for (int64_t i = 0; i < tokens; i++) {
-        uint16_t token = (uint16_t)value(first + i);
-        memcpy(file + 1024 + 2 * i, &token, 2);
-    }
-    put(path, file, 1024 + 2 * tokens);
 }
 
 TEST(data_shuffle) {

@@ -11,14 +11,9 @@
     "--layers 3 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 2 --print-every 1000000 " \
     "--data %s/text.txt --run %s"
 
-static int gpu_count() {
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
-}
-
 // The GPUs that a case uses: 8, or 4 or 2 where there are not as many.
 static int ranks_on_gpus() {
-    return gpu_count() < 4 ? 2 : gpu_count() < 8 ? 4 : 8;
+    return test_gpus() < 4 ? 2 : test_gpus() < 8 ? 4 : 8;
 }
 
 // A case on `ranks` GPUs.
@@ -26,7 +21,7 @@ static int ranks_on_gpus() {
     static void on_gpus_##NAME(Test* test, int ranks);                 \
     TEST(NAME) {                                                       \
         if (getenv("NIBBLE_SANITIZE")) skip("processes of their own"); \
-        if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());     \
+        if (test_gpus() < 2) skip("%d GPU, needs 2", test_gpus());     \
         const int ranks = ranks_on_gpus();                             \
         note(test, "%d GPUs", ranks);                                  \
         on_gpus_##NAME(test, ranks);                                   \
@@ -290,7 +285,7 @@ TEST_ALONE(multi_memory_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer takes memory");
     check_memory(test, 1, "none");
     for (const char* mode : modes) {
-        if (gpu_count() >= 2) check_memory(test, ranks_on_gpus(), mode);
+        if (test_gpus() >= 2) check_memory(test, ranks_on_gpus(), mode);
     }
 }
 
@@ -340,7 +335,7 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
     bool divided = strstr(rule, "sgd") == nullptr;
     for (int i = 0; i < 4; i++) {
         const auto& [ranks, rate] = runs[i];
-        if (gpu && ranks > gpu_count()) break;
+        if (gpu && ranks > test_gpus()) break;
         const char* run = formatted("%s/%d", work, i);
         train_ranks(gpu, ranks,
                     SEVERAL " --batch 2 --tokens-per-step %d --steps %d --clip 0 --schedule constant --lr %g %s", work,
@@ -605,7 +600,7 @@ TEST(multi_refused_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
     refused_ranks("more GPUs than there are", "was typed and this machine shows",
-                  formatted("type --gpus %d", gpu_count()), true, gpu_count() + 1, "--steps 1 --run %s/run", work);
+                  formatted("type --gpus %d", test_gpus()), true, test_gpus() + 1, "--steps 1 --run %s/run", work);
 }
 
 // Ranks that end.

@@ -14,6 +14,7 @@
 #include <unistd.h>
 #include <tuple>
 
+#include "../../data/text.h"
 #include "../../kernels/common.cuh"
 
 struct Test {
@@ -136,10 +137,7 @@ inline double expect_close(Test* test, const char* what, const float* got, const
 
 // Deterministic test data in [-1, 1): splitmix64 of (seed, i).
 inline float test_uniform(uint64_t seed, int64_t i) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (uint64_t)(i + 1) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z ^= z >> 31;
+    const uint64_t z = bits_mix(seed * 0x9E3779B97F4A7C15ull + (uint64_t)(i + 1) * 0xBF58476D1CE4E5B9ull);
     return (float)((double)(z >> 11) / 9007199254740992.0 * 2.0 - 1.0);
 }
 
