@@ -293,11 +293,11 @@ void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     json_write_text_member(log, "", "name", e->name);
     fprintf(log, ", \"examples\": %d", e->examples);
     json_write_number_member(log, ", ", "acc", r->acc);
-    const char* const names[] = {"acc_norm", "acc_bytes", "perplexity"};
-    const double values[] = {r->acc_norm, r->acc_bytes, r->perplexity};
-    for (int i = 0; i < 3; i++) {
-        if ((i == 2) != (e->kind == EVALUATION_LAST_WORD)) continue;
-        json_write_number_member(log, ", ", names[i], values[i]);
+    if (e->kind == EVALUATION_LAST_WORD) {
+        json_write_number_member(log, ", ", "perplexity", r->perplexity);
+    } else {
+        json_write_number_member(log, ", ", "acc_norm", r->acc_norm);
+        json_write_number_member(log, ", ", "acc_bytes", r->acc_bytes);
     }
 }
 

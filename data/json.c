@@ -1,12 +1,10 @@
 // JSON (RFC 8259): text -> tree -> text.
 //
 // One pass over the text, so the time is linear in its length: vocab.json of GPT-2 (1 MB, 50,257 members) and the
-// header of a large safetensors file (several MB) parse in milliseconds. Nodes and strings come from an arena of
-// growing chunks, which keeps a node's cost at a pointer bump and lets json_free release a tree of any shape without
-// recursion. The parser recurses once per nesting level; DEPTH_MOST bounds its stack. Numbers keep their text beside
-// the double, so that 64-bit integers (offsets, shapes, token counts) are exact. What is refused: anything after the
-// value, control characters and lone surrogates in strings, NUL in a key (keys are C strings), numbers such as 01,
-// .5, 1. or +1.
+// header of a large safetensors file (several MB) parse in milliseconds. The parser and json_free recurse once per
+// nesting level; DEPTH_MOST bounds their stack. Numbers keep their text beside the double, so that 64-bit integers
+// (offsets, shapes, token counts) are exact. What is refused: anything after the value, control characters and lone
+// surrogates in strings, NUL in a key (keys are C strings), numbers such as 01, .5, 1. or +1.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -15,42 +13,13 @@
 #include "json.h"
 #include "text.h"
 
-enum { DEPTH_MOST = 256, CHUNK_LEAST = 4096, CHUNK_MOST = 1 << 20 };
-
-typedef struct Chunk {
-    struct Chunk* next;
-    int64_t used, size;
-    _Alignas(16) char bytes[];
-} Chunk;
-
-// The memory that json_parse allocates; the tree's root comes first, so that json_free finds the arena behind it.
-typedef struct {
-    Json root;
-    Chunk* chunk;
-} Document;
+enum { DEPTH_MOST = 256 };
 
 typedef struct {
-    Document* document;
     const char *begin, *at, *end;
     const char* what;
     char* error;
 } Parser;
-
-static void* arena_alloc(Document* document, int64_t bytes) {
-    bytes = (bytes + 15) & ~(int64_t)15;
-    Chunk* chunk = document->chunk;
-    if (!chunk || chunk->size - chunk->used < bytes) {
-        int64_t size = chunk ? chunk->size * 2 : CHUNK_LEAST;
-        if (size > CHUNK_MOST) size = CHUNK_MOST;
-        if (size < bytes) size = bytes;
-        chunk = memory_take(sizeof(Chunk) + (size_t)size);
-        *chunk = (Chunk){document->chunk, 0, size};
-        document->chunk = chunk;
-    }
-    void* result = chunk->bytes + chunk->used;
-    chunk->used += bytes;
-    return result;
-}
 
 // Says where: the line and column of parser->at, both from 1.
 static bool parse_error(Parser* parser, const char* problem) {
@@ -126,26 +95,26 @@ static char* parse_escape(Parser* parser, char* to) {
     return utf8_write(to, (uint32_t)point);
 }
 
-// parser->at stands at the opening quote. Escapes never grow, so the source's length bounds the result's.
+// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes never grow, so the
+// source's length bounds the result's.
 static char* parse_string(Parser* parser, int64_t* bytes) {
     const char* first = parser->at + 1;
     const char* last = first;
     while (last < parser->end && *last != '"') last += *last == '\\' && last + 1 < parser->end ? 2 : 1;
     if (last >= parser->end) return parse_error(parser, "a string without its closing quote"), NULL;
-    char* text = arena_alloc(parser->document, last - first + 1);
-    char* to = text;
+    char *text = memory_take((size_t)(last - first) + 1), *to = text;
     parser->at = first;
-    while (*parser->at != '"') {
-        if ((unsigned char)*parser->at < 0x20) return parse_error(parser, "a control character in a string"), NULL;
-        if (*parser->at == '\\') {
-            parser->at++;
+    while (to && !take(parser, '"')) {
+        if ((unsigned char)*parser->at < 0x20) {
+            parse_error(parser, "a control character in a string");
+            to = NULL;
+        } else if (take(parser, '\\')) {
             to = parse_escape(parser, to);
-            if (!to) return NULL;
         } else {
             *to++ = *parser->at++;
         }
     }
-    parser->at++;
+    if (!to) return free(text), NULL;
     *to = 0;
     *bytes = to - text;
     return text;
@@ -171,9 +140,7 @@ static bool parse_number(Parser* parser, Json* json) {
     int64_t length = parser->at - first;
     json->kind = JSON_NUMBER;
     json->text_bytes = length;
-    json->text = arena_alloc(parser->document, length + 1);
-    memcpy(json->text, first, (size_t)length);
-    json->text[length] = 0;
+    json->text = text_part(first, (size_t)length);
     // strtod costs most of the parse of a vocabulary; small integers are exact in a double either way.
     json->number = integer && length <= 15 ? (double)atoll(json->text) : strtod(json->text, NULL);
     return true;
@@ -190,9 +157,7 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     skip_space(parser);
     if (take(parser, close)) return true;
     for (;;) {
-        Json* child = arena_alloc(parser->document, sizeof(Json));
-        *child = (Json){.kind = JSON_NULL};
-        *link = child;
+        Json* child = *link = memory_zero(1, sizeof(Json));
         link = &child->next;
         skip_space(parser);
         if (object) {
@@ -248,15 +213,13 @@ static bool parse_value(Parser* parser, Json* json, int depth) {
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
-    Document* document = memory_zero(1, sizeof(Document));
-    Parser parser = {document, text, text, text + bytes, what, error};
-    bool fine = parse_value(&parser, &document->root, 0);
-    if (fine) {
-        skip_space(&parser);
-        if (parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
-    }
-    if (fine) return &document->root;
-    json_free(&document->root);
+    Json* json = memory_zero(1, sizeof(Json));
+    Parser parser = {text, text, text + bytes, what, error};
+    bool fine = parse_value(&parser, json, 0);
+    if (fine) skip_space(&parser);
+    if (fine && parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
+    if (fine) return json;
+    json_free(json);
     return NULL;
 }
 
@@ -270,13 +233,11 @@ Json* json_read(const char* path, char* error) {
 
 void json_free(Json* json) {
     if (!json) return;
-    Document* document = (Document*)json;
-    for (Chunk* chunk = document->chunk; chunk;) {
-        Chunk* next = chunk->next;
-        free(chunk);
-        chunk = next;
+    for (Json *child = json->child, *next; child; child = next) {
+        next = child->next;
+        json_free(child);
     }
-    free(document);
+    free(json->key), free(json->text), free(json);
 }
 
 const Json* json_get(const Json* object, const char* key) {

@@ -73,18 +73,15 @@ static void list_sort(FileList* list) {
 
 // Adds the folder's files called prefix*.bin.
 static bool list_folder(FileList* list, const char* path, const char* prefix, char* error) {
-    char name[8192];
     DIR* folder = opendir(path);
     if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-    bool fine = true;
-    for (struct dirent* entry; fine && (entry = readdir(folder));) {
+    for (struct dirent* entry; (entry = readdir(folder));) {
         if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !text_ends(entry->d_name, ".bin")) continue;
-        snprintf(name, sizeof(name), "%.4095s/%s", path, entry->d_name);
-        list_add(list, name);
+        list_add(list, path_in(path, entry->d_name));
     }
     closedir(folder);
     list_sort(list);
-    return fine;
+    return true;
 }
 
 static bool list_glob(FileList* list, const char* pattern, char* error) {
@@ -163,28 +160,20 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
         return data_error(error, "the folder %s holds validation shards (val_*.bin) and no train_*.bin to train on",
                           path);
     }
-    if (part == DATASET_WHOLE) {
-        for (int i = 0; i < validation->count; i++) {
-            list_add(list, validation->path[i]);
-        }
-    }
-    list_part(list, validation, part);
+    for (int i = 0; part == DATASET_WHOLE && i < validation->count; i++) list_add(list, validation->path[i]);
     return true;
 }
 
 // nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
-static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, DatasetPart part,
-                         char* error) {
+static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, char* error) {
     char train[4352], val[4352];
     snprintf(train, sizeof(train), folder ? "%.4095s/train.bin" : "%.4095s", path);
     snprintf(val, sizeof(val), "%.*sval.bin", (int)(path_name(train) - train), train);
-    bool named = strcmp(path_name(train), "train.bin") == 0;
     if (folder && !folder_has(path, "train.bin")) {
         return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
     }
     list_add(list, train);
-    if (named && access(val, F_OK) == 0) list_add(validation, val);
-    list_part(list, validation, part);
+    if (strcmp(path_name(train), "train.bin") == 0 && access(val, F_OK) == 0) list_add(validation, val);
     return true;
 }
 
@@ -197,12 +186,11 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
     if (stat(path, &status) == 0) {
         if (format == DATA_NANOGPT) {
-            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), part, error);
+            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), error);
         } else if (S_ISDIR(status.st_mode)) {
             fine = list_of_folder(list, &validation, path, part, error);
         } else {
             list_add(list, path);
-            list_part(list, &validation, part);
         }
     } else if (!strpbrk(path, "*?[")) {
         fine = data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
@@ -211,8 +199,8 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
         fine = list_glob(list, path, error);
         if (fine && list->count == 0) fine = data_error(error, "no file matches %s; name files that are there", path);
         fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
-        if (fine) list_part(list, &validation, part);
     }
+    if (fine) list_part(list, &validation, part);
     list_free(&validation);
     return fine;
 }
@@ -407,27 +395,23 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
 
 // Leaves out, and counts, the files without a window; a data set of nothing else is refused.
 static bool leave_out_short(Dataset* data, int T, char* error) {
-    int kept = 0;
-    if (data->files == 1) return check_length(data->file, T, error);
-    for (int i = 0; i < data->files; i++) kept += data->file[i].tokens > T;
-    if (kept == 0) {
-        return data_error(error,
-                          "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more "
-                          "text or a shorter sequence length",
-                          data->files, data->path, T, T + 1);
-    }
-    kept = 0;
-    for (int i = 0; i < data->files; i++) {
+    const int files = data->files;
+    if (files == 1) return check_length(data->file, T, error);
+    data->files = 0;
+    for (int i = 0; i < files; i++) {
         if (data->file[i].tokens > T) {
-            data->file[kept++] = data->file[i];
+            data->file[data->files++] = data->file[i];
             continue;
         }
         data->left_out++;
         data->left_out_tokens += data->file[i].tokens;
         file_close(&data->file[i]);
     }
-    data->files = kept;
-    return true;
+    return data->files > 0 ||
+           data_error(error,
+                      "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more text "
+                      "or a shorter sequence length",
+                      files, data->path, T, T + 1);
 }
 
 static bool open_files(Dataset* data, const FileList* list, DataFormat format, DatasetPart part, double fraction, int T,

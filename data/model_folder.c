@@ -84,8 +84,7 @@ static bool no_weights(const char* path, char* error) {
 
 static bool open_file(ModelFolder* folder, const char* name, char* error) {
     const char* path = path_in(folder->path, name);
-    Safetensors* larger = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
-    folder->file = larger;
+    folder->file = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
     char reason[DATA_ERROR_BYTES];
     if (!safetensors_open(&folder->file[folder->count], path, reason)) {
         return data_error(error, "%s; fetch the model again, or name another folder", reason);
