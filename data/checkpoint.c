@@ -510,13 +510,6 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     return false;
 }
 
-// False with a sentence if a checkpoint lies in no run folder, as a copied one does.
-static bool lies_in_run(const char* checkpoint, char* error) {
-    const bool log = file_exists(path_in(path_parent(checkpoint), "log.jsonl"));
-    if (log && step_of(path_name(checkpoint), "") >= 0) return true;
-    return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
-}
-
 static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
                             char* error) {
     char path[PATH_BYTES], aside[PATH_BYTES + 16];
@@ -550,7 +543,11 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
                          char* error) {
     if (!**name) {
-        if (named_itself && !lies_in_run(checkpoint, error)) return false;
+        const bool log = file_exists(path_in(path_parent(checkpoint), "log.jsonl"));
+        if (named_itself && (!log || step_of(path_name(checkpoint), "") < 0)) {  // it was copied, say
+            return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR",
+                              checkpoint);
+        }
         *name = text_copy(path_parent(checkpoint));
         if (!dry_run && !run_folder_hold(run, *name, error)) return false;
     }

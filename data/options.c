@@ -288,26 +288,20 @@ static const char* values_listed(const char* values, char* text, size_t bytes) {
     return text;
 }
 
-static bool need_met(const OptionTable* table, const void* fields, const bool* given, const char* settings,
-                     const OptionNeed* need, const char* name, char* error) {
-    const Option *option = option_find(table, name), *other = option_find(table, need->other);
-    char mine[OPTION_TEXT_BYTES], its[OPTION_TEXT_BYTES], list[128];
-    if (!option_given(table, given, name) || is_standard(option, fields)) return true;
-    if (choice_known(option_text(other, fields, its, sizeof(its)), need->values)) return true;
-    if (setting_known(settings, need->other, need->values)) return true;
-    return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
-                      option_text(option, fields, mine, sizeof(mine)), need->other,
-                      values_listed(need->values, list, sizeof(list)), name);
-}
-
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings,
                     char* error) {
     for (const OptionNeed* need = table->need; need->names; need++) {
         for (const char *at = need->names, *end; *at; at = end + strspn(end, " ")) {
-            char name[64];
+            char name[64], mine[OPTION_TEXT_BYTES], its[OPTION_TEXT_BYTES], list[128];
             end = at + strcspn(at, " ");
             snprintf(name, sizeof(name), "%.*s", (int)(end - at), at);
-            if (!need_met(table, fields, given, settings, need, name, error)) return false;
+            const Option *option = option_find(table, name), *other = option_find(table, need->other);
+            if (!option_given(table, given, name) || is_standard(option, fields)) continue;
+            if (choice_known(option_text(other, fields, its, sizeof(its)), need->values)) continue;
+            if (setting_known(settings, need->other, need->values)) continue;
+            return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
+                              option_text(option, fields, mine, sizeof(mine)), need->other,
+                              values_listed(need->values, list, sizeof(list)), name);
         }
     }
     return true;

@@ -322,16 +322,6 @@ static bool tokenizer_take(RunFolder* run, const Json* state) {
     return run->config != NULL;
 }
 
-// Refuses data whose tokens are not those that the weights of a checkpoint or a model folder have learned.
-static bool tokenizers_fit(RunFolder* run) {
-    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
-    if (tokenizers_agree(weights, run->sources[2])) return true;
-    return data_error(run->error,
-                      "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
-                      "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
-                      run_text(run, "data"), weights, shell_word(weights));
-}
-
 // Opens the tokenizer, and says why there are no samples where it does not fit.
 static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
@@ -352,8 +342,14 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
 }
 
 bool run_folder_possible(RunFolder* run, bool bytes) {
-    return tokenizers_fit(run) &&
-           (run_whole(run, "eval-every") == 0 ||
+    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
+    if (!tokenizers_agree(weights, run->sources[2])) {
+        return data_error(run->error,
+                          "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
+                          "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
+                          run_text(run, "data"), weights, shell_word(weights));
+    }
+    return (run_whole(run, "eval-every") == 0 ||
             evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
            prompts_check(run_text(run, "prompt-file"), run->error);
 }

@@ -8,7 +8,7 @@
 const OptionTable* option_table();   // of train_gpt2.cu, by test_gpt2.cu
 const char* bad_options(int index);  // of cli.cu
 
-// A command as one would type it after ./train, in the folder `work`; returns what it says on stderr.
+// Types a command after ./train in the folder `work`. Returns what it says on stderr.
 static const char* type_command(const char* work, const char* command, int* code) {
     return shell(formatted("cd '%s' && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 timeout 60 '%s/train' %s 2>&1 "
                            ">/dev/null </dev/null",
@@ -16,7 +16,7 @@ static const char* type_command(const char* work, const char* command, int* code
                  code);
 }
 
-// The length of the advice at `text`: up to where the sentence goes on about something else.
+// Returns the length of the advice at `text`, up to where the sentence goes on about something else.
 static size_t advice_length(const char* text) {
     static const char* const ends[] = {";",     ",",    ": ",   " or ",   " (",     " where ",
                                        " for ", " to ", " in ", " with ", " alone", "\n"};
@@ -115,7 +115,8 @@ static int follow_all(Test* test, const char* work, const char* typed) {
     return ROUNDS;
 }
 
-// Folders that refusals are about: a run, a run that was killed before its first checkpoint, and models of odd shapes.
+// Makes folders that refusals are about: a run, a run that was killed before its first checkpoint, and models of odd
+// shapes.
 static const char* advice_folder(Test* test) {
     const char* work = work_folder();
     train_well(BRIEF "/used --steps 2", work, work);
@@ -128,7 +129,7 @@ static const char* advice_folder(Test* test) {
     return work;
 }
 
-// With "--data text.txt --dry-run" before each; they come beside those of bad_options.
+// "--data text.txt --dry-run" stands before each of these, which come beside those of bad_options.
 static const char* const REFUSED[] = {
     "--model heads",
     "--model channels",
@@ -245,7 +246,7 @@ TEST(cli_advice) {
     note(test, "%d commands, %d refusals left behind", count, past);
 }
 
-// One to four options of any value, some of them impossible.
+// Types one to four options of any value, some of them impossible.
 static void random_command(uint64_t seed, char* command, size_t bytes) {
     static const char* const begins[] = {"", "--model used", "--resume used", "--model nano",
                                          "--run new --resume auto"};

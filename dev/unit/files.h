@@ -9,7 +9,7 @@
 #include "../../data/files.h"
 #include "test.h"
 
-// These texts are never freed.
+// Nobody frees these texts.
 inline const char* joined(const char* folder, const char* name) {
     return formatted("%s/%s", folder, name);
 }
@@ -25,7 +25,7 @@ char* printed(Body body) {
     return text;
 }
 
-// A copy of a text with each `from` in it replaced.
+// Returns a copy of a text with each `from` in it replaced.
 inline const char* replaced(const char* text, const char* from, const char* to) {
     return printed([&](FILE* file) {
         for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from))
@@ -34,7 +34,7 @@ inline const char* replaced(const char* text, const char* from, const char* to) 
     });
 }
 
-// A new folder under TMPDIR, which goes with the case.
+// Makes a new folder under TMPDIR. It is removed when the case has ended.
 inline const char* new_folder() {
     const char* base = getenv("TMPDIR");
     char* path = strdup(joined(base && *base ? base : "/tmp", "nibble_test_XXXXXX"));
@@ -42,7 +42,7 @@ inline const char* new_folder() {
     return path;
 }
 
-// A case with a folder, which a call makes.
+// Defines a case with a folder, which a call makes.
 #define TEST_IN(NAME, FOLDER, MAKE)                        \
     static void in_##NAME(Test* test, const char* FOLDER); \
     TEST(NAME) {                                           \
