@@ -4,6 +4,7 @@
 #include "clock.h"
 #include "finite.h"
 #include "options.h"
+#include "text.h"
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -243,7 +244,7 @@ static bool folder_finish(const RunFolder* run, const char* folder, const Checkp
         gpt2_config_write(path_in(folder, "config.json"), &checkpoint->shape, dtype, run->config, &run->special, error);
     for (int i = 0; MODEL_FOLDER_FILES[i] && ok; i++) {
         files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
-        ok = file_copy(run->path, MODEL_FOLDER_FILES[i], folder, error);
+        ok = file_copy(run->path, MODEL_FOLDER_FILES[i], folder, MODEL_FOLDER_FILES[i], error);
     }
     return ok && state_write(run, folder, checkpoint, files, count, error);
 }
@@ -289,8 +290,10 @@ void checkpoint_weights(void* context, int tensor, float* values) {
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
-bool checkpoint_commit(const char* folder, char* error) {
-    char temporary[PATH_BYTES], parent[PATH_BYTES], old[PATH_BYTES];
+// Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
+// that a whole one stands there at any moment.
+static bool checkpoint_commit(const char* folder, char* error) {
+    char temporary[PATH_BYTES], old[PATH_BYTES];
     snprintf(temporary, sizeof(temporary), "%s.tmp", folder);
     struct stat status;
     bool there = lstat(folder, &status) == 0;
@@ -305,7 +308,7 @@ bool checkpoint_commit(const char* folder, char* error) {
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
-    bool synced = folder_sync(folder_parent(folder, parent, sizeof(parent)), error);
+    bool synced = folder_sync(path_parent(folder), error);
     return synced && (!swapped || folder_remove(temporary, error));
 }
 
@@ -316,7 +319,7 @@ static int64_t sealed_bytes(const char* text) {
     return seal ? seal - text : -1;
 }
 
-// One of the files that state.json lists.
+// True if one of the files that state.json lists is whole.
 static bool file_whole(const char* folder, const Json* file, char* error) {
     uint32_t crc;
     int64_t bytes, want = json_int(file, "bytes", -1);
@@ -333,7 +336,7 @@ static bool file_whole(const char* folder, const Json* file, char* error) {
            data_error(error, "%s/%s does not match its checksum", folder, file->key);
 }
 
-// All files that state.json lists, or, unless it is NULL, all but `left_out`.
+// True if all files that state.json lists are whole; `left_out`, unless it is NULL, is not looked at.
 static bool files_whole(const char* folder, const Json* files, const char* left_out, char* error) {
     if (!files || files->kind != JSON_OBJECT) return data_error(error, "%s/state.json lists no files", folder);
     for (const Json* file = files->child; file; file = file->next) {
@@ -360,7 +363,9 @@ Json* checkpoint_state(const char* folder, char* error) {
     return NULL;
 }
 
-bool checkpoint_model_whole(const char* folder, char* error) {
+// True if all files of a checkpoint are as they were written. optimizer.safetensors, which a model does not need, is
+// not read.
+static bool checkpoint_model_whole(const char* folder, char* error) {
     Json* state = checkpoint_state(folder, error);
     bool ok = state && files_whole(folder, json_get(state, "files"), "optimizer.safetensors", error);
     json_free(state);
@@ -368,13 +373,11 @@ bool checkpoint_model_whole(const char* folder, char* error) {
 }
 
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
-    static const char* const not_copied[] = {"config.json", "model.safetensors", "optimizer.safetensors"};
+    static const char* const not_copied[] = {"config.json", "model.safetensors", "optimizer.safetensors", NULL};
     const Json* files = json_get(state, "files");
     for (const Json* file = files ? files->child : NULL; file; file = file->next) {
-        bool left = false;
-        for (int i = 0; i < 3; i++) left = left || strcmp(file->key, not_copied[i]) == 0;
         const char* path = path_in(run_folder, file->key);
-        if (left || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
+        if (text_among(file->key, not_copied) || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
         char reason[DATA_ERROR_BYTES];
         if (file_whole(run_folder, file, reason)) continue;
         return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", reason,
@@ -390,8 +393,7 @@ Json* checkpoint_verify(const char* folder, char* error) {
     return NULL;
 }
 
-// As checkpoint_newest; with `model_alone`, optimizer.safetensors may be damaged or absent.
-static Json* newest(const char* run_folder, bool model_alone, char* folder, size_t bytes) {
+Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes) {
     int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     Json* state = NULL;
@@ -405,10 +407,6 @@ static Json* newest(const char* run_folder, bool model_alone, char* folder, size
     }
     free(steps);
     return state;
-}
-
-Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes) {
-    return newest(run_folder, false, folder, bytes);
 }
 
 const char* checkpoint_model(const char** name, bool needed, char* error) {
@@ -437,7 +435,7 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
         return NULL;
     }
     const bool weights = model_folder_has_weights(folder);
-    Json* state = weights ? NULL : newest(folder, true, path, sizeof(path));
+    Json* state = weights ? NULL : checkpoint_newest(folder, true, path, sizeof(path));
     if (state) folder = text_copy(path);
     if (!weights && !state && file_exists(path_in(folder, "log.jsonl"))) {
         data_error(error, "--model %s is a run without a whole checkpoint; let it save one, or name another folder",
@@ -469,8 +467,7 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     if (*named_itself) {
         snprintf(folder, bytes, "%s", named);
         while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
-        const char* slash = strrchr(folder, '/');
-        char* real = step_of(slash ? slash + 1 : folder, "") < 0 ? realpath(named, NULL) : NULL;  // such as "."
+        char* real = step_of(path_name(folder), "") < 0 ? realpath(named, NULL) : NULL;  // such as "."
         if (real) snprintf(folder, bytes, "%s", real);
         free(real);
         *state = checkpoint_verify(folder, reason);
@@ -483,7 +480,7 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         int64_t* steps;
         const int count = checkpoint_list(named, &steps);
         free(steps);
-        *state = checkpoint_newest(named, folder, bytes);
+        *state = checkpoint_newest(named, false, folder, bytes);
         if (!*state && count > 0) {
             return data_error(error,
                               "--resume %s: %s holds no whole checkpoint (step_*): all %d are damaged; begin anew "
@@ -513,26 +510,17 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     return false;
 }
 
-// The run folder that a checkpoint lies in; false with a sentence where that is none, as of a copied checkpoint.
-static bool run_of(const char* checkpoint, char* run_folder, size_t bytes, char* error) {
-    const char* slash = strrchr(checkpoint, '/');
-    const char* log = path_in(folder_parent(checkpoint, run_folder, bytes), "log.jsonl");
-    if (step_of(slash ? slash + 1 : checkpoint, "") >= 0 && file_exists(log)) return true;
-    return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR", checkpoint);
-}
-
 static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
                             char* error) {
     char path[PATH_BYTES], aside[PATH_BYTES + 16];
-    char *parent = realpath(folder_parent(checkpoint, path, sizeof(path)), NULL), *chosen = realpath(run_folder, NULL);
+    char *parent = realpath(path_parent(checkpoint), NULL), *chosen = realpath(run_folder, NULL);
     bool same = parent && chosen && strcmp(parent, chosen) == 0;
     free(parent), free(chosen);
     if (!same && file_exists(path_in(run_folder, "log.jsonl"))) {
         return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run_folder,
                           checkpoint);
     }
-    const char* slash = strrchr(checkpoint, '/');
-    int64_t *steps = NULL, step = step_of(slash ? slash + 1 : checkpoint, "");
+    int64_t *steps = NULL, step = step_of(path_name(checkpoint), "");
     int count = same ? checkpoint_list(run_folder, &steps) : 0;
     bool ok = true;
     for (int i = 0; i < count && steps[i] > step && ok; i++) {
@@ -554,16 +542,20 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
 
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
                          char* error) {
-    char parent[PATH_BYTES];
     if (!**name) {
-        if (named_itself && !run_of(checkpoint, parent, sizeof(parent), error)) return false;
-        *name = text_copy(folder_parent(checkpoint, parent, sizeof(parent)));
+        const bool log = file_exists(path_in(path_parent(checkpoint), "log.jsonl"));
+        if (named_itself && (!log || step_of(path_name(checkpoint), "") < 0)) {  // it was copied, say
+            return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR",
+                              checkpoint);
+        }
+        *name = text_copy(path_parent(checkpoint));
         if (!dry_run && !run_folder_hold(run, *name, error)) return false;
     }
     return put_newer_aside(*name, checkpoint, named_itself, !dry_run, error);
 }
 
-bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
+// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
+static bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
     char path[PATH_BYTES];
     bool ok = true;
     int64_t* steps;

@@ -11,19 +11,20 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// The path from the root, "" where it is ""; glob patterns stay what they are. The caller owns it.
+// Returns the path from the root, "" where it is "". Glob patterns stay what they are. The caller owns it.
 char* path_absolute(const char* path);
-// The same for each path of a list with commas.
+// Does the same for each path of a list with commas.
 char* paths_absolute(const char* list);
 
-// The steps of all checkpoints in a run folder, newest first; returns how many. Caller frees *steps.
+// Lists the steps of all checkpoints in a run folder, newest first. Returns how many there are. The caller frees
+// *steps.
 int checkpoint_list(const char* run_folder, int64_t** steps);
-// The name of a step's folder: RUN/step_%08lld.
+// Writes the name of a step's folder: RUN/step_%08lld.
 void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes);
 
 enum { CHECKPOINT_VERSION = 1 };  // of state.json
 
-// Goes on from state.json's tree. `state` has the data's counts and sums as they are now, which stay. Returns how many
+// Sets `state` from state.json's tree, except the data's counts and sums, which stay as they are now. Returns how many
 // sentences about other data are in `changes`; with other validation data the best loss begins anew.
 int run_state_resume(RunState* state, const Json* json, const char* changes[2]);
 
@@ -38,7 +39,7 @@ typedef struct {
 // follow.
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
 
-// A checkpoint to be written. The bytes of its arrays are asked for in the order of the files.
+// This is a checkpoint to be written. The bytes of its arrays are asked for in the order of the files.
 typedef struct {
     Gpt2Shape shape;
     const ModelTensor* tensors;  // (count) of the model, each of the type that it has in the file
@@ -61,7 +62,7 @@ typedef struct {
 // only give their arrays and note the name.
 bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint);
 
-// The arrays of a checkpoint that is read. The first failure stays in `error`, which is "" while all is well.
+// This reads the arrays of a checkpoint. The first failure stays in `error`, which is "" while all is well.
 typedef struct {
     ModelFolder model;
     Safetensors optimizer;
@@ -69,54 +70,49 @@ typedef struct {
     RunFolder* run;              // where checkpoint_notice prints; set by the caller
     char error[DATA_ERROR_BYTES];
 } CheckpointReader;
-// `tensors` (count) are those of a model of `layers` layers, which must be all that the folder holds.
+// Opens a checkpoint. `tensors` (count) are those of a model of `layers` layers, which must be all that the folder
+// holds.
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
                      char* error);
 void checkpoint_close(CheckpointReader* reader);
-// Callbacks for who loads an optimizer; `context` is the reader. The array of this name, type and size, or NULL;
-// `bytes` bytes of it from `at` on, all of which must be finite; the weights of a tensor of the model, fp32; and a line
-// to print.
+// Who loads an optimizer calls these; `context` is the reader. The first returns the array of this name, type and size,
+// or NULL; the second reads `bytes` bytes of it from `at` on, all of which must be finite; the third reads the weights
+// of a tensor of the model, as fp32; the last prints a line.
 const void* checkpoint_array(void* context, const char* name, const char* dtype, int64_t bytes);
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 void checkpoint_weights(void* context, int tensor, float* values);
 void checkpoint_notice(void* context, const char* line);
-// Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
-// that a whole one stands there at any moment.
-bool checkpoint_commit(const char* folder, char* error);
-// state.json's tree (caller frees) of a checkpoint that another rank has verified, or NULL and a sentence.
+// Returns state.json's tree, which the caller frees, of a checkpoint that another rank has verified; NULL with a
+// sentence if it cannot be read.
 Json* checkpoint_state(const char* folder, char* error);
-// True if all files of a checkpoint are as they were written. optimizer.safetensors, which a model does not need, is
-// not read.
-bool checkpoint_model_whole(const char* folder, char* error);
-// True if those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
+// Returns whether those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
-// Is it whole? Every file against its sum. Returns state.json's tree (caller frees), or NULL and a sentence.
+// Compares every file of a checkpoint with its sum. Returns state.json's tree, which the caller frees, if it is whole;
+// otherwise NULL and a sentence.
 Json* checkpoint_verify(const char* folder, char* error);
-// The newest whole checkpoint of a run folder into `folder`; damaged ones are named on stderr and passed over.
-Json* checkpoint_newest(const char* run_folder, char* folder, size_t bytes);
-// The folder that --model names, from the root, which *model becomes, or "" where it names a built-in shape or is
-// "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that shape,
-// and a folder of the same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint must be
-// whole. `needed`: for --sample, which goes with a folder only.
+// Finds the newest whole checkpoint of a run folder, whose path goes into `folder`; damaged ones are named on stderr
+// and passed over. With `model_alone`, optimizer.safetensors may be damaged or absent.
+Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes);
+// Returns the folder that --model names, from the root, which *model becomes too; "" where it names a built-in shape or
+// is "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that
+// shape, and a folder of the same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint
+// must be whole. `needed`: for --sample, which goes with a folder only.
 const char* checkpoint_model(const char** model, bool needed, char* error);
-// The checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which sets
-// *named_itself, a checkpoint's. Its name into `folder` and its state.json's tree into *state, NULL: begin anew.
+// Finds the checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which
+// sets *named_itself, a checkpoint's. Its name goes into `folder`, and its state.json's tree into *state, which is NULL
+// where the run begins anew.
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error);
-// May a run go on from `checkpoint` in the folder `*name` ("": the one that it lies in, whose name it becomes, and
-// which is then held)? That is the checkpoint's own folder, in which it is the newest, or one without a run. Newer ones
-// in its own folder are damaged and were passed over: they are renamed to NAME.damaged, but not in a dry run. With
-// `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
+// Returns whether a run may go on from `checkpoint` in the folder `*name` ("": the one that it lies in, whose name it
+// becomes, and which is then held). That is the checkpoint's own folder, in which it is the newest, or one without a
+// run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged, but not in a
+// dry run. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
                          char* error);
-// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
-bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
-
-// Before a run: has the disk of its folder ("": one in runs/) room for the checkpoints, of `bytes` each, that will be
-// there at a time? `keep` of them stay, and one more is being written.
+// Returns, before a run, whether the disk of its folder ("": one in runs/) has room for the checkpoints, of `bytes`
+// each, that will be there at a time. `keep` of them stay, and one more is being written.
 bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);
-
-// The same for a run with these options, which may go on from the checkpoint `state` (NULL: it begins anew).
+// Does the same for a run with these options, which may go on from the checkpoint `state` (NULL: it begins anew).
 bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state);
 
 C_LINKAGE_END

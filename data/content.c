@@ -158,7 +158,7 @@ static const char* known_content(const unsigned char* head, int64_t bytes, int64
     return NULL;
 }
 
-// The first HEAD bytes and BLOCKS blocks of what follows them.
+// Samples the first HEAD bytes and BLOCKS blocks of what follows them.
 static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int64_t size, const char* path,
                         char* error) {
     unsigned char block[BLOCK];

@@ -1,7 +1,6 @@
-// The contents of a file that was named as training data: plain text, or something that is not to be trained on as
-// bytes by mistake. Only the contents count, not the name.
+// This tells what a file holds that was named as training data: plain text, or something that is not to be trained on
+// as bytes by mistake. Only the contents count, not the name.
 #pragma once
-#include <stdbool.h>
 #include <stdint.h>
 #include "linkage.h"
 C_LINKAGE_BEGIN
@@ -15,8 +14,8 @@ typedef enum {
 // Finds what an open file of `size` bytes holds, judged by at most 128 KiB of it. For all but a text the sentence "PATH
 // is ...; type ..." is written into `error`.
 Content content_of(int descriptor, int64_t size, const char* path, char* error);
-// The integer that belongs to `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running the pickle; -1
-// when it is not found.
+// Returns the integer that belongs to `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running the
+// pickle; -1 when it is not found.
 int64_t pickle_int(const char* pickle, int64_t bytes, const char* key);
 
 C_LINKAGE_END

@@ -7,6 +7,7 @@
 #include "clock.h"
 #include "files.h"
 #include "json.h"
+#include "text.h"
 
 enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
 
@@ -30,7 +31,7 @@ static uint32_t fingerprint(const Tokenizer* tokenizer) {
     return crc;
 }
 
-// Examples and rows add up, and every number is in its range.
+// True if examples and rows add up and every number is in its range.
 static bool parts_fit(Evaluation* e, uint64_t tokens) {
     uint64_t rows = 0, used = 0;
     uint32_t longest = 0;
@@ -54,7 +55,7 @@ static bool parts_fit(Evaluation* e, uint64_t tokens) {
     return used == tokens && longest == (uint32_t)e->longest;
 }
 
-// Is it a task that prepare.py downloads?
+// True if prepare.py downloads this task.
 static bool is_public(const char* name) {
     return strcmp(name, "hellaswag") == 0 || strcmp(name, "lambada") == 0;
 }
@@ -114,11 +115,9 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
                           "--eval names nothing where a task belongs; type names or paths with one comma between two, "
                           "such as --eval hellaswag,lambada, or --eval-every 0");
     }
-    const size_t length = strlen(name);
-    const bool is_path = strchr(name, '/') || (length > 5 && strcmp(name + length - 5, ".eval") == 0);
+    const bool is_path = strchr(name, '/') || text_ends(name, ".eval");
     char* path = is_path ? text_copy(name) : text_format("data/eval/%s.eval", name);
-    const char *slash = strrchr(path, '/'), *base = slash ? slash + 1 : path;
-    snprintf(e->name, sizeof(e->name), "%s", base);
+    snprintf(e->name, sizeof(e->name), "%s", path_name(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
     int64_t bytes = 0;
@@ -189,11 +188,6 @@ EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
         }
     }
     return plan;
-}
-
-void evaluation_plan_free(EvaluationPlan* plan) {
-    free(plan->order), free(plan->batch);
-    memset(plan, 0, sizeof(*plan));
 }
 
 int evaluation_fill(const Evaluation* e, const EvaluationPlan* plan, int batch, int* tokens, int* places,
@@ -299,11 +293,11 @@ void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     json_write_text_member(log, "", "name", e->name);
     fprintf(log, ", \"examples\": %d", e->examples);
     json_write_number_member(log, ", ", "acc", r->acc);
-    const char* const names[] = {"acc_norm", "acc_bytes", "perplexity"};
-    const double values[] = {r->acc_norm, r->acc_bytes, r->perplexity};
-    for (int i = 0; i < 3; i++) {
-        if ((i == 2) != (e->kind == EVALUATION_LAST_WORD)) continue;
-        json_write_number_member(log, ", ", names[i], values[i]);
+    if (e->kind == EVALUATION_LAST_WORD) {
+        json_write_number_member(log, ", ", "perplexity", r->perplexity);
+    } else {
+        json_write_number_member(log, ", ", "acc_norm", r->acc_norm);
+        json_write_number_member(log, ", ", "acc_bytes", r->acc_bytes);
     }
 }
 
@@ -313,7 +307,10 @@ static void write_numbers(FILE* file, const char* name, const EvaluationRow* row
     fputc(']', file);
 }
 
-bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, char* error) {
+// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
+// "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the
+// choices.
+static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, char* error) {
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; i++) {
         const int count = (int)e->example[i].rows;
@@ -338,7 +335,7 @@ bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* sc
     return fflush(file) == 0 || data_error(error, "the scores cannot be written: the disk may be full");
 }
 
-// The scores of all rows on all processes; false where they are to stop.
+// Computes the scores of all rows on all processes; false where they are to stop.
 static bool evaluation_score(const Evaluator* by, const Evaluation* e, EvaluationScore* scores) {
     EvaluationPlan plan = evaluation_plan(e, by->T, by->tokens);
     const size_t room = (size_t)(by->tokens > by->T ? by->tokens : by->T);
@@ -364,11 +361,11 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
         }
     }
     free(theirs), free(losses), free(tokens);
-    evaluation_plan_free(&plan);
+    free(plan.order), free(plan.batch);
     return !stopped;
 }
 
-// One task.
+// Scores one task.
 static bool evaluation_one(const Evaluator* by, const char* name, const Tokenizer* tokenizer, FILE* out, bool* stopped,
                            char* error) {
     Evaluation e;

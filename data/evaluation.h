@@ -35,12 +35,12 @@ typedef struct {
 // not compared.
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Can all these tasks be opened, names with commas between them?
+// Returns whether all these tasks can be opened; their names have commas between them.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
-// Before a run on bytes or other tokens: the same, and can --eval-out ("": none) be written?
+// Does the same before a run, on bytes or other tokens. It also checks that --eval-out ("": none) can be written.
 bool evaluation_possible(const char* names, bool bytes, const char* out, char* error);
 
-// Rows [first, first + count) of `order` in a batch of B sequences of T tokens; count is at most B.
+// A batch of B sequences of T tokens holds the rows [first, first + count) of `order`; count is at most B.
 typedef struct {
     int B, T, first, count;
 } EvaluationBatch;
@@ -50,27 +50,27 @@ typedef struct {
     EvaluationBatch* batch;
     int batches;
 } EvaluationPlan;
-// For a model with a context of T tokens; a batch has at most `tokens` of them, at least one row.
+// Plans the batches for a model with a context of T tokens. A batch has at most `tokens` of them, and at least one row.
+// The caller frees `order` and `batch`.
 EvaluationPlan evaluation_plan(const Evaluation* evaluation, int T, int64_t tokens);
-void evaluation_plan_free(EvaluationPlan* plan);
-// A batch as a model reads it: tokens (B, T), and the `count` places that are scored, as indices into these, with the
-// token that follows each of them. `places` and `targets` have room for B * T. Returns the count.
+// Fills in a batch as a model reads it: tokens (B, T), and the places that are scored, as indices into these, with the
+// token that follows each of them. `places` and `targets` have room for B * T. Returns how many places there are.
 int evaluation_fill(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, int* tokens, int* places,
                     int* targets);
 
-// The score of a row.
+// This is the score of a row.
 typedef struct {
     double sum;     // of ln p
     int32_t right;  // each token of the continuation was the likeliest
     int32_t pad;
 } EvaluationScore;
-// The scores of a batch's rows into scores[row], from the loss (-ln p) at each place that evaluation_fill gave, and
-// whether the target was the likeliest there.
+// Puts the scores of a batch's rows into scores[row]. They follow from the loss (-ln p) at each place that
+// evaluation_fill gave, and from whether the target was the likeliest there.
 void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, const float* losses,
                      const int* likeliest, EvaluationScore* scores);
 
-// Shares of right answers, 0 to 1, and their standard errors; see data/README.md for the definitions. Of last words
-// there are acc and perplexity, of choices the three shares. All are NaN if a score is not finite.
+// A result has shares of right answers, 0 to 1, and their standard errors; data/README.md defines them. Of last words
+// it has acc and perplexity, of choices the three shares. All are NaN if a score is not finite.
 typedef struct {
     double acc, acc_norm, acc_bytes, perplexity;
     double acc_error, acc_norm_error;
@@ -85,7 +85,7 @@ typedef struct {
     int T;           // the model's context
     int64_t tokens;  // of a batch, at most
     int vocabulary;  // the model's
-    // The loss (-ln p) at each of `count` places, as evaluation_fill gives them, and whether the target is the
+    // Computes the loss (-ln p) at each of `count` places, as evaluation_fill gives them, and whether the target is the
     // likeliest.
     void (*score)(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
                   float* losses, int* likeliest);
@@ -95,20 +95,18 @@ typedef struct {
     EvaluationDone done;  // the figures of a task, on rank 0
     void* context;
 } Evaluator;
-// `names` are tasks or files, with commas between them. The scores of all examples go to the file `out` unless it is
+// Scores tasks or files, whose names have commas between them. The scores of all examples go to the file `out` unless
+// it is
 // "".
 bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokenizer* tokenizer, const char* out,
                     char* error);
 
-// A line for the terminal, and the members of a line of log.jsonl after "type": "eval", ...
+// Writes a line for the terminal.
 void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds, char* line,
                          size_t bytes);
-// An EvaluationDone that prints that line.
+// Prints that line; it is an EvaluationDone.
 void evaluation_print(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
+// Writes the members of a line of log.jsonl that follow "type": "eval".
 void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationResult* result);
-// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
-// "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the
-// choices.
-bool evaluation_write(FILE* file, const Evaluation* evaluation, const EvaluationScore* scores, char* error);
 
 C_LINKAGE_END

@@ -66,12 +66,28 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #endif
 
-const char* path_in(const char* folder, const char* name) {
+// Keeps a path for the thread until 64 more have been kept.
+static const char* path_keep(char* path) {
     static _Thread_local char* paths[64];
     static _Thread_local unsigned next;
-    char** path = &paths[next++ % 64];
-    free(*path);
-    return *path = text_format("%s/%s", folder, name);
+    char** place = &paths[next++ % 64];
+    free(*place);
+    return *place = path;
+}
+
+const char* path_in(const char* folder, const char* name) {
+    return path_keep(text_format("%s/%s", folder, name));
+}
+
+const char* path_parent(const char* path) {
+    const char* slash = strrchr(path, '/');
+    if (!slash) return ".";
+    return path_keep(text_part(path, slash > path ? (size_t)(slash - path) : 1));
+}
+
+const char* path_name(const char* path) {
+    const char* slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
 }
 
 bool folder_exists(const char* path) {
@@ -157,14 +173,9 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
 }
 
 bool disk_holds(const char* path, int64_t bytes, char* error) {
-    char folder[PATH_BYTES];
     struct statvfs disk;
-    snprintf(folder, sizeof(folder), "%s", path);
-    while (statvfs(folder, &disk) != 0) {
-        char* slash = strrchr(folder, '/');
-        if (errno != ENOENT || strcmp(folder, ".") == 0 || slash == folder) return true;
-        if (slash) *slash = 0;
-        if (!slash) strcpy(folder, ".");
+    for (const char* folder = path; statvfs(folder, &disk) != 0; folder = path_parent(folder)) {
+        if (errno != ENOENT || strcmp(folder, ".") == 0 || strrchr(folder, '/') == folder) return true;
     }
     const double room = (double)disk.f_bavail * (double)disk.f_frsize;
     const bool small = bytes < 1 << 30;
@@ -184,7 +195,7 @@ int file_create(const char* path, char* error) {
     return descriptor;
 }
 
-// All of it, however many calls it takes (one call writes at most 2 GB).
+// Writes all of it in as many calls as it takes; one call writes at most 2 GB.
 bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t count, char* error) {
     const char* from = bytes;
     while (count > 0) {
@@ -208,7 +219,7 @@ bool file_sync(int descriptor, const char* path, char* error) {
 }
 
 bool file_write(const char* path, const void* bytes, int64_t count, char* error) {
-    char *name = text_format("%s.tmp", path), folder[PATH_BYTES];
+    char* name = text_format("%s.tmp", path);
     int descriptor = file_create(name, error);
     bool fine = descriptor >= 0;
     if (descriptor >= 0) {
@@ -221,15 +232,15 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
         if (!fine) unlink(name);
     }
     free(name);
-    return fine && folder_sync(folder_parent(path, folder, sizeof(folder)), error);
+    return fine && folder_sync(path_parent(path), error);
 }
 
-bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error) {
-    const char* from = path_in(from_folder, name);
-    if (access(from, F_OK) != 0) return true;
+bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error) {
+    const char *source = path_in(from, name), *target = path_in(to, copy);
+    if (access(source, F_OK) != 0 || access(target, F_OK) == 0) return true;
     int64_t bytes;
-    char* text = file_read(from, &bytes, error);
-    bool fine = text && file_write(path_in(to_folder, name), text, bytes, error);
+    char* text = file_read(source, &bytes, error);
+    bool fine = text && file_write(target, text, bytes, error);
     free(text);
     return fine;
 }
@@ -326,12 +337,6 @@ bool folder_make(const char* path, char* error) {
 bool folder_new(const char* path, char* error) {
     if (!folder_remove(path, error)) return false;
     return mkdir(path, 0777) == 0 || data_error(error, "cannot create the folder %s: %s", path, strerror(errno));
-}
-
-const char* folder_parent(const char* path, char* parent, size_t bytes) {
-    const char* slash = strrchr(path, '/');
-    snprintf(parent, bytes, "%.*s", slash && slash > path ? (int)(slash - path) : 1, slash ? path : ".");
-    return parent;
 }
 
 bool folder_sync(const char* path, char* error) {

@@ -12,8 +12,12 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls.
+// Returns FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls of this function or the next.
 const char* path_in(const char* folder, const char* name);
+// Returns the folder that holds `path`, "." when none is named.
+const char* path_parent(const char* path);
+// Returns the name of `path` in that folder.
+const char* path_name(const char* path);
 
 #define FILE_READ_MOST (64 << 20)  // the largest file that file_read takes: 64 MiB
 
@@ -23,24 +27,28 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count);
 
 bool folder_exists(const char* path);
 bool file_exists(const char* path);  // a regular file
-// True if a name that a file gives for its neighbour can only mean a file in the same folder: no slash, and not "..".
+// Returns whether a name that a file gives for its neighbour can only mean a file in the same folder: no slash, and not
+// "..".
 bool file_name_plain(const char* name);
 
 // Opens a regular file for reading and sets its size. Pipes, devices, sockets and folders are refused at once.
 int file_open(const char* path, int64_t* bytes, char* error);
 // Reads `count` bytes at offset `at`. A file that has become shorter since it was opened is an error.
 bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error);
-// A regular file of at most FILE_READ_MOST bytes, read whole. A NUL byte follows the contents. The caller frees it.
+// Reads a regular file of at most FILE_READ_MOST bytes as a whole. A NUL byte follows the contents. The caller frees
+// it.
 char* file_read(const char* path, int64_t* bytes, char* error);
-// The size and CRC-32C of FOLDER/NAME, read in pieces.
+// Finds the size and CRC-32C of FOLDER/NAME, which it reads in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
 
-// A file that a user named, to write from its beginning; NULL with a sentence. Links, pipes and devices are refused.
+// Opens a file that a user named, to write it from its beginning; NULL with a sentence. Links, pipes and devices are
+// refused.
 FILE* output_open(const char* path, char* error);
-// True if output_open is going to open it, as far as can be seen beforehand.
+// Returns whether output_open is going to open it, as far as can be seen beforehand.
 bool output_possible(const char* path, char* error);
 
-// Has the disk room for a file of so many bytes at `path`, in a folder that may not exist yet? True where nobody knows.
+// Returns whether the disk has room for a file of so many bytes at `path`, in a folder that may not exist yet; true
+// where nobody knows.
 bool disk_holds(const char* path, int64_t bytes, char* error);
 // Creates a file of this name for writing, in place of the file or link that has the name now.
 int file_create(const char* path, char* error);
@@ -48,20 +56,18 @@ bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t
 bool file_sync(int descriptor, const char* path, char* error);
 // Writes to `path.tmp`, syncs, renames over `path`, syncs the folder.
 bool file_write(const char* path, const void* bytes, int64_t count, char* error);
-// Copies FROM/NAME to TO/NAME; true also when there is no such file.
-bool file_copy(const char* from_folder, const char* name, const char* to_folder, char* error);
+// Copies FROM/NAME to TO/COPY unless that is there; true also when there is no FROM/NAME.
+bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error);
 // Opens a log for appending and creates it where there is none. A half-written last line (a full disk, a crash) is cut
 // off, so that every line is whole. A link or a special file of that name is refused.
 FILE* log_open(const char* path, char* error);
 
-// mkdir -p; an existing folder is fine, an existing file of that name is an error.
+// Makes a folder and those above it. An existing folder is fine, an existing file of that name is an error.
 bool folder_make(const char* path, char* error);
 // Makes an empty folder in an existing one, in place of whatever has its name now.
 bool folder_new(const char* path, char* error);
-// The folder that holds `path`, "." when none is named; returns `parent`.
-const char* folder_parent(const char* path, char* parent, size_t bytes);
 bool folder_sync(const char* path, char* error);
-// rm -r of a folder that this program wrote (files and one level of folders). A file or a link of that name is removed
+// Removes a folder that this program wrote (files and one level of folders). A file or a link of that name is removed
 // itself. True when nothing has the name.
 bool folder_remove(const char* path, char* error);
 

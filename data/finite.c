@@ -18,26 +18,25 @@ static const FloatType FLOAT_TYPES[] = {
     {"F8_E8M0", 1, 0xff, 0xff},
 };
 
-static uint64_t value_at(const char* values, int64_t i, int bytes) {
+static inline uint64_t value_at(const char* values, int64_t i, int bytes) {
     uint64_t value = 0;
     memcpy(&value, values + i * bytes, (size_t)bytes);
     return value;
 }
 
-// True if any of `count` values is not finite. Four loops, so that the compiler makes vectors of each.
-static bool any_bad(const FloatType* type, const char* values, int64_t count) {
+static inline bool any_bad_of(int bytes, uint64_t mask, const char* values, int64_t count) {
     int bad = 0;
-    const uint64_t mask = type->mask;
-    if (type->bytes == 1) {
-        for (int64_t i = 0; i < count; i++) bad |= (value_at(values, i, 1) & mask) == mask;
-    } else if (type->bytes == 2) {
-        for (int64_t i = 0; i < count; i++) bad |= (value_at(values, i, 2) & mask) == mask;
-    } else if (type->bytes == 4) {
-        for (int64_t i = 0; i < count; i++) bad |= (value_at(values, i, 4) & mask) == mask;
-    } else {
-        for (int64_t i = 0; i < count; i++) bad |= (value_at(values, i, 8) & mask) == mask;
-    }
+    for (int64_t i = 0; i < count; i++) bad |= (value_at(values, i, bytes) & mask) == mask;
     return bad;
+}
+
+// True if any of `count` values is not finite. Each call has a constant size, so that the compiler makes vectors of its
+// loop.
+static bool any_bad(const FloatType* type, const char* values, int64_t count) {
+    if (type->bytes == 1) return any_bad_of(1, type->mask, values, count);
+    if (type->bytes == 2) return any_bad_of(2, type->mask, values, count);
+    if (type->bytes == 4) return any_bad_of(4, type->mask, values, count);
+    return any_bad_of(8, type->mask, values, count);
 }
 
 bool values_finite(const char* name, const char* dtype, const void* values, int64_t bytes, int64_t first, char* error) {

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "files.h"
+#include "text.h"
 
 static const Gpt2Name names[] = {
     {"gpt2", 12, 768, 12, 1024},
@@ -26,8 +27,8 @@ static const Gpt2Name names[] = {
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
-// Depth over width as GPT-3's models have it, below which a model has a layer for each 64 channels; where the widths
-// lie between two of them, so does the logarithm of the depth.
+// Returns the depth that GPT-3's models have at a width. Between two of their widths the logarithm of the depth is
+// interpolated; below the least one a model has a layer for each 64 channels.
 static double usual_layers(int channels) {
     static const double known[][2] = {{64, 1},    {768, 12},  {1024, 24}, {2048, 24},
                                       {2560, 32}, {4096, 32}, {5120, 40}, {12288, 96}};
@@ -267,14 +268,11 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
 
 // True if this member of config.json is written from the model that is saved, or is of no use beside it.
 static bool is_replaced(const char* key) {
-    static const char* const keys[] = {"architectures", "model_type",          "n_layer",  "n_embd",
-                                       "n_head",        "n_positions",         "n_ctx",    "vocab_size",
-                                       "dtype",         "torch_dtype",         "auto_map", "activation_function",
-                                       "_name_or_path", "transformers_version"};
-    for (size_t i = 0; i < sizeof(keys) / sizeof(keys[0]); i++) {
-        if (strcmp(key, keys[i]) == 0) return true;
-    }
-    return false;
+    static const char* const keys[] = {"architectures", "model_type",           "n_layer",  "n_embd",
+                                       "n_head",        "n_positions",          "n_ctx",    "vocab_size",
+                                       "dtype",         "torch_dtype",          "auto_map", "activation_function",
+                                       "_name_or_path", "transformers_version", NULL};
+    return text_among(key, keys);
 }
 
 // Can the value of a member such as eos_token_id be kept? It is a token of the vocabulary, several of them, or null.
@@ -287,12 +285,6 @@ static bool is_token_id(const Json* value, int64_t vocabulary) {
         ok = one->kind == JSON_NUMBER && is_token_id(one, vocabulary);
     }
     return ok;
-}
-
-static bool names_token_id(const char* key) {
-    const char* const end = "_token_id";
-    const size_t length = strlen(key), tail = strlen(end);
-    return length > tail && strcmp(key + length - tail, end) == 0;
 }
 
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
@@ -315,7 +307,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     for (const Json* member = loaded && loaded->kind == JSON_OBJECT ? loaded->child : NULL; member;
          member = member->next) {
         if (is_replaced(member->key)) continue;
-        if (names_token_id(member->key) && !is_token_id(member, shape->vocabulary)) continue;
+        if (text_ends(member->key, "_token_id") && !is_token_id(member, shape->vocabulary)) continue;
         fputs("  ", file);
         json_write_string(file, member->key);
         fputs(": ", file);

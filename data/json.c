@@ -1,12 +1,10 @@
 // JSON (RFC 8259): text -> tree -> text.
 //
 // One pass over the text, so the time is linear in its length: vocab.json of GPT-2 (1 MB, 50,257 members) and the
-// header of a large safetensors file (several MB) parse in milliseconds. Nodes and strings come from an arena of
-// growing chunks, which keeps a node's cost at a pointer bump and lets json_free release a tree of any shape without
-// recursion. The parser recurses once per nesting level; DEPTH_MOST bounds its stack. Numbers keep their text beside
-// the double, so that 64-bit integers (offsets, shapes, token counts) are exact. What is refused: anything after the
-// value, control characters and lone surrogates in strings, NUL in a key (keys are C strings), numbers such as 01,
-// .5, 1. or +1.
+// header of a large safetensors file (several MB) parse in milliseconds. The parser and json_free recurse once per
+// nesting level; DEPTH_MOST bounds their stack. Numbers keep their text beside the double, so that 64-bit integers
+// (offsets, shapes, token counts) are exact. What is refused: anything after the value, control characters and lone
+// surrogates in strings, NUL in a key (keys are C strings), numbers such as 01, .5, 1. or +1.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -15,42 +13,13 @@
 #include "json.h"
 #include "text.h"
 
-enum { DEPTH_MOST = 256, CHUNK_LEAST = 4096, CHUNK_MOST = 1 << 20 };
-
-typedef struct Chunk {
-    struct Chunk* next;
-    int64_t used, size;
-    _Alignas(16) char bytes[];
-} Chunk;
-
-// The memory that json_parse allocates; the tree's root comes first, so that json_free finds the arena behind it.
-typedef struct {
-    Json root;
-    Chunk* chunk;
-} Document;
+enum { DEPTH_MOST = 256 };
 
 typedef struct {
-    Document* document;
     const char *begin, *at, *end;
     const char* what;
     char* error;
 } Parser;
-
-static void* arena_alloc(Document* document, int64_t bytes) {
-    bytes = (bytes + 15) & ~(int64_t)15;
-    Chunk* chunk = document->chunk;
-    if (!chunk || chunk->size - chunk->used < bytes) {
-        int64_t size = chunk ? chunk->size * 2 : CHUNK_LEAST;
-        if (size > CHUNK_MOST) size = CHUNK_MOST;
-        if (size < bytes) size = bytes;
-        chunk = memory_take(sizeof(Chunk) + (size_t)size);
-        *chunk = (Chunk){document->chunk, 0, size};
-        document->chunk = chunk;
-    }
-    void* result = chunk->bytes + chunk->used;
-    chunk->used += bytes;
-    return result;
-}
 
 // Says where: the line and column of parser->at, both from 1.
 static bool parse_error(Parser* parser, const char* problem) {
@@ -68,29 +37,26 @@ static bool is_digit(const Parser* parser) {
     return parser->at < parser->end && *parser->at >= '0' && *parser->at <= '9';
 }
 
+// Steps over the next character if it is `c`.
+static bool take(Parser* parser, char c) {
+    const bool is_next = parser->at < parser->end && *parser->at == c;
+    parser->at += is_next;
+    return is_next;
+}
+
+static void skip_digits(Parser* parser) {
+    while (is_digit(parser)) parser->at++;
+}
+
 static void skip_space(Parser* parser) {
-    while (parser->at < parser->end &&
-           (*parser->at == ' ' || *parser->at == '\n' || *parser->at == '\t' || *parser->at == '\r')) {
-        parser->at++;
-    }
+    while (take(parser, ' ') || take(parser, '\n') || take(parser, '\t') || take(parser, '\r')) continue;
 }
 
 static char* utf8_write(char* to, uint32_t point) {
-    if (point < 0x80) {
-        *to++ = (char)point;
-    } else if (point < 0x800) {
-        *to++ = (char)(0xC0 | point >> 6);
-        *to++ = (char)(0x80 | (point & 0x3F));
-    } else if (point < 0x10000) {
-        *to++ = (char)(0xE0 | point >> 12);
-        *to++ = (char)(0x80 | (point >> 6 & 0x3F));
-        *to++ = (char)(0x80 | (point & 0x3F));
-    } else {
-        *to++ = (char)(0xF0 | point >> 18);
-        *to++ = (char)(0x80 | (point >> 12 & 0x3F));
-        *to++ = (char)(0x80 | (point >> 6 & 0x3F));
-        *to++ = (char)(0x80 | (point & 0x3F));
-    }
+    static const unsigned char lead[] = {0, 0xC0, 0xE0, 0xF0};
+    const int more = (point >= 0x80) + (point >= 0x800) + (point >= 0x10000);  // bytes after the first
+    *to++ = (char)(lead[more] | point >> 6 * more);
+    for (int i = more - 1; i >= 0; i--) *to++ = (char)(0x80 | (point >> 6 * i & 0x3F));
     return to;
 }
 
@@ -113,10 +79,7 @@ static char* parse_escape(Parser* parser, char* to) {
     if (parser->at == parser->end) return parse_error(parser, "an unfinished escape"), NULL;
     char c = *parser->at++;
     const char* name = c ? strchr(names, c) : NULL;
-    if (name) {
-        *to++ = values[name - names];
-        return to;
-    }
+    if (name) return *to = values[name - names], to + 1;
     if (c != 'u') return parse_error(parser, "an unknown escape"), NULL;
     int point = parse_hex(parser);
     if (point < 0) return parse_error(parser, "\\u without four hexadecimal digits"), NULL;
@@ -132,26 +95,26 @@ static char* parse_escape(Parser* parser, char* to) {
     return utf8_write(to, (uint32_t)point);
 }
 
-// parser->at stands at the opening quote. Escapes never grow, so the source's length bounds the result's.
+// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes never grow, so the
+// source's length bounds the result's.
 static char* parse_string(Parser* parser, int64_t* bytes) {
     const char* first = parser->at + 1;
     const char* last = first;
     while (last < parser->end && *last != '"') last += *last == '\\' && last + 1 < parser->end ? 2 : 1;
     if (last >= parser->end) return parse_error(parser, "a string without its closing quote"), NULL;
-    char* text = arena_alloc(parser->document, last - first + 1);
-    char* to = text;
+    char *text = memory_take((size_t)(last - first) + 1), *to = text;
     parser->at = first;
-    while (*parser->at != '"') {
-        if ((unsigned char)*parser->at < 0x20) return parse_error(parser, "a control character in a string"), NULL;
-        if (*parser->at == '\\') {
-            parser->at++;
+    while (to && !take(parser, '"')) {
+        if ((unsigned char)*parser->at < 0x20) {
+            parse_error(parser, "a control character in a string");
+            to = NULL;
+        } else if (take(parser, '\\')) {
             to = parse_escape(parser, to);
-            if (!to) return NULL;
         } else {
             *to++ = *parser->at++;
         }
     }
-    parser->at++;
+    if (!to) return free(text), NULL;
     *to = 0;
     *bytes = to - text;
     return text;
@@ -160,32 +123,24 @@ static char* parse_string(Parser* parser, int64_t* bytes) {
 static bool parse_number(Parser* parser, Json* json) {
     const char* first = parser->at;
     bool integer = true;
-    if (*parser->at == '-') parser->at++;
+    take(parser, '-');
     if (!is_digit(parser)) return parse_error(parser, "something that is no value");
-    if (*parser->at == '0') {
-        parser->at++;
-    } else {
-        while (is_digit(parser)) parser->at++;
-    }
-    if (parser->at < parser->end && *parser->at == '.') {
+    if (!take(parser, '0')) skip_digits(parser);
+    if (take(parser, '.')) {
         integer = false;
-        parser->at++;
         if (!is_digit(parser)) return parse_error(parser, "a number without digits after its point");
-        while (is_digit(parser)) parser->at++;
+        skip_digits(parser);
     }
-    if (parser->at < parser->end && (*parser->at == 'e' || *parser->at == 'E')) {
+    if (take(parser, 'e') || take(parser, 'E')) {
         integer = false;
-        parser->at++;
-        if (parser->at < parser->end && (*parser->at == '+' || *parser->at == '-')) parser->at++;
+        if (!take(parser, '+')) take(parser, '-');
         if (!is_digit(parser)) return parse_error(parser, "a number without digits in its exponent");
-        while (is_digit(parser)) parser->at++;
+        skip_digits(parser);
     }
     int64_t length = parser->at - first;
     json->kind = JSON_NUMBER;
     json->text_bytes = length;
-    json->text = arena_alloc(parser->document, length + 1);
-    memcpy(json->text, first, (size_t)length);
-    json->text[length] = 0;
+    json->text = text_part(first, (size_t)length);
     // strtod costs most of the parse of a vocabulary; small integers are exact in a double either way.
     json->number = integer && length <= 15 ? (double)atoll(json->text) : strtod(json->text, NULL);
     return true;
@@ -200,11 +155,9 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     Json** link = &json->child;
     if (depth >= DEPTH_MOST) return parse_error(parser, "nesting deeper than 256 levels");
     skip_space(parser);
-    if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
+    if (take(parser, close)) return true;
     for (;;) {
-        Json* child = arena_alloc(parser->document, sizeof(Json));
-        *child = (Json){JSON_NULL, NULL, NULL, 0, 0.0, NULL, NULL};
-        *link = child;
+        Json* child = *link = memory_zero(1, sizeof(Json));
         link = &child->next;
         skip_space(parser);
         if (object) {
@@ -214,16 +167,14 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
             if (!child->key) return false;
             if ((int64_t)strlen(child->key) != bytes) return parse_error(parser, "a key that holds \\u0000");
             skip_space(parser);
-            if (parser->at == parser->end || *parser->at != ':') return parse_error(parser, "no ':' after a key");
-            parser->at++;
+            if (!take(parser, ':')) return parse_error(parser, "no ':' after a key");
         }
         if (!parse_value(parser, child, depth + 1)) return false;
         skip_space(parser);
-        if (parser->at < parser->end && *parser->at == close) return parser->at++, true;
-        if (parser->at == parser->end || *parser->at != ',') {
+        if (take(parser, close)) return true;
+        if (!take(parser, ',')) {
             return parse_error(parser, object ? "neither ',' nor '}' after a member" : "neither ',' nor ']'");
         }
-        parser->at++;
     }
 }
 
@@ -262,15 +213,13 @@ static bool parse_value(Parser* parser, Json* json, int depth) {
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
-    Document* document = memory_zero(1, sizeof(Document));
-    Parser parser = {document, text, text, text + bytes, what, error};
-    bool fine = parse_value(&parser, &document->root, 0);
-    if (fine) {
-        skip_space(&parser);
-        if (parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
-    }
-    if (fine) return &document->root;
-    json_free(&document->root);
+    Json* json = memory_zero(1, sizeof(Json));
+    Parser parser = {text, text, text + bytes, what, error};
+    bool fine = parse_value(&parser, json, 0);
+    if (fine) skip_space(&parser);
+    if (fine && parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
+    if (fine) return json;
+    json_free(json);
     return NULL;
 }
 
@@ -284,13 +233,11 @@ Json* json_read(const char* path, char* error) {
 
 void json_free(Json* json) {
     if (!json) return;
-    Document* document = (Document*)json;
-    for (Chunk* chunk = document->chunk; chunk;) {
-        Chunk* next = chunk->next;
-        free(chunk);
-        chunk = next;
+    for (Json *child = json->child, *next; child; child = next) {
+        next = child->next;
+        json_free(child);
     }
-    free(document);
+    free(json->key), free(json->text), free(json);
 }
 
 const Json* json_get(const Json* object, const char* key) {
@@ -330,8 +277,8 @@ static void write_string(FILE* file, const char* text, int64_t left) {
         uint32_t point = 0;
         int length = utf8_next(text, left, &point);
         if (length == 0) {
-            fputs("\xEF\xBF\xBD", file);
             length = 1;
+            fputs("\xEF\xBF\xBD", file);
         } else if (point == '"' || point == '\\') {
             fprintf(file, "\\%c", (int)point);
         } else if (point == '\n') {
@@ -380,13 +327,11 @@ void json_write_number(FILE* file, double value) {
     char text[40];
     if (!isfinite(value)) {
         fputs("null", file);
-        return;
-    }
-    if (value == floor(value) && fabs(value) <= 9007199254740992.0) {
+    } else if (value == floor(value) && fabs(value) <= 9007199254740992.0) {
         fprintf(file, "%.0f", value);
-        return;
+    } else {
+        fputs(number_text(value, text, sizeof(text)), file);
     }
-    fputs(number_text(value, text, sizeof(text)), file);
 }
 
 void json_write_text_member(FILE* file, const char* before, const char* name, const char* text) {

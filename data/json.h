@@ -5,7 +5,7 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// A tree. Numbers keep their text so that 64-bit integers are exact.
+// This is a tree. Numbers keep their text so that 64-bit integers are exact.
 typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT } JsonKind;
 typedef struct Json Json;
 struct Json {
@@ -17,20 +17,22 @@ struct Json {
     Json* child;    // first element
     Json* next;     // next sibling
 };
-// Strict (RFC 8259), nested at most 256 deep, in time linear in the text. json_free takes what json_parse returned.
+// Parsing is strict (RFC 8259), takes at most 256 levels, and time linear in the text. json_free takes what json_parse
+// returned.
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error);  // `what` names the file in the error
 Json* json_read(const char* path, char* error);                                    // of a file
 void json_free(Json* json);
-// NULL when absent; the last one of a name that comes twice, as in Python.
+// Returns the member of this name, NULL when it is absent, the last one of a name that comes twice, as in Python.
 const Json* json_get(const Json* object, const char* key);
-// `otherwise` when absent, of another kind or, for json_int, not an integer of 64 bits.
+// These return a member's value, `otherwise` when it is absent, of another kind or, for json_int, not an integer of 64
+// bits.
 double json_number(const Json* object, const char* key, double otherwise);
 int64_t json_int(const Json* object, const char* key, int64_t otherwise);
 const char* json_string(const Json* object, const char* key, const char* otherwise);
 void json_write(FILE* file, const Json* json);         // the whole tree; numbers as their text
 void json_write_string(FILE* file, const char* text);  // quoted and escaped; bytes that are no UTF-8 become U+FFFD
 void json_write_number(FILE* file, double value);      // shortest decimal that reads back; non-finite as null
-// A member of an object, after `before` ("{" or ", ", say).
+// These write a member of an object, after `before` ("{" or ", ", say).
 void json_write_text_member(FILE* file, const char* before, const char* name, const char* text);
 void json_write_number_member(FILE* file, const char* before, const char* name, double value);
 

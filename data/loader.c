@@ -13,7 +13,6 @@
 #include <fcntl.h>
 #include <glob.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -22,6 +21,7 @@
 #include "json.h"
 #include "loader.h"
 #include "options.h"
+#include "signals.h"
 #include "text.h"
 
 enum {
@@ -66,35 +66,22 @@ static int by_text(const void* a, const void* b) {
     return strcmp(*(char* const*)a, *(char* const*)b);
 }
 
-// In the order of their bytes, whatever the locale: part of what defines a run.
+// Sorts by bytes, whatever the locale, since the order is part of what defines a run.
 static void list_sort(FileList* list) {
     if (list->count > 1) qsort(list->path, (size_t)list->count, sizeof(char*), by_text);
 }
 
-static bool ends_with(const char* text, const char* end) {
-    size_t length = strlen(text), tail = strlen(end);
-    return length >= tail && strcmp(text + length - tail, end) == 0;
-}
-
-static const char* base_name(const char* path) {
-    const char* slash = strrchr(path, '/');
-    return slash ? slash + 1 : path;
-}
-
 // Adds the folder's files called prefix*.bin.
 static bool list_folder(FileList* list, const char* path, const char* prefix, char* error) {
-    char name[8192];
     DIR* folder = opendir(path);
     if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-    bool fine = true;
-    for (struct dirent* entry; fine && (entry = readdir(folder));) {
-        if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !ends_with(entry->d_name, ".bin")) continue;
-        snprintf(name, sizeof(name), "%.4095s/%s", path, entry->d_name);
-        list_add(list, name);
+    for (struct dirent* entry; (entry = readdir(folder));) {
+        if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !text_ends(entry->d_name, ".bin")) continue;
+        list_add(list, path_in(path, entry->d_name));
     }
     closedir(folder);
     list_sort(list);
-    return fine;
+    return true;
 }
 
 static bool list_glob(FileList* list, const char* pattern, char* error) {
@@ -135,7 +122,7 @@ static bool list_validation(FileList* validation, const FileList* train, const c
     return true;
 }
 
-// From the training and the validation files to the list of the part.
+// Turns the list of the training files into that of the part.
 static void list_part(FileList* list, const FileList* validation, DatasetPart part) {
     if (part == DATASET_WHOLE) return;
     list->split = validation->count == 0;
@@ -173,28 +160,20 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
         return data_error(error, "the folder %s holds validation shards (val_*.bin) and no train_*.bin to train on",
                           path);
     }
-    if (part == DATASET_WHOLE) {
-        for (int i = 0; i < validation->count; i++) {
-            list_add(list, validation->path[i]);
-        }
-    }
-    list_part(list, validation, part);
+    for (int i = 0; part == DATASET_WHOLE && i < validation->count; i++) list_add(list, validation->path[i]);
     return true;
 }
 
 // nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
-static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, DatasetPart part,
-                         char* error) {
+static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, char* error) {
     char train[4352], val[4352];
     snprintf(train, sizeof(train), folder ? "%.4095s/train.bin" : "%.4095s", path);
-    snprintf(val, sizeof(val), "%.*sval.bin", (int)(base_name(train) - train), train);
-    bool named = strcmp(base_name(train), "train.bin") == 0;
+    snprintf(val, sizeof(val), "%.*sval.bin", (int)(path_name(train) - train), train);
     if (folder && !folder_has(path, "train.bin")) {
         return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
     }
     list_add(list, train);
-    if (named && access(val, F_OK) == 0) list_add(validation, val);
-    list_part(list, validation, part);
+    if (strcmp(path_name(train), "train.bin") == 0 && access(val, F_OK) == 0) list_add(validation, val);
     return true;
 }
 
@@ -207,12 +186,11 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
     if (stat(path, &status) == 0) {
         if (format == DATA_NANOGPT) {
-            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), part, error);
+            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), error);
         } else if (S_ISDIR(status.st_mode)) {
             fine = list_of_folder(list, &validation, path, part, error);
         } else {
             list_add(list, path);
-            list_part(list, &validation, part);
         }
     } else if (!strpbrk(path, "*?[")) {
         fine = data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
@@ -221,8 +199,8 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
         fine = list_glob(list, path, error);
         if (fine && list->count == 0) fine = data_error(error, "no file matches %s; name files that are there", path);
         fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
-        if (fine) list_part(list, &validation, part);
     }
+    if (fine) list_part(list, &validation, part);
     list_free(&validation);
     return fine;
 }
@@ -241,7 +219,7 @@ static const char* magic_name(int32_t magic) {
     return "not a shard of tokens";
 }
 
-// A file without a shard's header: its tokens are bytes, or nanoGPT's 16 bits, or it is refused.
+// Takes a file without a shard's header as bytes or as nanoGPT's 16 bits, or refuses it.
 static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
     const char *path = file->path, *name = magic_name(magic);
     if (format == DATA_NANOGPT && file->bytes % 2 != 0) {
@@ -258,14 +236,14 @@ static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic,
     }
     Content content = content_of(file->descriptor, file->bytes, path, error);
     if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;
-    if (!ends_with(path, ".bin")) return content == CONTENT_TEXT;
+    if (!text_ends(path, ".bin")) return content == CONTENT_TEXT;
     return data_error(error,
                       "%s is %s (its first number is %d, a shard's is %d); add --data-format nanogpt if it holds "
                       "nanoGPT's uint16 tokens, or --data-format bytes to train on its bytes",
                       path, name, magic, SHARD_MAGIC);
 }
 
-// The header of a shard against the file.
+// Checks the header of a shard against the file.
 static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
     int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
     if (format == DATA_NANOGPT) {
@@ -336,11 +314,11 @@ static bool check_length(const DatasetFile* file, int T, char* error) {
                       file->path, (long long)file->tokens, T, T + 1);
 }
 
-// Tokens and bytes of text of the files' parts as meta.json counts them, turned into a ratio; 0 when it does not say.
+// Returns the bytes of text per token in the files' parts, as meta.json counts both; 0 when it does not say.
 static double meta_ratio(const Dataset* data, const Json* meta) {
     double tokens = 0.0, bytes = 0.0;
     bool part[2] = {false, false};
-    for (int i = 0; i < data->files; i++) part[strncmp(base_name(data->file[i].path), "val", 3) == 0] = true;
+    for (int i = 0; i < data->files; i++) part[strncmp(path_name(data->file[i].path), "val", 3) == 0] = true;
     for (int i = 0; i < 2; i++) {
         const Json* counts = part[i] ? json_get(meta, i ? "val" : "train") : NULL;
         tokens += json_number(counts, "tokens", 0.0);
@@ -349,7 +327,7 @@ static double meta_ratio(const Dataset* data, const Json* meta) {
     return tokens > 0.0 ? bytes / tokens : 0.0;
 }
 
-// The vocabulary in nanoGPT's meta.pkl, which is there for texts of characters; without one the tokens are GPT-2's.
+// Reads the vocabulary from nanoGPT's meta.pkl, which texts of characters have; without one the tokens are GPT-2's.
 static bool read_pickle(Dataset* data, const char* folder, char* error) {
     const char* path = path_in(folder, "meta.pkl");
     int64_t bytes = 0;
@@ -367,14 +345,14 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
     return true;
 }
 
-// Facts about shards beyond their tokens: the meta.json and the tokenizer's files that lie beside the first.
+// Reads what lies beside the first shard and describes all: meta.json, and where the tokenizer's files are.
 static bool read_meta(Dataset* data, DataFormat format, char* error) {
-    char folder[4096], reason[DATA_ERROR_BYTES];
-    folder_parent(data->file[0].path, folder, sizeof(folder));
+    char reason[DATA_ERROR_BYTES];
+    const char* folder = path_parent(data->file[0].path);
     bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
                      (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe")) ||
                      folder_has(folder, "tokenizer.json");
-    if (tokenizer) memcpy(data->tokenizer, folder, sizeof(folder));
+    if (tokenizer) snprintf(data->tokenizer, sizeof(data->tokenizer), "%s", folder);
     data->vocabulary = GPT2_VOCABULARY;
     const char* path = path_in(folder, "meta.json");
     if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
@@ -417,27 +395,23 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
 
 // Leaves out, and counts, the files without a window; a data set of nothing else is refused.
 static bool leave_out_short(Dataset* data, int T, char* error) {
-    int kept = 0;
-    if (data->files == 1) return check_length(data->file, T, error);
-    for (int i = 0; i < data->files; i++) kept += data->file[i].tokens > T;
-    if (kept == 0) {
-        return data_error(error,
-                          "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more "
-                          "text or a shorter sequence length",
-                          data->files, data->path, T, T + 1);
-    }
-    kept = 0;
-    for (int i = 0; i < data->files; i++) {
+    const int files = data->files;
+    if (files == 1) return check_length(data->file, T, error);
+    data->files = 0;
+    for (int i = 0; i < files; i++) {
         if (data->file[i].tokens > T) {
-            data->file[kept++] = data->file[i];
+            data->file[data->files++] = data->file[i];
             continue;
         }
         data->left_out++;
         data->left_out_tokens += data->file[i].tokens;
         file_close(&data->file[i]);
     }
-    data->files = kept;
-    return true;
+    return data->files > 0 ||
+           data_error(error,
+                      "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more text "
+                      "or a shorter sequence length",
+                      files, data->path, T, T + 1);
 }
 
 static bool open_files(Dataset* data, const FileList* list, DataFormat format, DatasetPart part, double fraction, int T,
@@ -547,7 +521,7 @@ static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void
     return true;
 }
 
-// The checksum goes on with the tokens of one file: all of them, or 64 blocks.
+// Continues the checksum with the tokens of one file: all of them, or 64 blocks.
 static bool file_fingerprint(const DatasetFile* file, bool all, uint32_t* crc, char* error) {
     enum { BLOCK = 4096, BLOCKS = 64 };
     int64_t bytes = file->tokens * file->width, first = file->first * file->width;
@@ -783,13 +757,7 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
     pthread_cond_init(&loader->changed, NULL);
     bool fine = loader_memory(loader, pinned_alloc, error);
     if (fine) {
-        // Signals are the main thread's: a thread inherits the mask that it is created under.
-        sigset_t all, before;
-        sigfillset(&all);
-        sigdelset(&all, SIGBUS);  // which is the thread's own
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        int status = pthread_create(&loader->thread, NULL, loader_thread, loader);
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        const int status = signals_thread(&loader->thread, loader_thread, loader);
         loader->thread_runs = status == 0;
         fine =
             status == 0 || data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));

@@ -1,5 +1,5 @@
-// The data loader: windows of T+1 tokens out of memory-mapped files, in an order that is a function of (seed, epoch)
-// alone, read ahead on a thread of its own.
+// The data loader gives windows of T+1 tokens out of files, in an order that is a function of (seed, epoch) alone. It
+// reads ahead on a thread of its own.
 //
 // Sources: llm.c's .bin shards (256 int32 header: magic 20240520, version 1, token count; uint16 tokens), one or a
 // glob of them, a folder that data/prepare.py wrote, or any other file, read as bytes (vocabulary 256).
@@ -44,11 +44,11 @@ typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
 // those that hold no window of T+1 tokens are left out and counted; the tail is that of the last one with two windows.
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error);
-// The same over memory (the built-in corpus), as bytes.
+// Does the same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
-// The data that a run trains on and validates with: --data, --val, --data-format and --val-fraction. Where `data` is ""
-// it is the text in memory.
+// A run trains on and validates with this data: --data, --val, --data-format and --val-fraction. Where `data` is "" it
+// is the text in memory.
 typedef struct {
     const char *data, *val, *format;
     double val_fraction;
@@ -63,16 +63,17 @@ void dataset_close(Dataset* data);
 // Sets data->crc, a checksum of the tokens by which two data sets of one length differ, whatever their files are
 // called. It covers all bytes of a data set of up to 256 MiB; of a larger one 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);
-// True if some token of a file belongs to both data sets, as when --val names a file of --data.
+// Returns whether some token of a file belongs to both data sets, as when --val names a file of --data.
 bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
-// The windows that a validation reads of at most `tokens` tokens; at least one.
+// Returns how many windows a validation reads of at most `tokens` tokens; at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
-// The largest token is checked lazily, window by window: one at or above `vocabulary` makes this return false.
-// Copies window `window` (not permuted) into tokens[T] and targets[T].
+// Copies window `window` (not permuted) into tokens[T] and targets[T]. Tokens are checked here, window by window: one
+// at or above `vocabulary` makes this return false.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
 
-// A pseudo-random permutation of 0..n-1 with no table (Feistel rounds, cycle walking), keyed by (seed, epoch).
+// Returns where a pseudo-random permutation of 0..n-1 puts i. It is keyed by (seed, epoch) and has no table (Feistel
+// rounds, cycle walking).
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
 // A loader hands out batches of B windows. Batch b of the run holds sequences b*B .. b*B+B-1 when rank is 0 of 1.
@@ -93,8 +94,9 @@ typedef struct {
 // `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
-// The next batch, prepared ahead; it stays valid until the second loader_next after it (two batches may be in use:
-// one being copied to the device, one in preparation). NULL with a sentence on a bad token or a read error.
+// Returns the next batch, prepared ahead. It stays valid until the second loader_next after it (two batches may be in
+// use: one being copied to the device, one in preparation). It returns NULL with a sentence on a bad token or a read
+// error.
 const Batch* loader_next(Loader* loader, char* error);
 void loader_close(Loader* loader);
 

@@ -16,7 +16,7 @@ void* memory_aligned(size_t alignment, size_t bytes);
 char* text_copy(const char* text);
 char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
 __attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);
-// A stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
+// Opens a stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
 // fclose. Unlike open_memstream's, it never drops a part of what is written to it.
 FILE* text_stream(char** text, size_t* bytes);
 
@@ -24,7 +24,7 @@ FILE* text_stream(char** text, size_t* bytes);
 // looks whether a limit leaves room for what the libraries take. Call it before these begin: some end by a signal
 // without.
 void memory_begin(void);
-// The path of the last good checkpoint for the sentence; its text may change, and is "" while there is none.
+// Sets the path of the last good checkpoint for the sentence. Its text may change, and is "" while there is none.
 void memory_checkpoint(const char* path);
 // Ends the process for want of so many bytes.
 __attribute__((noreturn)) void memory_missing(size_t bytes);

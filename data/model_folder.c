@@ -7,6 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 #include "options.h"
+#include "text.h"
 
 enum { PATH_BYTES = 4500, FILES_MOST = 1000, TENSORS_MOST = 20000, PIECE = 1 << 20 };
 
@@ -83,8 +84,7 @@ static bool no_weights(const char* path, char* error) {
 
 static bool open_file(ModelFolder* folder, const char* name, char* error) {
     const char* path = path_in(folder->path, name);
-    Safetensors* larger = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
-    folder->file = larger;
+    folder->file = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
     char reason[DATA_ERROR_BYTES];
     if (!safetensors_open(&folder->file[folder->count], path, reason)) {
         return data_error(error, "%s; fetch the model again, or name another folder", reason);
@@ -159,7 +159,8 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
     return ok;
 }
 
-const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char* name, const Safetensors** file) {
+// The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
+static const SafetensorsTensor* find_tensor(const ModelFolder* folder, const char* name, const Safetensors** file) {
     char prefixed[256];
     snprintf(prefixed, sizeof(prefixed), "transformer.%s", name);
     for (int with = 1; with >= 0; with--) {
@@ -177,7 +178,7 @@ const SafetensorsTensor* model_folder_find(const ModelFolder* folder, const char
 static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, const SafetensorsTensor* head,
                          char* error) {
     const Safetensors* wte_file = NULL;
-    const SafetensorsTensor* wte = model_folder_find(folder, "wte.weight", &wte_file);
+    const SafetensorsTensor* wte = find_tensor(folder, "wte.weight", &wte_file);
     bool same = wte && head->dims == 2 && wte->dims == 2 && memcmp(head->shape, wte->shape, 2 * sizeof(int64_t)) == 0;
     float *a = memory_take(PIECE * sizeof(float)), *b = memory_take(PIECE * sizeof(float));
     bool ok = true;
@@ -215,7 +216,7 @@ bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, in
             const Safetensors* holder;
             bool known = is_mask(name, layers);
             for (int n = 0; n < count && !known; n++) {
-                known = strcmp(tensors[n].name, name) == 0 && model_folder_find(folder, name, &holder) == tensor;
+                known = strcmp(tensors[n].name, name) == 0 && find_tensor(folder, name, &holder) == tensor;
             }
             if (known) continue;
             return data_error(error,
@@ -229,7 +230,7 @@ bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, in
 
 static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found, const ModelTensor* tensor,
                          char* error) {
-    static const char* const types[] = {"F32", "BF16", "F16"};
+    static const char* const types[] = {"F32", "BF16", "F16", NULL};
     const int64_t rows = tensor->stored_rows, cols = tensor->cols;
     const int dims = tensor->rows == 1 ? 1 : 2;
     const int64_t want[2] = {dims == 1 || tensor->transposed ? cols : rows, dims == 1            ? 1
@@ -239,9 +240,8 @@ static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found
     for (int i = 0, at = 0; i < found->dims; i++) {
         at += snprintf(shape + at, sizeof(shape) - (size_t)at, "%s%lld", i ? ", " : "", (long long)found->shape[i]);
     }
-    bool ok = false;
-    for (int i = 0; i < 3; i++) ok = ok || strcmp(found->dtype, types[i]) == 0;
-    ok = ok && found->dims == dims && found->shape[0] == want[0] && (dims == 1 || found->shape[1] == want[1]);
+    const bool ok = text_among(found->dtype, types) && found->dims == dims && found->shape[0] == want[0] &&
+                    (dims == 1 || found->shape[1] == want[1]);
     return ok || data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%lld%s]",
                             file->path, found->name, found->dtype, shape, (long long)want[0],
                             dims == 1 ? "" : text_format(", %lld", (long long)want[1]));
@@ -250,7 +250,7 @@ static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found
 bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error) {
     char reason[DATA_ERROR_BYTES];
     const Safetensors* file = NULL;
-    const SafetensorsTensor* found = model_folder_find(folder, tensor->name, &file);
+    const SafetensorsTensor* found = find_tensor(folder, tensor->name, &file);
     const int64_t n = tensor->stored_rows * tensor->cols;
     if (!found) {
         return data_error(error, "%s has no tensor %s, which the shape in config.json has; give a whole model",

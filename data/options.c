@@ -66,7 +66,7 @@ static bool is_slip(const char* typed, const char* name) {
     }
 }
 
-// The answer for a name that other programs have, or for a slip in one; NULL when it is none of these.
+// Returns the answer for a name that other programs have, or for a slip in one; NULL when it is none of these.
 static const char* synonym_answer(const OptionTable* table, const char* typed, bool slip) {
     for (int i = 0; i < table->synonyms; i++) {
         for (const char *at = table->synonym[i].names, *end; *at; at = end + strspn(end, " ")) {
@@ -79,7 +79,8 @@ static const char* synonym_answer(const OptionTable* table, const char* typed, b
     return NULL;
 }
 
-// A word that is no option: what to type instead where that is known, and no guess where it is not.
+// Refuses a word that is no option. The sentence says what to type instead where that is known, and guesses nothing
+// where it is not.
 static bool unknown_option(const OptionTable* table, const char* word, char* error) {
     char name[64];
     size_t length = strcspn(word, "="), dashes = strspn(word, "-");
@@ -287,32 +288,26 @@ static const char* values_listed(const char* values, char* text, size_t bytes) {
     return text;
 }
 
-static bool need_met(const OptionTable* table, const void* fields, const bool* given, const char* settings,
-                     const OptionNeed* need, const char* name, char* error) {
-    const Option *option = option_find(table, name), *other = option_find(table, need->other);
-    char mine[OPTION_TEXT_BYTES], its[OPTION_TEXT_BYTES], list[128];
-    if (!option_given(table, given, name) || is_standard(option, fields)) return true;
-    if (choice_known(option_text(other, fields, its, sizeof(its)), need->values)) return true;
-    if (setting_known(settings, need->other, need->values)) return true;
-    return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
-                      option_text(option, fields, mine, sizeof(mine)), need->other,
-                      values_listed(need->values, list, sizeof(list)), name);
-}
-
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings,
                     char* error) {
     for (const OptionNeed* need = table->need; need->names; need++) {
         for (const char *at = need->names, *end; *at; at = end + strspn(end, " ")) {
-            char name[64];
+            char name[64], mine[OPTION_TEXT_BYTES], its[OPTION_TEXT_BYTES], list[128];
             end = at + strcspn(at, " ");
             snprintf(name, sizeof(name), "%.*s", (int)(end - at), at);
-            if (!need_met(table, fields, given, settings, need, name, error)) return false;
+            const Option *option = option_find(table, name), *other = option_find(table, need->other);
+            if (!option_given(table, given, name) || is_standard(option, fields)) continue;
+            if (choice_known(option_text(other, fields, its, sizeof(its)), need->values)) continue;
+            if (setting_known(settings, need->other, need->values)) continue;
+            return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
+                              option_text(option, fields, mine, sizeof(mine)), need->other,
+                              values_listed(need->values, list, sizeof(list)), name);
         }
     }
     return true;
 }
 
-void options_help(const OptionTable* table, FILE* file) {
+static void options_help(const OptionTable* table, FILE* file) {
     fputs("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n", file);
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
@@ -335,13 +330,10 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
         char text[OPTION_TEXT_BYTES];
         const char* value = option_text(option, fields, text, sizeof(text));
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
-        fprintf(file, "%s", separator);
-        json_write_string(file, option->name);
-        fputs(": ", file);
         if (typed && number && strcmp(value, "auto") != 0) {
-            fputs(value, file);
+            fprintf(file, "%s\"%s\": %s", separator, option->name, value);
         } else {
-            json_write_string(file, value);
+            json_write_text_member(file, separator, option->name, value);
         }
         separator = ", ";
     }
@@ -367,6 +359,7 @@ static bool completion_values(const Option* option, char* words, size_t bytes) {
     return path;
 }
 
+// The scripts for bash and zsh complete the options of this program, called `nibble` or `train`, and their values.
 static void bash_completion(const OptionTable* table, FILE* file) {
     fputs(
         "# For bash, written by `nibble --completion bash`.\n_nibble() {\n"
@@ -422,19 +415,16 @@ static void zsh_completion(const OptionTable* table, FILE* file) {
     fputc('\n', file);
 }
 
-void options_completion(const OptionTable* table, bool zsh, FILE* file) {
-    (zsh ? zsh_completion : bash_completion)(table, file);
-}
-
 bool options_print(const OptionTable* table, const void* fields, FILE* file) {
     const bool help = *(const bool*)option_value(table, fields, "help");
     const bool version = *(const bool*)option_value(table, fields, "version");
     const char* shell = *(const char* const*)option_value(table, fields, "completion");
-    const bool completion = strcmp(shell, "off") != 0;
+    const bool bash = strcmp(shell, "bash") == 0, zsh = strcmp(shell, "zsh") == 0;
     if (help) options_help(table, file);
     if (version) fprintf(file, "nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
-    if (completion) options_completion(table, strcmp(shell, "zsh") == 0, file);
-    return help || version || completion;
+    if (bash) bash_completion(table, file);
+    if (zsh) zsh_completion(table, file);
+    return help || version || bash || zsh;
 }
 
 void format_count(double n, char* text, size_t bytes) {

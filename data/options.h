@@ -1,5 +1,5 @@
-// Options of a command line, out of one table: parsing, the text of a value, --help, JSON, and shell completion. A
-// mistake is answered by a sentence that names the option, what was found and what to type.
+// The options of a command line come out of one table: parsing, the text of a value, --help, JSON, and shell
+// completion. A mistake is answered by a sentence that names the option, what was found and what to type.
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -48,12 +48,13 @@ typedef struct {
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
-// The value of an option that is in the table, of its type.
+// Returns where the value of an option in the table is, which has the option's type.
 void* option_value(const OptionTable* table, const void* fields, const char* name);
 const char* option_group(const OptionTable* table, const Option* option);
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);
-// The value as one would type it: the text itself, or a number's in `text`, for which OPTION_TEXT_BYTES are enough.
+// Returns the value as one would type it: the text itself, or a number's in `text`, for which OPTION_TEXT_BYTES are
+// enough.
 const char* option_text(const Option* option, const void* fields, char* text, size_t bytes);
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
@@ -64,22 +65,19 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
 // False with a sentence if an option was typed, with another value than its default, that lacks what it needs.
 // `settings` is a text whose words NAME=VALUE give values to options too.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
-void options_help(const OptionTable* table, FILE* file);
 // {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
 // numbers are numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const OptionTable* table, const void* fields, FILE* file);
-// A script for bash or zsh that completes the options of this program, called `nibble` or `train`, and their values.
-void options_completion(const OptionTable* table, bool zsh, FILE* file);
 
-// For people: 124475904 as "124M", 3725 seconds as "1h02m".
+// These write numbers for people: 124475904 as "124M", 3725 seconds as "1h02m".
 void format_count(double n, char* text, size_t bytes);
 void format_duration(double seconds, char* text, size_t bytes);
-// A size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none. An option's "" is 0
-// bytes.
+// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none. An option's ""
+// is 0 bytes.
 bool size_parse(const char* text, int64_t* bytes);
-// The text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
+// Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
 
 C_LINKAGE_END

@@ -578,12 +578,17 @@ class Parser(argparse.ArgumentParser):
         raise Problem(f"{message}; --help lists the options")
 
 
-def count(text):
-    """A positive integer; 1e9 and 1_000_000 are understood."""
+def number_of(text):
+    """The number that a text spells, 0 where it spells none; 1e9 and 1_000_000 are understood."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = 0
+        return 0
+
+
+def count(text):
+    """A positive integer."""
+    value = number_of(text)
     if not 1 <= value <= 2**62 or value != int(value):
         raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from 1 on, such as 1000 or 1e9")
     return int(value)
@@ -591,21 +596,15 @@ def count(text):
 
 def bpe_size(text):
     """The tokens of a vocabulary to train."""
-    try:
-        size = count(text)
-    except argparse.ArgumentTypeError:
-        size = 0
-    if not BPE_LEAST <= size <= vocabulary.VOCABULARY_MOST:
+    size = number_of(text)
+    if not BPE_LEAST <= size <= vocabulary.VOCABULARY_MOST or size != int(size):
         bounds = f"{BPE_LEAST} to {vocabulary.VOCABULARY_MOST}"
         raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from {bounds}, such as 8192")
-    return size
+    return int(size)
 
 
 def fraction(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0
+    value = number_of(text)
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"'{text}' was found; type a number between 0 and 1, such as 0.05")
     return value

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "clock.h"
+#include "text.h"
 
 // Says how much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
 // validation is of texts that are trained on.
@@ -118,7 +119,7 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 }
 
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
-    static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout"};
+    static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout", NULL};
     char *text = NULL, reason[DATA_ERROR_BYTES], number[OPTION_TEXT_BYTES];
     size_t length = 0;
     if (!dataset_fingerprint(train, reason) || !dataset_fingerprint(val, reason)) {
@@ -127,10 +128,9 @@ const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
     FILE* file = text_stream(&text, &length);
     for (int i = 0; i < run->table->count; i++) {
         const Option* option = &run->table->option[i];
-        bool left = option->type == OPTION_FLAG;
-        for (size_t k = 0; k < sizeof(own) / sizeof(own[0]); k++) left = left || strcmp(option->name, own[k]) == 0;
+        if (option->type == OPTION_FLAG || text_among(option->name, own)) continue;
         const char* value = option_text(option, run->fields, number, sizeof(number));
-        if (!left) fprintf(file, "--%s %s ", option->name, shell_word(value));
+        fprintf(file, "--%s %s ", option->name, shell_word(value));
     }
     fprintf(file, "and %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
             (long long)val->tokens, train->crc, val->crc);
@@ -153,12 +153,9 @@ bool report_already_done(RunFolder* run, const char* checkpoint) {
 }
 
 void report_new_weights(RunFolder* run, const char* model) {
-    char* path = text_format("%s/model.safetensors", model);
-    if (file_exists(path)) {
-        run_say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
-                model, model);
-    }
-    free(path);
+    if (!file_exists(path_in(model, "model.safetensors"))) return;
+    run_say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n", model,
+            model);
 }
 
 static bool step_log(RunFolder* run, const StepReport* step) {

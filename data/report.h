@@ -56,7 +56,8 @@ typedef struct {
     int64_t first, from;
     double since, seconds;  // the clock when `from` was done; spent in the steps after it
 } StepTimer;
-// Step `step`, which began at `begin`, is done: seconds that one takes, with what lies between two of them.
+// Takes note that step `step`, which began at `begin`, is done. Returns the seconds that a step takes, with what lies
+// between two of them.
 double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 // Counts a step that began at `begin`, writes it into log.jsonl, and prints it as --print-every says or if it is first
 // or last, or changed nothing. False also where the run ends with it, because of --on-nonfinite stop or since ten steps
@@ -68,8 +69,8 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 // was scored in `seconds`. Where they fail there is a sentence in the folder's `error`.
 void report_sample(void* run, int index, const char* prompt, const char* text, size_t bytes);
 void report_evaluation(void* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
-// The end of a run, which a signal may have `stopped`: `steps` steps took `seconds`. False where the weights are
-// `useless`.
+// Reports the end of a run, which a signal may have `stopped`: `steps` steps took `seconds`. False where the weights
+// are `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 
 C_LINKAGE_END

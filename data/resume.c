@@ -11,15 +11,6 @@
 #include "gpt2_config.h"
 #include "text.h"
 
-enum { PATH_BYTES = 4500 };
-
-static bool is_one_of(const char* name, const char* const* names) {
-    for (; *names; names++) {
-        if (strcmp(name, *names) == 0) return true;
-    }
-    return false;
-}
-
 // The value of a text option.
 static const char* text_of(const Resume* resume, const char* name) {
     return *(const char* const*)option_value(resume->table, resume->fields, name);
@@ -29,7 +20,8 @@ bool resume_given(const Resume* resume, const char* name) {
     return option_given(resume->table, resume->given, name);
 }
 
-void resume_changed(Resume* resume, const char* format, ...) {
+// Adds to `changed`, which is cut where it is full.
+__attribute__((format(printf, 2, 3))) static void resume_changed(Resume* resume, const char* format, ...) {
     const size_t used = strlen(resume->changed);
     va_list arguments;
     va_start(arguments, format);
@@ -54,8 +46,8 @@ static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
                                            "gpus", "join-timeout", "override", NULL};
     static const char* const of_preset[] = {"rule", "weights", "m", "v", NULL};
-    if (option->type == OPTION_FLAG || is_one_of(option->name, of_start)) return true;
-    return !resume_given(resume, option->name) && is_one_of(option->name, of_preset) &&
+    if (option->type == OPTION_FLAG || text_among(option->name, of_start)) return true;
+    return !resume_given(resume, option->name) && text_among(option->name, of_preset) &&
            resume_given(resume, "preset") &&
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
 }
@@ -66,7 +58,7 @@ bool resume_options(Resume* resume, char* error) {
         const Option* option = &resume->table->option[i];
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
         if (!text || is_left(resume, option)) continue;
-        const bool fixed = is_one_of(name, of_shape);
+        const bool fixed = text_among(name, of_shape);
         char number[OPTION_TEXT_BYTES], reason[DATA_ERROR_BYTES];
         const char* now = option_text(option, resume->fields, number, sizeof(number));
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
@@ -108,9 +100,8 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
 // as a downloaded one, is not its own.
 static const char* format_distrust(const char* path, const char* folder) {
     struct stat info;
-    char parent[PATH_BYTES];
     if (stat(path, &info) != 0) return NULL;  // there is no code, which another sentence says
-    char *real = realpath(path, NULL), *run = realpath(folder_parent(folder, parent, sizeof(parent)), NULL);
+    char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
     const size_t length = run ? strlen(run) : 0;
     const bool same = real && strcmp(real, path) == 0;
     const bool beside = real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/';
@@ -121,7 +112,9 @@ static const char* format_distrust(const char* path, const char* folder) {
     return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
 }
 
-bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
+// May the code in the --format files that only the checkpoint in `folder` names run? It may if the checkpoint and the
+// files are this user's, and the files lie where nobody else put them. A note on stderr says so, if `print`.
+static bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
     struct stat info;
     const char* formats = text_of(resume, "format");
     if (resume_given(resume, "format") || !*formats) return true;

@@ -22,8 +22,6 @@ typedef struct {
 
 // True if this option was typed.
 bool resume_given(const Resume* resume, const char* name);
-// Adds to `changed`, which is cut where it is full.
-__attribute__((format(printf, 2, 3))) void resume_changed(Resume* resume, const char* format, ...);
 // Chooses the checkpoint that --resume means, into `from`, and holds the run folder. One process calls it, and gives
 // `from` to the others.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
@@ -39,8 +37,5 @@ bool resume_words(const Resume* resume, char* error);
 // Takes options that were not typed from the checkpoint, --override aside, and lists typed ones that differ. Those on
 // which the model's shape depends must be the same.
 bool resume_options(Resume* resume, char* error);
-// May the code in the --format files that only the checkpoint in `folder` names run? It may if the checkpoint and the
-// files are this user's, and the files lie where nobody else put them. A note on stderr says so, if `print`.
-bool resume_formats(const Resume* resume, const char* folder, bool print, char* error);
 
 C_LINKAGE_END

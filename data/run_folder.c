@@ -35,7 +35,8 @@ bool run_saves_states(const RunFolder* run) {
     return strcmp(run_text(run, "save"), "all") == 0;
 }
 
-bool run_folder_free(const char* folder, bool again, char* error) {
+// May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
+static bool run_folder_free(const char* folder, bool again, char* error) {
     static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
     bool there[4];
     for (int i = 0; i < 4; i++) there[i] = file_exists(path_in(folder, names[i]));
@@ -51,7 +52,7 @@ bool run_folder_free(const char* folder, bool again, char* error) {
         error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
 }
 
-// The lock of run_folder_hold.
+// Locks a folder until this process ends, or writes a sentence if another process has the lock.
 static bool folder_lock(const char* folder, char* error) {
     const struct timespec pause = {0, 100000000};
     int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -87,9 +88,8 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
     char date[32], reason[DATA_ERROR_BYTES];
     time_t now = time(NULL);
     strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
-    const char* slash = strrchr(model, '/');
     if (!folder_make("runs", reason)) return data_error(error, "%s; name another folder with --run DIR", reason);
-    int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, slash ? slash + 1 : model);
+    int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, path_name(model));
     for (int next = 2; mkdir(run->path, 0777) != 0; next++) {
         if (errno != EEXIST) {
             return data_error(error, "cannot create the folder %s: %s; name another with --run DIR", run->path,
@@ -170,10 +170,10 @@ void run_say_next(RunFolder* run, bool stopped) {
     if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
     const bool samples = run->samples && !stopped;
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
-    char here[PATH_BYTES], program[PATH_BYTES];
+    char program[PATH_BYTES];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
     program[length > 0 ? length : 0] = 0;
-    const char* folder = folder_parent(program, here, sizeof(here));
+    const char* folder = path_parent(program);
     const char *python = path_in(folder, ".venv/bin/python"), *plot = path_in(folder, "dev/plot.py");
     if (!file_exists(python) || !file_exists(plot)) return;
     char* cwd = getcwd(NULL, 0);
@@ -322,16 +322,6 @@ static bool tokenizer_take(RunFolder* run, const Json* state) {
     return run->config != NULL;
 }
 
-// Refuses data whose tokens are not those that the weights of a checkpoint or a model folder have learned.
-static bool tokenizers_fit(RunFolder* run) {
-    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
-    if (tokenizers_agree(weights, run->sources[2])) return true;
-    return data_error(run->error,
-                      "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
-                      "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
-                      run_text(run, "data"), weights, shell_word(weights));
-}
-
 // Opens the tokenizer, and says why there are no samples where it does not fit.
 static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
@@ -352,8 +342,14 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
 }
 
 bool run_folder_possible(RunFolder* run, bool bytes) {
-    return tokenizers_fit(run) &&
-           (run_whole(run, "eval-every") == 0 ||
+    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
+    if (!tokenizers_agree(weights, run->sources[2])) {
+        return data_error(run->error,
+                          "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
+                          "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
+                          run_text(run, "data"), weights, shell_word(weights));
+    }
+    return (run_whole(run, "eval-every") == 0 ||
             evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
            prompts_check(run_text(run, "prompt-file"), run->error);
 }

@@ -51,8 +51,6 @@ int64_t run_whole(const RunFolder* run, const char* option);
 double run_real(const RunFolder* run, const char* option);
 bool run_saves_states(const RunFolder* run);  // --save
 
-// May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
-bool run_folder_free(const char* folder, bool again, char* error);
 // Keeps other processes of this machine from training in `folder` as long as this one lives; false where one does.
 // A file system without locks holds nothing.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);

@@ -18,7 +18,6 @@
 
 enum { BUFFER_BYTES = 4 << 20, HEADER_MOST = 100 << 20 };
 
-// Bytes of one element, 0 for a type that is not known.
 int safetensors_dtype_bytes(const char* dtype) {
     static const char* const names[4][6] = {{"U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"},
                                             {"BF16", "F16", "I16", "U16"},
@@ -53,8 +52,7 @@ struct SafetensorsWriter {
     bool failed;
 };
 
-static void writer_free(SafetensorsWriter* writer) {
-    if (!writer) return;
+void safetensors_abandon(SafetensorsWriter* writer) {
     if (writer->descriptor >= 0) close(writer->descriptor);
     free(writer->path), free(writer->buffer), free(writer);
 }
@@ -137,7 +135,7 @@ SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* e
                     writer_put(writer, spaces, (int64_t)(padded - length), error);
     free(text);
     if (ok) return writer;
-    writer_free(writer);
+    safetensors_abandon(writer);
     return NULL;
 }
 
@@ -167,12 +165,8 @@ bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes
     if (fine && closed != 0) fine = data_error(error, "cannot write %s: %s", writer->path, strerror(errno));
     if (crc) *crc = writer->crc;
     if (bytes) *bytes = writer->written;
-    writer_free(writer);
+    safetensors_abandon(writer);
     return fine;
-}
-
-void safetensors_abandon(SafetensorsWriter* writer) {
-    writer_free(writer);
 }
 
 // An exact integer in [0, 2^63).

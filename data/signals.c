@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <stdbool.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 #include "clock.h"
 
@@ -84,6 +83,16 @@ void signals_catch(void) {
 void signals_handled(sigset_t* set) {
     sigemptyset(set);
     for (int i = 0; i < HANDLED_COUNT; i++) sigaddset(set, HANDLED[i]);
+}
+
+int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument) {
+    sigset_t all, before;
+    sigfillset(&all);
+    sigdelset(&all, SIGBUS);
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // a thread begins with the mask of the one that creates it
+    const int status = pthread_create(thread, NULL, run, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return status;
 }
 
 void signals_quiet(void) {

@@ -11,6 +11,7 @@
 // SIGHUP stays ignored where it was ignored at the start, as under nohup. A signal that the parent process left blocked
 // is let through.
 #pragma once
+#include <pthread.h>
 #include <signal.h>
 #include "linkage.h"
 C_LINKAGE_BEGIN
@@ -22,7 +23,10 @@ extern volatile sig_atomic_t signal_stop, signal_save;
 void signals_catch(void);
 // Puts the signals that a run handles, which a parent of ranks hands on to them, into `set`.
 void signals_handled(sigset_t* set);
-// No messages from this process: it is a rank other than 0.
+// Starts a thread that receives none of them, since they are the main thread's; SIGBUS alone, which means the thread
+// that caused it, reaches it. Returns pthread_create's status.
+int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
+// Silences this process, which is a rank other than 0.
 void signals_quiet(void);
 // Sets what a stop has to wait for, such as "this step", and the seconds that it may take (0: unknown); NULL: there is
 // nothing to save, and a signal ends the process at once. The text must outlive the call.

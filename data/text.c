@@ -28,6 +28,16 @@ bool text_is_utf8(const char* text, int64_t bytes) {
     return true;
 }
 
+bool text_ends(const char* text, const char* end) {
+    const size_t length = strlen(text), tail = strlen(end);
+    return length >= tail && strcmp(text + length - tail, end) == 0;
+}
+
+bool text_among(const char* text, const char* const* list) {
+    while (*list && strcmp(*list, text) != 0) list++;
+    return *list != NULL;
+}
+
 const char* number_text(double number, char* text, size_t bytes) {
     for (int digits = 1; digits <= 17; digits++) {
         snprintf(text, bytes, "%.*g", digits, number);

@@ -4,7 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
-// Edits (insert, delete, replace a letter) that make one of the first letters of a those of b; of b 63 at most.
+// Returns how many edits (insert, delete or replace a letter) turn the first letters of a into those of b, of which 63
+// count at most.
 static inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
     int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
     for (int j = 0; j <= length; j++) row[j] = j;
@@ -22,19 +23,19 @@ static inline int edit_distance(const char* a, size_t a_letters, const char* b, 
     return row[length];
 }
 
-// The same of whole texts.
+// Returns the distance of two whole texts.
 static inline int text_distance(const char* a, const char* b) {
     return edit_distance(a, strlen(a), b, strlen(b));
 }
 
-// FNV-1a in 64 bits. Checkpoints hold it: it stays as it is.
+// Returns FNV-1a in 64 bits. Checkpoints hold it, so it stays as it is.
 static inline uint64_t text_hash(const char* text, int64_t bytes) {
     uint64_t hash = 0xcbf29ce484222325u;
     for (int64_t i = 0; i < bytes; i++) hash = (hash ^ (unsigned char)text[i]) * 0x100000001b3u;
     return hash;
 }
 
-// The finalizer of splitmix64: every bit of the input reaches every bit of the result.
+// Returns what splitmix64's finalizer makes of z: every bit of it reaches every bit of the result.
 static inline uint64_t bits_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ z >> 27) * 0x94D049BB133111EBull;
@@ -43,11 +44,15 @@ static inline uint64_t bits_mix(uint64_t z) {
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// The code point at text[0..bytes) and, returned, its length: 1 to 4 bytes, or 0 when they are no well-formed UTF-8.
+// Finds the code point at text[0..bytes). Returns its length: 1 to 4 bytes, or 0 where there is no well-formed UTF-8.
 int utf8_next(const char* text, int64_t bytes, uint32_t* point);
-// True if all of the text is well-formed UTF-8.
+// Returns whether all of the text is well-formed UTF-8.
 bool text_is_utf8(const char* text, int64_t bytes);
-// The shortest decimal that reads back as the same number; returns `text`.
+// Returns whether the text ends with `end`.
+bool text_ends(const char* text, const char* end);
+// Returns whether a list that ends with NULL has the text.
+bool text_among(const char* text, const char* const* list);
+// Writes the shortest decimal that reads back as the same number. Returns `text`.
 const char* number_text(double number, char* text, size_t bytes);
 // Replaces what could steer a terminal in a text that came from elsewhere (control characters, and bytes that are no
 // UTF-8) by '?'. Newlines and tabs stay when `lines` is true.

@@ -9,7 +9,6 @@
 // and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length, which
 // is a dozen. The pattern is written out by hand; which characters are letters, numbers and white space is in
 // unicode.h. Every encoding decodes to the bytes it came from.
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -119,7 +118,7 @@ static void entries_add(Entries* entries, Entry entry) {
     entries->entry[entries->count++] = entry;
 }
 
-// The members of an object, text: number.
+// Adds the members of an object, text: number.
 static bool entries_object(Entries* entries, const Json* json, bool added, const char* path, char* error) {
     if (!json || json->kind != JSON_OBJECT) {
         return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
@@ -131,7 +130,7 @@ static bool entries_object(Entries* entries, const Json* json, bool added, const
     return true;
 }
 
-// The list "added_tokens" of tokenizer.json, whose elements have an id and a content.
+// Adds the list "added_tokens" of tokenizer.json, whose elements have an id and a content.
 static bool entries_list(Entries* entries, const Json* list, const char* path, char* error) {
     for (const Json* token = list ? list->child : NULL; token; token = token->next) {
         const Json *id = json_get(token, "id"), *content = json_get(token, "content");
@@ -143,7 +142,7 @@ static bool entries_list(Entries* entries, const Json* list, const char* path, c
     return true;
 }
 
-// Sizes and memory from all entries.
+// Sets the sizes that all entries need, and takes the memory.
 static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
     int64_t bytes = 0, largest = -1, most = -1;
     for (int64_t i = 0; i < entries->count; i++) {
@@ -198,7 +197,7 @@ static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const 
     return true;
 }
 
-// The merge of this rank, of two texts in the alphabet.
+// Enters the merge of this rank, of two texts in the alphabet.
 static bool read_merge(Tokenizer* tokenizer, const int* byte_of, const char* first, int64_t first_bytes,
                        const char* second, int64_t second_bytes, int rank, char* bytes) {
     int64_t left = to_bytes(byte_of, first, first_bytes, bytes);
@@ -215,7 +214,7 @@ static bool read_merge(Tokenizer* tokenizer, const int* byte_of, const char* fir
     return true;
 }
 
-// The same of one text "left right".
+// Enters a merge that is one text, "left right".
 static bool read_merge_line(Tokenizer* tokenizer, const int* byte_of, const char* line, int64_t count, int rank,
                             char* bytes) {
     const char* space = memchr(line, ' ', (size_t)count);
@@ -223,7 +222,7 @@ static bool read_merge_line(Tokenizer* tokenizer, const int* byte_of, const char
            read_merge(tokenizer, byte_of, line, space - line, space + 1, line + count - space - 1, rank, bytes);
 }
 
-// Room for `count` merges.
+// Takes room for `count` merges.
 static void merges_allocate(Tokenizer* tokenizer, int64_t count) {
     tokenizer->merges = table_size(count);
     tokenizer->merge = memory_take((size_t)tokenizer->merges * sizeof(Merge));
@@ -267,7 +266,7 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
     return fine && bytes_complete(tokenizer, path, error);
 }
 
-// tokenizer.json's list of merges: texts "left right", or pairs of texts.
+// Reads tokenizer.json's list of merges: texts "left right", or pairs of texts.
 static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* path, const int* byte_of, char* error) {
     int64_t count = 0, longest = 0;
     for (const Json* merge = list->child; merge; merge = merge->next, count++) {
@@ -332,7 +331,7 @@ static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
                                path);
 }
 
-// The whole tokenizer out of tokenizer.json.
+// Reads the whole tokenizer from tokenizer.json.
 static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, const int* byte_of, char* error) {
     Entries entries = {NULL, 0, 0};
     Json* json = json_read(path, error);
@@ -349,7 +348,7 @@ static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, const in
     return fine;
 }
 
-// vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
+// Reads vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
 static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, const int* byte_of,
                             char* error) {
     Entries entries = {NULL, 0, 0};
@@ -417,17 +416,6 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     return tokenizer;
 }
 
-// FROM/NAME to TO/COPY, unless that is there.
-static bool copy_missing(const char* from, const char* name, const char* to, const char* copy, char* error) {
-    const char *source = path_in(from, name), *target = path_in(to, copy);
-    if (access(source, F_OK) != 0 || access(target, F_OK) == 0) return true;
-    int64_t bytes;
-    char* text = file_read(source, &bytes, error);
-    bool fine = text && file_write(target, text, bytes, error);
-    free(text);
-    return fine;
-}
-
 bool tokenizers_agree(const char* folder, const char* other) {
     char ignored[DATA_ERROR_BYTES];
     Tokenizer* mine = *folder && tokenizer_exists(folder) ? tokenizer_open(folder, ignored) : NULL;
@@ -446,10 +434,10 @@ bool tokenizers_agree(const char* folder, const char* other) {
 
 bool tokenizer_files_copy(const char* from, const char* to, char* error) {
     for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
-        if (!copy_missing(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error)) return false;
+        if (!file_copy(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error)) return false;
     }
-    return copy_missing(from, "encoder.json", to, "vocab.json", error) &&
-           copy_missing(from, "vocab.bpe", to, "merges.txt", error);
+    return file_copy(from, "encoder.json", to, "vocab.json", error) &&
+           file_copy(from, "vocab.bpe", to, "merges.txt", error);
 }
 
 const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS] = {"bos_token_id", "eos_token_id", "pad_token_id"};

@@ -15,38 +15,39 @@ typedef struct Tokenizer Tokenizer;
 // Without merges, tokens decode and tokenizer_encode returns -1. Tokens that were added later (in tokenizer.json or
 // added_tokens.json) decode to their text.
 Tokenizer* tokenizer_open(const char* folder, char* error);
-// The same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
+// Does the same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
-// True if the folder holds a vocabulary.
+// Returns whether the folder holds a vocabulary.
 bool tokenizer_exists(const char* folder);
 // Copies those files of FROM that describe a tokenizer or a model's use of it, and that TO does not have yet. OpenAI's
 // names become vocab.json and merges.txt. True also where FROM has none.
 bool tokenizer_files_copy(const char* from, const char* to, char* error);
-// True unless two folders both hold a vocabulary and a number stands for different tokens in them.
+// Returns true unless two folders both hold a vocabulary and a number stands for different tokens in them.
 bool tokenizers_agree(const char* folder, const char* other);
 void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
-// <|endoftext|>'s token, or -1 for bytes.
+// Returns <|endoftext|>'s token, or -1 for bytes.
 int tokenizer_end(const Tokenizer* tokenizer);
 // Encodes text: returns the number of tokens in all, of which at most `most` are written, or -1 when there are no
 // merges. Special tokens are not looked for: the text <|endoftext|> is encoded as the characters it consists of.
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most);
-// The bytes of one token: not NUL-terminated, not always whole UTF-8 characters; none for a number without a token.
+// Returns the bytes of one token: not NUL-terminated, not always whole UTF-8 characters; none for a number without a
+// token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
 
-// The numbers of the tokens that a model's config.json names, in the order of SPECIAL_TOKEN_IDS; -1 where there is
-// none.
+// These are the numbers of the tokens that a model's config.json names, in the order of SPECIAL_TOKEN_IDS; -1 where
+// there is none.
 enum { SPECIAL_TOKENS = 3 };
 extern const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS];
 typedef struct {
     int id[SPECIAL_TOKENS];
 } SpecialTokens;
-// As special_tokens_map.json or tokenizer_config.json of the folder names them; <|endoftext|> begins and ends a text
-// where neither does. All are -1 for bytes, whose tokenizer is opened without a folder.
+// Finds them as special_tokens_map.json or tokenizer_config.json of the folder names them; <|endoftext|> begins and
+// ends a text where neither does. All are -1 for bytes, whose tokenizer is opened without a folder.
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
-// A prompt in tokens, after the end-of-text token where a vocabulary of V has it; at most `most`, and at least one.
-// Returns how many; -1 where the tokenizer cannot encode.
+// Encodes a prompt, after the end-of-text token where a vocabulary of V has it, in at most `most` tokens, and at least
+// one. Returns how many; -1 where the tokenizer cannot encode.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most);
 
 C_LINKAGE_END

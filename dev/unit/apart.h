@@ -1,4 +1,4 @@
-// A part of a case that ends its process: an error of the user's, or a failed check.
+// A case runs a part of itself in a child if that part ends its process, by an error of the user's or a failed check.
 #pragma once
 #include <fcntl.h>
 #include <stdio.h>
@@ -57,7 +57,7 @@ Ended run_apart(Body body) {
     return apart_end(apart_begin(body));
 }
 
-// The same of a part of a case, whose failures are the case's.
+// Does the same with a part of a case, whose failures are the case's.
 template <class Body>
 Ended run_part(Test* test, Body body) {
     return run_apart([&] {
@@ -68,7 +68,7 @@ Ended run_part(Test* test, Body body) {
     });
 }
 
-// Expects an exit code and each of these texts, or where there are none that nothing was written.
+// Expects an exit code and each of these texts in what was written; where there are no texts, that nothing was.
 inline void expect_ended(Test* test, const Ended& its, int code, std::initializer_list<const char*> says = {}) {
     expect(its.code == code && (says.size() > 0 || !its.text[0]), "code %d, want %d: %s", its.code, code, its.text);
     for (const char* each : says) expect(strstr(its.text, each), "'%s' is not in: %s", each, its.text);

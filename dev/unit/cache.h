@@ -1,5 +1,5 @@
-// The tests of the run-time compiler and those that compare its kernels share this: a cache of their own, variables of
-// the environment, processes that compile, ./train, and which formats are for m.
+// The tests of the run-time compiler and those that compare its kernels share this. It gives them a cache of their own,
+// sets variables of the environment, compiles in several processes, runs ./train, and tells which formats are for m.
 #pragma once
 #include <dirent.h>
 #include <omp.h>
@@ -46,7 +46,7 @@ struct CacheFolder {
     Setting setting = {"NIBBLE_CACHE", path};
 };
 
-// A case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels in the folder `cache`.
+// Defines a case of this kind (TEST or JIT_TEST) with an empty cache of compiled kernels in the folder `cache`.
 #define CACHE_TEST(KIND, NAME)                                           \
     static void with_cache_##NAME(Test* test, const CacheFolder& cache); \
     KIND(NAME) {                                                         \

@@ -1,9 +1,8 @@
-// The tests of the command line share this: ./train (beside this binary) started as a user would, on the CPU, with a
-// model of one layer in a folder of its own; its exit code, the two output streams and the files. Every child has a
-// time limit, so that a hang is a failure. Children see no GPU unless a test asks for it.
+// The tests of the command line share this. They start ./train, which lies beside this binary, as a user would: on the
+// CPU, with a model of one layer in a folder of its own. They read its exit code, its two output streams and its files.
+// Every child has a time limit, so that a hang is a failure. Children see no GPU unless a test asks for it.
 #pragma once
 #include <fcntl.h>
-#include <ftw.h>
 #include <libgen.h>
 #include <limits.h>
 #include <poll.h>
@@ -20,14 +19,14 @@
 constexpr double CHILD_SECONDS = 60;
 
 struct Child {
-    // Set before start().
-    bool gpu;            // may see the GPU
-    int threads;         // of OpenMP; 0: one
-    int64_t file_limit;  // bytes that a file may have, as on a full disk; -1: any
-    const char* folder;  // where it runs; NULL: here
+    // Tests set these before start().
+    bool gpu;            // whether it may see the GPU
+    int threads;         // how many OpenMP has; 0: one
+    int64_t file_limit;  // how many bytes a file may have, as on a full disk; -1: any number
+    const char* folder;  // where it runs; NULL: where this program does
     bool keeps_rank;     // RANK, as a launcher sets it, is not taken out of the environment
-    const char* limit;   // a command of the shell's that comes before, as ulimit; NULL: none
-    // Set by start() and wait_for().
+    const char* limit;   // a shell runs this command first, such as ulimit; NULL: none
+    // start(), pump() and finish() set these.
     pid_t pid;
     int pipe[2];          // its stdout and stderr
     std::string text[2];  // what came so far
@@ -40,7 +39,18 @@ inline void pause_ms(double ms) {
     nanosleep(&time, nullptr);
 }
 
-// In the child, after fork: never returns.
+// Asks every `ms` whether the condition is true, for so many seconds at most. Returns whether it became true.
+template <class Condition>
+bool comes_true(double seconds, double ms, Condition condition) {
+    const double begin = seconds_now();
+    while (!condition()) {
+        if (seconds_now() - begin >= seconds) return false;
+        pause_ms(ms);
+    }
+    return true;
+}
+
+// The child calls this after fork, and becomes ./train. It never returns.
 [[noreturn]] inline void become_train(const Child* child, const int out[2], const int err[2], char** words) {
     char threads[16], path[PATH_MAX];
     snprintf(threads, sizeof(threads), "%d", child->threads ? child->threads : 1);
@@ -90,7 +100,7 @@ __attribute__((format(printf, 2, 3))) inline void start(Child* child, const char
     child->pipe[0] = out[0], child->pipe[1] = err[0];
 }
 
-// Reads what the child has written, waiting for at most `ms`; false once both streams have ended.
+// Reads what the child has written, waiting for at most `ms`. Returns false once both streams have ended.
 inline bool pump(Child* child, int ms) {
     char piece[4096];
     struct pollfd watched[2] = {{child->pipe[0], POLLIN, 0}, {child->pipe[1], POLLIN, 0}};
@@ -122,7 +132,7 @@ inline void finish(Child* child) {
     child->code = late ? -1 : WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// It may see the GPU if `gpu`, and runs in `folder`, NULL: here.
+// Returns a child to start in `folder`, NULL: where this program runs. It may see the GPU if `gpu`.
 inline Child new_child(bool gpu = false, const char* folder = nullptr) {
     Child child = {};
     child.gpu = gpu, child.folder = folder, child.file_limit = -1;
@@ -132,22 +142,25 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
 #define OUT(child) ((child).text[0].c_str())
 #define ERR(child) ((child).text[1].c_str())
 
-// Runs to the end and expects this exit code; prints stderr otherwise.
+// Expects this exit code of a child that has ended, and prints its stderr otherwise.
 #define expect_code(child, want) \
     expect((child).code == (want), "exit code %d, want %d; stderr: %s", (child).code, want, ERR(child))
 
-// Runs ./train to the end.
-#define run_train(child, ...)   \
-    Child child = new_child();  \
-    start(&child, __VA_ARGS__); \
+// Makes `child`, and runs ./train as it in a folder, NULL: where this program runs, to the end.
+#define run_in(child, folder, ...)          \
+    Child child = new_child(false, folder); \
+    start(&child, __VA_ARGS__);             \
     finish(&child)
 
-// The same, expecting success.
+// Does the same where this program runs.
+#define run_train(child, ...) run_in(child, nullptr, __VA_ARGS__)
+
+// Does the same and expects success.
 #define run_well(child, ...)       \
     run_train(child, __VA_ARGS__); \
     expect_code(child, 0)
 
-// The same of a child that has been set up.
+// Runs ./train as a child that has been set up, and expects success.
 #define train_as(child, ...)       \
     do {                           \
         start(child, __VA_ARGS__); \
@@ -155,7 +168,7 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
         expect_code(*(child), 0);  \
     } while (0)
 
-// Runs ./train to the end, expecting success.
+// Runs ./train to the end and expects success; no child is left to ask.
 #define train_well(...)               \
     do {                              \
         run_well(child, __VA_ARGS__); \
@@ -176,16 +189,7 @@ void for_presets(Test* test, Body body) {
     note(test, "%d presets", presets);
 }
 
-// A folder for one test, holding text.txt: sentences of a few words.
-
-inline int remove_one(const char* path, const struct stat*, int, struct FTW*) {
-    return remove(path);
-}
-
-inline void remove_tree(const char* folder) {
-    nftw(folder, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
+// Writes sentences of a few words.
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
     write_text(folder, name, printed([&](FILE* file) {
@@ -194,7 +198,7 @@ inline void write_words(const char* folder, const char* name, int sentences) {
                }));
 }
 
-// A new folder with a text in it.
+// Returns a new folder that has text.txt in it.
 inline const char* work_folder() {
     const char* path = new_folder();
     write_words(path, "text.txt", 500);
@@ -203,34 +207,42 @@ inline const char* work_folder() {
 
 #define FOLDER_TEST(NAME) TEST_IN(NAME, work, work_folder())
 
-// llm.c's shard of `tokens` tokens that repeat with a period of 7, the last one being `last`.
+// Writes llm.c's shard of `tokens` tokens, which repeat with a period of 7 but for the last one, `last`.
 inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,
                         int last) {
-    int32_t header[256] = {magic, version, claimed};
-    char* bytes = (char*)malloc(1024 + 2 * (size_t)tokens);
-    memcpy(bytes, header, 1024);
-    for (int i = 0; i < tokens; i++) {
-        uint16_t token = (uint16_t)(i == tokens - 1 ? last : 40 * (i % 7) + 3);
-        memcpy(bytes + 1024 + 2 * i, &token, 2);
-    }
-    write_bytes(folder, name, bytes, 1024 + 2 * (size_t)tokens);
+    const auto token = [=](int64_t i) { return i == tokens - 1 ? last : (int)(40 * (i % 7) + 3); };
+    put_shard(joined(folder, name), 0, tokens, token, claimed, magic, version);
 }
 
-// The tokens of a small tokenizer: all bytes, "th", "the" and <|endoftext|>.
+// A small tokenizer has these tokens: all bytes, "th", "the" and <|endoftext|>.
 constexpr int VOCABULARY = 259, END = 258;
 
-// Prints the vocabulary of that tokenizer as vocab.json has it.
-inline void print_vocabulary(FILE* file) {
-    fputc('{', file);
-    for (int b = 0, next = 256; b < 256; b++) {
-        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
-        int point = printable ? b : next++;
-        char text[4] = {(char)point, 0};
-        if (point >= 0x80) text[0] = (char)(0xC0 | point >> 6), text[1] = (char)(0x80 | (point & 63));
-        json_write_string(file, text);
-        fprintf(file, ": %d, ", b);
+// Appends the UTF-8 of a character. Returns where it ends.
+inline char* put_character(char* to, uint32_t point) {
+    static const int lead[] = {0, 0xC0, 0xE0, 0xF0};
+    const int more = point < 0x80 ? 0 : point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
+    *to++ = (char)(lead[more] | point >> 6 * more);
+    for (int i = more - 1; i >= 0; i--) *to++ = (char)(0x80 | (point >> 6 * i & 63));
+    return to;
+}
+
+// The files of a tokenizer spell each byte as the printable character that stands for it.
+inline void name_bytes(char (*name)[8]) {
+    for (uint32_t byte = 0, other = 256; byte < 256; byte++) {
+        const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD);
+        *put_character(name[byte], printable ? byte : other++) = 0;
     }
-    fprintf(file, "\"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}", END);
+}
+
+// Prints the beginning of vocab.json: all bytes, whose tokens are their numbers.
+inline void print_bytes(FILE* file) {
+    char name[256][8];
+    name_bytes(name);
+    for (int byte = 0; byte < 256; byte++) {
+        fputs(byte ? ", " : "{", file);
+        json_write_string(file, name[byte]);
+        fprintf(file, ": %d", byte);
+    }
 }
 
 // Writes it as vocab.json and merges.txt or, if `whole`, as tokenizer.json.
@@ -243,13 +255,13 @@ inline void write_tokenizer(const char* folder, bool whole = false, const char* 
                 "[\"t h\", [\"th\", \"e\"]], \"vocab\": ",
                 END, pre_tokenizer);
     }
-    print_vocabulary(file);
-    if (whole) fputs("}}", file);
+    print_bytes(file);
+    fprintf(file, ", \"th\": 256, \"the\": 257, \"<|endoftext|>\": %d}%s", END, whole ? "}}" : "");
     fclose(file);
     if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
 }
 
-// The folder of a run's checkpoint.
+// Returns the folder of a run's checkpoint, which is never freed.
 inline const char* checkpoint_of(const char* run, int64_t step) {
     char path[PATH_MAX];
     checkpoint_name(run, step, path, sizeof(path));
@@ -258,10 +270,10 @@ inline const char* checkpoint_of(const char* run, int64_t step) {
 
 #define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"
 #define QUICK "--batch 2 --val-every 0 --sample-every 0 --print-every 1000000"
-// With the folder of text.txt and that of the run.
+// The arguments are the folder of text.txt and that of the run.
 #define BRIEF SHAPE " " QUICK " --data %s/text.txt --run %s"
 
-// Whether two folders' files of this name are equal, or files of two names; both must be there.
+// Returns whether the files `name` and `other` (NULL: `name` too) of two folders are equal; both must be there.
 inline bool equal_files(Test* test, const char* a, const char* b, const char* name, const char* other = nullptr) {
     int64_t a_bytes = 0, b_bytes = 0;
     if (!other) other = name;
@@ -277,16 +289,17 @@ inline void expect_equal_files(Test* test, const char* a, const char* b, const c
     expect(equal_files(test, a, b, name, other), "%s/%s and %s/%s differ", a, name, b, other ? other : name);
 }
 
-// The training loss of every step as the log spells it, the gradient's norm and the learning rate; of a step done twice
-// the last. Every line must be JSON.
+// What a log says of each step: the training loss as it is spelled there, the gradient's norm and the learning rate. Of
+// a step done twice the last line counts.
 constexpr int MOST_STEPS = 4000;
 struct Losses {
     char text[MOST_STEPS][32];
     double norm[MOST_STEPS], lr[MOST_STEPS];
-    int last;   // largest step
-    int lines;  // of training
+    int last;   // the largest step
+    int lines;  // how many lines of training there are
 };
 
+// Reads them from a run's log, in which every line must be JSON.
 inline void read_losses(Test* test, const char* run, Losses* losses) {
     int64_t bytes = 0;
     memset(losses, 0, sizeof(*losses));
@@ -311,14 +324,14 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
     free(log);
 }
 
-// The weights and states that two runs saved at a step.
+// Expects that two runs saved the same weights and states at a step.
 inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
     for (const char* file : {"model.safetensors", "optimizer.safetensors"})
         expect_equal_files(test, checkpoint_of(a, step), checkpoint_of(b, step), file);
 }
 
-// Both runs did the steps from `first` on with the same losses to the last bit, and ended in the same weights and
-// states.
+// Expects that two runs did the steps from `first` to `steps` with the same losses to the last bit, and ended in the
+// same weights and states.
 inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int first, int steps) {
     static Losses of_a, of_b;
     read_losses(test, a, &of_a), read_losses(test, b, &of_b);
@@ -335,10 +348,9 @@ inline void expect_equal_runs(Test* test, const char* a, const char* b, int step
     expect_equal_runs_from(test, a, b, 1, steps);
 }
 
-// Waits until the run's log has a training line of this step or later. False when the child ended before.
+// Waits until the run's log has a training line of this step. Returns false when the child ended before.
 inline bool wait_for_step(Child* child, const char* run, int step) {
-    char want[32];
-    snprintf(want, sizeof(want), "\"step\": %d,", step);
+    const char* want = formatted("\"step\": %d,", step);
     while (seconds_now() - child->started < CHILD_SECONDS) {
         char* log = contents(run, "log.jsonl");
         bool there = log && strstr(log, want);
@@ -349,15 +361,25 @@ inline bool wait_for_step(Child* child, const char* run, int step) {
     return false;
 }
 
-inline int checkpoints(const char* run, int64_t* newest) {
+// Returns how many checkpoints a run has, and sets *newest, if it is asked for, to the last one's step, -1
+// if there is none.
+inline int checkpoints(const char* run, int64_t* newest = nullptr) {
     int64_t* steps;
     int count = checkpoint_list(run, &steps);
-    *newest = count > 0 ? steps[0] : -1;
+    if (newest) *newest = count > 0 ? steps[0] : -1;
     free(steps);
     return count;
 }
 
-// Other words in a checkpoint's state.json, with the checksum that it then has.
+// Expects that a run has so many checkpoints, the last one of step `want`.
+inline void expect_checkpoints(Test* test, const char* run, int count, int64_t want) {
+    int64_t newest;
+    const int there = checkpoints(run, &newest);
+    expect(there == count && newest == want, "%s: %d checkpoints, the newest of step %lld; want %d and %lld", run,
+           there, (long long)newest, count, (long long)want);
+}
+
+// Replaces words in a checkpoint's state.json, and writes the checksum that it then has.
 inline void rewrite_state(const char* folder, const char* from, const char* to) {
     const char *text = contents(folder, "state.json"), *changed = replaced(text, from, to), *seal = nullptr;
     for (const char* at = changed; (at = strstr(at, "\n\"crc32c\": ")) != nullptr; at++) seal = at + 1;
@@ -366,7 +388,8 @@ inline void rewrite_state(const char* folder, const char* from, const char* to) 
     write_text(folder, "state.json", formatted("%.*s\"crc32c\": %u\n}\n", (int)(seal - changed), changed, crc));
 }
 
-// A copy of `from`, a checkpoint, with `find` in its config.json replaced, and the first `share` of its weights.
+// Copies the checkpoint `from` to WORK/NAME, with `find` in its config.json replaced, and the first `share` of its
+// weights.
 inline void make_model(const char* work, const char* name, const char* from, const char* find, const char* replace,
                        double share) {
     int64_t bytes;
@@ -378,7 +401,7 @@ inline void make_model(const char* work, const char* name, const char* from, con
     if (share > 0) write_bytes(folder, "model.safetensors", weights, (size_t)((double)bytes * share));
 }
 
-// WORK/bad: a copy of a checkpoint in bf16 whose last weight is the largest bf16.
+// Copies a checkpoint in bf16 to WORK/bad, and makes its last weight the largest bf16.
 inline void make_overflowing_model(const char* work, const char* from) {
     int64_t bytes;
     make_model(work, "bad", from, "gelu_new", "gelu_new", 1);
@@ -387,7 +410,7 @@ inline void make_overflowing_model(const char* work, const char* from) {
     write_bytes(work, "bad/model.safetensors", weights, (size_t)bytes);
 }
 
-// One sentence on stderr and exit code 2.
+// Expects that a child ended with exit code 2 and one sentence on stderr, which holds both needles.
 inline void expect_error(Test* test, const Child* child, const char* what, const char* needle, const char* needle2) {
     const char* error = ERR(*child);
     const char* end = strchr(error, '\n');
@@ -397,7 +420,7 @@ inline void expect_error(Test* test, const Child* child, const char* what, const
            needle, needle2, error);
 }
 
-// Runs ./train to the end, expecting that.
+// Runs ./train to the end and expects that.
 #define refused(what, needle, needle2, ...)                \
     do {                                                   \
         run_train(child, __VA_ARGS__);                     \

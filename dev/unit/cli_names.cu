@@ -12,9 +12,7 @@ static const char* shell_in(const char* folder, int* code, const char* line) {
 
 // Runs ./train in a folder to the end and expects success; returns what it said.
 static const char* train_in(Test* test, const char* folder, const char* words) {
-    Child child = new_child(false, folder);
-    start(&child, "%s", words);
-    finish(&child);
+    run_in(child, folder, "%s", words);
     expect(child.code == 0, "%s: exit code %d: %s", words, child.code, ERR(child));
     return strdup(OUT(child));
 }
@@ -55,9 +53,7 @@ FOLDER_TEST(cli_model_names) {
     const char* mine = train_in(test, work, "--data text.txt --batch 2 --model mine --dry-run");
     expect(strstr(mine, "1 layers, 64 channels"), "%s", mine);
     move_folder(work, "mine", "d6");
-    Child bare = new_child(false, work);
-    start(&bare, "--sample a --model d6 --device cpu");
-    finish(&bare);
+    run_in(bare, work, "--sample a --model d6 --device cpu");
     expect_error(test, &bare, "--sample with a built-in shape", "d6 is a built-in shape", "type --model ./d6");
     train_in(test, work, "--sample a --model ./d6 --device cpu --sample-tokens 4");
 }
@@ -162,10 +158,8 @@ FOLDER_TEST(cli_first_eta) {
 TEST(cli_shell_words) {
     for (const char* text : {"plain/a-b_c.d", "", "two words", "it's", "'", "\"$HOME\" `id` \\ *?[x]", "a\nb", "~/x",
                              "é", "#x", "a;b&c|d>e<f(g)", "{a,b}", "!x", "-x"}) {
-        char line[512];
         int code;
-        snprintf(line, sizeof(line), "printf '%%s' %s", shell_word(text));
-        const char* said = shell_in("/", &code, line);
+        const char* said = shell_in("/", &code, formatted("printf '%%s' %s", shell_word(text)));
         expect(code == 0 && strcmp(said, text) == 0, "'%s' as %s: '%s'", text, shell_word(text), said);
     }
 }
@@ -186,9 +180,8 @@ static int paste_next(Test* test, const char* folder, const char* run, const cha
     const char* next = strstr(out, "\nnext     ");
     expect(next, "nothing comes next: %s", out);
     for (const char* line = next ? next + 10 : nullptr; line; count++) {
-        char command[2 * PATH_MAX];
-        const bool resumes = strstr(line, " --resume ") != nullptr;  // for ever
-        snprintf(command, sizeof(command), "%s%.*s", resumes ? until_a_step(run) : "", (int)strcspn(line, "\n"), line);
+        const char* until = strstr(line, " --resume ") ? until_a_step(run) : "";  // it would run for ever
+        const char* command = formatted("%s%.*s", until, (int)strcspn(line, "\n"), line);
         const char* said = shell_in(folder, &code, command);
         expect(code == 0, "%s: exit code %d: %s", command, code, said);
         line = strchr(line, '\n');
@@ -199,27 +192,25 @@ static int paste_next(Test* test, const char* folder, const char* run, const cha
 
 // The program, the run and the place are all called so that a shell would take them apart.
 FOLDER_TEST(cli_printed_commands) {
-    char line[4 * PATH_MAX];
     int code;
-    snprintf(line, sizeof(line),
-             "mkdir -p 'it'\\''s home/.venv/bin' 'it'\\''s home/dev' 'a place' && cd 'it'\\''s home' && "
-             "{ ln %s/train train 2>/dev/null || cp %s/train train; } && echo >dev/plot.py && "
-             "printf '#!/bin/sh\\ntest -f \"$1\" -a -d \"$2\"' >.venv/bin/python && chmod +x .venv/bin/python",
-             test_folder(), test_folder());
+    const char* line = formatted(
+        "mkdir -p 'it'\\''s home/.venv/bin' 'it'\\''s home/dev' 'a place' && cd 'it'\\''s home' && "
+        "{ ln %s/train train 2>/dev/null || cp %s/train train; } && echo >dev/plot.py && "
+        "printf '#!/bin/sh\\ntest -f \"$1\" -a -d \"$2\"' >.venv/bin/python && chmod +x .venv/bin/python",
+        test_folder(), test_folder());
     shell_in(work, &code, line);
     expect(code == 0, "%s", line);
     for (const char* place : {"it's home", "a place"}) {
         const bool inside = strcmp(place, "it's home") == 0;
         const char* program = inside ? "./train" : "\"../it's home/train\"";
         const char* folder = joined(work, place);
-        snprintf(line, sizeof(line), "%s " SHAPE " " QUICK " --device cpu --data ../text.txt --run 'my $run' --steps 2",
-                 program);
+        line = formatted("%s " TINY " --data ../text.txt --run 'my $run' --steps 2", program);
         const char* out = shell_in(folder, &code, line);
         expect(code == 0 && paste_next(test, folder, "my $run", out) == 2, "%s: %s", line, out);
         if (inside) continue;
-        snprintf(line, sizeof(line),
-                 "rm -r \"../it's home/.venv\"; %s%s " TINY " --data ../text.txt --run \"it's\" --steps 100000000",
-                 until_a_step("it's"), program);
+        line =
+            formatted("rm -r \"../it's home/.venv\"; %s%s " TINY " --data ../text.txt --run \"it's\" --steps 100000000",
+                      until_a_step("it's"), program);
         out = shell_in(folder, &code, line);
         expect(code == 0 && strstr(out, " --resume ") && paste_next(test, folder, "it's", out) == 1, "%s: %s", line,
                out);
@@ -250,9 +241,7 @@ FOLDER_TEST(cli_folder_after_refusal) {
     make_folder(work, "run"), make_folder(work, "tokens");
     const char *path = joined(work, "run/log.txt"), *victim = joined(work, "victim");
     if (symlink(victim, path) != 0) abort();
-    Child child = new_child(false, work);
-    start(&child, TINY " --data text.txt --run run --steps 1");
-    finish(&child);
+    run_in(child, work, TINY " --data text.txt --run run --steps 1");
     expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
     expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
     train_in(test, work, TINY " --data text.txt --run run --steps 1");
@@ -280,21 +269,19 @@ TEST(cli_completion) {
     run_well(script, "--completion bash");
     write_text(work, "script", OUT(script)), write_text(work, "a.txt", "");
     for (const auto& [words, offered] : cases) {
-        char line[1024];
         int code;
-        snprintf(line, sizeof(line),
-                 ". ./script; COMP_WORDS=(nibble %s); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _nibble\n"
-                 "echo -n \"${COMPREPLY[*]}\"\n",
-                 words);
+        const char* line = formatted(
+            ". ./script; COMP_WORDS=(nibble %s); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _nibble\n"
+            "echo -n \"${COMPREPLY[*]}\"\n",
+            words);
         write_text(work, "ask", line);
         const char* said = shell_in(work, &code, "bash ask");
         expect(code == 0 && strcmp(said, offered) == 0, "%s: '%s', want '%s'", words, said, offered);
     }
     run_well(zsh, "--completion zsh");
     for (int i = 0; i < option_table()->count; i++) {
-        char name[80];
-        snprintf(name, sizeof(name), "    '--%s[", option_table()->option[i].name);
-        expect(strstr(OUT(zsh), name), "zsh does not know%s", name);
+        const char* name = option_table()->option[i].name;
+        expect(strstr(OUT(zsh), formatted("    '--%s[", name)), "zsh does not know --%s", name);
     }
     write_text(work, "_nibble", OUT(zsh));
     int code;
@@ -304,13 +291,11 @@ TEST(cli_completion) {
 
 // The first line of log.jsonl says which program this is and how it was started; its numbers are numbers.
 FOLDER_TEST(cli_first_line) {
-    char error[DATA_ERROR_BYTES];
     run_well(version, "--version");
     train_in(test, work, TINY " --data text.txt --run run --steps 1 --prompt a\"b --lr 0.00025");
     const char* path = joined(work, "run");
-    int64_t bytes;
-    char* log = contents(path, "log.jsonl", &bytes);
-    Json* first = log ? json_parse(log, (int64_t)strcspn(log, "\n"), "log.jsonl", error) : nullptr;
+    const char* log = contents(path, "log.jsonl");
+    const Json* first = log ? json_parse(log, (int64_t)strcspn(log, "\n"), "log.jsonl", error) : nullptr;
     const Json* options = json_get(first, "options");
     expect(first && strcmp(json_string(first, "type", ""), "config") == 0, "the first line is no config");
     for (const char* name : {"version", "commit", "build", "started", "host", "device", "command"})

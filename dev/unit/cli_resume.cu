@@ -1,31 +1,27 @@
 // Tests of the command line: a run that stops, is stopped, resumed, converted or damaged (cli.h says how they run it).
 #include "cli.h"
 
-// The steps that the newest checkpoint says were skipped; -1: it does not say.
+// Returns how many steps the newest checkpoint says were skipped, -1 if it does not say.
 static long long skipped_steps(const char* run) {
     char folder[PATH_MAX];
-    Json* state = checkpoint_newest(run, folder, sizeof(folder));
+    Json* state = checkpoint_newest(run, false, folder, sizeof(folder));
     return state ? json_int(state, "skipped", -1) : -1;
 }
 
-// The losses and counts of all training lines from one on: every step was skipped.
+// Expects that by all training lines every step was skipped.
 static void expect_skipped_steps(Test* test, const char* run, int steps) {
     static Losses losses;
     read_losses(test, run, &losses);
     expect(losses.lines == steps && losses.last == steps, "%d lines up to step %d", losses.lines, losses.last);
     for (int step = 1; step <= steps; step++) {
-        char want[64];
-        snprintf(want, sizeof(want), "\"skipped\": %d, \"nonfinite\": true", step);
-        int64_t bytes;
-        char* log = contents(run, "log.jsonl", &bytes);
+        const char *want = formatted("\"skipped\": %d, \"nonfinite\": true", step), *log = contents(run, "log.jsonl");
         expect(strcmp(losses.text[step], "null") == 0, "step %d: loss %s", step, losses.text[step]);
         expect(log && strstr(log, want), "step %d: no %s", step, want);
     }
 }
 
-// A model whose last weight is the largest bf16: every step has an infinite gradient. A few steps are skipped and
-// change nothing, the end of the run says so and fails, the count lives on in the checkpoint, and ten in a row end the
-// run.
+// If a model's last weight is the largest bf16, every step has an infinite gradient. A few steps are skipped and change
+// nothing, the end of the run says so and fails, the count lives on in the checkpoint, and ten in a row end the run.
 FOLDER_TEST(cli_nonfinite) {
     train_well(BRIEF "/used --steps 1", work, work);
     const char *from = joined(work, "used/step_00000001"), *bad = joined(work, "bad");
@@ -55,8 +51,8 @@ FOLDER_TEST(cli_nonfinite) {
 
 // Resume.
 
-// One run to the end; the same in two halves with another number of steps; the same after its later checkpoints are
-// gone, as after a crash.
+// Compares a run to the end with the same run in two halves, the first of which had another number of steps, and again
+// after its later checkpoint is gone, as after a crash.
 static void check_resume(Test* test, const char* options, bool gpu) {
     const char *work = work_folder(), *whole = joined(work, "whole"), *halves = joined(work, "halves");
     const char* device = gpu ? "gpu" : "cpu";
@@ -72,7 +68,7 @@ static void check_resume(Test* test, const char* options, bool gpu) {
     expect(strstr(OUT(child[2]), "step_00000006, step 6"), "the checkpoint is not named");
     expect(ERR(child[2])[0] == 0, "stderr: %s", ERR(child[2]));
     expect_equal_runs(test, whole, halves, 12);
-    // A crash: back to step 6, by the run folder's name alone.
+    // After a crash it goes back to step 6, by the run folder's name alone.
     remove_tree(checkpoint_of(halves, 12));
     train_as(&child[3], "--resume %s --steps 12 --device %s", halves, device);
     // A run that is over has nothing left to do.
@@ -186,8 +182,9 @@ FOLDER_TEST(cli_resume_versions) {
             "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
 }
 
-// Overrides of a preset: a run goes on with those that it began with, none among them, with its preset and formats;
-// another preset brings its own unless they were the user's, other formats none. Resumed again, it stays so.
+// A run goes on with the overrides that it began with, or without any, as long as it keeps its preset and formats.
+// Another preset brings its own overrides unless they were the user's, other formats bring none. Resumed again, it
+// stays so.
 FOLDER_TEST(cli_resume_overrides) {
     const char *run = joined(work, "run"), *other = joined(work, "other");
     const char* const rows[][4] = {
@@ -224,8 +221,7 @@ FOLDER_TEST(cli_resume_overrides) {
         expect(!strstr(OUT(child), lacks), "%s, %s: '%s' in %s", begun, resumed, lacks, OUT(child));
         const char* at = strstr(OUT(child), "\n override ");
         const int length = at ? (int)strcspn(at + 1, "\n") + 2 : 0;
-        char shown[256] = "";
-        snprintf(shown, sizeof(shown), "%.*s", length, at ? at : "");
+        const char* shown = formatted("%.*s", length, at ? at : "");
         run_well(again, "--resume %s --steps 6 --device cpu", other);
         expect(strstr(OUT(again), shown) && !strstr(OUT(again), "--override"), "%s, %s: again %s", begun, resumed,
                OUT(again));
@@ -235,8 +231,8 @@ FOLDER_TEST(cli_resume_overrides) {
     }
 }
 
-// As many arrays as there can be: a launch for each of six combinations, three moments and weights of three arrays
-// each.
+// A run may have as many arrays as there can be: a launch for each of six combinations, and three moments and weights
+// of three arrays each.
 FOLDER_TEST(cli_resume_most_arrays) {
     const char* options =
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
@@ -256,15 +252,14 @@ static void check_rate_stays(Test* test, const char* run, const char* work) {
     const char* other = joined(work, "other");
     train_well("--resume %s --run %s --steps 6 --device cpu --rule lion", run, other);
     run_well(child, "--resume %s --steps 8 --device cpu", other);
-    int64_t bytes;
-    char* options = contents(other, "config.json", &bytes);
+    const char* options = contents(other, "config.json");
     expect(options && strstr(options, "\"lr\": \"0.000600"), "config.json: %s", options);
     expect(!strstr(OUT(child), " --lr "), "%s", OUT(child));
     remove_tree(other);
 }
 
-// Other rules: without v, with a slow average, and one that cannot go on. A learning rate that was not typed is the new
-// rule's.
+// A run goes on by other rules, one without v and one with a slow average, and not by one that needs what is not there.
+// A learning rate that was not typed is the new rule's.
 FOLDER_TEST(cli_resume_rules) {
     const char* run = joined(work, "run");
     train_well(BRIEF " --steps 4 --override ln*:m=bf16", work, run);
@@ -293,14 +288,14 @@ FOLDER_TEST(cli_resume_rules) {
 
 #define LONG SHAPE " " QUICK " --steps 1500 --keep 1000 --data %s/text.txt"
 
-// The folder of an uninterrupted run of LONG.
+// Makes an uninterrupted run of LONG. Returns its folder.
 static const char* long_run(Test* test, const char* work, const char* options) {
     const char* run = joined(work, "whole");
     train_well(LONG " --run %s %s", work, run, options);
     return run;
 }
 
-// Such a run that has come to step 40.
+// Starts such a run, and waits until it has come to step 40.
 static Child start_long(Test* test, const char* work, const char* run) {
     Child child = new_child();
     start(&child, LONG " --run %s --save-every 0", work, run);
@@ -323,7 +318,7 @@ FOLDER_TEST(cli_signals) {
         train_well("--run %s --resume auto --device cpu", run);
         expect_equal_runs(test, whole, run, 1500);
     }
-    // SIGUSR1, and a file called save in the run folder: both save and go on.
+    // After SIGUSR1, and with a file called save in the run folder, a run saves and goes on.
     run = joined(work, "saves");
     Child child = start_long(test, work, run);
     kill(child.pid, SIGUSR1);
@@ -331,14 +326,12 @@ FOLDER_TEST(cli_signals) {
     write_text(run, "save", "");
     finish(&child);
     expect_code(child, 0);
-    int64_t newest;
-    expect(checkpoints(run, &newest) == 3 && newest == 1500, "%d checkpoints, newest %lld", checkpoints(run, &newest),
-           (long long)newest);
+    expect_checkpoints(test, run, 3, 1500);
     expect(!exists(run, "save"), "the request is still there");
     expect_equal_runs(test, whole, run, 1500);
 }
 
-// kill -9 at moments that differ from one test run to the next; NIBBLE_TEST_SEED repeats one.
+// A run survives kill -9, at moments that differ from one test run to the next; NIBBLE_TEST_SEED repeats one.
 FOLDER_TEST(cli_kill) {
     const char* given = getenv("NIBBLE_TEST_SEED");
     uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
@@ -398,7 +391,7 @@ TEST(cli_damaged_checkpoint) {
         expect(strstr(OUT(child), "step_00000008, step 8"), "the checkpoint before is not used");
         expect_equal_runs(test, whole, run, 12);
     }
-    // Half written: the folder still has its temporary name.
+    // A checkpoint is half written: the folder still has its temporary name.
     const char* temporary = formatted("%s.tmp", newest);
     damage(newest, "model.safetensors", TRUNCATE);
     if (rename(newest, temporary) != 0) abort();
@@ -420,7 +413,7 @@ TEST(cli_damaged_checkpoint) {
     expect(child.code == 2 && strstr(ERR(child), "damaged checkpoint"), "exit code %d: %s", child.code, ERR(child));
 }
 
-// Refused: files that a run would overwrite, and a folder in which another process is at work.
+// A run refuses a folder whose files it would overwrite, or in which another process is at work.
 FOLDER_TEST(cli_run_folders) {
     const char* run = joined(work, "run");
     const char* copied = joined(work, "copied");
@@ -432,8 +425,7 @@ FOLDER_TEST(cli_run_folders) {
     train_well("--resume %s --device cpu --run %s/new", copied, work);
     Child there = new_child(false, checkpoint_of(run, 4));
     train_as(&there, "--resume . --device cpu --steps 6");
-    int64_t newest;
-    expect(checkpoints(run, &newest) == 2 && newest == 6, "newest %lld", (long long)newest);
+    expect_checkpoints(test, run, 2, 6);
     run = joined(work, "held");
     Child child = start_long(test, work, run);
     kill(child.pid, SIGSTOP);  // still there, however long the other one waits
@@ -443,7 +435,7 @@ FOLDER_TEST(cli_run_folders) {
     expect_code(child, 0);
 }
 
-// A data file that is cut short while it is mapped: one sentence, where a process would die without a word.
+// A data file that is cut short while it is read ends a run with one sentence and a checkpoint.
 FOLDER_TEST(cli_data_is_cut) {
     const char *run = joined(work, "run"), *text = joined(work, "text.txt");
     Child child = start_long(test, work, run);
@@ -455,7 +447,7 @@ FOLDER_TEST(cli_data_is_cut) {
     expect(checkpoints(run, &newest) == 1 && newest >= 40, "what was there is not saved: %lld", (long long)newest);
 }
 
-// A job script's command, typed again: --model names the folder that the run began with.
+// A job script's command may be typed again: --model names the folder that the run began with.
 FOLDER_TEST(cli_resume_model_folder) {
     train_well(BRIEF "/first --steps 2", work, work);
     for (const char* model : {"first/step_00000002", "first/", "first"}) {
@@ -475,9 +467,7 @@ FOLDER_TEST(cli_resume_auto) {
     train_well(SHAPE " --device cpu --batch 1 --data %s/text.txt --run %s/whole --steps 60", work, work);
     int samples[2];
     for (int i = 0; i < 2; i++) {
-        char error[DATA_ERROR_BYTES];
-        int64_t bytes;
-        char* text = file_read(formatted("%s/%s/log.txt", work, i ? "whole" : "run"), &bytes, error);
+        const char* text = contents(joined(work, i ? "whole" : "run"), "log.txt");
         samples[i] = 0;
         for (const char* at = text; at && (at = strstr(at, "\nsample ")); at++) samples[i]++;
     }
@@ -486,7 +476,6 @@ FOLDER_TEST(cli_resume_auto) {
 
 // The refusal of a full disk uses MiB or GiB, and advises only what makes the checkpoints smaller.
 TEST(cli_room) {
-    char error[DATA_ERROR_BYTES] = "";
     const char* work = work_folder();
     const int64_t huge = (int64_t)1 << 55;
     expect(!checkpoint_room(work, huge, 3, 2, true, error) && strstr(error, "for 3 checkpoints; free some") &&
@@ -509,7 +498,6 @@ FOLDER_TEST(cli_save_weights) {
 }
 
 FOLDER_TEST(cli_keep) {
-    int64_t newest;
     for (int keep : {1, 3}) {
         const char* run = formatted("%s/keep_%d", work, keep);
         // Names that are nearly those of checkpoints are the user's own: they are neither counted nor removed.
@@ -517,8 +505,7 @@ FOLDER_TEST(cli_keep) {
         mkdir(run, 0755);
         for (const char* name : own) write_text(run, name, "mine");
         train_well(BRIEF " --steps 11 --save-every 2 --keep %d", work, run, keep);
-        expect(checkpoints(run, &newest) == keep && newest == 11, "--keep %d keeps %d, newest %lld", keep,
-               checkpoints(run, &newest), (long long)newest);
+        expect_checkpoints(test, run, keep, 11);
         for (const char* name : own) expect(exists(run, name), "%s was removed", name);
     }
 }

@@ -5,63 +5,33 @@
 #include "../../data/tokenizer.h"
 #include "cli.h"
 
-// Appends the UTF-8 of a character.
-static char* put_character(char* to, uint32_t point) {
-    if (point < 0x80) {
-        *to++ = (char)point;
-    } else if (point < 0x800) {
-        *to++ = (char)(0xC0 | point >> 6);
-    } else if (point < 0x10000) {
-        *to++ = (char)(0xE0 | point >> 12);
-        *to++ = (char)(0x80 | (point >> 6 & 63));
-    } else {
-        *to++ = (char)(0xF0 | point >> 18);
-        *to++ = (char)(0x80 | (point >> 12 & 63));
-        *to++ = (char)(0x80 | (point >> 6 & 63));
-    }
-    if (point >= 0x80) *to++ = (char)(0x80 | (point & 63));
-    return to;
-}
-
-// The vocabulary of dev/reference/make_words.py: bytes, and pairs of a probe and a byte above 127 in both orders. The
-// files spell a byte as the printable character that stands for it.
+// Writes the vocabulary of dev/reference/make_words.py: bytes, and pairs of a probe and a byte above 127 in both
+// orders.
 static void put_word_vocabulary(const char* folder) {
     static const unsigned char probes[] = "a1. \n";
-    static char vocabulary[1 << 16], merges[1 << 16];
     char name[256][8];
-    uint32_t other = 256;
-    for (int byte = 0; byte < 256; byte++) {
-        bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte != 0xAD);
-        *put_character(name[byte], printable ? (uint32_t)byte : other++) = 0;
-    }
-    int at = 0, merge = 0, token = 0;
-    for (; token < 256; token++) {
-        const char* quoted = token == '"' || token == '\\' ? "\\" : "";
-        at += sprintf(vocabulary + at, "%c\"%s%s\": %d", token ? ',' : '{', quoted, name[token], token);
-    }
-    for (int i = 0; i < 5 * 128 * 2; i++, token++) {
+    name_bytes(name);
+    FILE *vocabulary = fopen(joined(folder, "vocab.json"), "w"), *merges = fopen(joined(folder, "merges.txt"), "w");
+    print_bytes(vocabulary);
+    for (int i = 0; i < 5 * 128 * 2; i++) {
         const char *probe = name[probes[i / 256]], *high = name[128 + i % 256 / 2];
         const char *left = i % 2 ? high : probe, *right = i % 2 ? probe : high;
-        at += sprintf(vocabulary + at, ",\"%s%s\": %d", left, right, token);
-        merge += sprintf(merges + merge, "%s %s\n", left, right);
+        fprintf(vocabulary, ", \"%s%s\": %d", left, right, 256 + i);
+        fprintf(merges, "%s %s\n", left, right);
     }
-    strcat(vocabulary, "}");
-    put_text(joined(folder, "vocab.json"), vocabulary);
-    put_text(joined(folder, "merges.txt"), merges);
+    fputc('}', vocabulary);
+    fclose(vocabulary), fclose(merges);
 }
 
-// The text of one line of dev/reference/words.txt; returns its bytes.
+// Writes the text of one line of dev/reference/words.txt. Returns how many bytes it has.
 static int64_t word_text(uint32_t first, uint32_t count, char* text) {
     char* to = text;
     for (const char* context : {"a@a", "1@1", ".@.", " @ a", "@@ .", "  @1", "x'@s", "\xC3\xA9@", "@  ", ".\n@\n"}) {
         for (uint32_t point = first; point < first + count; point++) {
             if (point >= 0xD800 && point < 0xE000) continue;
             for (const char* c = context; *c; c++) {
-                if (*c == '@') {
-                    to = put_character(to, point);
-                } else {
-                    *to++ = *c;
-                }
+                if (*c == '@') to = put_character(to, point);
+                if (*c != '@') *to++ = *c;
             }
             *to++ = '\n';
         }
@@ -69,7 +39,7 @@ static int64_t word_text(uint32_t first, uint32_t count, char* text) {
     return to - text;
 }
 
-// tiktoken's tokens are hashed in dev/reference/words.txt.
+// Our tokens are tiktoken's, whose hashes are in dev/reference/words.txt.
 DATA_TEST(corpus_every_character) {
     enum { BLOCK = 4096, BYTES = BLOCK * 10 * 12 };
     put_word_vocabulary(folder);
@@ -94,7 +64,7 @@ static bool opens(const char* path, DataFormat format, DatasetPart part, int T, 
     return dataset_open(&data, path, format, part, 0.1, T, error);
 }
 
-// 4000 bytes: the signature, then numbers that no text has, or text.
+// Writes 4000 bytes: numbers that no text has if `binary`, else text, with the signature at byte `at`.
 static void put_signed(const char* path, int at, const char* signature, int length, bool binary) {
     static unsigned char bytes[4000];
     uint64_t state = 5;
@@ -210,7 +180,7 @@ DATA_TEST(corpus_text_or_not) {
     expect_refused(opens(path, DATA_SHARDS, DATASET_WHOLE, 1, error), error, "leave --data-format shards out");
 }
 
-// A folder as nanoGPT's data/*/prepare.py leaves it.
+// A folder is read as nanoGPT's data/*/prepare.py leaves it.
 DATA_TEST(corpus_nanogpt) {
     // Python 3.11: pickle.dumps({"vocab_size": N, "itos": {0: "a"}}, protocol), N = 65, 300 and 40000.
     static const struct {
@@ -313,7 +283,7 @@ static uint32_t fingerprint(Test* test, const char* path, DatasetPart part, Data
     return data.crc;
 }
 
-// The fingerprint is that of the tokens: not of names or times, and of each part of a file alone.
+// A fingerprint depends on the tokens alone, not on names or times, and each part of a file has its own.
 TEST(corpus_fingerprint) {
     char text[20000];
     const char* folder = new_folder();
@@ -389,7 +359,7 @@ TEST(corpus_data_changed_cli) {
     }
 }
 
-// The option, the banner and the notice through the command line.
+// The command line takes the option, and shows the banner and the notice.
 FOLDER_TEST(corpus_cli) {
     uint16_t tokens[3000];
     for (int i = 0; i < 3000; i++) tokens[i] = (uint16_t)(i % 61);

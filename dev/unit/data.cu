@@ -43,9 +43,8 @@ DATA_TEST(data_files) {
     expect(access(joined(folder, "b/c"), F_OK) != 0, "still there");
     expect(folder_sync(folder, error), "%s", error);
     const char* const parents[][2] = {{"a/b/c", "a/b"}, {"/a/b", "/a"}, {"/a", "/"}, {"a", "."}};
-    char parent[64];
     for (const auto& row : parents)
-        expect(strcmp(folder_parent(row[0], parent, sizeof(parent)), row[1]) == 0, "%s of %s", parent, row[0]);
+        expect(strcmp(path_parent(row[0]), row[1]) == 0, "%s of %s", path_parent(row[0]), row[0]);
     expect_refused(folder_make(path, error), error, "there is a file of that name");
     expect_refused(folder_make(joined(folder, "a/b"), error), error, "there is a file of that name");
     expect_refused(folder_make("", error), error, "without a name");
@@ -188,7 +187,8 @@ TEST(data_json_malformed) {
     expect_refused(parse_text("{\n  \"a\": 1,\n  b\n}", error), error, "line 3, column 3");
 }
 
-// Linear time: 200,000 members, two strings each, would take minutes if a member's cost grew with their number.
+// Parsing takes linear time: 200,000 members, two strings each, would take minutes if a member's cost grew with their
+// number.
 TEST(data_json_large) {
     const char* text = printed([](FILE* file) {
         for (int i = 0; i < 200000; i++) fprintf(file, "%c\"\\u0120key%d\":[\"v%d\",%d]", i ? ',' : '{', i, i, i);
@@ -261,7 +261,7 @@ DATA_TEST(data_safetensors_round_trip) {
         expect(!safetensors_find(&file, "none"), "a tensor that is not there");
         safetensors_close(&file);
     }
-    // Larger than the writer's buffer, in pieces below and above its size.
+    // A file larger than the writer's buffer is written in pieces below and above its size.
     const int64_t large = 11 << 20;
     SafetensorsEntry entry = {"x", "U8", {large}, 1};
     unsigned char* data = (unsigned char*)malloc((size_t)large);
@@ -296,7 +296,7 @@ DATA_TEST(data_safetensors_truncated) {
         expect(!fine && strstr(error, cut) && strstr(error, "truncated"), "%lld bytes: %s", (long long)length, error);
     }
     expect(refused == bytes, "%lld of %lld", (long long)refused, (long long)bytes);
-    // And a byte too many.
+    // A byte too many is refused as well.
     char* longer = (char*)calloc(1, (size_t)bytes + 1);
     memcpy(longer, text, (size_t)bytes);
     put(cut, longer, bytes + 1);
@@ -304,7 +304,7 @@ DATA_TEST(data_safetensors_truncated) {
     expect_refused(safetensors_open(&opened, cut, error), error, "corrupted");
 }
 
-// Random damage to the header: the file is refused with a sentence, or opens with every tensor inside the file.
+// After random damage to its header a file is refused with a sentence, or opens with every tensor inside it.
 DATA_TEST(data_safetensors_fuzz) {
     const char* path = joined(folder, "x");
     uint32_t crc = 0;

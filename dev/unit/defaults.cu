@@ -6,7 +6,7 @@ static const char* const unsigned_format =
     "struct Unit8 : FormatDefaults {\n"
     "    typedef uint8_t Code;\n"
     "    static constexpr const char* DTYPE = \"U8\";\n"
-    "    %s\n"
+    "    MEMBER\n"
     "    static OPTIM_INLINE float decode(uint8_t code) { return exact_mul((float)code, 1.0f / 255.0f); }\n"
     "    static OPTIM_INLINE uint8_t encode(float x) { return (uint8_t)exact_min(x * 255.0f + 0.5f, 255.0f); }\n"
     "};\n"
@@ -15,7 +15,6 @@ static const char* const unsigned_format =
 // An elementwise format without a sign serves v and is refused for m, in --m and in --override.
 CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
     const char* folder = new_folder();
-    char text[1024];
     const char* const rows[][6] = {
         {"a.cuh", "static constexpr bool SIGNED = false;", "fp32", "unit8", "", nullptr},
         {"b.cuh", "static constexpr bool SIGNED = false;", "unit8", "fp32", "", "holds no negative numbers"},
@@ -23,8 +22,7 @@ CACHE_TEST(JIT_TEST, defaults_unsigned_elementwise_is_not_for_m) {
         {"d.cuh", "", "unit8", "unit8", "", nullptr},
     };
     for (const auto& [name, member, m, v, overrides, holds] : rows) {
-        snprintf(text, sizeof(text), unsigned_format, member);
-        put_text(joined(folder, name), text);
+        put_text(joined(folder, name), replaced(unsigned_format, "MEMBER", member));
         OptimConfig config = {"", "", "fp32", "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
         config.overrides = overrides;
         config.formats = joined(folder, name);

@@ -1,5 +1,5 @@
-// Strangers can do this to a run over the network (rendezvous.h, launch.h of kernels/ranks): nothing that shows in its
-// exit code, its time or its terminal, as long as they do not know its secret.
+// Tests of what strangers can do to a run over the network (rendezvous.h, launch.h of kernels/ranks): nothing that
+// shows in its exit code, its time or its terminal, as long as they do not know its secret.
 #include "../../kernels/ranks/rendezvous.h"
 #include "../../data/text.h"
 #include "apart.h"
@@ -16,7 +16,7 @@ static Launch door_launch(int rank, int world, int port, const char* secret, con
     return launch;
 }
 
-// A rank in a process of its own.
+// This is a rank in a process of its own.
 struct Rank : Ended {
     Apart child;
     double took;
@@ -247,7 +247,7 @@ TEST(doors_secret_is_needed) {
     }
 }
 
-// A rank and a rank 0 with different secrets: both say so, and fail.
+// If a rank and rank 0 have different secrets, both say so and fail.
 TEST(doors_different_secrets) {
     static Rank rank[2];
     rank_begin(&rank[0], door_launch(0, 2, own_port(6), "one"), 2);
@@ -261,7 +261,7 @@ TEST(doors_different_secrets) {
     expect(strstr(rank[1].text, "error: rank 1 has met nobody at "), "%s", rank[1].text);
 }
 
-// A false rank 0 answers: its challenge is right, its welcome, which has no final NUL and no proof, is not.
+// A false rank 0 answers. Its challenge is right, but its welcome has no final NUL and no proof.
 TEST(doors_false_rank_0) {
     static Rank rank;
     Launch launch = door_launch(0, 2, own_port(7), ""), victim = door_launch(1, 2, own_port(7), "secret");
@@ -294,7 +294,7 @@ TEST(doors_false_rank_0) {
     expect_calm(test, "false rank 0", &rank, 3);
 }
 
-// Greetings from those who know the secret but cannot be part of this run.
+// Some who know the secret cannot be part of this run; their greetings are refused.
 TEST(doors_greetings_that_do_not_fit) {
     const std::tuple<const char*, int, int, int, int, uint32_t, const char*> cases[] = {
         {"another world", 1, 3, TALK, 2, RENDEZVOUS_VERSION, "train: error: rank 1 of 3 came from ?[2Jhh"},
@@ -371,7 +371,7 @@ TEST(doors_messages_of_a_rank) {
     }
 }
 
-// From the command line: without a secret a run of a launcher works, and rank 0 says once who could join; with one it
+// On the command line a launcher's run works without a secret, and rank 0 says once who could join; with a secret it
 // says nothing.
 TEST(doors_warning) {
     static const Variable plain[] = {{"RANK", "rank"},
@@ -398,7 +398,7 @@ TEST(doors_warning) {
     }
 }
 
-// A checkpoint that names a file of --format, with the checksum that it then has.
+// Makes a checkpoint name a file of --format, and writes the checksum that it then has.
 static void name_format(const char* folder, const char* format) {
     const char* at = strstr(contents(folder, "state.json"), "\"format\": \"") + strlen("\"format\": \"");
     rewrite_state(folder, formatted("\"format\": \"%.*s\"", (int)strcspn(at, "\""), at),
@@ -437,9 +437,7 @@ FOLDER_TEST(doors_format_of_a_checkpoint) {
         const char *format = replaced(its, "WORK", work), *typed = replaced(options, "WORK", work);
         name_format(folder, format);
         if (owner) expect(chown(state, 65534, 65534) == 0, "%s", strerror(errno));
-        Child child = new_child(false, work);
-        start(&child, "--resume %s --steps 2 --device cpu %s", run, typed);
-        finish(&child);
+        run_in(child, work, "--resume %s --steps 2 --device cpu %s", run, typed);
         const char* needle = owner ? "the checkpoint belongs to another user" : says;
         expect(child.code == 2 && strstr(ERR(child), needle), "%s %s: %d, %s", format, typed, child.code, ERR(child));
         const bool notes = needle == cpu && !*options;

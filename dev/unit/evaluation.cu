@@ -6,7 +6,7 @@
 
 namespace {
 
-// An evaluation file in memory; numbers as data/README.md lists them.
+// This is an evaluation file in memory; data/README.md lists its numbers.
 struct File {
     uint32_t header[16];
     unsigned char bytes[4096];
@@ -18,7 +18,7 @@ void put(File* file, const void* bytes, int count) {
     file->used += count;
 }
 
-// The checksum of the 256 bytes as tokens.
+// Returns the checksum of a tokenizer whose tokens are the 256 bytes.
 uint32_t bytes_fingerprint() {
     uint32_t crc = 0;
     for (int i = 0; i < 256; i++) {
@@ -29,7 +29,8 @@ uint32_t bytes_fingerprint() {
     return crc;
 }
 
-// Examples of `choices` rows each (0 ends the list); row r has 2 + r % 3 tokens of context and 1 + r % 4 after it.
+// Makes examples of `choices` rows each (0 ends the list). Row r has 2 + r % 3 tokens of context and 1 + r % 4 after
+// it.
 File file_make(uint32_t kind, const uint32_t (*examples)[2]) {
     File file = {};
     uint32_t rows = 0, tokens = 0, longest = 0, count = 0;
@@ -118,7 +119,7 @@ Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)
     return e;
 }
 
-// Every row once, with its last tokens and the places of its continuation; batches that hold what they may.
+// Batches have every row once, with its last tokens and the places of its continuation, and hold what they may.
 TEST(evaluation_batches) {
     Evaluation e = evaluation_make(test, 0, FOUR);
     for (int T : {3, 4, 64, 100}) {
@@ -154,7 +155,7 @@ TEST(evaluation_batches) {
     }
 }
 
-// Figures by hand. Row r has 3 + r characters and 5 + 2 r bytes.
+// The figures are those computed by hand. Row r has 3 + r characters and 5 + 2 r bytes.
 TEST(evaluation_figures) {
     Evaluation e = evaluation_make(test, 0, FOUR);
     // Choices by sum: 2 (right), 0, the first of equal ones (right), 0 and 0 (wrong).
@@ -213,7 +214,7 @@ TEST(evaluation_sums) {
     }
 }
 
-// Against double; ties: the first of equal logits is the likeliest.
+// Scores are compared with double. Of equal logits the first is the likeliest.
 void score_case(Test* test, double* worst, const Device* dev, int R, int V, int Vp) {
     Room room(dev);
     float *logits = random_floats((int64_t)R * Vp, 5, 6), *want = room.host<float>(R);
@@ -276,7 +277,7 @@ OPERATOR_TEST(evaluation_scores_gpu) {
 
 #define EVALUATED "--layers 2 --channels 64 --heads 1 --seq 16 --device cpu"
 
-// The same scores alone, in a run, on several ranks and with sharded weights, each a file of --eval-out.
+// The scores are the same alone, in a run, on several ranks and with sharded weights; --eval-out writes each.
 FOLDER_TEST(evaluation_command) {
     File file = file_make(0, FOUR), words = file_make(1, WORDS);
     write_sealed(&file, &file, work, "four.eval"), write_sealed(&words, &words, work, "words.eval");
@@ -285,8 +286,7 @@ FOLDER_TEST(evaluation_command) {
                " --batch 2 --val-every 0 --sample-every 0 --data %s/text.txt --run %s --steps 20 --eval "
                "%s/four.eval,%s/words.eval --eval-every 12 --eval-out %s/0.jsonl",
                work, run, work, work, work);
-    int64_t bytes = 0;
-    char* log = contents(run, "log.jsonl", &bytes);
+    const char* log = contents(run, "log.jsonl");
     int lines = 0;
     for (const char* at = log; (at = strstr(at, "\"type\": \"eval\"")) != nullptr; at++) lines++;
     expect(lines == 4 && strstr(log, "\"name\": \"four\", \"examples\": 4, \"acc\": ") && strstr(log, "perplexity"),
@@ -304,8 +304,7 @@ FOLDER_TEST(evaluation_command) {
             refused(to[1], to[1], "name a file that", "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
-    int64_t kept = 0;
-    expect(strcmp(contents(work, "victim", &kept), "kept") == 0, "a link was followed");
+    expect(strcmp(contents(work, "victim"), "kept") == 0, "a link was followed");
     run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
              work);
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
@@ -321,7 +320,8 @@ FOLDER_TEST(evaluation_command) {
             shard, work, work, shard, run, work, work, shard);
     }
     unsetenv("NIBBLE_STAND_IN");
-    expect(contents(work, "0.jsonl", &bytes) && bytes > 100, "no scores");
+    const char* scores = contents(work, "0.jsonl");
+    expect(scores && strlen(scores) > 100, "no scores");
     expect_equal_files(test, work, work, "0.jsonl", "1.jsonl");  // in a run, and alone
     expect_equal_files(test, work, work, "0.jsonl", "2.jsonl");  // on one rank, and on two
     expect_equal_files(test, work, work, "none.jsonl", "weights.jsonl");
@@ -347,10 +347,9 @@ FOLDER_TEST(evaluation_bad_input) {
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
         remove_tree(joined(work, "new"));
     }
-    run_train(name, "--eval nothing --model %s/run --device cpu", work);
-    expect_error(test, &name, "a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing");
-    run_train(none, "--eval four --device cpu%s", "");
-    expect_error(test, &none, "no model", "--model", "");
+    refused("a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing",
+            "--eval nothing --model %s/run --device cpu", work);
+    refused("no model", "--model", "", "--eval four --device cpu%s", "");
 }
 
 }  // namespace

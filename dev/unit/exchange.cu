@@ -7,7 +7,7 @@
 
 constexpr int TILES = 5;
 
-// Gradients of all magnitudes: most around 1e-6, some tiles tiny, huge or zero.
+// Makes gradients of all magnitudes: most are around 1e-6, and some tiles are tiny, huge or zero.
 static void fill_gradients(float* grads, int seed) {
     for (int i = 0; i < TILES * TILE_ELEMENTS; i++) {
         float x = test_uniform(seed, i), magnitude = ldexpf(1.0f, (int)(20 * test_uniform(seed + 50, i)) - 20);
@@ -16,7 +16,7 @@ static void fill_gradients(float* grads, int seed) {
     }
 }
 
-// The error of one tile as a multiple of the bound that shard.cuh states.
+// Returns the error of one tile as a multiple of the bound that shard.cuh states.
 static double encoding_error(const float* grads, bool* finite) {
     alignas(16) char tile[TILE_ELEMENTS * 4];
     double worst = 0;
@@ -49,7 +49,8 @@ TEST(exchange_formats) {
     }
 }
 
-// The kernels against the plain C versions, to the bit; the squares, whose order differs, within the rounding of 64.
+// Compares the kernels with the plain C versions: to the bit, but for the squares, whose order differs, within the
+// rounding of 64.
 template <typename G, CommFormat FORMAT>
 static void check_kernels(Test* test, const Device* dev, const char* what) {
     constexpr int world = 3;
@@ -161,7 +162,7 @@ static unsigned char byte_of(int from, int to, int64_t i) {
     return (unsigned char)((i * 7 + (i >> 20) + from * 16 + to) % 251);
 }
 
-// `bytes` of what rank `from` sends to rank `to`, in device memory.
+// Puts `bytes` of what rank `from` sends to rank `to` into device memory.
 static char* bytes_on(Room* room, int from, int to, int64_t bytes) {
     char* host = room->host<char>(bytes + 1);
     for (int64_t i = 0; i <= bytes; i++) host[i] = (char)byte_of(from, to, i);
@@ -173,7 +174,8 @@ static void require_bytes(Room* room, int from, int to, const void* device, int6
     for (int64_t i = 0; i < bytes; i++) require(host[i] == byte_of(from, to, i));
 }
 
-// Pieces of other sizes between all pairs, some empty and some of several slots. `unit`: of their bytes.
+// Sends pieces of other sizes between all pairs, some empty and some of several slots. Their sizes are about multiples
+// of `unit`.
 static void check_transport(Comm* comm, int64_t unit) {
     Room room(comm->dev);
     int me = comm->rank;
@@ -201,7 +203,7 @@ static void transport_main(Launch* launch) {
     comm_close(&comm);
 }
 
-// By copy engines; ranks share GPUs where there are fewer, which NCCL would not do.
+// Sends by copy engines. Ranks share GPUs where there are fewer, which NCCL would not do.
 static void peers_main(Launch* launch) {
     Device dev;
     Comm comm;
@@ -224,7 +226,7 @@ static void lost_main(Launch* launch) {
     sleep(30);
 }
 
-// The same before that, such as in NCCL's own rendezvous.
+// The ranks also end if they wait before that, such as in NCCL's own rendezvous.
 static void unconnected_main(Launch* launch) {
     Device dev = test_device(false);
     Comm comm;
@@ -251,7 +253,7 @@ TEST(exchange_peers_wanted) {
     }
 }
 
-// A driver that has the functions of peer.cuh and does, or refuses, what they say; here a count is the host's.
+// These stand for the driver's functions of peer.cuh. They do what those say, or refuse to; a count is in host memory.
 static CUresult driver_answer[2];
 static unsigned driver_flags;
 
@@ -266,7 +268,7 @@ static CUresult driver_wait(CUstream, CUdeviceptr address, cuuint32_t value, uns
     return driver_answer[1];
 }
 
-// The one check: whose error, its name, in which call, at which line.
+// check() says whose error it is, its name, the call and the line.
 TEST(exchange_check) {
     Comm broken = {}, *comm = &broken;
     comm->nccl.error_string = [](ncclResult_t) -> const char* { return "its words"; };
@@ -379,7 +381,8 @@ TEST(exchange_peers_gpu) {
     for (int ranks : {2, 3, 4, 8}) expect_ranks(test, ranks, peers_main);
 }
 
-// Three layers and a rest: sums, their norm, what is kept, gathered, collected and compared, in every mode.
+// A model of three layers and a rest is enough to check sums, their norm, and what is kept, gathered, collected and
+// compared, in every mode.
 constexpr int MINI_LAYERS = 3, MINI_TENSORS = 5;
 static const ShardTensor mini[MINI_TENSORS] = {{0, 70 * TILE_ELEMENTS, MINI_LAYERS},
                                                {70 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 0},
@@ -420,7 +423,7 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
     }
 }
 
-// Bytes that this rank sent in the last exchange.
+// Returns how many bytes this rank sent in the last exchange.
 static int64_t sent_bytes(const Shard* s) {
     int64_t bytes = 0;
     for (int r = 0; r < s->comm.world; r++) bytes += r == s->comm.rank ? 0 : s->sends[r].bytes;
@@ -440,7 +443,7 @@ static void mini_balance(Shard* s) {
     }
 }
 
-// A rank with all of this.
+// A rank of the tests has all of this.
 struct Mini : Shard {
     Room room{nullptr};
     int64_t part;  // elements that it keeps
@@ -543,7 +546,7 @@ TEST(exchange_between_ranks) {
     }
 }
 
-// Ranks whose arrays have `each` names of their own and one that all have, `elements` of it.
+// Gives each rank arrays with `each` names of its own and one that all have, and checks the list of all.
 static void name_arrays(Launch* launch, int each) {
     ShardArray own[80] = {};
     Shard s = {};
@@ -572,7 +575,7 @@ static void many_arrays_main(Launch* launch) {
     name_arrays(launch, SHARD_ARRAYS / 2);  // one more than there is room for
 }
 
-// As many arrays as there is room for, and no more.
+// There may be as many arrays as there is room for, and no more.
 TEST(exchange_arrays) {
     expect_ranks(test, 2, few_arrays_main);
     Ended its = run_ranks(2, many_arrays_main);

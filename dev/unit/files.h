@@ -2,13 +2,14 @@
 // a piece of their sentence, so that a case cannot pass on the wrong error.
 #pragma once
 #include <errno.h>
+#include <ftw.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "../../data/files.h"
 #include "test.h"
 
-// These texts are never freed.
+// Nobody frees these texts.
 inline const char* joined(const char* folder, const char* name) {
     return formatted("%s/%s", folder, name);
 }
@@ -24,7 +25,7 @@ char* printed(Body body) {
     return text;
 }
 
-// A copy of a text with each `from` in it replaced.
+// Returns a copy of a text with each `from` in it replaced.
 inline const char* replaced(const char* text, const char* from, const char* to) {
     return printed([&](FILE* file) {
         for (const char* at; (at = strstr(text, from)) != nullptr; text = at + strlen(from))
@@ -33,7 +34,7 @@ inline const char* replaced(const char* text, const char* from, const char* to) 
     });
 }
 
-// A new folder under TMPDIR, which goes with the case.
+// Makes a new folder under TMPDIR. It is removed when the case has ended.
 inline const char* new_folder() {
     const char* base = getenv("TMPDIR");
     char* path = strdup(joined(base && *base ? base : "/tmp", "nibble_test_XXXXXX"));
@@ -41,7 +42,7 @@ inline const char* new_folder() {
     return path;
 }
 
-// A case with a folder, which a call makes.
+// Defines a case with a folder, which a call makes.
 #define TEST_IN(NAME, FOLDER, MAKE)                        \
     static void in_##NAME(Test* test, const char* FOLDER); \
     TEST(NAME) {                                           \
@@ -50,10 +51,30 @@ inline const char* new_folder() {
     static void in_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* FOLDER)
 #define DATA_TEST(NAME) TEST_IN(NAME, folder, new_folder())
 
+// Removes a folder with all that is in it, or a file. Links are not followed.
+inline void remove_tree(const char* path) {
+    const auto remove_one = [](const char* name, const struct stat*, int, struct FTW*) { return remove(name) & 0; };
+    nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+}
+
 inline void put(const char* path, const void* bytes, int64_t count) {
     FILE* file = fopen(path, "wb");
     if (!file || (int64_t)fwrite(bytes, 1, (size_t)count, file) != count || fclose(file) != 0)
         user_error("%s: %s", path, strerror(errno));
+}
+
+// Writes a shard whose header says `claimed` tokens (-1: all) and that holds `tokens`: token i is value(first + i).
+template <class Value>
+void put_shard(const char* path, int64_t first, int64_t tokens, Value value, int64_t claimed = -1, int magic = 20240520,
+               int version = 1) {
+    char* file = (char*)calloc(1, (size_t)(1024 + 2 * tokens));
+    const int32_t header[3] = {magic, version, (int32_t)(claimed < 0 ? tokens : claimed)};
+    memcpy(file, header, sizeof(header));
+    for (int64_t i = 0; i < tokens; i++) {
+        const uint16_t token = (uint16_t)value(first + i);
+        memcpy(file + 1024 + 2 * i, &token, 2);
+    }
+    put(path, file, 1024 + 2 * tokens);
 }
 
 inline void put_text(const char* path, const char* text) {
@@ -109,8 +130,5 @@ inline const char* shell(const char* command, int* code) {
 }
 
 inline uint64_t random_next(uint64_t* state) {
-    uint64_t z = (*state += 0x9E3779B97F4A7C15ull);
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
+    return bits_mix(*state += 0x9E3779B97F4A7C15ull);
 }

@@ -9,20 +9,23 @@
 #include "../../data/tokenizer.h"
 #include "cli.h"
 
-// A copy of a folder's files without state.json, so that it is a model and no checkpoint; returns its path.
+// Copies a folder's files, without state.json unless `state`, so that it is a model and no checkpoint. Returns its
+// path.
 static const char* copy_model(const char* work, const char* name, const char* from, bool state = false) {
     const char* to = joined(work, name);
+    remove_tree(to);
     if (!folder_make(to, error)) abort();
     const char* own[] = {"config.json", "model.safetensors", state ? "state.json" : "none",
                          state ? "optimizer.safetensors" : "none"};
-    for (const char* file : own) file_copy(from, file, to, error);
-    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) file_copy(from, MODEL_FOLDER_FILES[i], to, error);
+    for (const char* file : own) file_copy(from, file, to, file, error);
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++)
+        file_copy(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error);
     return to;
 }
 
 static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false}";
 
-// A run of one step on shards with this tokenizer; its checkpoint's path.
+// Trains one step on shards with the small tokenizer. Returns the checkpoint's path.
 static const char* train_shards(Test* test, const char* work) {
     const char* data = joined(work, "data");
     mkdir(data, 0755);
@@ -47,7 +50,7 @@ static void flip_bit(const char* path, double share) {
 
 // Damage.
 
-// A command in which @1, @2 and @3 stand for a folder, a file and the work folder.
+// Returns a command with a folder, a file and the work folder in the places of @1, @2 and @3.
 static const char* filled(const char* command, const char* folder, const char* file, const char* work) {
     return replaced(replaced(replaced(command, "@1", folder), "@2", file), "@3", work);
 }
@@ -67,7 +70,7 @@ FOLDER_TEST(folders_damage_is_found) {
             refused(text, file, "damaged checkpoint", "%s", text);
         }
     }
-    // The run folder's own copy of a tokenizer, and the advice for it.
+    // The run folder's own copy of a tokenizer is checked too, and the advice for it helps.
     const char* used = joined(work, "used");
     flip_bit(joined(used, "merges.txt"), 0.9);
     refused("the run folder's merges.txt", "used/merges.txt does not match", "type rm ", "--resume %s --steps 2", used);
@@ -189,10 +192,9 @@ FOLDER_TEST(folders_links_are_not_followed) {
         make_link(joined(victim, strncmp(name, "step", 4) == 0 ? "" : "file"), joined(run, name));
     const char* data = "--batch 2 --val-every 0 --sample-every 0 " SHAPE;
     run_well(child, "%s --data %s/text.txt --run %s --steps 4 --save-every 1 --keep 1", data, work, run);
-    int64_t bytes, newest;
-    char* text = contents(victim, "file", &bytes);
+    const char* text = contents(victim, "file");
     expect(text && strcmp(text, "precious") == 0, "a file behind a link was changed or removed");
-    expect(checkpoints(run, &newest) == 1 && newest == 4, "newest %lld", (long long)newest);
+    expect_checkpoints(test, run, 1, 4);
     for (const char* name : planted) {
         struct stat status;
         expect(lstat(joined(run, name), &status) != 0 || !S_ISLNK(status.st_mode), "%s is still a link", name);
@@ -204,7 +206,7 @@ FOLDER_TEST(folders_links_are_not_followed) {
         refused(name, name, "is a link", "--resume %s --steps 5", run);
         unlink(joined(run, name)), rename(joined(kept, name), joined(run, name));
     }
-    text = contents(victim, "file", &bytes);
+    text = contents(victim, "file");
     expect(text && strcmp(text, "precious") == 0, "a file behind a linked log was changed");
 }
 
@@ -232,7 +234,7 @@ FOLDER_TEST(folders_linked_back) {
 
 // Model folders of others.
 
-// An added tensor of a model file.
+// This is a tensor to add to a model file.
 struct Added {
     const char *name, *dtype;
     int64_t shape[4];
@@ -345,7 +347,7 @@ FOLDER_TEST(folders_several_files) {
     refused("a tensor in two files", "both hold the tensor", file.tensors[4].name, "--sample a --model %s", folder);
 }
 
-// A folder with PyTorch's own format only: the sentence holds a command, whose folder is one word of the shell.
+// For a folder with PyTorch's own format only, the sentence holds a command, whose folder is one word of the shell.
 FOLDER_TEST(folders_bin_only) {
     const char *from = train_bytes(test, work), *folder = copy_model(work, "it's", from);
     unlink(joined(folder, "model.safetensors"));
@@ -386,8 +388,7 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     const char* begun = QUICK " --seq 32 --steps 1 --data %s --run %s/new --model %s";
     train_well(begun, data, work, from);
     remove_tree(joined(work, "new"));
-    int64_t bytes;
-    char* whole = file_read(joined(data, "vocab.json"), &bytes, error);
+    const char* whole = contents(data, "vocab.json");
     write_text(data, "vocab.json", replaced(whole, "\"th\"", "\"he\""));
     write_text(data, "merges.txt", "#version: 0.2\nh e\nt he\n");
     run_well(fit, "--fit 24G --preset adamw8 --model %s", from);  // without data, for the model's own vocabulary
@@ -450,7 +451,7 @@ FOLDER_TEST(folders_tokenizer_json) {
     }
 }
 
-// A model whose config.json has this member; whether nibble takes it.
+// This is a member of a model's config.json, and whether nibble takes the model.
 FOLDER_TEST(folders_config_members) {
     const std::tuple<const char*, bool> cases[] = {{"\"activation_function\": \"gelu_new\"", true},
                                                    {"\"activation_function\": \"gelu_pytorch_tanh\"", true},
@@ -492,7 +493,7 @@ FOLDER_TEST(folders_config_members) {
     }
 }
 
-// The config.json of a run's checkpoint, as a tree.
+// Returns the config.json of a run's checkpoint as a tree.
 static Json* saved_config(Test* test, const char* run, int step) {
     Json* json = json_read(joined(checkpoint_of(run, step), "config.json"), error);
     expect(json, "%s", error);

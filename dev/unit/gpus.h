@@ -18,7 +18,8 @@ inline bool gpus_reach_each_other(int most) {
     return true;
 }
 
-// The same for a case that forks ranks: where a process has called CUDA, those that it forks cannot. So another asks.
+// Does the same for a case that forks ranks. Where a process has called CUDA, those that it forks cannot; so another
+// process asks.
 inline bool gpus_reach_each_other_asked_apart(int most) {
     int status = 0;
     pid_t child = fork();

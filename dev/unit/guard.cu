@@ -3,7 +3,7 @@
 #include "cli.h"
 
 TEST(guard_values) {
-    // The largest value, infinity (0: the type has none) and NaN.
+    // These are the type's largest value, infinity (0: it has none) and NaN.
     const std::tuple<const char*, int, uint64_t, uint64_t, uint64_t> types[] = {
         {"F32", 4, 0x7f7fffff, 0xff800000, 0x7fc00001},
         {"BF16", 2, 0x7f7f, 0xff80, 0x7fff},
@@ -92,15 +92,15 @@ FOLDER_TEST(guard_diverging_run) {
 
 // Waits until ./train has its signal handlers: before that a signal ends any process.
 static void wait_for_handlers(const Child* child) {
-    char path[64], line[256];
-    unsigned long long caught = 0;
-    snprintf(path, sizeof(path), "/proc/%d/status", (int)child->pid);
-    for (int i = 0; i < 5000 && !(caught >> (SIGTERM - 1) & 1); i++) {
+    const char* path = formatted("/proc/%d/status", (int)child->pid);
+    comes_true(5, 1, [path] {
+        char line[256];
+        unsigned long long caught = 0;
         FILE* file = fopen(path, "r");
         while (file && fgets(line, sizeof(line), file)) sscanf(line, "SigCgt: %llx", &caught);
         if (file) fclose(file);
-        pause_ms(1);
-    }
+        return caught >> (SIGTERM - 1) & 1;
+    });
 }
 
 // Sends a signal some time after the start and expects the exit code 0 or `other`.

@@ -32,7 +32,7 @@ TEST(launch_environment) {
         {SLURM "SLURM_STEP_NODELIST=gpu[003-007]", "Slurm's variables", "gpu003", 7, 16, 7, 0},
         {SLURM "SLURM_STEP_NODELIST=gpu[003-007] MASTER_PORT=77", "Slurm's variables", "gpu003", 7, 16, 7, 77},
         {SLURM "SLURM_STEP_NUM_NODES=1", "Slurm's variables", "127.0.0.1", 7, 16, 7, 0},
-        // A batch script's own process, which is no step, and a step of one task.
+        // These are a batch script's own process, which is no step, and a step of one task.
         {"SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_LOCALID=0 SLURM_JOB_ID=42", "", "", 0, 1, 0, 0},
         {"SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 SLURM_STEP_ID=0", "", "", 0, 1, 0, 0},
         {"RANK=0", "", "", 0, 1, 0, 0},
@@ -112,7 +112,7 @@ TEST(launch_agrees) {
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
 }
 
-// A rank that takes longer than the others wait, and says so.
+// A rank may take longer than the others wait, if it says so.
 static void rest_main(Launch* l) {
     launch_hurry(l, "working", 0);
     if (l->rank == 1) launch_rest(l), sleep(4);

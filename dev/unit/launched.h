@@ -1,4 +1,4 @@
-// Ranks as a launcher starts them, their ports, and connections of others to them, for tests of ./train.
+// Tests of ./train use this to start ranks as a launcher does, and to look at their ports and connect to them.
 #pragma once
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -7,12 +7,12 @@
 #include "../../kernels/ranks/rendezvous.h"
 #include "cli.h"
 
-// A port of this process, so that tests at the same time do not meet.
+// Returns a port of this process's own, so that tests at the same time do not meet.
 inline int own_port(int which) {
     return 10000 + (getpid() * 16 + which * 1000) % 9000;
 }
 
-// An address of this machine.
+// Returns an address of this machine.
 inline struct sockaddr_in local_address(int port) {
     struct sockaddr_in address = {};
     address.sin_family = AF_INET;
@@ -21,7 +21,7 @@ inline struct sockaddr_in local_address(int port) {
     return address;
 }
 
-// A connection to a port of this machine, -1 if nobody listens for twenty seconds.
+// Connects to a port of this machine. Returns the socket, -1 if nobody listens for twenty seconds.
 inline int connect_to(int port) {
     const struct sockaddr_in address = local_address(port);
     for (double begin = seconds_now(); seconds_now() - begin < 20; pause_ms(10)) {
@@ -51,8 +51,8 @@ void for_sockets(Body body) {
     }
 }
 
-// Variables of a launcher's; "rank", "local", "ranks", "half" and "port" stand for numbers. There are two machines of
-// half the ranks each, as far as they tell.
+// A launcher sets these variables; "rank", "local", "ranks", "half" and "port" stand for numbers. They tell of two
+// machines with half the ranks each.
 struct Variable {
     const char *name, *value;
 };
@@ -63,7 +63,7 @@ inline const Variable torchrun[] = {
 
 #define VARIABLES(set) set, (int)(sizeof(set) / sizeof(set[0]))
 
-// Starts a rank with them, in `folder`; NULL: here.
+// Starts a rank with them in `folder`, NULL: where this program runs.
 inline void start_launched(Child* child, const Variable* variables, int count, int rank, int ranks, int port,
                            const char* words, const char* folder = nullptr, const char* secret = "of these tests") {
     const std::tuple<const char*, int> numbers[] = {

@@ -8,23 +8,8 @@
 #include "../../data/tokenizer.h"
 #include "files.h"
 
-// A shard whose header says `claimed` tokens and that holds `tokens`: token i is value(first + i).
-typedef int (*TokenValue)(int64_t i);
-
 static int token_of(int64_t i) {
     return (int)((i * 7919 + i / 257) % 50257);
-}
-
-static void put_shard(const char* path, int64_t first, int64_t tokens, TokenValue value, int64_t claimed = -1,
-                      int magic = 20240520, int version = 1) {
-    char* file = (char*)calloc(1, (size_t)(1024 + 2 * tokens));
-    int32_t header[3] = {magic, version, (int32_t)(claimed < 0 ? tokens : claimed)};
-    memcpy(file, header, sizeof(header));
-    for (int64_t i = 0; i < tokens; i++) {
-        uint16_t token = (uint16_t)value(first + i);
-        memcpy(file + 1024 + 2 * i, &token, 2);
-    }
-    put(path, file, 1024 + 2 * tokens);
 }
 
 TEST(data_shuffle) {
@@ -61,7 +46,7 @@ TEST(data_shuffle) {
     int swapped = 0;
     for (uint64_t seed = 0; seed < 1000; seed++) swapped += shuffle_index(seed, 0, 0, 2) == 1;
     expect(swapped > 400 && swapped < 600, "of two, %d in 1000 seeds are swapped", swapped);
-    // Sizes that no table could hold.
+    // No table could hold these sizes.
     const int64_t huge = (1ll << 61) + 12345;
     for (int64_t i = 0; i < 1000; i++) {
         int64_t to = shuffle_index(3, i, huge - 1 - i, huge);
@@ -82,7 +67,7 @@ static void expect_not_opened(Test* test, const char* path, DatasetPart part, do
     expect(data.file == NULL && data.files == 0, "the dataset is left half open");
 }
 
-// The first `count` sequences from `first` on, T+1 tokens each, through batches of B.
+// Reads the first `count` sequences from `first` on, T+1 tokens each, through batches of B.
 static void stream(Test* test, const Dataset* data, int B, int T, bool shuffle, int64_t first, int64_t count, int* out,
                    LoaderSlice slice = {0, 0}) {
     Loader* loader = loader_open(data, B, T, 1337, shuffle, first, slice, malloc, free, error);
@@ -168,7 +153,7 @@ TEST(data_loader_two_batches_in_use) {
         last = batch;
     }
     loader_close(loader);
-    // Closing at once, with the thread at work, and a thread that waits.
+    // It can be closed at once, with the thread at work, and with a thread that waits.
     for (int i = 0; i < 20; i++) {
         loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
         if (i % 2) usleep(500);
@@ -273,7 +258,7 @@ DATA_TEST(data_loader_split) {
     expect_not_opened(test, path, DATASET_WHOLE, 0, 0, "T = 0");
 }
 
-// The first token of every window, to tell which files were taken and in which order.
+// Expects the first token of every window, which tells which files were taken and in which order.
 static void expect_firsts(Test* test, const char* path, DatasetPart part, int T, int64_t windows, const int* first) {
     const Dataset data = open_data(test, path, part, 0.25, T);
     int tokens[64], targets[64];
@@ -412,14 +397,14 @@ DATA_TEST(data_loader_token_above_vocabulary) {
     expect(dataset_window(&data, T, 11, tokens, targets, error), "50256 is a token: %s", error);
     expect_refused(dataset_window(&data, T, 12, tokens, targets, error), error,
                    "y.bin holds token 65535 at position 30");
-    // Through the loader: the batches before come, then NULL, again and again.
+    // Through the loader the batches before it come, then NULL, again and again.
     Loader* loader = loader_open(&data, 2, T, 1, false, 0, {0, 0}, malloc, free, error);
     for (int i = 0; i < 3; i++) expect(loader_next(loader, error), "batch %d: %s", i, error);
     for (int i = 0; i < 3; i++) expect_refused(loader_next(loader, error), error, wanted);
     loader_close(loader);
 }
 
-// Files over 2 GiB, sparse: a shard and bytes whose last window holds what was written there.
+// Files may be over 2 GiB: of a shard and of bytes, both sparse, the last window holds what was written there.
 DATA_TEST(data_loader_over_2_gib) {
     enum { T = 64 };
     const int64_t tokens = 64 * (20ll << 20) + 1;  // 1.34e9 tokens, 2.5 GiB
@@ -582,7 +567,7 @@ static const struct {
 };
 // clang-format on
 
-// Decodes tokens into `text`; returns the number of bytes.
+// Decodes tokens into `text`. Returns the number of bytes.
 static int64_t decode_all(const Tokenizer* tokenizer, const int* tokens, int count, char* text) {
     int64_t used = 0;
     for (int i = 0; i < count; i++) {

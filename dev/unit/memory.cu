@@ -1,4 +1,4 @@
-// Memory of the host: what data/memory.h promises, that nothing goes past it, and what limits do to ./train.
+// Tests of the host's memory: what data/memory.h promises, that nothing goes past it, and what limits do to ./train.
 #include "cli.h"
 
 #include <pthread.h>
@@ -111,7 +111,7 @@ TEST(memory_comes_from_one_family) {
     expect(code == 0 && !*found, "exit code %d; this takes memory past data/memory.h: %s", code, found);
 }
 
-// ./train in `folder` under `ulimit -WHICH LIMIT`, to the end.
+// Runs ./train in `folder` under `ulimit -WHICH LIMIT` to the end.
 static Child run_limited(char which, int64_t limit, const char* words, const char* folder) {
     Child child = new_child(false, folder);
     child.threads = 2, child.limit = formatted("ulimit -%c %lld", which, (long long)limit);
@@ -120,8 +120,8 @@ static Child run_limited(char which, int64_t limit, const char* words, const cha
     return child;
 }
 
-// From the least address space into which the program can be loaded to what a run needs: each limit ends in a sentence
-// or does not matter, and none of them harms a checkpoint.
+// Address spaces are tried from the least into which the program can be loaded to what a run needs. Each limit ends in
+// a sentence or does not matter, and none of them harms a checkpoint.
 FOLDER_TEST(memory_limits_end_in_a_sentence) {
     const char* words =
         "--device cpu --data text.txt " SHAPE " " QUICK " --steps 4 --save-every 2 --run run --resume auto";

@@ -6,34 +6,29 @@
 #include "gpus.h"
 #include "launched.h"
 
-// With the folder of text.txt and that of the run.
+// The arguments are the folder of text.txt and that of the run.
 #define SEVERAL                                                                                                    \
     "--layers 3 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 2 --print-every 1000000 " \
     "--data %s/text.txt --run %s"
 
-static int gpu_count() {
-    int count = 0;
-    return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
-}
-
-// The GPUs that a case uses: 8, or 4 or 2 where there are not as many.
+// Returns how many GPUs a case uses: 8, or 4 or 2 where there are not as many.
 static int ranks_on_gpus() {
-    return gpu_count() < 4 ? 2 : gpu_count() < 8 ? 4 : 8;
+    return test_gpus() < 4 ? 2 : test_gpus() < 8 ? 4 : 8;
 }
 
-// A case on `ranks` GPUs.
+// Defines a case on `ranks` GPUs.
 #define GPUS_TEST(NAME)                                                \
     static void on_gpus_##NAME(Test* test, int ranks);                 \
     TEST(NAME) {                                                       \
         if (getenv("NIBBLE_SANITIZE")) skip("processes of their own"); \
-        if (gpu_count() < 2) skip("%d GPU, needs 2", gpu_count());     \
+        if (test_gpus() < 2) skip("%d GPU, needs 2", test_gpus());     \
         const int ranks = ranks_on_gpus();                             \
         note(test, "%d GPUs", ranks);                                  \
         on_gpus_##NAME(test, ranks);                                   \
     }                                                                  \
     static void on_gpus_##NAME(Test* test, [[maybe_unused]] int ranks)
 
-// Two cases, NAME on CPU_RANKS ranks of the CPU and NAME_gpu on `ranks` GPUs; the body has `gpu` and `ranks`.
+// Defines two cases, NAME on CPU_RANKS ranks of the CPU and NAME_gpu on `ranks` GPUs; the body has `gpu` and `ranks`.
 #define RANKS_TEST(NAME, CPU_RANKS)                               \
     static void on_ranks_##NAME(Test* test, bool gpu, int ranks); \
     TEST(NAME) {                                                  \
@@ -59,20 +54,20 @@ static void finish_well(Test* test, Child* child) {
         unsetenv("NIBBLE_STAND_IN");                                                                 \
     } while (0)
 
-// The same to the end, expecting success; the child lives on to be looked at.
+// Runs it to the end and expects success. `child` stays, to be looked at.
 #define ranks_well(child, on_gpu, ranks, ...)        \
     Child child = new_child();                       \
     start_ranks(&child, on_gpu, ranks, __VA_ARGS__); \
     finish_well(test, &child)
 
-// The same, expecting an empty standard error too.
+// Does the same and expects an empty standard error too.
 #define train_ranks(on_gpu, ranks, ...)                                   \
     do {                                                                  \
         ranks_well(ranks_child, on_gpu, ranks, __VA_ARGS__);              \
         expect(ERR(ranks_child)[0] == 0, "stderr: %s", ERR(ranks_child)); \
     } while (0)
 
-// Runs ./train with `ranks` ranks, expecting a refusal.
+// Runs ./train with `ranks` ranks and expects a refusal.
 #define refused_ranks(what, needle, needle2, on_gpu, ranks, ...) \
     do {                                                         \
         Child ranks_child = new_child();                         \
@@ -236,7 +231,7 @@ GPUS_TEST(multi_transports_gpu) {
     }
 }
 
-// The processes that a rank's parent has made, in their order; returns how many.
+// Lists the processes that the ranks' parent has made, in their order. Returns how many there are.
 static int ranks_of(const Child* child, pid_t* ranks, int most) {
     char text[1024] = "";
     FILE* file = fopen(formatted("/proc/%d/task/%d/children", child->pid, child->pid), "r");
@@ -247,17 +242,17 @@ static int ranks_of(const Child* child, pid_t* ranks, int most) {
     return count;
 }
 
+// Waits until none of these processes is there. Returns whether that came true.
 static bool gone(const pid_t* ranks, int count) {
-    for (int wait = 0; wait < 50; wait++) {
-        int left = 0;
-        for (int i = 0; i < count; i++) left += kill(ranks[i], 0) == 0;
-        if (left == 0) return true;
-        pause_ms(100);
-    }
-    return false;
+    return comes_true(5, 100, [=] {
+        for (int i = 0; i < count; i++) {
+            if (kill(ranks[i], 0) == 0) return false;
+        }
+        return true;
+    });
 }
 
-// Compares the plan with the GPU's memory in use after the second step: within 3 %.
+// Returns a number of bytes from the log's record of memory, 0 if there is none.
 static double memory_of(const char* run, const char* name) {
     const char *want = formatted("\"%s\": ", name), *log = contents(run, "log.jsonl");
     const char* line = log ? strstr(log, "\"type\": \"memory\"") : nullptr;
@@ -265,6 +260,7 @@ static double memory_of(const char* run, const char* name) {
     return value ? atof(value + strlen(want)) : 0;
 }
 
+// Compares the plan with the GPU's memory in use after the second step: within 3 %.
 static void check_memory(Test* test, int ranks, const char* mode) {
     const char* work = work_folder();
     pid_t process[8] = {};
@@ -290,7 +286,7 @@ TEST_ALONE(multi_memory_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("the sanitizer takes memory");
     check_memory(test, 1, "none");
     for (const char* mode : modes) {
-        if (gpu_count() >= 2) check_memory(test, ranks_on_gpus(), mode);
+        if (test_gpus() >= 2) check_memory(test, ranks_on_gpus(), mode);
     }
 }
 
@@ -317,7 +313,7 @@ constexpr double ROUNDED = 1.0 / 128;  // to bf16
 constexpr int LOSS_STEPS = 30, LOSS_BATCHES = 4;
 static const double PARAMETERS = 167488;  // of SEVERAL
 
-// The largest difference, of the bound; NaN where one is.
+// Returns the largest difference as a multiple of its bound; NaN where one is.
 static double losses_multiple(const Losses* one, const Losses* other, double rounded, bool divided) {
     double moved = 0, worst = 0, epsilon = (LOSS_BATCHES - 1) * ldexp(1.0, -23) + rounded;
     for (int step = 1; step <= LOSS_STEPS; step++) {
@@ -331,7 +327,7 @@ static double losses_multiple(const Losses* one, const Losses* other, double rou
     return worst;
 }
 
-// And a sum that is wrong by one of its terms, as a learning rate that is a quarter larger, is beyond the bound.
+// Checks that, and that a sum with one wrong term, as a learning rate that is a quarter larger, is beyond the bound.
 static void check_losses(Test* test, bool gpu, double rounded, const char* rule, double lr) {
     static Losses losses[4];
     const char* work = work_folder();
@@ -340,7 +336,7 @@ static void check_losses(Test* test, bool gpu, double rounded, const char* rule,
     bool divided = strstr(rule, "sgd") == nullptr;
     for (int i = 0; i < 4; i++) {
         const auto& [ranks, rate] = runs[i];
-        if (gpu && ranks > gpu_count()) break;
+        if (gpu && ranks > test_gpus()) break;
         const char* run = formatted("%s/%d", work, i);
         train_ranks(gpu, ranks,
                     SEVERAL " --batch 2 --tokens-per-step %d --steps %d --clip 0 --schedule constant --lr %g %s", work,
@@ -371,7 +367,7 @@ GPUS_TEST(multi_losses_gpu) {
     check_losses(test, true, 0, DESCENT " --weights fp32 --matmul fp32", 0.01);
     check_losses(test, true, 0, "--weights fp32 --matmul fp32", 0.0003);
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);  // of 4 ranks gradients are bf16
-    // Each of up to LOSS_BATCHES sums and terms rounded by up to 2^-9 of it.
+    // Each of up to LOSS_BATCHES sums and terms is rounded by up to 2^-9 of it.
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32 --grads bf16", 0.001);
     check_losses(test, true, ROUNDED, DESCENT " --weights bf16+fp32 --grads bf16 --shard weights", 0.001);
 }
@@ -397,7 +393,7 @@ static void check_resume(Test* test, bool gpu, int from, int to, const char* mod
     expect_equal_runs_from(test, run[0], run[1], 5, 8);
 }
 
-// On as many ranks as before, whatever is sharded: as if it had not been interrupted.
+// On as many ranks as before a run goes on as if it had not been interrupted, whatever is sharded.
 static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, const char* after) {
     const char* work = work_folder();
     const char* run[2];
@@ -414,7 +410,7 @@ RANKS_TEST(multi_goes_on, 3) {
     check_goes_on(test, gpu, gpu ? ranks : 4, "grads", "states");
     check_goes_on(test, gpu, ranks, "states", "none --offload states");
     check_goes_on(test, gpu, gpu ? ranks : 2, "grads --offload states", "weights");
-    // Otherwise released, sharded and kept on the host than before.
+    // It may be released, sharded and kept on the host otherwise than before.
     const char* const released[] = {"none --release off", "weights --release on", "none --release on --offload states"};
     for (const char* after : released) {
         if (!gpu) check_goes_on(test, false, ranks, "grads --clip-by last --release on", after);
@@ -487,7 +483,7 @@ FOLDER_TEST(multi_launchers) {
     check_launcher(test, work, VARIABLES(slurm), "Slurm's variables", 3);
 }
 
-// Machines that share no disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
+// Machines need not share a disk: the run folder, and the tokenizer in it, are rank 0's alone, and samples are made.
 FOLDER_TEST(multi_no_shared_folder) {
     Child child[2];
     write_tokenizer(work);
@@ -525,7 +521,7 @@ FOLDER_TEST(multi_missing) {
     start_launched(&child[1], VARIABLES(nowhere), 1, 4, own_port(5), words);
     finish(&child[1]);
     expect_error(test, &child[1], "no such host", "knows no host nowhere.invalid (", "MASTER_ADDR");
-    // Ranks that were not started alike.
+    // Ranks that were not started alike are refused.
     const char* other = formatted("%s --lr 0.5", words);
     for (int rank : {0, 1})
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
@@ -533,7 +529,7 @@ FOLDER_TEST(multi_missing) {
     expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
     expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
     expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
-    // Ranks whose files differ: one machine's copy was cut short.
+    // So are ranks whose files differ: one machine's copy was cut short.
     int64_t bytes;
     const char *text = contents(work, "text.txt", &bytes), *cut = joined(work, "cut");
     mkdir(cut, 0777);
@@ -546,15 +542,15 @@ FOLDER_TEST(multi_missing) {
     expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
 }
 
-// True if a socket of this machine has a port and is in a state. Asked without knocking.
+// Returns whether a socket of this machine has a port and is in a state. It does not knock there.
 static bool port_is(int port, unsigned wanted) {
     bool found = false;
     for_sockets([&](const char*, int at, unsigned state) { found = found || (at == port && state == wanted); });
     return found;
 }
 
-// Two runs that torchrun started on one machine, a port apart. The first is pushed on to the port of the second, whose
-// rank 1 finds it there and has to go on to its own rank 0.
+// torchrun starts two runs on one machine, a port apart. The first is pushed on to the port of the second, whose rank 1
+// finds it there and has to go on to its own rank 0.
 FOLDER_TEST(multi_neighbours) {
     Child child[2][2];
     int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0), yes = 1, port = own_port(11) + 1;
@@ -569,14 +565,11 @@ FOLDER_TEST(multi_neighbours) {
         const char* words =
             formatted(SEVERAL "/run_%d --batch 1 --tokens-per-step 32 --steps 2 --lr 0.00%d", work, work, run, run + 1);
         start_launched(&child[run][rank], VARIABLES(torchrun), rank, 2, own_port(11) + run, words);
-        bool first = run == 0 && rank == 0, there = !first;
-        for (double begin = seconds_now(); !there && seconds_now() - begin < 20; pause_ms(10))
-            there = port_is(port + 1, 10);
+        const bool first = run == 0 && rank == 0, guest = run == 1 && rank == 1;
+        const bool there = !first || comes_true(20, 10, [port] { return port_is(port + 1, 10); });
         expect(there, "the first run is not at port %d", port + 1);
         // The second run's rank 1 comes to that port while its own rank 0 is not there yet.
-        bool came = run == 0 || rank == 0;
-        for (double begin = seconds_now(); !came && seconds_now() - begin < 20; pause_ms(1))
-            came = port_is(port + 1, 1) || port_is(port + 1, 6);
+        const bool came = !guest || comes_true(20, 1, [port] { return port_is(port + 1, 1) || port_is(port + 1, 6); });
         expect(came, "nobody came to port %d", port + 1);
     }
     for (int run : {0, 1}) {
@@ -605,12 +598,12 @@ TEST(multi_refused_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const char* work = work_folder();
     refused_ranks("more GPUs than there are", "was typed and this machine shows",
-                  formatted("type --gpus %d", gpu_count()), true, gpu_count() + 1, "--steps 1 --run %s/run", work);
+                  formatted("type --gpus %d", test_gpus()), true, test_gpus() + 1, "--steps 1 --run %s/run", work);
 }
 
 // Ranks that end.
 
-// Three ranks that would train for long.
+// Starts `count` ranks that would train for long, and waits for their fifth step.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
                        int count = 3, const char* silence = "5") {
     const char* run = joined(work, name);
@@ -622,7 +615,8 @@ static void start_long(Test* test, Child* child, const char* work, const char* n
     expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
 }
 
-// Seconds from the signal to the end.
+// Sends a signal to a rank, or to their parent (-1), and expects that all end and say so. Returns how many seconds it
+// took.
 static double check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
                           bool gpu = false, int count = 3, const char* silence = "5") {
     const char* work = work_folder();
@@ -640,7 +634,7 @@ static double check_death(Test* test, const char* name, int rank, int signal, co
     return took;
 }
 
-// As users have it: all have ended within half a minute.
+// With the patience that users have, all have ended within half a minute.
 TEST(multi_stopped_rank) {
     double took = check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 20 s", false, 3, "0");
     note(test, "%.1f s of 30", took);
@@ -686,11 +680,8 @@ RANKS_TEST(multi_signals, 3) {
         start_long(test, &child, work, "run", process, gpu, ranks);
         const char* run = joined(work, "run");
         if (which == 2) {
-            int64_t newest = -1;
             kill(process[1], SIGUSR1);
-            for (double begin = seconds_now(); checkpoints(run, &newest) == 0 && seconds_now() - begin < 20;)
-                pump(&child, 10);
-            expect(newest > 0, "SIGUSR1 saved nothing");
+            expect(comes_true(20, 10, [run] { return checkpoints(run) > 0; }), "SIGUSR1 saved nothing");
         }
         kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
         finish_well(test, &child);
@@ -714,25 +705,22 @@ TEST(multi_signals_between_steps) {
                     "--layers 1 --channels 64 --heads 1 --seq 16 %s --sample-tokens 65536 --val-tokens 4000000 "
                     "--data %s/text.txt --val %s/long.txt --run %s --batch 1 --tokens-per-step 48 --steps 9",
                     what, work, work, run);
-        bool begun = sampling ? wait_for_step(&child, run, 1) : false;
-        for (double begin = seconds_now(); !begun && seconds_now() - begin < 20; pump(&child, 10))
-            begun = exists(run, "log.jsonl");
+        const bool begun =
+            sampling ? wait_for_step(&child, run, 1) : comes_true(20, 10, [run] { return exists(run, "log.jsonl"); });
         expect(begun && ranks_of(&child, ranks, 3) == 3, "%s: not begun: %s", what, ERR(child));
-        for (double begin = seconds_now(); seconds_now() - begin < 1;) pump(&child, 10);
+        pause_ms(1000);
         double begin = seconds_now();
         kill(ranks[1], SIGTERM);
         finish(&child);
-        int64_t newest = -1;
         expect_code(child, 0);
         expect(seconds_now() - begin < 15, "%s: it took %.1f s to end", what, seconds_now() - begin);
-        expect(checkpoints(run, &newest) == 1 && newest == (sampling ? 1 : 0), "%s: saved at step %lld", what,
-               (long long)newest);
+        expect_checkpoints(test, run, 1, sampling ? 1 : 0);
         expect(!strstr(OUT(child), "val "), "%s: a validation that was cut short counts: %s", what, OUT(child));
         expect(gone(ranks, 3), "%s: a rank lives on", what);
     }
 }
 
-// A bad token in what one rank reads: all save the good steps before it, then that rank tells.
+// One rank reads a bad token: all save the good steps before it, then that rank tells.
 static void check_bad_token(Test* test, bool gpu, int ranks) {
     const char* work = work_folder();
     write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
@@ -741,8 +729,7 @@ static void check_bad_token(Test* test, bool gpu, int ranks) {
                   "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
                   "%s/bad.bin --run %s --batch 1 --tokens-per-step %d --steps 40 --logit-rows 16",
                   work, work, run, 16 * ranks);
-    int64_t newest = -1;
-    expect(checkpoints(run, &newest) == 1, "no checkpoint of the steps before the bad token");
+    expect(checkpoints(run) == 1, "no checkpoint of the steps before the bad token");
 }
 
 TEST(multi_bad_token) {

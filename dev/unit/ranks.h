@@ -1,4 +1,4 @@
-// Ranks in processes of their own, for unit tests of what they do together.
+// Unit tests of what ranks do together run them here, each in a process of its own.
 #pragma once
 #include <omp.h>
 
@@ -9,7 +9,7 @@
 inline Ended run_ranks(int ranks, void (*rank_main)(Launch*)) {
     return run_apart([&] {
         Launch launch;
-        omp_set_num_threads(1);  // the threads of a process that forks are not its children's
+        omp_set_num_threads(1);  // children do not inherit the threads of the process that forks them
         setenv("NIBBLE_SILENCE", "2", 1);
         if (!launch_fork(&launch, ranks, error) || !launch_join(&launch, 20, error)) {
             fprintf(stderr, "%s\n", error);

@@ -10,7 +10,6 @@
 // report, and there is no time limit.
 #include <errno.h>
 #include <fcntl.h>
-#include <ftw.h>
 #include <omp.h>
 #include <poll.h>
 #include <signal.h>
@@ -60,11 +59,6 @@ static void case_folder_make(char (&path)[1024]) {
     if (!mkdtemp(path) || chmod(path, 0755) != 0) user_error("%s: no folder: %s", path, strerror(errno));
 }
 
-static void case_folder_remove(const char* path) {
-    auto remove_one = [](const char* name, const struct stat*, int, struct FTW*) { return remove(name) & 0; };
-    nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
 static void run_case(Test* test, bool gpu) {
     double begin = seconds_now();
     if (needs_gpu(test) && !gpu) {
@@ -110,7 +104,7 @@ static void run_here(Test** cases, int count, Counts* counts) {
         here()->test = cases[i];
         run_case(cases[i], gpu);
         here()->test = nullptr;
-        case_folder_remove(folder);
+        remove_tree(folder);
         if (kept) setenv("TMPDIR", kept, 1);
         if (!kept) unsetenv("TMPDIR");
         count_case(cases[i], counts);
@@ -222,7 +216,7 @@ static void worker_end(Worker* worker, int status, Counts* counts) {
             snprintf(test->note, sizeof(test->note), "killed, it took longer than %g s", case_seconds());
         print_line(test, seconds_now() - worker->begin);
     }
-    case_folder_remove(worker->folder);
+    remove_tree(worker->folder);
     count_case(test, counts);
     free(worker->text);
     worker->test = nullptr;

@@ -7,7 +7,7 @@
 #include "../room.h"
 #include "rules.h"
 
-// Rules that read elements or rows; those that read matrices are tested in matrix.cu.
+// These rules read elements or rows; those that read matrices are tested in matrix.cu.
 constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
 
 constexpr int MAX_TENSORS = 70;
@@ -67,7 +67,7 @@ inline OptimConfig preset_config(const char* preset, const char* grads, const ch
     return resolved(config);
 }
 
-// As make_config(), with a format for each moment.
+// Does what make_config() does, with a format for each moment.
 inline OptimConfig states_config(const char* rule, const char* weights, const char* grads, const char* m,
                                  const char* v) {
     OptimConfig config = make_config(rule, weights, "fp32");
@@ -92,7 +92,7 @@ inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* ten
     optim_decode(run->optim);
 }
 
-// Steps `first` to `last`; padding has gradients of zero, as the trainer leaves it.
+// Takes the steps `first` to `last`. Padding has gradients of zero, as the trainer leaves it.
 inline void run_steps(Run* run, int first, int last, const Steps& how = Steps()) {
     const Device* dev = &run->dev;
     const bool narrow = is(run->config.grads, "bf16");
@@ -119,12 +119,12 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
     device_sync(dev);
 }
 
-// Bytes of device memory as host memory, which goes with the run.
+// Copies bytes of device memory to host memory, which goes with the run.
 inline void* to_host(const Run* run, const void* data, int64_t bytes) {
     return run->room.to_host((const char*)data, bytes);
 }
 
-// A stored array in such memory; NULL if there is none.
+// Copies a stored array to such memory; NULL if there is none.
 inline void* run_array(const Run* run, const char* name) {
     const OptimStream stream = optim_stream_named(run->optim, name);
     return stream.data ? to_host(run, stream.data, stream.elements * stream.element_bytes) : nullptr;
@@ -159,7 +159,7 @@ inline bool same_tensor(const Run* a, const Run* b, int tensor) {
     return memcmp(x, y, (size_t)n * 4) == 0;
 }
 
-// A run on the CPU as a checkpoint, from which another is loaded.
+// A run on the CPU stands for a checkpoint, from which another is loaded.
 struct Stored {
     const Run* from;
     char notices[8][256];
@@ -181,7 +181,7 @@ inline void stored_notice(void* context, const char* line) {
     if (stored->notice_count < 8) snprintf(stored->notices[stored->notice_count++], 256, "%s", line);
 }
 
-// Loads `to` from `from`, whose file holds `more` arrays besides; false with a sentence.
+// Loads `to` from `from`, whose file holds `more` arrays besides. Returns false and a sentence if it cannot.
 inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
     OptimStored stored = {from->config, more, stored_array, stored_weights, stored_notice, context};
@@ -204,7 +204,7 @@ inline void expect_planned(Test* test, const Run* run, const char* what) {
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
 }
 
-// Steps with gradients over 20 powers of two; in step `bad` the factor is NaN.
+// Takes steps with gradients over 20 powers of two; in step `bad` the factor is NaN.
 inline Steps plain_steps(int bad = 0) {
     Steps how;
     how.spread = false, how.bad = bad;

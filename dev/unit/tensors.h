@@ -1,16 +1,16 @@
-// Tensors of a safetensors file as memory, for tests.
+// Tests read the tensors of a safetensors file into memory with this.
 #pragma once
 #include "../../data/safetensors.h"
 #include "test.h"
 
-// The bytes of a tensor, which are never freed; ends the test where they cannot be read.
+// Returns the bytes of a tensor, which are never freed. It ends the test where they cannot be read.
 inline const void* tensor_data(const Safetensors* file, const SafetensorsTensor* tensor) {
     void* data = malloc((size_t)tensor->bytes + 1);
     if (!data || !safetensors_read(file, tensor, 0, tensor->bytes, data, error)) printf("    %s\n", error), exit(1);
     return data;
 }
 
-// A whole file's CRC-32C.
+// Returns the CRC-32C of a whole file.
 inline uint32_t file_crc(const char* path) {
     uint32_t crc = 0;
     int64_t bytes = 0;

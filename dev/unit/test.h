@@ -14,6 +14,7 @@
 #include <unistd.h>
 #include <tuple>
 
+#include "../../data/text.h"
 #include "../../kernels/common.cuh"
 
 struct Test {
@@ -53,10 +54,11 @@ struct TestRegistration {
         both_##NAME(test, true);                         \
     }                                                    \
     static void both_##NAME(Test* test, bool gpu)
-// Two cases, NAME on the CPU and NAME_gpu on a GPU; the body has `gpu`. JIT_BOTH: the GPU's needs NVRTC (optim/jit.h).
+// Defines two cases, NAME on the CPU and NAME_gpu on a GPU; the body has `gpu`. With JIT_BOTH the second one needs
+// NVRTC (optim/jit.h).
 #define TEST_BOTH(NAME) BOTH(NAME, false)
 #define JIT_BOTH(NAME) BOTH(NAME, !jit_available())
-// A case that is skipped where NVRTC is not found (optim/jit.h).
+// Defines a case that is skipped where NVRTC is not found (optim/jit.h).
 #define JIT_TEST(NAME)                                        \
     static void with_jit_##NAME(Test* test);                  \
     TEST(NAME) {                                              \
@@ -103,7 +105,7 @@ __attribute__((format(printf, 2, 3))) inline void note(Test* test, const char* f
     va_end(arguments);
 }
 
-// A formatted text; it is never freed.
+// Returns a formatted text, which is never freed.
 __attribute__((format(printf, 1, 2))) inline const char* formatted(const char* format, ...) {
     char* text = nullptr;
     va_list arguments;
@@ -134,16 +136,13 @@ inline double expect_close(Test* test, const char* what, const float* got, const
     return worst;
 }
 
-// Deterministic test data in [-1, 1): splitmix64 of (seed, i).
+// Returns test data in [-1, 1), the same in every run: splitmix64 of (seed, i).
 inline float test_uniform(uint64_t seed, int64_t i) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (uint64_t)(i + 1) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z ^= z >> 31;
+    const uint64_t z = bits_mix(seed * 0x9E3779B97F4A7C15ull + (uint64_t)(i + 1) * 0xBF58476D1CE4E5B9ull);
     return (float)((double)(z >> 11) / 9007199254740992.0 * 2.0 - 1.0);
 }
 
-// The folder of this program, where ./train and the sources are too.
+// Returns the folder of this program, where ./train and the sources are too.
 inline const char* test_folder() {
     static char path[2048];
     ssize_t length = readlink("/proc/self/exe", path, sizeof(path) - 1);

@@ -1,6 +1,5 @@
 // Tests of --format: what is read of a file without a GPU, each refusal, the example in dev/examples through NVRTC, and
 // where there is a GPU, equal bits with built-in formats that are equal by construction, tables included.
-#include "../../data/safetensors.h"
 #include "../../optim/jit.h"
 #include "../../optim/optim.h"
 #include "../../optim/user.h"

@@ -78,7 +78,7 @@ struct ShardArrays {
     const void** own;  // (count) this rank's data
 };
 
-// Lists the arrays of all ranks; `own` are this rank's, and the whole list if nothing is sharded. Launches stand in the
+// Lists the arrays of all ranks; `own` are this rank's, which are all if nothing is sharded. Launches stand in the
 // arena's order, so an array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     constexpr int most = SHARD_ARRAYS;

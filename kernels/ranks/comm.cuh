@@ -214,13 +214,14 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
 
 // The copy engines.
 
-// Who names a library of NCCL's wants it; and where one GPU's memory is broken to another, NCCL_P2P_DISABLE says so.
+// False if the user asks for NCCL: NIBBLE_NCCL names its library, and NCCL_P2P_DISABLE says that one GPU's copies to
+// another are broken.
 inline bool peers_wanted() {
     const char* disabled = getenv("NCCL_P2P_DISABLE");
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
 }
 
-// NULL when not every rank can write to every other's memory, or one does not want to; the same on all.
+// Returns NULL, on all ranks, when one cannot write to another's memory or does not want to.
 inline Peers* peers_open(const Launch* launch) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
     PeerCard own = peers_begin(peers, launch->rank, peers_wanted() ? launch->world : 0);
@@ -372,7 +373,7 @@ inline void comm_group(const Comm* comm, bool begin) {
         check(nccl_status(comm, begin ? comm->nccl.group_begin() : comm->nccl.group_end()));
 }
 
-// Bytes that this rank has for itself, in the order of the exchanges.
+// Copies bytes that this rank has for itself, in the order of the exchanges.
 inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t bytes) {
     if (bytes == 0) return;
     if (comm->stand_in) {
@@ -415,7 +416,7 @@ inline void comm_try(const Comm* comm, double patience) {
     free(pieces), free(host);
 }
 
-// The rate of exchanges of 16 MiB with each other rank: the best of a few, on an idle device.
+// Measures the rate of exchanges of 16 MiB with each other rank: the best of a few, on an idle device.
 inline double comm_rate(const Comm* comm) {
     constexpr int64_t PIECE = 16 << 20;
     CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
@@ -481,7 +482,8 @@ inline void nccl_join(Comm* comm) {
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
-// All ranks of `launch`, which have joined; a way between them that takes longer than `patience` seconds is none.
+// Opens the transport between all ranks of `launch`, which have joined. The run ends if connecting takes longer than
+// `patience` seconds.
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, double patience = 120) {
     memset(comm, 0, sizeof(*comm));
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;

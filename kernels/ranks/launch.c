@@ -56,7 +56,7 @@ bool launch_first_host(const char* list, char* host, size_t bytes) {
     return true;
 }
 
-// A port of those below the range that systems give out by themselves.
+// Returns a port for a job, below the range that systems give out by themselves.
 static int port_of(const char* job) {
     uint32_t hash = crc32c(0, job, (int64_t)strlen(job));
     return 20000 + (int)(hash % 1250) * PORTS;
@@ -100,7 +100,7 @@ static bool from_open_mpi(Launch* launch) {
     return true;
 }
 
-// Not in the batch script itself, where SLURM_NTASKS is set and one process runs.
+// False in the batch script itself, where SLURM_NTASKS is set and one process runs.
 static bool from_slurm(Launch* launch) {
     int rank = variable("SLURM_PROCID"), local = variable("SLURM_LOCALID"), step = variable("SLURM_STEP_ID");
     int world = variable("SLURM_STEP_NUM_TASKS") > 0 ? variable("SLURM_STEP_NUM_TASKS") : variable("SLURM_NTASKS");
@@ -131,7 +131,7 @@ static const char* incomplete_set(void) {
     return NULL;
 }
 
-// The key of the run from NIBBLE_SECRET, a text of any length. Without it the key is one that everybody knows.
+// Makes the run's key from NIBBLE_SECRET, a text of any length. Without it the key is one that everybody knows.
 static void take_secret(Launch* launch) {
     const char *secret = text_variable("NIBBLE_SECRET"), *purpose = "nibble rendezvous";
     launch->has_secret = secret[0] != 0;
@@ -178,7 +178,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     return true;
 }
 
-// Threads of the plain C parts: the machine's cores are shared by its ranks.
+// Sets the threads of the plain C parts: the ranks of a machine share its cores.
 static void share_cores(int local_world) {
     if (getenv("OMP_NUM_THREADS") || local_world < 2) return;
     int cores = omp_get_num_procs() / local_world;
@@ -322,7 +322,7 @@ static void send_message(LaunchWatch* watch, Kind kind, int code, const char* te
     pthread_mutex_unlock(&watch->sending);
 }
 
-// Until all others have closed their side, so that what was sent last is not lost with the socket.
+// Waits until all others have closed their side, so that what was sent last is not lost with the socket.
 static void drain(LaunchWatch* watch, double limit) {
     double deadline = seconds_now() + limit;
     char bytes[4096];
@@ -337,7 +337,7 @@ static void drain(LaunchWatch* watch, double limit) {
     }
 }
 
-// The end of this process, and from rank 0 of all. `spoken`: someone has printed it already. A code that the shell
+// Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already. A code that the shell
 // would take for success, as another rank may send it, becomes 1.
 __attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, const char* text, bool spoken) {
     if (code < 1 || code > 255) code = 1;
@@ -362,7 +362,7 @@ void launch_failed(int code, const char* text) {
     end_all(watch, code, text, false);
 }
 
-// On rank 0: another rank has told why it ends.
+// Ends all ranks, on rank 0, since another rank has told why it ends.
 static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
     char text[TEXT_BYTES + 128];
     const char *prefix = "train: error: ", *rest = message->text;
@@ -427,7 +427,7 @@ static void read_peer(LaunchWatch* watch, int r) {
     }
 }
 
-// Nobody has moved for a while and nobody has an excuse: the one that is furthest behind is at fault.
+// Ends all if nobody has moved for a while and nobody has an excuse; the rank that is furthest behind is at fault.
 static void check_progress(LaunchWatch* watch, double now) {
     int64_t least = INT64_MAX, most = -1;
     int behind = 0;
@@ -517,12 +517,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     for (int r = 0; r < launch->world; r++) watch->heard[r].at = watch->heard[r].moved = seconds_now();
     pthread_mutex_init(&watch->sending, NULL);
     atomic_store(&watch->what, "starting");
-    sigset_t all, before;
-    sigfillset(&all);
-    sigdelset(&all, SIGBUS);                      // which is the thread's own
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the main thread's
-    int status = pthread_create(&watch->thread, NULL, watch_thread, watch);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    const int status = signals_thread(&watch->thread, watch_thread, watch);
     if (status != 0) return data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
     launch->watch = watching = watch;
     return true;

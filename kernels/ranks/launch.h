@@ -56,16 +56,16 @@ typedef enum { LAUNCH_MAX, LAUNCH_SUM } LaunchAgree;                            
 void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how);
 bool launch_any(const Launch* launch, bool flag);  // true where any rank's is
 
-// Marks of progress. Between launch_hurry and launch_rest a rank that stands still for `patience` seconds, and at least
-// SILENCE_SECONDS, is at fault unless it only waits for others; outside, it may take its time, and so may those that
-// wait for it. `what`: what it is about, a constant.
+// These are marks of progress. Between launch_hurry and launch_rest a rank that stands still for `patience` seconds,
+// and at least SILENCE_SECONDS, is at fault unless it only waits for others; outside, it may take its time, and so may
+// those that wait for it. `what`: what it is about, a constant.
 void launch_hurry(const Launch* launch, const char* what, double patience);
 void launch_rest(const Launch* launch);
 
-// The end of all, at which every rank arrives.
+// Every rank calls this at the end of all.
 void launch_leave(Launch* launch);
 
-// The first host of Slurm's list, such as "gpu[003-007,9],login": gpu003. False when it cannot be read.
+// Finds the first host of Slurm's list: gpu003 of "gpu[003-007,9],login". False when it cannot be read.
 bool launch_first_host(const char* list, char* host, size_t bytes);
 
 C_LINKAGE_END

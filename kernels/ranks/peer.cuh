@@ -71,7 +71,7 @@ inline void peers_join(const Peers* peers, cudaStream_t stream) {
     check(cudaStreamWaitEvent(stream, peers->event, 0));
 }
 
-// Part `at` of the bytes for rank `to`; nothing beyond their end.
+// Sends the part that begins at byte `at` to rank `to`; it does nothing beyond their end.
 inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
@@ -118,7 +118,7 @@ inline unsigned peers_wait_flags(int can_flush) {
     return CU_STREAM_WAIT_VALUE_GEQ | (can_flush ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u);
 }
 
-// An identity of this machine since it was started.
+// Writes the identity of this machine since it was started.
 inline void peer_machine(char (&text)[64]) {
     memset(text, 0, sizeof(text));
     FILE* file = fopen("/proc/sys/kernel/random/boot_id", "r");
@@ -126,7 +126,7 @@ inline void peer_machine(char (&text)[64]) {
     if (file) fclose(file);
 }
 
-// This rank's mailbox, and what the others need to write to it.
+// Makes this rank's mailbox, and returns what the others need to write to it.
 inline PeerCard peers_begin(Peers* peers, int rank, int world) {
     PeerCard card = {};
     int device, can_flush;
@@ -158,7 +158,7 @@ inline bool peers_connect(Peers* peers, const PeerCard* own, const PeerCard* oth
     return opened;
 }
 
-// Once all have connected.
+// Makes the stream that sends, once all have connected.
 inline void peers_ready(Peers* peers) {
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));
@@ -166,7 +166,7 @@ inline void peers_ready(Peers* peers) {
     check(cudaEventCreateWithFlags(&peers->event, cudaEventDisableTiming));
 }
 
-// Before any rank frees its own.
+// Closes the mailboxes of the others, before any rank frees its own.
 inline void peers_disconnect(Peers* peers) {
     for (int r = 0; r < peers->world; r++) {
         if (r != peers->rank && peers->mailbox[r]) check(cudaIpcCloseMemHandle(peers->mailbox[r]));

@@ -8,12 +8,12 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
-#include "../../data/files.h"
 #include "../../data/text.h"
 
 // Addresses.
@@ -30,7 +30,7 @@ void rendezvous_close(Launch* launch) {
     launch->listeners = 0;
 }
 
-// Some files of hosts give an address twice.
+// True if the list has this address before it, as some files of hosts give one twice.
 static bool is_repeated(const struct addrinfo* list, const struct addrinfo* one) {
     for (const struct addrinfo* at = list; at != one; at = at->ai_next) {
         if (at->ai_addrlen == one->ai_addrlen && memcmp(at->ai_addr, one->ai_addr, one->ai_addrlen) == 0) return true;
@@ -141,7 +141,7 @@ bool receive_all(int socket, void* bytes, size_t count) {
     return true;
 }
 
-// The same, but for all of the bytes by a time: a limit of the socket's counts anew for each byte.
+// The same with a deadline for all of the bytes; a limit of the socket's counts anew for each byte.
 static bool receive_by(int socket, void* bytes, size_t count, double deadline) {
     for (size_t done = 0; done < count;) {
         struct pollfd one = {socket, POLLIN, 0};
@@ -171,7 +171,7 @@ static bool is_closed(int socket) {
     return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
 }
 
-// A text of a message, whose final NUL may be missing, for a person to read.
+// Copies a text of a message, whose final NUL may be missing, so that a terminal can show it.
 static void copy_text(char* to, size_t bytes, const char* from, size_t from_bytes) {
     snprintf(to, bytes, "%.*s", (int)from_bytes, from);
     text_disarm(to, false);
@@ -312,7 +312,7 @@ static bool judge(Door* door, Greeting* greeting) {
     return false;
 }
 
-// Reads what has come. False when the connection is of no more use.
+// Reads what has come, and answers it. False when the connection is of no more use.
 static bool hear(Door* door, Greeting* greeting) {
     while (greeting->socket >= 0) {
         char* to = greeting->challenged ? (char*)greeting->proof : (char*)&greeting->hello;
@@ -451,7 +451,7 @@ typedef struct {
     bool other_secret;   // or another secret
 } Met;
 
-// A connection within a second, or -1.
+// Returns a connection that is made within a second, or -1.
 static int connect_to(const char* host, int port, int* unknown) {
     char service[16];
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
@@ -503,7 +503,7 @@ static bool greet(const Launch* launch, int socket, int port, const Hello* hello
     return false;
 }
 
-// Connects one channel to rank 0. False: try again, or, with a sentence, never.
+// Connects one channel to rank 0. False: the caller tries again, or, if there is a sentence, gives up.
 static bool knock(const Launch* launch, int port, int channel, Peer* first, Met* met, char* error) {
     Hello hello = {.magic = RENDEZVOUS_MAGIC, .version = RENDEZVOUS_VERSION};
     Welcome welcome;

@@ -55,7 +55,7 @@ typedef struct {
     unsigned char proof[HMAC_BYTES];
 } Welcome;
 
-// Another rank as this one knows it.
+// This is another rank as this one knows it.
 typedef struct {
     int socket[CHANNELS];  // -1: not connected
     char host[64];
@@ -69,20 +69,21 @@ bool rendezvous_listen(Launch* launch, int ports, char* error);
 // Stops listening.
 void rendezvous_close(Launch* launch);
 
-// Rank 0: waits until all others have come, for at most `limit` seconds, and tells them so.
+// Rank 0 calls this: it waits until all others have come, for at most `limit` seconds, and tells them so.
 bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error);
 
-// The other ranks: connects to rank 0 and waits until all have come.
+// The other ranks call this: it connects to rank 0 and waits until all have come.
 bool rendezvous_reach(Launch* launch, Peer* first, int64_t limit, char* error);
 
-// The proof of a side: `role` is "rank" or "rank 0"; `welcome` is NULL for a rank's.
+// Computes the proof of a side: `role` is "rank" or "rank 0"; `welcome` is NULL for a rank's.
 void rendezvous_prove(const unsigned char key[HMAC_BYTES], const char* role, int port, const Hello* hello,
                       const Challenge* challenge, const Welcome* welcome, unsigned char proof[HMAC_BYTES]);
 
-// All of the bytes, or false: the other side has ended, or (with a time limit on the socket) said nothing.
+// These send or receive all of the bytes. False: the other side has ended or, with a time limit on the socket, said
+// nothing.
 bool send_all(int socket, const void* bytes, size_t count);
 bool receive_all(int socket, void* bytes, size_t count);
-// 0 seconds: no limit. Small messages then leave at once.
+// Limits how long sending and receiving wait; 0 seconds: no limit. Small messages then leave at once.
 void set_time_limit(int socket, int limit);
 
 static inline void sleep_ms(int ms) {

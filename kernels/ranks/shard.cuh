@@ -482,7 +482,8 @@ inline void shard_close(Shard* s) {
 
 // Gradients.
 
-// Elements begin to end of the arena, at most a chunk of tiles; element x of this rank's gradients is local[x].
+// Sums elements begin to end of the arena, at most a chunk of tiles, over the ranks: each sums a slice. Element x of
+// this rank's gradients is local[x].
 template <typename G, CommFormat FORMAT>
 void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     const Device* dev = s->comm.dev;
@@ -508,7 +509,7 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     comm_return(&s->comm, receives);
 }
 
-// The sums of the slices to all ranks.
+// Sends the sums of the slices to all ranks.
 template <typename G>
 void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     const auto piece = [&](int r) {
@@ -519,8 +520,8 @@ void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// The sums of the slices to the owners, which write them into what they keep, or add them to it. Where gradients are
-// released, these are the gradients' own places.
+// Sends the sums of the slices to the owners, which write them into what they keep, or add them to it. Where gradients
+// are released, they keep them in the gradients' own places.
 template <typename G>
 void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
     int world = s->comm.world, me = s->comm.rank;
@@ -570,7 +571,7 @@ inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s->comm.dev->rehearsal) launch_hurry(s->comm.launch, "training", patience);
 }
 
-// A run of gradients, whose element x is local[x], in chunks.
+// Reduces a run of gradients, whose element x is local[x], in chunks.
 template <typename G>
 void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += s->chunk * TILE_ELEMENTS) {
@@ -598,19 +599,20 @@ void shard_reduce(Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
 
-// The sums of a bucket are there for what is queued on the device's stream from here on.
+// Makes what is queued on the device's stream from here on wait for the sums of a bucket.
 inline void shard_summed(const Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
 }
 
-// Before a bucket's packed gradients are written: those that stood there are summed.
+// Makes the device's stream wait, before it writes a bucket's packed gradients, until those that stood there are
+// summed.
 inline void shard_grads_free(const Shard* s, int bucket) {
     if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
     int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
 
-// Loss and flags of this rank into its row of `gathered`, and that row to all, beside the device's stream.
+// Writes loss and flags of this rank into its row of `gathered` and sends that row to all, beside the device's stream.
 inline void shard_send_scalars(Shard* s, float* scalars) {
     const Device* dev = s->comm.dev;
     float* own = s->gathered + s->comm.rank * SCALARS;
@@ -647,7 +649,8 @@ inline void shard_join_scalars(Shard* s, float* scalars) {
     shard_agree_cpu(scalars, s->gathered, s->comm.world);
 }
 
-// The squares of tiles, of which rank r has computed parts[cut[r]] to parts[cut[r + 1]], to all ranks. cut: (world + 1)
+// Sends the squares of tiles, of which rank r has computed parts[cut[r]] to parts[cut[r + 1]], to all ranks. cut:
+// (world + 1)
 inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
     const int me = s->comm.rank;
     for (int r = 0; r < s->comm.world; r++) {
@@ -658,7 +661,7 @@ inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// The squares of tiles of gradients: parts (tiles), on the device's stream.
+// Computes the squares of tiles of gradients, parts (tiles), on the device's stream.
 template <typename G>
 void shard_squares(const Device* dev, double* parts, const G* grads, int64_t tiles) {
     if (tiles == 0) return;
@@ -672,7 +675,7 @@ void shard_squares(const Device* dev, double* parts, const G* grads, int64_t til
     shard_squares_cpu(parts, (const float*)grads, tiles);
 }
 
-// Loss and flags of all ranks into `scalars`, and the norm of all gradients and the clip factor. parts: (elements /
+// Puts loss and flags of all ranks, the norm of all gradients and the clip factor into `scalars`. parts: (elements /
 // TILE_ELEMENTS) doubles.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
@@ -774,7 +777,7 @@ inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
     }
 }
 
-// After a step, whose scalars the host has: what the ranks have agreed upon.
+// Takes note of what the ranks have agreed upon, after a step whose scalars the host has.
 inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seconds) {
     if (!s) return;
     launch_rest(s->comm.launch);
@@ -782,19 +785,19 @@ inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seco
     s->stop = s->stop || scalars[SCALAR_STOP] > 0;
 }
 
-// The least of what the ranks have; alone, what this one has.
+// Returns the least of what the ranks have; alone, what this one has.
 inline int64_t shard_least(const Shard* s, int64_t count) {
     double most = -(double)count;
     if (s) launch_agree(s->comm.launch, &most, 1, LAUNCH_MAX);
     return (int64_t)-most;
 }
 
-// Rank 0's bytes to all.
+// Sends rank 0's bytes to all.
 inline void shard_share(const Shard* s, void* bytes, int64_t count) {
     if (s) launch_share(s->comm.launch, 0, bytes, count);
 }
 
-// The mean loss of a validation, of which each rank has its share in scalars[SCALAR_LOSS].
+// Sums the ranks' shares of a validation's mean loss, each in scalars[SCALAR_LOSS].
 inline void shard_loss(Shard* s, float* scalars) {
     const Device* dev = s->comm.dev;
     double loss;
@@ -842,7 +845,7 @@ inline void shard_spread_run(Shard* s, int64_t begin, int64_t end, int64_t shift
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// A bucket's weights from those who keep them to all, beside the device's stream.
+// Sends a bucket's weights from those who keep them to all, beside the device's stream.
 inline void shard_gather(Shard* s, int bucket) {
     const ShardBucket* b = &s->bucket[bucket];
     for (const auto gather : {shard_deal_run, shard_spread_run}) {
@@ -871,7 +874,7 @@ inline void shard_publish(Shard* s) {
     for (int l = 0; l < s->layers && s->mode < SHARD_WEIGHTS; l++) shard_gather(s, l);
 }
 
-// Begins to gather the weights of a layer that will be needed; those of its neighbours but one are given up.
+// Begins to gather the weights of a layer that will be needed. They take the place of the layer two away.
 inline void shard_prefetch(Shard* s, int layer) {
     if (!shard_splits(s, SHARD_WEIGHTS) || layer < 0 || layer >= s->layers || s->held[layer % 2] == layer) return;
     comm_after_device(&s->comm);
@@ -879,7 +882,7 @@ inline void shard_prefetch(Shard* s, int layer) {
     s->held[layer % 2] = layer;
 }
 
-// The device's stream goes on when the weights of this bucket are there; those of layer `next` are gathered meanwhile.
+// Makes the device's stream wait for the weights of this bucket; those of layer `next` are gathered meanwhile.
 inline void shard_need(Shard* s, int bucket, int next = -1) {
     if (!shard_splits(s, SHARD_STATES)) return;
     if (bucket < s->layers) shard_prefetch(s, bucket);
