@@ -47,21 +47,17 @@ T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y,
     return x;
 }
 
-// A function that makes symmetric products: symmetric_product, its library version, or plain C.
-template <class T>
-using SymmetricFunction = void (*)(const Device* dev, const SymmetricProduct* p, T* d, const T* a, const T* b,
-                                   const T* c);
-
 // The symmetric form needs room for at most so many squares of the shorter side for each matrix.
 inline int64_t polar_squares(int64_t rows, int64_t cols) {
     return rows == cols ? 2 : 4;
 }
 
 // The same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale` times
-// what it stands for. `gram_form` is false for square matrices.
-template <class T>
-T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, SymmetricFunction<T> product, T* x, T* y,
-                           T* squares, int64_t rows, int64_t cols, int64_t count, float scale, bool gram_form) {
+// what it stands for. `gram_form` is false for square matrices. product(dev, SymmetricProduct, d, a, b, c) makes the
+// products: symmetric_product, its library version, plain C, or what makes a list of them.
+template <class T, class Product>
+T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Product product, T* x, T* y, T* squares,
+                           int64_t rows, int64_t cols, int64_t count, float scale, bool gram_form) {
     const bool tall = rows > cols;
     const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, steps = config->ns_steps;
     const float scale2 = scale * scale;
@@ -98,14 +94,40 @@ T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Symmetr
 }
 
 #ifdef __CUDACC__
-// The form that the optimizer takes on a GPU, in fp16. The shape alone decides which it is, so the bits do not depend
-// on the batch.
-inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, __half* x, __half* y, __half* squares,
-                                 int64_t rows, int64_t cols, int64_t count) {
-    const int64_t side = rows < cols ? rows : cols;
-    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, count};
-    const bool gram_form = rows != cols && symmetric_product_fits(dev, &multiply);
-    return newton_schulz_symmetric<__half>(dev, config, symmetric_product, x, y, squares, rows, cols, count,
-                                           POLAR_SCALE, gram_form);
+// Matrices of one shape, with room as above.
+struct PolarBatch {
+    __half *x, *y, *squares;
+    int64_t rows, cols, count;
+};
+
+// The form that the optimizer takes on a GPU, in fp16. A shape alone decides which it is, so the bits do not depend on
+// what is beside it. The shapes' products take turns, so that one shape's fill the multiprocessors while another's wait
+// for their last ones. Sets each x to its result. `counts` has room for an int more than there are matrices.
+inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, PolarBatch* batches, int n, int* counts) {
+    const int64_t most = 6 * config->ns_steps;  // products of a shape
+    SymmetricCall *calls = (SymmetricCall*)memory_zero((size_t)(most * n), sizeof(SymmetricCall)),
+                  *ordered = (SymmetricCall*)memory_zero((size_t)(most * n), sizeof(SymmetricCall));
+    int64_t *end = (int64_t*)memory_zero((size_t)n, sizeof(int64_t)),
+            *next = (int64_t*)memory_zero((size_t)n, sizeof(int64_t));
+    int all = 0, counters = 0;
+    for (int i = 0; i < n; i++) {
+        PolarBatch* of = &batches[i];
+        const int64_t side = of->rows < of->cols ? of->rows : of->cols;
+        const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of->count};
+        const bool gram_form = of->rows != of->cols && symmetric_product_fits(dev, &multiply);
+        auto add = [&](const Device*, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
+                       const __half* c) { calls[i * most + end[i]++] = {*p, d, a, b, c, counters}; };
+        of->x = newton_schulz_symmetric<__half>(dev, config, add, of->x, of->y, of->squares, of->rows, of->cols,
+                                                of->count, POLAR_SCALE, gram_form);
+        counters += (int)of->count, all += (int)end[i];
+    }
+    for (int k = 0; k < all; k++) {
+        int first = 0;  // the shape that has made the smallest share of its products
+        for (int i = 1; i < n; i++)
+            if (next[i] * end[first] < next[first] * end[i]) first = i;
+        ordered[k] = calls[first * most + next[first]++];
+    }
+    symmetric_products(dev, ordered, all, counts, counters);
+    free(calls), free(ordered), free(end), free(next);
 }
 #endif
