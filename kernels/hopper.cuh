@@ -101,23 +101,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity, 
 #endif
 }
 
-// True if the phase has ended; never waits.
-__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
-// Orders this thread's accesses of memory, and what others' releases made visible to it, against the copy engine's (PTX
-// ISA, Parallel Synchronization: membar/fence).
-__device__ __forceinline__ void fence_async_all() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
-
 // Barriers of `threads` threads, a multiple of 32, with numbers 1 to 15; 0 is __syncthreads() (PTX ISA, Parallel
 // Synchronization: barrier). sync waits for the others, arrive does not.
 

@@ -8,20 +8,21 @@
 // lies above the diagonal multiplies the left half alone, so 128 x 128 is the grain (21 of 36 squares at 768, 91 of 169
 // at 1600). A tile below the diagonal is written twice, as it is and transposed.
 //
-// Newton-Schulz is a chain of some fifteen products, many of which have less than two tiles for each multiprocessor. So
-// one launch makes all products of several chains. Blocks stay, and take tiles by a number that all of them count up.
-// The numbers follow the order of the products, so a tile needs results of tiles with smaller numbers alone: the block
-// with the smallest unfinished one never waits, wherever and whenever the other blocks run. A block that takes a tile
-// waits until its matrix's count says that all of the product before is complete. A tile's bits depend neither on the
-// block that makes it nor on what else is in the launch: they are those of a launch for each product.
+// Newton-Schulz is a chain of some fifteen products, and many of them have less than two tiles for each multiprocessor.
+// So one launch makes all products of several chains. Its blocks stay, and take tiles by a ticket that all of them
+// count up. Tickets follow the order of the products, so a tile needs results of tiles with smaller tickets alone: the
+// block that has the smallest unfinished one never waits for another, wherever and whenever the others run. A block
+// that takes a tile waits until the count of the tile's matrix says that memory has all of the matrix's products
+// before. These have read their operands by then, so a product may write where one before it reads. A tile's bits
+// depend neither on the block that makes it nor on what else is in the launch.
 //
 // A warpgroup (64 x 256 sums of a tile) does as in matmul_gelu.cuh: it rounds a finished tile to fp16, in half as many
 // registers, and hands it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
 // cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
 // and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
-// 384: one thread takes tiles and orders their operands, two warps send panels out and count tiles, and two warpgroups
-// multiply. If the next tile has to wait, they are told to hand out what they hold, since it may wait for that.
-// Deterministic.
+// 384: one thread takes tiles and orders their operands, two warps send panels out and count the parts of tiles that
+// memory has, and two warpgroups multiply. If the next tile has to wait, they are told to hand out what they hold,
+// since it may wait for that. Deterministic.
 //
 // Where that kernel does not run (other GPUs, or K below 449) the library multiplies all of it, and gamma I is added by
 // a kernel of its own, which rounds once more.
@@ -113,7 +114,7 @@ constexpr int SP_BARRIERS = SP_ORDERS + 2 * 32;           // full and empty of e
 constexpr int SP_SHARED_BYTES = SP_BARRIERS + SP_STAGES * 16;
 constexpr int SP_LEAST_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
 
-// The kinds of products: of which operands the rows are not along K.
+// The kinds of products: the operands whose rows are not along K.
 enum SymmetricKind { SP_NONE_MN, SP_B_MN, SP_BOTH_MN };
 
 // A product of a launch.
@@ -123,18 +124,20 @@ struct SymmetricItem {
     const __half* c;        // null if beta is 0
     int first;              // number of its first tile in the launch
     int counter;            // number of its first matrix's count
-    int before;             // what a matrix's count is when all products before are complete
-    unsigned char a, b, d;  // maps
+    int before;             // what a matrix's count is when memory has all its products before
+    unsigned char a, b, d;  // numbers of maps
     unsigned char kind;
 };
 
 constexpr int SP_MOST_MAPS = 40, SP_MOST_ITEMS = 64;
 
+// The kernel's argument. Arguments of more than 4 KB need CUDA 12.1 and driver 530, and this code needs newer ones.
 struct SymmetricLaunch {
     CUtensorMap map[SP_MOST_MAPS];
     SymmetricItem item[SP_MOST_ITEMS];
     int maps, items, tiles;
-    int* counts;  // the number of the next tile that nobody has taken; then each matrix's count of parts of tiles
+    int* counts;   // the next ticket; then each matrix's count of parts of tiles, 64 rows each, that memory has
+    int counters;  // matrices with counts
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -174,6 +177,23 @@ __device__ __forceinline__ SymmetricTask sp_read(uint32_t at) {
     return {item, {matrix, row, column / 2, column % 2}};
 }
 
+// True if the barrier's phase has ended. It never waits, unlike barrier_passed.
+__device__ __forceinline__ bool sp_is_past(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// Orders this thread's accesses of memory, and what others' releases made visible to it, against the copy engine's (PTX
+// ISA, Parallel Synchronization: membar/fence).
+__device__ __forceinline__ void sp_fence_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // The state of the thread that orders copies.
 struct SymmetricOrders {
     const SymmetricLaunch* launch;
@@ -190,25 +210,20 @@ __device__ __forceinline__ void sp_tell(SymmetricOrders& o, int what) {
     o.turn++;
 }
 
-// Waits until all products before this one of the tile's matrix are complete. They may wait for a tile that this
-// block's warpgroups still hold, so these are told to send it out when they have nothing else to do.
+// Waits until memory has all products before this one of the tile's matrix. They may lack a tile that this block's
+// warpgroups still hold, so these are told to send it out when they have nothing else to do. What the copy engine reads
+// from here on is what other blocks' copy engines had written before they counted: sp_send releases, this acquires.
 __device__ __forceinline__ void sp_await(SymmetricOrders& o, const int* count, int before) {
     bool told = o.turn == 0;
-#ifdef NIBBLE_HANG_REPORT
-    const long long start = clock64();
-#endif
     for (;;) {
         int now;
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
         if (now >= before) break;
-#ifdef NIBBLE_HANG_REPORT
-        if (clock64() - start > 6000000000ll) hang(99, (uint32_t)before, (uint32_t)now);
-#endif
         const uint32_t last = o.turn - 1;
-        if (!told && barrier_test(sp_empty(o.shared, last % SP_STAGES), sp_parity(last)))
+        if (!told && sp_is_past(sp_empty(o.shared, last % SP_STAGES), sp_parity(last)))
             sp_tell(o, SP_FLUSH), told = true;
     }
-    fence_async_all();
+    sp_fence_async();
 }
 
 template <int A_MN, int B_MN>
@@ -288,7 +303,7 @@ __device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch* 
                 store_wait_read<0>();
                 if (i == sp_panels(t) - 1) {
                     store_wait<0>();
-                    fence_async_all();
+                    sp_fence_async();
                     const int* count = launch->counts + 1 + item.counter + t.matrix;
                     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
                 }
@@ -518,7 +533,7 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
 #endif
 
 // Grid at most the tiles, block 384, shared memory SP_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// SP_LEAST_DEPTH; counts are 0. Deterministic.
+// SP_LEAST_DEPTH; the ticket and counts are 0. Deterministic.
 static __global__ void __launch_bounds__(384, 1)
     symmetric_product_kernel(const __grid_constant__ SymmetricLaunch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -534,7 +549,7 @@ static __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
-        registers_shrink<24>();
+        registers_shrink<24>();  // a block has 168 x 384 registers, which are 24 x 128 + 240 x 256
         if (warp == 0 && is_elected()) sp_produce(shared, &launch);
         if (warp == 1 || warp == 2) sp_send(shared, &launch, warp - 1);
         return;
@@ -563,12 +578,13 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 }
 
 // True if our kernel runs here. The batch has no say, since bits may not depend on it. c goes with one kind of product
-// alone, so that the others keep within their registers, and factors go with c.
+// alone, so that the others keep within their registers, and factors go with c. The kernel counts in ints.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
     static const bool built = hopper_kernel_is_built(symmetric_product_kernel);
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
-           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->rows < 1 << 20 &&
-           p->cols < 1 << 20 && !(p->transpose_a && p->transpose_b) &&
+           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->depth < 1 << 20 &&
+           p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
+           !(p->transpose_a && p->transpose_b) &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
 }
 
@@ -591,6 +607,17 @@ struct SymmetricCall {
     int counter;  // of its first matrix: products of the same matrices have the same
 };
 
+// Launches what has been added, and empties the launch.
+inline void symmetric_launch(const Device* dev, SymmetricLaunch* launch) {
+    if (launch->items == 0) return;
+    check(cudaFuncSetAttribute(symmetric_product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SP_SHARED_BYTES));
+    check(cudaMemsetAsync(launch->counts, 0, (size_t)(launch->counters + 1) * sizeof(int), dev->stream));
+    const int blocks = launch->tiles < dev->sm_count ? launch->tiles : dev->sm_count;
+    symmetric_product_kernel<<<(unsigned)blocks, 384, SP_SHARED_BYTES, dev->stream>>>(*launch);
+    check_launch();
+    launch->maps = launch->items = launch->tiles = launch->counters = 0;
+}
+
 // The number of the map of `batch` matrices of rows x cols, in boxes of so many rows.
 inline unsigned char symmetric_map(SymmetricLaunch* launch, const __half* address, int64_t batch, int64_t rows,
                                    int64_t cols, int box) {
@@ -602,72 +629,49 @@ inline unsigned char symmetric_map(SymmetricLaunch* launch, const __half* addres
     return (unsigned char)i;
 }
 
-inline void symmetric_add(SymmetricLaunch* launch, const SymmetricCall* call) {
+// Adds a product to a launch, which begins as zeros and `counts`, room for an int more than there are counters. It
+// comes after those whose results it takes, and writes nothing that one of other matrices reads. A full launch is
+// launched first, and so is one before a product of the library's. Dimensions are multiples of 8.
+inline void symmetric_add(const Device* dev, SymmetricLaunch* launch, const SymmetricCall* call) {
     const SymmetricProduct* p = &call->product;
-    SymmetricItem* item = &launch->item[launch->items];
-    *item = {symmetric_shape(p),
-             p->alpha,
-             p->beta,
-             p->gamma,
-             p->beta != 0.0f ? call->c : nullptr,
-             launch->tiles,
-             call->counter,
-             0,
-             0,
-             0,
-             0,
-             0};
+    if (p->batch == 0) return;
+    const bool fits = symmetric_product_fits(dev, p);
+    if (!fits || launch->items == SP_MOST_ITEMS || launch->maps + 3 > SP_MOST_MAPS) symmetric_launch(dev, launch);
+    if (!fits) return symmetric_product_library(dev, p, call->d, call->a, call->b, call->c);
+    SymmetricItem item = {};
+    item.shape = symmetric_shape(p);
+    item.alpha = p->alpha, item.beta = p->beta, item.gamma = p->gamma, item.c = p->beta != 0.0f ? call->c : nullptr;
     const bool a_mn = p->transpose_a, b_mn = !p->transpose_b;
-    item->kind = a_mn ? SP_BOTH_MN : b_mn ? SP_B_MN : SP_NONE_MN;
-    item->a = symmetric_map(launch, call->a, p->batch, a_mn ? p->depth : p->rows, a_mn ? p->rows : p->depth,
-                            a_mn ? SP_DEPTH : SP_ROWS);
-    item->b = symmetric_map(launch, call->b, p->batch, b_mn ? p->depth : p->cols, b_mn ? p->cols : p->depth,
-                            b_mn ? SP_DEPTH : SP_HALF);
-    item->d = symmetric_map(launch, call->d, p->batch, p->rows, p->cols, 64);
-    for (int i = launch->items - 1; i >= 0 && item->before == 0; i--) {
+    item.kind = a_mn ? SP_BOTH_MN : b_mn ? SP_B_MN : SP_NONE_MN;
+    item.a = symmetric_map(launch, call->a, p->batch, a_mn ? p->depth : p->rows, a_mn ? p->rows : p->depth,
+                           a_mn ? SP_DEPTH : SP_ROWS);
+    item.b = symmetric_map(launch, call->b, p->batch, b_mn ? p->depth : p->cols, b_mn ? p->cols : p->depth,
+                           b_mn ? SP_DEPTH : SP_HALF);
+    item.d = symmetric_map(launch, call->d, p->batch, p->rows, p->cols, 64);
+    item.counter = call->counter, item.first = launch->tiles;
+    int i = launch->items - 1;  // the last product of the same matrices
+    while (i >= 0 && launch->item[i].counter != item.counter) i--;
+    if (i >= 0) {
         const SymmetricItem* last = &launch->item[i];
-        if (last->counter != item->counter) continue;
-        item->before = last->before;
-        for (int tile = 0; tile < last->shape.whole + last->shape.half; tile++)  // warpgroups that have rows of it
-            item->before += symmetric_tile(tile, last->shape).row + 64 < last->shape.rows ? 2 : 1;
+        item.before = last->before;
+        for (int tile = 0; tile < last->shape.whole + last->shape.half; tile++)
+            item.before += symmetric_tile(tile, last->shape).row + 64 < last->shape.rows ? 2 : 1;
     }
-    launch->items++;
-    launch->tiles += (item->shape.whole + item->shape.half) * item->shape.batch;
-    assert(launch->tiles < 1 << 30);
+    launch->item[launch->items++] = item;
+    const int64_t tiles = launch->tiles + (int64_t)(item.shape.whole + item.shape.half) * item.shape.batch;
+    assert(tiles < 1 << 30);
+    launch->tiles = (int)tiles;
+    const int counters = item.counter + item.shape.batch;
+    launch->counters = counters > launch->counters ? counters : launch->counters;
 }
 
-// Launches what has been added, and empties the launch.
-inline void symmetric_launch(const Device* dev, SymmetricLaunch* launch, int counters) {
-    if (launch->items == 0) return;
-    check(cudaFuncSetAttribute(symmetric_product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SP_SHARED_BYTES));
-    check(cudaMemsetAsync(launch->counts, 0, (size_t)(counters + 1) * sizeof(int), dev->stream));
-    const int blocks = launch->tiles < dev->sm_count ? launch->tiles : dev->sm_count;
-    symmetric_product_kernel<<<(unsigned)blocks, 384, SP_SHARED_BYTES, dev->stream>>>(*launch);
-    check_launch();
-    launch->maps = launch->items = launch->tiles = 0;
-}
-
-// Launches products on a GPU, in an order in which each comes after those whose results it takes, and none writes what
-// one before it reads. `counts` has room for counters + 1. Dimensions are multiples of 8.
-inline void symmetric_products(const Device* dev, const SymmetricCall* calls, int n, int* counts, int counters) {
-    SymmetricLaunch launch;
-    launch.maps = launch.items = launch.tiles = 0, launch.counts = counts;
-    for (int i = 0; i < n; i++) {
-        const SymmetricCall* call = &calls[i];
-        const bool ours = symmetric_product_fits(dev, &call->product);
-        if (!ours || launch.items == SP_MOST_ITEMS || launch.maps + 3 > SP_MOST_MAPS)
-            symmetric_launch(dev, &launch, counters);
-        if (ours)
-            symmetric_add(&launch, call);
-        else
-            symmetric_product_library(dev, &call->product, call->d, call->a, call->b, call->c);
-    }
-    symmetric_launch(dev, &launch, counters);
-}
-
+// Launches one product on a GPU. `counts` has room for batch + 1.
 inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
                               const __half* c, int* counts) {
+    SymmetricLaunch launch = {};
+    launch.counts = counts;
     const SymmetricCall call = {*p, d, a, b, c, 0};
-    symmetric_products(dev, &call, 1, counts, (int)p->batch);
+    symmetric_add(dev, &launch, &call);
+    symmetric_launch(dev, &launch);
 }
 #endif
