@@ -27,10 +27,10 @@
 // U. The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
 // and its bits do not depend on those beside it.
 //
-// Memory. The launch's tensors are taken in chunks of about 2^27 elements, so the scratch (4 bytes an element of a
+// Memory. The launch's tensors are taken in chunks of about 3 x 2^25 elements, so the scratch (4 bytes an element of a
 // chunk) and the products' buffers (6, and up to 12 where the longer side is less than four times the shorter one) do
-// not grow with the model: at most 2.1 GB, or what one tensor needs; 0.9 GB for GPT-2 124M, 1.2 GB for 1558M. All
-// matrices of a chunk are in one launch; with few of them multiprocessors wait for a matrix's last product.
+// not grow with the model: at most 1.6 GB, or what one tensor needs; 0.9 GB for GPT-2 124M and for 1558M. All matrices
+// of a chunk are in one launch; with few of them multiprocessors wait for a matrix's last product.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
 // tiles.
 #pragma once
