@@ -324,13 +324,12 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
     __half* at = (__half*)work->work;
     float* sums = work->sums;
     for (int i = 0; i < n; i++) {
-        const int count = batches[i].count;
-        const BatchArguments* of = &(arguments[i] = batch_begin(dev, work, &batches[i], sums, at));
-        const int64_t rows = of->padded_rows, cols = of->padded_cols, side = rows < cols ? rows : cols,
-                      size = rows * cols * count;
+        const BatchArguments of = arguments[i] = batch_begin(dev, work, &batches[i], sums, at);
+        const int64_t rows = of.padded_rows, cols = of.padded_cols, side = rows < cols ? rows : cols,
+                      count = batches[i].count, size = rows * cols * count;
         polar[i] = {at, at + size, at + 2 * size, rows, cols, count};
         at += 2 * size + polar_squares(rows, cols) * side * side * count;
-        sums = of->norms + count;
+        sums = of.norms + count;
     }
     newton_schulz_gpu(dev, config, polar, n, (int*)at);
     for (int i = 0; i < n; i++) batch_end(dev, config, &arguments[i], batches[i].count, polar[i].x, now, next);
