@@ -130,10 +130,12 @@ inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, Pola
         counters += (int)of->count;
     }
     for (;;) {
-        int first = 0;  // the shape that has made the smallest share of its products
-        for (int i = 1; i < n; i++)
-            if (next[i] * end[first] < next[first] * end[i]) first = i;
-        if (next[first] == end[first]) break;
+        int first = -1;  // of the shapes with products left, the one that has made the smallest share of them
+        for (int i = 0; i < n; i++) {
+            if (next[i] == end[i]) continue;
+            if (first < 0 || next[i] * end[first] < next[first] * end[i]) first = i;
+        }
+        if (first < 0) break;
         symmetric_add(dev, &launch, &calls[first * most + next[first]++]);
     }
     symmetric_launch(dev, &launch);
