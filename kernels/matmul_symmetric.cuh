@@ -6,17 +6,23 @@
 //
 // Kernel for sm_90a: half the work of a symmetric result is left out. Its tiles are 128 x 256: a tile whose right half
 // lies above the diagonal multiplies the left half alone, so 128 x 128 is the grain (21 of 36 squares at 768, 91 of 169
-// at 1600). A tile below the diagonal is written twice, as it is and transposed. Blocks stay and take tiles by turns,
-// all whole tiles of a launch first and then all halves, in an order that turns back at each end (0 1 2 2 1 0 0 ...),
-// so that blocks which took one more before take one less after: with 24 matrices of 768 a launch lasts two tiles.
+// at 1600). A tile below the diagonal is written twice, as it is and transposed.
+//
+// Newton-Schulz is a chain of some fifteen products, and many of them have less than two tiles for each multiprocessor.
+// So one launch makes all products of several chains. Its blocks stay, and take tiles by a ticket that all of them
+// count up. Tickets follow the order of the products, so a tile needs results of tiles with smaller tickets alone: the
+// block that has the smallest unfinished one never waits for another, wherever and whenever the others run. A block
+// that takes a tile waits until the count of the tile's matrix says that memory has all of the matrix's products
+// before. These have read their operands by then, so a product may write where one before it reads. A tile's bits
+// depend neither on the block that makes it nor on what else is in the launch.
 //
 // A warpgroup (64 x 256 sums of a tile) does as in matmul_gelu.cuh: it rounds a finished tile to fp16, in half as many
-// registers, and sends it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
+// registers, and hands it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
 // cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
 // and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
-// 384: one thread that orders copies and two warpgroups that multiply. Newton-Schulz is a chain of some fifteen short
-// launches, so the next one's blocks are placed while this one's end, and wait there for its results (programmatic
-// dependent launch). Deterministic; a matrix's bits do not depend on the others in its launch.
+// 384: one thread takes tiles and orders their operands, two warps send panels out and count the parts of tiles that
+// memory has, and two warpgroups multiply. If the next tile has to wait, they are told to hand out what they hold,
+// since it may wait for that. Deterministic.
 //
 // Where that kernel does not run (other GPUs, or K below 449) the library multiplies all of it, and gamma I is added by
 // a kernel of its own, which rounds once more.
@@ -84,47 +90,64 @@ __host__ __device__
 #endif
     inline SymmetricTile
     symmetric_tile(int index, const SymmetricShape& s) {
-    const int all = s.whole * s.batch;
-    if (index >= all) {
-        const int i = (index - all) % s.half, matrix = (index - all) / s.half;
+    const int matrix = index / (s.whole + s.half);
+    int i = index % (s.whole + s.half);
+    if (i >= s.whole) {
+        i -= s.whole;
         if (s.symmetric) return {matrix, 2 * i * SP_ROWS, i * SP_COLUMNS, 1};
         return {matrix, i * SP_ROWS, s.across * SP_COLUMNS, 1};
     }
-    int i = index % s.whole;
-    const int matrix = index / s.whole;
     if (!s.symmetric) return {matrix, i % s.down * SP_ROWS, i / s.down * SP_COLUMNS, 0};
     int row = 1;
     while (i >= (row + 1) / 2) i -= (row + 1) / 2, row++;
     return {matrix, row * SP_ROWS, i * SP_COLUMNS, 0};
 }
 
-// The number of a block's tile in a round.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    inline int
-    symmetric_index(int round, int block, int blocks) {
-    return round * blocks + (round % 2 ? blocks - 1 - block : block);
-}
-
 #ifdef __CUDACC__
 constexpr int SP_DEPTH = 64, SP_STAGES = 4, SP_CHUNKS = SP_COLUMNS / 32;
 constexpr int SP_A_BYTES = SP_ROWS * SP_DEPTH * 2, SP_STAGE_BYTES = SP_A_BYTES + SP_COLUMNS * SP_DEPTH * 2;
 constexpr int SP_PANEL_BYTES = 64 * PANEL_ROW_BYTES;
-constexpr int SP_PANELS = SP_STAGES * SP_STAGE_BYTES;        // offset: two for each warpgroup
-constexpr int SP_BARRIERS = SP_PANELS + 4 * SP_PANEL_BYTES;  // full and empty of each stage
+constexpr int SP_PANELS = SP_STAGES * SP_STAGE_BYTES;     // offset: two for each warpgroup
+constexpr int SP_TILES = SP_PANELS + 4 * SP_PANEL_BYTES;  // a SymmetricTask for each stage
+constexpr int SP_ORDERS = SP_TILES + SP_STAGES * 32;      // and for each warpgroup's panels
+constexpr int SP_BARRIERS = SP_ORDERS + 2 * 32;           // full and empty of each stage
 constexpr int SP_SHARED_BYTES = SP_BARRIERS + SP_STAGES * 16;
 constexpr int SP_LEAST_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
 
-struct SymmetricMaps {
-    CUtensorMap a, b, d;
+// The kinds of products: the operands whose rows are not along K.
+enum SymmetricKind { SP_NONE_MN, SP_B_MN, SP_BOTH_MN };
+
+// A product of a launch.
+struct SymmetricItem {
+    SymmetricShape shape;
+    float alpha, beta, gamma;
+    const __half* c;        // null if beta is 0
+    int first;              // number of its first tile in the launch
+    int counter;            // number of its first matrix's count
+    int before;             // what a matrix's count is when memory has all its products before
+    unsigned char a, b, d;  // numbers of maps
+    unsigned char kind;
 };
 
-struct SymmetricFactors {
-    float alpha, beta, gamma;
+constexpr int SP_MOST_MAPS = 40, SP_MOST_ITEMS = 64;
+
+// The kernel's argument. Arguments of more than 4 KB need CUDA 12.1 and driver 530, and this code needs newer ones.
+struct SymmetricLaunch {
+    CUtensorMap map[SP_MOST_MAPS];
+    SymmetricItem item[SP_MOST_ITEMS];
+    int maps, items, tiles;
+    int* counts;   // the next ticket; then each matrix's count of parts of tiles, 64 rows each, that memory has
+    int counters;  // matrices with counts
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// What a warpgroup is to do next.
+struct SymmetricTask {
+    int item;  // or one of:
+    SymmetricTile tile;
+};
+constexpr int SP_FLUSH = -1, SP_END = -2;
 
 __device__ __forceinline__ uint32_t sp_full(uint32_t shared, int stage) {
     return shared + SP_BARRIERS + stage * 8;
@@ -132,56 +155,178 @@ __device__ __forceinline__ uint32_t sp_full(uint32_t shared, int stage) {
 __device__ __forceinline__ uint32_t sp_empty(uint32_t shared, int stage) {
     return shared + SP_BARRIERS + (SP_STAGES + stage) * 8;
 }
+__device__ __forceinline__ uint32_t sp_parity(uint32_t turn) {
+    return turn / SP_STAGES % 2;
+}
 
-// One thread: orders the operands of all tiles of this block, stage after stage. An operand whose rows are not along K
-// (MN) comes as panels of 64 columns.
+// Tasks in shared memory.
+__device__ __forceinline__ void sp_write(uint32_t at, const SymmetricTask& t) {
+    asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(t.item), "r"(t.tile.matrix), "r"(t.tile.row),
+                 "r"(t.tile.column * 2 + t.tile.half)
+                 : "memory");
+}
+__device__ __forceinline__ SymmetricTask sp_read(uint32_t at) {
+    int item, matrix, row, column;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(item), "=r"(matrix), "=r"(row), "=r"(column)
+                 : "r"(at)
+                 : "memory");
+    // So the compiler sees that they are the same in all threads of the warp.
+    item = __shfl_sync(0xffffffffu, item, 0), matrix = __shfl_sync(0xffffffffu, matrix, 0);
+    row = __shfl_sync(0xffffffffu, row, 0), column = __shfl_sync(0xffffffffu, column, 0);
+    return {item, {matrix, row, column / 2, column % 2}};
+}
+
+// True if the barrier's phase has ended. It never waits, unlike barrier_passed.
+__device__ __forceinline__ bool sp_is_past(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// Orders this thread's accesses of memory, and what others' releases made visible to it, against the copy engine's (PTX
+// ISA, Parallel Synchronization: membar/fence).
+__device__ __forceinline__ void sp_fence_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// The state of the thread that orders copies.
+struct SymmetricOrders {
+    const SymmetricLaunch* launch;
+    uint32_t shared;
+    uint32_t turn;  // of all steps; the stages begin empty
+};
+
+// Hands a task without a product to the warpgroups, in a stage of its own.
+__device__ __forceinline__ void sp_tell(SymmetricOrders& o, int what) {
+    const uint32_t stage = o.turn % SP_STAGES;
+    barrier_wait(sp_empty(o.shared, stage), sp_parity(o.turn) ^ 1);
+    sp_write(o.shared + SP_TILES + stage * 32, {what, {0, 0, 0, 0}});
+    barrier_arrive(sp_full(o.shared, stage));
+    o.turn++;
+}
+
+// Waits until memory has all products before this one of the tile's matrix. They may lack a tile that this block's
+// warpgroups still hold, so these are told to send it out when they have nothing else to do. What the copy engine reads
+// from here on is what other blocks' copy engines had written before they counted: sp_send releases, this acquires.
+__device__ __forceinline__ void sp_await(SymmetricOrders& o, const int* count, int before) {
+    bool told = o.turn == 0;
+    for (;;) {
+        int now;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
+        if (now >= before) break;
+        const uint32_t last = o.turn - 1;
+        if (!told && sp_is_past(sp_empty(o.shared, last % SP_STAGES), sp_parity(last)))
+            sp_tell(o, SP_FLUSH), told = true;
+    }
+    sp_fence_async();
+}
+
 template <int A_MN, int B_MN>
-__device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricMaps* maps, SymmetricShape s) {
-    uint32_t turn = 0;  // of all steps; the stages begin empty
-    const int steps = (s.depth + SP_DEPTH - 1) / SP_DEPTH, tiles = (s.whole + s.half) * s.batch;
-    for (int round = 0;; round++) {
-        const int index = symmetric_index(round, blockIdx.x, gridDim.x);
-        if (index >= tiles) return;
-        const SymmetricTile tile = symmetric_tile(index, s);
-        const int columns = tile.half ? SP_HALF : SP_COLUMNS;
-        for (int k = 0; k < steps; k++, turn++) {
-            const uint32_t stage = turn % SP_STAGES, full = sp_full(shared, stage), a = shared + stage * SP_STAGE_BYTES,
-                           b = a + SP_A_BYTES;
-            barrier_wait(sp_empty(shared, stage), (turn / SP_STAGES + 1) % 2);
-            barrier_expect(full, SP_A_BYTES + columns * SP_DEPTH * 2);
-            const int step = A_MN ? 64 : SP_ROWS, step_b = B_MN ? 64 : SP_HALF;
-            for (int i = 0; i < SP_ROWS; i += step) {
-                tensor_load(a + i * PANEL_ROW_BYTES, &maps->a, full, A_MN ? tile.row + i : k * SP_DEPTH,
-                            A_MN ? k * SP_DEPTH : tile.row + i, tile.matrix);
+__device__ __forceinline__ void sp_load(SymmetricOrders& o, const SymmetricItem& item, const SymmetricTask& task) {
+    const SymmetricTile& tile = task.tile;
+    uint32_t maps = item.a | item.b << 16;
+    const int steps = (item.shape.depth + SP_DEPTH - 1) / SP_DEPTH, columns = tile.half ? SP_HALF : SP_COLUMNS;
+    for (int k = 0; k < steps; k++, o.turn++) {
+        const uint32_t stage = o.turn % SP_STAGES, full = sp_full(o.shared, stage),
+                       a = o.shared + stage * SP_STAGE_BYTES, b = a + SP_A_BYTES;
+        barrier_wait(sp_empty(o.shared, stage), sp_parity(o.turn) ^ 1);
+        if (k == 0) sp_write(o.shared + SP_TILES + stage * 32, task);
+        barrier_expect(full, SP_A_BYTES + columns * SP_DEPTH * 2);
+        asm volatile("" : "+r"(maps));  // so that two addresses are not kept in four registers
+        const CUtensorMap *map_a = &o.launch->map[maps & 0xffff], *map_b = &o.launch->map[maps >> 16];
+        const int step = A_MN ? 64 : SP_ROWS, step_b = B_MN ? 64 : SP_HALF;
+        for (int i = 0; i < SP_ROWS; i += step) {
+            tensor_load(a + i * PANEL_ROW_BYTES, map_a, full, A_MN ? tile.row + i : k * SP_DEPTH,
+                        A_MN ? k * SP_DEPTH : tile.row + i, tile.matrix);
+        }
+        for (int i = 0; i < columns; i += step_b) {
+            tensor_load(b + i * PANEL_ROW_BYTES, map_b, full, B_MN ? tile.column + i : k * SP_DEPTH,
+                        B_MN ? k * SP_DEPTH : tile.column + i, tile.matrix);
+        }
+    }
+}
+
+// One thread: takes tiles, and orders their operands, stage after stage. An operand whose rows are not along K (MN)
+// comes as panels of 64 columns.
+__device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricLaunch* launch) {
+    SymmetricOrders o = {launch, shared, 0};
+    int next = atomicAdd(launch->counts, 1), i = 0;
+    while (next < launch->tiles) {
+        const int index = next;
+        next = atomicAdd(launch->counts, 1);  // a tile ahead, since it takes long
+        while (i + 1 < launch->items && index >= launch->item[i + 1].first) i++;
+        const SymmetricItem& item = launch->item[i];
+        const SymmetricTask task = {i, symmetric_tile(index - item.first, item.shape)};
+        if (item.before > 0) sp_await(o, launch->counts + 1 + item.counter + task.tile.matrix, item.before);
+        if (item.kind == SP_NONE_MN)
+            sp_load<0, 0>(o, item, task);
+        else if (item.kind == SP_B_MN)
+            sp_load<0, 1>(o, item, task);
+        else
+            sp_load<1, 1>(o, item, task);
+    }
+    sp_tell(o, SP_END);
+}
+
+// The panels of a tile, and the first ones of them, which have mirror images.
+__device__ __forceinline__ int sp_panels(const SymmetricTile& t) {
+    return t.half ? 2 : 4;
+}
+__device__ __forceinline__ int sp_mirrored(const SymmetricShape& s, const SymmetricTile& t) {
+    const int left = (t.row / SP_ROWS - t.column / SP_ROWS) * 2;
+    return !s.symmetric ? 0 : left < sp_panels(t) ? left : sp_panels(t);
+}
+
+// One warp for each warpgroup: sends its panels out, and counts a tile's part when memory has all of it.
+__device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch* launch, int group) {
+    const uint32_t panel = shared + SP_PANELS + group * 2 * SP_PANEL_BYTES;
+    for (;;) {
+        SymmetricTask task;
+        for (int i = 0; i == 0 || i < sp_panels(task.tile); i++) {
+            group_arrive(3 + group, 160);  // the panels are free
+            group_sync(1 + group, 160);    // they are full
+            if (i == 0) task = sp_read(shared + SP_ORDERS + group * 32);
+            if (task.item == SP_END) return;
+            const SymmetricItem& item = launch->item[task.item];
+            const CUtensorMap* map = &launch->map[item.d];
+            const SymmetricTile& t = task.tile;
+            const int row = t.row + group * 64, column = t.column + i * 64;
+            if (is_elected()) {
+                tensor_store(map, panel, column, row, t.matrix);
+                if (i < sp_mirrored(item.shape, t)) tensor_store(map, panel + SP_PANEL_BYTES, row, column, t.matrix);
+                store_commit();
+                store_wait_read<0>();
+                if (i == sp_panels(t) - 1) {
+                    store_wait<0>();
+                    sp_fence_async();
+                    const int* count = launch->counts + 1 + item.counter + t.matrix;
+                    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+                }
             }
-            for (int i = 0; i < columns; i += step_b) {
-                tensor_load(b + i * PANEL_ROW_BYTES, &maps->b, full, B_MN ? tile.column + i : k * SP_DEPTH,
-                            B_MN ? k * SP_DEPTH : tile.column + i, tile.matrix);
-            }
+            __syncwarp();
         }
     }
 }
 
 // The state of a thread in a warpgroup that multiplies.
 struct SymmetricWork {
-    const SymmetricMaps* maps;
-    SymmetricShape shape;
-    SymmetricFactors factors;
-    const __half* c;               // or null
-    uint32_t shared, panel;        // panel: the warpgroup's two, results and mirror images
+    const SymmetricLaunch* launch;
+    uint32_t shared;
     uint32_t place, mirror_place;  // this lane's addresses for the matrices of column 0
-    int group, warp, lane;
+    int group, lane;
+    int row, column;                   // of sum[0][0]
     uint32_t turn;                     // number of the step among all of this block
     int k;                             // of the tile
-    SymmetricTile before, tile;        // multiplied, being multiplied
+    int panels, mirrored;              // of the tile before, or 0
+    SymmetricTask task;                // being multiplied
     float sum[SP_COLUMNS / 8][4];      // [n] are columns 8 n + 2 (lane % 4) and the next, of two rows
     uint32_t held[SP_COLUMNS / 8][2];  // the tile before; then c of this one
 };
-
-// True if none of a tile's rows is this warpgroup's, as of the tile before the first one.
-__device__ __forceinline__ bool sp_is_idle(const SymmetricWork& w, const SymmetricTile& tile) {
-    return tile.row + w.group * 64 >= w.shape.rows;
-}
 
 // Starts the next step of the tile's product, of its first COLUMNS columns.
 template <int A_MN, int B_MN, int COLUMNS>
@@ -191,7 +336,7 @@ __device__ __forceinline__ void sp_start_step(SymmetricWork& w) {
     const uint64_t left = uniform_operand(A_MN ? operand_mn_major<SP_DEPTH>(a, 0) : operand_k_major<SP_ROWS>(a, 0));
     const uint64_t right = uniform_operand(B_MN ? operand_mn_major<SP_DEPTH>(b, 0) : operand_k_major<SP_COLUMNS>(b, 0));
     float(&sum)[COLUMNS / 8][4] = *reinterpret_cast<float(*)[COLUMNS / 8][4]>(&w.sum);
-    barrier_wait(sp_full(w.shared, stage), w.turn / SP_STAGES % 2);
+    barrier_wait(sp_full(w.shared, stage), sp_parity(w.turn));
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < SP_DEPTH / 16; j++) {
@@ -214,17 +359,12 @@ __device__ __forceinline__ void sp_end_step(SymmetricWork& w) {
     w.turn++, w.k++;
 }
 
-// Chunk C of the tile before: into the panels, and every other chunk out.
+// Chunk C of the tile before: into the panels, which every other chunk fills.
 template <int C>
 __device__ __forceinline__ void sp_deliver(SymmetricWork& w) {
-    if (sp_is_idle(w, w.before) || (w.before.half && C >= SP_CHUNKS / 2)) return;
-    const int row = w.before.row + w.group * 64, column = w.before.column + C / 2 * 64;
-    const bool mirrored = w.shape.symmetric && column / SP_ROWS < w.before.row / SP_ROWS;
-    const bool first = threadIdx.x % 128 == 0;
-    if (C % 2 == 0) {
-        if (first) store_wait_read<0>();
-        group_sync(1 + w.group, 128);
-    }
+    if (C / 2 >= w.panels) return;
+    const bool mirrored = C / 2 < w.mirrored;
+    if (C % 2 == 0) group_sync(3 + w.group, 160);
 #pragma unroll
     for (int n = 4 * C; n < 4 * C + 4; n += 2) {
         const uint32_t x[4] = {w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1]};
@@ -233,26 +373,25 @@ __device__ __forceinline__ void sp_deliver(SymmetricWork& w) {
     }
     if (C % 2 == 0) return;
     fence_async();
-    group_sync(1 + w.group, 128);
-    if (!first) return;
-    tensor_store(&w.maps->d, w.panel, column, row, w.before.matrix);
-    if (mirrored) tensor_store(&w.maps->d, w.panel + SP_PANEL_BYTES, row, column, w.before.matrix);
-    store_commit();
+    group_arrive(1 + w.group, 160);
 }
 
 // Asks for chunk C of this tile's c.
 template <int C>
 __device__ __forceinline__ void sp_fetch(SymmetricWork& w) {
-    if (!w.c || (w.tile.half && C >= SP_CHUNKS / 2)) return;
-    const int row = w.tile.row + w.group * 64 + w.warp * 16 + w.lane / 4;
-    const int column = w.tile.column + C * 32 + w.lane % 4 * 2;
-    const __half* from = w.c + ((int64_t)w.tile.matrix * w.shape.rows + row) * w.shape.columns + column;
+    const SymmetricItem& item = w.launch->item[w.task.item];
+    const SymmetricTile& tile = w.task.tile;
+    if (!item.c || (tile.half && C >= SP_CHUNKS / 2)) return;
+    const int row = tile.row + w.row, column = tile.column + C * 32, rows = item.shape.rows,
+              columns = item.shape.columns;
+    const char* c = (const char*)(item.c + (int64_t)tile.matrix * rows * columns);  // the same in all threads
+    const uint32_t from = (uint32_t)(row * columns + column + w.column) * 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const bool inside = column + 8 * i < w.shape.columns;
-        w.held[4 * C + i][0] = inside && row < w.shape.rows ? __ldcg((const uint32_t*)(from + 8 * i)) : 0;
+        const bool inside = column + 8 * i < columns;
+        w.held[4 * C + i][0] = inside && row < rows ? __ldcg((const uint32_t*)(c + from + 16 * i)) : 0;
         w.held[4 * C + i][1] =
-            inside && row + 8 < w.shape.rows ? __ldcg((const uint32_t*)(from + 8 * w.shape.columns + 8 * i)) : 0;
+            inside && row + 8 < rows ? __ldcg((const uint32_t*)(c + from + (uint32_t)columns * 16 + 16 * i)) : 0;
     }
 }
 
@@ -285,23 +424,50 @@ __device__ __forceinline__ uint32_t sp_pack(float low, float high) {
     return *reinterpret_cast<uint32_t*>(&pair);
 }
 
-// The product is complete: what is held of it, in fp16.
+// What is held of panel P of a product with c; DIAGONAL: the panel has a part of the diagonal.
+template <int P, bool DIAGONAL>
+__device__ __forceinline__ void sp_combine(SymmetricWork& w, float alpha, float beta, float gamma) {
+#pragma unroll
+    for (int n = 8 * P; n < 8 * P + 8; n++) {
+        // Column 8 n of this thread lies `off` to the left of the diagonal in its upper row, and 8 more in its lower.
+        const int off = w.row % 64 - w.column - n % 8 * 8;
+        auto add = [&](bool here) { return DIAGONAL && here ? gamma : 0.0f; };
+        const float2 upper = sp_floats(w.held[n][0]), lower = sp_floats(w.held[n][1]);
+        const float* s = w.sum[n];
+        w.held[n][0] = sp_pack(fmaf(alpha, s[0], fmaf(beta, upper.x, add(off == 0))),
+                               fmaf(alpha, s[1], fmaf(beta, upper.y, add(off == 1))));
+        w.held[n][1] = sp_pack(fmaf(alpha, s[2], fmaf(beta, lower.x, add(off + 8 == 0))),
+                               fmaf(alpha, s[3], fmaf(beta, lower.y, add(off + 8 == 1))));
+    }
+}
+
+template <int P>
+__device__ __forceinline__ void sp_combine_all(SymmetricWork& w, const SymmetricItem& f) {
+    if constexpr (P < SP_COLUMNS / 64) {
+        if (w.task.tile.row + w.group * 64 == w.task.tile.column + P * 64)
+            sp_combine<P, true>(w, f.alpha, f.beta, f.gamma);
+        else
+            sp_combine<P, false>(w, f.alpha, f.beta, f.gamma);
+        sp_combine_all<P + 1>(w, f);
+    }
+}
+
+// The product is complete: what is held of it, in fp16. Products without c are plain (symmetric_product_fits).
 template <bool HAS_C>
 __device__ __forceinline__ void sp_finish(SymmetricWork& w) {
-    const SymmetricFactors f = w.factors;
-    // Column 8 n of this thread lies `off` - 8 n to the left of the diagonal in its upper row, and 8 more in its lower.
-    const int off = w.tile.row - w.tile.column + w.group * 64 + w.warp * 16 + w.lane / 4 - w.lane % 4 * 2;
+    const SymmetricItem& item = w.launch->item[w.task.item];
+    if (HAS_C && item.c) {
+        sp_combine_all<0>(w, item);
+    } else {
 #pragma unroll
-    for (int n = 0; n < SP_COLUMNS / 8; n++) {
-        const float2 none = make_float2(0.0f, 0.0f);
-        const bool there = HAS_C && w.c;
-        const float2 upper = there ? sp_floats(w.held[n][0]) : none, lower = there ? sp_floats(w.held[n][1]) : none;
-        const float* s = w.sum[n];
-        w.held[n][0] = sp_pack(fmaf(f.alpha, s[0], fmaf(f.beta, upper.x, off == 8 * n ? f.gamma : 0.0f)),
-                               fmaf(f.alpha, s[1], fmaf(f.beta, upper.y, off == 8 * n + 1 ? f.gamma : 0.0f)));
-        w.held[n][1] = sp_pack(fmaf(f.alpha, s[2], fmaf(f.beta, lower.x, off + 8 == 8 * n ? f.gamma : 0.0f)),
-                               fmaf(f.alpha, s[3], fmaf(f.beta, lower.y, off + 8 == 8 * n + 1 ? f.gamma : 0.0f)));
+        for (int n = 0; n < SP_COLUMNS / 8; n++) {
+            const float* s = w.sum[n];
+            // The additions are those of a beta of 0: they turn a sum of -0 into 0.
+            w.held[n][0] = sp_pack(s[0] + 0.0f, s[1] + 0.0f), w.held[n][1] = sp_pack(s[2] + 0.0f, s[3] + 0.0f);
+        }
     }
+    w.panels = sp_panels(w.task.tile), w.mirrored = sp_mirrored(item.shape, w.task.tile);
+    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_ORDERS + w.group * 32, w.task);
 }
 
 // A tile's product, while the tile before is sent out.
@@ -317,49 +483,59 @@ __device__ __forceinline__ void sp_product(SymmetricWork& w, int steps) {
     sp_give_back(w);
 }
 
-// Passes the stages of a tile of which this warpgroup has no row.
+template <int A_MN, int B_MN>
+__device__ __forceinline__ void sp_tile(SymmetricWork& w, int steps) {
+    if (w.task.tile.half)
+        sp_product<A_MN, B_MN, SP_HALF>(w, steps);
+    else
+        sp_product<A_MN, B_MN, SP_COLUMNS>(w, steps);
+    sp_finish<!A_MN && !B_MN>(w);
+}
+
+// Passes stages of which this warpgroup needs nothing.
 __device__ __forceinline__ void sp_pass(SymmetricWork& w, int steps) {
     for (; w.k < steps; w.k++) {
-        barrier_wait(sp_full(w.shared, w.turn % SP_STAGES), w.turn / SP_STAGES % 2);
+        barrier_wait(sp_full(w.shared, w.turn % SP_STAGES), sp_parity(w.turn));
         w.turn++;
         sp_give_back(w);
     }
 }
 
 // A warpgroup: its 64 rows of all tiles of this block.
-template <int A_MN, int B_MN>
 __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
-    const int steps = (w.shape.depth + SP_DEPTH - 1) / SP_DEPTH, tiles = (w.shape.whole + w.shape.half) * w.shape.batch;
-    for (int round = 0;; round++) {
-        const int index = symmetric_index(round, blockIdx.x, gridDim.x);
-        if (index >= tiles) break;
-        w.tile = symmetric_tile(index, w.shape);
+    for (;;) {
+        const uint32_t stage = w.turn % SP_STAGES;
+        barrier_wait(sp_full(w.shared, stage), sp_parity(w.turn));
+        w.task = sp_read(w.shared + SP_TILES + stage * 32);
         w.k = 0;
-        if (sp_is_idle(w, w.tile)) {
+        const bool product = w.task.item >= 0;
+        const SymmetricItem& item = w.launch->item[product ? w.task.item : 0];
+        const int steps = product ? (item.shape.depth + SP_DEPTH - 1) / SP_DEPTH : 1;
+        if (!product || w.task.tile.row + w.group * 64 >= item.shape.rows) {
             sp_deliver_last<0>(w);
+            w.panels = 0;
             sp_pass(w, steps);
-        } else {
-            if (w.tile.half)
-                sp_product<A_MN, B_MN, SP_HALF>(w, steps);
-            else
-                sp_product<A_MN, B_MN, SP_COLUMNS>(w, steps);
-            sp_finish<!A_MN && !B_MN>(w);
+            if (w.task.item == SP_END) break;
+            continue;
         }
-        w.before = w.tile;
+        if (item.kind == SP_NONE_MN)
+            sp_tile<0, 0>(w, steps);
+        else if (item.kind == SP_B_MN)
+            sp_tile<0, 1>(w, steps);
+        else
+            sp_tile<1, 1>(w, steps);
     }
-    sp_deliver_last<0>(w);
-    if (threadIdx.x % 128 == 0) store_wait_read<0>();
+    group_sync(3 + w.group, 160);
+    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_ORDERS + w.group * 32, {SP_END, {0, 0, 0, 0}});
+    group_arrive(1 + w.group, 160);
 }
 
 #endif
 
 // Grid at most the tiles, block 384, shared memory SP_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// SP_LEAST_DEPTH. A_MN, B_MN: a is transposed, b is not. c: null if beta is 0, as it is with A_MN or B_MN.
-// Deterministic.
-template <int A_MN, int B_MN>
-__global__ void __launch_bounds__(384, 1)
-    symmetric_product_kernel(const __grid_constant__ SymmetricMaps maps, SymmetricShape shape, SymmetricFactors factors,
-                             const __half* c) {
+// SP_LEAST_DEPTH; the ticket and counts are 0. Deterministic.
+static __global__ void __launch_bounds__(384, 1)
+    symmetric_product_kernel(const __grid_constant__ SymmetricLaunch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char symmetric_shared[];
     const uint32_t shared = shared_offset(symmetric_shared);
@@ -371,26 +547,24 @@ __global__ void __launch_bounds__(384, 1)
         barrier_init_done();
     }
     __syncthreads();
-    if (threadIdx.x < 128) {
-        registers_shrink<24>();
-        launch_next();
-        wait_for_last();  // the others wait for what this thread orders
-        if (threadIdx.x == 0) sp_produce<A_MN, B_MN>(shared, &maps, shape);
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
+    if (warp < 4) {
+        registers_shrink<24>();  // a block has 168 x 384 registers, which are 24 x 128 + 240 x 256
+        if (warp == 0 && is_elected()) sp_produce(shared, &launch);
+        if (warp == 1 || warp == 2) sp_send(shared, &launch, warp - 1);
         return;
     }
     registers_grow<240>();
     SymmetricWork w = {};
-    w.maps = &maps, w.shape = shape, w.factors = factors, w.c = c, w.shared = shared;
-    w.before.row = shape.rows;
-    w.lane = threadIdx.x % 32;
-    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - 4, 0);
-    w.group = warp / 4, w.warp = warp % 4;
-    w.panel = shared + SP_PANELS + w.group * 2 * SP_PANEL_BYTES;
-    w.place = w.panel + panel_offset(w.warp * 16 + w.lane % 16, w.lane / 16);
-    w.mirror_place = w.panel + SP_PANEL_BYTES + panel_offset(w.lane / 16 * 8 + w.lane % 8, w.warp * 2 + w.lane / 8 % 2);
-    sp_consume<A_MN, B_MN>(w);
+    w.launch = &launch, w.shared = shared;
+    w.lane = threadIdx.x % 32, w.group = warp / 4 - 1;
+    w.row = (warp - 4) * 16 + w.lane / 4, w.column = w.lane % 4 * 2;
+    const uint32_t panel = shared + SP_PANELS + w.group * 2 * SP_PANEL_BYTES;
+    w.place = panel + panel_offset(warp % 4 * 16 + w.lane % 16, w.lane / 16);
+    w.mirror_place = panel + SP_PANEL_BYTES + panel_offset(w.lane / 16 * 8 + w.lane % 8, warp % 4 * 2 + w.lane / 8 % 2);
+    sp_consume(w);
 #else
-    (void)maps, (void)shape, (void)factors, (void)c;
+    (void)launch;
 #endif
 }
 
@@ -404,36 +578,14 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 }
 
 // True if our kernel runs here. The batch has no say, since bits may not depend on it. c goes with one kind of product
-// alone, so that the others keep within their registers.
+// alone, so that the others keep within their registers, and factors go with c. The kernel counts in ints.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
-    static const bool built = hopper_kernel_is_built(symmetric_product_kernel<0, 0>);
+    static const bool built = hopper_kernel_is_built(symmetric_product_kernel);
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
-           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->rows < 1 << 20 &&
-           p->cols < 1 << 20 && (p->beta == 0.0f || (!p->transpose_a && p->transpose_b));
-}
-
-template <int A_MN, int B_MN>
-void symmetric_product_launch(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
-                              const __half* c) {
-    auto kernel = symmetric_product_kernel<A_MN, B_MN>;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SP_SHARED_BYTES));
-    // Maps of bf16: the copy engine moves two bytes an element, whatever they mean, and writes zeros past the end.
-    const SymmetricMaps maps = {
-        tensor_map(a, p->batch, A_MN ? p->depth : p->rows, A_MN ? p->rows : p->depth, A_MN ? SP_DEPTH : SP_ROWS),
-        tensor_map(b, p->batch, B_MN ? p->depth : p->cols, B_MN ? p->cols : p->depth, B_MN ? SP_DEPTH : SP_HALF),
-        tensor_map(d, p->batch, p->rows, p->cols, 64)};
-    const SymmetricShape shape = symmetric_shape(p);
-    const int64_t tiles = (int64_t)(shape.whole + shape.half) * shape.batch;
-    assert(tiles < 1 << 30);
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3((unsigned)(tiles < dev->sm_count ? tiles : dev->sm_count)), config.blockDim = dim3(384);
-    config.dynamicSmemBytes = SP_SHARED_BYTES, config.stream = dev->stream;
-    config.attrs = &early, config.numAttrs = 1;
-    const SymmetricFactors factors = {p->alpha, p->beta, p->gamma};
-    check(cudaLaunchKernelEx(&config, kernel, maps, shape, factors, p->beta != 0.0f ? c : (const __half*)nullptr));
+           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->depth < 1 << 20 &&
+           p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
+           !(p->transpose_a && p->transpose_b) &&
+           (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
 }
 
 inline void symmetric_product_library(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a,
@@ -447,17 +599,79 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
     check_launch();
 }
 
-// Launches the product on a GPU. d is none of the others. Dimensions are multiples of 8.
-inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
-                              const __half* c) {
+// A product of a chain.
+struct SymmetricCall {
+    SymmetricProduct product;
+    __half* d;  // none of the others
+    const __half *a, *b, *c;
+    int counter;  // of its first matrix: products of the same matrices have the same
+};
+
+// Launches what has been added, and empties the launch.
+inline void symmetric_launch(const Device* dev, SymmetricLaunch* launch) {
+    if (launch->items == 0) return;
+    check(cudaFuncSetAttribute(symmetric_product_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SP_SHARED_BYTES));
+    check(cudaMemsetAsync(launch->counts, 0, (size_t)(launch->counters + 1) * sizeof(int), dev->stream));
+    const int blocks = launch->tiles < dev->sm_count ? launch->tiles : dev->sm_count;
+    symmetric_product_kernel<<<(unsigned)blocks, 384, SP_SHARED_BYTES, dev->stream>>>(*launch);
+    check_launch();
+    launch->maps = launch->items = launch->tiles = launch->counters = 0;
+}
+
+// The number of the map of `batch` matrices of rows x cols, in boxes of so many rows.
+inline unsigned char symmetric_map(SymmetricLaunch* launch, const __half* address, int64_t batch, int64_t rows,
+                                   int64_t cols, int box) {
+    // Maps of bf16: the copy engine moves two bytes an element, whatever they mean, and writes zeros past the end.
+    const CUtensorMap map = tensor_map(address, batch, rows, cols, box);
+    int i = 0;
+    while (i < launch->maps && memcmp(&launch->map[i], &map, sizeof(map)) != 0) i++;
+    if (i == launch->maps) launch->map[launch->maps++] = map;
+    return (unsigned char)i;
+}
+
+// Adds a product to a launch, which begins as zeros and `counts`, room for an int more than there are counters. It
+// comes after those whose results it takes, and writes nothing that one of other matrices reads. A full launch is
+// launched first, and so is one before a product of the library's. Dimensions are multiples of 8.
+inline void symmetric_add(const Device* dev, SymmetricLaunch* launch, const SymmetricCall* call) {
+    const SymmetricProduct* p = &call->product;
     if (p->batch == 0) return;
-    if (!symmetric_product_fits(dev, p) || (p->transpose_a && p->transpose_b))
-        return symmetric_product_library(dev, p, d, a, b, c);
-    if (p->transpose_a)
-        symmetric_product_launch<1, 1>(dev, p, d, a, b, c);
-    else if (p->transpose_b)
-        symmetric_product_launch<0, 0>(dev, p, d, a, b, c);
-    else
-        symmetric_product_launch<0, 1>(dev, p, d, a, b, c);
+    const bool fits = symmetric_product_fits(dev, p);
+    if (!fits || launch->items == SP_MOST_ITEMS || launch->maps + 3 > SP_MOST_MAPS) symmetric_launch(dev, launch);
+    if (!fits) return symmetric_product_library(dev, p, call->d, call->a, call->b, call->c);
+    SymmetricItem item = {};
+    item.shape = symmetric_shape(p);
+    item.alpha = p->alpha, item.beta = p->beta, item.gamma = p->gamma, item.c = p->beta != 0.0f ? call->c : nullptr;
+    const bool a_mn = p->transpose_a, b_mn = !p->transpose_b;
+    item.kind = a_mn ? SP_BOTH_MN : b_mn ? SP_B_MN : SP_NONE_MN;
+    item.a = symmetric_map(launch, call->a, p->batch, a_mn ? p->depth : p->rows, a_mn ? p->rows : p->depth,
+                           a_mn ? SP_DEPTH : SP_ROWS);
+    item.b = symmetric_map(launch, call->b, p->batch, b_mn ? p->depth : p->cols, b_mn ? p->cols : p->depth,
+                           b_mn ? SP_DEPTH : SP_HALF);
+    item.d = symmetric_map(launch, call->d, p->batch, p->rows, p->cols, 64);
+    item.counter = call->counter, item.first = launch->tiles;
+    int i = launch->items - 1;  // the last product of the same matrices
+    while (i >= 0 && launch->item[i].counter != item.counter) i--;
+    if (i >= 0) {
+        const SymmetricItem* last = &launch->item[i];
+        item.before = last->before;
+        for (int tile = 0; tile < last->shape.whole + last->shape.half; tile++)
+            item.before += symmetric_tile(tile, last->shape).row + 64 < last->shape.rows ? 2 : 1;
+    }
+    launch->item[launch->items++] = item;
+    const int64_t tiles = launch->tiles + (int64_t)(item.shape.whole + item.shape.half) * item.shape.batch;
+    assert(tiles < 1 << 30);
+    launch->tiles = (int)tiles;
+    const int counters = item.counter + item.shape.batch;
+    launch->counters = counters > launch->counters ? counters : launch->counters;
+}
+
+// Launches one product on a GPU. `counts` has room for batch + 1.
+inline void symmetric_product(const Device* dev, const SymmetricProduct* p, __half* d, const __half* a, const __half* b,
+                              const __half* c, int* counts) {
+    SymmetricLaunch launch = {};
+    launch.counts = counts;
+    const SymmetricCall call = {*p, d, a, b, c, 0};
+    symmetric_add(dev, &launch, &call);
+    symmetric_launch(dev, &launch);
 }
 #endif

@@ -60,7 +60,7 @@ struct OptimConfig {
     int64_t rank = 0,
             rank_gap = 200;          // galore, fira, apollo: rank, 0 a quarter of the shorter side; steps between bases
     float rank_scale = 0.0f;         // and factor on the update, 0 the paper's (matrix/low_rank.h)
-    int64_t matrix_chunk = 1 << 27;  // rules that read matrices take about so many elements at a time: no bit depends
+    int64_t matrix_chunk = 3 << 25;  // rules that read matrices take about so many elements at a time: no bit depends
                                      // on it (matrix/matrix.h)
     float limit_growth = 0.0f;       // a tensor's update grows by at most this factor a step; 0: no limit
     float clip_update = 1.0f;        // adafactor, came: the largest RMS of a tensor's update; 0: no limit

@@ -39,6 +39,7 @@ static void chunk_close(MatrixPlan* plan, int first) {
     chunk->matrix = first, chunk->matrices = plan->matrices - first;
     chunk->batch = plan->batches;
     plan->low = larger(plan->low, (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float));
+    int64_t work = (chunk->matrices + 1) * (int64_t)sizeof(int), sums = 0;  // the counts of newton_schulz_gpu
     for (int i = first; i < plan->matrices; i++) {
         const Matrix* matrix = &plan->matrix[i];
         if (i == first || !same_shape(matrix, matrix - 1)) plan->batch[plan->batches++] = {i, 0};
@@ -47,10 +48,11 @@ static void chunk_close(MatrixPlan* plan, int first) {
         const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
         if (plan->low > 0) continue;  // low_place has counted
         const int64_t of_sides = polar_squares(padded(rows), padded(cols)) * padded(side) * padded(side);
-        const int64_t halves = (2 * padded(rows) * padded(cols) + of_sides) * batch->count;
         const int64_t floats = 2 * (rows * cols + side * side);  // the CPU takes one matrix at a time
-        plan->work = larger(plan->work, larger(halves * 2, floats * 4));
-        plan->sums = larger(plan->sums, batch->count * (SLICES + 2 * rows + 1) * (int64_t)sizeof(float));
+        work += (2 * padded(rows) * padded(cols) + of_sides) * (int64_t)sizeof(uint16_t);
+        sums += (SLICES + 2 * rows + 1) * (int64_t)sizeof(float);
+        plan->work = larger(plan->work, larger(work, floats * 4));
+        plan->sums = larger(plan->sums, sums);
     }
     chunk->batches = plan->batches - chunk->batch;
     plan->scratch = larger(plan->scratch, (chunk->end - chunk->begin) * (int64_t)sizeof(float));
@@ -192,7 +194,7 @@ static void update_cpu(const Device* dev, const OptimConfig* config, const Matri
     for (int64_t i = 0; i < size; i++) u[i] = x[i] * factor;
 }
 
-// Part 2 on a GPU, for a batch of matrices of one shape at a time.
+// Part 2 on a GPU.
 #ifdef __CUDACC__
 struct BatchArguments {
     const Matrix* matrix;  // (count)
@@ -203,6 +205,11 @@ struct BatchArguments {
     float* squares;  // (count, rows): sum of the squares of each row of Y
     float* norms;    // (count): 0.2 sqrt(R C) / ||Y||
 };
+
+static dim3 batch_grid(const BatchArguments* batch, int count) {
+    const int64_t blocks = ceil_div((int64_t)batch->padded_rows * batch->padded_cols, 256 * 8);
+    return dim3((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
+}
 
 // grid (SLICES, count), block 256; deterministic.
 __global__ void __launch_bounds__(256) matrix_norm_kernel(BatchArguments batch) {
@@ -276,41 +283,57 @@ __global__ void matrix_begin_kernel(float* unit, const float* grad_scale) {
     *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u);
 }
 
-static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixBatch* batch,
-                       const float* now, float* next) {
+// Packs a batch, whose sums begin at `sums`, at x.
+static BatchArguments batch_begin(const Device* dev, const MatrixWork* work, const MatrixBatch* batch, float* sums,
+                                  __half* x) {
     const Matrix* first = &work->plan.matrix[batch->first];
     const int rows = first->rows, cols = first->cols, count = batch->count;
-    const int64_t r = padded(rows), c = padded(cols), size = r * c;
-    float* factors = work->sums + count * SLICES;
-    const BatchArguments arguments = {work->matrix + batch->first,
-                                      work->scratch,
-                                      rows,
-                                      cols,
-                                      (int)r,
-                                      (int)c,
-                                      work->sums,
-                                      factors,
-                                      factors + (int64_t)count * rows,
-                                      factors + 2 * (int64_t)count * rows};
-    __half *x = (__half*)work->work, *y = x + size * count, *squares = y + size * count;
-    const int64_t blocks = ceil_div(size, 256 * 8);
-    const dim3 grid((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
+    float *factors = sums + count * SLICES, *squares = factors + (int64_t)count * rows;
+    const BatchArguments arguments = {
+        work->matrix + batch->first, work->scratch, rows,    cols,    (int)padded(rows),
+        (int)padded(cols),           sums,          factors, squares, squares + (int64_t)count * rows};
     matrix_norm_kernel<<<dim3(SLICES, (unsigned)count), 256, 0, dev->stream>>>(arguments);
     check_launch();
-    matrix_pack_kernel<<<grid, 256, 0, dev->stream>>>(arguments, x);
+    matrix_pack_kernel<<<batch_grid(&arguments, count), 256, 0, dev->stream>>>(arguments, x);
     check_launch();
-    x = newton_schulz_gpu(dev, config, x, y, squares, r, c, count);
+    return arguments;
+}
+
+static void batch_end(const Device* dev, const OptimConfig* config, const BatchArguments* batch, int count,
+                      const __half* x, const float* now, float* next) {
+    const int rows = batch->rows, cols = batch->cols;
     float factor = 0.2f * sqrtf((float)(rows > cols ? rows : cols));
     if (by_rows(config)) {
         matrix_rows_kernel<<<dim3((unsigned)ceil_div(rows, 8), (unsigned)count), 256, 0, dev->stream>>>(
-            arguments, x, now, next, (float)(1.0 - (double)config->beta2), config->eps);
+            *batch, x, now, next, (float)(1.0 - (double)config->beta2), config->eps);
         check_launch();
-        matrix_rows_norm_kernel<<<(unsigned)count, 256, 0, dev->stream>>>(arguments);
+        matrix_rows_norm_kernel<<<(unsigned)count, 256, 0, dev->stream>>>(*batch);
         check_launch();
         factor = 0.0f;
     }
-    matrix_unpack_kernel<<<grid, 256, 0, dev->stream>>>(arguments, x, factor);
+    matrix_unpack_kernel<<<batch_grid(batch, count), 256, 0, dev->stream>>>(*batch, x, factor);
     check_launch();
+}
+
+static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixChunk* chunk,
+                       const float* now, float* next) {
+    const MatrixBatch* batches = &work->plan.batch[chunk->batch];
+    const int n = chunk->batches;
+    BatchArguments* arguments = (BatchArguments*)memory_zero((size_t)n, sizeof(BatchArguments));
+    PolarBatch* polar = (PolarBatch*)memory_zero((size_t)n, sizeof(PolarBatch));
+    __half* at = (__half*)work->work;
+    float* sums = work->sums;
+    for (int i = 0; i < n; i++) {
+        const BatchArguments of = arguments[i] = batch_begin(dev, work, &batches[i], sums, at);
+        const int64_t rows = of.padded_rows, cols = of.padded_cols, side = rows < cols ? rows : cols,
+                      count = batches[i].count, size = rows * cols * count;
+        polar[i] = {at, at + size, at + 2 * size, rows, cols, count};
+        at += 2 * size + polar_squares(rows, cols) * side * side * count;
+        sums = of.norms + count;
+    }
+    newton_schulz_gpu(dev, config, polar, n, (int*)at);
+    for (int i = 0; i < n; i++) batch_end(dev, config, &arguments[i], batches[i].count, polar[i].x, now, next);
+    free(arguments), free(polar);
 }
 #endif
 
@@ -328,16 +351,13 @@ void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_s
 void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,
                    float* next) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
-    for (int i = 0; i < taken->batches; i++) {
-        const MatrixBatch* batch = &work->plan.batch[taken->batch + i];
 #ifdef __CUDACC__
-        if (dev->gpu) {
-            update_gpu(dev, config, work, batch, now, next);
-            continue;
-        }
+    if (dev->gpu) {
+        update_gpu(dev, config, work, taken, now, next);
+        return;
+    }
 #endif
-        for (int k = 0; k < batch->count && isfinite(*work->unit); k++) {
-            update_cpu(dev, config, work, &work->plan.matrix[batch->first + k], now, next);
-        }
+    for (int i = 0; i < taken->matrices && isfinite(*work->unit); i++) {
+        update_cpu(dev, config, work, &work->plan.matrix[taken->matrix + i], now, next);
     }
 }

@@ -27,12 +27,12 @@
 // U. The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
 // and its bits do not depend on those beside it.
 //
-// Memory. The launch's tensors are taken in chunks of about 2^27 elements, so the scratch (4 bytes an element of a
-// chunk) and the products' buffers (up to 8 for the largest batch) do not grow with the model: at most 1.5 GB, or what
-// one tensor needs; 0.6 GB for GPT-2 124M, 0.8 GB for 1558M. A batch of few matrices leaves multiprocessors idle: one
-// layer of 1558M has 182 tiles a product for 132 of them, and takes the time of 264.
+// Memory. The launch's tensors are taken in chunks of about 3 x 2^25 elements, so the scratch (4 bytes an element of a
+// chunk) and the products' buffers (6, and up to 12 where the longer side is less than four times the shorter one) do
+// not grow with the model: at most 1.6 GB, or what one tensor needs; 0.9 GB for GPT-2 124M and for 1558M. All matrices
+// of a chunk are in one launch; with few of them multiprocessors wait for a matrix's last product.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
-// tiles; one batch for all matrices of a shape in a chunk.
+// tiles.
 #pragma once
 #include "../plan.h"
 #include "../storage.h"
@@ -88,8 +88,8 @@ struct MatrixWork {
     MatrixPlan plan;
     Matrix* matrix;          // plan.matrix
     float* scratch;          // the directions, then the updates, of one chunk
-    void* work;              // X, X', A and B of a batch
-    float* sums;             // sums over matrices and rows of a batch
+    void* work;              // X, X' and squares of a chunk's matrices, and the products' counts
+    float* sums;             // sums over its matrices and rows
     float* unit;             // what multiplies U: 1, or NaN if the step changes nothing
     float *low, *direction;  // projected gradients of a chunk, and Adam's direction of these
     Tile* low_tiles;         // of their moments, for all chunks

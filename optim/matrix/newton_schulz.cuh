@@ -47,21 +47,18 @@ T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y,
     return x;
 }
 
-// A function that makes symmetric products: symmetric_product, its library version, or plain C.
-template <class T>
-using SymmetricFunction = void (*)(const Device* dev, const SymmetricProduct* p, T* d, const T* a, const T* b,
-                                   const T* c);
-
-// The symmetric form needs room for at most so many squares of the shorter side for each matrix.
+// The symmetric form needs room for so many squares of the shorter side for each matrix. R of a square matrix lies
+// where the next X comes, since nothing needs R by then.
 inline int64_t polar_squares(int64_t rows, int64_t cols) {
-    return rows == cols ? 2 : 4;
+    return rows == cols ? 1 : 4;
 }
 
 // The same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale` times
-// what it stands for. `gram_form` is false for square matrices.
-template <class T>
-T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, SymmetricFunction<T> product, T* x, T* y,
-                           T* squares, int64_t rows, int64_t cols, int64_t count, float scale, bool gram_form) {
+// what it stands for. `gram_form` is false for square matrices. product(SymmetricProduct, d, a, b, c) makes a product
+// or puts it on a list.
+template <class T, class Product>
+T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t rows,
+                           int64_t cols, int64_t count, float scale, bool gram_form) {
     const bool tall = rows > cols;
     const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, steps = config->ns_steps;
     const float scale2 = scale * scale;
@@ -69,28 +66,28 @@ T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Symmetr
     const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, count};
     const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, count};
     const int64_t square = side * side * count;
-    T* r = squares;
     for (int64_t step = 0, until = 0; step < steps;) {
         until += !gram_form ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
         until = until < steps ? until : steps;
-        product(dev, &gram, r, x, x, nullptr);
-        T *z = r + square, *t = z + square, *q = t + square;  // without the Gram form z alone is used
+        T *r = rows == cols ? y : squares, *z = rows == cols ? squares : r + square;
+        T *t = z + square, *q = t + square;  // of the Gram form
+        product(&gram, r, x, x, nullptr);
         for (bool first = true; step < until; step++, first = false) {
             NewtonSchulz c;
             newton_schulz_coefficients(config->ns_coefficients, (int)step, &c);
             SymmetricProduct polynomial = multiply;
             polynomial.alpha = c.c / (scale2 * scale2), polynomial.beta = c.b / scale2, polynomial.gamma = c.a;
-            product(dev, &polynomial, z, r, r, r);
+            product(&polynomial, z, r, r, r);
             if (step + 1 < until) {
-                product(dev, &multiply, t, r, z, nullptr);
-                product(dev, &multiply, r, t, z, nullptr);
+                product(&multiply, t, r, z, nullptr);
+                product(&multiply, r, t, z, nullptr);
             }
-            if (!first) product(dev, &multiply, t, q, z, nullptr);
+            if (!first) product(&multiply, t, q, z, nullptr);
             T* old = q;
             q = first ? z : t;
             (first ? z : t) = old;
         }
-        product(dev, &apply, y, tall ? x : q, tall ? q : x, nullptr);
+        product(&apply, y, tall ? x : q, tall ? q : x, nullptr);
         T* other = x;
         x = y, y = other;
     }
@@ -98,14 +95,50 @@ T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, Symmetr
 }
 
 #ifdef __CUDACC__
-// The form that the optimizer takes on a GPU, in fp16. The shape alone decides which it is, so the bits do not depend
-// on the batch.
-inline __half* newton_schulz_gpu(const Device* dev, const OptimConfig* config, __half* x, __half* y, __half* squares,
-                                 int64_t rows, int64_t cols, int64_t count) {
-    const int64_t side = rows < cols ? rows : cols;
-    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, count};
-    const bool gram_form = rows != cols && symmetric_product_fits(dev, &multiply);
-    return newton_schulz_symmetric<__half>(dev, config, symmetric_product, x, y, squares, rows, cols, count,
-                                           POLAR_SCALE, gram_form);
+// Matrices of one shape, with room as above.
+struct PolarBatch {
+    __half *x, *y, *squares;
+    int64_t rows, cols, count;
+};
+
+// The form that the optimizer takes on a GPU, in fp16. A shape alone decides which it is, so the bits do not depend on
+// what is beside it. The shapes' products take turns, so that one shape's fill the multiprocessors while another's wait
+// for their last ones; a shape whose products go through the library comes before. Sets each x to its result. `counts`
+// has room for an int more than there are matrices.
+inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, PolarBatch* batches, int n, int* counts) {
+    const int64_t most = 6 * config->ns_steps;  // products of a shape
+    SymmetricCall* calls = (SymmetricCall*)memory_zero((size_t)(most * n), sizeof(SymmetricCall));
+    int64_t *end = (int64_t*)memory_zero((size_t)n, 2 * sizeof(int64_t)), *next = end + n;
+    SymmetricLaunch launch = {};
+    launch.counts = counts;
+    int counters = 0;
+    for (int i = 0; i < n; i++) {
+        PolarBatch* of = &batches[i];
+        const int64_t side = of->rows < of->cols ? of->rows : of->cols;
+        const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of->count};
+        const bool fits = symmetric_product_fits(dev, &multiply);
+        auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
+            SymmetricCall* call = &calls[i * most + end[i]];
+            *call = {*p, d, a, b, c, counters};
+            if (fits)
+                end[i]++;
+            else
+                symmetric_add(dev, &launch, call);
+        };
+        of->x = newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->rows, of->cols,
+                                                of->count, POLAR_SCALE, fits && of->rows != of->cols);
+        counters += (int)of->count;
+    }
+    for (;;) {
+        int first = -1;  // of the shapes with products left, the one that has made the smallest share of them
+        for (int i = 0; i < n; i++) {
+            if (next[i] == end[i]) continue;
+            if (first < 0 || next[i] * end[first] < next[first] * end[i]) first = i;
+        }
+        if (first < 0) break;
+        symmetric_add(dev, &launch, &calls[first * most + next[first]++]);
+    }
+    symmetric_launch(dev, &launch);
+    free(calls), free(end);
 }
 #endif
