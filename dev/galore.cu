@@ -4,7 +4,8 @@
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
 //     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
-//     wgmma     the same by low_rank_project.cuh and low_rank_back.cuh or (fp32) galore_turned.cuh, on sm_90a, for
+//     wgmma     the same by low_rank_project.cuh or galore_project.cuh, and low_rank_back.cuh or galore_turned.cuh, on
+//     sm_90a, for
 //               ranks up to 256 in bf16 and 128 in fp32; the second one begins while the first one ends
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
@@ -12,6 +13,7 @@
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // "parts" times both halves of the step by themselves; a precision, a rank or a variant picks that one alone.
 #include "../kernels/low_rank_back.cuh"
+#include "galore_project.cuh"
 #include "galore_turned.cuh"
 #include "double.h"
 #include "timing.h"
@@ -247,7 +249,7 @@ static void open_wgmma(Room* room, Step* s) {
     if (!s->by_wgmma) return;
     if (s->precision == BF16) {
         const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
-        s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
+        s->of_project = low_project_plan_bf16(dev, g, q, rows, cols, rank);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
         return;
     }
@@ -324,10 +326,15 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
-template <typename E, int PARTS>
+template <int PARTS>
 static void wgmma_first(const Device* dev, const Step* s) {
-    const AdamSink<E> sink = {s->adam, (E*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest, s->rest};
-    low_project_run<E, PARTS>(dev, &s->of_project, sink);
+    const AdamSink<float> sink = {s->adam, (float*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest,
+                                  s->rest};
+    low_project_run<PARTS>(dev, &s->of_project, sink);
+}
+
+static void wgmma_first_bf16(const Device* dev, const Step* s) {
+    low_project_run_bf16(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
 }
 
 static void wgmma_second(const Device* dev, const Step* s) {
@@ -357,15 +364,21 @@ static const Variant VARIANTS[] = {
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
     {"wgmma",
-     {wgmma_first<float, 3>, wgmma_first<float, 1>, wgmma_first<bf16, 1>},
+     {wgmma_first<3>, wgmma_first<1>, wgmma_first_bf16},
      {turned_second<3>, turned_second<1>, wgmma_second},
      true},
 };
 
-static const char* wanted_variant = nullptr;  // all, if null
+// The command line asks for this; without words it asks for all.
+struct Wish {
+    bool parts = false;
+    int precision = PRECISIONS;
+    int64_t rank = 0;
+    const char* variant = nullptr;
+};
 
-static bool is_there(const Variant& v, const Step& s) {
-    const bool wanted = !wanted_variant || strcmp(wanted_variant, v.name) == 0;
+static bool is_there(const Variant& v, const Step& s, const Wish& wish) {
+    const bool wanted = !wish.variant || strcmp(wish.variant, v.name) == 0;
     return wanted && v.first[s.precision] && (!v.needs_wgmma || s.by_wgmma);
 }
 
@@ -404,7 +417,8 @@ static double error_of(const Device* dev, const double* want, const double* got,
 
 // Bounds: low is a sum of products of operands rounded to TF32 (2^-11 each, half of it on average) or exact; N and the
 // weights are rounded to bf16 there. Sums of fp32 over K terms err by about sqrt(K) 2^-24.
-static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
+static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank,
+                     const Wish& wish) {
     Room room(dev);
     Step s = step_open(&room, precision, rows, cols, rank);
     const bool left = rows < cols;
@@ -422,7 +436,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
     printf("%5lld x %5lld r %3lld %s, errors of m and U:", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision]);
     for (const Variant& variant : VARIANTS) {
-        if (!is_there(variant, s)) continue;
+        if (!is_there(variant, s, wish)) continue;
         set_moments(dev, &s);
         check(cudaMemsetAsync(s.w, 0, (size_t)s.size * (precision == BF16 ? 2 : 4), dev->stream));
         check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
@@ -440,7 +454,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
 }
 
 static void time_step(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank, double rate,
-                      bool parts) {
+                      const Wish& wish) {
     Room room(dev);
     Step s = step_open(&room, precision, rows, cols, rank);
     const double element = precision == BF16 ? 2.0 : 4.0;
@@ -448,25 +462,18 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     printf("%5lld x %5lld r %3lld %s: floor %.4f ms;", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision], floor);
     for (const Variant& variant : VARIANTS) {
-        if (!is_there(variant, s)) continue;
+        if (!is_there(variant, s, wish)) continue;
         auto first = [&] { variant.first[precision](dev, &s); };
         auto second = [&] { variant.second[precision](dev, &s); };
         auto both = [&] { first(), second(); };
         for (double warm = 0.0; warm < 50.0;) warm += 20.0 * median_ms(dev, 20, both);
         printf("  %s %.4f", variant.name, median_ms(dev, 50, both));
-        if (parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
+        if (wish.parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
     }
     printf("\n");
     fflush(stdout);
     library_close(&s.project), library_close(&s.back);
 }
-
-// The command line asks for this; without words it asks for all.
-struct Wish {
-    bool parts = false;
-    int precision = PRECISIONS;
-    int64_t rank = 0;
-};
 
 static Wish wish_of(int argc, char** argv) {
     Wish wish;
@@ -483,7 +490,7 @@ static Wish wish_of(int argc, char** argv) {
         else if (rank > 0 && rank % 8 == 0)
             wish.rank = rank;
         else if (is_variant)
-            wanted_variant = argv[i];
+            wish.variant = argv[i];
         else
             user_error(
                 "galore: %s is not parts, a precision, a rank or a variant; type galore [parts] [bf16] [128] [ours]",
@@ -504,14 +511,14 @@ int main(int argc, char** argv) {
     bool right = true;
     for (const auto& shape : small) {
         for (int p = 0; p < PRECISIONS; p++) {
-            if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+            if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2], wish) && right;
         }
     }
     if (!right) return 1;
     for (int64_t cols : {4096, 11008}) {
         for (int p = PRECISIONS - 1; p >= 0; p--) {
             for (int64_t rank : {32, 64, 128, 256, 512}) {
-                if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish.parts);
+                if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish);
             }
         }
     }

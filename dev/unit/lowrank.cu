@@ -1,6 +1,7 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
 #include "../../kernels/low_rank_back.cuh"
+#include "../galore_project.cuh"
 #include "../galore_turned.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
@@ -336,7 +337,7 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     const LowStore sink = {low.device, right ? rank : length};
     const LowProjectPlan project = low_project_plan<float>(dev, g, first.device, rest.device, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
-                 [&] { low_project_run<float, 3>(dev, &project, sink); });
+                 [&] { low_project_run<3>(dev, &project, sink); });
     if (!low_turned_fits(dev, rank)) return;
     float* before = floats(R * C);
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
@@ -352,9 +353,9 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     Array<float> low(dev, rank * length);
     Array<bf16> w(dev, R * C, 4, 1.0f);
     const LowStore sink = {low.device, R >= C ? rank : length};
-    const LowProjectPlan project = low_project_plan<bf16>(dev, g, q, nullptr, R, C, rank);
+    const LowProjectPlan project = low_project_plan_bf16(dev, g, q, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
-                 [&] { low_project_run<bf16, 1>(dev, &project, sink); });
+                 [&] { low_project_run_bf16(dev, &project, sink); });
     float* before = floats(R * C);
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
     const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);

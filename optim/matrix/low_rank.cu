@@ -407,7 +407,7 @@ static void project_fused(const Device* dev, const LowMatrix* l, const LowGradie
         low_split(dev, l->y, l->z, l->q, l->rank, l->side, false);
         const float* g = (const float*)grads->grads + m->element;
         const LowProjectPlan plan = low_project_plan<float>(dev, g, l->y, l->z, m->rows, m->cols, l->rank);
-        low_project_run<float, 3>(dev, &plan, sink);
+        low_project_run<3>(dev, &plan, sink);
     } else {
         low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
     }
