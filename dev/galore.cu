@@ -4,9 +4,10 @@
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
 //     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
-//     wgmma     the same by low_rank_project.cuh or galore_project.cuh, and low_rank_back.cuh or galore_turned.cuh, on
-//     sm_90a, for
-//               ranks up to 256 in bf16 and 128 in fp32; the second one begins while the first one ends
+//     wgmma     the same on sm_90a by low_rank_project.cuh or galore_project.cuh, and low_rank_back.cuh or
+//               galore_turned.cuh, for ranks up to 256 in bf16 and 128 in fp32; the second one begins while the first
+//               one ends
+//     before    wgmma in bf16 with low_rank_project.cuh's end of the first product
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
@@ -21,10 +22,35 @@
 enum Precision { FP32, TF32, BF16, PRECISIONS };
 static const char* const NAMES[] = {"fp32", "tf32", "bf16"};
 
+// Quotients and roots as / and sqrtf round them, if no number on the way is near the ends of fp32's range: the
+// compiler's own way, without its branches, so that a thread's quotients are under way at the same time.
+
+__device__ __forceinline__ float near_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return fmaf(y, fmaf(-x, y, 1.0f), y);
+}
+// a / b; `of_b` is near_reciprocal(b).
+__device__ __forceinline__ float near_quotient(float a, float b, float of_b) {
+    const float q = __fmul_rn(a, of_b);
+    return fmaf(of_b, fmaf(-b, q, a), q);
+}
+__device__ __forceinline__ float near_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float root = __fmul_rn(x, y);
+    return fmaf(fmaf(-root, root, x), __fmul_rn(0.5f, y), root);
+}
+// True if x lies from 2^low to 2^high, which 0, NaN and negative numbers do not.
+__device__ __forceinline__ bool lies_between(float x, int low, int high) {
+    return __float_as_uint(x) - ((uint32_t)(127 + low) << 23) <= (uint32_t)(high - low) << 23;
+}
+
 // Adam of the projected gradient.
 struct Adam {
     float *m, *v;
     float rest1, rest2, bias1, root2, eps;  // 1 - beta, 1 - beta1^t, sqrt(1 - beta2^t)
+    bool is_usual;                          // bias1 and root2 lie from 2^-10 to 1, eps from 0 to 1
 
     __device__ __forceinline__ float direction(float g, float& m, float& v) const {
         m = fmaf(rest1, g - m, m), v = fmaf(rest2, fmaf(g, g, -v), v);
@@ -40,6 +66,35 @@ struct Adam {
                           direction(g.z, first.z, second.z), direction(g.w, first.w, second.w)};
         *(float4*)(m + at) = first, *(float4*)(v + at) = second;
         return n;
+    }
+
+    // Four directions, with the bits of direction(). In the usual range quotients lie from 2^-92 to 2^108, and what
+    // the products leave of a number on the way is never below fp32's least one.
+    __device__ __forceinline__ void directions(float (&n)[4], const float (&g)[4], float (&m)[4], float (&v)[4]) const {
+        const float of_bias = near_reciprocal(bias1), of_root = near_reciprocal(root2);
+        bool usual = is_usual;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            m[i] = fmaf(rest1, g[i] - m[i], m[i]), v[i] = fmaf(rest2, fmaf(g[i], g[i], -v[i]), v[i]);
+            usual = usual && lies_between(fabsf(m[i]), -50, 50) && lies_between(v[i], -96, 64);
+            const float below = near_quotient(near_root(v[i]), root2, of_root) + eps;
+            n[i] = near_quotient(near_quotient(m[i], bias1, of_bias), below, near_reciprocal(below));
+        }
+        if (usual) return;
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {  // one copy of the code, since it hardly ever runs
+            const float first = i == 0   ? m[0]
+                                : i == 1 ? m[1]
+                                : i == 2 ? m[2]
+                                         : m[3],
+                        second = i == 0   ? v[0]
+                                 : i == 1 ? v[1]
+                                 : i == 2 ? v[2]
+                                          : v[3],
+                        exact = first / bias1 / (sqrtf(second) / root2 + eps);
+#pragma unroll
+            for (int j = 0; j < 4; j++) n[j] = i == j ? exact : n[j];
+        }
     }
 };
 
@@ -93,6 +148,30 @@ struct AdamSink {
             if (rest) *(float4*)(rest + at) = *(const float4*)left;
         }
         store_four(n + at, to);
+    }
+
+    // What galore_project.cuh asks for: two numbers side by side, and two such pairs.
+    struct Two {
+        float2 m, v;
+    };
+    static __device__ Two outside() { return {{1.0f, 1.0f}, {1.0f, 1.0f}}; }
+    __device__ Two load_two(int row, int column) const {
+        const int64_t at = row * cols + column;
+        return {*(const float2*)(adam.m + at), *(const float2*)(adam.v + at)};
+    }
+    __device__ void take_twos(const int (&row)[2], const int (&column)[2], const bool (&inside)[2], const float (&x)[4],
+                              const Two (&old)[2]) const {
+        float m[4] = {old[0].m.x, old[0].m.y, old[1].m.x, old[1].m.y},
+              v[4] = {old[0].v.x, old[0].v.y, old[1].v.x, old[1].v.y}, to[4];
+        adam.directions(to, x, m, v);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (!inside[i]) continue;
+            const int64_t at = row[i] * cols + column[i];
+            *(float2*)(adam.m + at) = make_float2(m[2 * i], m[2 * i + 1]);
+            *(float2*)(adam.v + at) = make_float2(v[2 * i], v[2 * i + 1]);
+            *(uint32_t*)(n + at) = pack_bf16(to[2 * i], to[2 * i + 1]);
+        }
     }
 };
 
@@ -277,7 +356,7 @@ static Step step_open(Room* room, Precision precision, int64_t rows, int64_t col
     s.q = new_array(room, &s, rank * side, 1.7f / sqrtf((float)side), 7);
     s.low = room->device<float>(s.small), s.m = room->device<float>(s.small), s.v = room->device<float>(s.small);
     set_moments(dev, &s);
-    s.adam = {s.m, s.v, 0.1f, 0.001f, 0.5f, 0.07f, 1e-8f};
+    s.adam = {s.m, s.v, 0.1f, 0.001f, 0.5f, 0.07f, 1e-8f, true};
     s.update = {0.999f, 1e-3f};
     const cudaDataType_t type = precision == BF16 ? CUDA_R_16BF : CUDA_R_32F;
     if (left) {
@@ -337,6 +416,10 @@ static void wgmma_first_bf16(const Device* dev, const Step* s) {
     low_project_run_bf16(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
 }
 
+static void before_first(const Device* dev, const Step* s) {
+    low_project_run_bf16_before(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
+}
+
 static void wgmma_second(const Device* dev, const Step* s) {
     low_back_run(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, true);
 }
@@ -367,6 +450,7 @@ static const Variant VARIANTS[] = {
      {wgmma_first<3>, wgmma_first<1>, wgmma_first_bf16},
      {turned_second<3>, turned_second<1>, wgmma_second},
      true},
+    {"before", {nullptr, nullptr, before_first}, {nullptr, nullptr, wgmma_second}, true},
 };
 
 // The command line asks for this; without words it asks for all.
@@ -415,6 +499,23 @@ static double error_of(const Device* dev, const double* want, const double* got,
     return sqrt(error / norm);
 }
 
+static uint64_t hash_of(uint64_t hash, const void* x, size_t bytes) {
+    const uint32_t* word = (const uint32_t*)x;
+    for (size_t i = 0; i < bytes / 4; i++) hash = (hash ^ word[i]) * 0x100000001b3ull;
+    return hash;
+}
+
+// Hashes of m, v, n and w.
+static void print_bits(Room* room, const Step* s) {
+    const size_t element = s->precision == BF16 ? 2 : 4;
+    uint64_t hash = 0xcbf29ce484222325ull;
+    hash = hash_of(hash, room->to_host((const char*)s->m, s->small * 4), (size_t)s->small * 4);
+    hash = hash_of(hash, room->to_host((const char*)s->v, s->small * 4), (size_t)s->small * 4);
+    hash = hash_of(hash, room->to_host((const char*)s->n, s->small * (int64_t)element), (size_t)s->small * element);
+    hash = hash_of(hash, room->to_host((const char*)s->w, s->size * (int64_t)element), (size_t)s->size * element);
+    printf(" bits %016llx", (unsigned long long)hash);
+}
+
 // Bounds: low is a sum of products of operands rounded to TF32 (2^-11 each, half of it on average) or exact; N and the
 // weights are rounded to bf16 there. Sums of fp32 over K terms err by about sqrt(K) 2^-24.
 static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank,
@@ -446,6 +547,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
         const double e_u = error_of(dev, u, doubles_of(&room, precision, s.w, s.size), s.size, -(double)s.update.rate);
         const bool good = e_m < of_low[precision] && e_u < of_u[precision];
         printf("  %s %.1e %.1e%s", variant.name, e_m, e_u, good ? "" : " WRONG");
+        if (variant.needs_wgmma) print_bits(&room, &s);
         right = right && good;
     }
     printf("\n");
@@ -469,6 +571,15 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
         for (double warm = 0.0; warm < 50.0;) warm += 20.0 * median_ms(dev, 20, both);
         printf("  %s %.4f", variant.name, median_ms(dev, 50, both));
         if (wish.parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
+    }
+    for (const Variant& variant : VARIANTS) {
+        if (!is_there(variant, s, wish) || !variant.needs_wgmma) continue;
+        printf("  %s", variant.name);
+        set_moments(dev, &s);
+        check(cudaMemsetAsync(s.w, 0, (size_t)(s.size * element), dev->stream));
+        variant.first[precision](dev, &s);
+        variant.second[precision](dev, &s);
+        print_bits(&room, &s);
     }
     printf("\n");
     fflush(stdout);

@@ -290,19 +290,25 @@ LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, const
     return p;
 }
 
-template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
-void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
-    auto kernel = low_project_kernel<E, PARTS, LEFT, CHANNELS, STAGES, Sink>;
-    constexpr int BYTES = LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+// Launches a kernel with the plan's grid and clusters.
+template <typename... Given>
+void low_project_start(const Device* dev, const LowProjectPlan* p, void (*kernel)(Given...), int bytes,
+                       std::decay_t<Given>... given) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(LH_PROJECT_THREADS);
-    config.dynamicSmemBytes = BYTES, config.stream = dev->stream;
+    config.dynamicSmemBytes = (size_t)bytes, config.stream = dev->stream;
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = (unsigned)p->s.slices, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     config.attrs = &cluster, config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, sink));
+    check(cudaLaunchKernelEx(&config, kernel, given...));
+}
+
+template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
+void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
+    low_project_start(dev, p, low_project_kernel<E, PARTS, LEFT, CHANNELS, STAGES, Sink>,
+                      LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES, p->maps, p->s, sink);
 }
 
 template <int PARTS, typename Sink>
