@@ -835,7 +835,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     step_run<Rule, Weights, M, V, Copy, Grads>(step);
 }
 
-// The same with arguments from device memory, which a CUDA graph changes from replay to replay (placed.h).
+// Does the same with arguments from device memory, which a CUDA graph changes from replay to replay (placed.h).
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_replayed_kernel(const StepArguments* step) {

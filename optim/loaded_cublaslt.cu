@@ -99,8 +99,6 @@ void products_open(Device* dev, const char* rule) {
     check(cublasLtCreate(&dev->cublaslt));
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
-#else
-    (void)rule;
 #endif
 }
 

@@ -43,7 +43,8 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .by_rows = T::BY_ROWS,
             .rows = T::ROWS,
             .pairs = T::PAIRS,
-            .leaves_rest = T::LEAVES_REST || T::MATRIX != MATRIX_NONE,
+            .has_momentum = T::HAS_MOMENTUM,
+            .leaves_rest = T::HAS_MOMENTUM || T::MATRIX != MATRIX_NONE,
             .decoupled = T::DECOUPLED,
             .divides = T::ADAPTIVE,
             .matrix = T::MATRIX,
@@ -130,8 +131,8 @@ const FormatRow* find_state(const OptimConfig* config, const char* name) {
 }
 
 Rows config_rows(const OptimConfig* config) {
-    Rows rows = {find_row(rule_table(), config->rule), find_row(weights_table(), config->weights),
-                 find_row(grads_table(), config->grads), find_state(config, config->m), find_state(config, config->v)};
+    Rows rows = {rule_of(config), find_row(weights_table(), config->weights), find_row(grads_table(), config->grads),
+                 find_state(config, config->m), find_state(config, config->v)};
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }

@@ -118,22 +118,6 @@ struct BlockSplit : StorageDefaults {
     }
 #endif
 
-#ifndef __CUDACC_RTC__
-    static void blocks_put(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        for (int b = 0; b < n; b += BLOCK) {
-            float top = 0.0f;
-            for (int i = 0; i < BLOCK; i++) top = exact_max(exact_abs(x[b + i]), top);
-            BlockScale s = block_scale<Format, ScaleE8m0>(top, (uint8_t*)streams.extra + (first + b) / BLOCK);
-            for (int c = b; c < b + BLOCK; c += 8) {
-                float value[8];
-                for (int i = 0; i < 8; i++) value[i] = x[c + i];
-                float inverse = block_limit<Format, ScaleE8m0, STOCHASTIC>(top, s.inverse, value, 8);
-                put<8>(streams, first + c, value, inverse, key);
-            }
-        }
-    }
-#endif
-
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
@@ -142,7 +126,7 @@ struct BlockSplit : StorageDefaults {
             thread_put<8>(streams, first, x, key);
         }
 #else
-        blocks_put(streams, first, x, n, key);
+        blocks_store<Format, ScaleE8m0, STOCHASTIC, BlockSplit>(BLOCK, streams, first, x, n, key);
 #endif
     }
 

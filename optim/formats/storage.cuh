@@ -94,7 +94,7 @@ struct StorageDefaults {
     static constexpr int TABLE_BYTES = 0;
     static OPTIM_HOST void fill(void*) {}
 
-    // On a GPU.
+    // These matter on a GPU only.
     static constexpr bool LOADS_TOGETHER = false;  // threads share what load() decodes; load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
     static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order pays
@@ -105,6 +105,14 @@ struct StorageDefaults {
     static constexpr bool HAS_TOP = false, WANTS_TILE_MAX = false;
     static constexpr bool OF_ROOTS = false;      // the parts receive the roots of what is stored
     static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
+};
+
+// A storage derives from this if the model sees its numbers as the update reads them.
+template <class Storage>
+struct SeenAsLoaded : StorageDefaults {
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        Storage::load(streams, first, x, n, NoiseKey{});
+    }
 };
 
 struct NoTable {};

@@ -12,16 +12,12 @@ constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise beside those of noise.
 constexpr int POWER_ITERATIONS = 2, BASIS_BLOCK = 256;
 constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
 
-static MatrixRule rule_of(const OptimConfig* config) {
-    return find_row(rule_table(), config->rule)->matrix;
-}
-
 static bool stores_basis(MatrixRule rule) {
     return rule == MATRIX_GALORE || rule == MATRIX_FIRA;
 }
 
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
-    const MatrixRule rule = rule_of(config);
+    const MatrixRule rule = rule_of(config)->matrix;
     const int64_t side = rows < cols ? rows : cols;
     int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
     if (rank > side) rank = side;
@@ -312,7 +308,7 @@ static LowMatrix low_matrix(const Device* dev, const OptimConfig* config, const 
     const LowShape shape = low_shape(config, m->rows, m->cols);
     LowMatrix l = {};
     l.shape = m;
-    l.rule = rule_of(config);
+    l.rule = rule_of(config)->matrix;
     l.right = m->rows >= m->cols;
     l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
     l.rank = shape.rank;
@@ -547,16 +543,9 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
     // A matrix of the caller's own, as if it lay in an arena.
     if (place && copy) copy = (uint16_t*)place->weights - m->element;
     if (place && !apply->copy.codes) weights = (Code*)place->weights - m->element;
-    const ApplySink<KIND> sink = {weights,
-                                  copy,
-                                  apply->group[place ? place->group : m->group],
-                                  apply->seed.seed,
-                                  apply->step,
-                                  scale,
-                                  unit,
-                                  m->element,
-                                  m->rows,
-                                  m->cols};
+    const Hyper& hyper = apply->group[place ? place->group : m->group];
+    const ApplySink<KIND> sink = {weights, copy, hyper,      apply->seed.seed, apply->step,
+                                  scale,   unit, m->element, m->rows,          m->cols};
     if (is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
@@ -578,21 +567,19 @@ bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWo
 #ifdef __CUDACC__
     // The one place that chooses the way (dev/galore.cu has the times). It is one for all matrices of the launch,
     // whoever owns them, so that the bits are those of any sharding.
-    const bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE &&
-                       low_weights(config) != LOW_OTHER && work->plan.by_eights;
-    return fuses;
+    return dev->gpu && dev->compute >= 80 && rule_of(config)->matrix == MATRIX_GALORE &&
+           low_weights(config) != LOW_OTHER && work->plan.by_eights;
 #else
-    (void)dev, (void)config, (void)work;
     return false;
 #endif
 }
 
 bool low_rank_refreshes(const OptimConfig* config, int64_t step) {
-    return stores_basis(rule_of(config)) && (step - 1) % config->rank_gap == 0;
+    return stores_basis(rule_of(config)->matrix) && (step - 1) % config->rank_gap == 0;
 }
 
 static float rank_scale(const OptimConfig* config) {
-    const MatrixRule rule = rule_of(config);
+    const MatrixRule rule = rule_of(config)->matrix;
     const float usual = stores_basis(rule) ? 0.25f : rule == MATRIX_APOLLO_MINI ? 128.0f : 1.0f;
     return config->rank_scale > 0.0f ? config->rank_scale : usual;
 }
@@ -609,14 +596,11 @@ void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWo
         const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[number], basis);
         run(dev, &l, apply, places ? &places[number] : nullptr, rank_scale(config), work->unit, is_bf16);
     }
-#else
-    (void)dev, (void)config, (void)work, (void)chunk, (void)basis, (void)apply, (void)places, (void)is_bf16;
 #endif
 }
 
 void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                      const Streams* basis, int64_t step, [[maybe_unused]] const LowGradients* grads,
-                      [[maybe_unused]] bool fused) {
+                      const Streams* basis, int64_t step, const LowGradients* grads, bool fused) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const uint32_t refresh = (uint32_t)((step - 1) / config->rank_gap);
     for (int i = 0; i < taken->matrices; i++) {
@@ -771,7 +755,7 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
 void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
                      const Streams* basis) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
-    const MatrixRule rule = rule_of(config);
+    const MatrixRule rule = rule_of(config)->matrix;
     const float scale = rank_scale(config);
     for (int i = 0; i < taken->matrices; i++) {
         const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);

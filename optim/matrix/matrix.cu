@@ -84,7 +84,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
     MatrixPlan its = {};
     int64_t matrices = 1, tile = 0;
     const OptimConfig* config = &plan->launch[index].config;
-    const bool low = is_low_rank(find_row(rule_table(), config->rule));
+    const bool low = is_low_rank(rule_of(config));
     for (int t = 0; t < count; t++) matrices += tensors[t].parts;
     its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
@@ -154,7 +154,7 @@ bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coeffi
 }
 
 static bool by_rows(const OptimConfig* config) {
-    return find_row(rule_table(), config->rule)->matrix == MATRIX_NORMUON;
+    return rule_of(config)->matrix == MATRIX_NORMUON;
 }
 
 // Part 2, plainly.
@@ -280,9 +280,10 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
                        const float* now, float* next) {
     const Matrix* first = &work->plan.matrix[batch->first];
     const int rows = first->rows, cols = first->cols, count = batch->count;
-    const int64_t r = padded(rows), c = padded(cols), size = r * c;
+    const int64_t r = padded(rows), c = padded(cols), size = r * c, all_rows = (int64_t)count * rows;
     float* factors = work->sums + count * SLICES;
-    const BatchArguments arguments = {work->matrix + batch->first,
+    const Matrix* matrix = work->matrix + batch->first;
+    const BatchArguments arguments = {matrix,
                                       work->scratch,
                                       rows,
                                       cols,
@@ -290,8 +291,8 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
                                       (int)c,
                                       work->sums,
                                       factors,
-                                      factors + (int64_t)count * rows,
-                                      factors + 2 * (int64_t)count * rows};
+                                      factors + all_rows,
+                                      factors + 2 * all_rows};
     __half *x = (__half*)work->work, *y = x + size * count, *squares = y + size * count;
     const int64_t blocks = ceil_div(size, 256 * 8);
     const dim3 grid((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
