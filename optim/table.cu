@@ -5,18 +5,12 @@
 #include "table.cuh"
 #include "user.h"
 
-// T::measure, or nothing for a storage without spans.
-template <class T>
-static void measure(const Streams& streams, int first, const float* x, int n) {
-    if constexpr (T::HAS_SPANS) T::measure(streams, first, x, n);
-}
-
 template <class T>
 constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
     FormatRow row = {};
     row.name = name, row.note = note, row.type = type;
     for (int i = 0; i < 3; i++) row.stream[i] = T::STREAM[i];
-    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = measure<T>;
+    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = T::measure;
     row.table_bytes = T::TABLE_BYTES, row.fill = T::fill;
     row.has_sign = T::SIGNED, row.feeds_back = T::FEEDS_BACK;
     return row;
