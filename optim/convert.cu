@@ -232,12 +232,6 @@ static const void* stored_array(const Conversion* c, const Place* place, const S
     return c->stored->array(c->stored->context, name, info.dtype, run_bytes(place->run, info));
 }
 
-// Bytes of a stored array, from byte `at` on.
-static void stored_read(const Conversion* c, const void* array, int64_t at, int64_t bytes, void* to) {
-    if (c->stored->read) c->stored->read(c->stored->context, array, at, bytes, to);
-    if (!c->stored->read) memcpy(to, (const char*)array + at, (size_t)bytes);
-}
-
 // Checks that the checkpoint holds all arrays that its formats need, and no others.
 static bool arrays_complete(const Conversion* c, char* error) {
     int arrays = 0;
@@ -391,7 +385,8 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
         const StreamInfo& info = from->format->stream[i];
         if (info.bits == 0 || in_model_file(slot, i, info)) continue;
         int64_t at = stream_bytes(info, kept->offset + start - from->run->begin);
-        stored_read(c, stored_array(c, from, info), at, stream_bytes(info, n), stream_data(&piece->streams, i));
+        c->stored->read(c->stored->context, stored_array(c, from, info), at, stream_bytes(info, n),
+                        stream_data(&piece->streams, i));
     }
 }
 
@@ -415,8 +410,8 @@ static void piece_write(const Conversion* c, const Place* to, int64_t first, int
 // Read the numbers of spans of a tensor from the checkpoint; write them into the optimizer's array.
 static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
     if (!piece->span) return;
-    stored_read(c, stored_array(c, from, from->format->stream[1]), from->at * (int64_t)sizeof(float),
-                piece->number_bytes, piece->streams.extra);
+    c->stored->read(c->stored->context, stored_array(c, from, from->format->stream[1]),
+                    from->at * (int64_t)sizeof(float), piece->number_bytes, piece->streams.extra);
 }
 
 static void numbers_write(const Conversion* c, const Place* to, const Piece* piece, const void* numbers) {

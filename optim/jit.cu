@@ -63,6 +63,20 @@ struct Nvrtc {
     int (*archs)(int*);
 };
 
+void* open_library(const char* variable, const char* name, bool loaded) {
+    const char* own = getenv(variable);
+    if (own && *own) return dlopen(own, RTLD_NOW | RTLD_LOCAL);
+    for (int flag : {RTLD_NOLOAD, 0}) {
+        for (const char* pattern : {"%s.so.13", "%s.so.12", "%s.so", "/usr/local/cuda/lib64/%s.so"}) {
+            char path[64];
+            snprintf(path, sizeof(path), pattern, name);
+            void* library = flag && !loaded ? nullptr : dlopen(path, RTLD_NOW | RTLD_LOCAL | flag);
+            if (library) return library;
+        }
+    }
+    return nullptr;
+}
+
 template <class Function>
 static bool bind(void* library, const char* name, Function* function) {
     *function = (Function)dlsym(library, name);
@@ -71,16 +85,7 @@ static bool bind(void* library, const char* name, Function* function) {
 
 // Opens libnvrtc; the loader counts openings, so this may be called again and again.
 static bool nvrtc_open(Nvrtc* nvrtc) {
-    static const char* const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so",
-                                        "/usr/local/cuda/lib64/libnvrtc.so"};
-    const char* own = getenv("NIBBLE_NVRTC");
-    nvrtc->library = own && *own ? dlopen(own, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    for (const char* name : names) {
-        if (own && *own) break;
-        nvrtc->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-        if (nvrtc->library) break;
-    }
-    void* library = nvrtc->library;
+    void* library = nvrtc->library = open_library("NIBBLE_NVRTC", "libnvrtc", false);
     return library && bind(library, "nvrtcVersion", &nvrtc->version) &&
            bind(library, "nvrtcGetErrorString", &nvrtc->error_string) &&
            bind(library, "nvrtcCreateProgram", &nvrtc->create) &&

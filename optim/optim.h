@@ -261,7 +261,7 @@ struct OptimStored {
     void (*notice)(void* context, const char* line);
     void* context;
     const char* own_formats = "";  // what optim_own_formats said when it was written
-    // `bytes` bytes of what `array` returned, from byte `at` on; NULL: that is memory which holds them.
+    // Reads `bytes` bytes of what `array` returned, from byte `at` on.
     void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to) = nullptr;
 };
 

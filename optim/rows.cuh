@@ -127,7 +127,7 @@ OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n
 }
 
 template <Span SPAN, bool KEPT>
-struct RowNumbers : SeenAsLoaded<RowNumbers<SPAN, KEPT>> {
+struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
     static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
 
     static constexpr bool COMES_LATE = true;

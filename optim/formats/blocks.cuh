@@ -133,7 +133,7 @@ OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) 
 
 // The constants of a storage of this format.
 template <class Storage, class Format>
-struct TableStorage : SeenAsLoaded<Storage> {
+struct TableStorage : StorageFunctions<Storage> {
     static constexpr bool SIGNED = Format::SIGNED;
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 

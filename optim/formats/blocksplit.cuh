@@ -15,7 +15,7 @@ EMBED_SOURCE
 
 // Format with its MANTISSA bits and MIN exponent.
 template <class Format, int MANTISSA, int MIN, int BLOCK, Rounding ROUNDING>
-struct BlockSplit : StorageDefaults {
+struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, ROUNDING>> {
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
     static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits
@@ -86,13 +86,6 @@ struct BlockSplit : StorageDefaults {
     }
 
     static constexpr uint32_t KEPT = 0x80000000u | 0x7fff0000u >> SHIFT;
-
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
-        if (c < n) get<8>(streams, first + c, x + c);
-    }
 
 #ifdef __CUDACC__
     template <int COUNT>

@@ -211,7 +211,7 @@ OPTIM_INLINE void store_ordered(void* base, int first, const Value& value, const
 }
 
 template <class Format, Rounding ROUNDING>
-struct Elementwise : SeenAsLoaded<Elementwise<Format, ROUNDING>> {
+struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
     typedef typename Format::Code Code;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}};
     static constexpr bool SIGNED = Format::SIGNED, TAKES_ORDER = true;

@@ -412,7 +412,7 @@ OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING>
-struct LogBlocks : SeenAsLoaded<LogBlocks<Codes, BLOCK, ROUNDING>> {
+struct LogBlocks : StorageFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;

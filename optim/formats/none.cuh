@@ -5,7 +5,7 @@
 
 EMBED_SOURCE
 
-struct None : SeenAsLoaded<None> {
+struct None : StorageFunctions<None> {
     static constexpr StreamInfo STREAM[3] = {};
     static constexpr bool TAKES_ORDER = true;
 

@@ -159,13 +159,6 @@ struct Spans : TableStorage<Spans<Format_, SPAN, ROUNDING, Scale>, typename Roun
         }
     }
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
-        if (c < n) get<8>(streams, first + c, x + c);
-    }
-
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         int c = 0;
         OPTIM_UNROLL
