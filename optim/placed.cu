@@ -3,6 +3,7 @@
 
 #include <assert.h>
 
+#include "each.cuh"
 #include "rows.h"
 
 // One tile of the table: which part of which tensor it is.
@@ -64,20 +65,25 @@ struct PlacedTables {
     PlacedView view;
 };
 
-// The host and the device run these functions.
+// Loops over the tables (each.cuh).
 
-OPTIM_INLINE void placed_place(const PlacedView& view, int64_t t) {
-    const PlacedTile tile = view.tile[t];
-    const PlacedPointers at = view.pointers[tile.tensor];
-    char* weights = (char*)at.weights + tile.from * view.weight_bytes;
-    const char* grads = (const char*)at.grads + tile.from * view.grad_bytes;
-    if (tile.weights_slot >= 0) {
-        weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
+// Sets the place of each tile.
+struct PlaceTiles {
+    PlacedView view;
+
+    OPTIM_INLINE void at(int64_t t) const {
+        const PlacedTile tile = view.tile[t];
+        const PlacedPointers of = view.pointers[tile.tensor];
+        char* weights = (char*)of.weights + tile.from * view.weight_bytes;
+        const char* grads = (const char*)of.grads + tile.from * view.grad_bytes;
+        if (tile.weights_slot >= 0) {
+            weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
+        }
+        if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
+        if (tile.update) grads = (const char*)tile.update;
+        view.places[t] = {weights, grads, tile.element};
     }
-    if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
-    if (tile.update) grads = (const char*)tile.update;
-    view.places[t] = {weights, grads, tile.element};
-}
+};
 
 // Copies one element of 2 or 4 bytes, or zero if there is none.
 OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int64_t from_index, int bytes, bool there) {
@@ -85,54 +91,59 @@ OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int6
     if (bytes == 4) ((uint32_t*)to)[to_index] = there ? ((const uint32_t*)from)[from_index] : 0u;
 }
 
-// Element i of a tile on its way into the arenas beside, and its weight on the way back.
-OPTIM_INLINE void placed_bring(const PlacedView& view, int64_t t, int i) {
-    const PlacedTile tile = view.tile[t];
-    const PlacedPointers at = view.pointers[tile.tensor];
-    const bool there = i >= tile.begin && i < tile.end;
-    if (tile.weights_slot >= 0) {
-        placed_copy(view.weights, (int64_t)tile.weights_slot * TILE_ELEMENTS + i, at.weights, tile.from + i,
-                    view.weight_bytes, there);
+constexpr int MOVERS = 256;  // share the elements of a tile that is moved
+
+// Brings the tiles that have a slot into the arenas beside.
+struct BringTiles {
+    PlacedView view;
+
+    OPTIM_INLINE void at(int64_t index) const {
+        const PlacedTile tile = view.tile[view.beside[index / MOVERS]];
+        const PlacedPointers from = view.pointers[tile.tensor];
+        const int64_t weights = (int64_t)tile.weights_slot * TILE_ELEMENTS,
+                      grads = (int64_t)tile.grads_slot * TILE_ELEMENTS;
+        for (int i = (int)(index % MOVERS); i < TILE_ELEMENTS; i += MOVERS) {
+            const bool there = i >= tile.begin && i < tile.end;
+            if (weights >= 0) {
+                placed_copy(view.weights, weights + i, from.weights, tile.from + i, view.weight_bytes, there);
+            }
+            if (grads >= 0) placed_copy(view.grads, grads + i, from.grads, tile.from + i, view.grad_bytes, there);
+        }
     }
-    if (tile.grads_slot >= 0) {
-        placed_copy(view.grads, (int64_t)tile.grads_slot * TILE_ELEMENTS + i, at.grads, tile.from + i, view.grad_bytes,
-                    there);
+};
+
+// Returns their weights.
+struct ReturnTiles {
+    PlacedView view;
+
+    OPTIM_INLINE void at(int64_t index) const {
+        const PlacedTile tile = view.tile[view.beside[index / MOVERS]];
+        void* to = view.pointers[tile.tensor].weights;
+        const int64_t weights = (int64_t)tile.weights_slot * TILE_ELEMENTS;
+        for (int i = (int)(index % MOVERS); i < TILE_ELEMENTS && weights >= 0; i += MOVERS) {
+            if (i < tile.begin || i >= tile.end) continue;
+            placed_copy(to, tile.from + i, view.weights, weights + i, view.weight_bytes, true);
+        }
     }
-}
+};
 
-OPTIM_INLINE void placed_return(const PlacedView& view, int64_t t, int i) {
-    const PlacedTile tile = view.tile[t];
-    if (tile.weights_slot < 0 || i < tile.begin || i >= tile.end) return;
-    placed_copy(view.pointers[tile.tensor].weights, tile.from + i, view.weights,
-                (int64_t)tile.weights_slot * TILE_ELEMENTS + i, view.weight_bytes, true);
-}
+// Sets the factor of a step's gradients.
+struct SetScale {
+    const float *grad_scale, *found_inf;
+    float* scale;
 
-OPTIM_INLINE float placed_scale(const float* grad_scale, const float* found_inf) {
-    if (found_inf && *found_inf != 0.0f) return NAN;
-    return grad_scale ? *grad_scale : 1.0f;
-}
+    OPTIM_INLINE void at(int64_t) const {
+        const bool skips = found_inf && *found_inf != 0.0f;
+        *scale = skips ? bits_float(0x7fc00000u) : grad_scale ? *grad_scale : 1.0f;
+    }
+};
 
-#ifdef __CUDACC__
-// grid: ceil(tiles / block), block: any.
-__global__ void placed_places_kernel(const PlacedView view, int64_t tiles) {
-    const int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (t < tiles) placed_place(view, t);
-}
+// Sets the clock to the number of a step or, if that is 0, one step on.
+struct SetClock {
+    int64_t *clock, step;
 
-// grid: a thread block for each tile with a slot, block: any.
-__global__ void placed_bring_kernel(const PlacedView view) {
-    for (int i = threadIdx.x; i < TILE_ELEMENTS; i += blockDim.x) placed_bring(view, view.beside[blockIdx.x], i);
-}
-
-__global__ void placed_return_kernel(const PlacedView view) {
-    for (int i = threadIdx.x; i < TILE_ELEMENTS; i += blockDim.x) placed_return(view, view.beside[blockIdx.x], i);
-}
-
-// grid: 1, block: 1.
-__global__ void placed_scale_kernel(const float* grad_scale, const float* found_inf, float* scale) {
-    *scale = placed_scale(grad_scale, found_inf);
-}
-#endif
+    OPTIM_INLINE void at(int64_t) const { *clock = step > 0 ? step : *clock + 1; }
+};
 
 PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors) {
     PlacedTables* tables = (PlacedTables*)memory_zero(1, sizeof(PlacedTables));
@@ -402,57 +413,22 @@ static void tables_places(PlacedTables* tables, bool capturing) {
     const Device* dev = tables->parts.dev;
     const PlacedView view = tables->view;
     const int64_t bytes = tables->parts.count * (int64_t)sizeof(PlacedPointers);
+    if (!dev->gpu) memcpy(view.pointers, tables->pointers, (size_t)bytes);
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        if (capturing) {
-            pointers_capture(tables);
-        } else {  // from pageable memory: the call returns when the host's array may change
-            check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
-        }
-        placed_places_kernel<<<(unsigned)ceil_div(tables->tiles, 256), 256, 0, dev->stream>>>(view, tables->tiles);
-        check_launch();
-        return;
+    if (capturing) {
+        pointers_capture(tables);
+    } else if (dev->gpu) {  // from pageable memory: the call returns when the host's array may change
+        check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
     }
 #endif
-    copy_to_device(dev, view.pointers, tables->pointers, bytes);
-    for (int64_t t = 0; t < tables->tiles; t++) placed_place(view, t);
-}
-
-enum Way { BRING, RETURN };
-
-static void tables_move(const PlacedTables* tables, Way way) {
-    const PlacedView view = tables->view;
-    if (tables->staged == 0) return;
-#ifdef __CUDACC__
-    const Device* dev = tables->parts.dev;
-    if (dev->gpu) {
-        if (way == BRING) placed_bring_kernel<<<(unsigned)tables->staged, 256, 0, dev->stream>>>(view);
-        if (way == RETURN) placed_return_kernel<<<(unsigned)tables->staged, 256, 0, dev->stream>>>(view);
-        check_launch();
-        return;
-    }
-#endif
-    for (int64_t s = 0; s < tables->staged; s++) {
-        for (int i = 0; i < TILE_ELEMENTS; i++) {
-            if (way == BRING) placed_bring(view, view.beside[s], i);
-            if (way == RETURN) placed_return(view, view.beside[s], i);
-        }
-    }
+    for_each(dev, PlaceTiles{view}, tables->tiles);
 }
 
 // The device scalar that multiplies the gradients of this step.
 static const float* tables_scale(const PlacedTables* tables, const NibbleStep* step) {
     if (!step->grad_scale && !step->found_inf) return tables->scalars;
     float* scale = tables->scalars + 1;
-#ifdef __CUDACC__
-    const Device* dev = tables->parts.dev;
-    if (dev->gpu) {
-        placed_scale_kernel<<<1, 1, 0, dev->stream>>>(step->grad_scale, step->found_inf, scale);
-        check_launch();
-        return scale;
-    }
-#endif
-    *scale = placed_scale(step->grad_scale, step->found_inf);
+    for_each(tables->parts.dev, SetScale{step->grad_scale, step->found_inf, scale}, 1);
     return scale;
 }
 
@@ -624,10 +600,6 @@ __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments rep
     its.to->changing[2] = (float)bias_root(its.source[0].beta3, own);
 }
 
-// grid: 1, block: 1. Sets the clock, or advances it if `step` is 0.
-__global__ void placed_clock_kernel(int64_t* clock, int64_t step) {
-    *clock = step > 0 ? step : *clock + 1;
-}
 #endif
 
 void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments) {
@@ -635,19 +607,6 @@ void placed_replay(const Device* dev, const Replay* replay, const StepArguments*
     placed_replay_kernel<<<1, 128, 0, dev->stream>>>({*arguments, *replay});
     check_launch();
 #endif
-}
-
-// The clock after step number `step`, or one step later if it is 0.
-static void clock_set(const PlacedTables* tables, int64_t step) {
-#ifdef __CUDACC__
-    const Device* dev = tables->parts.dev;
-    if (dev->gpu) {
-        placed_clock_kernel<<<1, 1, 0, dev->stream>>>(tables->clock, step);
-        check_launch();
-        return;
-    }
-#endif
-    *tables->clock = step > 0 ? step : *tables->clock + 1;
 }
 
 int64_t placed_clock(const PlacedTables* tables) {
@@ -711,7 +670,8 @@ static void tables_settle(const PlacedTables* tables, const float* scale) {
 }
 
 void placed_step(PlacedTables* tables, const NibbleStep* step) {
-    const bool capturing = is_capturing(tables->parts.dev);
+    const Device* dev = tables->parts.dev;
+    const bool capturing = is_capturing(dev);
     tables_update(tables, step, capturing);
     optim_replay(tables->optim, nullptr);  // of a capture that failed
     if (tables->tiles == 0) return;
@@ -722,7 +682,7 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     tables->kept = tables->kept || capturing;
     require_same_constants(tables, step);
     const float* scale = tables_scale(tables, step);
-    tables_move(tables, BRING);
+    for_each(dev, BringTiles{tables->view}, tables->staged * MOVERS);
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
         Replay replay;
@@ -733,6 +693,6 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     }
     optim_replay(tables->optim, nullptr);
     tables_settle(tables, scale);
-    tables_move(tables, RETURN);
-    if (tables->parts.config->replays) clock_set(tables, capturing ? 0 : step->step);
+    for_each(dev, ReturnTiles{tables->view}, tables->staged * MOVERS);
+    if (tables->parts.config->replays) for_each(dev, SetClock{tables->clock, capturing ? 0 : step->step}, 1);
 }

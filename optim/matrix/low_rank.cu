@@ -1,9 +1,10 @@
-// See low_rank.h. Each loop is a struct with a function of one index, or of one index and a lane, that the GPU runs a
-// thread or a warp each, and the CPU in order.
+// See low_rank.h. Each loop is a struct with a function of one index (each.cuh), or of one index and a lane, which the
+// GPU runs a warp each, and the CPU in order.
 #include "low_rank.h"
 
 #include "../../kernels/low_rank_back.cuh"
 #include "../../kernels/matmul_product.cuh"
+#include "../each.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
 #include "../rules/muon.cuh"
@@ -30,11 +31,6 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
 // Loops.
 
 #ifdef __CUDACC__
-template <class Each>
-__global__ void __launch_bounds__(256) each_kernel(Each each, int64_t count) {
-    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += 256ll * gridDim.x) each.at(i);
-}
-
 // A warp an index.
 template <class Lanes>
 __global__ void __launch_bounds__(256) lanes_kernel(Lanes lanes, int64_t count) {
@@ -44,27 +40,7 @@ __global__ void __launch_bounds__(256) lanes_kernel(Lanes lanes, int64_t count) 
         if (threadIdx.x % 32 == 0) lanes.end(i, sum);
     }
 }
-
-static unsigned blocks_for(int64_t count, int each) {
-    const int64_t blocks = ceil_div(count, each);
-    return (unsigned)(blocks < 8192 ? blocks : 8192);
-}
 #endif
-
-// Calls each.at(i) for i from 0 to count - 1, in any order.
-template <class Each>
-static void for_each(const Device* dev, const Each& each, int64_t count) {
-    if (count == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        each_kernel<<<blocks_for(count, 256), 256, 0, dev->stream>>>(each, count);
-        check_launch();
-        return;
-    }
-#endif
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i++) each.at(i);
-}
 
 // Adds the partial sums lanes.lane(i, 0 .. 31) by halves, as rows.cuh does, and calls lanes.end(i, sum).
 template <class Lanes>
@@ -645,16 +621,17 @@ OPTIM_INLINE float channel_factor(float direction, float low) {
     return exact_div(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
 }
 
-// Numbers of all channels: phi, and the square of the norm that is limited. factor holds the squares of N and receives
-// phi.
+// Numbers of all channels: phi, and the square of the norm that is limited. `direction` and `low` have the squares of N
+// and low, whose channels are `next` apart; with 0 one phi serves all channels.
 struct Factors {
-    float *factor, *squares;     // (length)
-    const float *full, *of_low;  // (length): squares of G and of low
+    float *factor, *squares;              // (length)
+    const float *direction, *low, *full;  // full: (length) squares of G
+    int64_t next;
     bool residual;
 
     OPTIM_INLINE void at(int64_t i) const {
-        const float phi = channel_factor(factor[i], of_low[i]);
-        const float rest = residual ? exact_max(exact_add(full[i], -of_low[i]), 0.0f) : full[i];
+        const float of_low = low[i * next], phi = channel_factor(direction[i * next], of_low);
+        const float rest = residual ? exact_max(exact_add(full[i], -of_low), 0.0f) : full[i];
         factor[i] = phi;
         squares[i] = exact_mul(exact_mul(phi, phi), rest);
     }
@@ -672,19 +649,6 @@ struct SumOf {
         return sum;
     }
     OPTIM_INLINE void end(int64_t, float sum) const { *to = sum; }
-};
-
-// apollo-mini's one phi for all channels.
-struct OneFactor {
-    const float *direction, *low;
-    float *factor, *squares;
-    const float* full;
-
-    OPTIM_INLINE void at(int64_t i) const {
-        const float phi = channel_factor(*direction, *low);
-        factor[i] = phi;
-        squares[i] = exact_mul(exact_mul(phi, phi), full[i]);
-    }
 };
 
 // 1 / limit of a sum of squares, and the norm that is kept. One index.
@@ -744,9 +708,9 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
     if (l->rule == MATRIX_APOLLO_MINI) {
         for_lanes(dev, SumOf{factor, n, inverse + 2}, 1);
         for_lanes(dev, SumOf{of_low, n, inverse + 3}, 1);
-        for_each(dev, OneFactor{inverse + 2, inverse + 3, factor, squares, full}, n);
+        for_each(dev, Factors{factor, squares, inverse + 2, inverse + 3, full, 0, false}, n);
     } else {
-        for_each(dev, Factors{factor, squares, full, of_low, l->rule == MATRIX_FIRA}, n);
+        for_each(dev, Factors{factor, squares, factor, of_low, full, 1, l->rule == MATRIX_FIRA}, n);
     }
     for_lanes(dev, SumOf{squares, n, total}, 1);
     for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);

@@ -4,6 +4,7 @@
 #include "low_rank.h"
 #include "newton_schulz.cuh"
 
+#include "../each.cuh"
 #include "../rules/muon.cuh"
 
 constexpr int MOST_MATRICES = 65535;  // of a chunk, since a grid has no more rows
@@ -272,10 +273,6 @@ __global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch
     }
 }
 
-__global__ void matrix_begin_kernel(float* unit, const float* grad_scale) {
-    *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u);
-}
-
 static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixBatch* batch,
                        const float* now, float* next) {
     const Matrix* first = &work->plan.matrix[batch->first];
@@ -315,15 +312,15 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
 }
 #endif
 
+struct SetUnit {
+    float* unit;
+    const float* grad_scale;
+
+    OPTIM_INLINE void at(int64_t) const { *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u); }
+};
+
 void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        matrix_begin_kernel<<<1, 1, 0, dev->stream>>>(work->unit, grad_scale);
-        check_launch();
-        return;
-    }
-#endif
-    *work->unit = is_finite(*grad_scale) ? 1.0f : NAN;
+    for_each(dev, SetUnit{work->unit, grad_scale}, 1);
 }
 
 void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,
