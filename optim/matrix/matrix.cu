@@ -4,6 +4,7 @@
 #include "low_rank.h"
 #include "newton_schulz.cuh"
 
+#include "../each.cuh"
 #include "../rules/muon.cuh"
 
 constexpr int MOST_MATRICES = 65535;  // of a chunk, since a grid has no more rows
@@ -84,7 +85,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
     MatrixPlan its = {};
     int64_t matrices = 1, tile = 0;
     const OptimConfig* config = &plan->launch[index].config;
-    const bool low = is_low_rank(find_row(rule_table(), config->rule));
+    const bool low = is_low_rank(rule_of(config));
     for (int t = 0; t < count; t++) matrices += tensors[t].parts;
     its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
@@ -154,7 +155,7 @@ bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coeffi
 }
 
 static bool by_rows(const OptimConfig* config) {
-    return find_row(rule_table(), config->rule)->matrix == MATRIX_NORMUON;
+    return rule_of(config)->matrix == MATRIX_NORMUON;
 }
 
 // Part 2, plainly.
@@ -272,17 +273,14 @@ __global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch
     }
 }
 
-__global__ void matrix_begin_kernel(float* unit, const float* grad_scale) {
-    *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u);
-}
-
 static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixBatch* batch,
                        const float* now, float* next) {
     const Matrix* first = &work->plan.matrix[batch->first];
     const int rows = first->rows, cols = first->cols, count = batch->count;
-    const int64_t r = padded(rows), c = padded(cols), size = r * c;
+    const int64_t r = padded(rows), c = padded(cols), size = r * c, all_rows = (int64_t)count * rows;
     float* factors = work->sums + count * SLICES;
-    const BatchArguments arguments = {work->matrix + batch->first,
+    const Matrix* matrix = work->matrix + batch->first;
+    const BatchArguments arguments = {matrix,
                                       work->scratch,
                                       rows,
                                       cols,
@@ -290,8 +288,8 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
                                       (int)c,
                                       work->sums,
                                       factors,
-                                      factors + (int64_t)count * rows,
-                                      factors + 2 * (int64_t)count * rows};
+                                      factors + all_rows,
+                                      factors + 2 * all_rows};
     __half *x = (__half*)work->work, *y = x + size * count, *squares = y + size * count;
     const int64_t blocks = ceil_div(size, 256 * 8);
     const dim3 grid((unsigned)(blocks < 4096 ? blocks : 4096), (unsigned)count);
@@ -314,15 +312,15 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
 }
 #endif
 
+struct SetUnit {
+    float* unit;
+    const float* grad_scale;
+
+    OPTIM_INLINE void at(int64_t) const { *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u); }
+};
+
 void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        matrix_begin_kernel<<<1, 1, 0, dev->stream>>>(work->unit, grad_scale);
-        check_launch();
-        return;
-    }
-#endif
-    *work->unit = is_finite(*grad_scale) ? 1.0f : NAN;
+    for_each(dev, SetUnit{work->unit, grad_scale}, 1);
 }
 
 void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,

@@ -57,8 +57,8 @@ inline int64_t polar_squares(int64_t rows, int64_t cols) {
     return rows == cols ? 2 : 4;
 }
 
-// The same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale` times
-// what it stands for. `gram_form` is false for square matrices.
+// Does the same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale`
+// times what it stands for. `gram_form` is false for square matrices.
 template <class T>
 T* newton_schulz_symmetric(const Device* dev, const OptimConfig* config, SymmetricFunction<T> product, T* x, T* y,
                            T* squares, int64_t rows, int64_t cols, int64_t count, float scale, bool gram_form) {
