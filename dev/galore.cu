@@ -4,10 +4,9 @@
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
 //     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
-//     wgmma     the same on sm_90a by low_rank_project.cuh or galore_project.cuh, and low_rank_back.cuh or
-//               galore_turned.cuh, for ranks up to 256 in bf16 and 128 in fp32; the second one begins while the first
-//               one ends
-//     before    wgmma in bf16 with low_rank_project.cuh's end of the first product
+//     wgmma     the same on sm_90a: in bf16 by galore_project.cuh and low_rank_back.cuh for ranks up to 256, in fp32 by
+//               low_rank_project.cuh and galore_turned.cuh up to 128; the second product begins while the first one
+//               ends
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
@@ -416,10 +415,6 @@ static void wgmma_first_bf16(const Device* dev, const Step* s) {
     low_project_run_bf16(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
 }
 
-static void before_first(const Device* dev, const Step* s) {
-    low_project_run_bf16_before(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
-}
-
 static void wgmma_second(const Device* dev, const Step* s) {
     low_back_run(dev, &s->of_back, UpdateSink<bf16>{s->update, (bf16*)s->w, s->rows, s->cols}, true);
 }
@@ -450,7 +445,6 @@ static const Variant VARIANTS[] = {
      {wgmma_first<3>, wgmma_first<1>, wgmma_first_bf16},
      {turned_second<3>, turned_second<1>, wgmma_second},
      true},
-    {"before", {nullptr, nullptr, before_first}, {nullptr, nullptr, wgmma_second}, true},
 };
 
 // The command line asks for this; without words it asks for all.
@@ -499,23 +493,6 @@ static double error_of(const Device* dev, const double* want, const double* got,
     return sqrt(error / norm);
 }
 
-static uint64_t hash_of(uint64_t hash, const void* x, size_t bytes) {
-    const uint32_t* word = (const uint32_t*)x;
-    for (size_t i = 0; i < bytes / 4; i++) hash = (hash ^ word[i]) * 0x100000001b3ull;
-    return hash;
-}
-
-// Hashes of m, v, n and w.
-static void print_bits(Room* room, const Step* s) {
-    const size_t element = s->precision == BF16 ? 2 : 4;
-    uint64_t hash = 0xcbf29ce484222325ull;
-    hash = hash_of(hash, room->to_host((const char*)s->m, s->small * 4), (size_t)s->small * 4);
-    hash = hash_of(hash, room->to_host((const char*)s->v, s->small * 4), (size_t)s->small * 4);
-    hash = hash_of(hash, room->to_host((const char*)s->n, s->small * (int64_t)element), (size_t)s->small * element);
-    hash = hash_of(hash, room->to_host((const char*)s->w, s->size * (int64_t)element), (size_t)s->size * element);
-    printf(" bits %016llx", (unsigned long long)hash);
-}
-
 // Bounds: low is a sum of products of operands rounded to TF32 (2^-11 each, half of it on average) or exact; N and the
 // weights are rounded to bf16 there. Sums of fp32 over K terms err by about sqrt(K) 2^-24.
 static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank,
@@ -547,7 +524,6 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
         const double e_u = error_of(dev, u, doubles_of(&room, precision, s.w, s.size), s.size, -(double)s.update.rate);
         const bool good = e_m < of_low[precision] && e_u < of_u[precision];
         printf("  %s %.1e %.1e%s", variant.name, e_m, e_u, good ? "" : " WRONG");
-        if (variant.needs_wgmma) print_bits(&room, &s);
         right = right && good;
     }
     printf("\n");
@@ -571,15 +547,6 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
         for (double warm = 0.0; warm < 50.0;) warm += 20.0 * median_ms(dev, 20, both);
         printf("  %s %.4f", variant.name, median_ms(dev, 50, both));
         if (wish.parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
-    }
-    for (const Variant& variant : VARIANTS) {
-        if (!is_there(variant, s, wish) || !variant.needs_wgmma) continue;
-        printf("  %s", variant.name);
-        set_moments(dev, &s);
-        check(cudaMemsetAsync(s.w, 0, (size_t)(s.size * element), dev->stream));
-        variant.first[precision](dev, &s);
-        variant.second[precision](dev, &s);
-        print_bits(&room, &s);
     }
     printf("\n");
     fflush(stdout);

@@ -1,11 +1,11 @@
 // The first product of low_rank.cuh in bf16 on sm_90a, with operands and clusters as in kernels/low_rank_project.cuh:
 //     a: Q, 64 rows a warpgroup;  b: G, 128 to 192 channels, as many as are done first
-// The end is another one than there, since it takes a third of a short product's time. Each block of a cluster owns
-// every so many groups of eight channels. When all have multiplied, a thread sends its sums of a group, four numbers,
-// from its registers to the thread of its own number in the owner, which adds up the blocks' in order and hands them to
-// the sink. What the sink reads of the first groups was asked for before the product.
-// The optimizer, which leaves this product to the library, does not use it. Deterministic. Sizes are multiples of 8,
-// addresses of 16 bytes.
+// The end is another one than there, since that one takes a third of a short product's time. Each block of a cluster
+// owns every so many groups of eight channels. When all have multiplied, a thread sends its sums of a group, four
+// numbers, from its registers to the thread of its own number in the owner, which adds up the blocks' in order and
+// hands them to the sink. What the sink reads of the first groups was asked for before the product. The optimizer,
+// which leaves this product to the library, does not use it. Deterministic. Sizes are multiples of 8, addresses of 16
+// bytes.
 #pragma once
 #include "../kernels/low_rank_project.cuh"
 
@@ -280,16 +280,5 @@ void low_project_run_bf16(const Device* dev, const LowProjectPlan* p, const Sink
     if (p->channels == 144) return low_send_launch<false, 144, 6>(dev, p, sink);
     if (p->channels == 160) return low_send_launch<false, 160, 6>(dev, p, sink);
     low_send_launch<false, 192, 5>(dev, p, sink);
-}
-
-// The form of kernels/low_rank_project.cuh, for comparison.
-template <typename Sink>
-void low_project_run_bf16_before(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
-    if (p->left && p->channels == 128) return low_project_launch<bf16, 1, true, 128, 6>(dev, p, sink);
-    if (p->left) return low_project_launch<bf16, 1, true, 192, 5>(dev, p, sink);
-    if (p->channels == 128) return low_project_launch<bf16, 1, false, 128, 6>(dev, p, sink);
-    if (p->channels == 144) return low_project_launch<bf16, 1, false, 144, 6>(dev, p, sink);
-    if (p->channels == 160) return low_project_launch<bf16, 1, false, 160, 6>(dev, p, sink);
-    low_project_launch<bf16, 1, false, 192, 5>(dev, p, sink);
 }
 #endif

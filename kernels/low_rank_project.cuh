@@ -9,9 +9,9 @@
 // which waves of clusters are done first, by the bytes of both operands that a multiprocessor loads.
 //
 //     float, 3      a: G, 64 of 128 channels a warpgroup, in registers; b: Q. Operands are in two parts of 11 bits;
-//     what
-//                   Q's first part leaves is an array of its own
-// dev/galore_project.cuh times two other forms: float, 1 (TF32, with one part of each operand) and bf16.
+//                   what Q's first part leaves is an array of its own
+// dev/galore.cu also times float, 1 (TF32, with one part of each operand), and bf16, which has another end
+// (dev/galore_project.cuh).
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
 #include "low_rank_hopper.cuh"
