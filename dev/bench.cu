@@ -310,8 +310,8 @@ struct Operators {
     }
 };
 
-// Plans a model as the trainer would; false if the card does not hold it.
-static bool bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
+// Plans a model as the trainer would; returns the bytes that it takes.
+static int64_t bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* config) {
     m->dev = dev;
     const bool bytes = strcmp(o->data_format, "bytes") == 0;
     resolve_model(o, m, bytes ? 256 : 50257, bytes, "", "");
@@ -319,7 +319,7 @@ static bool bench_plan(const Device* dev, Options* o, Model* m, OptimConfig* con
     resolve_batch(o, m, config, bytes, 1 << 20);
     resolve_grads(o, m, config);
     resolve_release(o, m, config);
-    return memory_plan(m, config).total <= available_to(m);
+    return memory_plan(m, config).total;
 }
 
 constexpr int STEPS = 5;       // of about a second and more, within a per cent of each other
@@ -365,10 +365,10 @@ static void bench(const Device* dev, Ceilings ceilings, Options o) {
     char error[DATA_ERROR_BYTES], path[] = "/tmp/nibble_bench_XXXXXX.bin";
     Model m = {};
     OptimConfig config;
-    const bool fits = bench_plan(dev, &o, &m, &config);
-    const double planned = (double)memory_plan(&m, &config).total / (1 << 30);
+    const int64_t bytes = bench_plan(dev, &o, &m, &config);
+    const double planned = (double)bytes / (1 << 30);
     const int64_t batch = o.batch, tokens_per_step = o.tokens_per_step, micro_batches = tokens_per_step / (batch * m.T);
-    if (!fits) {
+    if (bytes > available_to(&m)) {
         printf("\n%s, batch %lld: needs %.1f GiB, more than this card has free\n", o.model, (long long)batch, planned);
         return;
     }

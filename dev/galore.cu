@@ -4,14 +4,16 @@
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
 //     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
-//     wgmma     the same by low_rank_project.cuh and low_rank_back.cuh or (fp32) galore_turned.cuh, on sm_90a, for
-//               ranks up to 256 in bf16 and 128 in fp32; the second one begins while the first one ends
+//     wgmma     the same on sm_90a: in bf16 by galore_project.cuh and low_rank_back.cuh for ranks up to 256, in fp32 by
+//               low_rank_project.cuh and galore_turned.cuh up to 128; the second product begins while the first one
+//               ends
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // "parts" times both halves of the step by themselves; a precision, a rank or a variant picks that one alone.
 #include "../kernels/low_rank_back.cuh"
+#include "galore_project.cuh"
 #include "galore_turned.cuh"
 #include "double.h"
 #include "timing.h"
@@ -19,10 +21,35 @@
 enum Precision { FP32, TF32, BF16, PRECISIONS };
 static const char* const NAMES[] = {"fp32", "tf32", "bf16"};
 
+// Quotients and roots as / and sqrtf round them, if no number on the way is near the ends of fp32's range: the
+// compiler's own way, without its branches, so that a thread's quotients are under way at the same time.
+
+__device__ __forceinline__ float near_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return fmaf(y, fmaf(-x, y, 1.0f), y);
+}
+// a / b; `of_b` is near_reciprocal(b).
+__device__ __forceinline__ float near_quotient(float a, float b, float of_b) {
+    const float q = __fmul_rn(a, of_b);
+    return fmaf(of_b, fmaf(-b, q, a), q);
+}
+__device__ __forceinline__ float near_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    const float root = __fmul_rn(x, y);
+    return fmaf(fmaf(-root, root, x), __fmul_rn(0.5f, y), root);
+}
+// True if x lies from 2^low to 2^high, which 0, NaN and negative numbers do not.
+__device__ __forceinline__ bool lies_between(float x, int low, int high) {
+    return __float_as_uint(x) - ((uint32_t)(127 + low) << 23) <= (uint32_t)(high - low) << 23;
+}
+
 // Adam of the projected gradient.
 struct Adam {
     float *m, *v;
     float rest1, rest2, bias1, root2, eps;  // 1 - beta, 1 - beta1^t, sqrt(1 - beta2^t)
+    bool is_usual;                          // bias1 and root2 lie from 2^-10 to 1, eps from 0 to 1
 
     __device__ __forceinline__ float direction(float g, float& m, float& v) const {
         m = fmaf(rest1, g - m, m), v = fmaf(rest2, fmaf(g, g, -v), v);
@@ -38,6 +65,35 @@ struct Adam {
                           direction(g.z, first.z, second.z), direction(g.w, first.w, second.w)};
         *(float4*)(m + at) = first, *(float4*)(v + at) = second;
         return n;
+    }
+
+    // Four directions, with the bits of direction(). In the usual range quotients lie from 2^-92 to 2^108, and what
+    // the products leave of a number on the way is never below fp32's least one.
+    __device__ __forceinline__ void directions(float (&n)[4], const float (&g)[4], float (&m)[4], float (&v)[4]) const {
+        const float of_bias = near_reciprocal(bias1), of_root = near_reciprocal(root2);
+        bool usual = is_usual;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            m[i] = fmaf(rest1, g[i] - m[i], m[i]), v[i] = fmaf(rest2, fmaf(g[i], g[i], -v[i]), v[i]);
+            usual = usual && lies_between(fabsf(m[i]), -50, 50) && lies_between(v[i], -96, 64);
+            const float below = near_quotient(near_root(v[i]), root2, of_root) + eps;
+            n[i] = near_quotient(near_quotient(m[i], bias1, of_bias), below, near_reciprocal(below));
+        }
+        if (usual) return;
+#pragma unroll 1
+        for (int i = 0; i < 4; i++) {  // one copy of the code, since it hardly ever runs
+            const float first = i == 0   ? m[0]
+                                : i == 1 ? m[1]
+                                : i == 2 ? m[2]
+                                         : m[3],
+                        second = i == 0   ? v[0]
+                                 : i == 1 ? v[1]
+                                 : i == 2 ? v[2]
+                                          : v[3],
+                        exact = first / bias1 / (sqrtf(second) / root2 + eps);
+#pragma unroll
+            for (int j = 0; j < 4; j++) n[j] = i == j ? exact : n[j];
+        }
     }
 };
 
@@ -91,6 +147,30 @@ struct AdamSink {
             if (rest) *(float4*)(rest + at) = *(const float4*)left;
         }
         store_four(n + at, to);
+    }
+
+    // What galore_project.cuh asks for: two numbers side by side, and two such pairs.
+    struct Two {
+        float2 m, v;
+    };
+    static __device__ Two outside() { return {{1.0f, 1.0f}, {1.0f, 1.0f}}; }
+    __device__ Two load_two(int row, int column) const {
+        const int64_t at = row * cols + column;
+        return {*(const float2*)(adam.m + at), *(const float2*)(adam.v + at)};
+    }
+    __device__ void take_twos(const int (&row)[2], const int (&column)[2], const bool (&inside)[2], const float (&x)[4],
+                              const Two (&old)[2]) const {
+        float m[4] = {old[0].m.x, old[0].m.y, old[1].m.x, old[1].m.y},
+              v[4] = {old[0].v.x, old[0].v.y, old[1].v.x, old[1].v.y}, to[4];
+        adam.directions(to, x, m, v);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (!inside[i]) continue;
+            const int64_t at = row[i] * cols + column[i];
+            *(float2*)(adam.m + at) = make_float2(m[2 * i], m[2 * i + 1]);
+            *(float2*)(adam.v + at) = make_float2(v[2 * i], v[2 * i + 1]);
+            *(uint32_t*)(n + at) = pack_bf16(to[2 * i], to[2 * i + 1]);
+        }
     }
 };
 
@@ -247,7 +327,7 @@ static void open_wgmma(Room* room, Step* s) {
     if (!s->by_wgmma) return;
     if (s->precision == BF16) {
         const bf16 *g = (const bf16*)s->g, *q = (const bf16*)s->q, *n = (const bf16*)s->n;
-        s->of_project = low_project_plan<bf16>(dev, g, q, nullptr, rows, cols, rank);
+        s->of_project = low_project_plan_bf16(dev, g, q, rows, cols, rank);
         s->of_back = low_back_plan((bf16*)s->w, n, q, rows, cols, rank);
         return;
     }
@@ -275,7 +355,7 @@ static Step step_open(Room* room, Precision precision, int64_t rows, int64_t col
     s.q = new_array(room, &s, rank * side, 1.7f / sqrtf((float)side), 7);
     s.low = room->device<float>(s.small), s.m = room->device<float>(s.small), s.v = room->device<float>(s.small);
     set_moments(dev, &s);
-    s.adam = {s.m, s.v, 0.1f, 0.001f, 0.5f, 0.07f, 1e-8f};
+    s.adam = {s.m, s.v, 0.1f, 0.001f, 0.5f, 0.07f, 1e-8f, true};
     s.update = {0.999f, 1e-3f};
     const cudaDataType_t type = precision == BF16 ? CUDA_R_16BF : CUDA_R_32F;
     if (left) {
@@ -324,10 +404,15 @@ static void our_second(const Device* dev, const Step* s) {
     low_back<E, PARTS>(dev, (const E*)s->n, (const E*)s->q, s->rows, s->cols, s->rank, sink);
 }
 
-template <typename E, int PARTS>
+template <int PARTS>
 static void wgmma_first(const Device* dev, const Step* s) {
-    const AdamSink<E> sink = {s->adam, (E*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest, s->rest};
-    low_project_run<E, PARTS>(dev, &s->of_project, sink);
+    const AdamSink<float> sink = {s->adam, (float*)s->n, s->of_project.s.cols, s->precision == TF32 || s->rest,
+                                  s->rest};
+    low_project_run<PARTS>(dev, &s->of_project, sink);
+}
+
+static void wgmma_first_bf16(const Device* dev, const Step* s) {
+    low_project_run_bf16(dev, &s->of_project, AdamSink<bf16>{s->adam, (bf16*)s->n, s->of_project.s.cols});
 }
 
 static void wgmma_second(const Device* dev, const Step* s) {
@@ -357,15 +442,21 @@ static const Variant VARIANTS[] = {
      {our_first<float, 3>, our_first<float, 1>, our_first<bf16, 1>},
      {our_second<float, 3>, our_second<float, 1>, our_second<bf16, 1>}},
     {"wgmma",
-     {wgmma_first<float, 3>, wgmma_first<float, 1>, wgmma_first<bf16, 1>},
+     {wgmma_first<3>, wgmma_first<1>, wgmma_first_bf16},
      {turned_second<3>, turned_second<1>, wgmma_second},
      true},
 };
 
-static const char* wanted_variant = nullptr;  // all, if null
+// The command line asks for this; without words it asks for all.
+struct Wish {
+    bool parts = false;
+    int precision = PRECISIONS;
+    int64_t rank = 0;
+    const char* variant = nullptr;
+};
 
-static bool is_there(const Variant& v, const Step& s) {
-    const bool wanted = !wanted_variant || strcmp(wanted_variant, v.name) == 0;
+static bool is_there(const Variant& v, const Step& s, const Wish& wish) {
+    const bool wanted = !wish.variant || strcmp(wish.variant, v.name) == 0;
     return wanted && v.first[s.precision] && (!v.needs_wgmma || s.by_wgmma);
 }
 
@@ -404,7 +495,8 @@ static double error_of(const Device* dev, const double* want, const double* got,
 
 // Bounds: low is a sum of products of operands rounded to TF32 (2^-11 each, half of it on average) or exact; N and the
 // weights are rounded to bf16 there. Sums of fp32 over K terms err by about sqrt(K) 2^-24.
-static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank) {
+static bool is_right(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank,
+                     const Wish& wish) {
     Room room(dev);
     Step s = step_open(&room, precision, rows, cols, rank);
     const bool left = rows < cols;
@@ -422,7 +514,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
     printf("%5lld x %5lld r %3lld %s, errors of m and U:", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision]);
     for (const Variant& variant : VARIANTS) {
-        if (!is_there(variant, s)) continue;
+        if (!is_there(variant, s, wish)) continue;
         set_moments(dev, &s);
         check(cudaMemsetAsync(s.w, 0, (size_t)s.size * (precision == BF16 ? 2 : 4), dev->stream));
         check(cudaMemsetAsync(s.n, 0xff, (size_t)s.small * (precision == BF16 ? 2 : 4), dev->stream));
@@ -440,7 +532,7 @@ static bool is_right(const Device* dev, Precision precision, int64_t rows, int64
 }
 
 static void time_step(const Device* dev, Precision precision, int64_t rows, int64_t cols, int64_t rank, double rate,
-                      bool parts) {
+                      const Wish& wish) {
     Room room(dev);
     Step s = step_open(&room, precision, rows, cols, rank);
     const double element = precision == BF16 ? 2.0 : 4.0;
@@ -448,25 +540,18 @@ static void time_step(const Device* dev, Precision precision, int64_t rows, int6
     printf("%5lld x %5lld r %3lld %s: floor %.4f ms;", (long long)rows, (long long)cols, (long long)rank,
            NAMES[precision], floor);
     for (const Variant& variant : VARIANTS) {
-        if (!is_there(variant, s)) continue;
+        if (!is_there(variant, s, wish)) continue;
         auto first = [&] { variant.first[precision](dev, &s); };
         auto second = [&] { variant.second[precision](dev, &s); };
         auto both = [&] { first(), second(); };
         for (double warm = 0.0; warm < 50.0;) warm += 20.0 * median_ms(dev, 20, both);
         printf("  %s %.4f", variant.name, median_ms(dev, 50, both));
-        if (parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
+        if (wish.parts) printf(" (%.4f + %.4f)", median_ms(dev, 50, first), median_ms(dev, 50, second));
     }
     printf("\n");
     fflush(stdout);
     library_close(&s.project), library_close(&s.back);
 }
-
-// The command line asks for this; without words it asks for all.
-struct Wish {
-    bool parts = false;
-    int precision = PRECISIONS;
-    int64_t rank = 0;
-};
 
 static Wish wish_of(int argc, char** argv) {
     Wish wish;
@@ -483,7 +568,7 @@ static Wish wish_of(int argc, char** argv) {
         else if (rank > 0 && rank % 8 == 0)
             wish.rank = rank;
         else if (is_variant)
-            wanted_variant = argv[i];
+            wish.variant = argv[i];
         else
             user_error(
                 "galore: %s is not parts, a precision, a rank or a variant; type galore [parts] [bf16] [128] [ours]",
@@ -504,14 +589,14 @@ int main(int argc, char** argv) {
     bool right = true;
     for (const auto& shape : small) {
         for (int p = 0; p < PRECISIONS; p++) {
-            if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2]) && right;
+            if (wanted(p, wish.rank)) right = is_right(&dev, (Precision)p, shape[0], shape[1], shape[2], wish) && right;
         }
     }
     if (!right) return 1;
     for (int64_t cols : {4096, 11008}) {
         for (int p = PRECISIONS - 1; p >= 0; p--) {
             for (int64_t rank : {32, 64, 128, 256, 512}) {
-                if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish.parts);
+                if (wanted(p, rank)) time_step(&dev, (Precision)p, 4096, cols, rank, rate, wish);
             }
         }
     }

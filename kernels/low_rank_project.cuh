@@ -5,13 +5,13 @@
 // it to the sink, which has asked for what it reads before the product began.
 //
 // A cluster that finds no room waits for another one's end, and clusters of four leave multiprocessors out where their
-// number in a part of the processor (GPC) is not a multiple of four. So the plan takes the channels and the blocks of a
-// cluster with which waves of clusters are done first, by the bytes of both operands that a multiprocessor loads.
+// number in a part of the processor (GPC) is not a multiple of four. So the plan takes the blocks of a cluster with
+// which waves of clusters are done first, by the bytes of both operands that a multiprocessor loads.
 //
-//     bf16          a: Q, 64 rows a warpgroup, b: G, 128 to 192 channels
-//     float, 1      TF32. a: G, 64 of 128 channels a warpgroup, in registers, which round it; b: Q, rounded already,
-//                   since the tensor cores cut
-//     float, 3      operands in two parts of 11 bits; what Q's first part leaves is an array of its own
+//     float, 3      a: G, 64 of 128 channels a warpgroup, in registers; b: Q. Operands are in two parts of 11 bits;
+//                   what Q's first part leaves is an array of its own
+// dev/galore.cu also times float, 1 (TF32, with one part of each operand), and bf16, which has another end
+// (dev/galore_project.cuh).
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
 #include "low_rank_hopper.cuh"
@@ -65,20 +65,8 @@ __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowPro
     }
 }
 
-// Starts a step of the product of a warpgroup, in bf16: 64 of the rank, all channels.
-template <typename Kind, int PARTS, bool LEFT>
-__device__ __forceinline__ void lh_project_step(bf16, float (&c)[Kind::N / 8][4], uint32_t q, int warp, int, bool add) {
-    const uint32_t g = q + Kind::G;
-    const uint64_t left = uniform_operand(operand_k_major<LH_TILE>(q + warp / 4 * 64 * PANEL_ROW_BYTES, 0)),
-                   right = uniform_operand(LEFT ? operand_mn_major<64>(g, 0) : operand_k_major<Kind::N>(g, 0));
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-        Wgmma<Kind::N>::template shared<0, LEFT>(
-            c, operand_step(left, j * 32), operand_step(right, j * (LEFT ? 16 * PANEL_ROW_BYTES : 32)), add || j > 0);
-}
-
-// The same in TF32: 64 channels, all of the rank.
+// Starts a step of the product of a warpgroup, in TF32: 64 channels, all of the rank. dev/galore_project.cuh has one in
+// bf16.
 template <typename Kind, int PARTS, bool LEFT>
 __device__ __forceinline__ void lh_project_step(float, float (&c)[Kind::N / 8][4], uint32_t q, int warp, int lane,
                                                 bool add) {
@@ -236,11 +224,12 @@ struct LowProjectPlan {
     int channels;           // of a tile
     unsigned across, down;  // tiles of the rank and of channels
     bool left;
+    double time;  // by which plans with other channels compare
 };
 
 // True if these kernels run here.
 inline bool low_project_fits(const Device* dev) {
-    static const bool built = hopper_kernel_is_built(low_project_kernel<bf16, 1, false, 128, 6, LowStore>);
+    static const bool built = hopper_kernel_is_built(low_project_kernel<float, 3, false, LH_TILE, 4, LowStore>);
     return built && dev->compute == 90 && dev->shared_memory >= LH_SHARED_BYTES;
 }
 
@@ -270,33 +259,30 @@ inline void low_split(const Device* dev, float* to, float* rest, const float* fr
     check_launch();
 }
 
-// Chooses channels and slices: a block's time is its bytes of both operands, and about four steps of 256 rows for the
-// start and the sum.
-inline void low_project_choose(const Device* dev, LowProjectPlan* p, int64_t rank, int64_t length, int64_t steps,
-                               bool fp32) {
+// Chooses the slices for tiles of so many channels, and returns the time of the product: a block's is its bytes of both
+// operands, and about four steps of 256 rows for the start and the sum.
+inline double low_project_choose(const Device* dev, LowProjectPlan* p, int64_t rank, int64_t length, int64_t steps) {
     double least = INFINITY;
-    for (int channels : {128, 144, 160, 192}) {
-        if ((fp32 && channels != LH_TILE) || (p->left && channels % 64 != 0)) continue;
-        const int64_t tiles = ceil_div(rank, LH_TILE) * ceil_div(length, channels);
-        for (int slices = 1; slices <= LP_SLICES && slices <= steps; slices++) {
-            const double waves = (double)ceil_div(tiles, low_clusters(dev, slices)),
-                         time = waves * ((double)ceil_div(steps, slices) * (channels + LH_TILE) + 1024.0);
-            if (time < least) least = time, p->channels = channels, p->s.slices = slices;
-        }
+    const int64_t tiles = ceil_div(rank, LH_TILE) * ceil_div(length, p->channels);
+    for (int slices = 1; slices <= LP_SLICES && slices <= steps; slices++) {
+        const double waves = (double)ceil_div(tiles, low_clusters(dev, slices)),
+                     time = waves * ((double)ceil_div(steps, slices) * (p->channels + LH_TILE) + 1024.0);
+        if (time < least) least = time, p->s.slices = slices;
     }
+    return least;
 }
 
 // q of fp32 is rounded to TF32; `rest`, if not null, is what that leaves of it (low_split).
 template <typename E>
 LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, const E* rest, int64_t rows, int64_t cols,
-                                int64_t rank) {
+                                int64_t rank, int channels = LH_TILE) {
     constexpr bool FP32 = sizeof(E) == 4;
     constexpr int DEPTH = LowOperand<E>::DEPTH;
     LowProjectPlan p;
-    p.left = rows < cols;
+    p.left = rows < cols, p.channels = channels;
     const int64_t side = p.left ? rows : cols, length = p.left ? cols : rows;
     p.s.rows = (int)(p.left ? rank : rows), p.s.cols = (int)(p.left ? cols : rank), p.s.depth = (int)side;
-    low_project_choose(dev, &p, rank, length, ceil_div(side, DEPTH), FP32);
+    p.time = low_project_choose(dev, &p, rank, length, ceil_div(side, DEPTH));
     p.across = (unsigned)ceil_div(rank, LH_TILE), p.down = (unsigned)ceil_div(length, p.channels);
     p.maps.g = tensor_map(g, 1, rows, cols, p.left ? DEPTH : p.channels, FP32);
     p.maps.q = tensor_map(q, 1, rank, side, LH_TILE, FP32);
@@ -304,41 +290,31 @@ LowProjectPlan low_project_plan(const Device* dev, const E* g, const E* q, const
     return p;
 }
 
-template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
-void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
-    auto kernel = low_project_kernel<E, PARTS, LEFT, CHANNELS, STAGES, Sink>;
-    constexpr int BYTES = LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES));
+// Launches a kernel with the plan's grid and clusters.
+template <typename... Given>
+void low_project_start(const Device* dev, const LowProjectPlan* p, void (*kernel)(Given...), int bytes,
+                       std::decay_t<Given>... given) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)p->s.slices, p->across, p->down), config.blockDim = dim3(LH_PROJECT_THREADS);
-    config.dynamicSmemBytes = BYTES, config.stream = dev->stream;
+    config.dynamicSmemBytes = (size_t)bytes, config.stream = dev->stream;
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = (unsigned)p->s.slices, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     config.attrs = &cluster, config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, p->maps, p->s, sink));
+    check(cudaLaunchKernelEx(&config, kernel, given...));
 }
 
-template <typename E, int PARTS, typename Sink>
+template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
+void low_project_launch(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
+    low_project_start(dev, p, low_project_kernel<E, PARTS, LEFT, CHANNELS, STAGES, Sink>,
+                      LowProject<E, PARTS, LEFT, CHANNELS, STAGES>::BYTES, p->maps, p->s, sink);
+}
+
+template <int PARTS, typename Sink>
 void low_project_run(const Device* dev, const LowProjectPlan* p, const Sink& sink) {
-    auto launch = [&](auto channels, auto stages) {
-        constexpr int CHANNELS = decltype(channels)::value, STAGES = decltype(stages)::value;
-        if constexpr (CHANNELS % 64 == 0)
-            if (p->left) return low_project_launch<E, PARTS, true, CHANNELS, STAGES>(dev, p, sink);
-        return low_project_launch<E, PARTS, false, CHANNELS, STAGES>(dev, p, sink);
-    };
-    if constexpr (sizeof(E) == 4) {
-        constexpr int STAGES = PARTS == 3 ? 4 : 6;
-        launch(std::integral_constant<int, 128>(), std::integral_constant<int, STAGES>());
-    } else {
-        if (p->channels == 128)
-            launch(std::integral_constant<int, 128>(), std::integral_constant<int, 6>());
-        else if (p->channels == 144)
-            launch(std::integral_constant<int, 144>(), std::integral_constant<int, 6>());
-        else if (p->channels == 160)
-            launch(std::integral_constant<int, 160>(), std::integral_constant<int, 6>());
-        else
-            launch(std::integral_constant<int, 192>(), std::integral_constant<int, 5>());
-    }
+    constexpr int STAGES = PARTS == 3 ? 4 : 6;
+    if (p->left) return low_project_launch<float, PARTS, true, LH_TILE, STAGES>(dev, p, sink);
+    low_project_launch<float, PARTS, false, LH_TILE, STAGES>(dev, p, sink);
 }
 #endif

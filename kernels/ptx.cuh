@@ -6,12 +6,19 @@
 #pragma once
 
 #ifdef __CUDACC_RTC__
+typedef signed char int8_t;
+typedef short int16_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
 typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
 #else
 #include <stdint.h>
 #endif
 
-// See optim/float.cuh.
+// optim/jit.cu defines EMBED_SOURCE to put the text of each file that says it into the binary, for NVRTC; elsewhere it
+// is empty.
 #ifndef EMBED_SOURCE
 #define EMBED_SOURCE
 #endif

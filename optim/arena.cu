@@ -16,7 +16,7 @@ void arena_tensors(Arena* a, int count) {
     a->slot = (int*)memory_zero(count, sizeof(int));
 }
 
-static DecodedModel decoded_model(const Arena* a) {
+ModelParts arena_parts(const Arena* a) {
     return {a->tensors, a->part, a->slot, a->count, a->layers, a->type};
 }
 
@@ -51,7 +51,7 @@ static void spread_ranks(const Arena* a, OptimConfig* config) {
 }
 
 void arena_spread(Arena* a, OptimConfig* config) {
-    const DecodedModel model = decoded_model(a);
+    const ModelParts model = arena_parts(a);
     spread_ranks(a, config);
     config->keeps_copy = shard_splits(a->shard, SHARD_STATES);  // for the others, or to be gathered by them
     const int64_t lent = decoded_bytes(config, &model).lent;
@@ -78,7 +78,7 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
         user_error("--clip-by %s: %s; leave --clip-by out", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
     }
     const bool folds = several || together;
-    if (folds && !asked) return data_error(why, "it changes roundings; type --release on");
+    if (folds && !asked) return false;  // it changes roundings
     if (folds && !may_fold(a, config, reason)) {
         char leave[64] = "leave --release out";
         if (!together) snprintf(leave, sizeof(leave), "type --tokens-per-step %lld", (long long)micro);
@@ -123,23 +123,22 @@ int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_kept(a->shard);
     if (a->releases && a->shard) elements = a->shard->packed;
-    if (a->releases && !a->shard)
-        elements = release_places(a->tensors, a->part, a->count, a->layers, a->folds, a->place);
+    const ModelParts model = arena_parts(a);
+    if (a->releases && !a->shard) elements = release_places(&model, a->folds, a->place);
     return elements * (a->grads_bf16 ? 2 : 4);
 }
 
 static ReleaseModel release_model(const Arena* a) {
-    return {a->tensors, a->part, a->count, a->layers, a->optim, a->offload, a->shard};
+    return {arena_parts(a), a->optim, a->offload, a->shard};
 }
 
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     const ReleaseModel model = release_model(a);
-    const DecodedModel decoded = decoded_model(a);
     const OptimBytes optim = optim_bytes(config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
-    if (!config->keeps_copy) weights += decoded_bytes(config, &decoded).room;
+    if (!config->keeps_copy) weights += decoded_bytes(config, &model.parts).room;
     int64_t states = optim.states + optim.tables;
-    if (config->offload) states += offload_bytes(config, a->tensors, a->part, a->count, a->layers);
+    if (config->offload) states += offload_bytes(config, &model.parts);
     return {weights, states, arena_grads_bytes(a),
             (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, &model) : 0), optim.host};
 }
@@ -153,7 +152,8 @@ static Offload* arena_offload(const Arena* a) {
     for (int p = 0; p < a->layers + 2; p++) order[p] = a->releases ? first - p : p;
     if (a->releases && a->shard) order[a->layers] = embeddings, order[a->layers + 1] = final;
     if (a->releases && !a->shard) order[0] = final, order[a->layers + 1] = embeddings;
-    Offload* offload = offload_open(a->dev, a->optim, a->tensors, a->part, a->count, a->layers, order);
+    const ModelParts model = arena_parts(a);
+    Offload* offload = offload_open(a->optim, &model, order);
     free(order);
     return offload;
 }
@@ -170,10 +170,8 @@ void arena_open(Arena* a, const OptimConfig* config) {
     }
     a->optim = optim_create(a->dev, config, a->tensors, a->count, a->type);
     a->weights = optim_weights(a->optim);
-    if (!config->keeps_copy) {
-        const DecodedModel model = decoded_model(a);
-        a->decoded = decoded_open(a->dev, a->optim, config, &model);
-    }
+    const ModelParts parts = arena_parts(a);
+    if (!config->keeps_copy) a->decoded = decoded_open(a->optim, &parts);
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
     if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
@@ -318,7 +316,7 @@ static void arena_step_part(const Arena* a, int part) {
     release_part(a->release, part, a->grads, a->place, &a->step);
 }
 
-// Before several ranks step the first part: they agree on the loss of the step.
+// Makes several ranks agree on the loss of the step, before they step the first part.
 static void arena_agree(const Arena* a) {
     if (!a->shard) return;
     shard_send_scalars(a->shard, a->scalars);

@@ -47,21 +47,23 @@ struct Arena {
     bool stepping;     // the backward pass takes it
 };
 
+// The tensors and their parts.
+ModelParts arena_parts(const Arena* arena);
 // Makes room for `count` tensors, all zero.
 void arena_tensors(Arena* arena, int count);
 // Plans what this rank keeps, and says so in the configuration. Exits with a sentence if there are more ranks than
 // tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
 
-// Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one? False with a reason in `why`
-// and what to type, for steps of `tokens`, of which one micro-batch of all ranks has `micro`. `asked`: the
-// user wants it, so it may change bits. Exits where clip_by needs what cannot be.
+// Can the gradients of parts take turns, and (with clip_by) parts be stepped one by one, in steps of `tokens`, of which
+// one micro-batch of all ranks has `micro`? `asked`: the user wants it, so it may change bits, and a refusal comes with
+// a reason in `why` and what to type. Exits where clip_by needs what cannot be.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
                        bool asked, char* why);
-// For a plan of steps with one micro-batch: releases gradients if `on`. False with a reason in `why` if --release,
-// --clip-by or --offload asks for what cannot be.
+// Releases gradients if `on`, for a plan of steps with one micro-batch. Returns false with a reason in `why` if
+// --release, --clip-by or --offload asks for what cannot be.
 bool arena_plan_release(Arena* arena, OptimConfig* config, double clip, bool on, char* why);
-// Has them take turns, and sets `folds` of the configuration. `several`: a step has several micro-batches.
+// Makes gradients take turns, and sets `folds` of the configuration. `several`: a step has several micro-batches.
 void arena_release(Arena* arena, OptimConfig* config, bool several);
 
 // Device memory in bytes, and host memory, known before anything is allocated. `other`: what exchange and release take
@@ -91,15 +93,15 @@ void arena_scales(const Arena* arena, const float** to, int slots);
 void arena_lend(const Arena* arena, void* room);
 // Gives a tensor its weights (rows x cols, fp32, on the host), rounded to nearest. Call optim_decode after the last.
 void arena_set(Arena* arena, int t, const float* values);
-// The same with one value for all elements, and with normal numbers of this deviation (kernels/initial.cuh) in the
-// first `rows` rows and zeros in the others. `memory`: device memory of `bytes` bytes in which nothing is wanted.
+// These do the same with one value for all elements, and with normal numbers of this deviation (kernels/initial.cuh) in
+// the first `rows` rows and zeros in the others. `memory`: device memory of `bytes` bytes in which nothing is wanted.
 void arena_fill(Arena* arena, int t, float value);
 void arena_draw(Arena* arena, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes);
 
 // The weights of a part are there from here on in the device's stream; where ranks keep them, those of layer `next` are
 // on their way meanwhile.
 void arena_need(const Arena* arena, int part, int next = -1);
-// Before the states are read: what is queued on the device's stream from here on finds them up to date.
+// Call this before the states are read. What is queued on the device's stream from here on finds them up to date.
 void arena_settle(const Arena* arena);
 
 // The weights have changed, for all ranks.
@@ -112,8 +114,8 @@ void arena_changed(const Arena* arena);
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
 // Begins micro-batch `number` of `count`; the first one's number is 0.
 void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
-// Before the first gradient of a part is written, which a layer's projection has from the layer above: what stood in
-// their place is over. Part `layers` is all that is in no layer.
+// Call this before the first gradient of a part is written; a layer's projection gets its first from the layer above.
+// What stood in their place is over. Part `layers` is all that is in no layer.
 void arena_room(const Arena* arena, int part);
 // The gradients of a part in this micro-batch are complete: where they are released, takes its step or takes them into
 // m; or begins their sum over the ranks.

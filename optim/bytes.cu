@@ -52,16 +52,15 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
         bytes.tables += format_table_bytes(weights, run);
     }
     for (int i = 0; i < plan->launches; i++) {
-        Rows rows = config_rows(&plan->launch[i].config);
         for (int slot = SLOT_M; slot < SLOTS; slot++) {
-            const FormatRow* format = slot_format(&plan->launch[i].config, &rows, (Slot)slot);
+            const FormatRow* format = slot_format(&plan->launch[i].config, (Slot)slot);
             const ArenaRun* run = &plan->launch[i].kept[slot];
             bytes.states += format_bytes(format, run, config->offload);
             bytes.host += format_bytes(format, run, config->offload, true);
             bytes.tables += format_table_bytes(format, run);
         }
         bytes.tables += rows_bytes(plan, i, tensors, count);
-        if (rows.rule->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
+        if (rule_of(&plan->launch[i].config)->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
     }
     bytes.tables += aligned_bytes(factors_bytes(plan));
     plan_free(plan);

@@ -52,20 +52,12 @@ struct HyperSource {
 };
 
 inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
-    const RuleRow* rule = find_row(rule_table(), config->rule);
-    const bool adafactor = rule && rule->rows == ROWS_ADAFACTOR;
-    return {config->beta1,
-            config->beta2,
-            config->beta3,
-            config->alpha,
-            config->eps,
-            config->lr_max,
-            config->ramp,
-            *settings,
-            strcmp(config->decay_mode, "independent") == 0,
-            adafactor,
-            !adafactor || strcmp(config->m, none_row()->name) != 0,
-            config->nesterov};
+    const RuleRow* rule = rule_of(config);
+    const bool adafactor = rule && rule->rows == ROWS_ADAFACTOR,
+               keeps_m = !adafactor || strcmp(config->m, none_row()->name) != 0,
+               independent = strcmp(config->decay_mode, "independent") == 0;
+    return {config->beta1, config->beta2, config->beta3, config->alpha, config->eps, config->lr_max,
+            config->ramp,  *settings,     independent,   adafactor,     keeps_m,     config->nesterov};
 }
 
 // AdEMAMix's schedulers: alpha rises linearly, beta3 from beta1 so that 1 / ln(beta3) does, which is its half-life.
@@ -134,5 +126,5 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
 // The factor with which m of a launch takes gradients before the step (rules/fold.cuh); 0: it does not.
 inline float launch_fold(const OptimConfig* launch) {
     const Settings settings = {1.0, 0.0};
-    return find_row(rule_table(), launch->rule)->fold(hyper_create(launch, &settings, 1.0, 1));
+    return rule_of(launch)->fold(hyper_create(launch, &settings, 1.0, 1));
 }

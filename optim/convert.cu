@@ -47,10 +47,6 @@ static void piece_at(Piece* piece, const OptimTensor* tensor, int64_t start) {
     piece->streams.span = &piece->place;
 }
 
-static void* stream_data(const Streams* streams, int index) {
-    return index == 0 ? streams->codes : index == 1 ? streams->extra : streams->more;
-}
-
 // These run a row's functions over a piece; each core takes a tile.
 
 enum Decode { AS_UPDATED, AS_SEEN };  // as the update reads it; as the model sees it
@@ -90,13 +86,13 @@ static int64_t piece_length(int64_t end, int64_t start) {
     return end - start < PIECE_ELEMENTS ? end - start : PIECE_ELEMENTS;
 }
 
-// The elements of a tensor, padding included, that lie in arrays of `elements` from `begin` of the arena on.
+// The elements of a tensor, padding included, that lie in the arrays of a run of the arena.
 struct Held {
     int64_t begin, end;
 };
 
-static Held held_of(const OptimTensor* tensor, int64_t begin, int64_t elements) {
-    int64_t padded = tensor_padded(tensor), first = begin - tensor->offset, end = first + elements;
+static Held held_of(const OptimTensor* tensor, const ArenaRun* run) {
+    int64_t padded = tensor_padded(tensor), first = run->begin - tensor->offset, end = run->end - tensor->offset;
     return {first < 0 ? 0 : first, end < padded ? end : padded};
 }
 
@@ -122,19 +118,15 @@ static TensorWeights tensor_weights(const Optim* optim, int index) {
     const OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.tensors[index];
     const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
-    return {parts.dev,
-            tensor,
-            place,
-            weights_arrays(optim, index),
-            held_of(tensor, place.begin, place.elements),
-            tensor->rows * tensor->cols,
-            place.at * (int64_t)sizeof(float)};
+    const Held held = held_of(tensor, place.run);
+    const int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
+    return {parts.dev, tensor, place, weights_arrays(optim, index), held, elements, numbers};
 }
 
 // The piece from element `start` of the tensor on, in array `i`.
 static char* weights_at(const TensorWeights* w, int i, int64_t start) {
     return (char*)stream_data(&w->arrays, i) +
-           stream_bytes(w->place.format->stream[i], w->tensor->offset + start - w->place.begin);
+           stream_bytes(w->place.format->stream[i], w->tensor->offset + start - w->place.run->begin);
 }
 
 void optim_set_weights(Optim* optim, int index, const float* values) {
@@ -142,21 +134,18 @@ void optim_set_weights(Optim* optim, int index, const float* values) {
     const FormatRow* format = w.place.format;
     if (w.held.begin >= w.held.end) return;
     Piece piece = piece_create(format, w.tensor);
-    for (int64_t start = w.held.begin; piece.span && start < w.held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(w.held.end, start);
-        piece_values(&piece, values + start, w.elements - start, n);
-        piece_at(&piece, w.tensor, start);
-        piece_measure(format, &piece, n);
-    }
-    for (int64_t start = w.held.begin; start < w.held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(w.held.end, start);
-        piece_values(&piece, values + start, w.elements - start, n);
-        piece_at(&piece, w.tensor, start);
-        piece_encode(format, &piece, n, SLOT_WEIGHTS);
-        for (int i = 0; i < 3; i++) {
-            if (!stream_data(&w.arrays, i)) continue;
-            copy_to_device(w.dev, weights_at(&w, i, start), stream_data(&piece.streams, i),
-                           stream_bytes(format->stream[i], n));
+    for (int measure = piece.span ? 1 : 0; measure >= 0; measure--) {
+        for (int64_t start = w.held.begin; start < w.held.end; start += PIECE_ELEMENTS) {
+            int64_t n = piece_length(w.held.end, start);
+            piece_values(&piece, values + start, w.elements - start, n);
+            piece_at(&piece, w.tensor, start);
+            if (measure) piece_measure(format, &piece, n);
+            if (!measure) piece_encode(format, &piece, n, SLOT_WEIGHTS);
+            for (int i = 0; i < 3 && !measure; i++) {
+                if (!stream_data(&w.arrays, i)) continue;
+                copy_to_device(w.dev, weights_at(&w, i, start), stream_data(&piece.streams, i),
+                               stream_bytes(format->stream[i], n));
+            }
         }
     }
     if (piece.span) {
@@ -173,10 +162,7 @@ bool optim_set_part(Optim* optim, int index, int64_t start, int64_t n, const flo
     const int64_t begin = start > w.held.begin ? start : w.held.begin, end = padded < w.held.end ? padded : w.held.end;
     if (begin >= end) return true;
     const int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    const auto at = [format](const Streams& arrays, int64_t tile) {
-        return tile_at(format->stream[0], format->stream[1], format->stream[2], arrays, tile);
-    };
-    const Streams to = at(w.arrays, (w.tensor->offset + begin - w.place.begin) / TILE_ELEMENTS);
+    const Streams to = row_tile(format, w.arrays, (w.tensor->offset + begin - w.place.run->begin) / TILE_ELEMENTS);
     values += begin - start, n -= begin - start;
     if (w.dev->gpu) {
         void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
@@ -189,7 +175,7 @@ bool optim_set_part(Optim* optim, int index, int64_t start, int64_t n, const flo
         float x[TILE_ELEMENTS] = {};
         const int64_t first = tile * TILE_ELEMENTS, given = n - first < TILE_ELEMENTS ? n - first : TILE_ELEMENTS;
         if (given > 0) memcpy(x, values + first, (size_t)given * sizeof(float));
-        format->set(at(to, tile), 0, x, TILE_ELEMENTS);
+        format->set(row_tile(format, to, tile), 0, x, TILE_ELEMENTS);
     }
     return true;
 }
@@ -235,30 +221,15 @@ struct Conversion {
     int changes;
 };
 
-static Place place_from(const Conversion* c, int tensor, Slot slot) {
-    return plan_place(c->from_plan, tensor, slot);
-}
-
-static Place place_to(const Conversion* c, int tensor, Slot slot) {
-    return plan_place(c->to.plan, tensor, slot);
-}
-
 // True if the model file holds this array of the weights.
 static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
-    bool plain = strcmp(info.dtype, "F32") == 0 || strcmp(info.dtype, "BF16") == 0;
-    return slot == SLOT_WEIGHTS && index == 0 && plain;
+    return slot == SLOT_WEIGHTS && index == 0 && optim_model_dtype(info.dtype);
 }
 
 static const void* stored_array(const Conversion* c, const Place* place, const StreamInfo& info) {
     char name[256];
     stream_name(place->array, info, name, sizeof(name));
-    return c->stored->array(c->stored->context, name, info.dtype, place_bytes(place, info));
-}
-
-// Bytes of a stored array, from byte `at` on.
-static void stored_read(const Conversion* c, const void* array, int64_t at, int64_t bytes, void* to) {
-    if (c->stored->read) c->stored->read(c->stored->context, array, at, bytes, to);
-    if (!c->stored->read) memcpy(to, (const char*)array + at, (size_t)bytes);
+    return c->stored->array(c->stored->context, name, info.dtype, run_bytes(place->run, info));
 }
 
 // Checks that the checkpoint holds all arrays that its formats need, and no others.
@@ -266,8 +237,8 @@ static bool arrays_complete(const Conversion* c, char* error) {
     int arrays = 0;
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
-            Place place = place_from(c, t, (Slot)slot);
-            if (!place.format || place.begin != c->from_plan->kept[t][slot].offset)
+            Place place = plan_place(c->from_plan, t, (Slot)slot);
+            if (!place.format || place.run->begin != c->from_plan->kept[t][slot].offset)
                 continue;  // once an array, at its first tensor
             for (int i = 0; i < 3; i++) {
                 const StreamInfo& info = place.format->stream[i];
@@ -277,7 +248,7 @@ static bool arrays_complete(const Conversion* c, char* error) {
                 char name[256];
                 stream_name(place.array, info, name, sizeof(name));
                 return data_error(error, "it holds no array %s of %s with %lld bytes, which %s needs", name, info.dtype,
-                                  (long long)place_bytes(&place, info), place.format->name);
+                                  (long long)run_bytes(place.run, info), place.format->name);
             }
         }
     }
@@ -288,7 +259,7 @@ static bool arrays_complete(const Conversion* c, char* error) {
 
 static bool rule_fits(const Conversion* c, char* error) {
     for (int t = 0; t < c->to.count; t++) {
-        const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
+        const Place from = plan_place(c->from_plan, t, SLOT_V), to = plan_place(c->to.plan, t, SLOT_V);
         if (!to.format || from.format) continue;
         return data_error(
             error,
@@ -321,7 +292,7 @@ static bool by_numbers(const FormatRow* format) {
 // Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart.
 static bool rows_convert(const Conversion* c, char* error) {
     for (int t = 0; t < c->to.count; t++) {
-        const Place from = place_from(c, t, SLOT_V), to = place_to(c, t, SLOT_V);
+        const Place from = plan_place(c->from_plan, t, SLOT_V), to = plan_place(c->to.plan, t, SLOT_V);
         if (!to.format || from.format == to.format || !(by_numbers(from.format) || by_numbers(to.format))) continue;
         const bool came = find_row(rule_table(), to.rule)->rows == ROWS_CAME;
         if (!came && averages_gradients(from.rule) && averages_gradients(to.rule)) continue;
@@ -337,7 +308,7 @@ static bool rows_convert(const Conversion* c, char* error) {
 static bool shapes_convert(const Conversion* c, char* error) {
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
-            const Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
+            const Place from = plan_place(c->from_plan, t, (Slot)slot), to = plan_place(c->to.plan, t, (Slot)slot);
             const OptimTensor *had = &c->from_plan->kept[t][slot], *has = &c->to.plan->kept[t][slot];
             const bool same = had->rows == has->rows && had->cols == has->cols;
             const bool starts = slot == SLOT_BASIS && !from.format && to.format;
@@ -356,7 +327,7 @@ static bool shapes_convert(const Conversion* c, char* error) {
 static bool formats_convert(const Conversion* c, char* error) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
-            Place from = place_from(c, t, (Slot)slot), to = place_to(c, t, (Slot)slot);
+            Place from = plan_place(c->from_plan, t, (Slot)slot), to = plan_place(c->to.plan, t, (Slot)slot);
             bool user = (from.format && from.format->source) || (to.format && to.format->source);
             if (!user || !from.format || !to.format || same_storage(&from, &to)) continue;
             return data_error(error,
@@ -413,8 +384,9 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = from->format->stream[i];
         if (info.bits == 0 || in_model_file(slot, i, info)) continue;
-        int64_t at = stream_bytes(info, kept->offset + start - from->begin);
-        stored_read(c, stored_array(c, from, info), at, stream_bytes(info, n), stream_data(&piece->streams, i));
+        int64_t at = stream_bytes(info, kept->offset + start - from->run->begin);
+        c->stored->read(c->stored->context, stored_array(c, from, info), at, stream_bytes(info, n),
+                        stream_data(&piece->streams, i));
     }
 }
 
@@ -430,7 +402,7 @@ static void piece_write(const Conversion* c, const Place* to, int64_t first, int
         const StreamInfo& info = to->format->stream[i];
         char* array = (char*)place_stream(c->optim, to, info).data;
         if (!array) continue;
-        copy_to_device(c->to.dev, array + stream_bytes(info, first - to->begin), stream_data(&piece->streams, i),
+        copy_to_device(c->to.dev, array + stream_bytes(info, first - to->run->begin), stream_data(&piece->streams, i),
                        stream_bytes(info, n));
     }
 }
@@ -438,8 +410,8 @@ static void piece_write(const Conversion* c, const Place* to, int64_t first, int
 // Read the numbers of spans of a tensor from the checkpoint; write them into the optimizer's array.
 static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
     if (!piece->span) return;
-    stored_read(c, stored_array(c, from, from->format->stream[1]), from->at * (int64_t)sizeof(float),
-                piece->number_bytes, piece->streams.extra);
+    c->stored->read(c->stored->context, stored_array(c, from, from->format->stream[1]),
+                    from->at * (int64_t)sizeof(float), piece->number_bytes, piece->streams.extra);
 }
 
 static void numbers_write(const Conversion* c, const Place* to, const Piece* piece, const void* numbers) {
@@ -472,14 +444,14 @@ static void numbers_add(const OptimTensor* tensor, int64_t start, int64_t n, con
 }
 
 static void slot_load(Conversion* c, int index, Slot slot) {
-    Place from = place_from(c, index, slot), to = place_to(c, index, slot);
+    Place from = plan_place(c->from_plan, index, slot), to = plan_place(c->to.plan, index, slot);
     if (!from.format && !to.format) return;
     bool same = same_storage(&from, &to);
     if (!same) note_change(c, slot, &from, &to);
     if (!from.format || !to.format) return;
     const OptimTensor* tensor = &c->to.plan->kept[index][slot];
     int64_t elements = tensor->rows * tensor->cols;
-    Held held = held_of(tensor, to.begin, to.elements);
+    Held held = held_of(tensor, to.run);
     if (held.begin >= held.end) return;
     // Each piece has the table of the row that works on it.
     Piece old = piece_create(from.format, tensor), now = piece_create(to.nearest, tensor);

@@ -28,8 +28,8 @@ inline int decoded_final(int layers) {
     return layers + 1;
 }
 
-// A model's tensors, as decoding sees them.
-struct DecodedModel {
+// A model's tensors and their parts. The arrays must outlive whatever is opened with them.
+struct ModelParts {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count) the part of each
     const int* slot;             // (count) not 0: products read the codes of this matrix, if it has such; NULL: none do
@@ -42,16 +42,16 @@ struct DecodedModel {
 struct DecodedBytes {
     int64_t room, lent;
 };
-DecodedBytes decoded_bytes(const OptimConfig* config, const DecodedModel* model);
+DecodedBytes decoded_bytes(const OptimConfig* config, const ModelParts* model);
 
-// Allocates the room. `optim` keeps no copy (OptimConfig.keeps_copy) and must outlive it; the model is copied.
-Decoded* decoded_open(const Device* dev, const Optim* optim, const OptimConfig* config, const DecodedModel* model);
+// Allocates the room. `optim` keeps no copy (OptimConfig.keeps_copy) and must outlive it.
+Decoded* decoded_open(const Optim* optim, const ModelParts* model);
 void decoded_close(Decoded* decoded);
 
 // The codes of an operand; NULL for other tensors.
 const uint8_t* decoded_codes(const Decoded* decoded, int tensor);
 
-// Has operands decoded too from here on, into `room`, of DecodedBytes.lent bytes. With NULL they no longer are, and the
+// From here on operands are decoded too, into `room`, of DecodedBytes.lent bytes. With NULL they no longer are, and the
 // room is free.
 void decoded_lend(Decoded* decoded, void* room);
 

@@ -2,6 +2,7 @@
 // into the section optim_sources, in the order in which the compiler meets the headers, so the section read from end to
 // end is one program; only its own #include lines must be blanked. Nothing but the includes below says which files
 // these are, so make's dependencies are right and a new format needs no line here.
+#include "../data/files.h"
 #include "../kernels/common.cuh"
 #include "jit.h"
 
@@ -62,6 +63,20 @@ struct Nvrtc {
     int (*archs)(int*);
 };
 
+void* open_library(const char* variable, const char* name, bool loaded) {
+    const char* own = getenv(variable);
+    if (own && *own) return dlopen(own, RTLD_NOW | RTLD_LOCAL);
+    for (int flag : {RTLD_NOLOAD, 0}) {
+        for (const char* pattern : {"%s.so.13", "%s.so.12", "%s.so", "/usr/local/cuda/lib64/%s.so"}) {
+            char path[64];
+            snprintf(path, sizeof(path), pattern, name);
+            void* library = flag && !loaded ? nullptr : dlopen(path, RTLD_NOW | RTLD_LOCAL | flag);
+            if (library) return library;
+        }
+    }
+    return nullptr;
+}
+
 template <class Function>
 static bool bind(void* library, const char* name, Function* function) {
     *function = (Function)dlsym(library, name);
@@ -70,16 +85,7 @@ static bool bind(void* library, const char* name, Function* function) {
 
 // Opens libnvrtc; the loader counts openings, so this may be called again and again.
 static bool nvrtc_open(Nvrtc* nvrtc) {
-    static const char* const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so",
-                                        "/usr/local/cuda/lib64/libnvrtc.so"};
-    const char* own = getenv("NIBBLE_NVRTC");
-    nvrtc->library = own && *own ? dlopen(own, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    for (const char* name : names) {
-        if (own && *own) break;
-        nvrtc->library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-        if (nvrtc->library) break;
-    }
-    void* library = nvrtc->library;
+    void* library = nvrtc->library = open_library("NIBBLE_NVRTC", "libnvrtc", false);
     return library && bind(library, "nvrtcVersion", &nvrtc->version) &&
            bind(library, "nvrtcGetErrorString", &nvrtc->error_string) &&
            bind(library, "nvrtcCreateProgram", &nvrtc->create) &&
@@ -186,7 +192,7 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     int64_t source_bytes;
     char* source = jit_source(&source_bytes, user_source);
     char option_arch[64];
-    // With what only Hopper has, which the kernel asks for where it may (kernel.cuh).
+    // The "a" allows what only Hopper has, which the kernel asks for where it may (kernel.cuh).
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
     snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s%s", architecture, hopper);
     const char* options[JIT_OPTIONS + 2];
@@ -272,26 +278,6 @@ static void cache_checksum(const CacheHeader* header, const char* payload, uint6
     checksum[1] = (uint64_t)hash;
 }
 
-static bool read_all(int file, void* bytes, int64_t count) {
-    while (count > 0) {
-        ssize_t got = read(file, bytes, (size_t)count);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return false;
-        bytes = (char*)bytes + got, count -= got;
-    }
-    return true;
-}
-
-static bool write_all(int file, const void* bytes, int64_t count) {
-    while (count > 0) {
-        ssize_t put = write(file, bytes, (size_t)count);
-        if (put < 0 && errno == EINTR) continue;
-        if (put <= 0) return false;
-        bytes = (const char*)bytes + put, count -= put;
-    }
-    return true;
-}
-
 // Opens the cache's folder or, inside `folder`, one of its files, without following a symbolic link or waiting for a
 // FIFO. Returns -1 when there is none. Returns -1 with a reason when others than this user and root could have put
 // there what it holds.
@@ -338,16 +324,17 @@ __attribute__((format(printf, 1, 2))) static void cache_notice(const char* forma
 static bool cache_read(int file, JitImage* image) {
     CacheHeader header;
     struct stat info;
-    char* payload = nullptr;
+    char *payload = nullptr, ignored[DATA_ERROR_BYTES];
     const int64_t most = (int64_t)1 << 30;
-    bool good = fstat(file, &info) == 0 && read_all(file, &header, sizeof(header)) &&
+    bool good = fstat(file, &info) == 0 && file_read_at(file, "", &header, 0, sizeof(header), ignored) &&
                 memcmp(header.magic, cache_magic, sizeof(cache_magic)) == 0 && header.symbol_bytes > 0 &&
                 header.symbol_bytes < most && header.image_bytes > 0 && header.image_bytes < most &&
                 info.st_size == (int64_t)sizeof(header) + header.symbol_bytes + header.image_bytes;
     if (good) {
-        payload = (char*)memory_take((size_t)(header.symbol_bytes + header.image_bytes));
+        const int64_t bytes = header.symbol_bytes + header.image_bytes;
+        payload = (char*)memory_take((size_t)bytes);
         uint64_t checksum[2] = {0, 0};
-        good = read_all(file, payload, header.symbol_bytes + header.image_bytes);
+        good = file_read_at(file, "", payload, sizeof(header), bytes, ignored);
         if (good) cache_checksum(&header, payload, checksum);
         good =
             good && memcmp(checksum, header.checksum, sizeof(checksum)) == 0 && payload[header.symbol_bytes - 1] == 0;
@@ -395,14 +382,14 @@ static bool cache_write(const char* path, const JitImage* image) {
     header.symbol_bytes = image->image - image->symbol;
     header.image_bytes = image->image_bytes;
     cache_checksum(&header, image->symbol, header.checksum);
-    char temporary[4400];
+    char temporary[4400], ignored[DATA_ERROR_BYTES];
     snprintf(temporary, sizeof(temporary), "%s.XXXXXX", path);
     folders_make(path);
     int file = mkostemp(temporary, O_CLOEXEC);
     if (file < 0) return false;
-    bool good = write_all(file, &header, sizeof(header)) &&
-                write_all(file, image->symbol, header.symbol_bytes + header.image_bytes) && fchmod(file, 0600) == 0 &&
-                fsync(file) == 0;
+    bool good = file_write_all(file, path, &header, sizeof(header), ignored) &&
+                file_write_all(file, path, image->symbol, header.symbol_bytes + header.image_bytes, ignored) &&
+                fchmod(file, 0600) == 0 && fsync(file) == 0;
     int reason = errno;
     if (close(file) != 0 && good) good = false, reason = errno;
     if (good && rename(temporary, path) != 0) good = false, reason = errno;

@@ -36,6 +36,10 @@ struct JitImage {
 // The source that is compiled, caller frees: all of the optimizer's device code, then `user_source`.
 char* jit_source(int64_t* bytes, const char* user_source = "");
 
+// Opens a library of CUDA's, such as "libnvrtc": the one that the environment variable names or, if it names none, one
+// that is found under the usual names; with `loaded` rather one that the process has loaded (torch's, say).
+void* open_library(const char* variable, const char* name, bool loaded);
+
 // True if libnvrtc can be opened.
 bool jit_available();
 

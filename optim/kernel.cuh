@@ -75,8 +75,6 @@ OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int 
                                 uint32_t* seen);
 template <int COUNT, class Weights, class Grads, class M, class V>
 OPTIM_INLINE constexpr bool step_ordered();
-template <class Storage>
-OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n);
 template <int MAX, class Rule, class Weights, class M, class V>
 OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
                                  const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
@@ -117,14 +115,14 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     if constexpr (PASS == STORE) {
         store_elements<MAX>(rule, weights, state_m, state_v, tile, hyper, first, n, p, m, v, slow, root, key.of);
     } else {
-        measure_elements(weights, tile.weights, first, p, n);
-        measure_elements(state_m, tile.m, first, m, n);
-        measure_elements(state_v, tile.v, first, v, n);
-        if (rule.keeps_slow) measure_elements(state_m, tile.slow, first, slow, n);
+        weights.measure(tile.weights, first, p, n);
+        state_m.measure(tile.m, first, m, n);
+        state_v.measure(tile.v, first, v, n);
+        if (rule.keeps_slow) state_m.measure(tile.slow, first, slow, n);
     }
 }
 
-// Noise, and what a measuring pass does.
+// Noise.
 
 template <bool ORDERED>
 OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
@@ -143,11 +141,6 @@ template <int COUNT, class Weights, class Grads, class M, class V>
 OPTIM_INLINE constexpr bool step_ordered() {
     constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
     return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
-}
-
-template <class Storage>
-OPTIM_INLINE void measure_elements(const Storage& storage, const Streams& streams, int first, const float* x, int n) {
-    if constexpr (Storage::HAS_SPANS) storage.measure(streams, first, x, n);
 }
 
 // Storing. A thread stores its arrays together, in parts if their storages have parts (HAS_TOP, formats/blocks.cuh):
@@ -835,7 +828,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     step_run<Rule, Weights, M, V, Copy, Grads>(step);
 }
 
-// The same with arguments from device memory, which a CUDA graph changes from replay to replay (placed.h).
+// Does the same with arguments from device memory, which a CUDA graph changes from replay to replay (placed.h).
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_replayed_kernel(const StepArguments* step) {

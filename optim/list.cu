@@ -20,10 +20,8 @@ void optim_describe(const OptimConfig* config, char* line, size_t bytes) {
     int used = snprintf(line, bytes, "%s  weights %s  grads %s  m %s", rows.rule->name, rows.weights->name,
                         rows.grads->name, rows.m->name);
     if (rows.rule->keeps_slow) used += snprintf(line + used, bytes - used, "  slow %s", rows.m->name);
-    if (rows.rule->keeps_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    if (rows.rule->by_rows && rows.v->stream[1].bits > 0) {
-        used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
-    }
+    const bool has_v = rows.rule->keeps_v || (rows.rule->by_rows && rows.v->stream[1].bits > 0);
+    if (has_v) used += snprintf(line + used, bytes - used, "  v %s", rows.v->name);
     if (is_low_rank(rows.rule)) used += snprintf(line + used, bytes - used, "  of a projection, and");
     snprintf(line + used, bytes - used, "  %.4g B/param", rows_bytes_each(&rows));
 }

@@ -2,6 +2,8 @@
 // loaded (torch's, say), or else one that is found under the usual names.
 #include "loaded_cublaslt.h"
 
+#include "jit.h"
+
 #ifdef __CUDACC__
 #include <dlfcn.h>
 
@@ -49,24 +51,10 @@ struct Cublaslt {
     CUBLASLT_FUNCTIONS(MEMBER)
 };
 
-static void* library_open() {
-    static const char* const names[] = {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so",
-                                        "/usr/local/cuda/lib64/libcublasLt.so"};
-    const char* own = getenv("NIBBLE_CUBLASLT");
-    if (own && *own) return dlopen(own, RTLD_NOW | RTLD_LOCAL);
-    for (int flag : {RTLD_NOLOAD, 0}) {  // the one that the process has, torch's, say, before others
-        for (const char* name : names) {
-            void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL | flag);
-            if (library) return library;
-        }
-    }
-    return nullptr;
-}
-
 // Loads the functions. The result has no library if there is none or it lacks one of them.
 static Cublaslt cublaslt_load() {
     Cublaslt its = {};
-    its.library = library_open();
+    its.library = open_library("NIBBLE_CUBLASLT", "libcublasLt", true);
 #define LOAD(RESULT, NAME, PARAMETERS, ARGUMENTS)                                \
     if (its.library) its.NAME = (RESULT(*) PARAMETERS)dlsym(its.library, #NAME); \
     if (!its.NAME) its.library = nullptr;
@@ -99,8 +87,6 @@ void products_open(Device* dev, const char* rule) {
     check(cublasLtCreate(&dev->cublaslt));
     check(cudaMalloc(&dev->workspace, WORKSPACE_BYTES));
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
-#else
-    (void)rule;
 #endif
 }
 

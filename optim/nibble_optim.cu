@@ -3,8 +3,7 @@
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
 // call the launch_failed below, which returns to the library's function by longjmp, with the sentence. Each failure of
-// nibble_optim_create leaks some KB; what the optimizer has made by then is freed with it, and the states' device
-// memory from a list of its own.
+// nibble_optim_create leaks some KB; what the optimizer has made by then is freed with it.
 #include "nibble_optim.h"
 
 #include <math.h>
@@ -85,11 +84,6 @@ static NibbleStatus guarded(char* error, Function function) {
 
 // The optimizer.
 
-struct Block {
-    void* memory;
-    Block* next;
-};
-
 struct NibbleOptim {
     Device dev;
     int gpu;  // its index; -1: the CPU
@@ -111,7 +105,6 @@ struct NibbleOptim {
     int texts;
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
     void* context;
-    Block* blocks;  // states that the library allocated
     char describe[256];
 };
 
@@ -141,10 +134,8 @@ static NibbleStatus on_device(const NibbleOptim* optim, void* stream, char* erro
 }
 
 static void gpu_open(NibbleOptim* optim) {
-    int gpus = 0;
-#ifdef __CUDACC__
-    if (cudaGetDeviceCount(&gpus) != cudaSuccess) gpus = 0;
-#else
+    const int gpus = nibble_optim_gpus();
+#ifndef __CUDACC__
     user_error("device=cuda was asked for and this libnibble_optim was built without CUDA; take device=cpu");
 #endif
     if (optim->gpu >= gpus) {
@@ -374,7 +365,7 @@ static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor*
         optim->owner[t] = -1;
         const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
         if (optim->shares == 0) continue;
-        if (!launch_takes_all(config) && !cuts_split(config, &optim->tensor[t])) continue;
+        if (!config_reads_whole(config) && !cuts_split(config, &optim->tensor[t])) continue;
         owned[count++] = {whole[t].offset, tensor_padded(&whole[t]), t};
         all += tensor_padded(&whole[t]);
     }
@@ -493,7 +484,7 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
 // Refuses limits on updates that the decay, which each step's groups bring, is a part of.
 static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
-        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        const RuleRow* rule = rule_of(&plan->launch[i].config);
         if (rule->decoupled || plan->launch[i].tiles == 0) continue;
         user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
                    rule->name);
@@ -533,20 +524,14 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     }
 }
 
+// Asks the caller for memory.
 static void* states_allocate(void* context, int64_t bytes) {
-    NibbleOptim* optim = (NibbleOptim*)context;
-    if (optim->allocate) {
-        void* memory = optim->allocate(optim->context, bytes);
-        char text[128];
-        snprintf(text, sizeof(text), "allocate gave no memory for %lld bytes of states", (long long)bytes);
-        if (!memory) fail(NIBBLE_MEMORY, text);
-        return memory;
-    }
-    Block* block = (Block*)memory_zero(1, sizeof(Block));
-    block->memory = device_alloc(&optim->dev, bytes);
-    block->next = optim->blocks;
-    optim->blocks = block;
-    return block->memory;
+    const NibbleOptim* optim = (const NibbleOptim*)context;
+    void* memory = optim->allocate(optim->context, bytes);
+    char text[128];
+    snprintf(text, sizeof(text), "allocate gave no memory for %lld bytes of states", (long long)bytes);
+    if (!memory) fail(NIBBLE_MEMORY, text);
+    return memory;
 }
 
 // `before` receives the device to go back to, also from a mistake.
@@ -562,7 +547,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
         user_error("%s; step after the backward pass", why);
     }
     config->weight_decay = -1.0f;  // a step's groups say
-    config->allocate = states_allocate;
+    config->allocate = allocate ? states_allocate : nullptr;
     config->allocator = optim;
     config->made = &optim->optim;
     optim->allocate = allocate;
@@ -571,7 +556,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
     const Plan* plan = optim_parts(optim->optim).plan;
     for (int i = 0; i < plan->launches; i++) {
-        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        const RuleRow* rule = rule_of(&plan->launch[i].config);
         if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
     }
     require_weights(optim, plan);
@@ -585,11 +570,6 @@ static void optim_unmake(NibbleOptim* optim) {
     placed_free(optim->tables);
     optim_free(optim->optim);
     products_close(&optim->dev);
-    for (Block *block = optim->blocks, *next; block; block = next) {
-        next = block->next;
-        device_free(&optim->dev, block->memory);
-        free(block);
-    }
     for (int t = 0; optim->tensor && t < optim->count; t++) free((void*)optim->tensor[t].name);
     for (int i = 0; i < optim->texts; i++) free(optim->text[i]);
     free(optim->tensor), free(optim->local), free(optim->placed), free(optim->stale);
@@ -677,14 +657,10 @@ static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
 }
 
 // Refuses to take over a parameter's value in a CUDA graph, which would do so in each replay.
-static void require_no_capture([[maybe_unused]] const NibbleOptim* optim, [[maybe_unused]] int tensor) {
-#ifdef __CUDACC__
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (optim->dev.gpu) check(cudaStreamIsCapturing(optim->dev.stream, &status));
-    if (status == cudaStreamCaptureStatusNone) return;
+static void require_no_capture(const NibbleOptim* optim, int tensor) {
+    if (!is_capturing(&optim->dev)) return;
     user_error("%s is new to the optimizer, or others have written it; take a step before the capture",
                optim->tensor[tensor].name);
-#endif
 }
 
 NIBBLE_API NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error) {
@@ -692,7 +668,6 @@ NIBBLE_API NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* st
 }
 
 NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error) {
-    static_assert(sizeof(NibbleGroup) == sizeof(PlacedGroup), "the same members");
     return on_device(optim, step->stream, error, [&] {
         step_check(optim, step);
         for (int t = 0; t < optim->count; t++) {
@@ -701,9 +676,7 @@ NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* 
             if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);
             optim->stale[t] = false;
         }
-        const PlacedStep placed = {step->weights,    step->grads,     step->group_of, (const PlacedGroup*)step->group,
-                                   step->grad_scale, step->found_inf, step->step};
-        placed_step(optim->tables, &placed);
+        placed_step(optim->tables, step);
     });
 }
 
@@ -736,7 +709,7 @@ static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleSta
             if (!stream.data || number++ != index) continue;
             const OptimTensor* kept = &plan->kept[tensor][slot];  // of another shape with projected gradients
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
-            const int64_t at = run ? stream_bytes(info, kept->offset - place.begin) : place.at * 4,
+            const int64_t at = run ? stream_bytes(info, kept->offset - place.run->begin) : place.at * 4,
                           bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
             *state = {"", info.dtype, (char*)stream.data + at, bytes, run && same ? info.run : 0, info.bits};
             stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
@@ -851,7 +824,7 @@ NIBBLE_API int nibble_optim_together(const NibbleOptim* optim, int tensor) {
     const Plan* plan = optim_parts(optim->optim).plan;
     if (tensor < 0 || tensor >= optim->count) return -1;
     const int launch = plan->launch_of[tensor];
-    return launch_takes_all(&plan->launch[launch].config) ? launch : -1;
+    return config_reads_whole(&plan->launch[launch].config) ? launch : -1;
 }
 
 NIBBLE_API int64_t nibble_optim_end(const NibbleOptim* optim) {

@@ -123,25 +123,16 @@ OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
 // The noise of lane 0 .. 15 in three forms, in one instruction each: its 16 bits n; 256 n + 128, the middle of n as 24
 // bits; the bits of the float 128 + n / 65536.
 OPTIM_INLINE uint32_t noise_lane(const Noise& noise, int lane) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(noise.word[lane / 4], noise.shared, 0x6605 + (lane % 4 << 4));
-#else
-    return (noise.word[lane / 4] >> lane % 4 * 8 & 0xffu) << 8 | (noise.shared >> 8 & 0xffu);
-#endif
+    return OPTIM_EITHER(__byte_perm(noise.word[lane / 4], noise.shared, 0x6605 + (lane % 4 << 4)),
+                        (noise.word[lane / 4] >> lane % 4 * 8 & 0xffu) << 8 | (noise.shared >> 8 & 0xffu));
 }
 
 OPTIM_INLINE uint32_t noise_middle(const Noise& noise, int lane) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(noise.word[lane / 4], noise.shared, 0x6054 + (lane % 4 << 8));
-#else
-    return noise_lane(noise, lane) << 8 | 0x80u;
-#endif
+    return OPTIM_EITHER(__byte_perm(noise.word[lane / 4], noise.shared, 0x6054 + (lane % 4 << 8)),
+                        noise_lane(noise, lane) << 8 | 0x80u);
 }
 
 OPTIM_INLINE uint32_t noise_float(const Noise& noise, int lane) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(noise.word[lane / 4], noise.shared, 0x7605 + (lane % 4 << 4));
-#else
-    return noise_lane(noise, lane) | NOISE_FLOAT << 24;
-#endif
+    return OPTIM_EITHER(__byte_perm(noise.word[lane / 4], noise.shared, 0x7605 + (lane % 4 << 4)),
+                        noise_lane(noise, lane) | NOISE_FLOAT << 24);
 }

@@ -18,10 +18,8 @@ struct PartRuns {
 struct Offload {
     const Device* dev;
     Optim* optim;
-    Plan* plan;
-    OptimTensor* tensors;  // (count)
-    int* part;             // (count) of each tensor
-    int count;
+    const Plan* plan;
+    ModelParts model;
     PartRuns* run;      // (parts)
     int *order, *next;  // (used) the parts with states here as a step takes them; (parts) which one follows
     int used;
@@ -34,12 +32,13 @@ struct Offload {
 };
 
 // The runs of each part (parts). Tensors of a part and a launch follow each other in the arena.
-static PartRuns* part_runs(const Plan* plan, const OptimTensor* tensors, const int* part, int count, int parts) {
-    PartRuns* run = (PartRuns*)memory_zero((size_t)parts, sizeof(PartRuns));
-    for (int t = 0; t < count; t++) {
-        auto* its = &run[part[t]].launch[plan->launch_of[t]];
-        const int64_t begin = plan_clamp(plan, tensors[t].offset),
-                      end = plan_clamp(plan, tensors[t].offset + tensor_padded(&tensors[t]));
+static PartRuns* part_runs(const Plan* plan, const ModelParts* model) {
+    PartRuns* run = (PartRuns*)memory_zero((size_t)model->layers + 2, sizeof(PartRuns));
+    for (int t = 0; t < model->count; t++) {
+        auto* its = &run[model->part[t]].launch[plan->launch_of[t]];
+        const OptimTensor* tensor = &model->tensors[t];
+        const int64_t begin = plan_clamp(plan, tensor->offset),
+                      end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
         if (begin == end) continue;
         assert(its->end == 0 || its->end == begin);
         if (its->end == 0) its->begin = begin;
@@ -55,28 +54,44 @@ static bool is_empty(const PartRuns* run) {
     return true;
 }
 
+// The formats of a launch's states; none_row() where there is no such state.
+static void kept_formats(const Plan* plan, int launch, const FormatRow* (&format)[KEPT]) {
+    const OptimConfig* config = &plan->launch[launch].config;
+    for (int k = 0; k < KEPT; k++) format[k] = slot_format(config, (Slot)(SLOT_M + k));
+}
+
+// Calls function(launch, state, array, what it is, bytes) for each array of a part's states, in a slot's order.
+template <class Function>
+static void each_array(const Plan* plan, const PartRuns* run, Function function) {
+    for (int l = 0; l < plan->launches; l++) {
+        const FormatRow* format[KEPT];
+        kept_formats(plan, l, format);
+        for (int k = 0; k < KEPT; k++) {
+            for (int i = 0; i < ARRAYS; i++) {
+                const StreamInfo& info = format[k]->stream[i];
+                const int64_t bytes = stream_bytes(info, run->launch[l].end - run->launch[l].begin);
+                if (bytes > 0) function(l, k, i, info, bytes);
+            }
+        }
+    }
+}
+
 // The bytes of a slot: those of the largest part.
 static int64_t slot_bytes(const Plan* plan, const PartRuns* run, int parts) {
     int64_t most = 0;
     for (int p = 0; p < parts; p++) {
-        int64_t bytes = 0;
-        for (int l = 0; l < plan->launches; l++) {
-            const int64_t elements = run[p].launch[l].end - run[p].launch[l].begin;
-            const FormatRow* format[KEPT];
-            optim_kept_formats(&plan->launch[l].config, format);
-            for (const FormatRow* each : format) {
-                for (const StreamInfo& stream : each->stream) bytes += aligned_bytes(stream_bytes(stream, elements));
-            }
-        }
-        most = bytes > most ? bytes : most;
+        int64_t all = 0;
+        each_array(plan, &run[p],
+                   [&](int, int, int, const StreamInfo&, int64_t bytes) { all += aligned_bytes(bytes); });
+        most = all > most ? all : most;
     }
     return most;
 }
 
-int64_t offload_bytes(const OptimConfig* config, const OptimTensor* tensors, const int* part, int count, int layers) {
-    Plan* plan = plan_ranges(config, tensors, count);
-    PartRuns* run = part_runs(plan, tensors, part, count, layers + 2);
-    const int64_t bytes = 2 * slot_bytes(plan, run, layers + 2);
+int64_t offload_bytes(const OptimConfig* config, const ModelParts* model) {
+    Plan* plan = plan_ranges(config, model->tensors, model->count);
+    PartRuns* run = part_runs(plan, model);
+    const int64_t bytes = 2 * slot_bytes(plan, run, model->layers + 2);
     free(run);
     plan_free(plan);
     return bytes;
@@ -104,17 +119,11 @@ static void streams_close(Offload* o) {
     }
 }
 
-Offload* offload_open(const Device* dev, Optim* optim, const OptimTensor* tensors, const int* part, int count,
-                      int layers, const int* order) {
+Offload* offload_open(Optim* optim, const ModelParts* model, const int* order) {
     Offload* o = (Offload*)memory_zero(1, sizeof(Offload));
-    const int parts = layers + 2;
-    o->dev = dev, o->optim = optim, o->count = count;
-    o->plan = plan_ranges(optim_parts(optim).config, tensors, count);
-    o->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
-    memcpy(o->tensors, tensors, (size_t)count * sizeof(OptimTensor));
-    o->part = (int*)memory_take((size_t)count * sizeof(int) + 1);
-    memcpy(o->part, part, (size_t)count * sizeof(int));
-    o->run = part_runs(o->plan, tensors, part, count, parts);
+    const int parts = model->layers + 2;
+    o->dev = optim_parts(optim).dev, o->optim = optim, o->plan = optim_parts(optim).plan, o->model = *model;
+    o->run = part_runs(o->plan, model);
     o->order = (int*)memory_take((size_t)parts * sizeof(int));
     o->next = (int*)memory_take((size_t)parts * sizeof(int));
     for (int i = 0; i < parts; i++) {
@@ -122,7 +131,7 @@ Offload* offload_open(const Device* dev, Optim* optim, const OptimTensor* tensor
     }
     for (int i = 0; i < o->used; i++) o->next[o->order[i]] = o->order[(i + 1) % o->used];
     const int64_t bytes = slot_bytes(o->plan, o->run, parts);
-    for (int s = 0; s < 2; s++) o->slot[s] = (char*)device_alloc(dev, bytes), o->there[s] = -1;
+    for (int s = 0; s < 2; s++) o->slot[s] = (char*)device_alloc(o->dev, bytes), o->there[s] = -1;
     streams_open(o);
     return o;
 }
@@ -131,39 +140,28 @@ void offload_close(Offload* o) {
     if (!o) return;
     streams_close(o);
     for (char* slot : o->slot) device_free(o->dev, slot);
-    plan_free(o->plan);
-    free(o->tensors), free(o->part), free(o->run), free(o->order), free(o->next);
-    free(o);
+    free(o->run), free(o->order), free(o->next), free(o);
 }
 
 enum Way { FETCH, RETURN };
 
 // Copies a part's states into a slot, or back.
 static void part_copy(const Offload* o, int part, int slot, Way way) {
+    const Plan* plan = o->plan;
+    const PartRuns* run = &o->run[part];
     char* there = o->slot[slot];
-    for (int l = 0; l < o->plan->launches; l++) {
-        const auto& run = o->run[part].launch[l];
-        if (run.begin == run.end) continue;
-        const OptimKept kept = optim_kept(o->optim, l);
-        for (int k = 0; k < KEPT; k++) {
-            void* const arrays[ARRAYS] = {kept.streams[k].codes, kept.streams[k].extra, kept.streams[k].more};
-            for (int i = 0; i < ARRAYS; i++) {
-                const StreamInfo& info = kept.format[k]->stream[i];
-                const int64_t bytes = stream_bytes(info, run.end - run.begin);
-                if (bytes == 0) continue;
-                char* home = (char*)arrays[i] + stream_bytes(info, run.begin - o->plan->launch[l].run.begin);
-                char *to = way == FETCH ? there : home, *from = way == FETCH ? home : there;
-                if (o->dev->gpu) {
-                    check(cudaMemcpyAsync(to, from, (size_t)bytes,
-                                          way == FETCH ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
-                                          way == FETCH ? o->in : o->out));
-                } else {
-                    memcpy(to, from, (size_t)bytes);
-                }
-                there += aligned_bytes(bytes);
-            }
+    each_array(plan, run, [&](int l, int k, int i, const StreamInfo& info, int64_t bytes) {
+        const int64_t before = run->launch[l].begin - plan->launch[l].run.begin;
+        char* home = (char*)stream_data(&optim_kept(o->optim, l)[k], i) + stream_bytes(info, before);
+        char *to = way == FETCH ? there : home, *from = way == FETCH ? home : there;
+        there += aligned_bytes(bytes);
+        if (!o->dev->gpu) {
+            memcpy(to, from, (size_t)bytes);
+            return;
         }
-    }
+        check(cudaMemcpyAsync(to, from, (size_t)bytes, way == FETCH ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost,
+                              way == FETCH ? o->in : o->out));
+    });
 }
 
 // Brings a part into a slot, as soon as what was there has gone back.
@@ -177,26 +175,25 @@ static void fetch(Offload* o, int part, int slot) {
 
 // Tells the optimizer where the states of a part are. A step counts tiles from the arena's first, so each array's
 // address is that of an array which begins there.
-static void part_point(const Offload* o, int part, const char* slot) {
-    for (int l = 0; l < o->plan->launches; l++) {
-        const auto& run = o->run[part].launch[l];
-        if (run.begin == run.end) continue;
-        const OptimKept kept = optim_kept(o->optim, l);
-        Streams at[KEPT];
+static void part_point(const Offload* o, int part, char* slot) {
+    const Plan* plan = o->plan;
+    const PartRuns* run = &o->run[part];
+    Streams at[LAUNCHES][KEPT];
+    for (int l = 0; l < plan->launches; l++) {
+        const FormatRow* format[KEPT];
+        kept_formats(plan, l, format);
         for (int k = 0; k < KEPT; k++) {
-            void* arrays[ARRAYS] = {};
-            for (int i = 0; i < ARRAYS; i++) {
-                const StreamInfo& info = kept.format[k]->stream[i];
-                if (info.bits == 0 || info.span != SPAN_RUN) continue;
-                arrays[i] = (char*)slot - run.begin / TILE_ELEMENTS * tile_bytes(info);
-                slot += aligned_bytes(stream_bytes(info, run.end - run.begin));
-            }
-            const StreamInfo* info = kept.format[k]->stream;
-            at[k] = tile_at(info[0], info[1], info[2], kept.streams[k], -o->plan->launch[l].run.begin / TILE_ELEMENTS);
-            at[k].codes = arrays[0], at[k].more = arrays[2];
-            if (arrays[1]) at[k].extra = arrays[1];  // numbers of spans stay where they are
+            const Streams* kept = &optim_kept(o->optim, l)[k];  // whose numbers of spans stay where they are
+            at[l][k] = row_tile(format[k], *kept, -plan->launch[l].run.begin / TILE_ELEMENTS);
         }
-        optim_kept_at(o->optim, l, at);
+    }
+    each_array(plan, run, [&](int l, int k, int i, const StreamInfo& info, int64_t bytes) {
+        void** const arrays[ARRAYS] = {&at[l][k].codes, &at[l][k].extra, &at[l][k].more};
+        *arrays[i] = slot - run->launch[l].begin / TILE_ELEMENTS * tile_bytes(info);
+        slot += aligned_bytes(bytes);
+    });
+    for (int l = 0; l < plan->launches; l++) {
+        if (run->launch[l].begin < run->launch[l].end) optim_kept_at(o->optim, l, at[l]);
     }
 }
 
@@ -224,14 +221,15 @@ void offload_give(Offload* o, int part) {
 
 void offload_step(Offload* o, const void* grads, const float* grad_scale, float lr, int64_t step) {
     const int64_t element = find_row(grads_table(), optim_parts(o->optim).config->grads)->stream[0].bits / 8;
-    int* tensor = (int*)memory_take((size_t)o->count * sizeof(int) + 1);
-    const void** at = (const void**)memory_take((size_t)o->count * sizeof(void*) + 1);
+    const ModelParts* model = &o->model;
+    int* tensor = (int*)memory_zero((size_t)model->count + 1, sizeof(int));
+    const void** at = (const void**)memory_zero((size_t)model->count + 1, sizeof(void*));
     for (int i = 0; i < o->used; i++) {
         int found = 0;
-        for (int t = 0; t < o->count; t++) {
-            if (o->part[t] != o->order[i]) continue;
+        for (int t = 0; t < model->count; t++) {
+            if (model->part[t] != o->order[i]) continue;
             tensor[found] = t;
-            at[found++] = (const char*)grads + (o->tensors[t].offset - o->plan->begin) * element;
+            at[found++] = (const char*)grads + (model->tensors[t].offset - o->plan->begin) * element;
         }
         offload_take(o, o->order[i]);
         optim_step_tensors(o->optim, tensor, at, found, grad_scale, lr, step);

@@ -15,17 +15,16 @@
 // The bits are those of states on the device, since the same kernel steps the same bytes. Only where optim_releases
 // holds: other steps read all states at once.
 #pragma once
-#include "optim.h"
+#include "decoded.h"
 
 typedef struct Offload Offload;
 
-// Device memory of the slots for these tensors under a resolved configuration; `part` has the part of each tensor.
-int64_t offload_bytes(const OptimConfig* config, const OptimTensor* tensors, const int* part, int count, int layers);
+// Device memory of the slots for a model under a resolved configuration.
+int64_t offload_bytes(const OptimConfig* config, const ModelParts* model);
 
-// `order` names all parts (layers + 2) in the order in which a step takes them. `optim`, whose config says `offload`,
-// must outlive it; the arrays are copied. Once a step has begun only steps may change the states.
-Offload* offload_open(const Device* dev, Optim* optim, const OptimTensor* tensors, const int* part, int count,
-                      int layers, const int* order);
+// `order` names all parts (layers + 2) in the order in which a step takes them, and is copied. `optim`, whose config
+// says `offload`, must outlive it. Once a step has begun only steps may change the states.
+Offload* offload_open(Optim* optim, const ModelParts* model, const int* order);
 void offload_close(Offload* offload);
 
 // Between these two the states of a part are on the device, and optim_step_tensors steps its tensors. With NULL they do

@@ -58,10 +58,10 @@ struct StepKernel {
 // One kernel launch, for all tensors that have this rule and are stored in these formats; with a rule that reads
 // matrices, two for each chunk of them.
 struct Launch {
-    const LaunchPlan* plan;  // m, v and slow hold its run of the arena
+    const LaunchPlan* plan;
     Rows rows;
     const Weights* weights;
-    Streams m, v, slow, basis, norms;
+    Streams kept[SLOTS];     // the states; the weights' place is empty
     Streams at[OPTIM_KEPT];  // of m, v and slow, as if they began at the arena's first element: where steps find them
     const Tile* tiles;       // (plan->tiles)
     uint32_t* next_tile;
@@ -160,45 +160,44 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
 }
 
 // Allocates the arrays of a run of the arena, of weights or states, from number `first` on; `codes` is the first one if
-// that exists already.
-static Streams allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
-                                bool states) {
+// that exists already. An array belongs to the optimizer at once, which frees it if the next one fails.
+static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
+                             bool states, Streams* streams) {
     OptimBytes* all = &optim->allocated;
-    void* data[3] = {codes, nullptr, nullptr};
+    void** const data[3] = {&streams->codes, &streams->extra, &streams->more};
+    streams->codes = codes;
     for (int i = first; i < 3; i++) {
         const StreamInfo& stream = format->stream[i];
         int64_t* total = states && on_host(optim->config.offload, stream) ? &all->host : &all->states;
-        data[i] = allocate_stream(optim, run_bytes(run, stream), states ? total : &all->weights);
+        *data[i] = allocate_stream(optim, run_bytes(run, stream), states ? total : &all->weights);
     }
-    Streams streams = {data[0], data[1], table_create(optim, format), data[2]};
-    spans_create(optim, run, format, &streams);
-    return streams;
+    streams->table = table_create(optim, format);
+    spans_create(optim, run, format, streams);
 }
 
 // Adds a storage's arrays to the list that checkpoints write.
 static void list_streams(Optim* optim, const char* array, const FormatRow* format, const Streams* streams,
                          const ArenaRun* run, bool is_weights) {
-    void* data[3] = {streams->codes, streams->extra, streams->more};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
+        void* data = stream_data(streams, i);
         if (info.bits == 0 || run->begin == run->end) continue;
-        if (i == 0 && is_weights && !data[i]) continue;  // they are the caller's
+        if (i == 0 && is_weights && !data) continue;  // they are the caller's
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
         stream_name(array, info, name, sizeof(optim->stream_name[index]));
-        optim->stream[index] = {name,          info.dtype,          data[i], run_bytes(run, info) / element_bytes,
-                                element_bytes, i == 0 && is_weights};
+        const int64_t elements = run_bytes(run, info) / element_bytes;
+        optim->stream[index] = {name, info.dtype, data, elements, element_bytes, i == 0 && is_weights};
     }
 }
 
 static void free_streams(const Optim* optim, const FormatRow* format, Streams* streams, bool states) {
     const Device* dev = optim->dev;
     device_free(dev, (void*)streams->table);
-    void* const data[] = {streams->codes, streams->extra, streams->more};
     for (int i = 0; i < 3; i++) {
         const bool host = states && on_host(optim->config.offload, format->stream[i]);
-        if (host) host_free(dev, data[i]);
-        if (!host && !optim->config.allocate) device_free(dev, data[i]);
+        if (host) host_free(dev, stream_data(streams, i));
+        if (!host && !optim->config.allocate) device_free(dev, stream_data(streams, i));
     }
     device_free(dev, streams->next), device_free(dev, (void*)streams->span);
 }
@@ -258,11 +257,6 @@ bool optim_built_in(const OptimConfig* config, OptimType compute) {
     return rows_kernel(config, &first, compute) && (!all.rule->matrix || rows_kernel(config, &apply, compute));
 }
 
-const char* optim_source(const OptimConfig* config) {
-    Rows rows = config_rows(config);
-    return user_source(&rows);
-}
-
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
     // The first kernel of a rule that reads matrices takes an arena of gradients and writes one of directions.
@@ -297,7 +291,7 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     }
 }
 
-// argument: the kernel's only one, StepArguments or, of one that is replayed, the address of theirs.
+// Launches a kernel with its only argument: StepArguments or, if the kernel is replayed, their address.
 static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
     void* pointers[] = {argument};
     if (kernel->built_in) {
@@ -308,11 +302,13 @@ static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t block
     }
 }
 
-// Makes the kernels for these rows, of one thread block a multiprocessor, with threads and shared memory as kernel.cuh
-// says.
-static void kernels_make(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
-                         int64_t tiles) {
-    const Rows* rows = &kernel->rows;
+// Makes a kernel of the step for `tiles` tiles: one thread block a multiprocessor, with threads and shared memory as
+// kernel.cuh says.
+static void kernel_create(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
+                          const Rows* rows, int64_t tiles) {
+    kernel->rows = *rows;
+    kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
+    if (!dev->gpu || tiles == 0) return;
     const FormatRow *weights = rows->weights, *m = rows->m, *v = rows->v,
                     *slow = rows->rule->keeps_slow ? m : none_row(), *copy = rows_copy(config, rows, compute);
     StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0],
@@ -332,15 +328,6 @@ static void kernels_make(const Device* dev, const OptimConfig* config, OptimType
     if (!kernel->measures) return;
     kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_measure(config, rows), shape.threads,
                 shape.table_bytes, &kernel->measure);
-}
-
-// Makes a kernel of the step for `tiles` tiles.
-static void kernel_create(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
-                          const Rows* rows, int64_t tiles) {
-    kernel->rows = *rows;
-    kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
-    if (!dev->gpu || tiles == 0) return;
-    kernels_make(dev, config, compute, kernel, tiles);
 }
 
 // Refuses the user's own formats on the CPU: they exist for NVRTC only.
@@ -365,7 +352,7 @@ static void weights_create(Optim* optim, int index) {
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
     if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     const bool there = weights->are_seen && (at || optim->config.placed);
-    weights->streams = allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false);
+    allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false, &weights->streams);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
     list_streams(optim, array, format, &weights->streams, run, true);
@@ -430,11 +417,6 @@ static void matrix_free(const Device* dev, MatrixWork* work) {
     matrix_plan_free(&work->plan);
 }
 
-// The arrays of a tile, among arrays that begin at the arena's first element.
-static Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {
-    return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
-}
-
 // The address of arrays that begin at element `begin` of the arena, as if they began at its first.
 static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
     return row_tile(format, streams, -begin / TILE_ELEMENTS);
@@ -462,18 +444,16 @@ static void launch_create(Optim* optim, int index) {
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
     require_gpu(optim->dev, &launch->rows);
-    Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
-        const FormatRow* format = slot_format(&planned->config, &launch->rows, (Slot)slot);
+        const FormatRow* format = slot_format(&planned->config, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
+        Streams* kept = &launch->kept[slot];
         char array[ARRAY_NAME_BYTES];
         plan_array(optim->plan, index, (Slot)slot, array);
-        *kept[slot] = allocate_streams(optim, run, format, 0, nullptr, true);
-        list_streams(optim, array, format, kept[slot], run, false);
+        allocate_streams(optim, run, format, 0, nullptr, true, kept);
+        list_streams(optim, array, format, kept, run, false);
+        if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = from_begin(format, *kept, run->begin);
     }
-    launch->at[0] = from_begin(launch->rows.m, launch->m, planned->run.begin);
-    launch->at[1] = from_begin(launch->rows.v, launch->v, planned->run.begin);
-    launch->at[2] = from_begin(launch->rows.m, launch->slow, planned->run.begin);
     const Rows fold = fold_rows(&launch->rows);
     OptimConfig config = planned->config;
     const bool folds = config.folds && launch_fold(&config) > 0.0f;
@@ -534,12 +514,12 @@ void optim_free(Optim* optim) {
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < launches; i++) {
         Launch* launch = &optim->launch[i];
-        Streams* kept[SLOTS] = {nullptr, &launch->m, &launch->v, &launch->slow, &launch->basis, &launch->norms};
         for (int slot = SLOT_M; slot < SLOTS && launch->plan; slot++) {
-            free_streams(optim, slot_format(&launch->plan->config, &launch->rows, (Slot)slot), kept[slot], true);
+            const FormatRow* format = slot_format(&launch->plan->config, (Slot)slot);
+            free_streams(optim, format, &launch->kept[slot], true);
         }
         rows_free(optim->dev, &launch->passes);
-        matrix_free(optim->dev, &optim->launch[i].matrix);
+        matrix_free(optim->dev, &launch->matrix);
     }
     device_free(optim->dev, optim->factors), device_free(optim->dev, optim->tiles);
     if (optim->plan) plan_free(optim->plan);
@@ -551,16 +531,8 @@ OptimParts optim_parts(const Optim* optim) {
     return {optim->dev, &optim->config, optim->plan, optim->tensors, optim->count};
 }
 
-void optim_kept_formats(const OptimConfig* launch, const FormatRow* (&format)[OPTIM_KEPT]) {
-    const Rows rows = config_rows(launch);
-    for (int k = 0; k < OPTIM_KEPT; k++) format[k] = slot_format(launch, &rows, (Slot)(SLOT_M + k));
-}
-
-OptimKept optim_kept(const Optim* optim, int index) {
-    const Launch* launch = &optim->launch[index];
-    OptimKept kept = {{}, {launch->m, launch->v, launch->slow}};
-    optim_kept_formats(&launch->plan->config, kept.format);
-    return kept;
+const Streams* optim_kept(const Optim* optim, int launch) {
+    return &optim->launch[launch].kept[SLOT_M];
 }
 
 void optim_kept_at(Optim* optim, int index, const Streams (&at)[OPTIM_KEPT]) {
@@ -682,26 +654,28 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
                      const Replay* replay, int64_t step) {
     const Device* dev = optim->dev;
     const RowWork* work = &launch->passes;
-    SumArguments sums = {work->tensor + range.first,        range.tensors, range.blocks,  range.first_block, sum,
-                         launch->plan->config.scale_by_rms, work->parts,   launch->v.next};
-    sums.scaled = sums.scaled && launch->rows.rule->rows == ROWS_ADAFACTOR;
+    const OptimConfig* config = &launch->plan->config;
+    const Streams* v = &launch->kept[SLOT_V];
+    const RowRule rule = launch->rows.rule->rows;
+    const bool scaled = config->scale_by_rms && rule == ROWS_ADAFACTOR;
+    SumArguments sums = {
+        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, scaled, work->parts, v->next};
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
-        const int64_t blocks = sum_blocks(launch->rows.rule->rows) * (int64_t)dev->sm_count;
+        const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
         jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
                    32 * SUM_WARPS, sum_reads_m(sum) ? work->shared_bytes : 0, pointers, dev->stream);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
-    const OptimConfig* config = &launch->plan->config;
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
     settle.grad_scale = arguments->grad_scale;
-    settle.sum = sum, settle.rule = launch->rows.rule->rows, settle.scaled = sums.scaled;
-    settle.parts = work->parts, settle.kept = (float*)launch->v.extra, settle.ready = launch->v.next;
-    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->norms.extra;
+    settle.sum = sum, settle.rule = rule, settle.scaled = scaled;
+    settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;
+    settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].extra;
     settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
     settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
@@ -748,7 +722,7 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     kernel_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
-// Has the arguments name the tiles of a chunk alone.
+// Makes the arguments name the tiles of a chunk alone.
 static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
     arguments->tiles += chunk->tile;
     arguments->tile_count = chunk->tiles;
@@ -762,7 +736,7 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
     const LaunchPlan* plan = launch->plan;
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
-    const Streams* basis = &launch->basis;
+    const Streams* basis = &launch->kept[SLOT_BASIS];
     const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
                                 arguments->grad_scale};
     const bool fused = low_rank_fuses(dev, &plan->config, work);
@@ -778,8 +752,6 @@ static void launch_low_rank(const Optim* optim, const Launch* launch, const Step
         moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
         moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
         moment.weights = from_begin(launch->kernel.rows.weights, direction, chunk->low_begin);
-        moment.m = from_begin(launch->rows.m, launch->m, plan->kept[SLOT_M].begin);
-        moment.v = from_begin(launch->rows.v, launch->v, plan->kept[SLOT_V].begin);
         moment.copy = none;
         moment.places = nullptr;
         moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
@@ -817,7 +789,8 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
         moment.copy = none;
         moment.places = nullptr;
         kernel_run(optim, &launch->kernel, &moment);
-        matrix_update(optim->dev, its->config, work, i, (const float*)launch->v.extra, launch->v.next);
+        matrix_update(optim->dev, its->config, work, i, (const float*)launch->kept[SLOT_V].extra,
+                      launch->kept[SLOT_V].next);
         apply.grads = from_begin(launch->apply.rows.grads, scratch, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -839,7 +812,8 @@ static void launch_arrays(const Optim* optim, const Launch* launch, StepArgument
 
 // Updates the tiles that the arguments name, after the passes.
 static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
-    if (launch->rows.rule->by_rows) arguments->v.extra = launch->v.next;  // the numbers that the passes have made
+    if (launch->rows.rule->by_rows)
+        arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes have made
     kernel_run(optim, &launch->kernel, arguments);
 }
 

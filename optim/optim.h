@@ -126,8 +126,8 @@ bool optim_resolve(OptimConfig* config, char* error);
 // The usual learning rate of a rule for a model of `channels`: near GPT-3's for adamw, and a fraction of that for rules
 // that need smaller ones. A rule that is not known, such as "", gets adamw's.
 double optim_usual_lr(const char* rule, int64_t channels);
-// beta3 where --beta3 is auto, for a run of so many steps: an average that remembers a third of it, but of came the
-// confidence's, ten times as long as v's.
+// Returns beta3 for --beta3 auto: its average remembers a third of a run of so many steps or, where it is came's
+// confidence, ten times as many steps as v does.
 double optim_usual_beta3(const char* rule, double beta2, int64_t steps);
 
 // Exits with a sentence where `formats`, the files of --format, cannot be used on this device.
@@ -261,7 +261,7 @@ struct OptimStored {
     void (*notice)(void* context, const char* line);
     void* context;
     const char* own_formats = "";  // what optim_own_formats said when it was written
-    // `bytes` bytes of what `array` returned, from byte `at` on; NULL: that is memory which holds them.
+    // Reads `bytes` bytes of what `array` returned, from byte `at` on.
     void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to) = nullptr;
 };
 
@@ -318,11 +318,9 @@ void optim_resume(OptimResume* resume);
 OptimBytes optim_allocated(const Optim* optim);
 
 // True if the combination's kernel is built in; any other is compiled by NVRTC in optim_create (on a GPU only).
-// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression gives the kernel's name for NVRTC (jit.h),
-// and optim_source the text of the user's own formats that the kernel needs, "" if it needs none.
+// NIBBLE_JIT=1 in the environment has all of them compiled. optim_expression gives the kernel's name for NVRTC (jit.h).
 bool optim_built_in(const OptimConfig* config, OptimType compute);
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
-const char* optim_source(const OptimConfig* config);
 
 // The name of preset i; NULL behind the last one.
 const char* optim_preset(int i);

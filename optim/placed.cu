@@ -3,6 +3,7 @@
 
 #include <assert.h>
 
+#include "each.cuh"
 #include "rows.h"
 
 // One tile of the table: which part of which tensor it is.
@@ -64,20 +65,25 @@ struct PlacedTables {
     PlacedView view;
 };
 
-// Host and device do the same.
+// Loops over the tables (each.cuh).
 
-OPTIM_INLINE void placed_place(const PlacedView& view, int64_t t) {
-    const PlacedTile tile = view.tile[t];
-    const PlacedPointers at = view.pointers[tile.tensor];
-    char* weights = (char*)at.weights + tile.from * view.weight_bytes;
-    const char* grads = (const char*)at.grads + tile.from * view.grad_bytes;
-    if (tile.weights_slot >= 0) {
-        weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
+// Sets the place of each tile.
+struct PlaceTiles {
+    PlacedView view;
+
+    OPTIM_INLINE void at(int64_t t) const {
+        const PlacedTile tile = view.tile[t];
+        const PlacedPointers of = view.pointers[tile.tensor];
+        char* weights = (char*)of.weights + tile.from * view.weight_bytes;
+        const char* grads = (const char*)of.grads + tile.from * view.grad_bytes;
+        if (tile.weights_slot >= 0) {
+            weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
+        }
+        if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
+        if (tile.update) grads = (const char*)tile.update;
+        view.places[t] = {weights, grads, tile.element};
     }
-    if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
-    if (tile.update) grads = (const char*)tile.update;
-    view.places[t] = {weights, grads, tile.element};
-}
+};
 
 // Copies one element of 2 or 4 bytes, or zero if there is none.
 OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int64_t from_index, int bytes, bool there) {
@@ -85,54 +91,59 @@ OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int6
     if (bytes == 4) ((uint32_t*)to)[to_index] = there ? ((const uint32_t*)from)[from_index] : 0u;
 }
 
-// Element i of a tile on its way into the arenas beside, and its weight on the way back.
-OPTIM_INLINE void placed_bring(const PlacedView& view, int64_t t, int i) {
-    const PlacedTile tile = view.tile[t];
-    const PlacedPointers at = view.pointers[tile.tensor];
-    const bool there = i >= tile.begin && i < tile.end;
-    if (tile.weights_slot >= 0) {
-        placed_copy(view.weights, (int64_t)tile.weights_slot * TILE_ELEMENTS + i, at.weights, tile.from + i,
-                    view.weight_bytes, there);
+constexpr int MOVERS = 256;  // share the elements of a tile that is moved
+
+// Brings the tiles that have a slot into the arenas beside.
+struct BringTiles {
+    PlacedView view;
+
+    OPTIM_INLINE void at(int64_t index) const {
+        const PlacedTile tile = view.tile[view.beside[index / MOVERS]];
+        const PlacedPointers from = view.pointers[tile.tensor];
+        const int64_t weights = (int64_t)tile.weights_slot * TILE_ELEMENTS,
+                      grads = (int64_t)tile.grads_slot * TILE_ELEMENTS;
+        for (int i = (int)(index % MOVERS); i < TILE_ELEMENTS; i += MOVERS) {
+            const bool there = i >= tile.begin && i < tile.end;
+            if (weights >= 0) {
+                placed_copy(view.weights, weights + i, from.weights, tile.from + i, view.weight_bytes, there);
+            }
+            if (grads >= 0) placed_copy(view.grads, grads + i, from.grads, tile.from + i, view.grad_bytes, there);
+        }
     }
-    if (tile.grads_slot >= 0) {
-        placed_copy(view.grads, (int64_t)tile.grads_slot * TILE_ELEMENTS + i, at.grads, tile.from + i, view.grad_bytes,
-                    there);
+};
+
+// Returns their weights.
+struct ReturnTiles {
+    PlacedView view;
+
+    OPTIM_INLINE void at(int64_t index) const {
+        const PlacedTile tile = view.tile[view.beside[index / MOVERS]];
+        void* to = view.pointers[tile.tensor].weights;
+        const int64_t weights = (int64_t)tile.weights_slot * TILE_ELEMENTS;
+        for (int i = (int)(index % MOVERS); i < TILE_ELEMENTS && weights >= 0; i += MOVERS) {
+            if (i < tile.begin || i >= tile.end) continue;
+            placed_copy(to, tile.from + i, view.weights, weights + i, view.weight_bytes, true);
+        }
     }
-}
+};
 
-OPTIM_INLINE void placed_return(const PlacedView& view, int64_t t, int i) {
-    const PlacedTile tile = view.tile[t];
-    if (tile.weights_slot < 0 || i < tile.begin || i >= tile.end) return;
-    placed_copy(view.pointers[tile.tensor].weights, tile.from + i, view.weights,
-                (int64_t)tile.weights_slot * TILE_ELEMENTS + i, view.weight_bytes, true);
-}
+// Sets the factor of a step's gradients.
+struct SetScale {
+    const float *grad_scale, *found_inf;
+    float* scale;
 
-OPTIM_INLINE float placed_scale(const float* grad_scale, const float* found_inf) {
-    if (found_inf && *found_inf != 0.0f) return NAN;
-    return grad_scale ? *grad_scale : 1.0f;
-}
+    OPTIM_INLINE void at(int64_t) const {
+        const bool skips = found_inf && *found_inf != 0.0f;
+        *scale = skips ? bits_float(0x7fc00000u) : grad_scale ? *grad_scale : 1.0f;
+    }
+};
 
-#ifdef __CUDACC__
-// grid: ceil(tiles / block), block: any.
-__global__ void placed_places_kernel(const PlacedView view, int64_t tiles) {
-    const int64_t t = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (t < tiles) placed_place(view, t);
-}
+// Sets the clock to the number of a step or, if that is 0, one step on.
+struct SetClock {
+    int64_t *clock, step;
 
-// grid: a thread block for each tile with a slot, block: any.
-__global__ void placed_bring_kernel(const PlacedView view) {
-    for (int i = threadIdx.x; i < TILE_ELEMENTS; i += blockDim.x) placed_bring(view, view.beside[blockIdx.x], i);
-}
-
-__global__ void placed_return_kernel(const PlacedView view) {
-    for (int i = threadIdx.x; i < TILE_ELEMENTS; i += blockDim.x) placed_return(view, view.beside[blockIdx.x], i);
-}
-
-// grid: 1, block: 1.
-__global__ void placed_scale_kernel(const float* grad_scale, const float* found_inf, float* scale) {
-    *scale = placed_scale(grad_scale, found_inf);
-}
-#endif
+    OPTIM_INLINE void at(int64_t) const { *clock = step > 0 ? step : *clock + 1; }
+};
 
 PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors) {
     PlacedTables* tables = (PlacedTables*)memory_zero(1, sizeof(PlacedTables));
@@ -199,11 +210,6 @@ struct PlacedBuild {
     int32_t weights_slots, grads_slots;
 };
 
-bool launch_takes_all(const OptimConfig* config) {
-    const Rows rows = config_rows(config);
-    return config_reads_whole(config) || format_span(rows.weights) || format_span(rows.m) || format_span(rows.v);
-}
-
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
     const OptimParts* parts = &tables->parts;
     const char *with = nullptr, *without = nullptr;
@@ -234,8 +240,7 @@ static bool is_fused(const PlacedTables* tables, int t) {
     const OptimParts* parts = &tables->parts;
     const int launch = parts->plan->launch_of[t];
     const OptimConfig* config = &parts->plan->launch[launch].config;
-    return is_low_rank(find_row(rule_table(), config->rule)) &&
-           low_rank_fuses(parts->dev, config, optim_matrix_work(tables->optim, launch));
+    return is_low_rank(rule_of(config)) && low_rank_fuses(parts->dev, config, optim_matrix_work(tables->optim, launch));
 }
 
 // The directions of a launch's tile of this number, whose place updates take; null with rules that read no matrices.
@@ -284,7 +289,7 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
     const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
-    if (launch_takes_all(&plan->config)) require_all(tables, launch, &rows);
+    if (config_reads_whole(&plan->config)) require_all(tables, launch, &rows);
     if (whole) {
         tables->whole_at[launch] = build->grads_slots;
         whole_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
@@ -327,13 +332,10 @@ static void tables_build(PlacedTables* tables) {
     PlacedView* view = &tables->view;
     const size_t most = (size_t)((parts->plan->end - parts->plan->begin) / TILE_ELEMENTS);
     tables_clear(tables);
-    PlacedBuild build = {(Tile*)memory_take(most * sizeof(Tile)),
-                         (PlacedTile*)memory_take(most * sizeof(PlacedTile)),
-                         (uint32_t*)memory_take(most * sizeof(uint32_t)),
-                         0,
-                         0,
-                         0,
-                         0};
+    PlacedBuild build = {};
+    build.step_tile = (Tile*)memory_take(most * sizeof(Tile));
+    build.tile = (PlacedTile*)memory_take(most * sizeof(PlacedTile));
+    build.beside = (uint32_t*)memory_take(most * sizeof(uint32_t));
     for (int launch = 0; launch < parts->plan->launches; launch++) build_launch(tables, &build, launch);
     tables->tiles = build.tiles;
     tables->staged = build.staged;
@@ -352,9 +354,9 @@ static void tables_build(PlacedTables* tables) {
 
 // The step.
 
-// Takes over what this step says of each tensor. Builds the tables if another set of tensors, groups or alignments
+// Notes what this step says of each tensor. Builds the tables if another set of tensors, groups or alignments
 // needs them, which cannot be done during a capture.
-static void tables_update(PlacedTables* tables, const PlacedStep* step, bool capturing) {
+static void tables_update(PlacedTables* tables, const NibbleStep* step, bool capturing) {
     bool same = tables->built, moved = tables->moved || tables->captured;
     for (int t = 0; t < tables->parts.count; t++) {
         const int64_t shift = -tables->tensor[t].head;
@@ -406,85 +408,50 @@ static void pointers_capture(const PlacedTables* tables) {
 }
 #endif
 
-// Has the tiles' places follow the addresses.
-static void tables_places(PlacedTables* tables, [[maybe_unused]] bool capturing) {
+// Computes the tiles' places from the tensors' addresses.
+static void tables_places(PlacedTables* tables, bool capturing) {
     const Device* dev = tables->parts.dev;
     const PlacedView view = tables->view;
     const int64_t bytes = tables->parts.count * (int64_t)sizeof(PlacedPointers);
+    if (!dev->gpu) memcpy(view.pointers, tables->pointers, (size_t)bytes);
 #ifdef __CUDACC__
-    if (dev->gpu) {
-        if (capturing) {
-            pointers_capture(tables);
-        } else {  // from pageable memory: the call returns when the host's array may change
-            check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
-        }
-        placed_places_kernel<<<(unsigned)ceil_div(tables->tiles, 256), 256, 0, dev->stream>>>(view, tables->tiles);
-        check_launch();
-        return;
+    if (capturing) {
+        pointers_capture(tables);
+    } else if (dev->gpu) {  // from pageable memory: the call returns when the host's array may change
+        check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
     }
 #endif
-    copy_to_device(dev, view.pointers, tables->pointers, bytes);
-    for (int64_t t = 0; t < tables->tiles; t++) placed_place(view, t);
-}
-
-enum Way { BRING, RETURN };
-
-static void tables_move(const PlacedTables* tables, Way way) {
-    const PlacedView view = tables->view;
-    if (tables->staged == 0) return;
-#ifdef __CUDACC__
-    const Device* dev = tables->parts.dev;
-    if (dev->gpu) {
-        if (way == BRING) placed_bring_kernel<<<(unsigned)tables->staged, 256, 0, dev->stream>>>(view);
-        if (way == RETURN) placed_return_kernel<<<(unsigned)tables->staged, 256, 0, dev->stream>>>(view);
-        check_launch();
-        return;
-    }
-#endif
-    for (int64_t s = 0; s < tables->staged; s++) {
-        for (int i = 0; i < TILE_ELEMENTS; i++) {
-            if (way == BRING) placed_bring(view, view.beside[s], i);
-            if (way == RETURN) placed_return(view, view.beside[s], i);
-        }
-    }
+    for_each(dev, PlaceTiles{view}, tables->tiles);
 }
 
 // The device scalar that multiplies the gradients of this step.
-static const float* tables_scale(const PlacedTables* tables, const PlacedStep* step) {
+static const float* tables_scale(const PlacedTables* tables, const NibbleStep* step) {
     if (!step->grad_scale && !step->found_inf) return tables->scalars;
     float* scale = tables->scalars + 1;
-#ifdef __CUDACC__
-    const Device* dev = tables->parts.dev;
-    if (dev->gpu) {
-        placed_scale_kernel<<<1, 1, 0, dev->stream>>>(step->grad_scale, step->found_inf, scale);
-        check_launch();
-        return scale;
-    }
-#endif
-    *scale = placed_scale(step->grad_scale, step->found_inf);
+    for_each(tables->parts.dev, SetScale{step->grad_scale, step->found_inf, scale}, 1);
     return scale;
 }
 
 // A launch's configuration, with a group's betas.
-static OptimConfig run_config(const OptimConfig* config, const PlacedGroup* group) {
+static OptimConfig run_config(const OptimConfig* config, const NibbleGroup* group) {
     OptimConfig own = *config;
     own.beta2 = group->beta2, own.eps = group->eps;
-    if (!has_momentum(find_row(rule_table(), config->rule))) own.beta1 = group->beta1;
+    if (!rule_of(config)->has_momentum) own.beta1 = group->beta1;
     return own;
 }
 
-static HyperSource run_source(const OptimConfig* config, const PlacedGroup* group, const Settings* settings) {
+static HyperSource run_source(const OptimConfig* config, const NibbleGroup* group, const Settings* settings) {
     const OptimConfig own = run_config(config, group);
-    const Settings used = {settings->lr, settings->decay < 0.0 ? group->decay : settings->decay};
+    const Settings used = {settings->lr, settings->decay < 0.0 ? group->weight_decay : settings->decay};
     return hyper_source(&own, &used);
 }
 
-static Hyper run_hyper(const OptimConfig* config, const PlacedGroup* group, const Settings* settings, int64_t step) {
+static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, const Settings* settings, int64_t step) {
     return hyper_create(run_source(config, group, settings), group->lr, group->step > 0 ? group->step : step);
 }
 
 // The arguments that all launches of a step have in common.
-static StepArguments step_arguments(const PlacedTables* tables, const PlacedStep* step, const float* scale) {
+static StepArguments step_arguments(const PlacedTables* tables, const NibbleStep* step, const float* scale) {
     StepArguments arguments = {};
     arguments.grad_scale = scale;
     arguments.seed = tables->parts.config->seed;
@@ -492,7 +459,7 @@ static StepArguments step_arguments(const PlacedTables* tables, const PlacedStep
     return arguments;
 }
 
-static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step,
+static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step,
                                    const float* scale) {
     const Plan* plan = tables->parts.plan;
     StepArguments arguments = step_arguments(tables, step, scale);
@@ -530,13 +497,13 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     return places;
 }
 
-static int64_t own_step(const PlacedGroup* group, const PlacedStep* step) {
+static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
     return group->step > 0 ? group->step : step->step;
 }
 
 // The whole step of a rule that reads matrices.
-static void run_matrices(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
-    const PlacedGroup* group = &step->group[run->group[0]];  // whose betas all have (require_same_constants)
+static void run_matrices(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
+    const NibbleGroup* group = &step->group[run->group[0]];  // whose betas all have (require_same_constants)
     const OptimParts* parts = &tables->parts;
     OptimConfig own = run_config(&parts->plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
@@ -546,7 +513,7 @@ static void run_matrices(const PlacedTables* tables, const PlacedRun* run, const
     free(places);
 }
 
-static void run_step(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+static void run_step(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
     if (run->matrix) return run_matrices(tables, run, step, scale);
     StepArguments arguments = run_arguments(tables, run, step, scale);
     optim_launch(tables->optim, run->launch, &arguments);
@@ -554,15 +521,13 @@ static void run_step(const PlacedTables* tables, const PlacedRun* run, const Pla
 
 // Steps in CUDA graphs.
 
-static bool is_capturing(const Device* dev) {
+bool is_capturing(const Device* dev) {
 #ifdef __CUDACC__
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (dev->gpu) check(cudaStreamIsCapturing(dev->stream, &status));
     return status != cudaStreamCaptureStatusNone;
-#else
-    (void)dev;
-    return false;
 #endif
+    return false;
 }
 
 static void require_replays(const PlacedTables* tables) {
@@ -572,7 +537,7 @@ static void require_replays(const PlacedTables* tables) {
     for (int i = 0; i < tables->runs; i++) {
         const OptimConfig* config = &tables->parts.plan->launch[tables->run[i].launch].config;
         if (optim_replays(tables->optim, tables->run[i].launch)) continue;
-        if (is_low_rank(find_row(rule_table(), config->rule))) {
+        if (is_low_rank(rule_of(config))) {
             user_error(
                 "%s projects gradients, and when it does so anew the host decides, which no CUDA graph repeats; step "
                 "outside of the graph, or take another rule",
@@ -586,17 +551,17 @@ static void require_replays(const PlacedTables* tables) {
 }
 
 // Sets what one group of constants comes from.
-static void replay_group(Replay* replay, const OptimConfig* config, const PlacedStep* step, int group,
+static void replay_group(Replay* replay, const OptimConfig* config, const NibbleStep* step, int group,
                          const Settings* settings) {
-    const PlacedGroup* its = &step->group[group];
+    const NibbleGroup* its = &step->group[group];
     const int i = replay->groups++;
     replay->source[i] = run_source(config, its, settings);
     replay->rate[i] = its->lr, replay->rate_at[i] = its->lr_at;
     replay->lag[i] = step->step - own_step(its, step);
 }
 
-// Has the kernels of a run, or of the passes before it, take their arguments from device memory.
-static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, bool passes,
+// Makes the kernels of a run, or of the passes before it, take their arguments from device memory.
+static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, bool passes,
                          Replay* replay) {
     const Plan* plan = tables->parts.plan;
     const OptimConfig* config = &plan->launch[run->launch].config;
@@ -635,31 +600,13 @@ __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments rep
     its.to->changing[2] = (float)bias_root(its.source[0].beta3, own);
 }
 
-// grid: 1, block: 1. Sets the clock, or advances it if `step` is 0.
-__global__ void placed_clock_kernel(int64_t* clock, int64_t step) {
-    *clock = step > 0 ? step : *clock + 1;
-}
 #endif
 
-void placed_replay([[maybe_unused]] const Device* dev, [[maybe_unused]] const Replay* replay,
-                   [[maybe_unused]] const StepArguments* arguments) {
+void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments) {
 #ifdef __CUDACC__
     placed_replay_kernel<<<1, 128, 0, dev->stream>>>({*arguments, *replay});
     check_launch();
 #endif
-}
-
-// The clock after step number `step`, or one step later if it is 0.
-static void clock_set(const PlacedTables* tables, int64_t step) {
-#ifdef __CUDACC__
-    const Device* dev = tables->parts.dev;
-    if (dev->gpu) {
-        placed_clock_kernel<<<1, 1, 0, dev->stream>>>(tables->clock, step);
-        check_launch();
-        return;
-    }
-#endif
-    *tables->clock = step > 0 ? step : *tables->clock + 1;
 }
 
 int64_t placed_clock(const PlacedTables* tables) {
@@ -675,10 +622,10 @@ static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
 
 // The passes of a launch, before its first run. They read no learning rate and no decay that a caller gives, and the
 // other constants are the same for all tensors (require_same_constants).
-static void run_passes(const PlacedTables* tables, const PlacedRun* run, const PlacedStep* step, const float* scale) {
+static void run_passes(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
     const Plan* plan = tables->parts.plan;
     const LaunchPlan* launch = &plan->launch[run->launch];
-    const PlacedGroup* group = &step->group[run->group[0]];
+    const NibbleGroup* group = &step->group[run->group[0]];
     const OptimConfig own = run_config(&launch->config, group);
     StepArguments arguments = step_arguments(tables, step, scale);
     for (int i = 0; i < plan->groups; i++) {
@@ -688,13 +635,13 @@ static void run_passes(const PlacedTables* tables, const PlacedRun* run, const P
 }
 
 // Refuses tensors with different constants or numbers of steps where a step takes them all together.
-static void require_same_constants(const PlacedTables* tables, const PlacedStep* step) {
-    const PlacedGroup* first = nullptr;
+static void require_same_constants(const PlacedTables* tables, const NibbleStep* step) {
+    const NibbleGroup* first = nullptr;
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
         if (run_has_passes(tables, run) || run->matrix) first = &step->group[run->group[0]];
         for (int g = 0; g < run->groups && (run->has_passes || run->matrix); g++) {
-            const PlacedGroup* group = &step->group[run->group[g]];
+            const NibbleGroup* group = &step->group[run->group[g]];
             const OptimConfig* config = &tables->parts.plan->launch[run->launch].config;
             const bool same = group->beta1 == first->beta1 && group->beta2 == first->beta2 && group->eps == first->eps;
             if (same && group->step == first->step) continue;
@@ -722,8 +669,9 @@ static void tables_settle(const PlacedTables* tables, const float* scale) {
     }
 }
 
-void placed_step(PlacedTables* tables, const PlacedStep* step) {
-    const bool capturing = is_capturing(tables->parts.dev);
+void placed_step(PlacedTables* tables, const NibbleStep* step) {
+    const Device* dev = tables->parts.dev;
+    const bool capturing = is_capturing(dev);
     tables_update(tables, step, capturing);
     optim_replay(tables->optim, nullptr);  // of a capture that failed
     if (tables->tiles == 0) return;
@@ -734,7 +682,7 @@ void placed_step(PlacedTables* tables, const PlacedStep* step) {
     tables->kept = tables->kept || capturing;
     require_same_constants(tables, step);
     const float* scale = tables_scale(tables, step);
-    tables_move(tables, BRING);
+    for_each(dev, BringTiles{tables->view}, tables->staged * MOVERS);
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
         Replay replay;
@@ -745,6 +693,6 @@ void placed_step(PlacedTables* tables, const PlacedStep* step) {
     }
     optim_replay(tables->optim, nullptr);
     tables_settle(tables, scale);
-    tables_move(tables, RETURN);
-    if (tables->parts.config->replays) clock_set(tables, capturing ? 0 : step->step);
+    for_each(dev, ReturnTiles{tables->view}, tables->staged * MOVERS);
+    if (tables->parts.config->replays) for_each(dev, SetClock{tables->clock, capturing ? 0 : step->step}, 1);
 }

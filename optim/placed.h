@@ -18,6 +18,7 @@
 // they do so anew, and those with scales of whole tensors.
 #pragma once
 #include "matrix/low_rank.h"
+#include "nibble_optim.h"
 #include "plan.h"
 
 // The facts about a tensor that no step changes. A tensor is cut if other processes hold parts of it: then `count` of
@@ -28,34 +29,20 @@ struct PlacedTensor {
     int64_t element;  // the first one of the first tile, counted over the whole model: a multiple of TILE_ELEMENTS
 };
 
-struct PlacedGroup {
-    double lr, decay;
-    float beta1, beta2, eps;
-    int64_t step;                  // counts from 1, for the bias corrections
-    const float* lr_at = nullptr;  // device scalar that steps in a CUDA graph take for lr, or null
-};
-
-struct PlacedStep {
-    void* const* weights;      // (tensors) in the compute type
-    const void* const* grads;  // (tensors) in the config's format; null: the step leaves the tensor alone
-    const int* group_of;       // (tensors), or null: all are in the first group
-    const PlacedGroup* group;
-    const float* grad_scale;  // device scalar that multiplies every gradient, or null: 1
-    const float* found_inf;   // device scalar, or null; unless it is 0 the step changes nothing
-    int64_t step;             // counts from 1, for the noise
-};
-
 typedef struct PlacedTables PlacedTables;
 
 // `tensors` has an entry for each of the optimizer's. The tables must not outlive the optimizer.
 PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors);
 void placed_free(PlacedTables* tables);
 
-// One step, on the stream of the optimizer's device. Reports through user_error, before anything changes, if some
-// tensors of a rule that reads rows or matrices, or of formats whose scales are of whole tensors, have a gradient and
-// others none, or if tensors of such a rule have different betas or have taken different numbers of steps.
-void placed_step(PlacedTables* tables, const PlacedStep* step);
+// One step, on the stream of the optimizer's device, not of `step`. Reports through user_error, before anything
+// changes, if some tensors of a rule that reads rows or matrices, or of formats whose scales are of whole tensors, have
+// a gradient and others none, or if tensors of such a rule have different betas or have taken different numbers of
+// steps.
+void placed_step(PlacedTables* tables, const NibbleStep* step);
 
+// True while the device's stream is captured in a CUDA graph.
+bool is_capturing(const Device* dev);
 // The number of the last step, which replays of a graph raise; waits for the stream. 0 before the first.
 int64_t placed_clock(const PlacedTables* tables);
 
@@ -100,7 +87,5 @@ struct Replay {
 // each of them placed_replay captures a kernel that writes there.
 void optim_replay(Optim* optim, const Replay* replay);
 void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments);
-// True if a launch of this configuration needs all of its tensors in each step, and each of them whole.
-bool launch_takes_all(const OptimConfig* config);
 // Ends a step, after all launches.
 void optim_settle(const Optim* optim, const float* grad_scale);

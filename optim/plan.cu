@@ -114,11 +114,6 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     }
 }
 
-bool has_momentum(const RuleRow* rule) {
-    return rule->rows == ROWS_RMNP || rule->rows == ROWS_NORMUON_LITE || rule->matrix == MATRIX_MUON ||
-           rule->matrix == MATRIX_NORMUON;
-}
-
 // Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
@@ -140,7 +135,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         OptimConfig* its = &plan->launch[i].config;
-        const bool own = has_momentum(find_row(rule_table(), its->rule));
+        const bool own = rule_of(its)->has_momentum;
         if (own) its->beta1 = config->momentum;
         its->nesterov = config->nesterov || !own;
     }
@@ -259,11 +254,6 @@ static void run_clamp(const Plan* plan, ArenaRun* run) {
     run->end = plan_clamp(plan, run->end);
 }
 
-const FormatRow* basis_row(const OptimConfig* config, const RuleRow* rule) {
-    if (!is_low_rank(rule)) return nullptr;
-    return find_row(state_table(), rule->matrix == MATRIX_GALORE ? config->rank_basis : "fp32");
-}
-
 // The moments and the basis of a tensor whose gradient is projected, from `offset` on.
 static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
                      OptimTensor (&kept)[SLOTS]) {
@@ -351,7 +341,7 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     Plan* plan = plan_ranges(config, tensors, count);
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
-        const RuleRow* rule = find_row(rule_table(), plan->launch[i].config.rule);
+        const RuleRow* rule = rule_of(&plan->launch[i].config);
         ok = !rule->matrix;
         if (!ok) data_error(error, "the rule %s takes all matrices of a shape together", rule->name);
     }
@@ -359,11 +349,15 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     return ok;
 }
 
-const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot) {
-    if (slot == SLOT_M) return rows->m;
-    if (slot == SLOT_V) return rows->v;
-    if (slot == SLOT_SLOW && rows->rule->keeps_slow) return rows->m;
-    if (slot == SLOT_BASIS && is_low_rank(rows->rule)) return basis_row(config, rows->rule);
+const FormatRow* slot_format(const OptimConfig* config, Slot slot) {
+    const Rows rows = config_rows(config);
+    if (slot == SLOT_WEIGHTS) return rows.weights;
+    if (slot == SLOT_M) return rows.m;
+    if (slot == SLOT_V) return rows.v;
+    if (slot == SLOT_SLOW && rows.rule->keeps_slow) return rows.m;
+    if (slot == SLOT_BASIS && is_low_rank(rows.rule)) {
+        return find_row(state_table(), rows.rule->matrix == MATRIX_GALORE ? config->rank_basis : "fp32");
+    }
     return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
 }
 
@@ -394,36 +388,21 @@ static const char* nearest_name(const char* name, char (&nearest)[64]) {
 }
 
 Place plan_place(const Plan* plan, int tensor, Slot slot) {
-    int index = plan->launch_of[tensor];
-    const LaunchPlan* launch = &plan->launch[index];
-    Rows rows = config_rows(&launch->config);
-    const bool has_v = rows.rule->keeps_v || (rows.rule->by_rows && rows.v->stream[1].bits > 0);
-    const FormatRow* formats[SLOTS] = {rows.weights,
-                                       rows.m == none_row() ? nullptr : rows.m,
-                                       has_v ? rows.v : nullptr,
-                                       rows.rule->keeps_slow ? rows.m : nullptr,
-                                       basis_row(&launch->config, rows.rule),
-                                       launch->config.limit_growth > 0.0f ? norms_row() : nullptr};
-    const ArenaRun* run = slot == SLOT_WEIGHTS ? &plan->weights[launch->weights].run : &launch->kept[slot];
-    Span span = format_span(formats[slot]);
-    Place place = {rows.rule->name,
-                   formats[slot],
-                   nullptr,
-                   "",
-                   run->begin,
-                   run->end - run->begin,
-                   run->numbers[span],
-                   plan->at[tensor][span] - run->at[span]};
-    if (!place.format) return place;
-    if (slot == SLOT_NORMS) plan_array(plan, index, slot, place.array);
-    place.nearest = place.format;
-    if (slot == SLOT_NORMS) return place;
+    const int launch = plan->launch_of[tensor];
+    const LaunchPlan* its = &plan->launch[launch];
+    const FormatRow* format = slot_format(&its->config, slot);
+    const bool weights = slot == SLOT_WEIGHTS;
+    Place place = {};
+    place.rule = its->config.rule;
+    place.run = weights ? &plan->weights[its->weights].run : &its->kept[slot];
+    if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there
     char nearest[64];
-    nearest_name(place.format->name, nearest);
-    const FormatRow* weights = find_row(weights_table(), nearest);
-    place.nearest = slot == SLOT_WEIGHTS ? weights : find_state(&launch->config, nearest);
-    if (!place.nearest) place.nearest = place.format;
-    plan_array(plan, slot == SLOT_WEIGHTS ? launch->weights : index, slot, place.array);
+    nearest_name(format->name, nearest);
+    place.format = format;
+    place.nearest = weights ? find_row(weights_table(), nearest) : find_state(&its->config, nearest);
+    if (!place.nearest) place.nearest = format;
+    place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
+    plan_array(plan, weights ? its->weights : launch, slot, place.array);
     return place;
 }
 
@@ -442,9 +421,4 @@ int64_t next_bytes(const ArenaRun* run, Span span) {
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {
     if (stream.span != SPAN_RUN) return stream.bits ? span_bytes(run, stream.span) : 0;
     return stream_bytes(stream, run->end - run->begin);
-}
-
-int64_t place_bytes(const Place* place, const StreamInfo& stream) {
-    if (stream.span != SPAN_RUN) return stream.bits ? place->numbers * (int64_t)sizeof(float) : 0;
-    return stream_bytes(stream, place->elements);
 }

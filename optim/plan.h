@@ -11,7 +11,8 @@
 
 constexpr int LAUNCHES = 6;  // at most
 
-// The basis is what a rule projects gradients with, in fp32; the norms are the last ones of each tensor's update, which
+// The basis is what a rule projects gradients with, and the norm that it limits; the norms are the last ones of each
+// tensor's update, which
 // --limit-growth keeps.
 enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOT_NORMS, SLOTS };
 
@@ -56,16 +57,10 @@ struct Plan {
     OptimTensor (*kept)[SLOTS];
 };
 
-// The storage of the directions that a rule projects gradients with, and of its norm; null for other rules.
-const FormatRow* basis_row(const OptimConfig* config, const RuleRow* rule);
-
 // Makes the plan of a resolved configuration for tensors that optim_layout placed with it, as far as they lie in the
 // configuration's part of the arena.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
 void plan_free(Plan* plan);
-
-// True if m of a rule decays by the configuration's momentum, which is then its launch's beta1.
-bool has_momentum(const RuleRow* rule);
 
 // Returns the elements of a tensor with its padding.
 int64_t tensor_padded(const OptimTensor* tensor);
@@ -75,8 +70,8 @@ int64_t plan_clamp(const Plan* plan, int64_t element);
 
 const char* slot_name(Slot slot);
 
-// The storage of a moment, of the basis or of the norms of a launch; none_row() if nothing is kept there.
-const FormatRow* slot_format(const OptimConfig* config, const Rows* rows, Slot slot);
+// The storage of the weights, a moment, the basis or the norms of a launch; none_row() if nothing is kept there.
+const FormatRow* slot_format(const OptimConfig* config, Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
@@ -86,8 +81,8 @@ struct Place {
     const FormatRow* format;       // null: the rule keeps no such moment
     const FormatRow* nearest;      // the same arrays, rounded to nearest
     char array[ARRAY_NAME_BYTES];  // as stream_name wants it
-    int64_t begin, elements;       // the run of the arena that its arrays hold
-    int64_t numbers, at;           // numbers of spans in its array, and where the tensor's begin
+    const ArenaRun* run;           // what its arrays hold
+    int64_t at;                    // where the tensor's numbers of spans begin in its array
 };
 Place plan_place(const Plan* plan, int tensor, Slot slot);
 
@@ -102,8 +97,12 @@ void stream_name(const char* array, const StreamInfo& stream, char* name, size_t
 // The optimizer's array for a stream of a place; its data is null if there is none.
 OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info);
 
-// Return the bytes of one of the arrays of a place, or of a run of the arena.
-int64_t place_bytes(const Place* place, const StreamInfo& stream);
+// The arrays of a tile, among arrays that begin at the arena's first element.
+inline Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {
+    return tile_at(format->stream[0], format->stream[1], format->stream[2], streams, index);
+}
+
+// Returns the bytes of one of the arrays of a run.
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 
 // Returns the bytes of the numbers of a run's tensors.

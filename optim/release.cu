@@ -10,11 +10,8 @@
 
 struct Release {
     const Device* dev;
-    Optim* optim;
-    Offload* offload;
-    Shard* shard;
-    OptimTensor* tensors;  // (count)
-    int *order, *first;    // (count) tensors by part, in the arena's order; (parts + 1) where a part's begin
+    ReleaseModel model;
+    int *order, *first;  // (count) tensors by part, in the arena's order; (parts + 1) where a part's begin
     int parts;
     ClipBy by;
     bool grads_bf16;
@@ -24,10 +21,11 @@ struct Release {
 };
 
 // The tensors of a part into `order`, by their offsets; returns how many.
-static int part_order(const OptimTensor* tensors, const int* part, int count, int number, int* order) {
+static int part_order(const ModelParts* model, int number, int* order) {
+    const OptimTensor* tensors = model->tensors;
     int found = 0;
-    for (int t = 0; t < count; t++) {
-        if (part[t] != number) continue;
+    for (int t = 0; t < model->count; t++) {
+        if (model->part[t] != number) continue;
         int i = found++;
         for (; i > 0 && tensors[order[i - 1]].offset > tensors[t].offset; i--) order[i] = order[i - 1];
         order[i] = t;
@@ -39,15 +37,14 @@ bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds) 
     return part < layers && (!folds || tensor->rows > 1);
 }
 
-int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, bool folds, int64_t* place) {
-    int* order = (int*)memory_take((size_t)count * sizeof(int) + 1);
+int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
+    const OptimTensor* tensors = parts->tensors;
+    const int layers = parts->layers;
+    int* order = (int*)memory_zero((size_t)parts->count + 1, sizeof(int));
     int64_t layer = 0, used = 0;
     // All layers take the order of layer 0, so that the padding between tensors, which stays zero, lies in the same
     // places whichever layer has the room.
-    const int in_layer = part_order(tensors, part, count, 0, order);
-    for (int i = 0; i < in_layer; i++) {
-        if (release_turns(&tensors[order[i]], 0, layers, folds)) layer += tensor_padded(&tensors[order[i]]);
-    }
+    const int in_layer = part_order(parts, 0, order);
     for (int l = 0; l < layers; l++) {
         const int shift = l * in_layer;  // layers follow each other in the list of tensors
         used = l % 2 * layer;
@@ -56,10 +53,11 @@ int64_t release_places(const OptimTensor* tensors, const int* part, int count, i
             place[order[i] + shift] = used;
             used += tensor_padded(&tensors[order[i] + shift]);
         }
+        if (l == 0) layer = used;
     }
     used = (layers > 1 ? 2 : 1) * layer;
     for (int p = 0; p < layers + 2; p++) {
-        const int rest = part_order(tensors, part, count, p, order);
+        const int rest = part_order(parts, p, order);
         for (int i = 0; i < rest; i++) {
             if (release_turns(&tensors[order[i]], p, layers, folds)) continue;
             place[order[i]] = used;
@@ -76,32 +74,29 @@ static int64_t numbers_bytes(int parts) {
 }
 
 static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
+    const ModelParts* parts = &model->parts;
     int64_t most = 0;
     if (!model->shard) return part_norm_scratch_bytes(dev);
-    for (int p = 0; p < model->layers + 2; p++) {
+    for (int p = 0; p < parts->layers + 2; p++) {
         int64_t elements = 0;
-        for (int t = 0; t < model->count; t++) elements += model->part[t] == p ? tensor_padded(&model->tensors[t]) : 0;
+        for (int t = 0; t < parts->count; t++) elements += parts->part[t] == p ? tensor_padded(&parts->tensors[t]) : 0;
         most = elements > most ? elements : most;
     }
     return most / TILE_ELEMENTS * (int64_t)sizeof(double);
 }
 
 int64_t release_bytes(const Device* dev, const ReleaseModel* model) {
-    return aligned_bytes(numbers_bytes(model->layers + 2)) + aligned_bytes(scratch_bytes(dev, model));
+    return aligned_bytes(numbers_bytes(model->parts.layers + 2)) + aligned_bytes(scratch_bytes(dev, model));
 }
 
 Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16) {
-    const int count = model->count;
-    const OptimTensor* tensors = model->tensors;
     Release* r = (Release*)memory_zero(1, sizeof(Release));
-    r->dev = dev, r->optim = model->optim, r->offload = model->offload, r->shard = model->shard;
-    r->parts = model->layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
-    r->tensors = (OptimTensor*)memory_take((size_t)count * sizeof(OptimTensor) + 1);
-    memcpy(r->tensors, tensors, (size_t)count * sizeof(OptimTensor));
-    r->order = (int*)memory_take((size_t)count * sizeof(int) + 1);
+    r->dev = dev, r->model = *model;
+    r->parts = model->parts.layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
+    r->order = (int*)memory_zero((size_t)model->parts.count + 1, sizeof(int));
     r->first = (int*)memory_zero((size_t)r->parts + 1, sizeof(int));
     for (int p = 0; p < r->parts; p++) {
-        const int found = part_order(tensors, model->part, count, p, r->order + r->first[p]);
+        const int found = part_order(&model->parts, p, r->order + r->first[p]);
         assert(found <= PART_TENSORS);
         r->first[p + 1] = r->first[p] + found;
     }
@@ -117,17 +112,16 @@ Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, b
 void release_close(Release* r) {
     if (!r) return;
     device_free(r->dev, r->square), device_free(r->dev, r->scratch);
-    free(r->tensors), free(r->order), free(r->first);
-    free(r);
+    free(r->order), free(r->first), free(r);
 }
 
 // The norm of a part and its factors.
 template <typename G>
 static void release_norm(Release* r, const PartClip& clip, const PartGrads& its, const int* tensor) {
-    if (!r->shard) return part_norm<G>(r->dev, clip, its, r->scratch);
+    if (!r->model.shard) return part_norm<G>(r->dev, clip, its, r->scratch);
     int64_t offset[PART_TENSORS] = {};
-    for (int i = 0; i < its.count; i++) offset[i] = r->tensors[tensor[i]].offset;
-    shard_part_norm<G>(r->shard, clip, its, offset, (double*)r->scratch);
+    for (int i = 0; i < its.count; i++) offset[i] = r->model.parts.tensors[tensor[i]].offset;
+    shard_part_norm<G>(r->model.shard, clip, its, offset, (double*)r->scratch);
 }
 
 void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
@@ -137,37 +131,33 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
     PartGrads its = {};
     for (int i = r->first[part]; i < r->first[part + 1]; i++) {
         const int t = r->order[i];
-        if (!step->last && !release_turns(&r->tensors[t], part, layers, true)) continue;
+        if (!step->last && !release_turns(&r->model.parts.tensors[t], part, layers, true)) continue;
         tensor[its.count] = t;
         its.grads[its.count] = (const char*)grads + place[t] * element;
-        its.n[its.count++] = r->tensors[t].rows * r->tensors[t].cols;
+        its.n[its.count++] = r->model.parts.tensors[t].rows * r->model.parts.tensors[t].cols;
     }
     // Ranks agree on the loss before the last micro-batch's first part.
-    const PartClip clip = {r->by,
-                           step->clip,
-                           step->last ? step->loss : nullptr,
-                           r->last,
-                           r->square + part,
-                           r->factor,
-                           part < layers && step->micro_batch > 1};
+    const bool follows = part < layers && step->micro_batch > 1;
+    const float* loss = step->last ? step->loss : nullptr;
+    const PartClip clip = {r->by, step->clip, loss, r->last, r->square + part, r->factor, follows};
     if (its.count > 0)
         r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
-    offload_take(r->offload, part);
+    offload_take(r->model.offload, part);
     if (!step->last) {
-        optim_fold_tensors(r->optim, tensor, its.grads, its.count, r->factor, step->step, step->micro_batch);
-        return offload_give(r->offload, part);
+        optim_fold_tensors(r->model.optim, tensor, its.grads, its.count, r->factor, step->step, step->micro_batch);
+        return offload_give(r->model.offload, part);
     }
     // One factor for the part, or one for each tensor.
     const int each = r->by == CLIP_TENSOR ? 1 : its.count;
     for (int i = 0; i < its.count; i += each) {
-        optim_step_tensors(r->optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);
+        optim_step_tensors(r->model.optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);
     }
-    offload_give(r->offload, part);
+    offload_give(r->model.offload, part);
 }
 
 void release_end(Release* r, float* scalars, int left_alone, const ReleaseStep* step) {
     part_norm_finish(r->dev, scalars, scalars + left_alone, r->last, r->square, r->parts);
-    optim_step_matrices(r->optim, r->last + 1, step->lr, step->step);
+    optim_step_matrices(r->model.optim, r->last + 1, step->lr, step->step);
 }
 
 float release_last(const Release* r) {

@@ -34,15 +34,12 @@ bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds);
 
 // Places gradients that are released: place[t] becomes the first element of tensor t's. Two layers take turns, with
 // the rest behind them. Returns their elements. Tensors of a part lie in the arena's order where all layers have the
-// same; `part` has the part of each tensor and `layers` the number of layers.
-int64_t release_places(const OptimTensor* tensors, const int* part, int count, int layers, bool folds, int64_t* place);
+// same.
+int64_t release_places(const ModelParts* parts, bool folds, int64_t* place);
 
-// The tensors that make up the parts, and who has them. The arrays are copied by release_open; the pointers must
-// outlive what it returns.
+// A model and who has it. The pointers must outlive what release_open returns.
 struct ReleaseModel {
-    const OptimTensor* tensors;  // (count)
-    const int* part;             // (count)
-    int count, layers;
+    ModelParts parts;
     Optim* optim;      // optim_releases holds, or optim_folds
     Offload* offload;  // has the states where they are in host memory, else NULL
     Shard* shard;      // what the ranks share; NULL: this is the only one

@@ -79,10 +79,10 @@ static const char* kept_by_rows(const RuleRow* rule) {
 
 // Resolves v, which is "none" if the rule keeps none.
 static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
-    bool kept = find_row(rule_table(), config->rule)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
+    bool kept = rule_of(config)->keeps_v, none = config->v && strcmp(config->v, NONE) == 0;
     if (!kept && config->v && *config->v && !none) {
         return data_error(error, "--v: \"%s\" was found, but %s keeps no second moment%s; leave --v out", config->v,
-                          config->rule, kept_by_rows(find_row(rule_table(), config->rule)));
+                          config->rule, kept_by_rows(rule_of(config)));
     }
     config->v = kept ? config->v : NONE;
     take_default(&config->v, preset);
@@ -96,7 +96,7 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
 
 // Resolves m, which only adafactor can do without.
 static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
-    const RuleRow* rule = find_row(rule_table(), config->rule);
+    const RuleRow* rule = rule_of(config);
     if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error);
     if (rule->rows == ROWS_ADAFACTOR) return true;
     return data_error(error, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
@@ -148,7 +148,7 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error) {
     if (!independent && strcmp(config->decay_mode, "coupled") != 0) {
         return data_error(error, "--decay-mode: \"%s\" is not known; type coupled or independent", config->decay_mode);
     }
-    if (independent && !find_row(rule_table(), config->rule)->decoupled) {
+    if (independent && !rule_of(config)->decoupled) {
         return data_error(
             error, "--decay-mode: \"independent\" was found, but %s adds the decay to the gradient; type coupled",
             config->rule);
@@ -157,7 +157,7 @@ static bool resolve_decay_mode(const OptimConfig* config, char* error) {
 }
 
 bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* error) {
-    const RuleRow* rule = find_row(rule_table(), launch->rule);
+    const RuleRow* rule = rule_of(launch);
     const bool has_v = strcmp(launch->v, NONE) != 0, has_m = strcmp(launch->m, NONE) != 0;
     if (!has_m && rule->rows != ROWS_ADAFACTOR) {
         return data_error(error, "--override: %s keeps a first moment, and m is none; add m=fp32, say", rule->name);
@@ -196,7 +196,7 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
                                                                : "";
     char rest[256];
     if (strcmp(more, NONE) == 0 || strncmp(more, MATRIX_REST, strlen(MATRIX_REST)) == 0) return;
-    const double slower = find_row(rule_table(), config->rule)->slower;
+    const double slower = rule_of(config)->slower;
     const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
                               has_v ? preset->v : "fp32");
     if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // as adamw alone would have
@@ -211,8 +211,8 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
 static bool resolve_overrides(OptimConfig* config, char* error) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
-                     (strcmp(config->v, preset->v) == 0 || !find_row(rule_table(), config->rule)->keeps_v);
-    const bool rest = find_row(rule_table(), config->rule)->leaves_rest;
+                     (strcmp(config->v, preset->v) == 0 || !rule_of(config)->keeps_v);
+    const bool rest = rule_of(config)->leaves_rest;
     if (rest && !config->stored) rest_overrides(config, preset, its);
     if (its && !rest && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];
@@ -229,7 +229,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
         if (*m && !no_m && !resolve_state(config, "--override m", &m, error)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error)) return false;
-        if (*v && !rules && !find_row(rule_table(), config->rule)->keeps_v) {
+        if (*v && !rules && !rule_of(config)->keeps_v) {
             return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
         }
     }

@@ -4,12 +4,12 @@
 // The plan.
 
 bool config_scaled(const OptimConfig* config) {
-    const bool by_rms = config->scale_by_rms && find_row(rule_table(), config->rule)->rows == ROWS_ADAFACTOR;
+    const bool by_rms = config->scale_by_rms && rule_of(config)->rows == ROWS_ADAFACTOR;
     return config->limit_growth > 0.0f || by_rms;
 }
 
 bool update_reads_whole(const OptimConfig* config) {
-    return config->limit_growth > 0.0f || reads_whole(find_row(rule_table(), config->rule));
+    return config->limit_growth > 0.0f || reads_whole(rule_of(config));
 }
 
 bool config_reads_whole(const OptimConfig* config) {
@@ -19,7 +19,7 @@ bool config_reads_whole(const OptimConfig* config) {
 }
 
 static void passes_add(RowPlan* its, const OptimConfig* config) {
-    const RowRule rule = find_row(rule_table(), config->rule)->rows;
+    const RowRule rule = rule_of(config)->rows;
     const bool factored = rule == ROWS_ADAFACTOR || rule == ROWS_CAME;
     auto add = [&](bool wanted, Sum sum) {
         if (wanted) its->pass[its->passes++] = sum;
@@ -63,6 +63,7 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
         sum->col_parts = sum->row_parts + sum->panels * sum->rows;
         its.parts = sum->col_parts + (columns ? sum->slabs * sum->cols : 0);
     }
+    its.tensor[its.tensors].block = its.blocks, its.tensor[its.tensors].settle = its.settles;
     return its;
 }
 
@@ -71,11 +72,8 @@ RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
     while (first < plan->tensors && plan->tensor[first].offset < begin) first++;
     int64_t last = first;
     while (last < plan->tensors && plan->tensor[last].offset < end) last++;
-    const int64_t block = first < plan->tensors ? plan->tensor[first].block : plan->blocks,
-                  last_block = last < plan->tensors ? plan->tensor[last].block : plan->blocks,
-                  settle = first < plan->tensors ? plan->tensor[first].settle : plan->settles,
-                  last_settle = last < plan->tensors ? plan->tensor[last].settle : plan->settles;
-    return {first, last - first, block, last_block - block, last_settle - settle};
+    const SumTensor *begins = &plan->tensor[first], *ends = &plan->tensor[last];
+    return {first, last - first, begins->block, ends->block - begins->block, ends->settle - begins->settle};
 }
 
 void row_plan_free(RowPlan* plan) {
@@ -92,8 +90,7 @@ static void sum_load(const FormatRow* format, const Streams& whole, int64_t elem
     for (int64_t done = 0; done < n;) {
         const int64_t tile = (element + done) / TILE_ELEMENTS, first = (element + done) % TILE_ELEMENTS;
         const int64_t some = n - done < TILE_ELEMENTS - first ? n - done : TILE_ELEMENTS - first;
-        const Streams streams = tile_at(format->stream[0], format->stream[1], format->stream[2], whole, tile);
-        format->load(streams, (int)first, x + done, (int)some, NoiseKey{});
+        format->load(row_tile(format, whole, tile), (int)first, x + done, (int)some, NoiseKey{});
         done += some;
     }
 }
@@ -271,7 +268,6 @@ void rows_settle(const Device* dev, const SettleArguments* settle) {
 #ifdef __CUDACC__
     if (dev->gpu) return settle_gpu(dev, settle);
 #endif
-    (void)dev;
     if (!is_finite(*settle->grad_scale)) return;
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < settle->tensors; t++) settle_cpu(settle, &settle->tensor[t]);

@@ -127,7 +127,7 @@ OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n
 }
 
 template <Span SPAN, bool KEPT>
-struct RowNumbers : StorageDefaults {
+struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
     static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
 
     static constexpr bool COMES_LATE = true;
@@ -175,10 +175,6 @@ struct RowNumbers : StorageDefaults {
     static OPTIM_INLINE void set(const Streams&, int, const float*, int) {}
 
     static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
-
-    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        numbers(streams, first, x, n, false);
-    }
 };
 
 // The storage of a rule's numbers.

@@ -12,7 +12,8 @@ struct RowPlan {
     Sum pass[PASSES];
     int passes;
     bool scaled;                              // the step's update has a factor for each tensor
-    SumTensor* tensor;                        // (tensors), those of the launch that are kept here; host memory
+    SumTensor* tensor;                        // (tensors), those of the launch that are kept here, and one that begins
+                                              // where they end; host memory
     int64_t tensors, blocks, settles, parts;  // settles: blocks that end a pass; parts: fp32 numbers
 };
 

@@ -1,5 +1,6 @@
 // The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold those of one tensor after
 // another in the order of the arena; and how a step that made new ones ends.
+#include "each.cuh"
 #include "formats/spans.cuh"
 #include "rows.cuh"
 #include "storage.h"
@@ -66,29 +67,17 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
     return tile;
 }
 
-#ifdef __CUDACC__
-// grid: ceil(count / block), block: any; deterministic.
-__global__ void spans_settle_kernel(float* now, float* next, int64_t count, const float* grad_scale) {
-    int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= count || !is_finite(*grad_scale)) return;
-    now[i] = next[i];
-    next[i] = 0.0f;
-}
-#endif
+struct SettleNumbers {
+    float *now, *next;
+    const float* grad_scale;
+
+    OPTIM_INLINE void at(int64_t i) const {
+        if (!is_finite(*grad_scale)) return;
+        now[i] = next[i];
+        next[i] = 0.0f;
+    }
+};
 
 void spans_settle(const Device* dev, const Settle* settle, const float* grad_scale) {
-    if (settle->count == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        constexpr int THREADS = 256;
-        unsigned blocks = (unsigned)ceil_div(settle->count, THREADS);
-        spans_settle_kernel<<<blocks, THREADS, 0, dev->stream>>>(settle->now, settle->next, settle->count, grad_scale);
-        check_launch();
-        return;
-    }
-#endif
-    if (is_finite(*grad_scale)) {
-        memcpy(settle->now, settle->next, (size_t)settle->count * sizeof(float));
-        memset(settle->next, 0, (size_t)settle->count * sizeof(float));
-    }
+    for_each(dev, SettleNumbers{settle->now, settle->next, grad_scale}, settle->count);
 }

@@ -36,6 +36,7 @@ struct RuleRow {
     bool by_rows;       // v is made of numbers for rows or rows and columns; keeps_v is then false
     RowRule rows;       // what the passes of rows.cuh sum up; ROWS_NONE: nothing
     bool pairs;         // v has a second number
+    bool has_momentum;  // m decays by the configuration's momentum, which is then the launch's beta1
     bool leaves_rest;   // vectors and embeddings have adamw unless --override says otherwise
     bool decoupled;     // the decay does not pass through the gradient
     bool divides;       // the update divides by the root of v
@@ -59,6 +60,16 @@ const FormatRow* numbers_row(const RuleRow* rule);  // the v of a rule that read
 const FormatRow* norms_row();                       // what --limit-growth keeps
 const FormatRow* compute_row(OptimType compute);    // the type that the matmuls read
 
+// The rule of a resolved configuration.
+inline const RuleRow* rule_of(const OptimConfig* config) {
+    return find_row(rule_table(), config->rule);
+}
+
+// One of the three arrays of a storage.
+inline void* stream_data(const Streams* streams, int index) {
+    return index == 0 ? streams->codes : index == 1 ? streams->extra : streams->more;
+}
+
 // The rows that a resolved configuration names. A moment may be in a format of the user's own.
 struct Rows {
     const RuleRow* rule;
@@ -75,9 +86,10 @@ bool reads_whole(const RuleRow* rule);
 // True if the scales of a storage need a pass before the step that computes the update.
 bool measured(const FormatRow* format);
 
-// True if a launch's step reads whole tensors, by its rule, for its formats' scales or for --limit-growth.
+// True if a launch's step reads whole tensors, and all of them, by its rule, for its formats' scales or for
+// --limit-growth.
 bool config_reads_whole(const OptimConfig* config);
-// The same of the update alone, without the formats, some of which measure whole tensors.
+// True if its update does. The formats, some of which measure whole tensors, do not count here.
 bool update_reads_whole(const OptimConfig* config);
 
 // The storages of the two steps of a rule that reads matrices: from the gradient to its direction, which takes the
@@ -91,7 +103,7 @@ Rows fold_rows(const Rows* rows);
 
 // The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
 const void* built_in_kernel(const Rows* rows, bool copy);
-// And of the pass before its step, whatever the copy.
+// The kernel of the pass before the step; null if it was not. It is the same with and without a copy.
 const void* built_in_measure(const Rows* rows);
 
 // Bytes of weights or of a moment for each parameter; the numbers of spans, a few for each tensor, are left out.
@@ -150,15 +162,9 @@ void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_
 void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number);
 void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
 
-// The states of a launch that its step reads and writes: m, v, and the slow average of rules that keep one. Formats are
-// none_row() where there is no such state.
+// The states of a launch that its step reads and writes: m, v, and the slow average of rules that keep one.
 constexpr int OPTIM_KEPT = 3;
-struct OptimKept {
-    const FormatRow* format[OPTIM_KEPT];
-    Streams streams[OPTIM_KEPT];  // from the first element of the launch's run on
-};
-void optim_kept_formats(const OptimConfig* launch, const FormatRow* (&format)[OPTIM_KEPT]);
-OptimKept optim_kept(const Optim* optim, int launch);
+const Streams* optim_kept(const Optim* optim, int launch);  // from the first element of the launch's run on
 // Tells a launch where its next steps find these states. The arrays' addresses are those that they would have if they
 // began at the arena's first element.
 void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT]);

@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     sums_run<Rule, Weights, M, V, Grads>(step, sums);
 }
 
-// The same with arguments from device memory, as optim_replayed_kernel.
+// Does the same with arguments from device memory, as optim_replayed_kernel.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_replayed_kernel(const StepArguments* step, const __grid_constant__ SumArguments sums) {

@@ -5,18 +5,12 @@
 #include "table.cuh"
 #include "user.h"
 
-// T::measure, or nothing for a storage without spans.
-template <class T>
-static void measure(const Streams& streams, int first, const float* x, int n) {
-    if constexpr (T::HAS_SPANS) T::measure(streams, first, x, n);
-}
-
 template <class T>
 constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
     FormatRow row = {};
     row.name = name, row.note = note, row.type = type;
     for (int i = 0; i < 3; i++) row.stream[i] = T::STREAM[i];
-    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = measure<T>;
+    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = T::measure;
     row.table_bytes = T::TABLE_BYTES, row.fill = T::fill;
     row.has_sign = T::SIGNED, row.feeds_back = T::FEEDS_BACK;
     return row;
@@ -43,7 +37,8 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .by_rows = T::BY_ROWS,
             .rows = T::ROWS,
             .pairs = T::PAIRS,
-            .leaves_rest = T::LEAVES_REST || T::MATRIX != MATRIX_NONE,
+            .has_momentum = T::HAS_MOMENTUM,
+            .leaves_rest = T::HAS_MOMENTUM || T::MATRIX != MATRIX_NONE,
             .decoupled = T::DECOUPLED,
             .divides = T::ADAPTIVE,
             .matrix = T::MATRIX,
@@ -130,8 +125,8 @@ const FormatRow* find_state(const OptimConfig* config, const char* name) {
 }
 
 Rows config_rows(const OptimConfig* config) {
-    Rows rows = {find_row(rule_table(), config->rule), find_row(weights_table(), config->weights),
-                 find_row(grads_table(), config->grads), find_state(config, config->m), find_state(config, config->v)};
+    Rows rows = {rule_of(config), find_row(weights_table(), config->weights), find_row(grads_table(), config->grads),
+                 find_state(config, config->m), find_state(config, config->v)};
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }

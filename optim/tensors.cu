@@ -1,6 +1,6 @@
 // Steps of some tensors alone, whose gradients may lie anywhere (optim_step_tensors in optim.h), and what takes their
 // gradients into m before (optim_fold_tensors). Tensors that follow each other both in the arena and in their
-// gradients' memory take one launch. Bytes: those of the same tiles in a step of all.
+// gradients' memory take one launch. It moves the bytes that the same tiles take in a step of all.
 #include "plan.h"
 
 // The number of a last micro-batch that goes into m, for its noise. Others have smaller ones.
@@ -26,7 +26,7 @@ static TileRun tensor_run(const OptimParts* parts, const int* tensor, const void
 }
 
 static bool reads_matrices(const Plan* plan, int launch) {
-    return find_row(rule_table(), plan->launch[launch].config.rule)->matrix != MATRIX_NONE;
+    return rule_of(&plan->launch[launch].config)->matrix != MATRIX_NONE;
 }
 
 void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,

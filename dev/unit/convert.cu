@@ -28,7 +28,7 @@ static Streams place_streams(const Run* f, int tensor, const Place* place) {
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = place->format->stream[i];
         char* array = (char*)place_stream(f->optim, place, info).data;
-        if (array) data[i] = array + stream_bytes(info, f->tensor[tensor].offset - place->begin);
+        if (array) data[i] = array + stream_bytes(info, f->tensor[tensor].offset - place->run->begin);
     }
     return {data[0], data[1], table_of(f, place->format), data[2]};
 }

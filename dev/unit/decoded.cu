@@ -69,8 +69,8 @@ static OptimConfig open_both(Run* copy, Run* run, const char* weights, const cha
 static void check_decoded(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
     Run copy, run;
     const OptimConfig config = open_both(&copy, &run, weights, overrides, compute, gpu);
-    const DecodedModel its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
-    Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
+    const ModelParts its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
+    Decoded* decoded = decoded_open(run.optim, &its);
     Steps how = plain_steps(), by_parts = how;
     if (optim_releases(&config, run.tensor, COUNT, error)) by_parts.take = step_by_parts;
     for (int step = 1; step <= STEPS; step++) {
@@ -122,8 +122,8 @@ static void check_operands(Test* test, const char* weights, const char* override
     open_both(&copy, &run, weights, overrides, compute, gpu);
     int slot[COUNT];
     for (int t = 0; t < COUNT; t++) slot[t] = strstr(model[t].name, "c_fc") != nullptr;
-    const DecodedModel its = {run.tensor, part, slot, COUNT, LAYERS, compute},
-                       none = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
+    const ModelParts its = {run.tensor, part, slot, COUNT, LAYERS, compute},
+                     none = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
     const DecodedBytes bytes = decoded_bytes(&run.config, &its), all = decoded_bytes(&run.config, &none);
     const int64_t matrix = tensor_padded(&model[3]) * (compute == OPTIM_FP32 ? 4 : 2);
     // Embeddings take as much as layers without these matrices, and more than layers without vectors, too.
@@ -132,7 +132,7 @@ static void check_operands(Test* test, const char* weights, const char* override
            overrides, (long long)bytes.room, (long long)bytes.lent, (long long)all.room);
     Room room(&run.dev);
     char* lent = room.device<char>(bytes.lent);
-    Decoded* decoded = decoded_open(&run.dev, run.optim, &run.config, &its);
+    Decoded* decoded = decoded_open(run.optim, &its);
     for (int step = 1; step <= STEPS; step++) {
         for (int number : {3, 0, 1, 2, 4, 3, 2, 1, 0}) {
             decoded_need(decoded, number);

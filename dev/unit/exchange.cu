@@ -301,7 +301,7 @@ TEST(exchange_peers_refused) {
     peers.write_value = driver_write, peers.wait_value = driver_wait;
     for (int refused = 0; refused < 3; refused++) {
         for (int i = 0; i < 2; i++) driver_answer[i] = refused == i + 1 ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
-        expect(peers_probe(&peers, &count) == (refused == 0), "%d", refused);
+        expect(peers_probe(&peers, nullptr, &count) == (refused == 0), "%d", refused);
         expect(count == 0, "the count is %u", count);
     }
 }

@@ -1,6 +1,7 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
 #include "../../kernels/low_rank_back.cuh"
+#include "../galore_project.cuh"
 #include "../galore_turned.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
@@ -324,6 +325,21 @@ struct AddPairs {
     __device__ float one(int, int, float w, float u) const { return w + u; }
 };
 
+// low, as the product of warpgroups in bf16 hands it over.
+struct StorePairs {
+    struct Two {};
+    float* low;
+    int64_t cols;
+
+    static __device__ Two outside() { return {}; }
+    __device__ Two load_two(int, int) const { return {}; }
+    __device__ void take_twos(const int (&row)[2], const int (&column)[2], const bool (&inside)[2], const float (&x)[4],
+                              const Two (&)[2]) const {
+        for (int i = 0; i < 2; i++)
+            if (inside[i]) *(float2*)(low + row[i] * cols + column[i]) = make_float2(x[2 * i], x[2 * i + 1]);
+    }
+};
+
 // low and U by products of warpgroups, U added to weights, in fp32 in two parts.
 static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const float* g,
                          const float* q, const float* n, const float* want_low, float* want, double* worst) {
@@ -336,7 +352,7 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     const LowStore sink = {low.device, right ? rank : length};
     const LowProjectPlan project = low_project_plan<float>(dev, g, first.device, rest.device, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
-                 [&] { low_project_run<float, 3>(dev, &project, sink); });
+                 [&] { low_project_run<3>(dev, &project, sink); });
     if (!low_turned_fits(dev, rank)) return;
     float* before = floats(R * C);
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
@@ -351,10 +367,10 @@ static void check_hopper(Test* test, const Device* dev, const char* what, const 
     const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
     Array<float> low(dev, rank * length);
     Array<bf16> w(dev, R * C, 4, 1.0f);
-    const LowStore sink = {low.device, R >= C ? rank : length};
-    const LowProjectPlan project = low_project_plan<bf16>(dev, g, q, nullptr, R, C, rank);
+    const StorePairs sink = {low.device, R >= C ? rank : length};
+    const LowProjectPlan project = low_project_plan_bf16(dev, g, q, R, C, rank);
     check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
-                 [&] { low_project_run<bf16, 1>(dev, &project, sink); });
+                 [&] { low_project_run_bf16(dev, &project, sink); });
     float* before = floats(R * C);
     for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
     const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);

@@ -40,6 +40,7 @@ static const Case cases[] = {
 // One optimizer with its states on the device and one whose states are in host memory.
 struct Pair {
     Run run[2];
+    ModelParts parts;
     Offload* offload;
 };
 
@@ -51,7 +52,8 @@ static void pair_open(Pair* pair, const Case* c, const int* order, bool gpu) {
         run_open(&pair->run[k], &config, model, COUNT, OPTIM_BF16, gpu);
     }
     Run* run = &pair->run[1];
-    pair->offload = offload_open(&run->dev, run->optim, run->tensor, part, COUNT, LAYERS, order);
+    pair->parts = {run->tensor, part, nullptr, COUNT, LAYERS, OPTIM_BF16};
+    pair->offload = offload_open(run->optim, &pair->parts, order);
 }
 
 static void step_offloaded(void* offload, Run* run, const void* grads, const float* scale, float lr, int step) {
@@ -79,7 +81,7 @@ static void check_bytes(Test* test, const Pair* pair, const char* what) {
     expect(bytes[0].host == 0 && bytes[1].states + bytes[1].host == bytes[0].states && bytes[1].host > 0,
            "%s: %lld bytes of states, %lld on the host", what, (long long)bytes[0].states, (long long)bytes[1].host);
     expect(bytes[1].states < 65536, "%s: %lld bytes on the device", what, (long long)bytes[1].states);
-    const int64_t slots = offload_bytes(&pair->run[1].config, pair->run[1].tensor, part, COUNT, LAYERS);
+    const int64_t slots = offload_bytes(&pair->run[1].config, &pair->parts);
     expect(slots > 0 && slots <= 2 * bytes[1].host, "%s: slots of %lld bytes", what, (long long)slots);
 }
 

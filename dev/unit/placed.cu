@@ -145,15 +145,15 @@ static void run_placed(Placed* run, int step, unsigned missing, bool found_inf, 
                        const float* lr_at = nullptr) {
     const void* grads[TENSORS];
     int group_of[TENSORS];
-    PlacedGroup group[TENSORS] = {};
+    NibbleGroup group[TENSORS] = {};
     for (int t = 0; t < TENSORS; t++) {
         const int rate = run->rates ? t % 3 : 0, decay = shapes[t].decay ? 1 : 0;
         grads[t] = missing >> t & 1u ? nullptr : run->grads[t];
         group_of[t] = run->each ? t : 2 * rate + decay;
         group[group_of[t]] = {(double)1e-2f * (1 + rate), decay ? (double)0.1f : 0.0, 0.9f, 0.95f, 1e-8f, step, lr_at};
     }
-    const PlacedStep placed = {
-        (void**)run->weights, grads, group_of, group, scale, run->scalars + (found_inf ? 3 : 2), step};
+    const NibbleStep placed = {
+        (void**)run->weights, grads, group_of, group, scale, run->scalars + (found_inf ? 3 : 2), step, nullptr};
     placed_step(run->tables, &placed);
 }
 
@@ -369,13 +369,13 @@ static void check_cut(Test* test, const Case* its, bool gpu) {
         weights[p] += first * 2;
     }
     for (int step = 1; step <= STEPS; step++) {
-        const PlacedGroup group = {(double)1e-2f, (double)0.1f, 0.9f, 0.95f, 1e-8f, step};
+        const NibbleGroup group = {(double)1e-2f, (double)0.1f, 0.9f, 0.95f, 1e-8f, step, nullptr};
         run_step(&whole, step);
         for (int p = 0; p < 2; p++) {
             put(&whole, grads[p], 2, N, slope, step, 0);
             void* own[] = {weights[p]};
             const void* its_grads[] = {grads[p] + p * CUT * 2};
-            const PlacedStep placed = {own, its_grads, nullptr, &group, whole.scalars, nullptr, step};
+            const NibbleStep placed = {own, its_grads, nullptr, &group, whole.scalars, nullptr, step, nullptr};
             placed_step(tables[p], &placed);
         }
     }

@@ -3,6 +3,8 @@
 #pragma once
 #include "../../optim/table.cuh"
 
+constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
+
 struct RuleKind {
     const char* name;
     bool whole;

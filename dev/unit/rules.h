@@ -7,6 +7,11 @@ inline bool is(const char* a, const char* b) {
     return strcmp(a, b) == 0;
 }
 
+template <int COUNT>
+constexpr int name_count(const char* const (&)[COUNT]) {
+    return COUNT;
+}
+
 // Formats whose scales reach further than a tile; their tests are in spans.cu.
 inline bool in_spans(const char* name) {
     return strstr(name, "/tensor") || strstr(name, "/rank1");

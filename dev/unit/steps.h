@@ -172,6 +172,10 @@ inline const void* stored_array(void* context, const char* name, const char* dty
     return found && stream.elements * stream.element_bytes == bytes ? stream.data : nullptr;
 }
 
+inline void stored_read(void*, const void* array, int64_t at, int64_t bytes, void* to) {
+    memcpy(to, (const char*)array + at, (size_t)bytes);
+}
+
 inline void stored_weights(void* context, int tensor, float* values) {
     optim_get_weights(((Stored*)context)->from->optim, tensor, values);
 }
@@ -184,7 +188,7 @@ inline void stored_notice(void* context, const char* line) {
 // Loads `to` from `from`, whose file holds `more` arrays besides. Returns false and a sentence if it cannot.
 inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
-    OptimStored stored = {from->config, more, stored_array, stored_weights, stored_notice, context};
+    OptimStored stored = {from->config, more, stored_array, stored_weights, stored_notice, context, "", stored_read};
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
         OptimStream stream = optim_stream(from->optim, s);
         stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));

@@ -55,6 +55,13 @@ static void expect_same_sizes(Test* test, const OptimConfig* config, const Optim
            (long long)want.states);
 }
 
+// The text of the user's own formats that a configuration's kernel needs; "" if it needs none.
+static const char* source_of(const OptimConfig* config) {
+    const Rows rows = config_rows(config);
+    const char* source = rows.m->source ? rows.m->source : rows.v->source;
+    return source ? source : "";
+}
+
 CACHE_TEST(JIT_TEST, user_format_example) {
     OptimConfig config = asked(example(), "my8", "my8:sr"), same = asked("", "lin8/64", "lin8/64:sr");
     if (resolve(test, &config) && resolve(test, &same)) {
@@ -64,11 +71,11 @@ CACHE_TEST(JIT_TEST, user_format_example) {
         const char *cost = strstr(line, ":sr  4"), *same_cost = strstr(same_line, ":sr  4");
         expect(cost && same_cost && strcmp(cost, same_cost) == 0, "%s; %s", line, same_line);
         JitImage image;
-        bool good = jit_get(kernel_of(config), "sm_90", &image, error, optim_source(&config));
+        bool good = jit_get(kernel_of(config), "sm_90", &image, error, source_of(&config));
         expect(good, "%s", error);
         if (good) expect(strstr(image.symbol, "My8") && !image.cached, "%s", image.symbol);
         if (good) jit_free(&image);
-        expect(!*optim_source(&same), "a built-in combination is given a source");
+        expect(!*source_of(&same), "a built-in combination is given a source");
     }
     const int lines = lines_of(contents(test_folder(), "dev/examples/format.cuh"));
     expect(lines > 10 && lines < 40, "the example has %d lines", lines);
@@ -162,7 +169,7 @@ CACHE_TEST(JIT_TEST, user_format_enters_the_content_address) {
                                  127 - k));
         OptimConfig config = asked(path, "mine", "");
         if (!resolve(test, &config)) break;
-        at[k] = cache_path(kernel_of(config), "sm_90", optim_source(&config));
+        at[k] = cache_path(kernel_of(config), "sm_90", source_of(&config));
     }
     expect(*at[0] && *at[1] && strcmp(at[0], at[1]) != 0, "the address is the same after the file was changed");
 }
@@ -218,7 +225,7 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     optim_layout(&tensor, 1, &config);
     Optim* optim = optim_create(&cpu, &config, &tensor, 1, OPTIM_FP32);
     float nothing[16] = {};
-    OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums};
+    OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums, stored_read};
     stored.config.weights = "fp32";
     expect_refused(optim_load(optim, &stored, error), error, holds);
 }

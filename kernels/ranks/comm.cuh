@@ -222,9 +222,9 @@ inline bool peers_wanted() {
 }
 
 // Returns NULL, on all ranks, when one cannot write to another's memory or does not want to.
-inline Peers* peers_open(const Launch* launch) {
+inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
-    PeerCard own = peers_begin(peers, launch->rank, peers_wanted() ? launch->world : 0);
+    PeerCard own = peers_begin(peers, stream, launch->rank, peers_wanted() ? launch->world : 0);
     bool failed = !own.good;
     for (int r = 0; r < launch->world; r++) {
         PeerCard card = own;
@@ -494,7 +494,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
         return;
     }
     int64_t before = memory_used(dev);
-    comm->peers = peers_open(launch);
+    comm->peers = peers_open(launch, dev->stream);
     if (!comm->peers) nccl_join(comm);
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));

@@ -109,9 +109,9 @@ inline bool peers_bind(Peers* peers) {
 
 // True if a stream may write and wait for counts here. A driver may have the functions and refuse them (before CUDA 12
 // unless a parameter of its module allows them; some virtual GPUs). `count` is 0 and stays so.
-inline bool peers_probe(const Peers* peers, const uint32_t* count) {
-    return peers->write_value(nullptr, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
-           peers->wait_value(nullptr, (CUdeviceptr)count, 0, peers->wait_flags) == CUDA_SUCCESS;
+inline bool peers_probe(const Peers* peers, cudaStream_t stream, const uint32_t* count) {
+    return peers->write_value(stream, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
+           peers->wait_value(stream, (CUdeviceptr)count, 0, peers->wait_flags) == CUDA_SUCCESS;
 }
 
 inline unsigned peers_wait_flags(int can_flush) {
@@ -127,7 +127,7 @@ inline void peer_machine(char (&text)[64]) {
 }
 
 // Makes this rank's mailbox, and returns what the others need to write to it.
-inline PeerCard peers_begin(Peers* peers, int rank, int world) {
+inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int world) {
     PeerCard card = {};
     int device, can_flush;
     check(cudaGetDevice(&device));
@@ -142,9 +142,9 @@ inline PeerCard peers_begin(Peers* peers, int rank, int world) {
     card.good = world > 0 && world <= PEER_MOST && card.machine[0] && peers_bind(peers) &&
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
                 cudaIpcGetMemHandle(&card.handle, peers->mailbox[rank]) == cudaSuccess;
-    if (card.good) check(cudaMemset(peers->mailbox[rank], 0, sizeof(PeerCounts)));
-    card.good = card.good && peers_probe(peers, peer_counts(peers, rank)->arrived);
-    if (card.good) check(cudaDeviceSynchronize());
+    if (card.good) check(cudaMemsetAsync(peers->mailbox[rank], 0, sizeof(PeerCounts), stream));
+    card.good = card.good && peers_probe(peers, stream, peer_counts(peers, rank)->arrived);
+    if (card.good) check(cudaStreamSynchronize(stream));
     cudaGetLastError();  // a refusal has been noted
     return card;
 }

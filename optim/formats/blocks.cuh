@@ -131,6 +131,28 @@ OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) 
     return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
 
+// The constants of a storage of this format.
+template <class Storage, class Format>
+struct TableStorage : StorageFunctions<Storage> {
+    static constexpr bool SIGNED = Format::SIGNED;
+    static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
+
+    // Makes the constants, on the host.
+    static OPTIM_HOST void fill(void* table) {
+        if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
+    }
+
+#ifdef __CUDACC__
+    // Copies the constants into shared memory; all threads of the thread block call it, and synchronise after it.
+    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
+        static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
+        for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
+            ((uint4*)shared)[i] = ((const uint4*)streams.table)[i];
+        }
+    }
+#endif
+};
+
 // True if the format has decode_number. A format that derives from one that has may decode otherwise.
 template <class Format>
 constexpr bool DECODES_NUMBERS = SAME_TYPE<Format, typename Format::Decoder>;
@@ -199,11 +221,8 @@ OPTIM_INLINE constexpr uint32_t floor_part_bias() {
 
 template <int BITS>
 OPTIM_INLINE uint32_t floor_part_bits(float x) {
-#ifdef __CUDA_ARCH__
-    return __float_as_uint(__fadd_rd(x, (float)(8388608 >> BITS)));
-#else
-    return floor_part_bias<BITS>() + (uint32_t)(x * (float)(1 << BITS));
-#endif
+    return OPTIM_EITHER(__float_as_uint(__fadd_rd(x, (float)(8388608 >> BITS))),
+                        floor_part_bias<BITS>() + (uint32_t)(x * (float)(1 << BITS)));
 }
 
 // A block's largest is cut to this: the smallest of an eighth of the largest float, or of its root where roots are
@@ -361,7 +380,17 @@ OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float*
     }
 }
 
-template <class Format, class Scale, Rounding ROUNDING>
+// How blocks_store stores elements whose scale is known, unless a storage has a put() of its own.
+template <class Format, Rounding ROUNDING>
+struct BlockPut {
+    template <int COUNT>
+    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, float inverse,
+                                 const NoiseKey& key) {
+        block_put<Format, ROUNDING, COUNT>(streams, first, x, inverse, key);
+    }
+};
+
+template <class Format, class Scale, Rounding ROUNDING, class Put = BlockPut<Format, ROUNDING>>
 OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
         float top = 0.0f, value[8];
@@ -370,7 +399,7 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
             float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, 8);
-            block_put<Format, ROUNDING, 8>(streams, first + b + c, value, inverse, key);
+            Put::template put<8>(streams, first + b + c, value, inverse, key);
         }
     }
 }
@@ -513,33 +542,18 @@ __device__ __forceinline__ void thread_store_all(const Streams& streams, int fir
 #endif
 
 template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
-struct Blocks : StorageDefaults {
+struct Blocks : TableStorage<Blocks<Format_, BLOCK, Scale, ROUNDING>, typename Rounded<Format_, ROUNDING>::Type> {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
-    static constexpr bool SIGNED = Format::SIGNED;
     static constexpr bool TAKES_ORDER = true, CROWDS_BANKS = Format::CROWDS_BANKS;
     static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
     // True if store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::GIVES_SEEN;
     static constexpr bool SEEN_IS_STORED = GIVES_SEEN && Format::SEEN_IS_STORED;
     static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
-    static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
-
-    // Makes the constants, on the host.
-    static OPTIM_HOST void fill(void* table) {
-        if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
-    }
 
 #ifdef __CUDACC__
-    // Copies the constants into shared memory; all threads of the thread block call it, and synchronise after it.
-    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
-        static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
-        for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
-            ((uint4*)shared)[i] = ((const uint4*)streams.table)[i];
-        }
-    }
-
     static constexpr bool HAS_TOP = true;
     static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
 
@@ -589,9 +603,5 @@ struct Blocks : StorageDefaults {
 
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         Blocks<Format, BLOCK, Scale, NEAREST>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
-    }
-
-    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        load(streams, first, x, n, NoiseKey{});
     }
 };

@@ -15,7 +15,7 @@ EMBED_SOURCE
 
 // Format with its MANTISSA bits and MIN exponent.
 template <class Format, int MANTISSA, int MIN, int BLOCK, Rounding ROUNDING>
-struct BlockSplit : StorageDefaults {
+struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, ROUNDING>> {
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
     static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits
@@ -87,13 +87,6 @@ struct BlockSplit : StorageDefaults {
 
     static constexpr uint32_t KEPT = 0x80000000u | 0x7fff0000u >> SHIFT;
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
-        if (c < n) get<8>(streams, first + c, x + c);
-    }
-
 #ifdef __CUDACC__
     template <int COUNT>
     static __device__ __forceinline__ void thread_put(const Streams& streams, int first, const float* x,
@@ -118,22 +111,6 @@ struct BlockSplit : StorageDefaults {
     }
 #endif
 
-#ifndef __CUDACC_RTC__
-    static void blocks_put(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        for (int b = 0; b < n; b += BLOCK) {
-            float top = 0.0f;
-            for (int i = 0; i < BLOCK; i++) top = exact_max(exact_abs(x[b + i]), top);
-            BlockScale s = block_scale<Format, ScaleE8m0>(top, (uint8_t*)streams.extra + (first + b) / BLOCK);
-            for (int c = b; c < b + BLOCK; c += 8) {
-                float value[8];
-                for (int i = 0; i < 8; i++) value[i] = x[c + i];
-                float inverse = block_limit<Format, ScaleE8m0, STOCHASTIC>(top, s.inverse, value, 8);
-                put<8>(streams, first + c, value, inverse, key);
-            }
-        }
-    }
-#endif
-
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
         if (n == 16) {
@@ -142,7 +119,7 @@ struct BlockSplit : StorageDefaults {
             thread_put<8>(streams, first, x, key);
         }
 #else
-        blocks_put(streams, first, x, n, key);
+        blocks_store<Format, ScaleE8m0, STOCHASTIC, BlockSplit>(BLOCK, streams, first, x, n, key);
 #endif
     }
 

@@ -44,7 +44,7 @@ OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uin
     return {scale, *code > 0 ? scale_inverse<Format>(scale) : 0.0f};
 }
 
-// On the CPU, for a run of whole tiles: not inlined, so that a row of the tables is cheap.
+// The CPU's functions take a run of whole tiles. They are not inlined, so that a row of the tables is cheap.
 template <class Format>
 OPTIM_HOST void double_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
@@ -87,37 +87,17 @@ OPTIM_HOST void double_store(int block, const Streams& streams, int first, const
 }
 
 template <class Format_, int BLOCK, Rounding ROUNDING>
-struct DoubleBlocks : StorageDefaults {
+struct DoubleBlocks : Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> {
     static_assert(BLOCK <= 256, "a block's exchange would overwrite what the group is told");
     typedef Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> Plain;
     typedef typename Plain::Format Format;
     static constexpr StreamInfo STREAM[3] = {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
-    static constexpr bool SIGNED = Format::SIGNED;
-    static constexpr int TABLE_BYTES = Plain::TABLE_BYTES;
-    static constexpr bool TAKES_ORDER = Plain::TAKES_ORDER, CROWDS_BANKS = Plain::CROWDS_BANKS,
-                          STORES_APART = Plain::STORES_APART;
-
-    static OPTIM_HOST void fill(void* table) { Plain::fill(table); }
 
 #ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
-        Plain::prepare(streams, shared);
-    }
-
-    // A store in parts as that of Blocks, where store_in_tile has one more: `most` is the largest of the tile.
-    static constexpr bool HAS_TOP = true, OF_ROOTS = Plain::OF_ROOTS, WANTS_TILE_MAX = true;
-    static constexpr float USUAL_TOP = Plain::USUAL_TOP;
-
-    template <int COUNT>
-    static __device__ __forceinline__ float top(const float* value, const NoiseKey& key) {
-        return Plain::template top<COUNT>(value, key);
-    }
-
-    template <int COUNT>
-    static __device__ __forceinline__ void cut(float* value, float top) {
-        Plain::template cut<COUNT>(value, top);
-    }
+    // A store has the parts of that of Blocks, but store_in_tile in the last one's place: `max` is the largest of the
+    // tile.
+    static constexpr bool WANTS_TILE_MAX = true;
 
     template <int COUNT>
     static __device__ __forceinline__ void store_in_tile(const Streams& streams, int first, const float* value,
@@ -148,7 +128,7 @@ struct DoubleBlocks : StorageDefaults {
     }
 
 #ifndef __CUDACC_RTC__
-    // On a GPU it has parts.
+    // A GPU stores in parts instead.
     static OPTIM_HOST void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         double_store<Format, ROUNDING>(BLOCK, streams, first, x, n, key);
     }

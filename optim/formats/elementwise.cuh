@@ -136,19 +136,12 @@ OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 // upper_halves joins the upper halves of two words, the first in the lower half; upper_bytes the upper bytes of their
 // halves, in order.
 OPTIM_INLINE uint32_t upper_halves(uint32_t a, uint32_t b) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(a, b, 0x7632);
-#else
-    return a >> 16 | (b & 0xffff0000u);
-#endif
+    return OPTIM_EITHER(__byte_perm(a, b, 0x7632), a >> 16 | (b & 0xffff0000u));
 }
 
 OPTIM_INLINE uint32_t upper_bytes(uint32_t a, uint32_t b) {
-#ifdef __CUDA_ARCH__
-    return __byte_perm(a, b, 0x7531);
-#else
-    return (a >> 8 & 0xffu) | (a >> 16 & 0xff00u) | (b << 8 & 0xff0000u) | (b & 0xff000000u);
-#endif
+    return OPTIM_EITHER(__byte_perm(a, b, 0x7531),
+                        (a >> 8 & 0xffu) | (a >> 16 & 0xff00u) | (b << 8 & 0xff0000u) | (b & 0xff000000u));
 }
 
 template <class Value>
@@ -218,7 +211,7 @@ OPTIM_INLINE void store_ordered(void* base, int first, const Value& value, const
 }
 
 template <class Format, Rounding ROUNDING>
-struct Elementwise : StorageDefaults {
+struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
     typedef typename Format::Code Code;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}};
     static constexpr bool SIGNED = Format::SIGNED, TAKES_ORDER = true;
@@ -278,8 +271,6 @@ struct Elementwise : StorageDefaults {
         return __int_as_float(max);
     }
 
-    static constexpr bool OF_ROOTS = false;
-
     template <int COUNT>
     static __device__ __forceinline__ void cut(float* value, float) {
 #pragma unroll
@@ -326,9 +317,5 @@ struct Elementwise : StorageDefaults {
                 store_codes(streams.codes, first + (c ^ key.order), codes);
             }
         }
-    }
-
-    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        load(streams, first, x, n, NoiseKey{});
     }
 };

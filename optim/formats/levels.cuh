@@ -345,7 +345,7 @@ struct StochasticLevels : FormatDefaults {
         return exact_mul(table->list.level[code], scale);
     }
 
-    // For numbers written from outside; the same codes as Levels'.
+    // Rounds numbers that are written from outside to the codes that Levels gives them.
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
         float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
         y = is_nan(y) ? 0.0f : exact_min(y, 1.0f);
@@ -356,7 +356,7 @@ struct StochasticLevels : FormatDefaults {
     }
 
 #ifdef __CUDACC__
-    // At `address`, less the bytes of the cells below the first.
+    // Loads the line at `address`, less the bytes of the cells below the first.
     static __device__ __forceinline__ Line line_load(uint32_t address) {
         Line line;
         asm("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"

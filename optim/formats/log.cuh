@@ -35,13 +35,10 @@ OPTIM_INLINE float polynomial(const float (&c)[COUNT], float x) {
     return sum;
 }
 
-// 2^23 + the exponent's bits of x > 0.
+// 2^23 + the exponent's bits of x > 0, in one instruction on a GPU.
 OPTIM_INLINE float exponent_number(float x) {
-#ifdef __CUDA_ARCH__
-    return __uint_as_float(__funnelshift_r(__float_as_uint(x), 0x4b000000u >> 9, 23));  // one instruction
-#else
-    return bits_float(0x4b000000u | float_bits(x) >> 23);
-#endif
+    return OPTIM_EITHER(__uint_as_float(__funnelshift_r(__float_as_uint(x), 0x4b000000u >> 9, 23)),
+                        bits_float(0x4b000000u | float_bits(x) >> 23));
 }
 
 // The mantissa, in [1, 2). With noise in one instruction; to nearest, where the compiler makes two, one was not faster.
@@ -173,8 +170,8 @@ OPTIM_INLINE void log_rise(float step, float* rise) {
     rise[3] = exact_mul(exact_mul(d, 32.0f / 3), square);
 }
 
-// To nearest, places are counted in 2^BITS; zeros and places below the first level's are cut to code 0.
-// With noise they are counted in steps from the first level to the last, all over their number.
+// Rounding to nearest counts places in 2^BITS, and cuts zeros and places below the first level's to code 0. Rounding
+// with noise counts them in steps from the first level to the last, over the number of steps.
 template <class Codes, Rounding ROUNDING>
 OPTIM_INLINE LogScale log_encoding(LogRange range) {
     LogScale s = log_scale<Codes>(range);
@@ -193,11 +190,7 @@ OPTIM_INLINE LogScale log_encoding(LogRange range) {
 
 // 2^23 + floor(a * b) for 0 <= a <= 1 and a whole 0 < b < 65536.
 OPTIM_INLINE float floor_product(float a, float b) {
-#ifdef __CUDA_ARCH__
-    return __fmaf_rd(a, b, 8388608.0f);
-#else
-    return bits_float(0x4b000000u + (uint32_t)((double)a * (double)b));
-#endif
+    return OPTIM_EITHER(__fmaf_rd(a, b, 8388608.0f), bits_float(0x4b000000u + (uint32_t)((double)a * (double)b)));
 }
 
 // A word with the code of a value. To nearest the value may also be zero or below, and the code is in the lower bits,
@@ -419,7 +412,7 @@ OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING>
-struct LogBlocks : StorageDefaults {
+struct LogBlocks : StorageFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;
@@ -470,10 +463,6 @@ struct LogBlocks : StorageDefaults {
 
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         LogBlocks<Codes, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
-    }
-
-    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        load(streams, first, x, n, NoiseKey{});
     }
 };
 

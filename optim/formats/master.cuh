@@ -40,6 +40,6 @@ struct WithMaster : StorageDefaults {
     }
 
     static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
-        if constexpr (HAS_SPANS) Copy::measure(streams, first, x, n);
+        Copy::measure(streams, first, x, n);
     }
 };

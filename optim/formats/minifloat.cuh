@@ -140,8 +140,8 @@ struct Minifloat : FormatDefaults {
     }
 
 #ifdef __CUDA_ARCH__
-    // The same for COUNT elements and their noise. `tiny`, unless null, receives the values that the codes have, times
-    // LOWER, as pairs of bf16.
+    // Does the same for COUNT elements and their noise. `tiny`, unless null, receives the values that the codes have,
+    // times LOWER, as pairs of bf16.
     template <int COUNT>
     static __device__ __forceinline__ void stochastic_pack(const float* x, float inverse, const Noise& noise,
                                                            int lowest, Packed<BITS, COUNT>* packed, uint32_t* tiny) {

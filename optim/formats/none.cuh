@@ -5,7 +5,7 @@
 
 EMBED_SOURCE
 
-struct None : StorageDefaults {
+struct None : StorageFunctions<None> {
     static constexpr StreamInfo STREAM[3] = {};
     static constexpr bool TAKES_ORDER = true;
 
@@ -17,8 +17,4 @@ struct None : StorageDefaults {
     static OPTIM_INLINE void set(const Streams&, int, const float*, int) {}
 
     static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
-
-    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        load(streams, first, x, n, NoiseKey{});
-    }
 };

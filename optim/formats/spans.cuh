@@ -83,22 +83,11 @@ OPTIM_INLINE BlockScale span_scale(float top) {
 
 // Scale: ScaleFp32 or ScaleE8m0, which say how the scale is rounded; it is kept in fp32.
 template <class Format_, Span SPAN, Rounding ROUNDING, class Scale = ScaleFp32>
-struct Spans : StorageDefaults {
+struct Spans : TableStorage<Spans<Format_, SPAN, ROUNDING, Scale>, typename Rounded<Format_, ROUNDING>::Type> {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
-    static constexpr bool SIGNED = Format::SIGNED, HAS_SPANS = true;
-    static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
-
-    static OPTIM_HOST void fill(void* table) {
-        if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
-    }
-
-#ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
-        Blocks<Format_, SPAN_BLOCK, ScaleFp32, ROUNDING>::prepare(streams, shared);
-    }
-#endif
+    static constexpr bool HAS_SPANS = true;
 
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
@@ -170,13 +159,6 @@ struct Spans : StorageDefaults {
         }
     }
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
-        if (c < n) get<8>(streams, first + c, x + c);
-    }
-
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         int c = 0;
         OPTIM_UNROLL
@@ -186,10 +168,6 @@ struct Spans : StorageDefaults {
 
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         Spans<Format, SPAN, NEAREST, Scale>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
-    }
-
-    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        load(streams, first, x, n, NoiseKey{});
     }
 
     // Raises the next maxima to those of elements that are going to be stored. On a GPU all threads of a warp call it.

@@ -23,7 +23,7 @@ struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
 
 // Low: int16_t or int8_t.
 template <class Low, Rounding ROUNDING>
-struct Split : StorageDefaults {
+struct Split : StorageFunctions<Split<Low, ROUNDING>> {
     static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = 16 - LOW_BITS;
     static constexpr StreamInfo STREAM[3] = {{"", "BF16", 16, 1}, {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
 
@@ -85,13 +85,6 @@ struct Split : StorageDefaults {
     }
 
     // 16 elements at a time, which makes 16 bytes of the narrow half, and 8 where a thread has no more.
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) get<16>(streams, first + c, x + c);
-        if (c < n) get<8>(streams, first + c, x + c);
-    }
-
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
         int c = 0;
         OPTIM_UNROLL

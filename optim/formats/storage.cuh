@@ -6,11 +6,11 @@
 //     store(streams, first, x, n, key)   fp32 -> stored, with the step's rounding; `key` draws its noise
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: for weights written from outside
 //     view(streams, first, x, n)         stored -> fp32, as the model sees it
-// and STREAM[3], which describes the arrays. It derives from StorageDefaults. One thread of a GPU calls the functions
-// with 8 or 16 elements, which lie in registers; a CPU core calls them with a whole tile, which lies in L1. `first` and
-// n are multiples of 16, or both of 8 when n is 8. `first` counts from where the streams point to: the start of a tile
-// or of an earlier one. On a GPU the streams point into shared memory (kernel.cuh), and several threads share a scale,
-// so a step writes in place.
+// and STREAM[3], which describes the arrays. It derives from StorageDefaults or StorageFunctions. One thread of a GPU
+// calls the functions with 8 or 16 elements, which lie in registers; a CPU core calls them with a whole tile, which
+// lies in L1. `first` and n are multiples of 16, or both of 8 when n is 8. `first` counts from where the streams point
+// to: the start of a tile or of an earlier one. On a GPU the streams point into shared memory (kernel.cuh), and several
+// threads share a scale, so a step writes in place.
 //
 // A format says what one code means. It derives from FormatDefaults, and Elementwise (elementwise.cuh), Blocks
 // (blocks.cuh) and others make storages of it.
@@ -84,17 +84,20 @@ enum Rounding { NEAREST, STOCHASTIC };
 struct StorageDefaults {
     static constexpr bool SIGNED = true;       // false: negative numbers are lost, so that it does not serve m
     static constexpr bool COMES_LATE = false;  // load() is in two parts, start() and finish() (rows.cuh)
-    static constexpr bool HAS_SPANS = false;   // scales reach further than a tile; it then has measure() (spans.cuh)
+    static constexpr bool HAS_SPANS =
+        false;  // scales reach further than a tile, whose maxima measure() keeps (spans.cuh)
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only
 
     static constexpr bool PLACED = false;  // of gradients: they and the weights lie where StepArguments.places says
 
+    static OPTIM_INLINE void measure(const Streams&, int, const float*, int) {}
+
     // Constants that the storage looks up; each thread block copies them into shared memory with prepare().
     static constexpr int TABLE_BYTES = 0;
     static OPTIM_HOST void fill(void*) {}
 
-    // On a GPU.
+    // These matter on a GPU only.
     static constexpr bool LOADS_TOGETHER = false;  // threads share what load() decodes; load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
     static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order pays
@@ -105,6 +108,22 @@ struct StorageDefaults {
     static constexpr bool HAS_TOP = false, WANTS_TILE_MAX = false;
     static constexpr bool OF_ROOTS = false;      // the parts receive the roots of what is stored
     static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
+};
+
+// The functions that most storages have. The model sees numbers as the update reads them, which loads 16 of them at a
+// time by get<COUNT>() or, when there are no more, 8.
+template <class Storage>
+struct StorageFunctions : StorageDefaults {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+        int c = 0;
+        OPTIM_UNROLL
+        for (; c + 16 <= n; c += 16) Storage::template get<16>(streams, first + c, x + c);
+        if (c < n) Storage::template get<8>(streams, first + c, x + c);
+    }
+
+    static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
+        Storage::load(streams, first, x, n, NoiseKey{});
+    }
 };
 
 struct NoTable {};

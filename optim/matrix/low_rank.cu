@@ -1,9 +1,10 @@
-// See low_rank.h. Each loop is a struct with a function of one index, or of one index and a lane, that the GPU runs a
-// thread or a warp each, and the CPU in order.
+// See low_rank.h. Each loop is a struct with a function of one index (each.cuh), or of one index and a lane, which the
+// GPU runs a warp each, and the CPU in order.
 #include "low_rank.h"
 
 #include "../../kernels/low_rank_back.cuh"
 #include "../../kernels/matmul_product.cuh"
+#include "../each.cuh"
 #include "../formats/bf16.cuh"
 #include "../formats/fp32.cuh"
 #include "../rules/muon.cuh"
@@ -12,16 +13,12 @@ constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise beside those of noise.
 constexpr int POWER_ITERATIONS = 2, BASIS_BLOCK = 256;
 constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
 
-static MatrixRule rule_of(const OptimConfig* config) {
-    return find_row(rule_table(), config->rule)->matrix;
-}
-
 static bool stores_basis(MatrixRule rule) {
     return rule == MATRIX_GALORE || rule == MATRIX_FIRA;
 }
 
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
-    const MatrixRule rule = rule_of(config);
+    const MatrixRule rule = rule_of(config)->matrix;
     const int64_t side = rows < cols ? rows : cols;
     int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
     if (rank > side) rank = side;
@@ -34,11 +31,6 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
 // Loops.
 
 #ifdef __CUDACC__
-template <class Each>
-__global__ void __launch_bounds__(256) each_kernel(Each each, int64_t count) {
-    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += 256ll * gridDim.x) each.at(i);
-}
-
 // A warp an index.
 template <class Lanes>
 __global__ void __launch_bounds__(256) lanes_kernel(Lanes lanes, int64_t count) {
@@ -48,27 +40,7 @@ __global__ void __launch_bounds__(256) lanes_kernel(Lanes lanes, int64_t count) 
         if (threadIdx.x % 32 == 0) lanes.end(i, sum);
     }
 }
-
-static unsigned blocks_for(int64_t count, int each) {
-    const int64_t blocks = ceil_div(count, each);
-    return (unsigned)(blocks < 8192 ? blocks : 8192);
-}
 #endif
-
-// Calls each.at(i) for i from 0 to count - 1, in any order.
-template <class Each>
-static void for_each(const Device* dev, const Each& each, int64_t count) {
-    if (count == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        each_kernel<<<blocks_for(count, 256), 256, 0, dev->stream>>>(each, count);
-        check_launch();
-        return;
-    }
-#endif
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i++) each.at(i);
-}
 
 // Adds the partial sums lanes.lane(i, 0 .. 31) by halves, as rows.cuh does, and calls lanes.end(i, sum).
 template <class Lanes>
@@ -312,7 +284,7 @@ static LowMatrix low_matrix(const Device* dev, const OptimConfig* config, const 
     const LowShape shape = low_shape(config, m->rows, m->cols);
     LowMatrix l = {};
     l.shape = m;
-    l.rule = rule_of(config);
+    l.rule = rule_of(config)->matrix;
     l.right = m->rows >= m->cols;
     l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
     l.rank = shape.rank;
@@ -407,7 +379,7 @@ static void project_fused(const Device* dev, const LowMatrix* l, const LowGradie
         low_split(dev, l->y, l->z, l->q, l->rank, l->side, false);
         const float* g = (const float*)grads->grads + m->element;
         const LowProjectPlan plan = low_project_plan<float>(dev, g, l->y, l->z, m->rows, m->cols, l->rank);
-        low_project_run<float, 3>(dev, &plan, sink);
+        low_project_run<3>(dev, &plan, sink);
     } else {
         low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
     }
@@ -547,16 +519,9 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
     // A matrix of the caller's own, as if it lay in an arena.
     if (place && copy) copy = (uint16_t*)place->weights - m->element;
     if (place && !apply->copy.codes) weights = (Code*)place->weights - m->element;
-    const ApplySink<KIND> sink = {weights,
-                                  copy,
-                                  apply->group[place ? place->group : m->group],
-                                  apply->seed.seed,
-                                  apply->step,
-                                  scale,
-                                  unit,
-                                  m->element,
-                                  m->rows,
-                                  m->cols};
+    const Hyper& hyper = apply->group[place ? place->group : m->group];
+    const ApplySink<KIND> sink = {weights, copy, hyper,      apply->seed.seed, apply->step,
+                                  scale,   unit, m->element, m->rows,          m->cols};
     if (is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
@@ -578,21 +543,19 @@ bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWo
 #ifdef __CUDACC__
     // The one place that chooses the way (dev/galore.cu has the times). It is one for all matrices of the launch,
     // whoever owns them, so that the bits are those of any sharding.
-    const bool fuses = dev->gpu && dev->compute >= 80 && rule_of(config) == MATRIX_GALORE &&
-                       low_weights(config) != LOW_OTHER && work->plan.by_eights;
-    return fuses;
+    return dev->gpu && dev->compute >= 80 && rule_of(config)->matrix == MATRIX_GALORE &&
+           low_weights(config) != LOW_OTHER && work->plan.by_eights;
 #else
-    (void)dev, (void)config, (void)work;
     return false;
 #endif
 }
 
 bool low_rank_refreshes(const OptimConfig* config, int64_t step) {
-    return stores_basis(rule_of(config)) && (step - 1) % config->rank_gap == 0;
+    return stores_basis(rule_of(config)->matrix) && (step - 1) % config->rank_gap == 0;
 }
 
 static float rank_scale(const OptimConfig* config) {
-    const MatrixRule rule = rule_of(config);
+    const MatrixRule rule = rule_of(config)->matrix;
     const float usual = stores_basis(rule) ? 0.25f : rule == MATRIX_APOLLO_MINI ? 128.0f : 1.0f;
     return config->rank_scale > 0.0f ? config->rank_scale : usual;
 }
@@ -609,14 +572,11 @@ void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWo
         const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[number], basis);
         run(dev, &l, apply, places ? &places[number] : nullptr, rank_scale(config), work->unit, is_bf16);
     }
-#else
-    (void)dev, (void)config, (void)work, (void)chunk, (void)basis, (void)apply, (void)places, (void)is_bf16;
 #endif
 }
 
 void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                      const Streams* basis, int64_t step, [[maybe_unused]] const LowGradients* grads,
-                      [[maybe_unused]] bool fused) {
+                      const Streams* basis, int64_t step, const LowGradients* grads, bool fused) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
     const uint32_t refresh = (uint32_t)((step - 1) / config->rank_gap);
     for (int i = 0; i < taken->matrices; i++) {
@@ -661,16 +621,17 @@ OPTIM_INLINE float channel_factor(float direction, float low) {
     return exact_div(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
 }
 
-// Numbers of all channels: phi, and the square of the norm that is limited. factor holds the squares of N and receives
-// phi.
+// Numbers of all channels: phi, and the square of the norm that is limited. `direction` and `low` have the squares of N
+// and low, whose channels are `next` apart; with 0 one phi serves all channels.
 struct Factors {
-    float *factor, *squares;     // (length)
-    const float *full, *of_low;  // (length): squares of G and of low
+    float *factor, *squares;              // (length)
+    const float *direction, *low, *full;  // full: (length) squares of G
+    int64_t next;
     bool residual;
 
     OPTIM_INLINE void at(int64_t i) const {
-        const float phi = channel_factor(factor[i], of_low[i]);
-        const float rest = residual ? exact_max(exact_add(full[i], -of_low[i]), 0.0f) : full[i];
+        const float of_low = low[i * next], phi = channel_factor(direction[i * next], of_low);
+        const float rest = residual ? exact_max(exact_add(full[i], -of_low), 0.0f) : full[i];
         factor[i] = phi;
         squares[i] = exact_mul(exact_mul(phi, phi), rest);
     }
@@ -688,19 +649,6 @@ struct SumOf {
         return sum;
     }
     OPTIM_INLINE void end(int64_t, float sum) const { *to = sum; }
-};
-
-// apollo-mini's one phi for all channels.
-struct OneFactor {
-    const float *direction, *low;
-    float *factor, *squares;
-    const float* full;
-
-    OPTIM_INLINE void at(int64_t i) const {
-        const float phi = channel_factor(*direction, *low);
-        factor[i] = phi;
-        squares[i] = exact_mul(exact_mul(phi, phi), full[i]);
-    }
 };
 
 // 1 / limit of a sum of squares, and the norm that is kept. One index.
@@ -760,9 +708,9 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
     if (l->rule == MATRIX_APOLLO_MINI) {
         for_lanes(dev, SumOf{factor, n, inverse + 2}, 1);
         for_lanes(dev, SumOf{of_low, n, inverse + 3}, 1);
-        for_each(dev, OneFactor{inverse + 2, inverse + 3, factor, squares, full}, n);
+        for_each(dev, Factors{factor, squares, inverse + 2, inverse + 3, full, 0, false}, n);
     } else {
-        for_each(dev, Factors{factor, squares, full, of_low, l->rule == MATRIX_FIRA}, n);
+        for_each(dev, Factors{factor, squares, factor, of_low, full, 1, l->rule == MATRIX_FIRA}, n);
     }
     for_lanes(dev, SumOf{squares, n, total}, 1);
     for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
@@ -771,7 +719,7 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
 void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
                      const Streams* basis) {
     const MatrixChunk* taken = &work->plan.chunk[chunk];
-    const MatrixRule rule = rule_of(config);
+    const MatrixRule rule = rule_of(config)->matrix;
     const float scale = rank_scale(config);
     for (int i = 0; i < taken->matrices; i++) {
         const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);

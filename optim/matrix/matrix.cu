@@ -4,6 +4,7 @@
 #include "low_rank.h"
 #include "newton_schulz.cuh"
 
+#include "../each.cuh"
 #include "../rules/muon.cuh"
 
 constexpr int MOST_MATRICES = 65535;  // of a chunk, since a grid has no more rows
@@ -86,7 +87,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
     MatrixPlan its = {};
     int64_t matrices = 1, tile = 0;
     const OptimConfig* config = &plan->launch[index].config;
-    const bool low = is_low_rank(find_row(rule_table(), config->rule));
+    const bool low = is_low_rank(rule_of(config));
     for (int t = 0; t < count; t++) matrices += tensors[t].parts;
     its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
@@ -156,7 +157,7 @@ bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coeffi
 }
 
 static bool by_rows(const OptimConfig* config) {
-    return find_row(rule_table(), config->rule)->matrix == MATRIX_NORMUON;
+    return rule_of(config)->matrix == MATRIX_NORMUON;
 }
 
 // Part 2, plainly.
@@ -279,10 +280,6 @@ __global__ void __launch_bounds__(256) matrix_unpack_kernel(BatchArguments batch
     }
 }
 
-__global__ void matrix_begin_kernel(float* unit, const float* grad_scale) {
-    *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u);
-}
-
 // Packs a batch, whose sums begin at `sums`, at x.
 static BatchArguments batch_begin(const Device* dev, const MatrixWork* work, const MatrixBatch* batch, float* sums,
                                   __half* x) {
@@ -337,15 +334,15 @@ static void update_gpu(const Device* dev, const OptimConfig* config, const Matri
 }
 #endif
 
+struct SetUnit {
+    float* unit;
+    const float* grad_scale;
+
+    OPTIM_INLINE void at(int64_t) const { *unit = is_finite(*grad_scale) ? 1.0f : bits_float(0x7fc00000u); }
+};
+
 void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale) {
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        matrix_begin_kernel<<<1, 1, 0, dev->stream>>>(work->unit, grad_scale);
-        check_launch();
-        return;
-    }
-#endif
-    *work->unit = is_finite(*grad_scale) ? 1.0f : NAN;
+    for_each(dev, SetUnit{work->unit, grad_scale}, 1);
 }
 
 void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,

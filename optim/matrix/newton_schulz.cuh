@@ -53,9 +53,9 @@ inline int64_t polar_squares(int64_t rows, int64_t cols) {
     return rows == cols ? 1 : 4;
 }
 
-// The same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale` times
-// what it stands for. `gram_form` is false for square matrices. product(SymmetricProduct, d, a, b, c) makes a product
-// or puts it on a list.
+// Does the same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale`
+// times what it stands for. `gram_form` is false for square matrices. product(SymmetricProduct, d, a, b, c) makes a
+// product or puts it on a list.
 template <class T, class Product>
 T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t rows,
                            int64_t cols, int64_t count, float scale, bool gram_form) {

@@ -50,9 +50,9 @@ enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADA
 struct RuleDefaults {
     static constexpr bool BY_ROWS = false;
     static constexpr RowRule ROWS = ROWS_NONE;
-    static constexpr bool PAIRS = false;        // v has a second number, which `update` finds in `slow`
-    static constexpr bool SCALED = false;       // each tensor's update has a factor
-    static constexpr bool LEAVES_REST = false;  // vectors and embeddings have adamw unless --override says otherwise
+    static constexpr bool PAIRS = false;         // v has a second number, which `update` finds in `slow`
+    static constexpr bool SCALED = false;        // each tensor's update has a factor
+    static constexpr bool HAS_MOMENTUM = false;  // m decays by --momentum; vectors and embeddings then have adamw
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
     // The factor with which m may take gradients before the step (fold.cuh); 0: the step needs more of them than m has.
     static OPTIM_INLINE float fold(const Hyper&) { return 0.0f; }

@@ -14,7 +14,7 @@ EMBED_SOURCE
 struct Muon : RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
     static constexpr MatrixRule MATRIX = MATRIX_MUON;
-    static constexpr bool LEAVES_REST = true;
+    static constexpr bool HAS_MOMENTUM = true;
 
     static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
 

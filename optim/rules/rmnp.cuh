@@ -16,7 +16,7 @@ EMBED_SOURCE
 struct Rmnp : RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = true;
     static constexpr RowRule ROWS = ROWS_RMNP;
-    static constexpr bool LEAVES_REST = true;
+    static constexpr bool HAS_MOMENTUM = true;
 
     static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
 
