@@ -95,9 +95,8 @@ typedef struct {
     EvaluationDone done;  // the figures of a task, on rank 0
     void* context;
 } Evaluator;
-// Scores tasks or files, whose names have commas between them. The scores of all examples go to the file `out` unless
-// it is
-// "".
+// Scores tasks or files, whose names have commas between them. The scores of all examples go to the file `out`, unless
+// that is "".
 bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokenizer* tokenizer, const char* out,
                     char* error);
 

@@ -77,7 +77,9 @@ static bool list_folder(FileList* list, const char* path, const char* prefix, ch
     if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
     for (struct dirent* entry; (entry = readdir(folder));) {
         if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !text_ends(entry->d_name, ".bin")) continue;
-        list_add(list, path_in(path, entry->d_name));
+        char* file = text_format("%s/%s", path, entry->d_name);
+        list_add(list, file);
+        free(file);
     }
     closedir(folder);
     list_sort(list);

@@ -39,7 +39,7 @@ inline TensorMapEncode tensor_map_encoder() {
 inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows,
                               bool fp32 = false) {
     static const TensorMapEncode encode = tensor_map_encoder();
-    CUtensorMap map;
+    CUtensorMap map = {};
     const int size = fp32 ? 4 : 2;
     const cuuint64_t sizes[3] = {(cuuint64_t)columns, (cuuint64_t)rows, (cuuint64_t)batches};
     const cuuint64_t strides[2] = {(cuuint64_t)(columns * size),

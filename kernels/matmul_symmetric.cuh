@@ -9,20 +9,20 @@
 // at 1600). A tile below the diagonal is written twice, as it is and transposed.
 //
 // Newton-Schulz is a chain of some fifteen products, and many of them have less than two tiles for each multiprocessor.
-// So one launch makes all products of several chains. Its blocks stay, and take tiles by a ticket that all of them
-// count up. Tickets follow the order of the products, so a tile needs results of tiles with smaller tickets alone: the
-// block that has the smallest unfinished one never waits for another, wherever and whenever the others run. A block
-// that takes a tile waits until the count of the tile's matrix says that memory has all of the matrix's products
-// before. These have read their operands by then, so a product may write where one before it reads. A tile's bits
-// depend neither on the block that makes it nor on what else is in the launch.
+// So one launch makes all products of several chains. Its blocks stay until no tile is left, and take tiles by a ticket
+// that all of them count up. Tickets follow the order of the products, so a tile needs results of tiles with smaller
+// tickets alone: the block that has the smallest unfinished one never waits for another, wherever and whenever the
+// others run. A block that takes a tile waits until the count of the tile's matrix says that memory has all of the
+// matrix's products before. These have read their operands by then, so a product may write where one before it reads. A
+// tile's bits depend neither on the block that makes it nor on what else is in the launch.
 //
 // A warpgroup (64 x 256 sums of a tile) does as in matmul_gelu.cuh: it rounds a finished tile to fp16, in half as many
 // registers, and hands it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
 // cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
 // and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
 // 384: one thread takes tiles and orders their operands, two warps send panels out and count the parts of tiles that
-// memory has, and two warpgroups multiply. If the next tile has to wait, they are told to hand out what they hold,
-// since it may wait for that. Deterministic.
+// memory has, and two warpgroups multiply. If the next tile has to wait, that thread tells the warpgroups to hand out
+// what they hold, since the tile may wait for that. Deterministic.
 //
 // Where that kernel does not run (other GPUs, or K below 449) the library multiplies all of it, and gamma I is added by
 // a kernel of its own, which rounds once more.
@@ -114,7 +114,7 @@ constexpr int SP_BARRIERS = SP_ORDERS + 2 * 32;           // full and empty of e
 constexpr int SP_SHARED_BYTES = SP_BARRIERS + SP_STAGES * 16;
 constexpr int SP_LEAST_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
 
-// The kinds of products: the operands whose rows are not along K.
+// A product's kind says which of its operands have rows that do not lie along K.
 enum SymmetricKind { SP_NONE_MN, SP_B_MN, SP_BOTH_MN };
 
 // A product of a launch.
@@ -144,10 +144,11 @@ struct SymmetricLaunch {
 
 // What a warpgroup is to do next.
 struct SymmetricTask {
-    int item;  // or one of:
+    int item;  // number of the product whose tile comes next, SP_FLUSH or SP_END
     SymmetricTile tile;
 };
-constexpr int SP_FLUSH = -1, SP_END = -2;
+constexpr int SP_FLUSH = -1;  // hand out the tile that is held
+constexpr int SP_END = -2;    // the same, and end
 
 __device__ __forceinline__ uint32_t sp_full(uint32_t shared, int stage) {
     return shared + SP_BARRIERS + stage * 8;
@@ -159,7 +160,7 @@ __device__ __forceinline__ uint32_t sp_parity(uint32_t turn) {
     return turn / SP_STAGES % 2;
 }
 
-// Tasks in shared memory.
+// Writes a task to shared memory, and reads it.
 __device__ __forceinline__ void sp_write(uint32_t at, const SymmetricTask& t) {
     asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(t.item), "r"(t.tile.matrix), "r"(t.tile.row),
                  "r"(t.tile.column * 2 + t.tile.half)
@@ -602,7 +603,7 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
 // A product of a chain.
 struct SymmetricCall {
     SymmetricProduct product;
-    __half* d;  // none of the others
+    __half* d;  // differs from a, b and c
     const __half *a, *b, *c;
     int counter;  // of its first matrix: products of the same matrices have the same
 };
@@ -653,6 +654,7 @@ inline void symmetric_add(const Device* dev, SymmetricLaunch* launch, const Symm
     while (i >= 0 && launch->item[i].counter != item.counter) i--;
     if (i >= 0) {
         const SymmetricItem* last = &launch->item[i];
+        assert(last->shape.batch == item.shape.batch);
         item.before = last->before;
         for (int tile = 0; tile < last->shape.whole + last->shape.half; tile++)
             item.before += symmetric_tile(tile, last->shape).row + 64 < last->shape.rows ? 2 : 1;

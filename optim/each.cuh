@@ -1,5 +1,5 @@
-// Loops whose turns do not depend on each other. A loop is a struct with a function of one index, `at`; a GPU runs a
-// thread an index, on the device's stream, and the CPU takes the indices on its cores.
+// Loops whose turns do not depend on each other. A loop is a struct with a function of one index, `at`. A GPU runs one
+// thread for each index, on the device's stream; the CPU spreads the indices over its cores.
 #pragma once
 #include "../kernels/common.cuh"
 #include "float.cuh"
@@ -28,6 +28,6 @@ void for_each(const Device* dev, const Each& each, int64_t count) {
         return;
     }
 #endif
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (count > 1)
     for (int64_t i = 0; i < count; i++) each.at(i);
 }

@@ -231,8 +231,7 @@ static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, O
     return rows->rule->matrix || rows->weights == none_row() ? none_row() : step_copy(config, rows->weights, compute);
 }
 
-// The text of the user's own formats, for NVRTC; "" if the combination has none.
-static const char* user_source(const Rows* rows) {
+const char* user_source(const Rows* rows) {
     return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
 }
 

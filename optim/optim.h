@@ -262,7 +262,7 @@ struct OptimStored {
     void* context;
     const char* own_formats = "";  // what optim_own_formats said when it was written
     // Reads `bytes` bytes of what `array` returned, from byte `at` on.
-    void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to) = nullptr;
+    void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 };
 
 // Loads weights and states of a new optimizer, or shard, from a checkpoint, which is unsharded. Arrays in the same

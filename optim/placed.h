@@ -35,7 +35,8 @@ typedef struct PlacedTables PlacedTables;
 PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors);
 void placed_free(PlacedTables* tables);
 
-// One step, on the stream of the optimizer's device, not of `step`. Reports through user_error, before anything
+// Takes one step, on the stream of the optimizer's device: it does not read the stream of `step`, whose other members
+// nibble_optim.h describes. Reports through user_error, before anything
 // changes, if some tensors of a rule that reads rows or matrices, or of formats whose scales are of whole tensors, have
 // a gradient and others none, or if tensors of such a rule have different betas or have taken different numbers of
 // steps.

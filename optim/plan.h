@@ -11,9 +11,8 @@
 
 constexpr int LAUNCHES = 6;  // at most
 
-// The basis is what a rule projects gradients with, and the norm that it limits; the norms are the last ones of each
-// tensor's update, which
-// --limit-growth keeps.
+// The basis is what a rule projects gradients with, and the norm that it limits. The norms are the last ones of each
+// tensor's update, which --limit-growth keeps.
 enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOT_NORMS, SLOTS };
 
 // A run of the arena, and where the numbers of spans of its tensors lie among those of all.

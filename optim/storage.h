@@ -77,6 +77,9 @@ struct Rows {
 };
 Rows config_rows(const OptimConfig* config);
 
+// The text of the user's own formats, which NVRTC reads behind the optimizer's source; "" if a combination has none.
+const char* user_source(const Rows* rows);
+
 // The row of a moment's format, "none" and the user's own included; null if there is none of this name.
 const FormatRow* find_state(const OptimConfig* config, const char* name);
 

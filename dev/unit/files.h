@@ -51,10 +51,13 @@ inline const char* new_folder() {
     static void in_##NAME([[maybe_unused]] Test* test, [[maybe_unused]] const char* FOLDER)
 #define DATA_TEST(NAME) TEST_IN(NAME, folder, new_folder())
 
-// Removes a folder with all that is in it, or a file. Links are not followed.
+// Removes a folder with all that is in it, or a file, if there is one. Links are not followed.
 inline void remove_tree(const char* path) {
-    const auto remove_one = [](const char* name, const struct stat*, int, struct FTW*) { return remove(name) & 0; };
-    nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
+    const auto remove_one = [](const char* name, const struct stat*, int, struct FTW*) { return remove(name); };
+    if (nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS) != 0 && errno != ENOENT) {
+        fprintf(stderr, "%s cannot be removed: %s\n", path, strerror(errno));
+        abort();
+    }
 }
 
 inline void put(const char* path, const void* bytes, int64_t count) {

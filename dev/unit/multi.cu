@@ -681,7 +681,11 @@ RANKS_TEST(multi_signals, 3) {
         const char* run = joined(work, "run");
         if (which == 2) {
             kill(process[1], SIGUSR1);
-            expect(comes_true(20, 10, [run] { return checkpoints(run) > 0; }), "SIGUSR1 saved nothing");
+            const auto saved = [run] {
+                int64_t newest;
+                return checkpoints(run, &newest) > 0 && newest > 0;
+            };
+            expect(comes_true(20, 10, saved), "SIGUSR1 saved nothing");
         }
         kill(which == 0 ? child.pid : process[which == 1 ? 1 : ranks - 1], SIGTERM);
         finish_well(test, &child);

@@ -55,11 +55,10 @@ static void expect_same_sizes(Test* test, const OptimConfig* config, const Optim
            (long long)want.states);
 }
 
-// The text of the user's own formats that a configuration's kernel needs; "" if it needs none.
+// Returns what the optimizer gives NVRTC behind its own source for a configuration.
 static const char* source_of(const OptimConfig* config) {
     const Rows rows = config_rows(config);
-    const char* source = rows.m->source ? rows.m->source : rows.v->source;
-    return source ? source : "";
+    return user_source(&rows);
 }
 
 CACHE_TEST(JIT_TEST, user_format_example) {

@@ -84,8 +84,8 @@ enum Rounding { NEAREST, STOCHASTIC };
 struct StorageDefaults {
     static constexpr bool SIGNED = true;       // false: negative numbers are lost, so that it does not serve m
     static constexpr bool COMES_LATE = false;  // load() is in two parts, start() and finish() (rows.cuh)
-    static constexpr bool HAS_SPANS =
-        false;  // scales reach further than a tile, whose maxima measure() keeps (spans.cuh)
+    // Scales reach further than a tile, whose maxima measure() keeps (spans.cuh).
+    static constexpr bool HAS_SPANS = false;
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only
 

@@ -1,5 +1,5 @@
-// See low_rank.h. Each loop is a struct with a function of one index (each.cuh), or of one index and a lane, which the
-// GPU runs a warp each, and the CPU in order.
+// See low_rank.h. Each loop is a struct with a function of one index (each.cuh), or of one index and a lane. For the
+// latter a GPU runs one warp for each index, and the CPU takes the lanes in order.
 #include "low_rank.h"
 
 #include "../../kernels/low_rank_back.cuh"

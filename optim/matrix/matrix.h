@@ -29,8 +29,9 @@
 //
 // Memory. The launch's tensors are taken in chunks of about 3 x 2^25 elements, so the scratch (4 bytes an element of a
 // chunk) and the products' buffers (6, and up to 12 where the longer side is less than four times the shorter one) do
-// not grow with the model: at most 1.6 GB, or what one tensor needs; 0.9 GB for GPT-2 124M and for 1558M. All matrices
-// of a chunk are in one launch; with few of them multiprocessors wait for a matrix's last product.
+// not grow with the model: at most 1.6 GB, or what one tensor needs; 0.9 GB for GPT-2 124M and for 1558M. One launch
+// makes the products of a chunk whose matrices have up to three shapes, and in a few steps; more shapes or steps take
+// several. With few matrices multiprocessors wait for a matrix's last product.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
 // tiles.
 #pragma once
