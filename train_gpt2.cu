@@ -962,9 +962,8 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, error), error);
     reader.run = &run->folder;
     const OptimStream magnitudes = magnitudes_of(m);
-    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array,
+    OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array, checkpoint_array_read,
                           checkpoint_weights, checkpoint_notice,      &reader};
-    stored.read = checkpoint_array_read;
     const bool loaded =
         optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &magnitudes, &found, error);
     require(!*reader.error, reader.error);

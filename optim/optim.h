@@ -255,14 +255,14 @@ struct OptimStored {
     // Returns the bytes of the array with this name, safetensors type and size, in the layout of `config`; NULL if
     // there is none. It is not asked for primary weights of type F32 or BF16: those come from `weights`.
     const void* (*array)(void* context, const char* name, const char* dtype, int64_t bytes);
+    // Reads `bytes` bytes of what `array` returned, from byte `at` on.
+    void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to);
     // Reads the weights of a tensor, rows x cols, from the model file.
     void (*weights)(void* context, int tensor, float* values);
     // Receives a line of text for every conversion, and for every moment that begins or ends here.
     void (*notice)(void* context, const char* line);
     void* context;
     const char* own_formats = "";  // what optim_own_formats said when it was written
-    // Reads `bytes` bytes of what `array` returned, from byte `at` on.
-    void (*read)(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 };
 
 // Loads weights and states of a new optimizer, or shard, from a checkpoint, which is unsharded. Arrays in the same

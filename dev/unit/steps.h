@@ -188,7 +188,7 @@ inline void stored_notice(void* context, const char* line) {
 // Loads `to` from `from`, whose file holds `more` arrays besides. Returns false and a sentence if it cannot.
 inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
-    OptimStored stored = {from->config, more, stored_array, stored_weights, stored_notice, context, "", stored_read};
+    OptimStored stored = {from->config, more, stored_array, stored_read, stored_weights, stored_notice, context};
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
         OptimStream stream = optim_stream(from->optim, s);
         stored.arrays += !(stream.is_weights && (is(stream.dtype, "F32") || is(stream.dtype, "BF16")));

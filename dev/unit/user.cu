@@ -224,7 +224,7 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     optim_layout(&tensor, 1, &config);
     Optim* optim = optim_create(&cpu, &config, &tensor, 1, OPTIM_FP32);
     float nothing[16] = {};
-    OptimStored stored = {*written, 3, zeros, nullptr, nullptr, nothing, sums, stored_read};
+    OptimStored stored = {*written, 3, zeros, stored_read, nullptr, nullptr, nothing, sums};
     stored.config.weights = "fp32";
     expect_refused(optim_load(optim, &stored, error), error, holds);
 }
