@@ -60,7 +60,8 @@ ROWS = [
 
 
 def make(copy, *words):
-    command = ["make", "NVCC=", "CXX=ccache g++", "CC=ccache gcc", f"-j{os.cpu_count()}", "-s", *words]
+    cache = "ccache " if shutil.which("ccache") else ""  # saves compiling again, where it is installed
+    command = ["make", "NVCC=", f"CXX={cache}g++", f"CC={cache}gcc", f"-j{os.cpu_count()}", "-s", *words]
     return subprocess.run(command, cwd=copy, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
