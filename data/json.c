@@ -79,7 +79,10 @@ static char* parse_escape(Parser* parser, char* to) {
     if (parser->at == parser->end) return parse_error(parser, "an unfinished escape"), NULL;
     char c = *parser->at++;
     const char* name = c ? strchr(names, c) : NULL;
-    if (name) return *to = values[name - names], to + 1;
+    if (name) {
+        *to++ = values[name - names];
+        return to;
+    }
     if (c != 'u') return parse_error(parser, "an unknown escape"), NULL;
     int point = parse_hex(parser);
     if (point < 0) return parse_error(parser, "\\u without four hexadecimal digits"), NULL;

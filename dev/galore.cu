@@ -149,7 +149,7 @@ struct AdamSink {
         store_four(n + at, to);
     }
 
-    // What galore_project.cuh asks for: two numbers side by side, and two such pairs.
+    // galore_project.cuh asks a sink for these: two numbers side by side, and two such pairs.
     struct Two {
         float2 m, v;
     };

@@ -1,7 +1,7 @@
 // The first product of low_rank.cuh in bf16 on sm_90a, with operands and clusters as in kernels/low_rank_project.cuh:
 //     a: Q, 64 rows a warpgroup;  b: G, 128 to 192 channels, as many as are done first
-// The end is another one than there, since that one takes a third of a short product's time. Each block of a cluster
-// owns every so many groups of eight channels. When all have multiplied, a thread sends its sums of a group, four
+// The end differs from the one there, which takes a third of a short product's time. The blocks of a cluster own groups
+// of eight channels in turns. When all have multiplied, a thread sends its sums of a group, four
 // numbers, from its registers to the thread of its own number in the owner, which adds up the blocks' in order and
 // hands them to the sink. What the sink reads of the first groups was asked for before the product. The optimizer,
 // which leaves this product to the library, does not use it. Deterministic. Sizes are multiples of 8, addresses of 16
@@ -75,7 +75,7 @@ __device__ __forceinline__ void wait_for_sent(uint32_t barrier) {
     }
 }
 
-// A thread: sends its sums. `place` is its place in an owner's first piece from this block.
+// A thread sends its sums by this. `place` is its place in an owner's first piece from this block.
 template <typename Send>
 __device__ __forceinline__ void lh_send(const float (&c)[Send::GROUPS][4], uint32_t place, uint32_t come, int slices) {
     int owner = 0;
@@ -171,7 +171,7 @@ struct LowShare {
     }
 };
 
-// The end of a block, for a thread that has multiplied. SLICES is s.slices, or 0 if that is known only then.
+// A thread that has multiplied ends a block by this. SLICES is s.slices, or 0 if that is known only then.
 template <int SLICES, typename Send, typename Share, typename Sink>
 __device__ __forceinline__ void lh_end(Share share, typename Share::Old* old, const Sink& sink,
                                        const float (&c)[Send::GROUPS][4], uint32_t shared, int lane) {

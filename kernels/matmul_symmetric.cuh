@@ -117,7 +117,7 @@ constexpr int SP_LEAST_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K f
 // A product's kind says which of its operands have rows that do not lie along K.
 enum SymmetricKind { SP_NONE_MN, SP_B_MN, SP_BOTH_MN };
 
-// A product of a launch.
+// This is one of the products that a launch makes.
 struct SymmetricItem {
     SymmetricShape shape;
     float alpha, beta, gamma;
@@ -142,7 +142,7 @@ struct SymmetricLaunch {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// What a warpgroup is to do next.
+// A task tells a warpgroup what to do next.
 struct SymmetricTask {
     int item;  // number of the product whose tile comes next, SP_FLUSH or SP_END
     SymmetricTile tile;
@@ -252,8 +252,8 @@ __device__ __forceinline__ void sp_load(SymmetricOrders& o, const SymmetricItem&
     }
 }
 
-// One thread: takes tiles, and orders their operands, stage after stage. An operand whose rows are not along K (MN)
-// comes as panels of 64 columns.
+// One thread of a block takes tiles, and orders their operands, stage after stage. An operand whose rows do not lie
+// along K (MN) comes as panels of 64 columns.
 __device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricLaunch* launch) {
     SymmetricOrders o = {launch, shared, 0};
     int next = atomicAdd(launch->counts, 1), i = 0;
@@ -283,7 +283,7 @@ __device__ __forceinline__ int sp_mirrored(const SymmetricShape& s, const Symmet
     return !s.symmetric ? 0 : left < sp_panels(t) ? left : sp_panels(t);
 }
 
-// One warp for each warpgroup: sends its panels out, and counts a tile's part when memory has all of it.
+// For each warpgroup one warp sends its panels out, and counts a part of a tile when memory has all of it.
 __device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch* launch, int group) {
     const uint32_t panel = shared + SP_PANELS + group * 2 * SP_PANEL_BYTES;
     for (;;) {
@@ -425,7 +425,7 @@ __device__ __forceinline__ uint32_t sp_pack(float low, float high) {
     return *reinterpret_cast<uint32_t*>(&pair);
 }
 
-// What is held of panel P of a product with c; DIAGONAL: the panel has a part of the diagonal.
+// Computes what is held of panel P of a product with c. DIAGONAL says that the panel has a part of the diagonal.
 template <int P, bool DIAGONAL>
 __device__ __forceinline__ void sp_combine(SymmetricWork& w, float alpha, float beta, float gamma) {
 #pragma unroll
@@ -600,7 +600,7 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
     check_launch();
 }
 
-// A product of a chain.
+// A caller describes a product of a chain by this.
 struct SymmetricCall {
     SymmetricProduct product;
     __half* d;  // differs from a, b and c
@@ -619,7 +619,7 @@ inline void symmetric_launch(const Device* dev, SymmetricLaunch* launch) {
     launch->maps = launch->items = launch->tiles = launch->counters = 0;
 }
 
-// The number of the map of `batch` matrices of rows x cols, in boxes of so many rows.
+// Returns the number of the map of `batch` matrices of rows x cols, in boxes of so many rows; makes it if need be.
 inline unsigned char symmetric_map(SymmetricLaunch* launch, const __half* address, int64_t batch, int64_t rows,
                                    int64_t cols, int box) {
     // Maps of bf16: the copy engine moves two bytes an element, whatever they mean, and writes zeros past the end.

@@ -47,7 +47,7 @@ struct Arena {
     bool stepping;     // the backward pass takes it
 };
 
-// The tensors and their parts.
+// Returns the tensors and their parts.
 ModelParts arena_parts(const Arena* arena);
 // Makes room for `count` tensors, all zero.
 void arena_tensors(Arena* arena, int count);
@@ -115,7 +115,7 @@ void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t ste
 // Begins micro-batch `number` of `count`; the first one's number is 0.
 void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // Call this before the first gradient of a part is written; a layer's projection gets its first from the layer above.
-// What stood in their place is over. Part `layers` is all that is in no layer.
+// The gradients of another part that lay there are lost. Part `layers` is all that is in no layer.
 void arena_room(const Arena* arena, int part);
 // The gradients of a part in this micro-batch are complete: where they are released, takes its step or takes them into
 // m; or begins their sum over the ranks.

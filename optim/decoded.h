@@ -28,7 +28,7 @@ inline int decoded_final(int layers) {
     return layers + 1;
 }
 
-// A model's tensors and their parts. The arrays must outlive whatever is opened with them.
+// This names a model's tensors and their parts. The arrays must outlive whatever is opened with them.
 struct ModelParts {
     const OptimTensor* tensors;  // (count)
     const int* part;             // (count) the part of each
@@ -51,8 +51,8 @@ void decoded_close(Decoded* decoded);
 // The codes of an operand; NULL for other tensors.
 const uint8_t* decoded_codes(const Decoded* decoded, int tensor);
 
-// From here on operands are decoded too, into `room`, of DecodedBytes.lent bytes. With NULL they no longer are, and the
-// room is free.
+// Lends the room of DecodedBytes.lent bytes into which operands are decoded from here on. With NULL they are no longer
+// decoded, and the room is the caller's again.
 void decoded_lend(Decoded* decoded, void* room);
 
 // The place of a tensor's weights in the compute type once its part has been asked for. It does not change, but for

@@ -1,7 +1,7 @@
 // Tests of the command line: what runs, what is refused and how, same bits (cli.h says how they run it).
 #include "cli.h"
 
-// What runs.
+// These cases run to their end.
 
 static void check_run_folder(Test* test, const char* run, const char* out) {
     const Json* config = json_read(joined(run, "config.json"), error);

@@ -289,8 +289,8 @@ inline void expect_equal_files(Test* test, const char* a, const char* b, const c
     expect(equal_files(test, a, b, name, other), "%s/%s and %s/%s differ", a, name, b, other ? other : name);
 }
 
-// What a log says of each step: the training loss as it is spelled there, the gradient's norm and the learning rate. Of
-// a step done twice the last line counts.
+// This holds what a log says of each step: the training loss as it is spelled there, the gradient's norm and the
+// learning rate. If a step was done twice, the last line counts.
 constexpr int MOST_STEPS = 4000;
 struct Losses {
     char text[MOST_STEPS][32];

@@ -64,7 +64,7 @@ FOLDER_TEST(cli_run_is_called_nano) {
     const char *run = joined(work, "nano"), *whole = joined(work, "whole");
     for (const char* model : {"", "--model nano"}) {
         Child child = new_child(false, work);
-        // Its steps are slow, so that few are logged before it is killed.
+        // The run has slow steps, so that few of them are logged before it is killed.
         start(&child, TINY " --data text.txt --run nano --resume auto --steps 9 --tokens-per-step 4096 %s", model);
         expect(wait_for_step(&child, run, 3), "no third step: %s", ERR(child));
         kill(child.pid, SIGKILL);

@@ -371,8 +371,8 @@ TEST(doors_messages_of_a_rank) {
     }
 }
 
-// On the command line a launcher's run works without a secret, and rank 0 says once who could join; with a secret it
-// says nothing.
+// A run that a launcher starts works without a secret, and rank 0 says once who could join; with a secret it says
+// nothing.
 TEST(doors_warning) {
     static const Variable plain[] = {{"RANK", "rank"},
                                      {"LOCAL_RANK", "rank"},

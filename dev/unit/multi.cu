@@ -393,7 +393,7 @@ static void check_resume(Test* test, bool gpu, int from, int to, const char* mod
     expect_equal_runs_from(test, run[0], run[1], 5, 8);
 }
 
-// On as many ranks as before a run goes on as if it had not been interrupted, whatever is sharded.
+// A run on as many ranks as before goes on as if it had not been interrupted, whatever is sharded.
 static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, const char* after) {
     const char* work = work_folder();
     const char* run[2];
