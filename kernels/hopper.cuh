@@ -18,7 +18,7 @@
 
 // Host: tensor maps.
 
-constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128;
+constexpr int PANEL_ROW_BYTES = 128;
 
 using TensorMapEncode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
