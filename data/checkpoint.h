@@ -19,8 +19,8 @@ char* paths_absolute(const char* list);
 // Lists the steps of all checkpoints in a run folder, newest first. Returns how many there are. The caller frees
 // *steps.
 int checkpoint_list(const char* run_folder, int64_t** steps);
-// Writes the name of a step's folder: RUN/step_%08lld.
-void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes);
+// Returns the name of a step's folder, RUN/step_%08lld, which the caller frees.
+char* checkpoint_name(const char* run_folder, int64_t step);
 
 enum { CHECKPOINT_VERSION = 1 };  // of state.json
 
@@ -87,11 +87,11 @@ void checkpoint_notice(void* context, const char* line);
 Json* checkpoint_state(const char* folder, char* error);
 // Returns whether those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
-// Compares every file of a checkpoint with its sum. Returns state.json's tree, which the caller frees, if it is whole;
-// otherwise NULL and a sentence.
-Json* checkpoint_verify(const char* folder, char* error);
+// Compares every file of a checkpoint with its sum; with `model_alone`, optimizer.safetensors may be damaged or absent.
+// Returns state.json's tree, which the caller frees, if it is whole; otherwise NULL and a sentence.
+Json* checkpoint_verify(const char* folder, bool model_alone, char* error);
 // Finds the newest whole checkpoint of a run folder, whose path goes into `folder`; damaged ones are named on stderr
-// and passed over. With `model_alone`, optimizer.safetensors may be damaged or absent.
+// and passed over.
 Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes);
 // Returns the folder that --model names, from the root, which *model becomes too; "" where it names a built-in shape or
 // is "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that

@@ -1,7 +1,6 @@
 // Files that are no text are recognized by the signature they begin with; what has none is judged by a sample: a text
 // in any 8-bit or UTF-8 encoding has next to no NUL and control bytes, and no NUL at its beginning, while numbers,
 // tokens and UTF-16 are full of them and a container of texts begins with a NUL or more.
-#define _GNU_SOURCE  // memmem
 #include "content.h"
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,3 @@
-// See finite.h.
 #include "finite.h"
 #include <string.h>
 #include "errors.h"

@@ -1,4 +1,3 @@
-// See gpt2_config.h.
 #include "gpt2_config.h"
 
 #include <math.h>

@@ -1,5 +1,3 @@
-// See memory.h.
-#define _GNU_SOURCE
 #include "memory.h"
 #include <fcntl.h>
 #include <stdarg.h>
@@ -62,6 +60,10 @@ void* memory_aligned(size_t alignment, size_t bytes) {
     void* pointer = NULL;
     if (posix_memalign(&pointer, alignment, bytes) != 0) memory_missing(bytes);
     return pointer;
+}
+
+void memory_drop(void* pointer) {
+    free(*(void**)pointer);
 }
 
 char* text_part(const char* text, size_t bytes) {

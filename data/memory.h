@@ -12,6 +12,9 @@ void* memory_take(size_t bytes);  // not initialised
 void* memory_zero(size_t count, size_t bytes);
 void* memory_grow(void* pointer, size_t bytes);
 void* memory_aligned(size_t alignment, size_t bytes);
+// SCOPED char* text = text_copy(...); is freed where its scope ends, however the function returns.
+#define SCOPED __attribute__((cleanup(memory_drop)))
+void memory_drop(void* pointer);  // frees what the variable at `pointer` points to
 
 char* text_copy(const char* text);
 char* text_part(const char* text, size_t bytes);  // its first `bytes` at most

@@ -1,5 +1,3 @@
-// See model_folder.h.
-#define _GNU_SOURCE
 #include "model_folder.h"
 #include "finite.h"
 #include <glob.h>

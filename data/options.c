@@ -1,4 +1,3 @@
-// See options.h.
 #include "options.h"
 #include <errno.h>
 #include <math.h>

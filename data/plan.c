@@ -1,4 +1,3 @@
-// See plan.h.
 #include "plan.h"
 #include <stddef.h>
 #include "memory.h"

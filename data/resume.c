@@ -1,5 +1,4 @@
 // See resume.h. The names are those of the trainer's options.
-#define _GNU_SOURCE
 #include "resume.h"
 #include <math.h>
 #include <stdarg.h>

@@ -1,5 +1,3 @@
-// See run_folder.h.
-#define _GNU_SOURCE
 #include "run_folder.h"
 #include <errno.h>
 #include <fcntl.h>

@@ -1,4 +1,3 @@
-// See schedule.h.
 #include "schedule.h"
 #include <math.h>
 #include <stdio.h>

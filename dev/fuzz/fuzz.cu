@@ -156,7 +156,7 @@ static void fuzz_state(FuzzInput input) {
     const uint32_t crc = crc32c(0, state_text.bytes, (int64_t)state_text.count);
     snprintf(seal, sizeof(seal), "\"crc32c\": %u\n}\n", crc);
     put("state.json", state_text, {seal, strlen(seal)});
-    Json* state = checkpoint_verify(folder, error);
+    Json* state = checkpoint_verify(folder, false, error);
     if (!state) return demand_sentence(error);
     Options options = standard_options();
     for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) given[i] = input.bytes[i] % 2 != 0;

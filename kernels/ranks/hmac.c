@@ -1,4 +1,3 @@
-// See hmac.h.
 #include "hmac.h"
 #include <stdint.h>
 #include <string.h>

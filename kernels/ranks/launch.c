@@ -1,5 +1,4 @@
 // See launch.h. First who this rank is, then --gpus, the watch, and what ranks tell each other.
-#define _GNU_SOURCE
 #include "launch.h"
 #include <errno.h>
 #include <omp.h>

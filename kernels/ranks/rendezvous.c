@@ -1,5 +1,4 @@
 // See rendezvous.h. First addresses and messages, then rank 0, then the other ranks.
-#define _GNU_SOURCE
 #include "rendezvous.h"
 #include <errno.h>
 #include <fcntl.h>
