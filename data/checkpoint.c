@@ -161,13 +161,10 @@ static bool model_write(const char* folder, const Checkpoint* checkpoint, Checkp
     int64_t largest = 0;
     for (int t = 0; t < count; t++) {
         const ModelTensor* tensor = &checkpoint->tensors[t];
-        const int64_t rows = tensor->stored_rows, cols = tensor->cols;
-        const bool swap = tensor->transposed || tensor->rows == 1;
-        entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name),
-                                        tensor->dtype,
-                                        {swap ? cols : rows, swap ? rows : cols},
-                                        tensor->rows == 1 ? 1 : 2};
-        if (tensor->rows * cols > largest) largest = tensor->rows * cols;
+        const int64_t size = tensor->rows * tensor->cols;
+        entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name), tensor->dtype, {0}, 0};
+        entries[t].dims = model_tensor_shape(tensor, entries[t].shape);
+        if (size > largest) largest = size;
     }
     SCOPED float* values = memory_zero((size_t)largest, sizeof(float));
     ModelSource tensor = {checkpoint, values};

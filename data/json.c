@@ -220,18 +220,15 @@ Json* json_parse(const char* text, int64_t bytes, const char* what, char* error)
     Parser parser = {text, text, text + bytes, what, error};
     bool fine = parse_value(&parser, json, 0);
     if (fine) skip_space(&parser);
-    if (fine && parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
-    if (fine) return json;
-    json_free(json);
-    return NULL;
+    if (fine && parser.at == parser.end) return json;
+    if (fine) parse_error(&parser, "something after the end of the value");
+    return json_free(json), NULL;
 }
 
 Json* json_read(const char* path, char* error) {
     int64_t bytes = 0;
-    char* text = file_read(path, &bytes, error);
-    Json* json = text ? json_parse(text, bytes, path, error) : NULL;
-    free(text);
-    return json;
+    SCOPED char* text = file_read(path, &bytes, error);
+    return text ? json_parse(text, bytes, path, error) : NULL;
 }
 
 void json_free(Json* json) {
@@ -241,6 +238,10 @@ void json_free(Json* json) {
         json_free(child);
     }
     free(json->key), free(json->text), free(json);
+}
+
+void json_drop(Json** json) {
+    json_free(*json);
 }
 
 const Json* json_get(const Json* object, const char* key) {

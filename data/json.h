@@ -22,6 +22,9 @@ struct Json {
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error);  // `what` names the file in the error
 Json* json_read(const char* path, char* error);                                    // of a file
 void json_free(Json* json);
+// JSON_SCOPED Json* json = json_read(...); is freed where its scope ends.
+#define JSON_SCOPED __attribute__((cleanup(json_drop)))
+void json_drop(Json** json);
 // Returns the member of this name, NULL when it is absent, the last one of a name that comes twice, as in Python.
 const Json* json_get(const Json* object, const char* key);
 // These return a member's value, `otherwise` when it is absent, of another kind or, for json_int, not an integer of 64

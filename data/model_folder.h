@@ -26,6 +26,9 @@ enum { MODEL_BLOCK_TENSORS = 12 };
 int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocabulary, int64_t padded,
                   ModelTensor** tensors);
 
+// Sets the shape that a tensor has in files. Returns its dimensions, 1 or 2.
+int model_tensor_shape(const ModelTensor* tensor, int64_t shape[2]);
+
 typedef struct {
     const char* path;  // the folder
     Safetensors* file;

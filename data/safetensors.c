@@ -118,14 +118,14 @@ static bool header_make(const char* path, const SafetensorsEntry* entries, int c
 
 SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* entries, int count,
                                      const char* metadata_format, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    SCOPED char* text;
+    size_t length;
     int64_t data = 0;
-    if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return free(text), NULL;
+    if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return NULL;
     const uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     const int64_t bytes = 8 + (int64_t)padded + data;
     const int descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
-    if (descriptor < 0) return free(text), NULL;
+    if (descriptor < 0) return NULL;
     SafetensorsWriter* writer = memory_zero(1, sizeof(SafetensorsWriter));
     writer->path = text_copy(path), writer->buffer = memory_take(BUFFER_BYTES);
     writer->descriptor = descriptor, writer->expected = bytes;
@@ -133,10 +133,8 @@ SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* e
     memset(spaces, ' ', sizeof(spaces));
     const bool ok = writer_put(writer, &padded, 8, error) && writer_put(writer, text, (int64_t)length, error) &&
                     writer_put(writer, spaces, (int64_t)(padded - length), error);
-    free(text);
     if (ok) return writer;
-    safetensors_abandon(writer);
-    return NULL;
+    return safetensors_abandon(writer), NULL;
 }
 
 bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
@@ -231,30 +229,25 @@ static int by_name(const void* a, const void* b) {
 
 // The tensors tile the data from its first byte to its last, and no name comes twice.
 static bool check_tiling(const Safetensors* file, int64_t data, int64_t data_bytes, char* error) {
-    const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
+    SCOPED const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
     for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
     qsort(sorted, (size_t)file->count, sizeof(*sorted), by_place);
-    bool fine = true;
     int64_t at = data;
-    for (int i = 0; i < file->count && fine; i++) {
-        if (sorted[i]->at != at) {
-            fine = data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends",
-                              file->path, sorted[i]->name);
-        }
-        at += sorted[i]->bytes;
+    for (int i = 0; i < file->count; at += sorted[i++]->bytes) {
+        if (sorted[i]->at == at) continue;
+        return data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends", file->path,
+                          sorted[i]->name);
     }
-    if (fine && at != data + data_bytes) {
-        fine = data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld",
+    if (at != data + data_bytes) {
+        return data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld",
                           file->path, (long long)(at - data), (long long)data_bytes);
     }
     qsort(sorted, (size_t)file->count, sizeof(*sorted), by_name);
-    for (int i = 1; i < file->count && fine; i++) {
-        if (strcmp(sorted[i - 1]->name, sorted[i]->name) == 0) {
-            fine = data_error(error, "%s is corrupted: it has two tensors named %s", file->path, sorted[i]->name);
-        }
+    for (int i = 1; i < file->count; i++) {
+        if (strcmp(sorted[i - 1]->name, sorted[i]->name) != 0) continue;
+        return data_error(error, "%s is corrupted: it has two tensors named %s", file->path, sorted[i]->name);
     }
-    free(sorted);
-    return fine;
+    return true;
 }
 
 static bool read_header(Safetensors* file, char* error) {
@@ -276,13 +269,10 @@ static bool read_header(Safetensors* file, char* error) {
                           (unsigned long long)length, (long long)file->bytes);
     }
     int64_t data = 8 + (int64_t)length, data_bytes = file->bytes - data;
-    char problem[DATA_ERROR_BYTES];
-    char* text = memory_take((size_t)length + 1);
-    bool fine = file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error);
-    file->header = fine ? json_parse(text, (int64_t)length, "its header", problem) : NULL;
-    free(text);
-    if (!fine) return false;
-    if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, problem);
+    SCOPED char* text = memory_take((size_t)length + 1);
+    if (!file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error)) return false;
+    file->header = json_parse(text, (int64_t)length, "its header", error);
+    if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, error);
     if (file->header->kind != JSON_OBJECT)
         return data_error(error, "%s is corrupted: its header is no object", file->path);
     int64_t members = 0;
