@@ -254,7 +254,6 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
     return check_heads(model, *folder, shape, error);
 }
 
-
 // Can the value of a member such as eos_token_id be kept? It is a token of the vocabulary, several of them, or null.
 static bool is_token_id(const Json* value, int64_t vocabulary) {
     if (value->kind == JSON_NULL) return true;

@@ -119,10 +119,10 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
     static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout", NULL};
-    char *text = NULL, reason[DATA_ERROR_BYTES], number[OPTION_TEXT_BYTES];
-    size_t length = 0;
-    if (!dataset_fingerprint(train, reason) || !dataset_fingerprint(val, reason)) {
-        return data_error(run->error, "--data: %s", reason), NULL;
+    char *text, number[OPTION_TEXT_BYTES];
+    size_t length;
+    if (!dataset_fingerprint(train, run->error) || !dataset_fingerprint(val, run->error)) {
+        return data_error(run->error, "--data: %s", run->error), NULL;
     }
     FILE* file = text_stream(&text, &length);
     for (int i = 0; i < run->table->count; i++) {
@@ -257,29 +257,28 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     RunFolder* run = context;
     const int count = run->prompts.count * (int)whole(run, "samples");
-    char* whole = NULL;
-    size_t length = 0;
-    FILE* memory = text_stream(&whole, &length);
+    SCOPED char* shown;
+    size_t length;
+    FILE* memory = text_stream(&shown, &length);
     sample_write(memory, index, count, prompt, text, bytes);
     fclose(memory);
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
-    run_say_text(run, whole, length);
+    run_say_text(run, shown, length);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
-    free(whole);
     run_log_sample(run, index, prompt, text);
 }
 
 void report_evaluation(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
     RunFolder* run = context;
-    char line[512], *members = NULL;
-    size_t bytes = 0;
+    char line[512];
+    SCOPED char* members;
+    size_t bytes;
     evaluation_describe(evaluation, result, seconds, line, sizeof(line));
     run_say(run, "eval %6lld  %s\n", (long long)run->state.step, line);
     FILE* memory = text_stream(&members, &bytes);
     evaluation_log(memory, evaluation, result);
     fclose(memory);
     run_log_members(run, "eval", members);
-    free(members);
 }
 
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {

@@ -58,7 +58,7 @@ bool resume_options(Resume* resume, char* error) {
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
         if (!text || is_left(resume, option)) continue;
         const bool fixed = text_among(name, of_shape);
-        char number[OPTION_TEXT_BYTES], reason[DATA_ERROR_BYTES];
+        char number[OPTION_TEXT_BYTES];
         const char* now = option_text(option, resume->fields, number, sizeof(number));
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
         if (typed && strcmp(now, text) == 0) continue;
@@ -67,12 +67,12 @@ bool resume_options(Resume* resume, char* error) {
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
         if (!typed || folder) {
-            if (!option_set(option, resume->fields, text, reason)) return data_error(error, "--resume: %s", reason);
+            if (!option_set(option, resume->fields, text, error)) return data_error(error, "--resume: %s", error);
             continue;
         }
         if (fixed) {
             // --size has become a model's name.
-            const char* asked = strcmp(name, "model") == 0 && gpt2_size_check(now, reason) ? "size" : name;
+            const char* asked = strcmp(name, "model") == 0 && gpt2_size_check(now, error) ? "size" : name;
             return data_error(
                 error, "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
                 asked, now, text, asked);
@@ -100,13 +100,11 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
 static const char* format_distrust(const char* path, const char* folder) {
     struct stat info;
     if (stat(path, &info) != 0) return NULL;  // there is no code, which another sentence says
-    char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
+    SCOPED char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
     const size_t length = run ? strlen(run) : 0;
-    const bool same = real && strcmp(real, path) == 0;
-    const bool beside = real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/';
-    free(real), free(run);
-    if (!same) return "its path is not one that this program writes";
-    if (beside) return "the file lies in the run's folder";
+    if (!real || strcmp(real, path) != 0) return "its path is not one that this program writes";
+    if (length > 1 && strncmp(real, run, length) == 0 && real[length] == '/')
+        return "the file lies in the run's folder";
     if (info.st_uid != geteuid() && info.st_uid != 0) return "the file belongs to another user";
     return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
 }
@@ -119,21 +117,21 @@ static bool resume_formats(const Resume* resume, const char* folder, bool print,
     if (resume_given(resume, "format") || !*formats) return true;
     const bool own = stat(path_in(folder, "state.json"), &info) == 0 && info.st_uid == geteuid();
     const char* reason = own ? NULL : "the checkpoint belongs to another user";
-    char *list = text_copy(formats), *shown = text_copy(formats), *rest = NULL;
+    SCOPED char *list = text_copy(formats), *shown = text_copy(formats);
+    char* rest = NULL;
     for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(NULL, ",", &rest)) {
         reason = format_distrust(one, folder);
     }
     text_disarm(shown, false);
     if (reason) {
-        data_error(error,
-                   "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, "
-                   "or begin anew without --resume",
-                   folder, shown, reason, shown);
-    } else if (print) {
-        fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+        return data_error(
+            error,
+            "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, or "
+            "begin anew without --resume",
+            folder, shown, reason, shown);
     }
-    free(list), free(shown);
-    return !reason;
+    if (print) fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+    return true;
 }
 
 bool resume_take(Resume* resume, bool print, char* error) {

@@ -15,8 +15,6 @@
 #include "signals.h"
 #include "version.h"
 
-#define PATH_BYTES 4500
-
 const char* run_text(const RunFolder* run, const char* option) {
     return *(const char* const*)option_value(run->table, run->fields, option);
 }
@@ -83,10 +81,10 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
 // Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: of several runs that start in the same
 // second mkdir lets one through.
 static bool folder_name(RunFolder* run, const char* model, char* error) {
-    char date[32], reason[DATA_ERROR_BYTES];
+    char date[32];
     time_t now = time(NULL);
     strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
-    if (!folder_make("runs", reason)) return data_error(error, "%s; name another folder with --run DIR", reason);
+    if (!folder_make("runs", error)) return data_error(error, "%s; name another folder with --run DIR", error);
     int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, path_name(model));
     for (int next = 2; mkdir(run->path, 0777) != 0; next++) {
         if (errno != EEXIST) {
@@ -99,20 +97,18 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
 }
 
 static bool config_write(const RunFolder* run, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    SCOPED char* text;
+    size_t length;
     FILE* config = text_stream(&text, &length);
     options_json(run->table, run->fields, false, config);
     fputc('\n', config);
     fclose(config);
-    bool ok = file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
-    free(text);
-    return ok;
+    return file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
 }
 
 // Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
 static bool files_make(RunFolder* run, bool again) {
-    char reason[DATA_ERROR_BYTES], *error = run->error;
+    char* error = run->error;
     const char** name = option_value(run->table, run->fields, "run");
     if (!**name) {
         if (!folder_name(run, run_text(run, "model"), error)) return false;
@@ -121,12 +117,12 @@ static bool files_make(RunFolder* run, bool again) {
     if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
         return data_error(error, "the path %s is too long; name a shorter one", *name);
     }
-    if (!folder_make(run->path, reason)) return data_error(error, "--run %s: %s; name another one", run->path, reason);
+    if (!folder_make(run->path, error)) return data_error(error, "--run %s: %s; name another one", run->path, error);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
     // The file whose refusal leaves nothing that makes this the folder of a run comes first.
-    FILE* text = log_open(path_in(run->path, "log.txt"), reason);
-    if (text) run->log = log_open(path_in(run->path, "log.jsonl"), reason);
-    if (!run->log || !config_write(run, reason)) return data_error(error, "--run %s: %s", run->path, reason);
+    FILE* text = log_open(path_in(run->path, "log.txt"), error);
+    if (text) run->log = log_open(path_in(run->path, "log.jsonl"), error);
+    if (!run->log || !config_write(run, error)) return data_error(error, "--run %s: %s", run->path, error);
     fclose(run->text);  // completes run->banner
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);
@@ -139,7 +135,7 @@ void run_folder_close(RunFolder* run) {
     if (run->log) fclose(run->log);
     fclose(run->text);
     json_free(run->config);
-    if (run->tokenizer) tokenizer_close(run->tokenizer);
+    tokenizer_close(run->tokenizer);
     prompts_close(&run->prompts);
 }
 
@@ -168,17 +164,16 @@ void run_say_next(RunFolder* run, bool stopped) {
     if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
     const bool samples = run->samples && !stopped;
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
-    char program[PATH_BYTES];
+    char program[RUN_PATH_BYTES];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
     program[length > 0 ? length : 0] = 0;
     const char* folder = path_parent(program);
     const char *python = path_in(folder, ".venv/bin/python"), *plot = path_in(folder, "dev/plot.py");
     if (!file_exists(python) || !file_exists(plot)) return;
-    char* cwd = getcwd(NULL, 0);
+    SCOPED char* cwd = getcwd(NULL, 0);
     size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
     run_say(run, "%-9s%s %s %s\n", samples || stopped ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
             shell_word(run->path));
-    free(cwd);
 }
 
 const char* run_resume_words(const RunFolder* run) {
@@ -244,8 +239,9 @@ static size_t system_file(const char* path, char* text, size_t bytes) {
 
 // The command that started this process, as a shell takes it.
 static void write_command(FILE* file) {
-    char words[4096], *line = NULL;
-    size_t length = 0;
+    char words[4096];
+    SCOPED char* line;
+    size_t length;
     const size_t bytes = system_file("/proc/self/cmdline", words, sizeof(words) - 1);
     words[bytes] = 0;
     FILE* command = text_stream(&line, &length);
@@ -254,7 +250,6 @@ static void write_command(FILE* file) {
     }
     fclose(command);
     json_write_string(file, line);
-    free(line);
 }
 
 // The version of NVIDIA's driver, as "... Kernel Module  570.124.06  ..." says it, or null.
@@ -303,16 +298,16 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
 // takes nothing from the folder of its first weights.
 static bool tokenizer_take(RunFolder* run, const Json* state) {
-    char reason[DATA_ERROR_BYTES], *error = run->error;
+    char* error = run->error;
     const char *checkpoint = run->sources[0], *model = *checkpoint ? "" : run->sources[1];
     const char* const sources[3] = {checkpoint, model, run->sources[2]};
-    if (state && !checkpoint_has_copies(checkpoint, state, run->path, reason)) {
-        return data_error(error, "--resume: %s", reason);
+    if (state && !checkpoint_has_copies(checkpoint, state, run->path, error)) {
+        return data_error(error, "--resume: %s", error);
     }
     for (int i = 0; i < 3; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, reason)) {
-            return data_error(error, "--run %s: %s", run->path, reason);
+        if (!tokenizer_files_copy(sources[i], run->path, error)) {
+            return data_error(error, "--run %s: %s", run->path, error);
         }
     }
     if (!*checkpoint && !*model) return true;

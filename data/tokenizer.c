@@ -268,8 +268,7 @@ static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* 
     int rank = 0;
     for (const Json* merge = list->child; merge; merge = merge->next, rank++) {
         const Json *left = merge->child, *right = left ? left->next : NULL;
-        bool pair =
-            merge->kind == JSON_ARRAY && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
+        bool pair = merge->kind == JSON_ARRAY && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
         if (!pair && merge->kind != JSON_STRING) {
             return data_error(error, "%s: merge %d is no pair of texts", path, rank);
         }
@@ -399,8 +398,7 @@ bool tokenizers_agree(const char* folder, const char* other) {
         if (bytes[0] == 0 || bytes[1] == 0) continue;  // one of them has no such token
         agree = bytes[0] == bytes[1] && memcmp(text, same, (size_t)bytes[0]) == 0;
     }
-    if (mine) tokenizer_close(mine);
-    if (its) tokenizer_close(its);
+    tokenizer_close(mine), tokenizer_close(its);
     return agree;
 }
 
