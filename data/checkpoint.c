@@ -1,6 +1,5 @@
 #include "checkpoint.h"
 #include "clock.h"
-#include "finite.h"
 #include "options.h"
 #include "text.h"
 #include <dirent.h>

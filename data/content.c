@@ -176,11 +176,10 @@ static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int
 Content content_of(int descriptor, int64_t size, const char* path, char* error) {
     Sample sample = {0};
     const char *advice = NULL, *name = NULL;
-    unsigned char* head = memory_zero(1, HEAD);
+    SCOPED unsigned char* head = memory_zero(1, HEAD);
     bool fine = sample_read(&sample, head, descriptor, size, path, error);
-    if (fine) name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
-    free(head);
     if (!fine) return CONTENT_UNREADABLE;
+    name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
     if (name) return refuse(error, path, name, advice), CONTENT_KNOWN;
     if (sample_is_text(&sample)) return CONTENT_TEXT;
     int64_t odd = sample.nul[0] + sample.nul[1] + sample.control;
@@ -200,15 +199,9 @@ static int64_t little_endian(const unsigned char* at, int count) {
 
 // The integer that the opcode at `at` pushes, or -1.
 static int64_t pickle_number(const unsigned char* at, const unsigned char* end) {
-    static const struct {
-        unsigned char opcode;
-        int bytes;
-    } numbers[] = {{'K', 1}, {'M', 2}, {'J', 4}};
-    for (int i = 0; i < 3; i++) {
-        if (at < end && *at == numbers[i].opcode && end - at > numbers[i].bytes) {
-            return little_endian(at + 1, numbers[i].bytes);
-        }
-    }
+    if (at == end) return -1;
+    const int bytes = *at == 'K' ? 1 : *at == 'M' ? 2 : *at == 'J' ? 4 : 0;
+    if (bytes > 0) return end - at > bytes ? little_endian(at + 1, bytes) : -1;
     if (end - at > 2 && *at == 0x8A && at[1] >= 1 && at[1] <= 7 && end - at > 2 + at[1]) {
         return little_endian(at + 2, at[1]);
     }
@@ -224,15 +217,10 @@ int64_t pickle_int(const char* pickle, int64_t bytes, const char* key) {
         const unsigned char* next = at;
         if (next < end && *next == '\n') next++;  // the end of a text in protocol 0
         // The key may be memorized before its value comes.
-        if (next < end && *next == 0x94)
-            next++;
-        else if (end - next > 2 && *next == 'q')
-            next += 2;
-        else if (end - next > 5 && *next == 'r')
-            next += 5;
-        else if (next < end && *next == 'p' && (next = memchr(next, '\n', (size_t)(end - next))))
-            next++;
-        int64_t value = next ? pickle_number(next, end) : -1;
+        const unsigned char* line = next < end && *next == 'p' ? memchr(next, '\n', (size_t)(end - next)) : NULL;
+        const int opcode = next < end ? *next : 0;
+        const int64_t skip = opcode == 0x94 ? 1 : opcode == 'q' ? 2 : opcode == 'r' ? 5 : line ? line + 1 - next : 0;
+        int64_t value = end - next > skip ? pickle_number(next + skip, end) : -1;
         if (value >= 0) return value;
     }
     return -1;

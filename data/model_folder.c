@@ -1,5 +1,4 @@
 #include "model_folder.h"
-#include "finite.h"
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>

@@ -89,18 +89,16 @@ inline void check_status(NcclStatus status, const char* expression, const char* 
     check_failed("NCCL", "", text, expression, file, line);
 }
 
-template <typename F>
-bool nccl_bind(void* library, const char* name, F* function) {
-    *function = (F)dlsym(library, name);
-    return *function != nullptr;
-}
-
 inline void nccl_open(NcclLibrary* nccl) {
+    // In the order of NcclLibrary's members.
+    const char* const functions[] = {"ncclGetUniqueId",    "ncclCommInitRank", "ncclCommDestroy", "ncclSend",
+                                     "ncclRecv",           "ncclGroupStart",   "ncclGroupEnd",    "ncclGetVersion",
+                                     "ncclGetErrorString", "ncclGetLastError"};
+    static_assert(sizeof(functions) == sizeof(NcclLibrary), "a name for each member");
     const char* own = getenv("NIBBLE_NCCL");
-    void* library = own && *own ? dlopen(own, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    for (const char* name : {"libnccl.so.2", "libnccl.so"}) {
-        if (!library && !(own && *own)) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
+    const bool named = own && *own;
+    void* library = dlopen(named ? own : "libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!library && !named) library = dlopen("libnccl.so", RTLD_NOW | RTLD_LOCAL);
     if (!COMM_HAS_NCCL) user_error("this ./train was built without nccl.h; install libnccl-dev and type make again");
     if (!library) {
         user_error(
@@ -108,16 +106,10 @@ inline void nccl_open(NcclLibrary* nccl) {
             "NIBBLE_NCCL=/path/to/libnccl.so.2",
             dlerror());
     }
-    bool fine = nccl_bind(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
-                nccl_bind(library, "ncclCommInitRank", &nccl->init_rank) &&
-                nccl_bind(library, "ncclCommDestroy", &nccl->destroy) && nccl_bind(library, "ncclSend", &nccl->send) &&
-                nccl_bind(library, "ncclRecv", &nccl->receive) &&
-                nccl_bind(library, "ncclGroupStart", &nccl->group_begin) &&
-                nccl_bind(library, "ncclGroupEnd", &nccl->group_end) &&
-                nccl_bind(library, "ncclGetVersion", &nccl->get_version) &&
-                nccl_bind(library, "ncclGetErrorString", &nccl->error_string) &&
-                nccl_bind(library, "ncclGetLastError", &nccl->last_error);
-    if (!fine) user_error("libnccl.so.2 lacks a function that NCCL 2.13 and later have; install a newer one");
+    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+        void* function = ((void**)nccl)[i] = dlsym(library, functions[i]);
+        if (!function) user_error("libnccl.so.2 lacks a function that NCCL 2.13 and later have; install a newer one");
+    }
 }
 
 // The stand-in: a mapping with a slot for each rank, in which a share of its bytes waits for each other.
@@ -221,6 +213,14 @@ inline bool peers_wanted() {
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
 }
 
+// Closes the mailboxes of the others before any rank frees its own.
+inline void peers_part(Peers* peers, const Launch* launch) {
+    peers_disconnect(peers);
+    launch_any(launch, false);
+    peers_end(peers);
+    free(peers);
+}
+
 // Returns NULL, on all ranks, when one cannot write to another's memory or does not want to.
 inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
@@ -235,20 +235,14 @@ inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
         peers_ready(peers);
         return peers;
     }
-    peers_disconnect(peers);
-    launch_any(launch, false);
-    peers_end(peers);
-    free(peers);
+    peers_part(peers, launch);
     return nullptr;
 }
 
 inline void peers_close(Peers* peers, const Launch* launch) {
     check(cudaDeviceSynchronize());
     launch_any(launch, false);
-    peers_disconnect(peers);
-    launch_any(launch, false);
-    peers_end(peers);
-    free(peers);
+    peers_part(peers, launch);
 }
 
 inline void peers_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
@@ -317,14 +311,8 @@ inline void device_after_comm(const Comm* comm) {
 // sends[r] goes to rank r, receives[r] comes from it; a rank's own are left alone. What r sends to s has the bytes that
 // s receives from r. All ranks call it.
 inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
-    if (comm->stand_in) {
-        stand_in_exchange(comm, sends, receives);
-        return;
-    }
-    if (comm->peers) {
-        peers_exchange(comm, sends, receives);
-        return;
-    }
+    if (comm->stand_in) return stand_in_exchange(comm, sends, receives);
+    if (comm->peers) return peers_exchange(comm, sends, receives);
     check(nccl_status(comm, comm->nccl.group_begin()));
     for (int i = 1; i < comm->world; i++) {
         // Each rank begins with another, so that no receiver has all senders at once.
@@ -346,10 +334,7 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
 // carry them: receives[r].data becomes the place where a piece arrived, so no bytes are copied. The caller queues what
 // reads the pieces on the comm's stream, and then calls comm_return.
 inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
-    if (!comm->peers) {
-        comm_exchange(comm, sends, receives);
-        return;
-    }
+    if (!comm->peers) return comm_exchange(comm, sends, receives);
     peers_fork(comm->peers, comm->stream);
     for (int i = 1; i < comm->world; i++) {
         int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
@@ -421,7 +406,7 @@ inline double comm_rate(const Comm* comm) {
     constexpr int64_t PIECE = 16 << 20;
     CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
     char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
-    double seconds[1] = {INFINITY};
+    double seconds = INFINITY;
     cudaEvent_t event[2];
     check(cudaEventCreate(&event[0]));
     check(cudaEventCreate(&event[1]));
@@ -433,14 +418,14 @@ inline double comm_rate(const Comm* comm) {
         check(cudaEventRecord(event[1], comm->stream));
         check(cudaEventSynchronize(event[1]));
         check(cudaEventElapsedTime(&ms, event[0], event[1]));
-        seconds[0] = fmin(seconds[0], 1e-3 * ms);
+        seconds = fmin(seconds, 1e-3 * ms);
     }
     check(cudaEventDestroy(event[0]));
     check(cudaEventDestroy(event[1]));
     device_free(comm->dev, memory);
     free(pieces);
-    launch_agree(comm->launch, seconds, 1, LAUNCH_MAX);
-    return (double)((comm->world - 1) * PIECE) / seconds[0];
+    launch_agree(comm->launch, &seconds, 1, LAUNCH_MAX);
+    return (double)((comm->world - 1) * PIECE) / seconds;
 }
 
 // The identity of a GPU among those of all machines.

@@ -41,18 +41,15 @@ static const char* text_variable(const char* name) {
 }
 
 bool launch_first_host(const char* list, char* host, size_t bytes) {
-    size_t name = strcspn(list, "[,");
-    if (name == 0 || name >= bytes) return false;
-    memcpy(host, list, name);
-    host[name] = 0;
-    if (list[name] != '[') return true;
-    size_t digits = strspn(list + name + 1, "0123456789");
-    const char* after = strchr(list + name, ']');  // of a name with a suffix: gpu[1-2]-eth
-    if (digits == 0 || !after || name + digits >= bytes) return false;
-    size_t suffix = strcspn(after + 1, "[,");
-    if (name + digits + suffix >= bytes) return false;
-    snprintf(host + name, bytes - name, "%.*s%.*s", (int)digits, list + name + 1, (int)suffix, after + 1);
-    return true;
+    const size_t name = strcspn(list, "[,");
+    const bool several = list[name] == '[';
+    const char *number = several ? list + name + 1 : "", *end = several ? strchr(number, ']') : NULL;
+    const size_t digits = strspn(number, "0123456789");
+    if (name == 0 || (several && (digits == 0 || !end))) return false;
+    const char* suffix = end ? end + 1 : "";  // of a name such as gpu[1-2]-eth
+    const int length =
+        snprintf(host, bytes, "%.*s%.*s%.*s", (int)name, list, (int)digits, number, (int)strcspn(suffix, "[,"), suffix);
+    return length < (int)bytes;
 }
 
 // Returns a port for a job, below the range that systems give out by themselves.
@@ -206,7 +203,7 @@ static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
 static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
     int left = count, code = 0;
     double failed = 0;
-    bool* over = memory_zero((size_t)count, sizeof(bool));
+    SCOPED bool* over = memory_zero((size_t)count, sizeof(bool));
     while (left > 0) {
         struct timespec second = {1, 0};
         int signal = sigtimedwait(signals, NULL, &second);
@@ -223,7 +220,6 @@ static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
             if (code != 0 && failed == 0) failed = seconds_now();
         }
     }
-    free(over);
     exit(code);
 }
 
@@ -378,7 +374,7 @@ static void peer_lost(LaunchWatch* watch, int r, const char* how) {
     // If --gpus made the rank, the process that waits for it tells how it ended; without rank 0 the first that is left
     // does.
     bool ended = strncmp(how, "has ended", 9) == 0;
-    bool other = watch->rank > 0 && watch->local_rank > 0 && watch->rank > 1;
+    bool other = watch->rank > 1 && watch->local_rank > 0;
     end_all(watch, 1, text, other || (ended && watch->forked));
 }
 
@@ -466,8 +462,8 @@ static void check_silence(LaunchWatch* watch, double now) {
 
 static void* watch_thread(void* argument) {
     LaunchWatch* watch = argument;
-    struct pollfd* polled = memory_zero((size_t)watch->world, sizeof(struct pollfd));
-    int* rank_of = memory_zero((size_t)watch->world, sizeof(int));
+    SCOPED struct pollfd* polled = memory_zero((size_t)watch->world, sizeof(struct pollfd));
+    SCOPED int* rank_of = memory_zero((size_t)watch->world, sizeof(int));
     double beat = 0, before = seconds_now();
     while (!atomic_load(&watch->leaving)) {
         int count = 0;
@@ -487,8 +483,6 @@ static void* watch_thread(void* argument) {
         if (now - beat >= 1) send_message(watch, BEAT, 0, atomic_load(&watch->what)), beat = now;
         check_silence(watch, now);
     }
-    free(polled);
-    free(rank_of);
     return NULL;
 }
 
@@ -530,31 +524,34 @@ __attribute__((noreturn)) static void wait_for_end(void) {
     end_all(watching, 1, "train: error: a rank has ended for which others still wait; all ranks stop\n", false);
 }
 
+static void give_bytes(const Launch* launch, int to, const void* bytes, size_t count) {
+    if (!send_all(launch->watch->peers[to].socket[TALK], bytes, count)) wait_for_end();
+}
+
+static void take_bytes(const Launch* launch, int from, void* bytes, size_t count) {
+    if (!receive_all(launch->watch->peers[from].socket[TALK], bytes, count)) wait_for_end();
+}
+
 void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {
     if (launch->world == 1) return;
-    const Peer* peers = launch->watch->peers;
-    if (from > 0 && launch->rank == 0 && !receive_all(peers[from].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    if (from > 0 && launch->rank == from && !send_all(peers[0].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    if (launch->rank > 0 && !receive_all(peers[0].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    for (int r = 1; r < launch->world && launch->rank == 0; r++) {
-        if (!send_all(peers[r].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    }
+    if (from > 0 && launch->rank == 0) take_bytes(launch, from, bytes, (size_t)count);
+    if (from > 0 && launch->rank == from) give_bytes(launch, 0, bytes, (size_t)count);
+    if (launch->rank > 0) take_bytes(launch, 0, bytes, (size_t)count);
+    for (int r = 1; r < launch->world && launch->rank == 0; r++) give_bytes(launch, r, bytes, (size_t)count);
 }
 
 void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how) {
     if (launch->world == 1) return;
-    const Peer* peers = launch->watch->peers;
     size_t bytes = (size_t)count * sizeof(double);
-    double* others = memory_take(bytes);
-    if (launch->rank > 0 && !send_all(peers[0].socket[TALK], values, bytes)) wait_for_end();
+    SCOPED double* others = memory_take(bytes);
+    if (launch->rank > 0) give_bytes(launch, 0, values, bytes);
     for (int r = 1; r < launch->world && launch->rank == 0; r++) {
-        if (!receive_all(peers[r].socket[TALK], others, bytes)) wait_for_end();
+        take_bytes(launch, r, others, bytes);
         for (int i = 0; i < count; i++) {
             if (how == LAUNCH_SUM) values[i] += others[i];
             if (how == LAUNCH_MAX && !(values[i] >= others[i])) values[i] = others[i];
         }
     }
-    free(others);
     launch_share(launch, 0, values, (int64_t)bytes);
 }
 
@@ -592,8 +589,6 @@ void launch_leave(Launch* launch) {
         }
     }
     pthread_mutex_destroy(&watch->sending);
-    free(watch->peers);
-    free(watch->heard);
-    free(watch);
+    free(watch->peers), free(watch->heard), free(watch);
     launch->watch = NULL;
 }

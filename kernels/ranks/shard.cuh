@@ -65,18 +65,6 @@ enum {
     SCALARS
 };
 
-// As --shard and --comm name them.
-inline ShardMode shard_mode_from(const char* name) {
-    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
-           : strcmp(name, "grads") == 0  ? SHARD_GRADS
-           : strcmp(name, "states") == 0 ? SHARD_STATES
-                                         : SHARD_NONE;
-}
-
-inline CommFormat comm_format_from(const char* name) {
-    return strcmp(name, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
-}
-
 struct Overlap {
     int64_t begin, end;
 };
@@ -119,12 +107,15 @@ struct Shard {
 
 // Connects the ranks; --shard and --comm name what is spread, and what gradients are sent as. NULL: there is one rank.
 inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard, const char* comm) {
+    const char* const modes[] = {"none", "states", "grads", "weights"};  // as ShardMode numbers them
     if (launch->world == 1) return nullptr;
     if (dev->gpu) comm_require_own_gpu(launch);
     comm_open(&s->comm, launch, dev);
-    s->mode = shard_mode_from(shard);
+    for (int i = 0; i < 4; i++) {
+        if (strcmp(shard, modes[i]) == 0) s->mode = (ShardMode)i;
+    }
+    s->format = strcmp(comm, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
     s->late = !s->comm.peers && s->comm.rate > SHARD_LATE_RATE;
-    s->format = comm_format_from(comm);
     return s;
 }
 
@@ -210,14 +201,26 @@ inline void shard_squares_cpu(double* parts, const float* grads, int64_t tiles) 
     }
 }
 
-inline void shard_agree_cpu(float* scalars, const float* gathered, int world) {
-    float loss = 0.0f;
-    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = 0.0f;
+// The loss and the flags of all ranks, from the row that each has sent.
+__host__ __device__ inline void shard_agree(float* scalars, const float* gathered, int world) {
+    float loss = 0.0f, flag[SCALARS] = {};
     for (int r = 0; r < world; r++) {
         loss += gathered[r * SCALARS + SCALAR_LOSS];
-        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = fmaxf(scalars[i], gathered[r * SCALARS + i]);
+        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) flag[i] = fmaxf(flag[i], gathered[r * SCALARS + i]);
     }
-    scalars[SCALAR_LOSS] = scalars[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
+    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
+    scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
+}
+
+// Value i of all ranks, from (world, n) values of which this rank's is `own`: their sum or the largest.
+__host__ __device__ inline uint32_t shard_joined(uint32_t own, const uint32_t* all, int world, int rank, int n, int i,
+                                                 bool sum) {
+    for (int r = 0; r < world; r++) {
+        if (r == rank) continue;
+        const uint32_t other = all[(int64_t)r * n + i];
+        own = sum ? own + other : other > own ? other : own;
+    }
+    return own;
 }
 
 #ifdef __CUDACC__
@@ -304,13 +307,14 @@ __global__ static void shard_flags_kernel(float* scalars, float stop, float save
 
 // Grid 1, block 1.
 __global__ static void shard_agree_kernel(float* scalars, const float* gathered, int world) {
-    float loss = 0.0f, flag[SCALARS] = {};
-    for (int r = 0; r < world; r++) {
-        loss += gathered[r * SCALARS + SCALAR_LOSS];
-        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) flag[i] = fmaxf(flag[i], gathered[r * SCALARS + i]);
-    }
-    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
-    scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;
+    shard_agree(scalars, gathered, world);
+}
+
+// all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
+__global__ static void shard_join_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
+                                         int sums) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
+    if (i < n) own[i] = shard_joined(own[i], all, world, rank, n, i, i >= maxima);
 }
 #endif
 
@@ -646,7 +650,7 @@ inline void shard_join_scalars(Shard* s, float* scalars) {
         return;
     }
 #endif
-    shard_agree_cpu(scalars, s->gathered, s->comm.world);
+    shard_agree(scalars, s->gathered, s->comm.world);
 }
 
 // Sends the squares of tiles, of which rank r has computed parts[cut[r]] to parts[cut[r + 1]], to all ranks. cut:
@@ -732,22 +736,6 @@ void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, cons
     part_norm_of_tiles(dev, clip, part.count, parts, first);
 }
 
-#ifdef __CUDACC__
-// all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
-__global__ static void shard_join_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
-                                         int sums) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
-    if (i >= n) return;
-    uint32_t value = own[i];
-    for (int r = 0; r < world; r++) {
-        if (r == rank) continue;
-        const uint32_t other = all[(int64_t)r * n + i];
-        value = i >= maxima ? value + other : other > value ? other : value;
-    }
-    own[i] = value;
-}
-#endif
-
 // Makes values: (maxima + sums) on the device the same on all ranks: the largest of each of the first, the sum of each
 // of the others. All ranks call it.
 inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
@@ -770,10 +758,7 @@ inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
     }
 #endif
     for (int i = 0; i < n; i++) {
-        for (int r = 0; r < c->world; r++) {
-            const uint32_t other = ((const uint32_t*)s->incoming)[(int64_t)r * n + i];
-            if (r != c->rank) values[i] = i >= maxima ? values[i] + other : other > values[i] ? other : values[i];
-        }
+        values[i] = shard_joined(values[i], (const uint32_t*)s->incoming, c->world, c->rank, n, i, i >= maxima);
     }
 }
 
