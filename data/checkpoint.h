@@ -1,6 +1,6 @@
 // The checkpoints of a run folder: RUN/step_00001000 holds files and a state.json with the size and CRC-32C of each and
-// a checksum of its own. A checkpoint is written into step_00001000.tmp, synced and renamed, so a folder without .tmp
-// is whole unless the disk damaged it, which the checksums tell.
+// a checksum of its own. It is written as step_00001000.tmp, synced and renamed, so a folder without .tmp is whole
+// unless the disk damaged it, which the checksums tell.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
@@ -16,8 +16,8 @@ char* path_absolute(const char* path);
 // Does the same for each path of a list with commas.
 char* paths_absolute(const char* list);
 
-// Lists the steps of all checkpoints in a run folder, newest first. Returns how many there are. The caller frees
-// *steps.
+// Lists the steps of all checkpoints in a run folder, newest first, in *steps, which the caller frees. Returns how
+// many.
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // Returns the name of a step's folder, RUN/step_%08lld, which the caller frees.
 char* checkpoint_name(const char* run_folder, int64_t step);
@@ -57,9 +57,8 @@ typedef struct {
     double begin;         // seconds_now() when the save began
     bool prune;           // older checkpoints beyond --keep go
 } Checkpoint;
-// Writes a checkpoint of where the run stands into RUN/step_NUMBER.tmp, which then takes its name's place; older
-// checkpoints go, and a line says so. Nothing stays of one that cannot be written. Processes whose folder is `quiet`
-// only give their arrays and note the name.
+// Writes a checkpoint of where the run stands, says so in a line, and removes older ones beyond --keep. Nothing stays
+// of one that cannot be written. Processes that do not write give their arrays and note the name.
 bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint);
 
 // This reads the arrays of a checkpoint. The first failure stays in `error`, which is "" while all is well.
@@ -70,14 +69,13 @@ typedef struct {
     RunFolder* run;              // where checkpoint_notice prints; set by the caller
     char error[DATA_ERROR_BYTES];
 } CheckpointReader;
-// Opens a checkpoint. `tensors` (count) are those of a model of `layers` layers, which must be all that the folder
-// holds.
+// Opens a checkpoint, which must hold just these tensors (count) of a model of `layers` layers.
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
                      char* error);
 void checkpoint_close(CheckpointReader* reader);
-// Who loads an optimizer calls these; `context` is the reader. The first returns the array of this name, type and size,
-// or NULL; the second reads `bytes` bytes of it from `at` on, all of which must be finite; the third reads the weights
-// of a tensor of the model, as fp32; the last prints a line.
+// Callbacks for who loads an optimizer; `context` is the reader. The first returns the array of this name, type and
+// size, or NULL; the second reads `bytes` bytes of it from `at` on, whose values must be finite; the third reads a
+// tensor of the model as fp32; the last prints a line.
 const void* checkpoint_array(void* context, const char* name, const char* dtype, int64_t bytes);
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 void checkpoint_weights(void* context, int tensor, float* values);
@@ -94,9 +92,8 @@ Json* checkpoint_verify(const char* folder, bool model_alone, char* error);
 // and passed over.
 Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes);
 // Returns the folder that --model names, from the root, which *model becomes too; "" where it names a built-in shape or
-// is "auto"; NULL with a sentence. Nothing else decides which is meant: a built-in shape's bare name is always that
-// shape, and a folder of the same name is written ./NAME. A run folder stands for its newest checkpoint; a checkpoint
-// must be whole. `needed`: for --sample, which goes with a folder only.
+// is "auto"; NULL with a sentence. A built-in shape's bare name is always that shape, and a folder of the same name is
+// written ./NAME. A run folder stands for its newest checkpoint. `needed`: for --sample, which goes with a folder only.
 const char* checkpoint_model(const char** model, bool needed, char* error);
 // Finds the checkpoint that --resume names: `resume` is off, auto (the newest of `run`) or a folder, a run's or, which
 // sets *named_itself, a checkpoint's. Its name goes into `folder`, and its state.json's tree into *state, which is NULL
@@ -104,13 +101,12 @@ const char* checkpoint_model(const char** model, bool needed, char* error);
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error);
 // Returns whether a run may go on from `checkpoint` in the folder `*name` ("": the one that it lies in, whose name it
-// becomes, and which is then held). That is the checkpoint's own folder, in which it is the newest, or one without a
-// run. Newer ones in its own folder are damaged and were passed over: they are renamed to NAME.damaged, but not in a
-// dry run. With `named_itself`, the user chose this one: then newer ones make it a branch, which is refused.
+// becomes, and which is then held): its own, or one without a run. Newer checkpoints of its own folder are damaged and
+// are renamed to NAME.damaged, but not in a dry run. If the user named this one (`named_itself`), they are refused.
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
                          char* error);
-// Returns, before a run, whether the disk of its folder ("": one in runs/) has room for the checkpoints, of `bytes`
-// each, that will be there at a time. `keep` of them stay, and one more is being written.
+// Returns whether the disk of a run's folder ("": one in runs/) has room for the checkpoints, of `bytes` each, that
+// will be there at a time: `keep` of them, and one more that is being written.
 bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);
 // Does the same for a run with these options, which may go on from the checkpoint `state` (NULL: it begins anew).
 bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state);

@@ -1,13 +1,10 @@
 // The data loader: which files, which windows of them, in which order, read ahead.
 //
-// Files are never read as a whole: opening costs a system call or two per shard, memory is the page cache, and a
-// window is a read of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
-// The order is a permutation that needs no table (shuffle_index), so an epoch over any number of windows starts at
-// once and a resume is an addition. A thread prepares batches ahead into a ring of RING buffers; of these the caller
-// holds two and two are ready or in preparation, so loader_next waits only when reading is slower than training.
-// With each batch comes the order of its positions by token (a counting sort: two passes over the batch and one over
-// the vocabulary, about 1 ms for 65,536 tokens): the embedding's backward pass sums each row's gradients from it in a
-// fixed order, without atomics.
+// Files are never read as a whole: a window is a read of T+1 tokens, widened to int32. The order needs no table
+// (shuffle_index), so an epoch over any number of windows starts at once and a resume is an addition. Of the ring of
+// RING batches the caller holds two, and two are ready or in preparation.
+// With each batch comes the order of its positions by token (a counting sort, about 1 ms for 65,536 tokens): the
+// embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
