@@ -1,13 +1,12 @@
 // Exchange between ranks, one a GPU, on the device: bytes go from every rank to every other (comm_exchange).
 // Averaging gradients and gathering weights are made of it in shard.cuh.
 //
-// On GPUs, on a stream of its own beside the device's, it is the copy engines between those of one machine that reach
-// each other (peer.cuh), otherwise NCCL's send and receive: both move bytes and add nothing up, so no result depends on
-// which it is, or on which algorithm, ring or protocol NCCL chooses. Bytes an exchange moves: each rank's pieces once
-// out and once in, all at the same time; over NVLink every pair has its own path through the switch.
+// GPUs of one machine that reach each other use their copy engines (peer.cuh), others NCCL's send and receive, on a
+// stream of its own beside the device's. Both move bytes and add nothing up, so no result depends on which it is, or on
+// what NCCL chooses. Each rank's pieces go once out and once in, all at the same time.
 //
-// Where there is no GPU, ranks of one machine exchange through a shared mapping: a stand-in for the tests
-// (NIBBLE_STAND_IN=1), so that all that is above this file runs without GPUs. It is synchronous and not fast.
+// Without GPUs, ranks of one machine exchange through a shared mapping, a stand-in for the tests (NIBBLE_STAND_IN=1).
+// It is synchronous and not fast.
 #pragma once
 #include <assert.h>
 #include <dlfcn.h>
@@ -330,9 +329,9 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
     check(nccl_status(comm, comm->nccl.group_end()));
 }
 
-// Exchanges pieces of at most PEER_PART bytes that are read once. It differs from comm_exchange where copy engines
-// carry them: receives[r].data becomes the place where a piece arrived, so no bytes are copied. The caller queues what
-// reads the pieces on the comm's stream, and then calls comm_return.
+// Exchanges pieces of at most PEER_PART bytes that are read once. Where copy engines carry them, receives[r].data
+// becomes the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the
+// comm's stream, and then calls comm_return.
 inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
     if (!comm->peers) return comm_exchange(comm, sends, receives);
     peers_fork(comm->peers, comm->stream);
@@ -370,8 +369,8 @@ inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t byte
 
 // Opening.
 
-// Connections are made when they are first used: here, so that what fails fails at the start, what NCCL takes is known
-// to the memory plan, and bytes that do not arrive, or not as they were sent, are found.
+// Makes the connections by a first exchange, so that what fails fails at the start and what NCCL takes is known to the
+// memory plan, and checks that bytes arrive as they were sent.
 inline void comm_try(const Comm* comm, double patience) {
     constexpr int PIECE = 256;
     int64_t half = (int64_t)comm->world * PIECE;
@@ -510,8 +509,8 @@ inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) 
     return launch->local_rank;
 }
 
-// Counts the GPUs that this process may use. The count starts the driver, which takes seconds on a machine with many
-// GPUs, so it is left out where CUDA_VISIBLE_DEVICES hides all of them.
+// Counts the GPUs that this process may use; where CUDA_VISIBLE_DEVICES hides all of them, without starting the driver,
+// which takes seconds.
 inline cudaError_t count_gpus(int* gpus) {
     const char* visible = getenv("CUDA_VISIBLE_DEVICES");
     *gpus = 0;

@@ -1,6 +1,5 @@
-// Bytes between ranks on one machine by the GPUs' copy engines. No multiprocessor takes part: a kernel that waits for
-// another GPU, as NCCL's do, keeps multiprocessors from matrix products that want them all, however few it takes, and
-// so lengthens each that it meets by up to its own length; a copy engine costs them some memory bandwidth.
+// Bytes between ranks on one machine by the GPUs' copy engines, which cost matrix products some memory bandwidth. A
+// kernel that waits for another GPU, as NCCL's do, keeps multiprocessors from them, which want them all.
 //
 // Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver reads it there, or copies it to
@@ -49,8 +48,8 @@ inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-// Work that comes after on the stream reads what the sender wrote before it raised the count. These are two remote
-// writes: the wait flushes where the GPU can; elsewhere the fence in the sender's write_value orders them.
+// What comes after on the stream reads what the sender wrote before it raised the count: the wait flushes where the GPU
+// can; elsewhere the fence in the sender's write_value orders the two writes.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
     check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags));
 }

@@ -11,24 +11,18 @@
 // If steps are taken inside the backward pass (optim/release.h), gradients are packed in every mode and two layers take
 // turns. The sums lie there too, and a layer is stepped when its room is wanted.
 //
-// The sum of a layer's gradients, called a bucket, while the backward pass is at the layer before: in pieces of at most
-// `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and in),
-// adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends the sum
-// to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined here, by
-// rank, whatever NCCL does inside, and the CPU and the GPU get the same bits from equal gradients. Every mode gets the
-// same where a step has one micro-batch a rank; of several, `none` and `states` sum over the micro-batches first,
-// `grads` and `weights` over the ranks. W ranks of one micro-batch each give ((g0 + g1) + g2) + ..., as one rank of W
-// micro-batches does: these differ by what other shapes of the matmuls would. In general a sum of k micro-batches on
-// each of W ranks differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32
-// throughout.
+// The gradients of a layer, called a bucket, are summed while the backward pass is at the layer before: in pieces of at
+// most `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and
+// in), adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends
+// the sum to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined
+// here, by rank, and the CPU and the GPU get the same bits from equal gradients. Every mode gets the same where a step
+// has one micro-batch a rank; of several, `none` and `states` sum over the micro-batches first, `grads` and `weights`
+// over the ranks. A sum of k micro-batches on each of W ranks differs from one of k W on one rank by at most (k W - 1)
+// 2^-23 of the sum of the magnitudes. Gradients may be rounded to nearest bf16 before they are sent: then an element is
+// off by at most 2^-8 of its magnitude, and what arrived is summed in fp32.
 //
-// Beside the backward pass it costs 1 to 3 % of a step on two H200s where copy engines carry the bytes (peer.cuh). An
-// NCCL kernel that waits for the other ranks keeps multiprocessors from the products, which want them all, so over NCCL
-// at SHARD_LATE_RATE or more the modes that keep whole gradients are faster after the backward pass in one go: `late`
-// (dev/LOG.md has the figures).
-//
-// Gradients may be rounded to nearest bf16 before they are sent; an element is then off by at most 2^-8 of its
-// magnitude. What arrived is summed in fp32.
+// This costs 1 to 3 % of a step on two H200s by copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more the modes
+// that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
@@ -565,9 +559,9 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
-// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that makes no progress ends all of them
-// (launch_hurry). The host is at most three micro-batches ahead of the device, so it is back here within less than six
-// of the last one's time; the first step, whose kernels are loaded or compiled, gets ten minutes.
+// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all of them (launch_hurry).
+// The host is at most three micro-batches ahead of the device, so it is back here within six of the last one's time;
+// the first step, whose kernels are loaded or compiled, gets ten minutes.
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
@@ -584,9 +578,9 @@ void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
-// The gradients of a bucket are complete on the device's stream: begins their sum over the ranks beside it, after the
-// last micro-batch or, where no rank keeps all of them, after each. Of released gradients only those that take turns
-// are summed after each. Late, it waits for the last bucket.
+// Begins to sum a bucket, whose gradients are complete on the device's stream, over the ranks beside it: after the last
+// micro-batch or, where no rank keeps all gradients, after each. Of released gradients only those that take turns are
+// summed after each. Late, it waits for the last bucket.
 template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s || (!s->last && s->mode < SHARD_GRADS && !s->releases)) return;
@@ -797,9 +791,9 @@ inline void shard_loss(Shard* s, float* scalars) {
 // Weights.
 
 // The weights of a run of the arena, element x to weights[x + shift], go from those who keep them to all in two
-// exchanges. Most layers lie in the part of one rank. If that rank sent n elements to each of the others, its link
-// would carry (W-1) n elements while the other links are idle. So the owners deal the run out first: rank r gets slice
-// r. Then each rank sends its slice to those who do not own it. No rank sends more than 2 n (W-1)/W elements.
+// exchanges, since most layers lie in the part of one rank, whose link alone would carry (W-1) n elements: the owners
+// deal the run out, slice r to rank r; then each rank sends its slice to those who do not own it. No rank sends more
+// than 2 n (W-1)/W elements.
 inline void shard_deal_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
     const int64_t size = s->weight_bytes, me = s->comm.rank;
     const char* kept = (const char*)s->kept_weights - s->cut[me] * size;
