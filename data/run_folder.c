@@ -48,11 +48,11 @@ static bool run_folder_free(const char* folder, bool again, char* error) {
         error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
 }
 
-// Locks a folder until this process ends, or writes a sentence if another process has the lock.
-static bool folder_lock(const char* folder, char* error) {
+bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
     const struct timespec pause = {0, 100000000};
-    int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int descriptor = run->held ? -1 : open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor < 0) return true;
+    run->held = true;
     // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
     for (int i = 0; i < 50; i++) {
         if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
@@ -63,19 +63,13 @@ static bool folder_lock(const char* folder, char* error) {
                       folder);
 }
 
-bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
-    if (!run->held && !folder_lock(folder, error)) return false;
-    run->held = true;
-    return true;
-}
 
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error) {
     const bool again = strcmp(resume, "off") != 0;
     const char* named = *run ? run : resume;
     if (*run && !run_folder_free(run, again, error)) return false;
     const bool checkpoint = file_exists(path_in(named, "state.json"));  // whose run is held once it is known
-    if (!again || dry_run || !folder_exists(named) || checkpoint) return true;
-    return run_folder_hold(folder, named, error);
+    return !again || dry_run || checkpoint || run_folder_hold(folder, named, error);
 }
 
 // Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: of several runs that start in the same
@@ -249,7 +243,7 @@ static void write_command(FILE* file) {
         fprintf(command, "%s%s", i ? " " : "", shell_word(words + i));
     }
     fclose(command);
-    json_write_string(file, line);
+    json_write_text_member(file, ", ", "command", line);
 }
 
 // The version of NVIDIA's driver, as "... Kernel Module  570.124.06  ..." says it, or null.
@@ -259,8 +253,8 @@ static void write_driver(FILE* file) {
     for (const char* at = text; *at && !*version; at += strcspn(at, " "), at += strspn(at, " ")) {
         if (strspn(at, "0123456789.") == strcspn(at, " ") && strchr(at, '.')) sscanf(at, "%31s", version);
     }
-    if (*version) json_write_string(file, version);
-    if (!*version) fputs("null", file);
+    if (*version) json_write_text_member(file, ", ", "driver", version);
+    if (!*version) fputs(", \"driver\": null", file);
 }
 
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token) {
@@ -270,49 +264,45 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     struct tm utc;
     gethostname(host, sizeof(host) - 1);
     strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
-    const struct {
-        const char *name, *text;
-    } texts[] = {{"version", NIBBLE_VERSION},
-                 {"commit", NIBBLE_COMMIT},
-                 {"build", NIBBLE_BUILD},
-                 {"started", date},
-                 {"host", host},
-                 {"device", device}};
-    fputs("{\"type\": \"config\"", run->log);
-    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
-        json_write_text_member(run->log, ", ", texts[i].name, texts[i].text);
-    }
-    fputs(", \"driver\": ", run->log);
-    write_driver(run->log);
-    fputs(", \"command\": ", run->log);
-    write_command(run->log);
-    fputs(", \"options\": ", run->log);
-    options_json(run->table, run->fields, true, run->log);
-    fprintf(run->log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
+    FILE* log = run->log;
+    json_write_text_member(log, "{", "type", "config");
+    json_write_text_member(log, ", ", "version", NIBBLE_VERSION);
+    json_write_text_member(log, ", ", "commit", NIBBLE_COMMIT);
+    json_write_text_member(log, ", ", "build", NIBBLE_BUILD);
+    json_write_text_member(log, ", ", "started", date);
+    json_write_text_member(log, ", ", "host", host);
+    json_write_text_member(log, ", ", "device", device);
+    write_driver(log);
+    write_command(log);
+    fputs(", \"options\": ", log);
+    options_json(run->table, run->fields, true, log);
+    fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
             (long long)parameters);
-    json_write_number_member(run->log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
-    fputs("}\n", run->log);
-    fflush(run->log);
+    json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
+    fputs("}\n", log);
+    fflush(log);
 }
 
-// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
-// takes nothing from the folder of its first weights.
+// The folder of the checkpoint, else of the model, with whose weights this process begins; "": there is none.
+static const char* weights_folder(const RunFolder* run) {
+    return *run->sources[0] ? run->sources[0] : run->sources[1];
+}
+
+// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with.
 static bool tokenizer_take(RunFolder* run, const Json* state) {
     char* error = run->error;
-    const char *checkpoint = run->sources[0], *model = *checkpoint ? "" : run->sources[1];
-    const char* const sources[3] = {checkpoint, model, run->sources[2]};
-    if (state && !checkpoint_has_copies(checkpoint, state, run->path, error)) {
+    const char* const sources[2] = {weights_folder(run), run->sources[2]};
+    if (state && !checkpoint_has_copies(sources[0], state, run->path, error)) {
         return data_error(error, "--resume: %s", error);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
         if (!tokenizer_files_copy(sources[i], run->path, error)) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
-    if (!*checkpoint && !*model) return true;
-    run->config = json_read(path_in(*checkpoint ? checkpoint : model, "config.json"), error);
-    return run->config != NULL;
+    if (*sources[0]) run->config = json_read(path_in(sources[0], "config.json"), error);
+    return run->config || !*sources[0];
 }
 
 // Opens the tokenizer, and says why there are no samples where it does not fit.
@@ -335,7 +325,7 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
 }
 
 bool run_folder_possible(RunFolder* run, bool bytes) {
-    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
+    const char* weights = weights_folder(run);
     if (!tokenizers_agree(weights, run->sources[2])) {
         return data_error(run->error,
                           "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "

@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -334,7 +335,13 @@ static void drain(LaunchWatch* watch, double limit) {
 
 // Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already. A code that the shell
 // would take for success, as another rank may send it, becomes 1.
-__attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, const char* text, bool spoken) {
+__attribute__((noreturn, format(printf, 4, 5))) static void end_all(LaunchWatch* watch, int code, bool spoken,
+                                                                    const char* format, ...) {
+    char text[DATA_ERROR_BYTES + 256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
     if (code < 1 || code > 255) code = 1;
     if (atomic_exchange(&watch->failing, true)) {
         for (;;) sleep_ms(1000);  // another thread of this process is at it
@@ -349,33 +356,29 @@ __attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, cons
 void launch_failed(int code, const char* text) {
     LaunchWatch* watch = watching;
     if (!watch) return;
-    if (watch->rank == 0) end_all(watch, code, text, false);
+    if (watch->rank == 0) end_all(watch, code, false, "%s", text);
     // A mistake that all ranks make is best told by rank 0, which then ends this process too.
     sleep_ms(500);
     send_message(watch, FAILED, code, text);
     sleep_ms(5000);
-    end_all(watch, code, text, false);
+    end_all(watch, code, false, "%s", text);
 }
 
 // Ends all ranks, on rank 0, since another rank has told why it ends.
 static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
-    char text[TEXT_BYTES + 128];
     const char *prefix = "train: error: ", *rest = message->text;
     if (strncmp(rest, prefix, strlen(prefix)) == 0) rest += strlen(prefix);
-    snprintf(text, sizeof(text), "%srank %d on %s: %s", prefix, r, watch->peers[r].host, rest);
-    end_all(watch, message->code, text, false);
+    end_all(watch, message->code, false, "%srank %d on %s: %s", prefix, r, watch->peers[r].host, rest);
 }
 
 static void peer_lost(LaunchWatch* watch, int r, const char* how) {
-    char text[TEXT_BYTES];
     const Peer* peer = &watch->peers[r];
-    snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host,
-             peer->pid, how);
     // If --gpus made the rank, the process that waits for it tells how it ended; without rank 0 the first that is left
     // does.
     bool ended = strncmp(how, "has ended", 9) == 0;
     bool other = watch->rank > 1 && watch->local_rank > 0;
-    end_all(watch, 1, text, other || (ended && watch->forked));
+    end_all(watch, 1, other || (ended && watch->forked),
+            "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host, peer->pid, how);
 }
 
 static void note_progress(struct Heard* heard, double now, int64_t progress, int patience, const char* what) {
@@ -389,7 +392,7 @@ static void take_message(LaunchWatch* watch, int r, const Message* message) {
     struct Heard* heard = &watch->heard[r];
     if (message->kind == BYE) heard->left = true;
     if (message->kind == FAILED && watch->rank == 0) peer_failed(watch, r, message);
-    if (message->kind == FAILED) end_all(watch, message->code, message->text, true);
+    if (message->kind == FAILED) end_all(watch, message->code, true, "%s", message->text);
     heard->at = seconds_now();
     note_progress(heard, heard->at, message->progress, message->patience, message->text);
 }
@@ -432,17 +435,14 @@ static void check_progress(LaunchWatch* watch, double now) {
         if (heard->progress < least) least = heard->progress, behind = r;
         if (heard->progress > most) most = heard->progress;
     }
-    char text[TEXT_BYTES];
+    const struct Heard* last = &watch->heard[behind];
     if (least == most) {
-        snprintf(text, sizeof(text), "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
-                 watch->heard[behind].patience, watch->heard[behind].what);
-    } else {
-        snprintf(text, sizeof(text),
-                 "train: error: rank %d on %s hangs: the others have waited for it for %d s (%s); all ranks stop\n",
-                 behind, behind ? watch->peers[behind].host : "this host", watch->heard[behind].patience,
-                 watch->heard[behind].what);
+        end_all(watch, 1, false, "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
+                last->patience, last->what);
     }
-    end_all(watch, 1, text, false);
+    end_all(watch, 1, false,
+            "train: error: rank %d on %s hangs: the others have waited for it for %d s (%s); all ranks stop\n", behind,
+            behind ? watch->peers[behind].host : "this host", last->patience, last->what);
 }
 
 static void check_silence(LaunchWatch* watch, double now) {
@@ -521,7 +521,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 // The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
 __attribute__((noreturn)) static void wait_for_end(void) {
     sleep_ms(5000);
-    end_all(watching, 1, "train: error: a rank has ended for which others still wait; all ranks stop\n", false);
+    end_all(watching, 1, false, "train: error: a rank has ended for which others still wait; all ranks stop\n");
 }
 
 static void give_bytes(const Launch* launch, int to, const void* bytes, size_t count) {
