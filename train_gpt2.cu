@@ -1217,7 +1217,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     PlanReport report = {};
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
     device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
-    if (m->arena.shard) comm_describe(&m->arena.shard->comm, report.ranks, sizeof(report.ranks));
+    report.ranks = m->arena.shard ? comm_describe(&m->arena.shard->comm) : "";
     optim_describe(&run->config, report.optim, sizeof(report.optim));
     report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;

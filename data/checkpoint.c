@@ -35,10 +35,8 @@ char* checkpoint_name(const char* run_folder, int64_t step) {
 // name: step_5 or step_notes.tmp are the user's own.
 static int64_t step_of(const char* name, const char* ending) {
     long long step = -1;
-    char wanted[64];
     if (sscanf(name, "step_%12lld", &step) != 1 || step < 0) return -1;
-    snprintf(wanted, sizeof(wanted), "step_%08lld%s", step, ending);
-    return strcmp(name, wanted) == 0 ? step : -1;
+    return strcmp(name, text_kept("step_%08lld%s", step, ending)) == 0 ? step : -1;
 }
 
 int checkpoint_list(const char* run_folder, int64_t** steps) {
@@ -374,7 +372,7 @@ Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, 
 
 const char* checkpoint_model(const char** name, bool needed, char* error) {
     const char* model = *name;
-    char path[RUN_PATH_BYTES + 32], names[256];
+    char path[RUN_PATH_BYTES + 32];
     const bool shape = strcmp(model, "auto") == 0 || gpt2_named(model);
     if (shape && !needed) return "";
     if (shape && folder_exists(model)) {
@@ -394,7 +392,7 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     if (!folder) {
         data_error(error,
                    "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
-                   model, gpt2_names(names, sizeof(names)));
+                   model, gpt2_names());
         return NULL;
     }
     const bool weights = model_folder_has_weights(folder);

@@ -126,9 +126,8 @@ static bool is_pickle(const unsigned char* head, int64_t bytes) {
 }
 
 static void refuse(char* error, const char* path, const char* name, const char* advice) {
-    char what[12288];
-    snprintf(what, sizeof(what), advice, shell_word(path));
-    data_error(error, "%s is %s; %s, or add --data-format bytes to train on its raw bytes", path, name, what);
+    data_error(error, "%s is %s; %s, or add --data-format bytes to train on its raw bytes", path, name,
+               text_kept(advice, shell_word(path)));
 }
 
 // Names the kind of a file whose first bytes or sample show a known signature or structure; NULL for any other.
@@ -183,9 +182,8 @@ Content content_of(int descriptor, int64_t size, const char* path, char* error) 
     if (name) return refuse(error, path, name, advice), CONTENT_KNOWN;
     if (sample_is_text(&sample)) return CONTENT_TEXT;
     int64_t odd = sample.nul[0] + sample.nul[1] + sample.control;
-    char binary[128];
-    snprintf(binary, sizeof(binary), "binary (%.3g%% of its bytes are NUL or control characters)",
-             100.0 * (double)odd / (double)sample.bytes);
+    const char* binary = text_kept("binary (%.3g%% of its bytes are NUL or control characters)",
+                                   100.0 * (double)odd / (double)sample.bytes);
     refuse(error, path, binary, "add --data-format nanogpt if it holds nanoGPT's uint16 tokens");
     return CONTENT_BINARY;
 }

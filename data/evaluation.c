@@ -266,21 +266,18 @@ EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* s
     return result;
 }
 
-void evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds, char* line, size_t bytes) {
+const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds) {
     if (e->kind == EVALUATION_LAST_WORD) {
-        snprintf(line, bytes, "%s  acc %.4f ± %.4f  perplexity %.4f  %d last words  %.1f s", e->name, r->acc,
-                 r->acc_error, r->perplexity, e->examples, seconds);
-    } else {
-        snprintf(line, bytes, "%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions  %.1f s",
-                 e->name, r->acc, r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, e->examples, seconds);
+        return text_kept("%s  acc %.4f ± %.4f  perplexity %.4f  %d last words  %.1f s", e->name, r->acc, r->acc_error,
+                         r->perplexity, e->examples, seconds);
     }
+    return text_kept("%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions  %.1f s", e->name, r->acc,
+                     r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, e->examples, seconds);
 }
 
 void evaluation_print(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
-    char line[512];
     (void)context;
-    evaluation_describe(e, result, seconds, line, sizeof(line));
-    printf("eval     %s\n", line);
+    printf("eval     %s\n", evaluation_describe(e, result, seconds));
     fflush(stdout);
 }
 

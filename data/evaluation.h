@@ -95,9 +95,8 @@ typedef struct {
 bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokenizer* tokenizer, const char* out,
                     char* error);
 
-// Writes a line for the terminal.
-void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds, char* line,
-                         size_t bytes);
+// Returns a line for the terminal, kept as by text_kept.
+const char* evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 // Prints that line; it is an EvaluationDone.
 void evaluation_print(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 // Writes the members of a line of log.jsonl that follow "type": "eval".

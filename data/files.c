@@ -64,23 +64,14 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #endif
 
-// Keeps a path for the thread until 64 more have been kept.
-static const char* path_keep(char* path) {
-    static _Thread_local char* paths[64];
-    static _Thread_local unsigned next;
-    char** place = &paths[next++ % 64];
-    free(*place);
-    return *place = path;
-}
-
 const char* path_in(const char* folder, const char* name) {
-    return path_keep(text_format("%s/%s", folder, name));
+    return text_kept("%s/%s", folder, name);
 }
 
 const char* path_parent(const char* path) {
     const char* slash = strrchr(path, '/');
     if (!slash) return ".";
-    return path_keep(text_part(path, slash > path ? (size_t)(slash - path) : 1));
+    return text_kept("%.*s", slash > path ? (int)(slash - path) : 1, path);
 }
 
 const char* path_name(const char* path) {

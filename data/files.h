@@ -11,9 +11,8 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// Returns FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls of this function or the next.
+// These return FOLDER/NAME, and the folder that holds `path`, "." when none is named, kept as by text_kept.
 const char* path_in(const char* folder, const char* name);
-// Returns the folder that holds `path`, "." when none is named.
 const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.
 const char* path_name(const char* path);

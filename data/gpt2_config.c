@@ -113,11 +113,9 @@ const Gpt2Name* gpt2_named(const char* name) {
     return wanted > 0 && size_choose(wanted, &sized) ? &sized : NULL;
 }
 
-const char* gpt2_names(char* text, size_t bytes) {
-    size_t used = 0;
-    for (int i = 0; i < NAMES && used < bytes; i++) {
-        used += (size_t)snprintf(text + used, bytes - used, "%s%s", i ? "|" : "", names[i].name);
-    }
+const char* gpt2_names(void) {
+    const char* text = names[0].name;
+    for (int i = 1; i < NAMES; i++) text = text_kept("%s|%s", text, names[i].name);
     return text;
 }
 
@@ -153,8 +151,7 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
                           "says \"model_type\": \"gpt2\"",
                           folder, type);
     }
-    char inner[32];
-    snprintf(inner, sizeof(inner), "%lld", 4 * (long long)json_int(json, "n_embd", 768));
+    const char* inner = text_kept("%lld", 4 * (long long)json_int(json, "n_embd", 768));
     const struct {
         const char *key, *wanted, *also;  // another name for the same
     } members[] = {{"activation_function", "gelu_new", "gelu_pytorch_tanh"},
@@ -191,8 +188,7 @@ bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape
         const int64_t found = json_get(json, key) ? json_int(json, key, -1) : numbers[i].otherwise;
         *numbers[i].found = found;
         if (found >= 1 && found <= numbers[i].most) continue;
-        char wanted[64];
-        snprintf(wanted, sizeof(wanted), "whole numbers from 1 to %lld", (long long)numbers[i].most);
+        const char* wanted = text_kept("whole numbers from 1 to %lld", (long long)numbers[i].most);
         return refuse_member(json, key, wanted, folder, error);
     }
     return true;

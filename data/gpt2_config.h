@@ -23,7 +23,7 @@ const Gpt2Name* gpt2_named(const char* name);
 bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
 // Makes the size of --size, if it was typed, the name of --model. Refuses it beside what it chooses.
 bool gpt2_take_size(const OptionTable* table, void* fields, bool* given, char* error);
-const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
+const char* gpt2_names(void);  // all of them, with | between, kept as by text_kept
 // Returns the FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
 double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t tokens);
 

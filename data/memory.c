@@ -78,16 +78,33 @@ char* text_copy(const char* text) {
     return text_part(text, strlen(text));
 }
 
-char* text_format(const char* format, ...) {
-    va_list arguments, again;
-    va_start(arguments, format);
+__attribute__((format(printf, 1, 0))) static char* text_of(const char* format, va_list arguments) {
+    va_list again;
     va_copy(again, arguments);
-    int length = vsnprintf(NULL, 0, format, arguments);
-    char* text = memory_take((size_t)length + 1);
-    vsnprintf(text, (size_t)length + 1, format, again);
+    int length = vsnprintf(NULL, 0, format, again);
     va_end(again);
+    char* text = memory_take((size_t)length + 1);
+    vsnprintf(text, (size_t)length + 1, format, arguments);
+    return text;
+}
+
+char* text_format(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    char* text = text_of(format, arguments);
     va_end(arguments);
     return text;
+}
+
+const char* text_kept(const char* format, ...) {
+    static _Thread_local char* kept[64];
+    static _Thread_local unsigned next;
+    va_list arguments;
+    va_start(arguments, format);
+    char *text = text_of(format, arguments), **place = &kept[next++ % 64];
+    va_end(arguments);
+    free(*place);  // the arguments may have been in it
+    return *place = text;
 }
 
 typedef struct {

@@ -162,8 +162,7 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
 
 // The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
 static const SafetensorsTensor* find_tensor(const ModelFolder* folder, const char* name, const Safetensors** file) {
-    char prefixed[256];
-    snprintf(prefixed, sizeof(prefixed), "transformer.%s", name);
+    const char* prefixed = text_kept("transformer.%s", name);
     for (int with = 1; with >= 0; with--) {
         for (int i = 0; i < folder->count; i++) {
             const SafetensorsTensor* found = safetensors_find(&folder->file[i], with ? prefixed : name);
@@ -228,6 +227,12 @@ bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, in
     return true;
 }
 
+static const char* shape_text(const int64_t* shape, int dims) {
+    const char* text = "";
+    for (int i = 0; i < dims; i++) text = text_kept("%s%s%lld", text, i ? ", " : "", (long long)shape[i]);
+    return text;
+}
+
 static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found, const ModelTensor* tensor,
                          char* error) {
     static const char* const types[] = {"F32", "BF16", "F16", NULL};
@@ -237,13 +242,9 @@ static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found
         memcmp(found->shape, want, (size_t)dims * sizeof(int64_t)) == 0) {
         return true;
     }
-    char shape[8 * 24] = "", wanted[2 * 24];
-    for (int i = 0, at = 0; i < found->dims; i++) {
-        at += snprintf(shape + at, sizeof(shape) - (size_t)at, "%s%lld", i ? ", " : "", (long long)found->shape[i]);
-    }
-    snprintf(wanted, sizeof(wanted), dims == 1 ? "%lld" : "%lld, %lld", (long long)want[0], (long long)want[1]);
     return data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%s]",
-                      file->path, found->name, found->dtype, shape, wanted);
+                      file->path, found->name, found->dtype, shape_text(found->shape, found->dims),
+                      shape_text(want, dims));
 }
 
 bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error) {

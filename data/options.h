@@ -9,7 +9,6 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-#define OPTION_TEXT_BYTES 64
 #define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
 
 typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG, OPTION_SIZE } OptionType;
@@ -52,8 +51,8 @@ void* option_value(const OptionTable* table, const void* fields, const char* nam
 const char* option_group(const OptionTable* table, const Option* option);
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);
-// Returns the value as one would type it: a text itself, or a number in `text`, of OPTION_TEXT_BYTES.
-const char* option_text(const Option* option, const void* fields, char* text, size_t bytes);
+// Returns the value as one would type it: a text itself, or a number, kept as by text_kept.
+const char* option_text(const Option* option, const void* fields);
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
@@ -68,9 +67,9 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const OptionTable* table, const void* fields, FILE* file);
 
-// These write numbers for people: 124475904 as "124M", 3725 seconds as "1h02m".
-void format_count(double n, char* text, size_t bytes);
-void format_duration(double seconds, char* text, size_t bytes);
+// These return numbers for people, kept as by text_kept: 124475904 as "124M", 3725 seconds as "1h02m".
+const char* text_count(double n);
+const char* text_duration(double seconds);
 // Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none.
 bool size_parse(const char* text, int64_t* bytes);
 // Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.

@@ -11,12 +11,12 @@ C_LINKAGE_BEGIN
 
 // Facts that the banner states beside the options.
 typedef struct {
-    char device[256], ranks[256], optim[256];  // descriptions; ranks "" for one alone
-    const char* source;                        // of the ranks
-    int world;                                 // ranks
-    int64_t windows, parameters;               // of the training data; of the model
-    double usual_lr, usual_lr_of_any;          // of the rule and this model's size; of a rule that is not known
-    bool trained;                              // the run begins with the weights of --model
+    char device[256], optim[256];      // descriptions
+    const char *ranks, *source;        // of the ranks; "" for one alone
+    int world;                         // ranks
+    int64_t windows, parameters;       // of the training data; of the model
+    double usual_lr, usual_lr_of_any;  // of the rule and this model's size; of a rule that is not known
+    bool trained;                      // the run begins with the weights of --model
     MemoryPlan memory;
     int64_t available;    // bytes
     const char* changed;  // options that differ from the checkpoint's

@@ -58,8 +58,7 @@ bool resume_options(Resume* resume, char* error) {
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
         if (!text || is_left(resume, option)) continue;
         const bool fixed = text_among(name, of_shape);
-        char number[OPTION_TEXT_BYTES];
-        const char* now = option_text(option, resume->fields, number, sizeof(number));
+        const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
         if (typed && strcmp(now, text) == 0) continue;
         // A folder that was typed as --model, as a job script does each time, is not read: it may be gone by now, or

@@ -63,7 +63,6 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
                       folder);
 }
 
-
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error) {
     const bool again = strcmp(resume, "off") != 0;
     const char* named = *run ? run : resume;

@@ -3,13 +3,13 @@
 #include <stdio.h>
 #include <string.h>
 #include "errors.h"
+#include "memory.h"
 
 bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
     const long long T = sizes->seq, ranks = sizes->ranks, unit = T * ranks, tokens = sizes->tokens_per_step;
     if (tokens >= 0 && tokens % unit != 0) {
         const long long below = tokens / unit * unit;
-        char gpus[32] = "";
-        if (ranks > 1) snprintf(gpus, sizeof(gpus), " x %lld GPUs", ranks);
+        const char* gpus = ranks > 1 ? text_kept(" x %lld GPUs", ranks) : "";
         return data_error(error,
                           "--tokens-per-step %lld is not a multiple of --seq %lld%s; type --tokens-per-step %lld",
                           tokens, T, gpus, below > 0 ? below : unit);

@@ -277,20 +277,14 @@ inline void comm_close(Comm* comm) {
     check(cudaStreamDestroy(comm->stream));
 }
 
-// "NCCL 2.28.9, 300 GB/s each way", for the banner.
-inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
+// "NCCL 2.28.9, 300 GB/s each way", for the banner; it lives as long as the program.
+inline const char* comm_describe(const Comm* comm) {
     int version = 0;
-    if (comm->stand_in) {
-        snprintf(text, bytes, "shared memory, a stand-in for tests");
-        return;
-    }
-    if (comm->peers) {
-        snprintf(text, bytes, "by copy engines, %.0f GB/s each way", 1e-9 * comm->rate);
-        return;
-    }
+    const double rate = 1e-9 * comm->rate;
+    if (comm->stand_in) return "shared memory, a stand-in for tests";
+    if (comm->peers) return text_format("by copy engines, %.0f GB/s each way", rate);
     check(nccl_status(comm, comm->nccl.get_version(&version)));
-    snprintf(text, bytes, "NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100,
-             1e-9 * comm->rate);
+    return text_format("NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100, rate);
 }
 
 // Exchanges from here on come after the work that the device's stream has been given so far; the next function does the

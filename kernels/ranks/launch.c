@@ -185,9 +185,7 @@ static void share_cores(int local_world) {
 // --gpus.
 
 static void set_variable(const char* name, int number) {
-    char text[16];
-    snprintf(text, sizeof(text), "%d", number);
-    setenv(name, text, 1);
+    setenv(name, text_kept("%d", number), 1);
 }
 
 // Returns the code that the run ends with, now that a rank has ended. A signal, which is why the others stopped, goes
@@ -446,13 +444,11 @@ static void check_progress(LaunchWatch* watch, double now) {
 }
 
 static void check_silence(LaunchWatch* watch, double now) {
-    char how[128];
-    snprintf(how, sizeof(how), "has been silent for %d s: it is stopped, or its machine cannot be reached",
-             watch->silence);
     for (int r = 0; r < watch->world; r++) {
-        if (is_peer(watch, r) && !watch->heard[r].left && now - watch->heard[r].at > watch->silence) {
-            peer_lost(watch, r, how);
-        }
+        if (!is_peer(watch, r) || watch->heard[r].left || now - watch->heard[r].at <= watch->silence) continue;
+        peer_lost(
+            watch, r,
+            text_kept("has been silent for %d s: it is stopped, or its machine cannot be reached", watch->silence));
     }
     if (watch->rank != 0) return;
     note_progress(&watch->heard[0], now, atomic_load(&watch->progress), atomic_load(&watch->patience),

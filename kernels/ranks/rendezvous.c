@@ -13,6 +13,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include "../../data/memory.h"
 #include "../../data/text.h"
 
 // Addresses.
@@ -452,10 +453,8 @@ typedef struct {
 
 // Returns a connection that is made within a second, or -1.
 static int connect_to(const char* host, int port, int* unknown) {
-    char service[16];
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
-    snprintf(service, sizeof(service), "%d", port);
-    *unknown = getaddrinfo(host, service, &hints, &found);
+    *unknown = getaddrinfo(host, text_kept("%d", port), &hints, &found);
     if (*unknown != 0) return -1;
     int made = -1;
     for (struct addrinfo* at = found; at && made < 0; at = at->ai_next) {
