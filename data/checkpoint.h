@@ -2,13 +2,10 @@
 // a checksum of its own. It is written as step_00001000.tmp, synced and renamed, so a folder without .tmp is whole
 // unless the disk damaged it, which the checksums tell.
 #pragma once
-#include <stdbool.h>
-#include <stdint.h>
 #include "gpt2_config.h"
 #include "model_folder.h"
 #include "options.h"
 #include "run_folder.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 // Returns the path from the root, "" where it is "". Glob patterns stay what they are. The caller owns it.

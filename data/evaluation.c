@@ -1,9 +1,7 @@
 #include "evaluation.h"
-
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
 #include "clock.h"
 #include "files.h"
 #include "json.h"

@@ -6,7 +6,6 @@
 // of processes that share them; so the scores are the same to the bit.
 #pragma once
 #include "tokenizer.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef enum { EVALUATION_CHOICES, EVALUATION_LAST_WORD } EvaluationKind;

@@ -3,12 +3,10 @@
 // sentence (the file, what was found, what to do) into `error`; nothing here exits or asserts. Reading follows symbolic
 // links, since model caches are made of them. Creating and removing never do: a link in the way is replaced itself.
 #pragma once
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include "errors.h"
 #include "memory.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 // These return FOLDER/NAME, and the folder that holds `path`, "." when none is named, kept as by text_kept.

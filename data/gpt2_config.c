@@ -1,9 +1,7 @@
 #include "gpt2_config.h"
-
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
 #include "files.h"
 #include "text.h"
 

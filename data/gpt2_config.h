@@ -1,11 +1,7 @@
 // The shapes of GPT-2 models, by name, by size, and in config.json of a Hugging Face folder.
 #pragma once
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 #include "options.h"
 #include "tokenizer.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct {

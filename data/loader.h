@@ -7,11 +7,7 @@
 // epoch n / windows. So the data position is the number of sequences consumed: any batch size, any number of GPUs and
 // a resume see the same order.
 #pragma once
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 #include "files.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct {

@@ -2,7 +2,6 @@
 // and model.safetensors.index.json, which says in which of them each tensor is.
 #pragma once
 #include "safetensors.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 // Names of files that a run folder and each checkpoint keep beside config.json and the weights; NULL ends the list.

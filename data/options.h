@@ -1,12 +1,10 @@
 // One table of options drives parsing, --help, JSON and shell completion. A mistake is answered by a sentence that
 // names the option, what was found and what to type.
 #pragma once
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include "errors.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 #define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"

@@ -6,7 +6,6 @@
 #include "loader.h"
 #include "plan.h"
 #include "run_folder.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 // Facts that the banner states beside the options.

@@ -3,7 +3,6 @@
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 enum { RESUME_CHANGED_BYTES = 16384 };

@@ -5,7 +5,6 @@
 #include "json.h"
 #include "options.h"
 #include "sampling.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 enum { RUN_PATH_BYTES = 4096 };

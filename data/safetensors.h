@@ -2,7 +2,6 @@
 #pragma once
 #include "files.h"
 #include "json.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 // Writing: begin with all the tensors' names, types and shapes, then give the bytes in the same order, in pieces, each

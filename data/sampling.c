@@ -1,9 +1,7 @@
 #include "sampling.h"
-
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-
 #include "clock.h"
 #include "text.h"
 

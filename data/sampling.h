@@ -1,7 +1,6 @@
 // Prompts as tokens, and samples as text. Drawing the tokens is the trainer's part.
 #pragma once
 #include "tokenizer.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct {

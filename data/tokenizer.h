@@ -2,11 +2,8 @@
 // merges.txt (the names of Hugging Face model directories) from a folder. Training data is tokenised by
 // data/prepare.py; the encoder here is for prompts, exact for ASCII text and for well-formed UTF-8 letters.
 #pragma once
-#include <stdbool.h>
-#include <stdint.h>
 #include "files.h"
 #include "json.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct Tokenizer Tokenizer;

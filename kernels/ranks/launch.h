@@ -12,11 +12,9 @@
 // A rank that ends, crashes, is stopped, loses its machine or hangs (launch_hurry) ends all of them, with one message,
 // which rank 0 prints, within SILENCE_SECONDS or its patience, and a few.
 #pragma once
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include "../../data/errors.h"
-#include "../../data/linkage.h"
 C_LINKAGE_BEGIN
 
 enum { LAUNCH_LISTENERS = 8 };  // sockets, one for each address of rank 0's host

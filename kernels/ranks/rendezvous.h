@@ -18,7 +18,6 @@
 #include "../../data/clock.h"
 #include "hmac.h"
 #include "launch.h"
-#include "../../data/linkage.h"
 C_LINKAGE_BEGIN
 
 enum {
