@@ -82,9 +82,8 @@ inline NcclStatus nccl_status(const Comm* comm, ncclResult_t code) {
 inline void check_status(NcclStatus status, const char* expression, const char* file, int line) {
     if (status.code == ncclSuccess) return;
     const NcclLibrary* nccl = &status.comm->nccl;
-    char text[2048];
-    snprintf(text, sizeof(text), "%s; %s (NCCL_DEBUG=WARN in the environment says more)",
-             nccl->error_string(status.code), nccl->last_error(status.comm->communicator));
+    const char* text = text_kept("%s; %s (NCCL_DEBUG=WARN in the environment says more)",
+                                 nccl->error_string(status.code), nccl->last_error(status.comm->communicator));
     check_failed("NCCL", "", text, expression, file, line);
 }
 

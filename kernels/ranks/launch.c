@@ -66,15 +66,17 @@ static void set_address(Launch* launch, const char* host) {
     launch->port = port > 0 ? port : port_of(launch->job);
 }
 
+// True if the environment has all three.
+static bool is_rank(const Launch* launch) {
+    return launch->rank >= 0 && launch->world >= 1 && launch->local_rank >= 0;
+}
+
 static bool from_torchrun(Launch* launch) {
-    int rank = variable("RANK"), world = variable("WORLD_SIZE"), local = variable("LOCAL_RANK");
-    if (rank < 0 || world < 1 || local < 0 || !text_variable("MASTER_ADDR")[0] || variable("MASTER_PORT") < 1) {
-        return false;
-    }
-    bool elastic = text_variable("TORCHELASTIC_RUN_ID")[0];
-    snprintf(launch->source, sizeof(launch->source), "%s", elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...");
-    launch->rank = rank, launch->world = world, launch->local_rank = local;
-    launch->local_world = variable("LOCAL_WORLD_SIZE");
+    const bool elastic = text_variable("TORCHELASTIC_RUN_ID")[0];
+    launch->source = elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...";
+    launch->rank = variable("RANK"), launch->world = variable("WORLD_SIZE");
+    launch->local_rank = variable("LOCAL_RANK"), launch->local_world = variable("LOCAL_WORLD_SIZE");
+    if (!is_rank(launch) || !text_variable("MASTER_ADDR")[0] || variable("MASTER_PORT") < 1) return false;
     // The port too: without --rdzv-id all jobs have one id, and one whose port is less than PORTS from another's could
     // take that one's rank 0 for its own.
     snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s %d", text_variable("TORCHELASTIC_RUN_ID"),
@@ -85,35 +87,30 @@ static bool from_torchrun(Launch* launch) {
 }
 
 static bool from_open_mpi(Launch* launch) {
-    int rank = variable("OMPI_COMM_WORLD_RANK"), world = variable("OMPI_COMM_WORLD_SIZE");
-    int local = variable("OMPI_COMM_WORLD_LOCAL_RANK");
-    if (rank < 0 || world < 1 || local < 0) return false;
-    snprintf(launch->source, sizeof(launch->source), "Open MPI's variables");
-    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    launch->source = "Open MPI's variables";
+    launch->rank = variable("OMPI_COMM_WORLD_RANK"), launch->world = variable("OMPI_COMM_WORLD_SIZE");
+    launch->local_rank = variable("OMPI_COMM_WORLD_LOCAL_RANK");
     launch->local_world = variable("OMPI_COMM_WORLD_LOCAL_SIZE");
+    if (!is_rank(launch)) return false;
     snprintf(launch->job, sizeof(launch->job), "mpi %.60s%.60s", text_variable("OMPI_MCA_ess_base_jobid"),
              text_variable("PMIX_NAMESPACE"));
-    set_address(launch, launch->local_world == world ? "127.0.0.1" : "");
+    set_address(launch, launch->local_world == launch->world ? "127.0.0.1" : "");
     return true;
 }
 
 // False in the batch script itself, where SLURM_NTASKS is set and one process runs.
 static bool from_slurm(Launch* launch) {
-    int rank = variable("SLURM_PROCID"), local = variable("SLURM_LOCALID"), step = variable("SLURM_STEP_ID");
-    int world = variable("SLURM_STEP_NUM_TASKS") > 0 ? variable("SLURM_STEP_NUM_TASKS") : variable("SLURM_NTASKS");
-    if (rank < 0 || world < 1 || local < 0 || step < 0) return false;
-    snprintf(launch->source, sizeof(launch->source), "Slurm's variables");
-    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    const int step = variable("SLURM_STEP_ID"), tasks = variable("SLURM_STEP_NUM_TASKS");
+    const bool one_node = variable("SLURM_STEP_NUM_NODES") == 1;
+    launch->source = "Slurm's variables";
+    launch->rank = variable("SLURM_PROCID"), launch->world = tasks > 0 ? tasks : variable("SLURM_NTASKS");
+    launch->local_rank = variable("SLURM_LOCALID"), launch->local_world = one_node ? launch->world : 0;
+    if (!is_rank(launch) || step < 0) return false;
     snprintf(launch->job, sizeof(launch->job), "slurm %d.%d", variable("SLURM_JOB_ID"), step);
-    char host[256] = "";
+    char host[256] = "127.0.0.1";
     const char* list = text_variable("SLURM_STEP_NODELIST");
     if (!list[0]) list = text_variable("SLURM_JOB_NODELIST");
-    if (variable("SLURM_STEP_NUM_NODES") == 1) {
-        snprintf(host, sizeof(host), "127.0.0.1");
-        launch->local_world = world;
-    } else if (!launch_first_host(list, host, sizeof(host))) {
-        host[0] = 0;
-    }
+    if (!one_node && !launch_first_host(list, host, sizeof(host))) host[0] = 0;
     set_address(launch, host);
     return true;
 }
@@ -136,8 +133,10 @@ static void take_secret(Launch* launch) {
 }
 
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
-    *launch = (Launch){.world = 1};
+    const Launch alone = {.world = 1, .source = ""};
+    *launch = alone;
     bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
+    if (!found) *launch = alone;
     const char *rank = text_variable("RANK"), *world = text_variable("WORLD_SIZE");
     // One rank of several that trains alone would be a surprise; one of one is alone.
     if (!found && strcmp(world, "1") != 0 && (world[0] || (rank[0] && strcmp(rank, "0") != 0))) {
@@ -170,7 +169,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
         return data_error(error, "%s does not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
                           launch->source);
     }
-    if (launch->world == 1) *launch = (Launch){.world = 1};
+    if (launch->world == 1) *launch = alone;
     if (launch->world > 1) take_secret(launch);
     return true;
 }

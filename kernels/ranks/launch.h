@@ -24,7 +24,7 @@ typedef struct LaunchWatch LaunchWatch;
 typedef struct {
     int rank, world;              // 0 of 1: alone
     int local_rank, local_world;  // on this machine; local_world 0 when unknown
-    char source[64];              // who says so, for the banner; "" alone
+    const char* source;           // who says so, for the banner; "" alone
     char host[256];               // where rank 0 listens
     int port;                     // the first that it may take
     int listeners;                // sockets at which rank 0 listens; 0: none yet

@@ -376,17 +376,15 @@ static void serve(Door* door, double wait) {
 }
 
 // "1, 3 and 5"; at most some of them.
-static void list_missing(const Launch* launch, const Peer* peers, char* text, size_t bytes) {
+static const char* list_missing(const Launch* launch, const Peer* peers) {
     int listed = 0;
-    text[0] = 0;
+    const char* text = "";
     for (int r = 1; r < launch->world; r++) {
         const int* to = peers[r].socket;
         if (to[TALK] >= 0 && to[CONTROL] >= 0 && !is_closed(to[TALK])) continue;
-        size_t used = strlen(text);
-        if (listed++ < 16) snprintf(text + used, bytes - used, "%s%d", used ? ", " : "", r);
+        if (listed++ < 16) text = text_kept("%s%s%d", text, *text ? ", " : "", r);
     }
-    size_t used = strlen(text);
-    if (listed > 16) snprintf(text + used, bytes - used, " and %d more", listed - 16);
+    return listed > 16 ? text_kept("%s and %d more", text, listed - 16) : text;
 }
 
 // Tells every other rank whether all have come.
@@ -426,12 +424,11 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
             serve(&door, left);
             continue;
         }
-        char missing[256];
-        list_missing(launch, peers, missing, sizeof(missing));
-        door.fine = data_error(error,
-                               "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
-                               "they say, or give them longer with --join-timeout",
-                               (long long)limit, launch->world, launch->host, launch->port, missing);
+        door.fine =
+            data_error(error,
+                       "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
+                       "they say, or give them longer with --join-timeout",
+                       (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers));
     }
     tell_all(launch, peers, door.fine, error);
     for (int i = 0; i < GREETINGS; i++) {
