@@ -31,8 +31,7 @@ char* checkpoint_name(const char* run_folder, int64_t step) {
     return text_format("%s/step_%08lld", run_folder, (long long)step);
 }
 
-// Step of a checkpoint's folder name as checkpoint_name writes it, perhaps with `ending` behind it; -1 for any other
-// name: step_5 or step_notes.tmp are the user's own.
+// The step in a name that checkpoint_name wrote, with `ending` behind it; -1 for others, such as the user's step_5.
 static int64_t step_of(const char* name, const char* ending) {
     long long step = -1;
     if (sscanf(name, "step_%12lld", &step) != 1 || step < 0) return -1;
@@ -93,9 +92,8 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
     return count;
 }
 
-// The tensors of a safetensors file, whose bytes are asked for in the file's order: read(context, i, at, bytes, to)
-// puts `bytes` bytes of tensor i from byte `at` on into `to`; at most `piece` at a time, or, where it is 0, all at
-// once.
+// The tensors of a safetensors file: read(context, i, at, bytes, to) puts `bytes` bytes of tensor i from byte `at` on
+// into `to`, in the file's order; at most `piece` at a time, or, where it is 0, all.
 typedef struct {
     const SafetensorsEntry* entries;
     int count;
@@ -105,8 +103,7 @@ typedef struct {
     void* context;
 } Source;
 
-// Writes FOLDER/FILE->name and sums it into `file`. With folder NULL the bytes are asked for and dropped. A value that
-// is not finite is an error.
+// Writes FOLDER/FILE->name, whose values must be finite, and sums it into `file`. With folder NULL it only reads.
 static bool source_write(const char* folder, const Source* source, CheckpointFile* file, char* error) {
     SafetensorsWriter* writer =
         folder ? safetensors_begin(path_in(folder, file->name), source->entries, source->count, source->format, error)
@@ -271,8 +268,8 @@ void checkpoint_weights(void* context, int tensor, float* values) {
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
-// Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
-// that a whole one stands there at any moment.
+// Puts FOLDER.tmp in FOLDER's place. An existing one is swapped with it in one act, so that a whole one is always
+// there.
 static bool checkpoint_commit(const char* folder, char* error) {
     SCOPED char *temporary = text_format("%s.tmp", folder), *old = text_format("%s.old.tmp", folder);
     struct stat status;

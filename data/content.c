@@ -1,6 +1,5 @@
-// Files that are no text are recognized by the signature they begin with; what has none is judged by a sample: a text
-// in any 8-bit or UTF-8 encoding has next to no NUL and control bytes, and no NUL at its beginning, while numbers,
-// tokens and UTF-16 are full of them and a container of texts begins with a NUL or more.
+// Files that are no text are recognized by the signature they begin with, or by a sample: a text in any 8-bit encoding
+// has next to no NUL and control bytes, and no NUL at its beginning.
 #include "content.h"
 #include <stdlib.h>
 #include <string.h>
@@ -119,8 +118,7 @@ static bool is_safetensors(const unsigned char* head, int64_t bytes, int64_t siz
     return length >= 2 && length <= size - 8 && length <= 100 << 20;
 }
 
-// A pickle begins with its protocol and goes on with a frame, a dictionary, list, tuple, text, bytes, class or a long
-// number, with which PyTorch's files begin.
+// A pickle begins with its protocol, and then a frame, dictionary, list, tuple, text, bytes, class or long number.
 static bool is_pickle(const unsigned char* head, int64_t bytes) {
     return bytes > 3 && head[0] == 0x80 && head[1] >= 2 && head[1] <= 5 && memchr("\x95}](cXBC\x8A", head[2], 9);
 }

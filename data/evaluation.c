@@ -297,9 +297,8 @@ static void write_numbers(FILE* file, const char* name, const EvaluationRow* row
     fputc(']', file);
 }
 
-// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
-// "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the
-// choices.
+// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores" (ln p of each choice),
+// "characters", "bytes", "choice", "choice_norm", "choice_bytes"}, or "right" instead of choices for last words.
 static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, char* error) {
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; i++) {

@@ -32,9 +32,8 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #else
 
-// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. The tables are built on the stack by
-// every call (2,048 steps) rather than kept in a mutable global: nothing beside the megabytes that a call is given, and
-// short inputs go bit by bit.
+// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. Every call with more than a short input
+// builds the tables on its stack (2,048 steps).
 uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
     const unsigned char* b = bytes;
     crc = ~crc;
@@ -311,8 +310,8 @@ bool folder_sync(const char* path, char* error) {
     return fine;
 }
 
-// Removes NAME in the open folder `parent`, and what is in it down to `levels` folders. `path` names it in the error.
-// No call follows a link, not even one that takes the place of a folder meanwhile.
+// Removes NAME in the open folder `parent`, and what is in it down to `levels` folders, without following links, not
+// even one that takes the place of a folder meanwhile. `path` names it in the error.
 static bool remove_at(int parent, const char* name, const char* path, int levels, char* error) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return true;  // a file or a link
     if (errno != EISDIR && errno != EPERM) return data_error(error, "cannot remove %s: %s", path, strerror(errno));

@@ -24,8 +24,7 @@ static const Gpt2Name names[] = {
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
-// Returns the depth that GPT-3's models have at a width. Between two of their widths the logarithm of the depth is
-// interpolated; below the least one a model has a layer for each 64 channels.
+// Returns the depth that GPT-3's models have at a width, interpolated in logarithms; at 64 channels it is one layer.
 static double usual_layers(int channels) {
     static const double known[][2] = {{64, 1},    {768, 12},  {1024, 24}, {2048, 24},
                                       {2560, 32}, {4096, 32}, {5120, 40}, {12288, 96}};
@@ -117,8 +116,7 @@ const char* gpt2_names(void) {
     return text;
 }
 
-// True if nibble computes with this value of a member. One that is absent or null has transformers' default, with which
-// it does.
+// True if nibble computes with this value of a member. Absent or null means transformers' default, which it has.
 static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
     const Json* found = json_get(json, key);
     if (!found || found->kind == JSON_NULL) return true;

@@ -1,10 +1,8 @@
 // JSON (RFC 8259): text -> tree -> text.
 //
-// One pass over the text, so the time is linear in its length: vocab.json of GPT-2 (1 MB, 50,257 members) and the
-// header of a large safetensors file (several MB) parse in milliseconds. The parser and json_free recurse once per
-// nesting level; DEPTH_MOST bounds their stack. Numbers keep their text beside the double, so that 64-bit integers
-// (offsets, shapes, token counts) are exact. What is refused: anything after the value, control characters and lone
-// surrogates in strings, NUL in a key (keys are C strings), numbers such as 01, .5, 1. or +1.
+// The time is linear in the text's length. The parser and json_free recurse once per nesting level; DEPTH_MOST bounds
+// their stack. It refuses anything after the value, control characters and lone surrogates in strings, NUL in a key
+// (keys are C strings), and numbers such as 01, .5, 1. or +1.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -98,8 +96,7 @@ static char* parse_escape(Parser* parser, char* to) {
     return utf8_write(to, (uint32_t)point);
 }
 
-// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes never grow, so the
-// source's length bounds the result's.
+// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes only shrink it.
 static char* parse_string(Parser* parser, int64_t* bytes) {
     const char* first = parser->at + 1;
     const char* last = first;

@@ -358,8 +358,7 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     return true;
 }
 
-// Takes the training part or the tail of the files. The tail is that of the last file in which two windows fit; the
-// longest one is named where there is none.
+// Takes the training part or the tail of the files: that of the last one with two windows, else of the longest.
 static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
     int last = 0;
     for (int i = 1; i < data->files; i++) {
@@ -491,8 +490,7 @@ void dataset_close(Dataset* data) {
     memset(data, 0, sizeof(*data));
 }
 
-// Reads `count` bytes from byte `at` of the file's tokens on. Files are not mapped: where one is cut short, a page that
-// is missing would be a signal, and a short read is an error.
+// Reads `count` bytes from byte `at` of the file's tokens on. A file that is cut short is an error; mapped, a signal.
 static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
     if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
     memcpy(to, file->memory + at, (size_t)count);
@@ -580,9 +578,8 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
     return true;
 }
 
-// Six Feistel rounds over the least even number of bits that holds n: a permutation of 0..4^half-1, whatever the round
-// function. Applied until the result is below n again, it is one of 0..n-1; 4^half < 4n, so that takes 4 turns at most
-// on average.
+// Six Feistel rounds over the least even number of bits that holds n are a permutation of 0..4^half-1. Applied until
+// the result is below n again, they are one of 0..n-1; 4^half < 4n, so that takes 4 turns at most on average.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     enum { ROUNDS = 6 };
     const uint64_t golden = 0x9E3779B97F4A7C15ull;

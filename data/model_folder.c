@@ -19,8 +19,7 @@ const char* const MODEL_FOLDER_FILES[] = {"vocab.json",
                                           "generation_config.json",
                                           NULL};
 
-// The tensors of a block. In files a matrix is (in, out), transformers' Conv1D; in the program it is (out, in), so that
-// a row is an output's weights.
+// The tensors of a block. In files a matrix is (in, out), transformers' Conv1D; in the program it is (out, in).
 static const struct {
     const char* name;
     int rows, cols;  // in multiples of the channels; rows 0: a vector

@@ -24,8 +24,7 @@ const char* option_group(const OptionTable* table, const Option* option) {
 }
 
 // True if one word of an option's name is a slip away from another: two neighbours exchanged, or, where both begin
-// alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two. In a short
-// word another letter makes another word, as dir is not dim and notes are not nodes.
+// alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two.
 static bool word_slips(const char* typed, size_t length, const char* name, size_t other) {
     char a[64], b[64];
     if (length >= sizeof(a) || other >= sizeof(b)) return false;
@@ -47,9 +46,8 @@ static bool word_slips(const char* typed, size_t length, const char* name, size_
     return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
 }
 
-// Is `typed` a slip of the finger away from `name`? Each word must be; names of other numbers of words are compared as
-// one. Short names are not guessed at all. Another digit always makes another thing, as in adam-beta3 and fp16, so the
-// digits of both must be the same.
+// True if `typed` is a slip of the finger away from `name`. Each word must be, or, if one has more of them, the whole.
+// Short names are not guessed at all, and the digits must be the same, since beta3 is not beta2.
 static bool is_slip(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
@@ -76,8 +74,7 @@ static const char* synonym_answer(const OptionTable* table, const char* typed, b
     return NULL;
 }
 
-// Refuses a word that is no option. The sentence says what to type instead where that is known, and guesses nothing
-// where it is not.
+// Refuses a word that is no option, and says what to type instead if that is known.
 static bool unknown_option(const OptionTable* table, const char* word, char* error) {
     char name[64];
     size_t length = strcspn(word, "="), dashes = strspn(word, "-");
@@ -332,8 +329,7 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('}', file);
 }
 
-// Finds the words with which the shell can complete a value: of "off|auto|DIR" those in lower case, at `words`.
-// Returns whether a path is one of the values.
+// Finds the words that complete a value, of "off|auto|DIR" those in lower case. Returns whether a path does, too.
 static bool completion_values(const Option* option, char* words, size_t bytes) {
     size_t used = 0;
     bool path = false;

@@ -6,8 +6,7 @@
 #include "clock.h"
 #include "text.h"
 
-// Says how much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
-// validation is of texts that are trained on.
+// Says how much data there is and a validation reads, what is left out, and whether validation is of training texts.
 static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
                         int vocabulary) {
     const struct {

@@ -40,7 +40,7 @@ bool resume_words(const Resume* resume, char* error) {
 }
 
 // True if the checkpoint's value is left alone although none was typed: the option belongs to one start of the program,
-// is merged elsewhere, or comes with another preset than the saved one, which was typed.
+// is merged elsewhere, or comes with the preset, of which another one was typed.
 static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
                                            "gpus", "join-timeout", "override", NULL};
@@ -61,8 +61,7 @@ bool resume_options(Resume* resume, char* error) {
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
         if (typed && strcmp(now, text) == 0) continue;
-        // A folder that was typed as --model, as a job script does each time, is not read: it may be gone by now, or
-        // the script may run in another place.
+        // A folder that was typed as --model, as a job script does each time, is not read, for it may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
         if (!typed || folder) {
@@ -94,8 +93,7 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
 }
 
 // Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
-// program writes paths that name a file in one way, so that a path which can mean another file in another place, such
-// as a downloaded one, is not its own.
+// program writes absolute paths without links, so another one, as in a downloaded checkpoint, is not its own.
 static const char* format_distrust(const char* path, const char* folder) {
     struct stat info;
     if (stat(path, &info) != 0) return NULL;  // there is no code, which another sentence says
@@ -108,8 +106,8 @@ static const char* format_distrust(const char* path, const char* folder) {
     return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
 }
 
-// May the code in the --format files that only the checkpoint in `folder` names run? It may if the checkpoint and the
-// files are this user's, and the files lie where nobody else put them. A note on stderr says so, if `print`.
+// True if the code in the --format files that only the checkpoint in `folder` names may run: it and they are this
+// user's, and lie where nobody else put them. A note on stderr says so, if `print`.
 static bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
     struct stat info;
     const char* formats = text_of(resume, "format");

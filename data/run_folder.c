@@ -71,8 +71,7 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
     return !again || dry_run || checkpoint || run_folder_hold(folder, named, error);
 }
 
-// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: of several runs that start in the same
-// second mkdir lets one through.
+// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has; mkdir lets one run have each.
 static bool folder_name(RunFolder* run, const char* model, char* error) {
     char date[32];
     time_t now = time(NULL);

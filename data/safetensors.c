@@ -3,12 +3,9 @@
 // A safetensors file is: 8 bytes, the header's length N (little-endian); N bytes of JSON,
 //   {"__metadata__": {...}, "name": {"dtype": "BF16", "shape": [768, 2304], "data_offsets": [begin, end]}, ...},
 // padded with spaces; then the tensors' bytes, back to back, offsets counted from the end of the header.
-// Writing pads so that the data starts at a multiple of 64 bytes, and passes every byte once through the checksum. It
-// keeps no buffer, since the pieces of a checkpoint are large. Opening reads the header only; tensors are read as they
-// are used.
-// The reader trusts nothing: every number of the header is checked against the file before a pointer is made of it, and
-// the tensors must tile the data without a gap or an overlap, so a truncated file is always noticed.
-// The host is little-endian, as the format is.
+// Writing pads so that the data starts at a multiple of 64 bytes, and keeps no buffer, since the pieces of a checkpoint
+// are large. The reader trusts nothing: every number of the header is checked against the file, and the tensors must
+// tile the data without a gap or an overlap, so a truncated file is noticed. The host is little-endian, as the format.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -70,8 +67,7 @@ static inline bool any_bad_of(int bytes, uint64_t mask, const char* values, int6
     return bad;
 }
 
-// True if any of `count` values is not finite. Each call has a constant size, so that the compiler makes vectors of its
-// loop.
+// True if any of `count` values is not finite. Each call has a constant size, so that its loop becomes vector code.
 static bool any_bad(const Dtype* type, const char* values, int64_t count) {
     if (type->bytes == 1) return any_bad_of(1, type->mask, values, count);
     if (type->bytes == 2) return any_bad_of(2, type->mask, values, count);

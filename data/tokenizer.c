@@ -2,13 +2,12 @@
 //
 // Files: vocab.json maps every token's text to its number, in an alphabet where each byte is one printable character
 // (the printable bytes of Latin-1 are themselves, the other 68 are U+0100 onwards in order); merges.txt lists pairs
-// "left right", the earliest first. Both are read once into byte strings and two hash tables (open addressing, at most
-// half full): text -> token, used while the merges are read, and (left, right) -> (rank, joined), used by the encoder.
-// Encoding cuts the text into words by GPT-2's pattern
+// "left right", the earliest first. Both are read into byte strings and two hash tables (open addressing, at most half
+// full): text -> token, used while the merges are read, and (left, right) -> (rank, joined), used by the encoder.
+// Encoding cuts the text into words by GPT-2's pattern, which is written out by hand,
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length, which
-// is a dozen. The pattern is written out by hand; which characters are letters, numbers and white space is in
-// unicode.h. Every encoding decodes to the bytes it came from.
+// and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length.
+// unicode.h says which characters are letters, numbers and white space.
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -86,8 +85,8 @@ static int byte_of(uint32_t point) {
     return i < 0x21 ? i : i < 0x21 + 0x22 ? i - 0x21 + 0x7F : 0xAD;
 }
 
-// Rewrites text from the alphabet into bytes at `to`; returns their number, or -1 when a character is not in the
-// alphabet. Bytes are never more than the text's.
+// Rewrites text from the alphabet into bytes at `to`, of which there are fewer; returns their number, -1: it is not in
+// it.
 static int64_t to_bytes(const char* text, int64_t count, char* to) {
     int64_t used = 0;
     for (int64_t i = 0; i < count;) {
@@ -293,8 +292,7 @@ static bool is_nothing(const Json* json) {
            (json->kind == JSON_STRING && json->text_bytes == 0);
 }
 
-// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in words as GPT-2 cuts
-// them.
+// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in GPT-2's words.
 static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
     static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                                           "ignore_merges", "dropout"};
@@ -493,8 +491,7 @@ static int64_t word_bytes(const char* text, int64_t bytes) {
         } while (at < bytes && next_class(text + at, bytes - at, &length) == class);
         return at;
     }
-    // Spaces: all at the end of the text, otherwise all but the last, which begins the next word, unless it is the
-    // only.
+    // All spaces at the end of the text; otherwise all but the last, which begins the next word, if there are several.
     int64_t last = 0;
     for (at = 0; at < bytes && next_class(text + at, bytes - at, &length) == SPACE; at += length) last = at;
     return at == bytes || last == 0 ? at : last;

@@ -1,13 +1,11 @@
 // Rank 0 collects what each rank of a sharded run keeps (shard.cuh), for a checkpoint, which does not depend on the
-// number of ranks. shard_equal checks that all ranks have the same bytes. All ranks call each of these functions; ranks
-// other than 0 only send their parts. Cost: each byte crosses to rank 0 once and then to the host, a staging buffer at
-// a time.
+// number of ranks. All ranks call each of these functions; those other than 0 only send their parts. Each byte crosses
+// to rank 0 once and then to the host, a staging buffer at a time.
 #pragma once
 #include "../../data/files.h"
 #include "shard.cuh"
 
-// Copies at most shard_staging_bytes of rank `from` to the host memory of rank 0. All ranks call it. `on_host`: the
-// data is in host memory, otherwise in the device's.
+// Copies at most shard_staging_bytes of rank `from`, from the device's memory or the host's, to rank 0's host memory.
 inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes, int from, bool on_host) {
     const Device* dev = s->comm.dev;
     bool own = from == 0 && s->comm.rank == 0;
@@ -108,8 +106,7 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     return all;
 }
 
-// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from those who keep them; all ranks call
-// it.
+// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from those who keep them.
 inline void shard_arrays_read(Shard* s, const ShardArrays* all, int i, int64_t at, int64_t bytes, void* host) {
     const int64_t piece = shard_staging_bytes(s);
     int64_t begin = 0;

@@ -115,10 +115,7 @@ inline void nccl_open(NcclLibrary* nccl) {
 constexpr int64_t STAND_IN_SLOT = 1 << 17;
 
 struct StandIn {
-    pthread_mutex_t mutex;
-    pthread_cond_t changed;
-    int waiting;
-    int64_t generation;
+    pthread_barrier_t barrier;  // a rank that ends while others wait here is found by the watch of launch.h
     int64_t rounds[64];
     alignas(64) char slot[];  // (world, STAND_IN_SLOT)
 };
@@ -126,19 +123,6 @@ struct StandIn {
 inline bool stand_in_asked() {
     const char* asked = getenv("NIBBLE_STAND_IN");
     return asked && strcmp(asked, "1") == 0;
-}
-
-// A rank that ends while others wait here is found by the watch of launch.h, which ends them.
-inline void stand_in_barrier(StandIn* shared, int world) {
-    pthread_mutex_lock(&shared->mutex);
-    int64_t generation = shared->generation;
-    if (++shared->waiting == world) {
-        shared->waiting = 0;
-        shared->generation++;
-        pthread_cond_broadcast(&shared->changed);
-    }
-    while (shared->generation == generation) pthread_cond_wait(&shared->changed, &shared->mutex);
-    pthread_mutex_unlock(&shared->mutex);
 }
 
 inline StandIn* stand_in_open(const Launch* launch) {
@@ -161,12 +145,10 @@ inline StandIn* stand_in_open(const Launch* launch) {
     close(file);
     StandIn* shared = (StandIn*)map;
     if (first) {
-        pthread_mutexattr_t mutex;
-        pthread_condattr_t changed;
-        pthread_mutexattr_init(&mutex), pthread_condattr_init(&changed);
-        pthread_mutexattr_setpshared(&mutex, PTHREAD_PROCESS_SHARED);
-        pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
-        pthread_mutex_init(&shared->mutex, &mutex), pthread_cond_init(&shared->changed, &changed);
+        pthread_barrierattr_t processes;
+        pthread_barrierattr_init(&processes);
+        pthread_barrierattr_setpshared(&processes, PTHREAD_PROCESS_SHARED);
+        pthread_barrier_init(&shared->barrier, &processes, (unsigned)launch->world);
     }
     launch_any(launch, false);
     if (first) shm_unlink(name);
@@ -182,7 +164,7 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
     int64_t share = STAND_IN_SLOT / comm->world / 64 * 64, most = 0, rounds = 0;
     for (int r = 0; r < comm->world; r++) most = sends[r].bytes > most && r != comm->rank ? sends[r].bytes : most;
     shared->rounds[comm->rank] = ceil_div(most, share);
-    stand_in_barrier(shared, comm->world);
+    pthread_barrier_wait(&shared->barrier);
     for (int r = 0; r < comm->world; r++) rounds = shared->rounds[r] > rounds ? shared->rounds[r] : rounds;
     for (int64_t round = 0; round < rounds; round++) {
         int64_t at = round * share;
@@ -191,21 +173,20 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
             memcpy(shared->slot + comm->rank * STAND_IN_SLOT + r * share, (char*)sends[r].data + at,
                    (size_t)comm_part(sends[r].bytes, at, share));
         }
-        stand_in_barrier(shared, comm->world);
+        pthread_barrier_wait(&shared->barrier);
         for (int r = 0; r < comm->world; r++) {
             if (r == comm->rank) continue;
             memcpy((char*)receives[r].data + at, shared->slot + r * STAND_IN_SLOT + comm->rank * share,
                    (size_t)comm_part(receives[r].bytes, at, share));
         }
-        stand_in_barrier(shared, comm->world);
+        pthread_barrier_wait(&shared->barrier);
     }
-    stand_in_barrier(shared, comm->world);
+    pthread_barrier_wait(&shared->barrier);
 }
 
 // The copy engines.
 
-// False if the user asks for NCCL: NIBBLE_NCCL names its library, and NCCL_P2P_DISABLE says that one GPU's copies to
-// another are broken.
+// False if NIBBLE_NCCL or NCCL_P2P_DISABLE, which says that copies between GPUs are broken, asks for NCCL.
 inline bool peers_wanted() {
     const char* disabled = getenv("NCCL_P2P_DISABLE");
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
@@ -286,8 +267,7 @@ inline const char* comm_describe(const Comm* comm) {
     return text_format("NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100, rate);
 }
 
-// Exchanges from here on come after the work that the device's stream has been given so far; the next function does the
-// reverse.
+// Exchanges from here on come after the work of the device's stream so far; the next function does the reverse.
 inline void comm_after_device(const Comm* comm) {
     if (comm->stand_in) return;
     check(cudaEventRecord(comm->event, comm->dev->stream));
@@ -300,8 +280,7 @@ inline void device_after_comm(const Comm* comm) {
     check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
 }
 
-// sends[r] goes to rank r, receives[r] comes from it; a rank's own are left alone. What r sends to s has the bytes that
-// s receives from r. All ranks call it.
+// sends[r] goes to rank r, receives[r] comes from it and has as many bytes; a rank's own are left alone. All call it.
 inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
     if (comm->stand_in) return stand_in_exchange(comm, sends, receives);
     if (comm->peers) return peers_exchange(comm, sends, receives);
@@ -459,8 +438,7 @@ inline void nccl_join(Comm* comm) {
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
-// Opens the transport between all ranks of `launch`, which have joined. The run ends if connecting takes longer than
-// `patience` seconds.
+// Opens the transport between all ranks of `launch`. The run ends if that takes longer than `patience` seconds.
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, double patience = 120) {
     memset(comm, 0, sizeof(*comm));
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
@@ -483,8 +461,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     comm->bytes = memory_used(dev) - before;
 }
 
-// The GPU of a rank among the `gpus` that this machine shows. A launcher may show each rank its own alone. `asked` is
-// --gpus; `cpu`: --device cpu was typed.
+// The GPU of a rank among the `gpus` that this process sees. `asked` is --gpus; `cpu`: --device cpu was typed.
 inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) {
     if (gpus == 0 || cpu) {
         if (stand_in_asked()) return 0;

@@ -77,8 +77,7 @@ static bool from_torchrun(Launch* launch) {
     launch->rank = variable("RANK"), launch->world = variable("WORLD_SIZE");
     launch->local_rank = variable("LOCAL_RANK"), launch->local_world = variable("LOCAL_WORLD_SIZE");
     if (!is_rank(launch) || !text_variable("MASTER_ADDR")[0] || variable("MASTER_PORT") < 1) return false;
-    // The port too: without --rdzv-id all jobs have one id, and one whose port is less than PORTS from another's could
-    // take that one's rank 0 for its own.
+    // The port too: without --rdzv-id all jobs have one id, and their ports may be less than PORTS apart.
     snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s %d", text_variable("TORCHELASTIC_RUN_ID"),
              text_variable("TORCHELASTIC_RESTART_COUNT"), variable("MASTER_PORT"));
     set_address(launch, "");
@@ -187,8 +186,7 @@ static void set_variable(const char* name, int number) {
     setenv(name, text_kept("%d", number), 1);
 }
 
-// Returns the code that the run ends with, now that a rank has ended. A signal, which is why the others stopped, goes
-// before their codes.
+// Returns the code that the run ends with, now that a rank has ended. A signal goes before the codes of the others.
 static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
     if (!WIFSIGNALED(status)) return code ? code : WEXITSTATUS(status);
     if (killed || code > 128) return code;
@@ -330,8 +328,7 @@ static void drain(LaunchWatch* watch, double limit) {
     }
 }
 
-// Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already. A code that the shell
-// would take for success, as another rank may send it, becomes 1.
+// Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already.
 __attribute__((noreturn, format(printf, 4, 5))) static void end_all(LaunchWatch* watch, int code, bool spoken,
                                                                     const char* format, ...) {
     char text[DATA_ERROR_BYTES + 256];
@@ -339,7 +336,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void end_all(LaunchWatch*
     va_start(arguments, format);
     vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
-    if (code < 1 || code > 255) code = 1;
+    if (code < 1 || code > 255) code = 1;  // what another rank sent must not look like success
     if (atomic_exchange(&watch->failing, true)) {
         for (;;) sleep_ms(1000);  // another thread of this process is at it
     }
@@ -370,8 +367,7 @@ static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
 
 static void peer_lost(LaunchWatch* watch, int r, const char* how) {
     const Peer* peer = &watch->peers[r];
-    // If --gpus made the rank, the process that waits for it tells how it ended; without rank 0 the first that is left
-    // does.
+    // If --gpus made the rank, the process that waits for it tells how it ended; if rank 0 is gone, the first one does.
     bool ended = strncmp(how, "has ended", 9) == 0;
     bool other = watch->rank > 1 && watch->local_rank > 0;
     end_all(watch, 1, other || (ended && watch->forked),

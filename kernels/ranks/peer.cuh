@@ -58,8 +58,7 @@ inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* 
     check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
 }
 
-// Sends from here on come after the work that the stream has been given. From peers_join on the stream waits until they
-// are over.
+// Sends from here on come after the work of the stream so far. From peers_join on the stream waits until they are over.
 inline void peers_fork(const Peers* peers, cudaStream_t stream) {
     check(cudaEventRecord(peers->event, stream));
     check(cudaStreamWaitEvent(peers->out, peers->event, 0));
@@ -106,8 +105,7 @@ inline bool peers_bind(Peers* peers) {
            driver_bind("cuStreamWriteValue32", &peers->write_value);
 }
 
-// True if a stream may write and wait for counts here. A driver may have the functions and refuse them (before CUDA 12
-// unless a parameter of its module allows them; some virtual GPUs). `count` is 0 and stays so.
+// True if a stream may write and wait for counts, which older drivers and some virtual GPUs refuse. `count` stays 0.
 inline bool peers_probe(const Peers* peers, cudaStream_t stream, const uint32_t* count) {
     return peers->write_value(stream, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
            peers->wait_value(stream, (CUdeviceptr)count, 0, peers->wait_flags) == CUDA_SUCCESS;

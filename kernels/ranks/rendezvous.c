@@ -38,7 +38,7 @@ static bool is_repeated(const struct addrinfo* list, const struct addrinfo* one)
     return false;
 }
 
-// Listens at this port of every address in the list that is this machine's. False, with errno, when there is none
+// Listens at this port of every address of this machine in the list. False, with errno, when there is none
 // (EADDRNOTAVAIL) or the port is taken at one of them.
 static bool listen_at(Launch* launch, struct addrinfo* list, int port) {
     for (struct addrinfo* at = list; at && launch->listeners < LAUNCH_LISTENERS; at = at->ai_next) {

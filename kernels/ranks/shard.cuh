@@ -518,8 +518,8 @@ void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Sends the sums of the slices to the owners, which write them into what they keep, or add them to it. Where gradients
-// are released, they keep them in the gradients' own places.
+// Sends the sums of the slices to the owners, which write them into what they keep (with release, the gradients' own
+// places), or add them to it.
 template <typename G>
 void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
     int world = s->comm.world, me = s->comm.rank;
@@ -602,8 +602,7 @@ inline void shard_summed(const Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
 }
 
-// Makes the device's stream wait, before it writes a bucket's packed gradients, until those that stood there are
-// summed.
+// Makes the device's stream wait until the gradients that stood where a bucket's will be written are summed.
 inline void shard_grads_free(const Shard* s, int bucket) {
     if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
     int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
@@ -633,8 +632,7 @@ inline void shard_send_scalars(Shard* s, float* scalars) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Turns what the ranks have sent into the loss of the step, NaN where a rank has bad data, and its flags, the same on
-// all ranks.
+// Turns what the ranks have sent into the step's loss, NaN where a rank has bad data, and flags, the same on all ranks.
 inline void shard_join_scalars(Shard* s, float* scalars) {
     device_after_comm(&s->comm);
 #ifdef __CUDACC__
@@ -647,8 +645,7 @@ inline void shard_join_scalars(Shard* s, float* scalars) {
     shard_agree(scalars, s->gathered, s->comm.world);
 }
 
-// Sends the squares of tiles, of which rank r has computed parts[cut[r]] to parts[cut[r + 1]], to all ranks. cut:
-// (world + 1)
+// Sends to all ranks the squares of tiles, of which rank r has parts[cut[r]] to parts[cut[r + 1]]. cut: (world + 1)
 inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
     const int me = s->comm.rank;
     for (int r = 0; r < s->comm.world; r++) {
@@ -673,8 +670,7 @@ void shard_squares(const Device* dev, double* parts, const G* grads, int64_t til
     shard_squares_cpu(parts, (const float*)grads, tiles);
 }
 
-// Puts loss and flags of all ranks, the norm of all gradients and the clip factor into `scalars`. parts: (elements /
-// TILE_ELEMENTS) doubles.
+// Puts loss and flags of all ranks, the norm of all gradients and the clip factor into `scalars`. parts: one a tile.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
@@ -730,8 +726,7 @@ void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, cons
     part_norm_of_tiles(dev, clip, part.count, parts, first);
 }
 
-// Makes values: (maxima + sums) on the device the same on all ranks: the largest of each of the first, the sum of each
-// of the others. All ranks call it.
+// Makes values (maxima + sums) on the device the same on all ranks: the largest or the sum of each. All ranks call it.
 inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
     if (!s) return;
     const Comm* c = &s->comm;
