@@ -178,11 +178,10 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     }
 }
 
+// Takes a word if it is next.
 static bool parse_word(Parser* parser, Json* json, const char* word, JsonKind kind, double number) {
     int64_t length = (int64_t)strlen(word);
-    if (parser->end - parser->at < length || memcmp(parser->at, word, (size_t)length) != 0) {
-        return parse_error(parser, "something that is no value");
-    }
+    if (parser->end - parser->at < length || memcmp(parser->at, word, (size_t)length) != 0) return false;
     parser->at += length;
     json->kind = kind;
     json->number = number;
@@ -192,24 +191,17 @@ static bool parse_word(Parser* parser, Json* json, const char* word, JsonKind ki
 static bool parse_value(Parser* parser, Json* json, int depth) {
     skip_space(parser);
     if (parser->at == parser->end) return parse_error(parser, "no value");
-    switch (*parser->at) {
-        case '{':
-        case '[':
-            json->kind = *parser->at++ == '{' ? JSON_OBJECT : JSON_ARRAY;
-            return parse_children(parser, json, depth);
-        case '"':
-            json->kind = JSON_STRING;
-            json->text = parse_string(parser, &json->text_bytes);
-            return json->text != NULL;
-        case 't':
-            return parse_word(parser, json, "true", JSON_BOOL, 1.0);
-        case 'f':
-            return parse_word(parser, json, "false", JSON_BOOL, 0.0);
-        case 'n':
-            return parse_word(parser, json, "null", JSON_NULL, 0.0);
-        default:
-            return parse_number(parser, json);
+    if (*parser->at == '{' || *parser->at == '[') {
+        json->kind = *parser->at++ == '{' ? JSON_OBJECT : JSON_ARRAY;
+        return parse_children(parser, json, depth);
     }
+    if (*parser->at == '"') {
+        json->kind = JSON_STRING;
+        json->text = parse_string(parser, &json->text_bytes);
+        return json->text != NULL;
+    }
+    return parse_word(parser, json, "true", JSON_BOOL, 1.0) || parse_word(parser, json, "false", JSON_BOOL, 0.0) ||
+           parse_word(parser, json, "null", JSON_NULL, 0.0) || parse_number(parser, json);
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
@@ -301,31 +293,24 @@ void json_write_string(FILE* file, const char* text) {
 
 void json_write(FILE* file, const Json* json) {
     const bool object = json->kind == JSON_OBJECT;
-    switch (json->kind) {
-        case JSON_STRING:
-            write_string(file, json->text, json->text_bytes);
-            return;
-        case JSON_NUMBER:
-            fputs(json->text, file);
-            return;
-        case JSON_NULL:
-        case JSON_BOOL:
-            fputs(json->kind == JSON_NULL ? "null" : json->number != 0 ? "true" : "false", file);
-            return;
-        default:
-            fputc(object ? '{' : '[', file);
-            for (const Json* child = json->child; child; child = child->next) {
-                if (object) json_write_string(file, child->key);
-                if (object) fputs(": ", file);
-                json_write(file, child);
-                if (child->next) fputs(", ", file);
-            }
-            fputc(object ? '}' : ']', file);
+    if (json->kind == JSON_STRING) return write_string(file, json->text, json->text_bytes);
+    if (!object && json->kind != JSON_ARRAY) {
+        const char* word = json->kind == JSON_NULL ? "null" : json->number != 0 ? "true" : "false";
+        fputs(json->kind == JSON_NUMBER ? json->text : word, file);
+        return;
     }
+    fputc(object ? '{' : '[', file);
+    for (const Json* child = json->child; child; child = child->next) {
+        if (object) json_write_string(file, child->key);
+        if (object) fputs(": ", file);
+        json_write(file, child);
+        if (child->next) fputs(", ", file);
+    }
+    fputc(object ? '}' : ']', file);
 }
 
 void json_write_number(FILE* file, double value) {
-    char text[40];
+    char text[32];
     if (!isfinite(value)) {
         fputs("null", file);
     } else if (value == floor(value) && fabs(value) <= 9007199254740992.0) {

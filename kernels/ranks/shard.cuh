@@ -416,11 +416,10 @@ inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int la
 
 inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
     s->layers = layers;
-    s->sends = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
-    s->receives = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
-    s->into = (Overlap*)memory_zero((size_t)s->comm.world, sizeof(Overlap));
-    s->cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
-    s->tile_cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
+    const size_t world = (size_t)s->comm.world;
+    s->sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), s->receives = s->sends + world;
+    s->into = (Overlap*)memory_zero(world, sizeof(Overlap));
+    s->cut = (int64_t*)memory_zero(2 * (world + 1), sizeof(int64_t)), s->tile_cut = s->cut + world + 1;
     for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
     shard_places(s, tensors, count, layers);
 }
@@ -451,13 +450,9 @@ inline void* shard_open(Shard* s, void* grads, void* weights) {
     s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
     s->held[0] = s->held[1] = -1;
     if (!dev->gpu) return s->weights;
-    int events = s->layers + 1;
-    s->ready = (cudaEvent_t*)memory_zero((size_t)events, sizeof(cudaEvent_t));
-    s->summed = (cudaEvent_t*)memory_zero((size_t)events, sizeof(cudaEvent_t));
-    for (int i = 0; i < events; i++) {
-        check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
-        check(cudaEventCreateWithFlags(&s->summed[i], cudaEventDisableTiming));
-    }
+    const int events = s->layers + 1;
+    s->ready = (cudaEvent_t*)memory_zero(2 * (size_t)events, sizeof(cudaEvent_t)), s->summed = s->ready + events;
+    for (int i = 0; i < 2 * events; i++) check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
     return s->weights;
 }
 
@@ -468,14 +463,9 @@ inline void shard_close(Shard* s) {
     device_free(dev, s->outgoing);
     device_free(dev, s->incoming);
     device_free(dev, s->gathered);
-    for (int i = 0; i <= s->layers; i++) {
-        free(s->bucket[i].run);
-        if (!dev->gpu) continue;
-        check(cudaEventDestroy(s->ready[i]));
-        check(cudaEventDestroy(s->summed[i]));
-    }
-    free(s->ready), free(s->summed), free(s->bucket), free(s->place), free(s->cut);
-    free(s->sends), free(s->receives), free(s->into), free(s->tile_cut);
+    for (int i = 0; i <= s->layers; i++) free(s->bucket[i].run);
+    for (int i = 0; i < 2 * (s->layers + 1) && dev->gpu; i++) check(cudaEventDestroy(s->ready[i]));
+    free(s->ready), free(s->bucket), free(s->place), free(s->cut), free(s->sends), free(s->into);
 }
 
 // Gradients.
