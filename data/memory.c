@@ -110,19 +110,14 @@ const char* text_kept(const char* format, ...) {
 typedef struct {
     char** text;
     size_t* bytes;
-    size_t room;
 } TextStream;
 
 static ssize_t stream_write(void* cookie, const char* from, size_t count) {
     TextStream* stream = cookie;
-    size_t used = *stream->bytes, need = used + count + 1;
-    if (need > stream->room) {
-        stream->room = 2 * need;
-        *stream->text = memory_grow(*stream->text, stream->room);
-    }
-    memcpy(*stream->text + used, from, count);
-    (*stream->text)[used + count] = 0;
-    *stream->bytes = used + count;
+    *stream->text = memory_grow(*stream->text, *stream->bytes + count + 1);
+    memcpy(*stream->text + *stream->bytes, from, count);
+    *stream->bytes += count;
+    (*stream->text)[*stream->bytes] = 0;
     return (ssize_t)count;
 }
 
@@ -133,8 +128,8 @@ static int stream_close(void* cookie) {
 
 FILE* text_stream(char** text, size_t* bytes) {
     TextStream* stream = memory_take(sizeof(TextStream));
-    *stream = (TextStream){text, bytes, 256};
-    *text = memory_zero(1, stream->room);
+    *stream = (TextStream){text, bytes};
+    *text = memory_zero(1, 1);
     *bytes = 0;
     FILE* file = fopencookie(stream, "w", (cookie_io_functions_t){.write = stream_write, .close = stream_close});
     return there(file, sizeof(FILE));

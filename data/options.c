@@ -39,7 +39,7 @@ static bool word_slips(const char* typed, size_t length, const char* name, size_
         if (same) return true;
     }
     if (length < 3 || other < 4 || a[0] != b[0]) return false;
-    if (other >= 6) return text_distance(a, b) <= (length < 10 ? 1 : 2);
+    if (other >= 6) return edit_distance(a, length, b, other) <= (length < 10 ? 1 : 2);
     size_t alike = 0;
     while (a[alike] && a[alike] == b[alike]) alike++;
     if (other == length + 1) return strcmp(a + alike, b + alike + 1) == 0;

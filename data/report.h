@@ -4,8 +4,8 @@
 #include "checkpoint.h"
 #include "evaluation.h"
 #include "loader.h"
-#include "plan.h"
 #include "run_folder.h"
+#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // Facts that the banner states beside the options.

@@ -23,11 +23,6 @@ static inline int edit_distance(const char* a, size_t a_letters, const char* b, 
     return row[length];
 }
 
-// Returns the distance of two whole texts.
-static inline int text_distance(const char* a, const char* b) {
-    return edit_distance(a, strlen(a), b, strlen(b));
-}
-
 // Returns FNV-1a in 64 bits. Checkpoints hold it, so it stays as it is.
 static inline uint64_t text_hash(const char* text, int64_t bytes) {
     uint64_t hash = 0xcbf29ce484222325u;

@@ -109,15 +109,11 @@ typedef struct {
 
 typedef struct {
     Entry* entry;
-    int64_t count, room;
+    int64_t count;
 } Entries;
 
 static void entries_add(Entries* entries, Entry entry) {
-    if (entries->count == entries->room) {
-        int64_t room = entries->room ? 2 * entries->room : 1024;
-        entries->entry = memory_grow(entries->entry, (size_t)room * sizeof(Entry));
-        entries->room = room;
-    }
+    entries->entry = memory_grow(entries->entry, (size_t)(entries->count + 1) * sizeof(Entry));
     entries->entry[entries->count++] = entry;
 }
 
@@ -127,8 +123,7 @@ static bool entries_object(Entries* entries, const Json* json, bool added, const
         return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
     }
     for (const Json* member = json->child; member; member = member->next) {
-        Entry entry = {member->key, (int64_t)strlen(member->key), member, added};
-        entries_add(entries, entry);
+        entries_add(entries, (Entry){member->key, (int64_t)strlen(member->key), member, added});
     }
     return true;
 }
@@ -315,7 +310,7 @@ static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
 
 // Reads the whole tokenizer from tokenizer.json.
 static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, char* error) {
-    SCOPED Entries entries = {NULL, 0, 0};
+    SCOPED Entries entries = {NULL, 0};
     JSON_SCOPED Json* json = json_read(path, error);
     if (!json || !is_gpt2_tokenizer(json, path, error)) return false;
     const Json *model = json_get(json, "model"), *merges = json_get(model, "merges");
@@ -328,7 +323,7 @@ static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, char* er
 
 // Reads vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
 static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, char* error) {
-    SCOPED Entries entries = {NULL, 0, 0};
+    SCOPED Entries entries = {NULL, 0};
     JSON_SCOPED Json *json = json_read(path, error), *more = NULL;
     if (!json || !entries_object(&entries, json, false, path, error)) return false;
     const char* beside = find_file(folder, "tokenizer.json", "added_tokens.json");
