@@ -1444,7 +1444,12 @@ static void open_device(Run* run) {
     const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && run->launch->world == 1;
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
-    if (o->memory > 0) device_plan(&run->dev, o->memory, plans);
+    if (o->memory > 0 && !plans) {
+        user_error(
+            "--memory plans for one GPU that need not be here; type --dry-run with it, and neither --device cpu nor "
+            "--gpus");
+    }
+    if (o->memory > 0) device_imagine(&run->dev, o->memory);
     if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
     optim_formats_possible(&run->dev, o->formats);
     m->dev = &run->dev, m->launch = run->launch;

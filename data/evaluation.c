@@ -253,15 +253,13 @@ EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* s
         row += example->rows, scores += example->rows;
     }
     if (!isfinite(sum)) return (EvaluationResult){NAN, NAN, NAN, NAN, NAN, NAN};
-    EvaluationResult result = {(double)right[0] / e->examples,
-                               (double)right[1] / e->examples,
-                               (double)right[2] / e->examples,
-                               exp(-sum / e->examples),
-                               0,
-                               0};
-    result.acc_error = standard_error(result.acc, e->examples);
-    result.acc_norm_error = standard_error(result.acc_norm, e->examples);
-    return result;
+    const double n = e->examples, acc = (double)right[0] / n, norm = (double)right[1] / n;
+    return (EvaluationResult){acc,
+                              norm,
+                              (double)right[2] / n,
+                              exp(-sum / n),
+                              standard_error(acc, e->examples),
+                              standard_error(norm, e->examples)};
 }
 
 const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds) {

@@ -310,15 +310,15 @@ TEST(exchange_peers_refused) {
 TEST(exchange_peers_slots) {
     for (int world : {2, 3, 8}) {
         static char memory;
-        char* mailbox[8];
-        for (char*& each : mailbox) each = &memory;
         Peers peers = {};
-        peers.world = world, peers.mailbox = mailbox;
+        for (char*& each : peers.mailbox) each = &memory;
+        peers.world = world;
         for (int at = 0; at < world; at++) {
             int taken[2 * 8] = {}, slots = PEER_SLOTS * (world - 1);
             for (int from = 0; from < world; from++) {
                 for (uint32_t count = 4; count < 6 && from != at; count++) {
-                    int64_t offset = peer_slot(&peers, at, from, count) - mailbox[at] - (int64_t)sizeof(PeerCounts);
+                    int64_t offset =
+                        peer_slot(&peers, at, from, count) - peers.mailbox[at] - (int64_t)sizeof(PeerCounts);
                     bool inside = offset % PEER_PART == 0 && offset >= 0 && offset / PEER_PART < slots;
                     expect(inside, "%d ranks: slot at %lld", world, (long long)offset);
                     if (inside) taken[offset / PEER_PART]++;

@@ -508,16 +508,6 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
 }
 
-// Plans for a GPU with `memory` bytes that need not be here, as --memory asks; `possible`: nothing else contradicts it.
-inline void device_plan(Device* dev, int64_t memory, bool possible) {
-    if (!possible) {
-        user_error(
-            "--memory plans for one GPU that need not be here; type --dry-run with it, and neither --device cpu nor "
-            "--gpus");
-    }
-    device_imagine(dev, memory);
-}
-
 // Ends the run if `text`, which says how a rank was started, is not rank 0's, or NULL: there is a sentence in `error`.
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);

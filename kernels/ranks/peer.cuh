@@ -18,9 +18,9 @@ struct PeerCounts {
 
 struct Peers {
     int rank, world;
-    char** mailbox;             // (world) as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
-    uint32_t *sent, *received;  // (world) parts that this rank has queued
-    cudaStream_t out;           // what is sent; what is received is on the caller's stream
+    char* mailbox[PEER_MOST];  // as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
+    uint32_t sent[PEER_MOST], received[PEER_MOST];  // parts that this rank has queued
+    cudaStream_t out;                               // what is sent; what is received is on the caller's stream
     cudaEvent_t event;
     unsigned wait_flags;  // of wait_value
     CUresult (*wait_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
@@ -70,7 +70,7 @@ inline void peers_join(const Peers* peers, cudaStream_t stream) {
 }
 
 // Sends the part that begins at byte `at` to rank `to`; it does nothing beyond their end.
-inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
+inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
     uint32_t count = peers->sent[to]++;
@@ -82,7 +82,7 @@ inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64
 }
 
 // Returns the next part from a rank, in its slot. What is queued on the stream until peer_give_back may read it.
-inline char* peer_take(const Peers* peers, cudaStream_t stream, int from) {
+inline char* peer_take(Peers* peers, cudaStream_t stream, int from) {
     const uint32_t count = peers->received[from]++;
     peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
     return peer_slot(peers, peers->rank, from, count);
@@ -92,7 +92,7 @@ inline void peer_give_back(const Peers* peers, cudaStream_t stream, int from) {
     peer_raise(peers, stream, &peer_counts(peers, from)->taken[peers->rank], peers->received[from]);
 }
 
-inline void peer_receive(const Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
+inline void peer_receive(Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
     const char* slot = peer_take(peers, stream, from);
@@ -131,12 +131,9 @@ inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int wor
     check(cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
     *peers = {};
     peers->wait_flags = peers_wait_flags(can_flush);
-    peers->rank = rank, peers->world = world;
-    peers->mailbox = (char**)memory_zero((size_t)world, sizeof(char*));
-    peers->sent = (uint32_t*)memory_zero((size_t)world, sizeof(uint32_t));
-    peers->received = (uint32_t*)memory_zero((size_t)world, sizeof(uint32_t));
+    peers->rank = rank, peers->world = world <= PEER_MOST ? world : 0;
     peer_machine(card.machine);
-    card.good = world > 0 && world <= PEER_MOST && card.machine[0] && peers_bind(peers) &&
+    card.good = peers->world > 0 && card.machine[0] && peers_bind(peers) &&
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
                 cudaIpcGetMemHandle(&card.handle, peers->mailbox[rank]) == cudaSuccess;
     if (card.good) check(cudaMemsetAsync(peers->mailbox[rank], 0, sizeof(PeerCounts), stream));
@@ -174,5 +171,4 @@ inline void peers_end(Peers* peers) {
     if (peers->world > 0 && peers->mailbox[peers->rank]) check(cudaFree(peers->mailbox[peers->rank]));
     if (peers->out) check(cudaStreamDestroy(peers->out));
     if (peers->event) check(cudaEventDestroy(peers->event));
-    free(peers->mailbox), free(peers->sent), free(peers->received);
 }
