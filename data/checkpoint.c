@@ -449,8 +449,9 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
                               named, shell_word(named));
         }
     }
-    const int64_t version = *state ? json_int(*state, "version", 0) : CHECKPOINT_VERSION;
-    const bool states = !*state || json_get(json_get(*state, "files"), "optimizer.safetensors");
+    if (!*state) return true;
+    const int64_t version = json_int(*state, "version", 0);
+    const bool states = json_get(json_get(*state, "files"), "optimizer.safetensors");
     if (version == CHECKPOINT_VERSION && states) return true;
     if (version != CHECKPOINT_VERSION) {
         data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,

@@ -96,11 +96,9 @@ static bool folder_has(const char* folder, const char* name) {
     return access(path_in(folder, name), R_OK) == 0;
 }
 
-static bool lists_share(const FileList* a, const FileList* b) {
-    for (int i = 0; i < a->count; i++) {
-        for (int j = 0; j < b->count; j++) {
-            if (strcmp(a->path[i], b->path[j]) == 0) return true;
-        }
+static bool lists_share(const FileList* sorted, const FileList* other) {
+    for (int i = 0; i < other->count; i++) {
+        if (bsearch(&other->path[i], sorted->path, (size_t)sorted->count, sizeof(char*), by_text)) return true;
     }
     return false;
 }

@@ -9,20 +9,17 @@
 // Says how much data there is and a validation reads, what is left out, and whether validation is of training texts.
 static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
                         int vocabulary) {
-    const struct {
-        const char* name;
-        const Dataset* data;
-    } parts[] = {{"data", train}, {"validation data", val}};
+    const Dataset* const parts[] = {train, val};
     const char *tokens = text_count((double)train->tokens), *all = text_count((double)val->tokens);
     const char* read = text_count((double)(dataset_windows_of(val, T, val_tokens) * T));
     run_say(run, " data     %s  %s tokens in %d file%s  validation reads %s of %s  vocabulary %d%s\n", train->path,
             tokens, train->files, train->files == 1 ? "" : "s", read, all, vocabulary, train->bytes ? " (bytes)" : "");
     for (int i = 0; i < 2; i++) {
-        const int files = parts[i].data->left_out;
+        const int files = parts[i]->left_out;
         if (files == 0) continue;
         run_say(run, " notice   %d file%s of the %s, shorter than a window of %d tokens, %s left out: %s tokens\n",
-                files, files == 1 ? "" : "s", parts[i].name, T + 1, files == 1 ? "is" : "are",
-                text_count((double)parts[i].data->left_out_tokens));
+                files, files == 1 ? "" : "s", i == 0 ? "data" : "validation data", T + 1, files == 1 ? "is" : "are",
+                text_count((double)parts[i]->left_out_tokens));
     }
     if (dataset_overlap(train, val)) {
         run_say(run, " notice   the validation data is trained on, so its loss says nothing of other texts\n");

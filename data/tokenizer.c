@@ -447,18 +447,11 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) 
     return known ? tokenizer->text + tokenizer->first[token] : "";
 }
 
-// The class of a character: that of the last entry of the table whose code point is not above it.
+// The class of a character: that of the run in which it is.
 static CharClass class_of(uint32_t point) {
-    int low = 0, high = (int)(sizeof(unicode_classes) / sizeof(unicode_classes[0]));
-    while (high - low > 1) {
-        int middle = (low + high) / 2;
-        if (unicode_classes[middle] >> 2 <= point) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return (CharClass)(unicode_classes[low] & 3);
+    const uint32_t* run = unicode_runs;
+    while (point >= *run >> 2) point -= *run++ >> 2;
+    return (CharClass)(*run & 3);
 }
 
 // The class and, in *length, the size of the character at text[0..bytes), bytes > 0. A malformed byte is a symbol.

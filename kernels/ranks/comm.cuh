@@ -379,8 +379,7 @@ inline double comm_rate(const Comm* comm) {
     char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
     double seconds = INFINITY;
     cudaEvent_t event[2];
-    check(cudaEventCreate(&event[0]));
-    check(cudaEventCreate(&event[1]));
+    for (cudaEvent_t& each : event) check(cudaEventCreate(&each));
     for (int r = 0; r < 2 * comm->world; r++) pieces[r] = {memory + r * PIECE, PIECE};
     for (int run = 0; run < 5; run++) {
         float ms;
@@ -391,8 +390,7 @@ inline double comm_rate(const Comm* comm) {
         check(cudaEventElapsedTime(&ms, event[0], event[1]));
         seconds = fmin(seconds, 1e-3 * ms);
     }
-    check(cudaEventDestroy(event[0]));
-    check(cudaEventDestroy(event[1]));
+    for (cudaEvent_t each : event) check(cudaEventDestroy(each));
     device_free(comm->dev, memory);
     free(pieces);
     launch_agree(comm->launch, &seconds, 1, LAUNCH_MAX);

@@ -240,17 +240,13 @@ static void refuse_stranger(Door* door, const Greeting* greeting, Stranger kind)
     if (getpeername(greeting->socket, (struct sockaddr*)&address, &bytes) == 0) {
         getnameinfo((struct sockaddr*)&address, bytes, from, sizeof(from), NULL, 0, NI_NUMERICHOST);
     }
-    if (kind == OTHER_VERSION) {
-        fprintf(stderr,
-                "train: note: a process at %s that has another version of nibble is not let in; build all ranks from "
-                "the same source\n",
-                from);
-    } else {
-        fprintf(stderr,
-                "train: note: a process at %s that says it is rank %d is not let in, since it does not know this run's "
-                "secret; if it is yours, set NIBBLE_SECRET to the same text on all ranks\n",
-                from, greeting->hello.rank);
-    }
+    const char* what = kind == OTHER_VERSION
+                           ? "has another version of nibble is not let in; build all ranks from the same source"
+                           : text_kept(
+                                 "says it is rank %d is not let in, since it does not know this run's secret; if "
+                                 "it is yours, set NIBBLE_SECRET to the same text on all ranks",
+                                 greeting->hello.rank);
+    fprintf(stderr, "train: note: a process at %s that %s\n", from, what);
 }
 
 // Answers a whole hello. False when the connection is of no more use.

@@ -357,11 +357,6 @@ void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, i
 
 // Cuts, buckets and memory.
 
-// Part r of `elements`, in whole tiles.
-inline int64_t shard_cut(int64_t elements, int r, int world) {
-    return elements / TILE_ELEMENTS * r / world * TILE_ELEMENTS;
-}
-
 inline int64_t shard_staging_bytes(const Shard* s) {
     int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
     return (s->chunk + s->comm.world) * largest;
@@ -420,7 +415,9 @@ inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int laye
     s->sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), s->receives = s->sends + world;
     s->into = (Overlap*)memory_zero(world, sizeof(Overlap));
     s->cut = (int64_t*)memory_zero(2 * (world + 1), sizeof(int64_t)), s->tile_cut = s->cut + world + 1;
-    for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
+    for (int r = 0; r <= s->comm.world; r++) {
+        s->cut[r] = slice_begin(elements / TILE_ELEMENTS, r, s->comm.world) * TILE_ELEMENTS;
+    }
     shard_places(s, tensors, count, layers);
 }
 
