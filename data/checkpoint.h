@@ -13,8 +13,7 @@ char* path_absolute(const char* path);
 // Does the same for each path of a list with commas.
 char* paths_absolute(const char* list);
 
-// Lists the steps of all checkpoints in a run folder, newest first, in *steps, which the caller frees. Returns how
-// many.
+// Lists the steps of a run folder's checkpoints, newest first, in *steps, which the caller frees. Returns how many.
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // Returns the name of a step's folder, RUN/step_%08lld, which the caller frees.
 char* checkpoint_name(const char* run_folder, int64_t step);
@@ -32,8 +31,7 @@ typedef struct {
     int64_t bytes;   // -1: nobody summed it while writing (a small file): checkpoint_seal reads it, if it is there
     bool nonfinite;  // it was not written to the end, because a value is not finite
 } CheckpointFile;
-// Completes state.json: `text` is its beginning, an open object that ends in ",\n"; "files" with sums and the seal
-// follow.
+// Writes state.json: `text`, an open object that ends in ",\n", and then "files" with their sums and the seal.
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
 
 // This is a checkpoint to be written. The bytes of its arrays are asked for in the order of the files.
@@ -77,16 +75,14 @@ const void* checkpoint_array(void* context, const char* name, const char* dtype,
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 void checkpoint_weights(void* context, int tensor, float* values);
 void checkpoint_notice(void* context, const char* line);
-// Returns state.json's tree, which the caller frees, of a checkpoint that another rank has verified; NULL with a
-// sentence if it cannot be read.
+// Returns state.json's tree, which the caller frees, of a checkpoint that another rank has verified; NULL on failure.
 Json* checkpoint_state(const char* folder, char* error);
 // Returns whether those files of a run folder that a checkpoint has copies of (the tokenizer's) are as state.json says.
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error);
 // Compares every file of a checkpoint with its sum; with `model_alone`, optimizer.safetensors may be damaged or absent.
 // Returns state.json's tree, which the caller frees, if it is whole; otherwise NULL and a sentence.
 Json* checkpoint_verify(const char* folder, bool model_alone, char* error);
-// Finds the newest whole checkpoint of a run folder, whose path goes into `folder`; damaged ones are named on stderr
-// and passed over.
+// Finds the newest whole checkpoint of a run folder, whose path goes into `folder`; names damaged ones on stderr.
 Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes);
 // Returns the folder that --model names, from the root, which *model becomes too; "" where it names a built-in shape or
 // is "auto"; NULL with a sentence. A built-in shape's bare name is always that shape, and a folder of the same name is

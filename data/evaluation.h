@@ -61,8 +61,7 @@ typedef struct {
     int32_t right;  // each token of the continuation was the likeliest
     int32_t pad;
 } EvaluationScore;
-// Puts the scores of a batch's rows into scores[row], from the loss (-ln p) at each of its places and from whether the
-// target was the likeliest there.
+// Puts the scores of a batch's rows into scores[row], from the loss (-ln p) at each place and whether it was likeliest.
 void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, const float* losses,
                      const int* likeliest, EvaluationScore* scores);
 

@@ -50,8 +50,7 @@ bool file_sync(int descriptor, const char* path, char* error);
 bool file_write(const char* path, const void* bytes, int64_t count, char* error);
 // Copies FROM/NAME to TO/COPY unless that is there; true also when there is no FROM/NAME.
 bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error);
-// Opens a log for appending, or creates it. A half-written last line (a full disk, a crash) is cut off. A link or a
-// special file of that name is refused.
+// Opens a log for appending, or creates it. Cuts off a half-written last line. Refuses links and special files.
 FILE* log_open(const char* path, char* error);
 
 // Makes a folder and those above it. An existing folder is fine, an existing file of that name is an error.

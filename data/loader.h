@@ -64,8 +64,7 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
-// A loader hands out batches of B windows, which it reads ahead on a thread of its own. With shuffle off, sequence n is
-// window n mod windows (validation).
+// A loader reads batches of B windows ahead on a thread. With shuffle off, sequence n is window n mod windows.
 typedef struct Loader Loader;
 typedef struct {
     int* tokens;   // (B, T)
@@ -82,8 +81,7 @@ typedef struct {
 // `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
-// Returns the next batch, which stays valid until the second loader_next after it; NULL with a sentence on a bad token
-// or a read error.
+// Returns the next batch, valid until the second loader_next after it; NULL with a sentence on a bad token or file.
 const Batch* loader_next(Loader* loader, char* error);
 void loader_close(Loader* loader);
 

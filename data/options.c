@@ -268,13 +268,13 @@ static bool setting_known(const char* settings, const char* name, const char* va
 }
 
 // "muon|normuon|rmnp" as "muon, normuon or rmnp".
-static const char* values_listed(const char* values, char* text, size_t bytes) {
-    size_t used = 0;
-    for (const char* at = values; *at && used + 8 < bytes; at++) {
-        if (*at != '|') text[used++] = *at;
-        if (*at == '|') used += (size_t)snprintf(text + used, bytes - used, "%s", strchr(at + 1, '|') ? ", " : " or ");
+static const char* values_listed(const char* values) {
+    const char* text = "";
+    for (const char *at = values, *end; *at; at = end + (*end == '|')) {
+        end = at + strcspn(at, "|");
+        const char* link = at == values ? "" : *end ? ", " : " or ";
+        text = text_kept("%s%s%.*s", text, link, (int)(end - at), at);
     }
-    text[used] = 0;
     return text;
 }
 
@@ -282,7 +282,6 @@ bool options_needed(const OptionTable* table, const void* fields, const bool* gi
                     char* error) {
     for (const OptionNeed* need = table->need; need->names; need++) {
         for (const char *at = need->names, *end; *at; at = end + strspn(end, " ")) {
-            char list[128];
             end = at + strcspn(at, " ");
             SCOPED char* name = text_part(at, (size_t)(end - at));
             const Option *option = option_find(table, name), *other = option_find(table, need->other);

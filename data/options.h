@@ -57,8 +57,8 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
 bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
 // False with a sentence if both options were typed, of which one is done instead of the other.
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
-// False with a sentence if an option was typed, with another value than its default, that lacks what it needs.
-// `settings` is a text whose words NAME=VALUE give values to options too.
+// False with a sentence if an option was typed, with another value than its default, that lacks what it needs, also
+// among the words NAME=VALUE of `settings`.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
 // {"name": value, ...}, without flags and what is done instead of training. With `typed` numbers are no texts.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);

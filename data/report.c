@@ -245,15 +245,20 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     RunFolder* run = context;
     const int count = run->prompts.count * (int)whole(run, "samples");
-    SCOPED char* shown;
-    size_t length;
+    SCOPED char *shown, *members;
+    size_t length, members_length;
     FILE* memory = text_stream(&shown, &length);
     sample_write(memory, index, count, prompt, text, bytes);
+    fclose(memory);
+    memory = text_stream(&members, &members_length);
+    fprintf(memory, "\"index\": %d", index);
+    json_write_text_member(memory, ", ", "prompt", prompt);
+    json_write_text_member(memory, ", ", "text", text);
     fclose(memory);
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
     run_say_text(run, shown, length);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
-    run_log_sample(run, index, prompt, text);
+    run_log_members(run, "sample", members);
 }
 
 void report_evaluation(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {

@@ -64,8 +64,7 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 // A SampleDone and an EvaluationDone for `run`, a RunFolder. Where they fail there is a sentence in its `error`.
 void report_sample(void* run, int index, const char* prompt, const char* text, size_t bytes);
 void report_evaluation(void* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
-// Reports the end of a run, which a signal may have `stopped`: `steps` steps took `seconds`. False where the weights
-// are `useless`.
+// Reports the end of a run of `steps` steps in `seconds`, which a signal may have `stopped`. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 
 C_LINKAGE_END

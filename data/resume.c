@@ -85,11 +85,10 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
     const bool dry = *(const bool*)option_value(resume->table, resume->fields, "dry-run");
     if (!run_folder_begin(run, named, how, dry, error)) return false;
     char* from = resume->from;
-    if (!checkpoint_locate(how, named, from, sizeof(resume->from), &resume->named_itself, &resume->state, error)) {
-        return false;
-    }
+    const bool found =
+        checkpoint_locate(how, named, from, sizeof(resume->from), &resume->named_itself, &resume->state, error);
     if (!resume->state) from[0] = 0;
-    return true;
+    return found;
 }
 
 // Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This

@@ -21,8 +21,7 @@ typedef struct {
 
 // True if this option was typed.
 bool resume_given(const Resume* resume, const char* name);
-// Chooses the checkpoint that --resume means, into `from`, and holds the run folder. One process calls it, and gives
-// `from` to the others.
+// Chooses the checkpoint that --resume means, into `from`, and holds the run folder. One process calls it.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
 // Opens `state` where resume_find has not, and takes the checkpoint's options. `print`: this process may print notes.
 bool resume_take(Resume* resume, bool print, char* error);

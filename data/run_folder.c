@@ -211,16 +211,6 @@ bool run_log_members(RunFolder* run, const char* type, const char* members) {
     return log_end(run);
 }
 
-bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text) {
-    if (run->quiet) return true;
-    log_begin(run, "sample");
-    fprintf(run->log, ", \"index\": %d", index);
-    json_write_text_member(run->log, ", ", "prompt", prompt);
-    json_write_text_member(run->log, ", ", "text", text);
-    fputs("}\n", run->log);
-    return log_end(run);
-}
-
 // The first `bytes` bytes of a file of the system, 0 where there is none.
 static size_t system_file(const char* path, char* text, size_t bytes) {
     FILE* file = fopen(path, "r");

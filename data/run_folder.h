@@ -80,12 +80,9 @@ bool run_folder_asks_save(RunFolder* run);
 // A line of log.jsonl: {"type": ..., "step": ..., "tokens": ..., "time_s": ..., NAME: value, ...}. Values that are not
 // finite are null, and "nonfinite" is then true. False where it cannot be written.
 bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values);
-// The first line: the program, where, when and how it was started, all options, the size of the model and of its
-// tokens.
+// The first line: the program, where, when and how it was started, all options, the sizes of the model and its tokens.
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token);
 // A line of this type whose other members are `members`, as JSON.
 bool run_log_members(RunFolder* run, const char* type, const char* members);
-// A sample, the `index`th of its step: what follows the prompt.
-bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text);
 
 C_LINKAGE_END

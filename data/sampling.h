@@ -10,8 +10,8 @@ typedef struct {
     int count;
 } Prompts;
 
-// Opens the prompts of a file, one a line, blank lines left out; or `text` alone if `file` is "". `V` is the model's
-// vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
+// Opens the prompts of a file, one a line, or `text` alone if `file` is "". V: the model's vocabulary. Without a
+// tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
 // Checks before a run that prompts_open can read `file`, which is UTF-8 with a prompt in it, or "".
 bool prompts_check(const char* file, char* error);

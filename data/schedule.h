@@ -35,8 +35,7 @@ typedef struct {
     int64_t seq, ranks;
     int64_t unit;  // the rows of a micro-batch, batch x seq, must be a multiple of it, as --matmul fp8 wants
 } BatchSizes;
-// Gives the ones that are left a value: the batch is a power of two, at most `fits`; a step has about `usual` tokens,
-// or, where that is 0, one micro-batch.
+// Chooses those left: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: a micro-batch).
 bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error);
 
 typedef struct {

@@ -25,8 +25,7 @@ void signals_handled(sigset_t* set);
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
 // Silences this process, which is a rank other than 0.
 void signals_quiet(void);
-// Sets what a stop has to wait for, a constant such as "this step", and the seconds that it may take (0: unknown);
-// NULL: there is nothing to save, and a signal ends the process at once.
+// Sets what a stop waits for, a constant such as "this step" (NULL: nothing), and the seconds it may take (0: unknown).
 void signals_doing(const char* what, double seconds);
 
 C_LINKAGE_END

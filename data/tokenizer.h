@@ -23,8 +23,8 @@ void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
 // Returns <|endoftext|>'s token, or -1 for bytes.
 int tokenizer_end(const Tokenizer* tokenizer);
-// Encodes text: returns the number of tokens in all, of which at most `most` are written, or -1 when there are no
-// merges. The text <|endoftext|> is encoded as the characters it consists of.
+// Encodes text, <|endoftext|> as its characters. Returns the number of tokens, of which at most `most` are written; -1:
+// there are no merges.
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most);
 // Returns the bytes of one token, without a NUL and not always whole characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
@@ -35,12 +35,11 @@ extern const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS];
 typedef struct {
     int id[SPECIAL_TOKENS];
 } SpecialTokens;
-// Finds them by special_tokens_map.json or tokenizer_config.json of the folder; <|endoftext|> begins and ends a text
-// where neither says. All are -1 for bytes.
+// Finds them by special_tokens_map.json or tokenizer_config.json; if neither says, <|endoftext|> begins and ends a
+// text.
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
-// Encodes a prompt, after the end-of-text token where a vocabulary of V has it, in 1 to `most` tokens. Returns how
-// many; -1 where the tokenizer cannot encode.
+// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `most` tokens; -1: it cannot.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most);
 
 C_LINKAGE_END
