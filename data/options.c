@@ -289,8 +289,7 @@ bool options_needed(const OptionTable* table, const void* fields, const bool* gi
             if (choice_known(option_text(other, fields), need->values)) continue;
             if (setting_known(settings, need->other, need->values)) continue;
             return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
-                              option_text(option, fields), need->other, values_listed(need->values, list, sizeof(list)),
-                              name);
+                              option_text(option, fields), need->other, values_listed(need->values), name);
         }
     }
     return true;
