@@ -105,8 +105,9 @@ inline void nccl_open(NcclLibrary* nccl) {
             dlerror());
     }
     for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
-        void* function = ((void**)nccl)[i] = dlsym(library, functions[i]);
+        void* function = dlsym(library, functions[i]);
         if (!function) user_error("libnccl.so.2 lacks a function that NCCL 2.13 and later have; install a newer one");
+        memcpy((void**)nccl + i, &function, sizeof(function));
     }
 }
 

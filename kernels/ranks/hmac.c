@@ -58,8 +58,8 @@ static void add(Sha256* sha, const void* bytes, size_t count) {
 // The hash of `first` and, after it, `second`, where `hash` may be.
 static void sha256(const void* first, size_t first_bytes, const void* second, size_t second_bytes,
                    unsigned char hash[HMAC_BYTES]) {
-    Sha256 sha = {.state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,  //
-                            0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
+    Sha256 sha = {
+        .state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
     add(&sha, first, first_bytes);
     add(&sha, second, second_bytes);
     uint64_t bits = 8 * sha.bytes;

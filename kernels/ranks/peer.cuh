@@ -1,5 +1,5 @@
-// Bytes between ranks on one machine by the GPUs' copy engines, which cost matrix products some memory bandwidth. A
-// kernel that waits for another GPU, as NCCL's do, keeps multiprocessors from them, which want them all.
+// Bytes between ranks on one machine by the GPUs' copy engines, which cost matrix products some memory bandwidth; a
+// kernel that waits for another GPU, as NCCL's do, would take multiprocessors away from these products.
 //
 // Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver reads it there, or copies it to
