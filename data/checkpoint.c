@@ -282,8 +282,7 @@ static bool checkpoint_commit(const char* folder, char* error) {
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
-    bool synced = folder_sync(path_parent(folder), error);
-    return synced && (!swapped || folder_remove(temporary, error));
+    return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
 }
 
 // The text that state.json's own checksum covers ends where its last line "crc32c" begins; -1 when there is none.

@@ -79,14 +79,13 @@ struct ShardArrays {
 // Lists the arrays of all ranks; `own` are this rank's, which are all if nothing is sharded. Launches stand in the
 // arena's order, so an array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
-    constexpr int most = SHARD_ARRAYS;
-    assert(count <= most);
-    ShardArray table[most] = {};
+    assert(count <= SHARD_ARRAYS);
+    ShardArray table[SHARD_ARRAYS] = {};
     bool split = shard_splits(s, SHARD_STATES);
-    ShardArrays all = {(ShardArray*)memory_zero(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr,
-                       nullptr};
-    all.bytes = (int64_t*)memory_zero((size_t)most * all.ranks, sizeof(int64_t));
-    all.own = (const void**)memory_zero(most, sizeof(void*));
+    ShardArrays all = {(ShardArray*)memory_zero(SHARD_ARRAYS, sizeof(ShardArray)), 0, split ? s->comm.world : 1,
+                       nullptr, nullptr};
+    all.bytes = (int64_t*)memory_zero((size_t)SHARD_ARRAYS * all.ranks, sizeof(int64_t));
+    all.own = (const void**)memory_zero(SHARD_ARRAYS, sizeof(void*));
     for (int r = 0; r < all.ranks; r++) {
         bool mine = !split || r == s->comm.rank;
         int64_t theirs = count;
@@ -96,7 +95,7 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
         for (int i = 0; i < theirs; i++) {
             int at = 0;
             while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
-            assert(at < most);
+            assert(at < SHARD_ARRAYS);
             if (at == all.count) all.whole[all.count++] = table[i], all.whole[at].elements = 0;
             all.whole[at].elements += table[i].elements;
             all.bytes[at * all.ranks + r] = table[i].elements * table[i].element_bytes;

@@ -761,10 +761,9 @@ inline void shard_share(const Shard* s, void* bytes, int64_t count) {
 // Sums the ranks' shares of a validation's mean loss, each in scalars[SCALAR_LOSS].
 inline void shard_loss(Shard* s, float* scalars) {
     const Device* dev = s->comm.dev;
-    double loss;
     float value;
     copy_to_host(dev, &value, scalars, sizeof(value));
-    loss = value;
+    double loss = value;
     launch_agree(s->comm.launch, &loss, 1, LAUNCH_SUM);
     value = (float)loss;
     copy_to_device(dev, scalars, &value, sizeof(value));
