@@ -21,13 +21,20 @@
 // looked up instead, it takes those of two levels besides. Maps with the same levels on both sides (MIRRORED) take |y|
 // and apply the sign to the codes, several at a time.
 //
-// A Map is a struct of BITS, DTYPE, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code) and
-// bound(code), the least y of code + 1, both as double. To be stochastic it has MIRRORED, MINUS_ONE (with MIRRORED:
-// whether -1 is a level too), MIN, the level above zero, and Cells.
+// A Map derives from MapDefaults and has BITS, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code)
+// as double. To be stochastic it has MIN, the level above zero, and Cells.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
+
+template <class Map>
+struct MapDefaults {
+    static constexpr bool MIRRORED = false, MINUS_ONE = false;  // MINUS_ONE: with MIRRORED, -1 is a level too
+
+    // The least y of code + 1.
+    static OPTIM_HOST double bound(int code) { return 0.5 * (Map::level(code) + Map::level(code + 1)); }
+};
 
 // The bits of a float >= 2^-126 next to x > 0: the smallest one that is not below x, or that is strictly above.
 OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
@@ -91,7 +98,7 @@ struct Levels : FormatDefaults {
     static constexpr int REST_BITS = (EVEN ? 21 : 23) - Map::CELL_BITS;
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // what there is room for beside the cells
-    static constexpr const char* DTYPE = Map::DTYPE;
+    static constexpr const char* DTYPE = "U8";
     static constexpr float LARGEST = 1.0f, MIDDLE = 6.0f;
     static constexpr bool IN_UPPER_BITS = ON_GPU, ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !EVEN && BITS == 8;
@@ -218,7 +225,7 @@ template <class Map>
 struct StochasticLevels : FormatDefaults {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
-    static constexpr const char* DTYPE = Map::DTYPE;
+    static constexpr const char* DTYPE = "U8";
     static constexpr float LARGEST = 1.0f;
     static constexpr bool ALL = ON_GPU;
     static constexpr bool CROWDS_BANKS = !Map::EVEN && BITS == 8;

@@ -297,7 +297,7 @@ OPTIM_INLINE float log_value(float x) {
     return x > 0.0f ? x : 0.0f;
 }
 
-// Does the same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
+// The CPU loads and stores runs of whole blocks.
 template <class Codes>
 OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
     for (int i = 0; i < n; i += 8) {
@@ -412,7 +412,8 @@ OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING>
-struct LogBlocks : StorageFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
+struct LogBlocks : BlockFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
+    typedef LogBlocks<Codes, BLOCK, NEAREST> Nearest;
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;
@@ -432,37 +433,26 @@ struct LogBlocks : StorageFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
     static __device__ __forceinline__ void load_alone(const Streams& streams, int first, float* x) {
         log_get<Codes, 8>(streams, first, log_scale<Codes>(log_load<Codes>(streams, first / BLOCK)), x);
     }
-#endif
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-#ifdef __CUDA_ARCH__
+    template <int COUNT>
+    static __device__ __forceinline__ void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         LogScale s = log_scale<Codes>(log_load<Codes>(streams, first / BLOCK));
-        if (n == 16) {
-            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 16>(streams, first, s, x);
-            if constexpr (!SHARES) log_get<Codes, 16>(streams, first, s, x);
-        } else {
-            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 8>(streams, first, s, x);
-            if constexpr (!SHARES) log_get<Codes, 8>(streams, first, s, x);
-        }
-#else
+        if constexpr (SHARES) log_thread_load<Codes, ROUNDING, COUNT>(streams, first, s, x);
+        if constexpr (!SHARES) log_get<Codes, COUNT>(streams, first, s, x);
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        log_thread_store<Codes, BLOCK, ROUNDING, COUNT>(streams, first, x, key);
+    }
+#endif
+
+    static void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         log_blocks_load<Codes>(BLOCK, streams, first, x, n);
-#endif
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-#ifdef __CUDA_ARCH__
-        if (n == 16) {
-            log_thread_store<Codes, BLOCK, ROUNDING, 16>(streams, first, x, key);
-        } else {
-            log_thread_store<Codes, BLOCK, ROUNDING, 8>(streams, first, x, key);
-        }
-#else
+    static void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         log_blocks_store<Codes, ROUNDING>(BLOCK, streams, first, x, n, key);
-#endif
-    }
-
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        LogBlocks<Codes, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
 };
 

@@ -83,14 +83,16 @@ OPTIM_INLINE BlockScale span_scale(float top) {
 
 // Scale: ScaleFp32 or ScaleE8m0, which say how the scale is rounded; it is kept in fp32.
 template <class Format_, Span SPAN, Rounding ROUNDING, class Scale = ScaleFp32>
-struct Spans : TableStorage<Spans<Format_, SPAN, ROUNDING, Scale>, typename Rounded<Format_, ROUNDING>::Type> {
+struct Spans
+    : TableStorage<StorageFunctions<Spans<Format_, SPAN, ROUNDING, Scale>>, typename Rounded<Format_, ROUNDING>::Type> {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
+    typedef Spans<Format, SPAN, NEAREST, Scale> Nearest;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
     static constexpr bool HAS_SPANS = true;
 
     template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         const SpanTile tile = *streams.span;
         const float* maxima = (const float*)streams.extra;
         if constexpr (SPAN == SPAN_TENSOR) {
@@ -157,17 +159,6 @@ struct Spans : TableStorage<Spans<Format_, SPAN, ROUNDING, Scale>, typename Roun
         } else {
             put_rank1<COUNT>(streams, first, x, key);
         }
-    }
-
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) put<16>(streams, first + c, x + c, key);
-        if (c < n) put<8>(streams, first + c, x + c, key);
-    }
-
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        Spans<Format, SPAN, NEAREST, Scale>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
     }
 
     // Raises the next maxima to those of elements that are going to be stored. On a GPU all threads of a warp call it.
