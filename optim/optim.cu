@@ -728,69 +728,58 @@ static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
     if (arguments->places) arguments->places += chunk->tile;
 }
 
-// The step of a rule that projects gradients (matrix/low_rank.h), a chunk of matrices at a time.
-static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments,
-                            const MatrixStep* its) {
+// Makes the arguments those of the first kernel for a chunk: from the gradients, or their projection, to directions.
+static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, const LowStep* low,
+                             StepArguments* moment) {
     const MatrixWork* work = &launch->matrix;
-    const LaunchPlan* plan = launch->plan;
+    const Rows* rows = &launch->kernel.rows;
+    if (is_low_rank(launch->rows.rule)) {
+        moment->tiles = work->low_tiles + chunk->low_tile;
+        moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
+        moment->grads = from_begin(rows->grads, {work->low, nullptr}, chunk->low_begin);
+        moment->weights = from_begin(rows->weights, {work->direction, nullptr}, chunk->low_begin);
+        if (!low->fused) moment->grad_scale = work->unit;  // the scratch has the factor
+        const Settings rate = {1.0, 0.0};                  // of the direction; the learning rate comes with the update
+        for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
+    } else {
+        chunk_tiles(chunk, moment);
+        moment->weights = from_begin(rows->weights, {work->scratch, nullptr}, chunk->begin);
+    }
+    moment->copy = {nullptr, nullptr};
+    moment->places = nullptr;
+}
+
+// The step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk of them at a time. The arguments name
+// all of the launch's tiles.
+static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+                            const LaunchStep* its) {
+    const MatrixWork* work = &launch->matrix;
     const Device* dev = optim->dev;
-    const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
-    const Streams* basis = &launch->kept[SLOT_BASIS];
-    const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
-                                arguments->grad_scale};
-    const bool fused = low_rank_fuses(dev, &plan->config, work);
+    const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
+    const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
+               fused = projects && low_rank_fuses(dev, &launch->plan->config, work);
+    const LowStep low = {
+        dev,       its->config, work, &launch->kept[SLOT_BASIS], arguments->grads.codes, is_bf16, arguments->grad_scale,
+        its->step, fused};
+    matrix_begin(dev, work, arguments->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;
         // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
-        if (work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
-        if (!fused || low_rank_refreshes(its->config, its->step)) low_rank_gradients(dev, work, i, &grads);
-        low_rank_project(dev, its->config, work, i, basis, its->step, &grads, fused);
-        moment.tiles = work->low_tiles + chunk->low_tile;
-        moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
-        moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
-        moment.weights = from_begin(launch->kernel.rows.weights, direction, chunk->low_begin);
-        moment.copy = none;
-        moment.places = nullptr;
-        moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
-        const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
-        for (Hyper& hyper : moment.group) hyper = hyper_create(its->config, &rate, 1.0, its->step);
+        if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
+        if (projects) low_rank_project(&low, i);
+        moment_arguments(launch, chunk, &low, &moment);
         kernel_run(optim, &launch->kernel, &moment);
         if (fused) {
             if (optim->compute != OPTIM_BF16) apply.copy = none;  // optim_step_end makes it
-            low_rank_apply(dev, its->config, work, i, basis, &apply, its->places, grads.is_bf16);
+            low_rank_apply(&low, i, &apply, its->places);
             continue;
         }
-        low_rank_update(dev, its->config, work, i, basis);
+        if (projects) low_rank_update(&low, i);
+        if (!projects) matrix_update(dev, its->config, work, i, (const float*)v->extra, v->next);
         chunk_tiles(chunk, &apply);
         apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
-        apply.grad_scale = work->unit;
-        apply.m = apply.v = none;
-        kernel_run(optim, &launch->apply, &apply);
-    }
-}
-
-// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time. The arguments name all of the
-// launch's tiles.
-static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
-                            const MatrixStep* its) {
-    const MatrixWork* work = &launch->matrix;
-    const Streams none = {nullptr, nullptr}, scratch = {work->scratch, nullptr};
-    matrix_begin(optim->dev, work, arguments->grad_scale);
-    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments, its);
-    for (int i = 0; i < work->plan.chunks; i++) {
-        const MatrixChunk* chunk = &work->plan.chunk[i];
-        StepArguments moment = *arguments, apply = *arguments;
-        chunk_tiles(chunk, &moment);
-        chunk_tiles(chunk, &apply);
-        moment.weights = from_begin(launch->kernel.rows.weights, scratch, chunk->begin);
-        moment.copy = none;
-        moment.places = nullptr;
-        kernel_run(optim, &launch->kernel, &moment);
-        matrix_update(optim->dev, its->config, work, i, (const float*)launch->kept[SLOT_V].extra,
-                      launch->kept[SLOT_V].next);
-        apply.grads = from_begin(launch->apply.rows.grads, scratch, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
         kernel_run(optim, &launch->apply, &apply);
@@ -810,7 +799,8 @@ static void launch_arrays(const Optim* optim, const Launch* launch, StepArgument
 }
 
 // Updates the tiles that the arguments name, after the passes.
-static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments, const LaunchStep* its) {
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
     if (launch->rows.rule->by_rows)
         arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes have made
     kernel_run(optim, &launch->kernel, arguments);
@@ -824,18 +814,26 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     launch_arrays(optim, launch, arguments);
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
-    const MatrixStep matrices = {&launch->plan->config, step, nullptr};
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
-    launch_passes(optim, launch, &launch->plan->config, first, first + count, arguments, step);
-    launch_tiles(optim, launch, arguments);
+    const LaunchStep its = {&launch->plan->config, step, nullptr};
+    if (!launch->rows.rule->matrix) launch_passes(optim, launch, its.config, first, first + count, arguments, step);
+    launch_tiles(optim, launch, arguments, &its);
 }
 
-void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,
-                  StepArguments* arguments, int64_t step) {
+// Sets the arrays of a launch whose gradients begin where the plan does, unless they are null.
+static const Launch* launch_begin(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
     const Launch* its = &optim->launch[launch];
-    arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
+    if (grads) arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
-    launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
+    return its;
+}
+
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
+    const Launch* of = launch_begin(optim, launch, grads, arguments);
+    launch_passes(optim, of, its->config, 0, of->plan->tiles, arguments, its->step);
+}
+
+void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
+    launch_tiles(optim, launch_begin(optim, launch, grads, arguments), arguments, its);
 }
 
 bool optim_replays(const Optim* optim, int launch) {
@@ -846,21 +844,8 @@ void optim_replay(Optim* optim, const Replay* replay) {
     optim->replay = replay;
 }
 
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
-    launch_arrays(optim, &optim->launch[launch], arguments);
-    launch_tiles(optim, &optim->launch[launch], arguments);
-}
-
 const MatrixWork* optim_matrix_work(const Optim* optim, int launch) {
     return &optim->launch[launch].matrix;
-}
-
-void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments,
-                    const MatrixStep* its) {
-    const Launch* of = &optim->launch[launch];
-    arguments->grads = from_begin(of->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
-    launch_arrays(optim, of, arguments);
-    launch_matrices(optim, of, arguments, its);
 }
 
 void optim_settle(const Optim* optim, const float* grad_scale) {
@@ -878,13 +863,18 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     }
 }
 
-// The constants of a launch's step.
-static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
-                                    int64_t step) {
+StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step) {
     StepArguments arguments = {};
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
+    return arguments;
+}
+
+// The constants of a launch's step.
+static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
+                                    int64_t step) {
+    StepArguments arguments = step_begin(optim, grad_scale, step);
     const bool relative = launch->plan->config.relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
     double rate = lr;
     if (relative && rate > 1.0 / sqrt((double)step)) rate = 1.0 / sqrt((double)step);

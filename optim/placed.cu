@@ -446,29 +446,25 @@ static HyperSource run_source(const OptimConfig* config, const NibbleGroup* grou
     return hyper_source(&own, &used);
 }
 
-static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, const Settings* settings, int64_t step) {
-    return hyper_create(run_source(config, group, settings), group->lr, group->step > 0 ? group->step : step);
+static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
+    return group->step > 0 ? group->step : step->step;
 }
 
-// The arguments that all launches of a step have in common.
-static StepArguments step_arguments(const PlacedTables* tables, const NibbleStep* step, const float* scale) {
-    StepArguments arguments = {};
-    arguments.grad_scale = scale;
-    arguments.seed = tables->parts.config->seed;
-    arguments.step = (uint32_t)step->step;
-    return arguments;
+static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, const Settings* settings,
+                       const NibbleStep* step) {
+    return hyper_create(run_source(config, group, settings), group->lr, own_step(group, step));
 }
 
 static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step,
                                    const float* scale) {
     const Plan* plan = tables->parts.plan;
-    StepArguments arguments = step_arguments(tables, step, scale);
+    StepArguments arguments = step_begin(tables->optim, scale, step->step);
     arguments.tiles = tables->step_tiles + run->first;
     arguments.tile_count = run->tiles;
     arguments.places = tables->view.places + run->first;
     for (int i = 0; i < run->groups; i++) {
         arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
-                                       &plan->group[run->settings[i]], step->step);
+                                       &plan->group[run->settings[i]], step);
     }
     return arguments;
 }
@@ -497,26 +493,15 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     return places;
 }
 
-static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
-    return group->step > 0 ? group->step : step->step;
-}
-
-// The whole step of a rule that reads matrices.
-static void run_matrices(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
-    const NibbleGroup* group = &step->group[run->group[0]];  // whose betas all have (require_same_constants)
-    const OptimParts* parts = &tables->parts;
-    OptimConfig own = run_config(&parts->plan->launch[run->launch].config, group);
-    StepArguments arguments = run_arguments(tables, run, step, scale);
-    LowPlace* places = low_places(tables, run->launch);
-    const MatrixStep its = {&own, own_step(group, step), places};
-    optim_matrices(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
-    free(places);
-}
-
 static void run_step(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
-    if (run->matrix) return run_matrices(tables, run, step, scale);
+    const NibbleGroup* group = &step->group[run->group[0]];  // of matrices all have its betas (require_same_constants)
+    const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
-    optim_launch(tables->optim, run->launch, &arguments);
+    LowPlace* places = run->matrix ? low_places(tables, run->launch) : nullptr;
+    const LaunchStep its = {&own, own_step(group, step), places};
+    optim_launch(tables->optim, run->launch, run->matrix ? whole_grads(tables, run->launch) : nullptr, &arguments,
+                 &its);
+    free(places);
 }
 
 // Steps in CUDA graphs.
@@ -627,11 +612,12 @@ static void run_passes(const PlacedTables* tables, const PlacedRun* run, const N
     const LaunchPlan* launch = &plan->launch[run->launch];
     const NibbleGroup* group = &step->group[run->group[0]];
     const OptimConfig own = run_config(&launch->config, group);
-    StepArguments arguments = step_arguments(tables, step, scale);
+    StepArguments arguments = step_begin(tables->optim, scale, step->step);
     for (int i = 0; i < plan->groups; i++) {
-        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step->step);
+        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step);
     }
-    optim_passes(tables->optim, run->launch, &own, whole_grads(tables, run->launch), &arguments, own_step(group, step));
+    const LaunchStep its = {&own, own_step(group, step), nullptr};
+    optim_passes(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
 }
 
 // Refuses tensors with different constants or numbers of steps where a step takes them all together.

@@ -45,16 +45,6 @@ struct LowShape {
 };
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols);
 
-// The gradients of the whole arena, and the factor that they take.
-struct LowGradients {
-    const void* grads;
-    bool is_bf16;
-    const float* scale;
-};
-
-// True if Q is made anew in this step, for which the gradients must lie in the scratch.
-bool low_rank_refreshes(const OptimConfig* config, int64_t step);
-
 // True if the steps of these matrices go the fused way: all matrices of the launch in the whole model decide, so that a
 // matrix's bits do not depend on which others a rank keeps.
 bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work);
@@ -66,19 +56,25 @@ struct LowPlace {
     int group;
 };
 
-// Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
-// those in work->scratch.
-void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                      const Streams* basis, int64_t step, const LowGradients* grads, bool fused);
+// A step of a launch.
+struct LowStep {
+    const Device* dev;
+    const OptimConfig* config;
+    const MatrixWork* work;
+    const Streams* basis;
+    const void* grads;  // of the whole arena
+    bool is_bf16;       // the gradients are
+    const float* grad_scale;
+    int64_t step;
+    bool fused;
+};
+
+// Sets Q where it is due, and projects the gradients of a chunk into work->low.
+void low_rank_project(const LowStep* its, int chunk);
 
 // The second half of a fused step: updates the weights that `apply` names from work->direction, or those at `places`,
-// one for each of the launch's matrices, unless it is null. `is_bf16`: the gradients are.
-void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                    const Streams* basis, const StepArguments* apply, const LowPlace* places, bool is_bf16);
+// one for each of the launch's matrices, unless it is null.
+void low_rank_apply(const LowStep* its, int chunk, const StepArguments* apply, const LowPlace* places);
 
-// Turns work->direction, N, and the gradients into the updates, in work->scratch.
-void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                     const Streams* basis);
-
-// work->scratch = the gradients of a chunk, from the arena's first element on, times the factor.
-void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const LowGradients* grads);
+// The second half of another step: turns work->direction, N, and the gradients into the updates, in work->scratch.
+void low_rank_update(const LowStep* its, int chunk);
