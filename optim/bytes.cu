@@ -21,8 +21,8 @@ static int64_t format_table_bytes(const FormatRow* format, const ArenaRun* run) 
 }
 
 // Bytes of the buffers of a rule that reads matrices.
-static int64_t matrix_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
-    MatrixPlan its = matrix_plan(plan, launch, tensors, count);
+static int64_t matrix_bytes(const Device* dev, const Plan* plan, int launch, const OptimTensor* tensors, int count) {
+    MatrixPlan its = matrix_plan(dev, plan, launch, tensors, count);
     const int64_t bytes = aligned_bytes(its.matrices * (int64_t)sizeof(Matrix)) + aligned_bytes(its.scratch) +
                           aligned_bytes(its.work) + aligned_bytes(its.sums) + aligned_bytes(sizeof(float)) +
                           2 * aligned_bytes(its.low) + aligned_bytes(its.low_tiles);
@@ -40,7 +40,8 @@ static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tenso
     return any ? bytes : 0;
 }
 
-OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute) {
+OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
+                       OptimType compute) {
     Plan* plan = plan_ranges(config, tensors, count);
     OptimBytes bytes = {0, 0, 0, aligned_bytes(tiles_bytes((plan->end - plan->begin) / TILE_ELEMENTS)), 0};
     for (int i = 0; i < plan->weights_count; i++) {
@@ -60,7 +61,7 @@ OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, in
             bytes.tables += format_table_bytes(format, run);
         }
         bytes.tables += rows_bytes(plan, i, tensors, count);
-        if (rule_of(&plan->launch[i].config)->matrix) bytes.tables += matrix_bytes(plan, i, tensors, count);
+        if (rule_of(&plan->launch[i].config)->matrix) bytes.tables += matrix_bytes(dev, plan, i, tensors, count);
     }
     bytes.tables += aligned_bytes(factors_bytes(plan));
     plan_free(plan);

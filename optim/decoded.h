@@ -20,23 +20,6 @@
 
 typedef struct Decoded Decoded;
 
-// Part numbers: 0 to layers - 1 are the layers.
-inline int decoded_embeddings(int layers) {
-    return layers;
-}
-inline int decoded_final(int layers) {
-    return layers + 1;
-}
-
-// This names a model's tensors and their parts. The arrays must outlive whatever is opened with them.
-struct ModelParts {
-    const OptimTensor* tensors;  // (count)
-    const int* part;             // (count) the part of each
-    const int* slot;             // (count) not 0: products read the codes of this matrix, if it has such; NULL: none do
-    int count, layers;
-    OptimType compute;
-};
-
 // Bytes of the room under a resolved configuration, and of the room for operands that a caller lends. Known before
 // anything is allocated.
 struct DecodedBytes {

@@ -391,7 +391,7 @@ static void matrix_create(Optim* optim, int index) {
     int64_t* total = &optim->allocated.tables;
     const Rows rows = apply_rows(&launch->rows);
     kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, launch->plan->tiles);
-    work->plan = matrix_plan(optim->plan, index, optim->tensors, optim->count);
+    work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
     const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
     work->matrix = (Matrix*)allocate_zero(dev, bytes, total);
     copy_to_device(dev, work->matrix, work->plan.matrix, bytes);

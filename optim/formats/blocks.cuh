@@ -591,11 +591,11 @@ struct Blocks
         block_get<Format, COUNT>(streams, first, scale, x, key);
     }
 
-    static void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+    static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         blocks_load<Format, Scale>(BLOCK, streams, first, x, n, key);
     }
 
-    static void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+    static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);
     }
 };

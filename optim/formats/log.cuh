@@ -447,11 +447,11 @@ struct LogBlocks : BlockFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
     }
 #endif
 
-    static void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+    static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         log_blocks_load<Codes>(BLOCK, streams, first, x, n);
     }
 
-    static void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+    static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         log_blocks_store<Codes, ROUNDING>(BLOCK, streams, first, x, n, key);
     }
 };

@@ -31,7 +31,8 @@
 // chunk) and the products' buffers (6, and up to 12 where the longer side is less than four times the shorter one) do
 // not grow with the model: at most 1.6 GB, or what one tensor needs; 0.9 GB for GPT-2 124M and for 1558M. One launch
 // makes the products of a chunk whose matrices have up to three shapes, and in a few steps; more shapes or steps take
-// several. With few matrices multiprocessors wait for a matrix's last product.
+// several. With few matrices multiprocessors wait for a matrix's last product. The CPU takes one matrix at a time, so
+// its products need 8 bytes an element of the largest one and of its smaller square.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
 // tiles.
 #pragma once
@@ -74,7 +75,7 @@ struct MatrixPlan {
 };
 
 // `index` is the launch's. Freed by matrix_plan_free.
-MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count);
+MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const OptimTensor* tensors, int count);
 void matrix_plan_free(MatrixPlan* plan);
 
 // Coefficients of a step of Newton-Schulz; `step` counts from 0. False if there are none of this name.
