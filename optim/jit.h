@@ -75,6 +75,13 @@ struct JitKernel {
                        void** extra);
 };
 
+// A kernel that was compiled ahead of time or by NVRTC.
+struct Kernel {
+    const void* built_in;  // or null: then jit
+    JitKernel jit;
+    int threads, shared_bytes;
+};
+
 // Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver
 // refuses it. A launch's arguments are as cudaLaunchKernel takes them.
 bool jit_load(const JitImage* image, JitKernel* kernel, char* error);

@@ -38,13 +38,6 @@ struct Weights {
     bool are_seen;  // the matmuls read the codes as they are; with a copy of the others they lie among these
 };
 
-// A kernel on a GPU, compiled ahead of time or by NVRTC.
-struct Kernel {
-    const void* built_in;  // or null: then jit
-    JitKernel jit;
-    int threads, shared_bytes;
-};
-
 // A kernel of the step, for these rows.
 struct StepKernel {
     Rows rows;
@@ -235,14 +228,11 @@ const char* user_source(const Rows* rows) {
     return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
 }
 
-static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
+// The kernel of the step, or of the pass before it, if it was compiled ahead of time.
+static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute, Pass pass) {
     if (config->placed || config_scaled(config)) return nullptr;
+    if (pass == MEASURE) return built_in_measure(rows);
     return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
-}
-
-// The kernel of the pass before the step, if it was compiled ahead of time.
-static const void* rows_measure(const OptimConfig* config, const Rows* rows) {
-    return config->placed || config_scaled(config) ? nullptr : built_in_measure(rows);
 }
 
 // The rows of the first kernel of a step, which is the only one but with rules that read matrices.
@@ -253,7 +243,8 @@ static Rows first_rows(const OptimConfig* config) {
 
 bool optim_built_in(const OptimConfig* config, OptimType compute) {
     const Rows all = config_rows(config), first = first_rows(config), apply = apply_rows(&all);
-    return rows_kernel(config, &first, compute) && (!all.rule->matrix || rows_kernel(config, &apply, compute));
+    return rows_kernel(config, &first, compute, STORE) &&
+           (!all.rule->matrix || rows_kernel(config, &apply, compute, STORE));
 }
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
@@ -270,13 +261,6 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
     kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-static void jit_create(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
-                       const char* name, JitKernel* kernel) {
-    char expression[2100];
-    kernel_expression(name, config, rows, compute, expression, sizeof(expression));
-    jit_kernel(dev->compute, expression, user_source(rows), kernel);
-}
-
 // Makes a kernel: the one that is built in, or one from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
 static void kernel_make(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
                         const char* name, const void* built_in, int threads, int shared_bytes, Kernel* kernel) {
@@ -285,20 +269,26 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     if (kernel->built_in) {
         check(cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
     } else {
-        jit_create(dev, config, compute, rows, name, &kernel->jit);
+        char expression[2100];
+        kernel_expression(name, config, rows, compute, expression, sizeof(expression));
+        jit_kernel(dev->compute, expression, user_source(rows), &kernel->jit);
         jit_shared_bytes(&kernel->jit, shared_bytes);
     }
 }
 
-// Launches a kernel with its only argument: StepArguments or, if the kernel is replayed, their address.
-static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
-    void* pointers[] = {argument};
+// Launches a kernel.
+static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, int shared_bytes, void** arguments) {
     if (kernel->built_in) {
-        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), pointers,
-                               (size_t)kernel->shared_bytes, dev->stream));
+        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), arguments,
+                               (size_t)shared_bytes, dev->stream));
     } else {
-        jit_launch(&kernel->jit, blocks, kernel->threads, kernel->shared_bytes, pointers, dev->stream);
+        jit_launch(&kernel->jit, blocks, kernel->threads, shared_bytes, arguments, dev->stream);
     }
+}
+
+// Launches a kernel of the step with its only argument: StepArguments or, if it is replayed, their address.
+static void step_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
+    kernel_launch(dev, kernel, blocks, kernel->shared_bytes, &argument);
 }
 
 // Makes a kernel of the step for `tiles` tiles: one thread block a multiprocessor, with threads and shared memory as
@@ -321,12 +311,12 @@ static void kernel_create(const Device* dev, const OptimConfig* config, OptimTyp
     }
     int64_t blocks = ceil_div(tiles, shape.groups);
     kernel->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
-    kernel_make(dev, config, compute, rows, "optim_step_kernel", rows_kernel(config, rows, compute),
+    kernel_make(dev, config, compute, rows, "optim_step_kernel", rows_kernel(config, rows, compute, STORE),
                 shape.block_threads, step_shared_bytes(shape, dev->compute), &kernel->step);
     kernel->measure.shared_bytes = shape.table_bytes;
     if (!kernel->measures) return;
-    kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_measure(config, rows), shape.threads,
-                shape.table_bytes, &kernel->measure);
+    kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_kernel(config, rows, compute, MEASURE),
+                shape.threads, shape.table_bytes, &kernel->measure);
 }
 
 // Refuses the user's own formats on the CPU: they exist for NVRTC only.
@@ -369,13 +359,13 @@ static void rows_create(Optim* optim, int index) {
     copy_to_device(dev, work->tensor, work->plan.tensor, bytes);
     work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
     if (!dev->gpu || launch->plan->tiles == 0) return;
-    work->shared_bytes = launch->kernel.measure.shared_bytes;
     const OptimConfig* config = &launch->plan->config;
-    jit_create(dev, config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
-    jit_shared_bytes(&work->kernel, work->shared_bytes);
-    if (!optim->config.replays) return;
-    jit_create(dev, config, optim->compute, &launch->rows, "optim_sums_replayed_kernel", &work->replayed);
-    jit_shared_bytes(&work->replayed, work->shared_bytes);
+    const int shared_bytes = launch->kernel.measure.shared_bytes;
+    auto make = [&](const char* name, Kernel* kernel) {
+        kernel_make(dev, config, optim->compute, &launch->rows, name, nullptr, 32 * SUM_WARPS, shared_bytes, kernel);
+    };
+    make("optim_sums_kernel", &work->kernel);
+    if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
 }
 
 static void rows_free(const Device* dev, RowWork* work) {
@@ -664,8 +654,9 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
         const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
-        jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
-                   32 * SUM_WARPS, sum_reads_m(sum) ? work->shared_bytes : 0, pointers, dev->stream);
+        const Kernel* kernel = replay ? &work->replayed : &work->kernel;
+        kernel_launch(dev, kernel, sums.blocks < blocks ? sums.blocks : blocks,
+                      sum_reads_m(sum) ? kernel->shared_bytes : 0, pointers);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
@@ -714,11 +705,11 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     if (optim->replay) {
         const StepArguments* at = &optim->replay->to->step;
         placed_replay(optim->dev, optim->replay, arguments);
-        kernel_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
+        step_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
         return;
     }
-    if (kernel->measures) kernel_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
-    kernel_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
+    if (kernel->measures) step_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
+    step_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
 // Makes the arguments name the tiles of a chunk alone.

@@ -114,6 +114,8 @@ struct ModelParts {
     int count, layers;
     OptimType compute;
 };
+// The tensors of a part in the arena's order; returns how many they are. `tensor` has room for all of the model.
+int part_tensors(const ModelParts* model, int part, int* tensor);
 inline int decoded_embeddings(int layers) {
     return layers;
 }

@@ -16,13 +16,8 @@
 // runs.
 //
 // Arithmetic. Plain C, in fp32 and in the order above, is the definition. A GPU takes the symmetric form of the same
-// polynomial (newton_schulz.cuh), in fp16 with fp32 sums. For the plain form, to first order and in the norm of
-// Frobenius, with what is stored rounded by `unit` of itself (2^-24 for fp32), an error e of X becomes
-//     e' = L e + s e_B + unit ||X'|| + sums (a + ||B||) ||X||
-//     e_B = (|b| + 2 |c| s^2) e_A + unit ||B|| + sums (|b| + |c| ||A||) ||A||;   e_A = unit ||A|| + sums ||X||^2
-// where s is the largest singular value, L the steepest slope of a x + b x^3 + c x^5 up to it, and sums = sqrt(K) 2^-24
-// for sums of K terms. CPU and GPU agree within the sum of their bounds. dev/unit/newton_schulz.h carries both forms'
-// bounds along with references in double; a reference that rounds to fp16 where a GPU does takes 0.03 of its bound.
+// polynomial (newton_schulz.cuh), in fp16 with fp32 sums. CPU and GPU agree within the sum of the bounds on their
+// errors, which dev/unit/newton_schulz.h has.
 // Small singular values of u are what grows, by a factor of up to |a| a step, so that 2^-11 becomes up to 3 per cent of
 // U. The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
 // and its bits do not depend on those beside it.
