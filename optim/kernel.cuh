@@ -598,33 +598,22 @@ struct Couriers {
     }
 };
 
-// The places of the tiles in the stages; empty unless tiles have places.
-template <bool PLACED, int GROUPS, int STAGES>
-struct Places {
-    TilePlace place[GROUPS][STAGES];
-    __device__ __forceinline__ void set(int group, int s, const TilePlace& to) { place[group][s] = to; }
-    __device__ __forceinline__ TilePlace get(int group, int s) const { return place[group][s]; }
+// What comes with the tiles in the stages besides their arrays; empty unless it is THERE: the tiles' places, or those
+// among the numbers of a rule by rows. A group that looked the latter up itself would wait for memory twice, since they
+// say where the numbers lie.
+template <class T, bool THERE, int GROUPS, int STAGES>
+struct Staged {
+    static constexpr int BYTES = sizeof(T);  // that a stage receives
+    T value[GROUPS][STAGES];
+    __device__ __forceinline__ T* at(int group, int s) { return &value[group][s]; }
+    __device__ __forceinline__ T get(int group, int s) const { return value[group][s]; }
 };
 
-template <int GROUPS, int STAGES>
-struct Places<false, GROUPS, STAGES> {
-    __device__ __forceinline__ void set(int, int, const TilePlace&) {}
-    __device__ __forceinline__ TilePlace get(int, int) const { return {}; }
-};
-
-// The places of the tiles among the numbers of a rule by rows, in the stages; empty for other rules. A group that
-// looked them up itself would wait for memory twice, since they say where the numbers lie.
-template <bool BY_ROWS, int GROUPS, int STAGES>
-struct SpanPlaces {
-    static constexpr int BYTES = sizeof(SpanTile);  // that a stage receives
-    SpanTile span[GROUPS][STAGES];
-    __device__ __forceinline__ SpanTile* at(int group, int s) { return &span[group][s]; }
-};
-
-template <int GROUPS, int STAGES>
-struct SpanPlaces<false, GROUPS, STAGES> {
+template <class T, int GROUPS, int STAGES>
+struct Staged<T, false, GROUPS, STAGES> {
     static constexpr int BYTES = 0;
-    __device__ __forceinline__ SpanTile* at(int, int) { return nullptr; }
+    __device__ __forceinline__ T* at(int, int) { return nullptr; }
+    __device__ __forceinline__ T get(int, int) const { return {}; }
 };
 
 // A courier gives the copy engine its orders for one group.
@@ -658,7 +647,7 @@ struct Courier {
         const uint32_t full = shared_offset(&shared->full[group][s]);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         shared->tile[group][s] = tile;
-        places->set(group, s, place);
+        if constexpr (PlacesOf::BYTES > 0) *places->at(group, s) = place;
         Layout::each(step, tile, place, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         barrier_expect(full, SHAPE.load_bytes + SpansOf::BYTES);
@@ -767,8 +756,8 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
-    __shared__ Places<Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
-    __shared__ SpanPlaces<Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
+    __shared__ Staged<TilePlace, Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
+    __shared__ Staged<SpanTile, Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
         barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);
