@@ -304,11 +304,11 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 // On a GPU a tile is updated by a group of threads, each of which takes 16 consecutive elements (8 if a moment has more
 // than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all arrays of a tile
 // into one of the group's 2 to 4 stages while the group computes on another, the update writes in place, and the copy
-// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders. So the group's own
-// threads do not wait for memory, spend no registers on loads in flight and compute no addresses, and every access to
-// memory is whole lines. The next tile of the table goes to the first group that has room for it. Fixed shares would be
-// slower: multiprocessors differ in speed, so what is under way at a time would spread ever further over memory. Older
-// GPUs run the same code on memory directly; a CPU core takes a whole tile.
+// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders, so its threads do
+// not wait for memory, spend no registers on loads in flight and compute no addresses. The next tile of the table goes
+// to the first group that has room for it: with fixed shares, as multiprocessors differ in speed, what is under way at
+// a time would spread ever further over memory. Older GPUs run the same code on memory directly; a CPU core takes a
+// whole tile.
 //
 // Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
 // a thread can reduce over its neighbours, which always run together.

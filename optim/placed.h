@@ -12,10 +12,10 @@
 // changed. If other tensors have gradients than in the last step, or other groups, 48 bytes a tile are uploaded.
 //
 // A step may be captured in a CUDA graph if the configuration says `replays`, after a step with the same tensors. What
-// changes from step to step then comes from device memory: before each kernel of the step and of its passes, another
-// one computes the constants (constants.h) for the step that a clock there counts, and leaves the arguments where the
-// kernel reads them. Two kinds of steps cannot be captured: those that project gradients, since the host decides when
-// they do so anew, and those with scales of whole tensors.
+// changes from step to step then comes from device memory: before each kernel another one computes the constants
+// (constants.h) for the step that a clock there counts, and leaves the arguments where the kernel reads them. Steps
+// that project gradients cannot be captured, since the host decides when they do so anew, nor those with scales of
+// whole tensors.
 #pragma once
 #include "matrix/low_rank.h"
 #include "nibble_optim.h"

@@ -7,20 +7,16 @@
 //               block's own least, other than zero, and largest. Code 0 is zero, exactly and only where v is zero.
 //     log16     the same with 16 bits, k = 1 .. 65535
 // low and high lie on a grid of a quarter of the least step (2^-8 binades with 8 bits, 2^-12 with 16), so that what was
-// decoded is stored again as it was (adalog8's scale may move by its last bit); where the block's range is too short
-// for the least step, high is raised. To nearest is nearest in log2 (as the peer's), the middle going up; stochastic is
+// decoded is stored again as it was (adalog8's scale may move by its last bit). If the block's range is too short for
+// the least step, high is raised. Rounding to nearest is nearest in log2, the middle going up. Stochastic rounding is
 // linear in value:
 //     x = level 2^(u step), 0 <= u < 1, goes up with probability (2^(u step) - 1) / (2^step - 1),
 // a polynomial of u whose coefficients are the block's, within 1e-5 for a step of 1 and 2e-8 for 0.1.
 // log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
-// the rounding of its sum with the exponent, 2^-24 of the range; 2^x within 2^-20 of itself. So code and level survive
-// each other, and a code differs from the exact one only where x is that near to a bound.
-// Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as zero. No
-// v but zero becomes zero.
-// There is no signed one for m: a sign and 7 bits over a block's own range leave 2.6e-4 of the square of normal numbers
-// in blocks of 256 and 4.5e-4 in 2048, where dyn8 leaves 1.2e-4 and 1.6e-4: the least of a block, which is next to
-// zero, decides how far apart all its levels are.
-// Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
+// 2^-24 of the range; 2^x within 2^-20 of itself. A code differs from the exact one only where x is that near to a
+// bound. Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as
+// zero. No v but zero becomes zero. There is no signed one for m: the least of a block, which is next to zero, would
+// decide how far apart all its levels are. Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
 #pragma once
 #include "blocks.cuh"
 
