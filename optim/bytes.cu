@@ -33,11 +33,10 @@ static int64_t matrix_bytes(const Device* dev, const Plan* plan, int launch, con
 // Bytes of what the passes of a launch use.
 static int64_t rows_bytes(const Plan* plan, int launch, const OptimTensor* tensors, int count) {
     RowPlan its = row_plan(plan, launch, tensors, count);
-    const bool any = its.passes > 0;
     const int64_t bytes =
         aligned_bytes(its.tensors * (int64_t)sizeof(SumTensor)) + aligned_bytes(its.parts * (int64_t)sizeof(float));
     row_plan_free(&its);
-    return any ? bytes : 0;
+    return bytes;
 }
 
 OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,

@@ -72,9 +72,23 @@ struct StepKeys {
 };
 template <bool ORDERED>
 OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
-                                uint32_t* seen);
+                                uint32_t* seen) {
+    const uint64_t seed = step.seed.seed;
+    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
+    const int order = ORDERED ? element_order(first) : 0;
+    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
+             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
+}
+
+// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
 template <int COUNT, class Weights, class Grads, class M, class V>
-OPTIM_INLINE constexpr bool step_ordered();
+OPTIM_INLINE constexpr bool step_ordered() {
+    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
+    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
+}
+
 template <int MAX, class Rule, class Weights, class M, class V>
 OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
                                  const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
@@ -120,27 +134,6 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
         state_v.measure(tile.v, first, v, n);
         if (rule.keeps_slow) state_m.measure(tile.slow, first, slow, n);
     }
-}
-
-// Noise.
-
-template <bool ORDERED>
-OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
-                                uint32_t* seen) {
-    const uint64_t seed = step.seed.seed;
-    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
-    const int order = ORDERED ? element_order(first) : 0;
-    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
-             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
-}
-
-// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
-template <int COUNT, class Weights, class Grads, class M, class V>
-OPTIM_INLINE constexpr bool step_ordered() {
-    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
-    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
 }
 
 // Storing. A thread stores its arrays together, in parts if their storages have parts (HAS_TOP, formats/blocks.cuh):
