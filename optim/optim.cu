@@ -7,7 +7,6 @@
 
 #include <assert.h>
 
-#include "bytes.h"
 #include "jit.h"
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
@@ -78,6 +77,7 @@ struct Optim {
     float* factors;             // device memory: of the update in each tile, or null
     Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
     OptimBytes allocated;
+    bool counts;  // it takes no memory and makes no kernels: `allocated` is all that optim_bytes wants
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;
@@ -86,17 +86,30 @@ struct Optim {
     const Replay* replay;  // of the step that is captured in a CUDA graph, or null
 };
 
-static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
-    void* memory = device_alloc(dev, bytes);
-    device_zero(dev, memory, bytes);
+static void* allocate_zero(const Optim* optim, int64_t bytes, int64_t* total) {
     *total += aligned_bytes(bytes);
+    if (optim->counts) return nullptr;
+    void* memory = device_alloc(optim->dev, bytes);
+    device_zero(optim->dev, memory, bytes);
     return memory;
+}
+
+// Fills device memory from the host's.
+static void upload(const Optim* optim, void* to, const void* from, int64_t bytes) {
+    if (!optim->counts) copy_to_device(optim->dev, to, from, bytes);
+}
+
+// With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
+// the numbers of whole tensors are not.
+static bool on_host(bool offload, const StreamInfo& stream) {
+    return offload && stream.span == SPAN_RUN;
 }
 
 // Makes the constants that a format looks up; null if there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
-    void* table = allocate_zero(optim->dev, format->table_bytes, &optim->allocated.tables);
+    void* table = allocate_zero(optim, format->table_bytes, &optim->allocated.tables);
+    if (optim->counts) return nullptr;
     if (format->source) {
         user_table_fill(optim->dev, format->type, format->source, table);
         return table;
@@ -113,7 +126,10 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
-    SpanTile *host = (SpanTile*)memory_take((size_t)bytes + 1), *device;
+    SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
+    streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
+    if (optim->counts) return;
+    SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
@@ -122,33 +138,29 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }
     }
-    device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, next_bytes(run, span), &optim->allocated.tables);
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
-}
-
-static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
-    void* memory = host_alloc(dev, bytes, "the optimizer's states");
-#pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < bytes; at += 1 << 20) {
-        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
-    }
-    *total += aligned_bytes(bytes);
-    return memory;
 }
 
 // Allocates an array that checkpoints write.
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
-    if (total == &optim->allocated.host) return host_allocate_zero(optim->dev, bytes, total);
-    if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
-    void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
-    device_zero(optim->dev, memory, bytes);
+    const bool host = total == &optim->allocated.host;
+    if (optim->counts || (!host && (!config->allocate || bytes == 0))) return allocate_zero(optim, bytes, total);
     *total += aligned_bytes(bytes);
+    if (!host) {
+        void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
+        device_zero(optim->dev, memory, bytes);
+        return memory;
+    }
+    void* memory = host_alloc(optim->dev, bytes, "the optimizer's states");
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < bytes; at += 1 << 20) {
+        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
+    }
     return memory;
 }
 
@@ -200,8 +212,10 @@ static void tiles_create(Optim* optim) {
     const bool placed = optim->config.placed;  // each step then has tiles of its own
     int64_t count = placed ? 0 : (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile),
             t = 0;
+    const int64_t counters = LAUNCHES * (int64_t)sizeof(uint32_t);
+    optim->tiles = (Tile*)allocate_zero(optim, bytes + counters, &optim->allocated.tables);
+    if (optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)bytes + 1);
-    optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
         optim->launch[l].tiles = optim->tiles + t;
         optim->launch[l].next_tile = (uint32_t*)(optim->tiles + count) + l;
@@ -338,9 +352,10 @@ static void weights_create(Optim* optim, int index) {
     const FormatRow* format = weights->row;
     weights->are_seen = serves_directly(format, optim->compute);
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
+    const bool copied = optim->config.keeps_copy && !optim->config.placed;
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
-    if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
-    const bool there = weights->are_seen && (at || optim->config.placed);
+    if (copied) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
+    const bool there = weights->are_seen && (copied || optim->config.placed);
     allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false, &weights->streams);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
@@ -355,10 +370,10 @@ static void rows_create(Optim* optim, int index) {
     work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
     if (work->plan.passes == 0) return;
     const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
-    work->tensor = (SumTensor*)allocate_zero(dev, bytes, &optim->allocated.tables);
-    copy_to_device(dev, work->tensor, work->plan.tensor, bytes);
-    work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
-    if (!dev->gpu || launch->plan->tiles == 0) return;
+    work->tensor = (SumTensor*)allocate_zero(optim, bytes, &optim->allocated.tables);
+    upload(optim, work->tensor, work->plan.tensor, bytes);
+    work->parts = (float*)allocate_zero(optim, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
+    if (!dev->gpu || launch->plan->tiles == 0 || optim->counts) return;
     const OptimConfig* config = &launch->plan->config;
     const int shared_bytes = launch->kernel.measure.shared_bytes;
     auto make = [&](const char* name, Kernel* kernel) {
@@ -373,6 +388,11 @@ static void rows_free(const Device* dev, RowWork* work) {
     row_plan_free(&work->plan);
 }
 
+// The tiles that kernels of a launch are made for.
+static int64_t kernel_tiles(const Optim* optim, const LaunchPlan* plan) {
+    return optim->counts ? 0 : plan->tiles;
+}
+
 // Makes the buffers and the second kernel of a rule that reads matrices.
 static void matrix_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
@@ -380,19 +400,19 @@ static void matrix_create(Optim* optim, int index) {
     MatrixWork* work = &launch->matrix;
     int64_t* total = &optim->allocated.tables;
     const Rows rows = apply_rows(&launch->rows);
-    kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, launch->plan->tiles);
+    kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
     work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
     const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
-    work->matrix = (Matrix*)allocate_zero(dev, bytes, total);
-    copy_to_device(dev, work->matrix, work->plan.matrix, bytes);
-    work->scratch = (float*)allocate_zero(dev, work->plan.scratch, total);
-    work->work = allocate_zero(dev, work->plan.work, total);
-    work->sums = (float*)allocate_zero(dev, work->plan.sums, total);
-    work->unit = (float*)allocate_zero(dev, sizeof(float), total);
-    work->low = (float*)allocate_zero(dev, work->plan.low, total);
-    work->direction = (float*)allocate_zero(dev, work->plan.low, total);
-    work->low_tiles = (Tile*)allocate_zero(dev, work->plan.low_tiles, total);
-    if (work->plan.low_tiles == 0) return;
+    work->matrix = (Matrix*)allocate_zero(optim, bytes, total);
+    upload(optim, work->matrix, work->plan.matrix, bytes);
+    work->scratch = (float*)allocate_zero(optim, work->plan.scratch, total);
+    work->work = allocate_zero(optim, work->plan.work, total);
+    work->sums = (float*)allocate_zero(optim, work->plan.sums, total);
+    work->unit = (float*)allocate_zero(optim, sizeof(float), total);
+    work->low = (float*)allocate_zero(optim, work->plan.low, total);
+    work->direction = (float*)allocate_zero(optim, work->plan.low, total);
+    work->low_tiles = (Tile*)allocate_zero(optim, work->plan.low_tiles, total);
+    if (work->plan.low_tiles == 0 || optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
     matrix_low_tiles(optim->plan, index, optim->tensors, optim->count, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
@@ -417,7 +437,8 @@ static void replayed_create(Optim* optim, int index) {
     const Device* dev = optim->dev;
     const RuleRow* rule = launch->rows.rule;
     const bool measures = launch->kernel.measures || launch->apply.measures;
-    if (!optim->config.replays || !dev->gpu || launch->plan->tiles == 0 || measures || is_low_rank(rule)) return;
+    if (!optim->config.replays || !dev->gpu || kernel_tiles(optim, launch->plan) == 0) return;
+    if (measures || is_low_rank(rule)) return;
     for (StepKernel* kernel : {&launch->kernel, &launch->apply}) {
         if (kernel == &launch->apply && !rule->matrix) continue;
         kernel_make(dev, &launch->plan->config, optim->compute, &kernel->rows, "optim_replayed_kernel", nullptr,
@@ -432,7 +453,7 @@ static void launch_create(Optim* optim, int index) {
     launch->plan = planned;
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
-    require_gpu(optim->dev, &launch->rows);
+    if (!optim->counts) require_gpu(optim->dev, &launch->rows);
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         const FormatRow* format = slot_format(&planned->config, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
@@ -448,12 +469,40 @@ static void launch_create(Optim* optim, int index) {
     const bool folds = config.folds && launch_fold(&config) > 0.0f;
     Rows first = first_rows(&config);
     if (folds && first.rule->matrix) first.grads = none_row();
-    kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, planned->tiles);
+    kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, kernel_tiles(optim, planned));
     config.limit_growth = 0.0f;  // of the update, which a fold does not make
-    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, planned->tiles);
+    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, kernel_tiles(optim, planned));
     rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
     replayed_create(optim, index);
+}
+
+// Makes the arrays, tables and kernels of an optimizer.
+static void optim_make(Optim* optim, const OptimTensor* tensors, int count, OptimType compute) {
+    const OptimConfig* config = &optim->config;
+    optim->compute = compute;
+    optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
+    optim->count = count;
+    for (int i = 0; i < count; i++) {
+        optim->tensors[i] = tensors[i];
+        optim->tensors[i].name = text_copy(tensors[i].name);
+    }
+    Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
+    int64_t none = 0;  // weights_create counts these bytes
+    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
+    optim->seen = config->keeps_copy && !config->placed ? allocate_zero(optim, bytes, &none) : nullptr;
+    // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
+    for (int w = 0; w < plan->weights_count; w++) {
+        weights_create(optim, w);
+        for (int i = 0; i < plan->launches; i++) {
+            if (plan->launch[i].weights == w) launch_create(optim, i);
+        }
+    }
+    bool scaled = false;
+    for (int i = 0; i < plan->launches; i++) scaled = scaled || config_scaled(&plan->launch[i].config);
+    const int64_t factors = (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float);
+    if (scaled) optim->factors = (float*)allocate_zero(optim, factors, &optim->allocated.tables);
+    tiles_create(optim);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -465,29 +514,22 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
         user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
     }
-    optim->compute = compute;
-    optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
-    optim->count = count;
-    for (int i = 0; i < count; i++) {
-        optim->tensors[i] = tensors[i];
-        optim->tensors[i].name = text_copy(tensors[i].name);
-    }
-    Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
-    int64_t none = 0;  // weights_create counts these bytes
-    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
-    optim->seen = config->keeps_copy && !config->placed ? allocate_zero(dev, bytes, &none) : nullptr;
-    // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
-    for (int w = 0; w < plan->weights_count; w++) {
-        weights_create(optim, w);
-        for (int i = 0; i < plan->launches; i++) {
-            if (plan->launch[i].weights == w) launch_create(optim, i);
-        }
-    }
-    if (factors_bytes(plan) > 0) {
-        optim->factors = (float*)allocate_zero(dev, factors_bytes(plan), &optim->allocated.tables);
-    }
-    tiles_create(optim);
+    optim_make(optim, tensors, count, compute);
     return optim;
+}
+
+OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
+                       OptimType compute) {
+    Optim* optim = (Optim*)memory_zero(1, sizeof(Optim));
+    optim->dev = dev;
+    optim->config = *config;
+    optim->counts = true;
+    optim_make(optim, tensors, count, compute);
+    const OptimBytes bytes = optim->allocated;
+    const Device host = {};
+    optim->dev = &host;  // nothing is on the device, which may not even be there (--fit)
+    optim_free(optim);
+    return bytes;
 }
 
 // One that was not made completely has no plan yet, or not all of what it names.
