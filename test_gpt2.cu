@@ -831,7 +831,7 @@ TEST(memory_plan) {
         TestModel m(&dev, &setup);
         OptimConfig config = setup_optim(&setup);
         MemoryPlan plan = memory_plan(&m, &config);
-        OptimBytes bytes = optim_bytes(&config, m.arena.tensors, m.arena.count, m.arena.type),
+        OptimBytes bytes = optim_bytes(&dev, &config, m.arena.tensors, m.arena.count, m.arena.type),
                    real = optim_allocated(m.arena.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
         const ModelParts parts = arena_parts(&m.arena);

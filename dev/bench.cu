@@ -346,7 +346,7 @@ static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config,
     int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
     if (m->arena.grads_bf16) Operators<bf16>{m, a, (double)micro_batches}.all(buckets);
     if (!m->arena.grads_bf16) Operators<float>{m, a, (double)micro_batches}.all(buckets);
-    OptimBytes bytes = optim_bytes(config, m->arena.tensors, m->arena.count, OPTIM_BF16);
+    OptimBytes bytes = optim_bytes(m->dev, config, m->arena.tensors, m->arena.count, OPTIM_BF16);
     // All is read and written; but bf16+fp32's copy in bf16 is only written.
     const bool copy = strcmp(config->weights, "bf16+fp32") == 0;
     double traffic = 2.0 * (double)(bytes.states + bytes.weights) + (double)arena_grads_bytes(&m->arena) -

@@ -151,7 +151,7 @@ static void bench(const Device* dev, FILE* csv, const char* text, const Size* si
                        dev, 15, [&] { optim_step(optim, grads, scale, 1e-3f, ++step); }, &spread);
     double bytes = (double)traffic(optim, &config, m), share = 100 * bytes / (1e-3 * ms) / copy;
     double state =
-        (double)optim_bytes(&config, m->arena.tensors, m->arena.count, OPTIM_BF16).states / (double)m->parameters;
+        (double)optim_bytes(dev, &config, m->arena.tensors, m->arena.count, OPTIM_BF16).states / (double)m->parameters;
     printf(
         "%-34s %-6s %8.3f ms +-%4.1f %% %6.2f ps/param, moved %6.3f B/param, states %6.3f, %5.0f GB/s %5.1f %% of "
         "copy\n",

@@ -134,7 +134,7 @@ static ReleaseModel release_model(const Arena* a) {
 
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     const ReleaseModel model = release_model(a);
-    const OptimBytes optim = optim_bytes(config, a->tensors, a->count, a->type);
+    const OptimBytes optim = optim_bytes(a->dev, config, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
     if (!config->keeps_copy) weights += decoded_bytes(config, &model.parts).room;
     int64_t states = optim.states + optim.tables;

@@ -21,16 +21,6 @@ template <class Types, int INDEX>
 using TypeOf =
     typename std::tuple_element<(size_t)(INDEX >= 0 ? INDEX : (int)std::tuple_size<Types>::value - 1), Types>::type;
 
-// The v of a preset's rule.
-template <class Rule, int V, bool BY_ROWS = Rule::ROWS != ROWS_NONE>
-struct StateVType {
-    typedef TypeOf<StateTypes, V> Type;
-};
-template <class Rule, int V>
-struct StateVType<Rule, V, true> {
-    typedef NumbersOf<Rule> Type;
-};
-
 // Compares `name` with a text up to its end, a space or a semicolon.
 constexpr bool same_name(const char* name, const char* text) {
     while (*name && *name == *text) name++, text++;
@@ -70,7 +60,7 @@ struct PresetTypes {
     typedef TypeOf<RuleTypes, RULE> Rule;
     typedef TypeOf<WeightsTypes, WEIGHTS> Weights;
     typedef TypeOf<StateTypes, M> StateM;
-    typedef typename StateVType<Rule, V>::Type StateV;
+    typedef std::conditional_t<Rule::ROWS != ROWS_NONE, NumbersOf<Rule>, TypeOf<StateTypes, V>> StateV;
 };
 
 struct BuiltInRow {

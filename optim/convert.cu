@@ -47,9 +47,12 @@ static void piece_at(Piece* piece, const OptimTensor* tensor, int64_t start) {
     piece->streams.span = &piece->place;
 }
 
-// These run a row's functions over a piece; each core takes a tile.
-
-enum Decode { AS_UPDATED, AS_SEEN };  // as the update reads it; as the model sees it
+// Calls function(tile) for each tile of a piece of n elements; each core takes a tile.
+template <class Function>
+static void piece_tiles(int64_t n, Function function) {
+#pragma omp parallel for schedule(static)
+    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) function(tile);
+}
 
 // A key that draws no noise; its stream decides what a zero becomes.
 static NoiseKey piece_key(Slot slot) {
@@ -57,43 +60,13 @@ static NoiseKey piece_key(Slot slot) {
     return {0, 0, noise[slot]};
 }
 
-static void piece_decode(const FormatRow* format, Piece* piece, int64_t n, Decode decode, const NoiseKey& key) {
-#pragma omp parallel for schedule(static)
-    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
-        if (decode == AS_UPDATED) format->load(piece->streams, tile, piece->values + tile, TILE_ELEMENTS, key);
-        if (decode == AS_SEEN) format->view(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
-    }
-}
-
 // `format` rounds to nearest.
 static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot) {
-    const NoiseKey key = piece_key(slot);
-#pragma omp parallel for schedule(static)
-    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
-        if (slot == SLOT_WEIGHTS) format->set(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
-        if (slot != SLOT_WEIGHTS) format->store(piece->streams, tile, piece->values + tile, TILE_ELEMENTS, key);
-    }
-}
-
-static void piece_measure(const FormatRow* format, const Piece* piece, int64_t n) {
-#pragma omp parallel for schedule(static)
-    for (int tile = 0; tile < n; tile += TILE_ELEMENTS) {
-        format->measure(piece->streams, tile, piece->values + tile, TILE_ELEMENTS);
-    }
-}
-
-static int64_t piece_length(int64_t end, int64_t start) {
-    return end - start < PIECE_ELEMENTS ? end - start : PIECE_ELEMENTS;
-}
-
-// The elements of a tensor, padding included, that lie in the arrays of a run of the arena.
-struct Held {
-    int64_t begin, end;
-};
-
-static Held held_of(const OptimTensor* tensor, const ArenaRun* run) {
-    int64_t padded = tensor_padded(tensor), first = run->begin - tensor->offset, end = run->end - tensor->offset;
-    return {first < 0 ? 0 : first, end < padded ? end : padded};
+    piece_tiles(n, [&](int tile) {
+        const float* values = piece->values + tile;
+        if (slot == SLOT_WEIGHTS) format->set(piece->streams, tile, values, TILE_ELEMENTS);
+        if (slot != SLOT_WEIGHTS) format->store(piece->streams, tile, values, TILE_ELEMENTS, piece_key(slot));
+    });
 }
 
 // Copies `given` values of a tensor into the piece and sets the padding to zero.
@@ -103,71 +76,113 @@ static void piece_values(Piece* piece, const float* values, int64_t given, int64
     memset(piece->values + given, 0, (size_t)(n - given) * sizeof(float));
 }
 
-// A tensor's weights in an optimizer's arrays.
-struct TensorWeights {
+// A tensor's weights or moment in the arrays of an optimizer.
+struct Kept {
+    const Optim* optim;
     const Device* dev;
-    const OptimTensor* tensor;
+    const OptimTensor* tensor;  // as the slot keeps it
     Place place;
-    Streams arrays;
-    Held held;         // the elements that lie in the arrays
-    int64_t elements;  // of the tensor, without padding
-    int64_t numbers;   // bytes before its numbers of spans
+    int64_t elements;    // of the tensor, without padding
+    int64_t begin, end;  // those that lie in the arrays, with padding
 };
 
-static TensorWeights tensor_weights(const Optim* optim, int index) {
+static Kept kept_of(const Optim* optim, int index, Slot slot) {
     const OptimParts parts = optim_parts(optim);
-    const OptimTensor* tensor = &parts.tensors[index];
-    const Place place = plan_place(parts.plan, index, SLOT_WEIGHTS);
-    const Held held = held_of(tensor, place.run);
-    const int64_t elements = tensor->rows * tensor->cols, numbers = place.at * (int64_t)sizeof(float);
-    return {parts.dev, tensor, place, weights_arrays(optim, index), held, elements, numbers};
+    const OptimTensor* tensor = &parts.plan->kept[index][slot];
+    const Place place = plan_place(parts.plan, index, slot);
+    const int64_t padded = tensor_padded(tensor), first = place.run->begin - tensor->offset,
+                  end = place.run->end - tensor->offset;
+    return {optim,
+            parts.dev,
+            tensor,
+            place,
+            tensor->rows * tensor->cols,
+            first < 0 ? 0 : first,
+            end < padded ? end : padded};
 }
 
-// The piece from element `start` of the tensor on, in array `i`.
-static char* weights_at(const TensorWeights* w, int i, int64_t start) {
-    return (char*)stream_data(&w->arrays, i) +
-           stream_bytes(w->place.format->stream[i], w->tensor->offset + start - w->place.run->begin);
+OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info) {
+    char name[256];
+    stream_name(place->array, info, name, sizeof(name));
+    return info.bits > 0 ? optim_stream_named(optim, name) : OptimStream{};
 }
 
-void optim_set_weights(Optim* optim, int index, const float* values) {
-    const TensorWeights w = tensor_weights(optim, index);
-    const FormatRow* format = w.place.format;
-    if (w.held.begin >= w.held.end) return;
-    Piece piece = piece_create(format, w.tensor);
+// The address of element `start` of the tensor in array i, or of its numbers of spans; null if there is no such array.
+static char* kept_at(const Kept* kept, int i, int64_t start) {
+    const StreamInfo& info = kept->place.format->stream[i];
+    char* array = (char*)place_stream(kept->optim, &kept->place, info).data;
+    if (!array) return nullptr;
+    if (info.span != SPAN_RUN) return array + kept->place.at * (int64_t)sizeof(float);
+    return array + stream_bytes(info, kept->tensor->offset + start - kept->place.run->begin);
+}
+
+// Calls function(start, n) for each piece of the tensor that lies in the arrays.
+template <class Function>
+static void kept_pieces(const Kept* kept, Function function) {
+    for (int64_t start = kept->begin; start < kept->end; start += PIECE_ELEMENTS) {
+        function(start, kept->end - start < PIECE_ELEMENTS ? kept->end - start : PIECE_ELEMENTS);
+    }
+}
+
+// Writes a piece as stored into the arrays, from element `start` of the tensor on.
+static void kept_write(const Kept* kept, int64_t start, int64_t n, const Piece* piece) {
+    for (int i = 0; i < 3; i++) {
+        char* array = kept_at(kept, i, start);
+        if (!array) continue;
+        copy_to_device(kept->dev, array, stream_data(&piece->streams, i),
+                       stream_bytes(kept->place.format->stream[i], n));
+    }
+}
+
+// Writes the numbers of spans of the tensor, if it has some.
+static void kept_write_numbers(const Kept* kept, const Piece* piece, const void* numbers) {
+    if (piece->span) copy_to_device(kept->dev, kept_at(kept, 1, 0), numbers, piece->number_bytes);
+}
+
+// Stores, rounded to nearest, the values that fill(start, n, piece) puts into pieces.
+template <class Fill>
+static void kept_encode(const Kept* kept, Slot slot, Fill fill) {
+    const FormatRow* format = kept->place.nearest;
+    Piece piece = piece_create(format, kept->tensor);
     for (int measure = piece.span ? 1 : 0; measure >= 0; measure--) {
-        for (int64_t start = w.held.begin; start < w.held.end; start += PIECE_ELEMENTS) {
-            int64_t n = piece_length(w.held.end, start);
-            piece_values(&piece, values + start, w.elements - start, n);
-            piece_at(&piece, w.tensor, start);
-            if (measure) piece_measure(format, &piece, n);
-            if (!measure) piece_encode(format, &piece, n, SLOT_WEIGHTS);
-            for (int i = 0; i < 3 && !measure; i++) {
-                if (!stream_data(&w.arrays, i)) continue;
-                copy_to_device(w.dev, weights_at(&w, i, start), stream_data(&piece.streams, i),
-                               stream_bytes(format->stream[i], n));
+        kept_pieces(kept, [&](int64_t start, int64_t n) {
+            fill(start, n, &piece);
+            piece_at(&piece, kept->tensor, start);
+            if (measure) {
+                piece_tiles(
+                    n, [&](int tile) { format->measure(piece.streams, tile, piece.values + tile, TILE_ELEMENTS); });
+                return;
             }
-        }
+            piece_encode(format, &piece, n, slot);
+            kept_write(kept, start, n, &piece);
+        });
     }
-    if (piece.span) {
-        copy_to_device(w.dev, (char*)w.arrays.extra + w.numbers, piece.streams.next, piece.number_bytes);
-    }
+    kept_write_numbers(kept, &piece, piece.streams.next);
     piece_free(&piece);
 }
 
+void optim_set_weights(Optim* optim, int index, const float* values) {
+    const Kept kept = kept_of(optim, index, SLOT_WEIGHTS);
+    if (kept.begin >= kept.end) return;
+    kept_encode(&kept, SLOT_WEIGHTS, [&](int64_t start, int64_t n, Piece* piece) {
+        piece_values(piece, values + start, kept.elements - start, n);
+    });
+}
+
 bool optim_set_part(Optim* optim, int index, int64_t start, int64_t n, const float* values) {
-    const TensorWeights w = tensor_weights(optim, index);
-    const FormatRow* format = w.place.format;
+    const Kept kept = kept_of(optim, index, SLOT_WEIGHTS);
+    const FormatRow* format = kept.place.format;
     if (format_span(format) != SPAN_RUN) return false;
     const int64_t padded = start + ceil_div(n, TILE_ELEMENTS) * TILE_ELEMENTS;
-    const int64_t begin = start > w.held.begin ? start : w.held.begin, end = padded < w.held.end ? padded : w.held.end;
+    const int64_t begin = start > kept.begin ? start : kept.begin, end = padded < kept.end ? padded : kept.end;
     if (begin >= end) return true;
     const int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    const Streams to = row_tile(format, w.arrays, (w.tensor->offset + begin - w.place.run->begin) / TILE_ELEMENTS);
+    const Streams to = {kept_at(&kept, 0, begin), kept_at(&kept, 1, begin), nullptr, kept_at(&kept, 2, begin)};
     values += begin - start, n -= begin - start;
-    if (w.dev->gpu) {
+    if (kept.dev->gpu) {
         void* arguments[] = {(void*)&to, (void*)&values, (void*)&n};
         dim3 grid((unsigned)tiles), block(TILE_ELEMENTS / DECODE_ELEMENTS);
-        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, w.dev->stream));
+        check(cudaLaunchKernel(format->set_tiles, grid, block, arguments, 0, kept.dev->stream));
         return true;
     }
 #pragma omp parallel for schedule(static)
@@ -181,21 +196,21 @@ bool optim_set_part(Optim* optim, int index, int64_t start, int64_t n, const flo
 }
 
 void optim_get_weights(const Optim* optim, int index, float* values) {
-    const TensorWeights w = tensor_weights(optim, index);
-    const FormatRow* format = w.place.format;
-    if (w.held.begin >= w.held.end) return;
-    Piece piece = piece_create(format, w.tensor);
-    if (piece.span) copy_to_host(w.dev, piece.streams.extra, (char*)w.arrays.extra + w.numbers, piece.number_bytes);
-    for (int64_t start = w.held.begin; start < w.held.end; start += PIECE_ELEMENTS) {
-        int64_t n = piece_length(w.held.end, start), wanted = w.elements - start < n ? w.elements - start : n;
-        piece_at(&piece, w.tensor, start);
+    const Kept kept = kept_of(optim, index, SLOT_WEIGHTS);
+    const FormatRow* format = kept.place.format;
+    if (kept.begin >= kept.end) return;
+    Piece piece = piece_create(format, kept.tensor);
+    if (piece.span) copy_to_host(kept.dev, piece.streams.extra, kept_at(&kept, 1, 0), piece.number_bytes);
+    kept_pieces(&kept, [&](int64_t start, int64_t n) {
+        piece_at(&piece, kept.tensor, start);
         for (int i = 0; i < 3; i++) {
-            copy_to_host(w.dev, stream_data(&piece.streams, i), weights_at(&w, i, start),
+            copy_to_host(kept.dev, stream_data(&piece.streams, i), kept_at(&kept, i, start),
                          stream_bytes(format->stream[i], n));
         }
-        piece_decode(format, &piece, n, AS_SEEN, NoiseKey{});
+        piece_tiles(n, [&](int tile) { format->view(piece.streams, tile, piece.values + tile, TILE_ELEMENTS); });
+        const int64_t wanted = kept.elements - start < n ? kept.elements - start : n;
         memcpy(values + start, piece.values, (size_t)wanted * sizeof(float));
-    }
+    });
     piece_free(&piece);
 }
 
@@ -257,17 +272,32 @@ static bool arrays_complete(const Conversion* c, char* error) {
                       c->stored->config.weights, c->stored->config.m, c->stored->config.v, arrays);
 }
 
-static bool rule_fits(const Conversion* c, char* error) {
-    for (int t = 0; t < c->to.count; t++) {
-        const Place from = plan_place(c->from_plan, t, SLOT_V), to = plan_place(c->to.plan, t, SLOT_V);
-        if (!to.format || from.format) continue;
-        return data_error(
-            error,
-            "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule, "
-            "--preset and rule= of --override out, or begin anew from its weights with --model",
-            to.rule, from.rule);
+// A slot of a tensor, as the checkpoint and the optimizer have it.
+struct Pair {
+    Slot slot;
+    int tensor;
+    Place from, to;
+};
+
+// Asks `fits` about each slot of each tensor.
+static bool all_fit(const Conversion* c, bool (*fits)(const Conversion*, const Pair*, char*), char* error) {
+    for (int slot = 0; slot < SLOTS; slot++) {
+        for (int t = 0; t < c->to.count; t++) {
+            const Pair its = {(Slot)slot, t, plan_place(c->from_plan, t, (Slot)slot),
+                              plan_place(c->to.plan, t, (Slot)slot)};
+            if (!fits(c, &its, error)) return false;
+        }
     }
     return true;
+}
+
+static bool rule_fits(const Conversion*, const Pair* its, char* error) {
+    if (its->slot != SLOT_V || !its->to.format || its->from.format) return true;
+    return data_error(
+        error,
+        "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule, "
+        "--preset and rule= of --override out, or begin anew from its weights with --model",
+        its->to.rule, its->from.rule);
 }
 
 // True if a tensor's arrays are taken as they are. Rows of --format are read anew for each configuration, so these are
@@ -290,53 +320,41 @@ static bool by_numbers(const FormatRow* format) {
 }
 
 // Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart.
-static bool rows_convert(const Conversion* c, char* error) {
-    for (int t = 0; t < c->to.count; t++) {
-        const Place from = plan_place(c->from_plan, t, SLOT_V), to = plan_place(c->to.plan, t, SLOT_V);
-        if (!to.format || from.format == to.format || !(by_numbers(from.format) || by_numbers(to.format))) continue;
-        const bool came = find_row(rule_table(), to.rule)->rows == ROWS_CAME;
-        if (!came && averages_gradients(from.rule) && averages_gradients(to.rule)) continue;
-        return data_error(error,
-                          "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; "
-                          "leave --rule and rule= of --override out, or begin anew from its weights with --model",
-                          to.rule, by_numbers(to.format) ? "is by rows" : "is of elements", from.rule);
-    }
-    return true;
+static bool rows_convert(const Conversion*, const Pair* its, char* error) {
+    const Place *from = &its->from, *to = &its->to;
+    if (its->slot != SLOT_V || !to->format || from->format == to->format) return true;
+    if (!by_numbers(from->format) && !by_numbers(to->format)) return true;
+    const bool came = find_row(rule_table(), to->rule)->rows == ROWS_CAME;
+    if (!came && averages_gradients(from->rule) && averages_gradients(to->rule)) return true;
+    return data_error(error,
+                      "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; "
+                      "leave --rule and rule= of --override out, or begin anew from its weights with --model",
+                      to->rule, by_numbers(to->format) ? "is by rows" : "is of elements", from->rule);
 }
 
 // Refuses moments of another shape: those of a projected gradient, of another rank or of none.
-static bool shapes_convert(const Conversion* c, char* error) {
-    for (int slot = SLOT_M; slot < SLOTS; slot++) {
-        for (int t = 0; t < c->to.count; t++) {
-            const Place from = plan_place(c->from_plan, t, (Slot)slot), to = plan_place(c->to.plan, t, (Slot)slot);
-            const OptimTensor *had = &c->from_plan->kept[t][slot], *has = &c->to.plan->kept[t][slot];
-            const bool same = had->rows == has->rows && had->cols == has->cols;
-            const bool starts = slot == SLOT_BASIS && !from.format && to.format;
-            if ((same || !from.format || !to.format) && !starts) continue;
-            return data_error(
-                error,
-                "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, --rank "
-                "and rule= of --override as they were, or begin anew from its weights with --model",
-                to.rule, slot_name((Slot)slot), c->to.tensors[t].name, from.rule);
-        }
-    }
-    return true;
+static bool shapes_convert(const Conversion* c, const Pair* its, char* error) {
+    const int t = its->tensor;
+    const bool had = its->from.format, has = its->to.format;
+    const OptimTensor *before = &c->from_plan->kept[t][its->slot], *now = &c->to.plan->kept[t][its->slot];
+    const bool other = before->rows != now->rows || before->cols != now->cols;
+    const bool starts = its->slot == SLOT_BASIS && !had && has;
+    if (its->slot == SLOT_WEIGHTS || !((other && had && has) || starts)) return true;
+    return data_error(
+        error,
+        "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, --rank "
+        "and rule= of --override as they were, or begin anew from its weights with --model",
+        its->to.rule, slot_name(its->slot), c->to.tensors[t].name, its->from.rule);
 }
 
 // Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.
-static bool formats_convert(const Conversion* c, char* error) {
-    for (int slot = 0; slot < SLOTS; slot++) {
-        for (int t = 0; t < c->to.count; t++) {
-            Place from = plan_place(c->from_plan, t, (Slot)slot), to = plan_place(c->to.plan, t, (Slot)slot);
-            bool user = (from.format && from.format->source) || (to.format && to.format->source);
-            if (!user || !from.format || !to.format || same_storage(&from, &to)) continue;
-            return data_error(error,
-                              "%s is %s in the checkpoint and %s was asked for, and a format of --format is not "
-                              "converted; resume in the checkpoint's",
-                              slot_name((Slot)slot), from.format->name, to.format->name);
-        }
-    }
-    return true;
+static bool formats_convert(const Conversion*, const Pair* its, char* error) {
+    const FormatRow *from = its->from.format, *to = its->to.format;
+    if (!from || !to || !(from->source || to->source) || same_storage(&its->from, &its->to)) return true;
+    return data_error(error,
+                      "%s is %s in the checkpoint and %s was asked for, and a format of --format is not "
+                      "converted; resume in the checkpoint's",
+                      slot_name(its->slot), from->name, to->name);
 }
 
 void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]) {
@@ -390,34 +408,11 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     }
 }
 
-OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info) {
-    char name[256];
-    stream_name(place->array, info, name, sizeof(name));
-    return info.bits > 0 ? optim_stream_named(optim, name) : OptimStream{};
-}
-
-// Writes a piece as stored into the optimizer's arrays, from element `first` of the arena on.
-static void piece_write(const Conversion* c, const Place* to, int64_t first, int64_t n, const Piece* piece) {
-    for (int i = 0; i < 3; i++) {
-        const StreamInfo& info = to->format->stream[i];
-        char* array = (char*)place_stream(c->optim, to, info).data;
-        if (!array) continue;
-        copy_to_device(c->to.dev, array + stream_bytes(info, first - to->run->begin), stream_data(&piece->streams, i),
-                       stream_bytes(info, n));
-    }
-}
-
-// Read the numbers of spans of a tensor from the checkpoint; write them into the optimizer's array.
+// Reads the numbers of spans of a tensor.
 static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
     if (!piece->span) return;
     c->stored->read(c->stored->context, stored_array(c, from, from->format->stream[1]),
                     from->at * (int64_t)sizeof(float), piece->number_bytes, piece->streams.extra);
-}
-
-static void numbers_write(const Conversion* c, const Place* to, const Piece* piece, const void* numbers) {
-    if (!piece->span) return;
-    char* array = (char*)place_stream(c->optim, to, to->format->stream[1]).data;
-    copy_to_device(c->to.dev, array + to->at * (int64_t)sizeof(float), numbers, piece->number_bytes);
 }
 
 // Makes a checkpoint's numbers by row and column what `load` multiplies to v, laid out as the step's are: r is divided
@@ -434,55 +429,54 @@ static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece*
     for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);
 }
 
-// Adds v of a piece, whose first element is `start`, to the means of the rows and columns of a tensor.
-static void numbers_add(const OptimTensor* tensor, int64_t start, int64_t n, const float* values, double* mean) {
-    const int64_t end = start + n < tensor->rows * tensor->cols ? start + n : tensor->rows * tensor->cols;
-    for (int64_t i = start; i < end; i++) {
-        mean[i / tensor->cols] += (double)values[i - start] / (double)tensor->cols;
-        mean[tensor->rows + i % tensor->cols] += (double)values[i - start] / (double)tensor->rows;
-    }
+// Makes v of rows and columns, or of rows alone, of a v of elements, which fill(start, n, piece) puts into pieces: the
+// means over each.
+template <class Fill>
+static void kept_means(const Kept* kept, Fill fill) {
+    const int64_t rows = kept->tensor->rows, cols = kept->tensor->cols;
+    Piece piece = piece_create(kept->place.nearest, kept->tensor);
+    double* mean = (double*)memory_zero((size_t)(rows + cols), sizeof(double));
+    kept_pieces(kept, [&](int64_t start, int64_t n) {
+        fill(start, n, &piece);
+        for (int64_t i = start; i < start + n && i < kept->elements; i++) {
+            mean[i / cols] += (double)piece.values[i - start] / (double)cols;
+            mean[rows + i % cols] += (double)piece.values[i - start] / (double)rows;
+        }
+    });
+    for (int64_t i = 0; i < span_numbers(piece.span, kept->tensor); i++) piece.streams.next[i] = (float)mean[i];
+    kept_write_numbers(kept, &piece, piece.streams.next);
+    free(mean);
+    piece_free(&piece);
 }
 
 static void slot_load(Conversion* c, int index, Slot slot) {
-    Place from = plan_place(c->from_plan, index, slot), to = plan_place(c->to.plan, index, slot);
-    if (!from.format && !to.format) return;
-    bool same = same_storage(&from, &to);
-    if (!same) note_change(c, slot, &from, &to);
-    if (!from.format || !to.format) return;
-    const OptimTensor* tensor = &c->to.plan->kept[index][slot];
-    int64_t elements = tensor->rows * tensor->cols;
-    Held held = held_of(tensor, to.run);
-    if (held.begin >= held.end) return;
-    // Each piece has the table of the row that works on it.
-    Piece old = piece_create(from.format, tensor), now = piece_create(to.nearest, tensor);
-    float* values = slot == SLOT_WEIGHTS ? (float*)memory_zero((size_t)elements, sizeof(float)) : nullptr;
+    const Place from = plan_place(c->from_plan, index, slot);
+    const Kept to = kept_of(c->optim, index, slot);
+    if (!from.format && !to.place.format) return;
+    const bool same = same_storage(&from, &to.place);
+    if (!same) note_change(c, slot, &from, &to.place);
+    if (!from.format || !to.place.format || to.begin >= to.end) return;
+    Piece old = piece_create(from.format, to.tensor);
+    float* values = slot == SLOT_WEIGHTS ? (float*)memory_zero((size_t)to.elements, sizeof(float)) : nullptr;
     if (values) c->stored->weights(c->stored->context, index, values);
     numbers_read(c, &from, &old);
-    if (!same) numbers_prepare(&from, tensor, &old);
-    const bool by_rows = !same && by_numbers(to.format);
-    double* mean = by_rows ? (double*)memory_zero((size_t)(tensor->rows + tensor->cols), sizeof(double)) : nullptr;
-    for (int measure = !same && now.span ? 1 : 0; measure >= 0; measure--) {
-        for (int64_t start = held.begin; start < held.end; start += PIECE_ELEMENTS) {
-            int64_t n = piece_length(held.end, start);
-            piece_read(c, &from, slot, index, values, start, n, &old);
-            if (!same) {
-                piece_decode(from.format, &old, n, AS_UPDATED, piece_key(slot));
-                piece_values(&now, old.values, elements - start, n);
-                piece_at(&now, tensor, start);
-            }
-            if (measure) piece_measure(to.nearest, &now, n);
-            if (measure) continue;
-            if (by_rows) numbers_add(tensor, start, n, now.values, mean);
-            if (by_rows) continue;
-            if (!same) piece_encode(to.nearest, &now, n, slot);
-            piece_write(c, &to, tensor->offset + start, n, same ? &old : &now);
-        }
+    auto read = [&](int64_t start, int64_t n) { piece_read(c, &from, slot, index, values, start, n, &old); };
+    auto decode = [&](int64_t start, int64_t n, Piece* now) {
+        read(start, n);
+        piece_tiles(n, [&](int tile) {
+            from.format->load(old.streams, tile, old.values + tile, TILE_ELEMENTS, piece_key(slot));
+        });
+        piece_values(now, old.values, to.elements - start, n);
+    };
+    if (same) {
+        kept_pieces(&to, [&](int64_t start, int64_t n) { read(start, n), kept_write(&to, start, n, &old); });
+        kept_write_numbers(&to, &old, old.streams.extra);
+    } else {
+        numbers_prepare(&from, to.tensor, &old);
+        by_numbers(to.place.format) ? kept_means(&to, decode) : kept_encode(&to, slot, decode);
     }
-    for (int64_t i = 0; by_rows && i < span_numbers(now.span, tensor); i++) now.streams.next[i] = (float)mean[i];
-    free(mean);
-    numbers_write(c, &to, &now, same ? old.streams.extra : now.streams.next);
     free(values);
-    piece_free(&old), piece_free(&now);
+    piece_free(&old);
 }
 
 static void tell_changes(const Conversion* c) {
@@ -515,8 +509,8 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
     c->from.begin = c->from.end = 0;
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
-    bool ok = rule_fits(c, error) && rows_convert(c, error) && shapes_convert(c, error) && arrays_complete(c, error) &&
-              formats_unchanged(c, error) && formats_convert(c, error);
+    bool ok = all_fit(c, rule_fits, error) && all_fit(c, rows_convert, error) && all_fit(c, shapes_convert, error) &&
+              arrays_complete(c, error) && formats_unchanged(c, error) && all_fit(c, formats_convert, error);
     for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

@@ -3,7 +3,6 @@
 
 #include <string.h>
 
-#include "bytes.h"
 #include "plan.h"
 #include "storage.h"
 

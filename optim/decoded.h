@@ -1,41 +1,23 @@
 // The weights that the matmuls read, where they are not stored as the matmuls read them: decoded one part of the model
-// at a time, so that no second copy of the model is in memory.
+// (ModelParts) at a time, so that no second copy of the model is in memory.
 //
-// A part is a layer, or the embeddings, or the last layernorm. Two layers have room at a time, which take turns, and
-// the embeddings use the same room: a pass reads them before its first layer and after its last. The last layernorm has
-// room of its own, since it is read together with the last layer. A part is decoded when decoded_need asks for it and
-// it is not there, on the device's stream, so that it waits for whatever still reads what stood in its place.
+// Two layers have room at a time and take turns. The embeddings use the same room, since a pass reads them before its
+// first layer and after its last. The last layernorm has room of its own, since it is read together with the last
+// layer. decoded_need decodes a part that is not there on the device's stream, behind whatever still reads what lay in
+// its place.
 //
 //     room     max(2 layers, embeddings) + last layernorm, in the compute type
 //     cost     each use of a part reads its weights as stored and writes them decoded: 3 bytes a parameter for 8-bit
 //              weights and bf16 products, twice a micro-batch (forward and backward), at the rate of a copy
 //
-// Tensors that are stored in the compute type need no room and are read where they are. A decoded weight has the bits
-// that a copy of the whole model would have, since the same function makes it.
-//
-// Matrices of layers that fp8 products read as codes (operands) are not decoded while a model trains, and have no room
-// here. What else reads them, such as a validation, lends room for two layers of them.
+// Tensors that are stored in the compute type are read where they are. A decoded weight has the bits that a copy of the
+// whole model would have, since the same function makes it. Matrices of layers that fp8 products read as codes
+// (operands) are not decoded while a model trains. What else reads them, such as a validation, lends room for two
+// layers of them.
 #pragma once
 #include "optim.h"
 
 typedef struct Decoded Decoded;
-
-// Part numbers: 0 to layers - 1 are the layers.
-inline int decoded_embeddings(int layers) {
-    return layers;
-}
-inline int decoded_final(int layers) {
-    return layers + 1;
-}
-
-// This names a model's tensors and their parts. The arrays must outlive whatever is opened with them.
-struct ModelParts {
-    const OptimTensor* tensors;  // (count)
-    const int* part;             // (count) the part of each
-    const int* slot;             // (count) not 0: products read the codes of this matrix, if it has such; NULL: none do
-    int count, layers;
-    OptimType compute;
-};
 
 // Bytes of the room under a resolved configuration, and of the room for operands that a caller lends. Known before
 // anything is allocated.

@@ -43,24 +43,28 @@ static Hash hash_start() {
 
 // The few calls of NVRTC, by hand: the library is opened at run time and its header need not be installed.
 typedef struct NvrtcProgram_* NvrtcProgram;
+#define NVRTC_CALLS(CALL)                                                                                      \
+    CALL(int, version, "nvrtcVersion", (int* major, int* minor))                                               \
+    CALL(const char*, error_string, "nvrtcGetErrorString", (int))                                              \
+    CALL(int, create, "nvrtcCreateProgram",                                                                    \
+         (NvrtcProgram*, const char* source, const char* name, int headers, const char* const* header_sources, \
+          const char* const* header_names))                                                                    \
+    CALL(int, destroy, "nvrtcDestroyProgram", (NvrtcProgram*))                                                 \
+    CALL(int, add_name, "nvrtcAddNameExpression", (NvrtcProgram, const char* expression))                      \
+    CALL(int, compile, "nvrtcCompileProgram", (NvrtcProgram, int options, const char* const* option))          \
+    CALL(int, lowered_name, "nvrtcGetLoweredName", (NvrtcProgram, const char* expression, const char** name))  \
+    CALL(int, log_size, "nvrtcGetProgramLogSize", (NvrtcProgram, size_t*))                                     \
+    CALL(int, log, "nvrtcGetProgramLog", (NvrtcProgram, char*))                                                \
+    CALL(int, cubin_size, "nvrtcGetCUBINSize", (NvrtcProgram, size_t*))                                        \
+    CALL(int, cubin, "nvrtcGetCUBIN", (NvrtcProgram, char*))                                                   \
+    CALL(int, ptx_size, "nvrtcGetPTXSize", (NvrtcProgram, size_t*))                                            \
+    CALL(int, ptx, "nvrtcGetPTX", (NvrtcProgram, char*))                                                       \
+    CALL(int, arch_count, "nvrtcGetNumSupportedArchs", (int*))                                                 \
+    CALL(int, archs, "nvrtcGetSupportedArchs", (int*))
+
 struct Nvrtc {
-    void* library;
-    int (*version)(int* major, int* minor);
-    const char* (*error_string)(int);
-    int (*create)(NvrtcProgram*, const char* source, const char* name, int headers, const char* const* header_sources,
-                  const char* const* header_names);
-    int (*destroy)(NvrtcProgram*);
-    int (*add_name)(NvrtcProgram, const char* expression);
-    int (*compile)(NvrtcProgram, int options, const char* const* option);
-    int (*lowered_name)(NvrtcProgram, const char* expression, const char** name);
-    int (*log_size)(NvrtcProgram, size_t*);
-    int (*log)(NvrtcProgram, char*);
-    int (*cubin_size)(NvrtcProgram, size_t*);
-    int (*cubin)(NvrtcProgram, char*);
-    int (*ptx_size)(NvrtcProgram, size_t*);
-    int (*ptx)(NvrtcProgram, char*);
-    int (*arch_count)(int*);
-    int (*archs)(int*);
+#define MEMBER(RESULT, MEMBER, NAME, PARAMETERS) RESULT(*MEMBER) PARAMETERS;
+    NVRTC_CALLS(MEMBER)
 };
 
 void* open_library(const char* variable, const char* name, bool loaded) {
@@ -77,28 +81,15 @@ void* open_library(const char* variable, const char* name, bool loaded) {
     return nullptr;
 }
 
-template <class Function>
-static bool bind(void* library, const char* name, Function* function) {
-    *function = (Function)dlsym(library, name);
-    return *function != nullptr;
-}
-
 // Opens libnvrtc; the loader counts openings, so this may be called again and again.
 static bool nvrtc_open(Nvrtc* nvrtc) {
-    void* library = nvrtc->library = open_library("NIBBLE_NVRTC", "libnvrtc", false);
-    return library && bind(library, "nvrtcVersion", &nvrtc->version) &&
-           bind(library, "nvrtcGetErrorString", &nvrtc->error_string) &&
-           bind(library, "nvrtcCreateProgram", &nvrtc->create) &&
-           bind(library, "nvrtcDestroyProgram", &nvrtc->destroy) &&
-           bind(library, "nvrtcAddNameExpression", &nvrtc->add_name) &&
-           bind(library, "nvrtcCompileProgram", &nvrtc->compile) &&
-           bind(library, "nvrtcGetLoweredName", &nvrtc->lowered_name) &&
-           bind(library, "nvrtcGetProgramLogSize", &nvrtc->log_size) &&
-           bind(library, "nvrtcGetProgramLog", &nvrtc->log) && bind(library, "nvrtcGetCUBINSize", &nvrtc->cubin_size) &&
-           bind(library, "nvrtcGetCUBIN", &nvrtc->cubin) && bind(library, "nvrtcGetPTXSize", &nvrtc->ptx_size) &&
-           bind(library, "nvrtcGetPTX", &nvrtc->ptx) &&
-           bind(library, "nvrtcGetNumSupportedArchs", &nvrtc->arch_count) &&
-           bind(library, "nvrtcGetSupportedArchs", &nvrtc->archs);
+    void* library = open_library("NIBBLE_NVRTC", "libnvrtc", false);
+    bool whole = library != nullptr;
+#define BIND(RESULT, MEMBER, NAME, PARAMETERS)                             \
+    if (whole) nvrtc->MEMBER = (RESULT(*) PARAMETERS)dlsym(library, NAME); \
+    whole = whole && nvrtc->MEMBER;
+    NVRTC_CALLS(BIND)
+    return whole;
 }
 
 static bool nvrtc_missing(char* error) {

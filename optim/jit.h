@@ -1,20 +1,19 @@
 // Kernels compiled at run time by NVRTC from the source that is embedded in the binary, and kept in a folder:
 // $NIBBLE_CACHE, else $XDG_CACHE_HOME/nibble, else ~/.cache/nibble. Compiling needs neither a GPU nor the toolkit's
-// headers; it needs libnvrtc, which is opened when it is first wanted: $NIBBLE_NVRTC when that is set (the path of a
+// headers; it needs libnvrtc, which is opened when it is first wanted: $NIBBLE_NVRTC if that is set (the path of a
 // library that the loader does not find by itself, such as pip's), else by its usual names.
 //
 // A file of the cache is named by a hash of all that decides its contents (source, options, architecture, NVRTC's
 // version, the kernel asked for) and carries a checksum. It is written under a temporary name, synced and renamed, so
 // several processes and crashes cannot damage it; one that is damaged all the same is compiled again. Temporary files
-// that a killed process left are removed when they are an hour old. A folder that cannot be written costs a second at
-// each start and one line that says so. What fails to compile is never kept.
+// of killed processes are removed when they are an hour old. A folder that cannot be written costs a second at each
+// start and one line that says so. What fails to compile is never kept.
 //
 // Code that is read from the cache runs on the GPU. So a folder or file that others than this user and root own or may
 // write, a symbolic link and what is no regular file are not used, and one line says so. Folders are created as 0700
 // and files as 0600, whatever the umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
 //
-// A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer; the 210 KB of source are read in 0.03 s. From
-// the cache it is 7 ms, nearly all of which opens the library to ask for its version (tests: jit_times).
+// A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer, and one from the cache 7 ms.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -73,6 +72,13 @@ struct JitKernel {
     CUresult (*launch)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                        unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments,
                        void** extra);
+};
+
+// A kernel that was compiled ahead of time or by NVRTC.
+struct Kernel {
+    const void* built_in;  // or null: then jit
+    JitKernel jit;
+    int threads, shared_bytes;
 };
 
 // Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver

@@ -72,9 +72,23 @@ struct StepKeys {
 };
 template <bool ORDERED>
 OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
-                                uint32_t* seen);
+                                uint32_t* seen) {
+    const uint64_t seed = step.seed.seed;
+    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
+    const int order = ORDERED ? element_order(first) : 0;
+    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
+             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
+}
+
+// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
 template <int COUNT, class Weights, class Grads, class M, class V>
-OPTIM_INLINE constexpr bool step_ordered();
+OPTIM_INLINE constexpr bool step_ordered() {
+    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
+    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
+}
+
 template <int MAX, class Rule, class Weights, class M, class V>
 OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
                                  const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
@@ -120,27 +134,6 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
         state_v.measure(tile.v, first, v, n);
         if (rule.keeps_slow) state_m.measure(tile.slow, first, slow, n);
     }
-}
-
-// Noise.
-
-template <bool ORDERED>
-OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
-                                uint32_t* seen) {
-    const uint64_t seed = step.seed.seed;
-    const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
-    const int order = ORDERED ? element_order(first) : 0;
-    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
-             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
-}
-
-// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
-template <int COUNT, class Weights, class Grads, class M, class V>
-OPTIM_INLINE constexpr bool step_ordered() {
-    constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
-    return ON_GPU && COUNT == 16 && able && (M::CROWDS_BANKS || V::CROWDS_BANKS);
 }
 
 // Storing. A thread stores its arrays together, in parts if their storages have parts (HAS_TOP, formats/blocks.cuh):
@@ -304,11 +297,11 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 // On a GPU a tile is updated by a group of threads, each of which takes 16 consecutive elements (8 if a moment has more
 // than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all arrays of a tile
 // into one of the group's 2 to 4 stages while the group computes on another, the update writes in place, and the copy
-// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders. So the group's own
-// threads do not wait for memory, spend no registers on loads in flight and compute no addresses, and every access to
-// memory is whole lines. The next tile of the table goes to the first group that has room for it. Fixed shares would be
-// slower: multiprocessors differ in speed, so what is under way at a time would spread ever further over memory. Older
-// GPUs run the same code on memory directly; a CPU core takes a whole tile.
+// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders, so its threads do
+// not wait for memory, spend no registers on loads in flight and compute no addresses. The next tile of the table goes
+// to the first group that has room for it: with fixed shares, as multiprocessors differ in speed, what is under way at
+// a time would spread ever further over memory. Older GPUs run the same code on memory directly; a CPU core takes a
+// whole tile.
 //
 // Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
 // a thread can reduce over its neighbours, which always run together.
@@ -598,33 +591,22 @@ struct Couriers {
     }
 };
 
-// The places of the tiles in the stages; empty unless tiles have places.
-template <bool PLACED, int GROUPS, int STAGES>
-struct Places {
-    TilePlace place[GROUPS][STAGES];
-    __device__ __forceinline__ void set(int group, int s, const TilePlace& to) { place[group][s] = to; }
-    __device__ __forceinline__ TilePlace get(int group, int s) const { return place[group][s]; }
+// What comes with the tiles in the stages besides their arrays; empty unless it is THERE: the tiles' places, or those
+// among the numbers of a rule by rows. A group that looked the latter up itself would wait for memory twice, since they
+// say where the numbers lie.
+template <class T, bool THERE, int GROUPS, int STAGES>
+struct Staged {
+    static constexpr int BYTES = sizeof(T);  // that a stage receives
+    T value[GROUPS][STAGES];
+    __device__ __forceinline__ T* at(int group, int s) { return &value[group][s]; }
+    __device__ __forceinline__ T get(int group, int s) const { return value[group][s]; }
 };
 
-template <int GROUPS, int STAGES>
-struct Places<false, GROUPS, STAGES> {
-    __device__ __forceinline__ void set(int, int, const TilePlace&) {}
-    __device__ __forceinline__ TilePlace get(int, int) const { return {}; }
-};
-
-// The places of the tiles among the numbers of a rule by rows, in the stages; empty for other rules. A group that
-// looked them up itself would wait for memory twice, since they say where the numbers lie.
-template <bool BY_ROWS, int GROUPS, int STAGES>
-struct SpanPlaces {
-    static constexpr int BYTES = sizeof(SpanTile);  // that a stage receives
-    SpanTile span[GROUPS][STAGES];
-    __device__ __forceinline__ SpanTile* at(int group, int s) { return &span[group][s]; }
-};
-
-template <int GROUPS, int STAGES>
-struct SpanPlaces<false, GROUPS, STAGES> {
+template <class T, int GROUPS, int STAGES>
+struct Staged<T, false, GROUPS, STAGES> {
     static constexpr int BYTES = 0;
-    __device__ __forceinline__ SpanTile* at(int, int) { return nullptr; }
+    __device__ __forceinline__ T* at(int, int) { return nullptr; }
+    __device__ __forceinline__ T get(int, int) const { return {}; }
 };
 
 // A courier gives the copy engine its orders for one group.
@@ -658,7 +640,7 @@ struct Courier {
         const uint32_t full = shared_offset(&shared->full[group][s]);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
         shared->tile[group][s] = tile;
-        places->set(group, s, place);
+        if constexpr (PlacesOf::BYTES > 0) *places->at(group, s) = place;
         Layout::each(step, tile, place, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         barrier_expect(full, SHAPE.load_bytes + SpansOf::BYTES);
@@ -767,8 +749,8 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
     __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
-    __shared__ Places<Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
-    __shared__ SpanPlaces<Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
+    __shared__ Staged<TilePlace, Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
+    __shared__ Staged<SpanTile, Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
         barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);

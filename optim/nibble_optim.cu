@@ -377,18 +377,6 @@ static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor*
     free(owned);
 }
 
-// Refuses cut tensors of rules that read matrices. An empty part of one is no cut that a rule could see.
-static void require_whole_matrices(const NibbleOptim* optim, const Plan* plan) {
-    for (int t = 0; t < optim->count; t++) {
-        const char* rule = plan->launch[plan->launch_of[t]].config.rule;
-        const NibbleTensor* tensor = &optim->tensor[t];
-        if (!find_row(rule_table(), rule)->matrix || !is_cut(tensor) || tensor->count == 0) continue;
-        user_error(
-            "%s reads whole matrices, and %s is sharded; keep it whole (replicated), or give it a rule such as adamw",
-            rule, tensor->name);
-    }
-}
-
 // Returns the number of matrices that a tensor is stacked from, by the setting `stacked`: "c_attn.weight:3; kv*:2".
 static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
     int parts = 1;
@@ -451,52 +439,18 @@ static void arena_place(NibbleOptim* optim, const OptimTensor* whole) {
     for (int t = 0; t < optim->count; t++) optim->local[t].offset += optim->element;
 }
 
-constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
-
-static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
-    const size_t count = (size_t)optim->count;
-    optim->tensor = (NibbleTensor*)memory_zero(count, sizeof(NibbleTensor));
-    optim->local = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
-    optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
-    optim->stale = (bool*)memory_zero(count, sizeof(bool));
-    optim->owner = (int*)memory_zero(count, sizeof(int));
-    OptimTensor* whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
-    double elements = (double)optim->element;
-    for (size_t t = 0; t < count; t++) {
-        NibbleTensor* tensor = &optim->tensor[t];
-        *tensor = tensors[t];
-        tensor->name = text_copy(tensors[t].name ? tensors[t].name : "");
-        if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
-        elements += (double)tensor->rows * (double)tensor->cols;
-        if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
-        whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0, stacked_parts(optim->stacked, tensor)};
-    }
-    optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
-    Plan* plan = plan_ranges(&optim->config, whole, optim->count);
-    owners_find(optim, plan, whole);
-    tensors_place(optim, whole);
-    require_whole_matrices(optim, plan);
-    plan_free(plan);
-    arena_place(optim, whole);
-    free(whole);
-}
-
-// Refuses limits on updates that the decay, which each step's groups bring, is a part of.
-static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
-    for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
-        const RuleRow* rule = rule_of(&plan->launch[i].config);
-        if (rule->decoupled || plan->launch[i].tiles == 0) continue;
-        user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
-                   rule->name);
-    }
-}
-
-// Refuses cuts through what a rule or a format needs whole.
+// Refuses cuts through what a rule or a format needs whole. An empty part of a tensor is no cut that they could see.
 static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
         const Rows rows = config_rows(&plan->launch[plan->launch_of[t]].config);
         if (!is_cut(tensor) || tensor->count == 0) continue;
+        if (rows.rule->matrix) {
+            user_error(
+                "%s reads whole matrices, and %s is sharded; keep it whole (replicated), or give it a rule such as "
+                "adamw",
+                rows.rule->name, tensor->name);
+        }
         if (optim->config.limit_growth > 0.0f) {
             user_error(
                 "limit_growth reads whole tensors, and %s is cut at element %lld; keep it whole, or leave "
@@ -521,6 +475,46 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
             user_error("%s has scales of whole tensors, and %s is cut; take a format in blocks", format->name,
                        tensor->name);
         }
+    }
+}
+
+constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
+
+static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
+    const size_t count = (size_t)optim->count;
+    optim->tensor = (NibbleTensor*)memory_zero(count, sizeof(NibbleTensor));
+    optim->local = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
+    optim->stale = (bool*)memory_zero(count, sizeof(bool));
+    optim->owner = (int*)memory_zero(count, sizeof(int));
+    OptimTensor* whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    double elements = (double)optim->element;
+    for (size_t t = 0; t < count; t++) {
+        NibbleTensor* tensor = &optim->tensor[t];
+        *tensor = tensors[t];
+        tensor->name = text_copy(tensors[t].name ? tensors[t].name : "");
+        if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
+        elements += (double)tensor->rows * (double)tensor->cols;
+        if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
+        whole[t] = {tensor->name, tensor->rows, tensor->cols, true, 0, stacked_parts(optim->stacked, tensor)};
+    }
+    optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
+    Plan* plan = plan_ranges(&optim->config, whole, optim->count);
+    owners_find(optim, plan, whole);
+    tensors_place(optim, whole);
+    require_whole_tensors(optim, plan);
+    plan_free(plan);
+    arena_place(optim, whole);
+    free(whole);
+}
+
+// Refuses limits on updates that the decay, which each step's groups bring, is a part of.
+static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
+    for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
+        const RuleRow* rule = rule_of(&plan->launch[i].config);
+        if (rule->decoupled || plan->launch[i].tiles == 0) continue;
+        user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
+                   rule->name);
     }
 }
 
@@ -561,7 +555,6 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     }
     require_weights(optim, plan);
     require_decoupled(optim, plan);
-    require_whole_tensors(optim, plan);
     optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
     optim_describe(config, optim->describe, sizeof(optim->describe));
 }
@@ -742,6 +735,15 @@ struct StatesHeader {
     int64_t bytes;     // of all arrays
 };
 
+// Calls function(array, its bytes) for each array of the states.
+template <class Function>
+static void each_array(const NibbleOptim* optim, Function function) {
+    for (int s = 0; s < optim_stream_count(optim->optim); s++) {
+        const OptimStream stream = optim_stream(optim->optim, s);
+        function(stream.data, stream.elements * stream.element_bytes);
+    }
+}
+
 static StatesHeader states_header(const NibbleOptim* optim) {
     StatesHeader header = {"nibble states 1", "", text_hash("", 0), 0};
     const OptimConfig* config = &optim->config;
@@ -755,10 +757,7 @@ static StatesHeader states_header(const NibbleOptim* optim) {
         header.tensors =
             text_hash((const char*)shape, sizeof(shape)) ^ text_hash(tensor->name, (int64_t)strlen(tensor->name));
     }
-    for (int s = 0; s < optim_stream_count(optim->optim); s++) {
-        const OptimStream stream = optim_stream(optim->optim, s);
-        header.bytes += stream.elements * stream.element_bytes;
-    }
+    each_array(optim, [&](void*, int64_t bytes) { header.bytes += bytes; });
     return header;
 }
 
@@ -771,11 +770,10 @@ NIBBLE_API NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, vo
         const StatesHeader header = states_header(optim);
         memcpy(to, &header, sizeof(header));
         char* at = (char*)to + sizeof(header);
-        for (int s = 0; s < optim_stream_count(optim->optim); s++) {
-            const OptimStream array = optim_stream(optim->optim, s);
-            copy_to_host(&optim->dev, at, array.data, array.elements * array.element_bytes);
-            at += array.elements * array.element_bytes;
-        }
+        each_array(optim, [&](void* array, int64_t bytes) {
+            copy_to_host(&optim->dev, at, array, bytes);
+            at += bytes;
+        });
     });
 }
 
@@ -798,11 +796,10 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
             user_error("the states are of other tensors: another number, order, name or shape");
         }
         const char* at = (const char*)from + sizeof(header);
-        for (int s = 0; s < optim_stream_count(optim->optim); s++) {
-            const OptimStream array = optim_stream(optim->optim, s);
-            copy_to_device(&optim->dev, array.data, at, array.elements * array.element_bytes);
-            at += array.elements * array.element_bytes;
-        }
+        each_array(optim, [&](void* array, int64_t length) {
+            copy_to_device(&optim->dev, array, at, length);
+            at += length;
+        });
         nibble_optim_loaded(optim);
     });
 }

@@ -1,17 +1,16 @@
 // Noise for stochastic rounding: random bits that are a function of (seed, step, stream, element) and of nothing else,
 // so that the CPU, any number of GPUs, any launch shape and a resumed run draw the same ones.
 // The generator is Philox4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
-// with 7 rounds it passes all of BigCrush; the customary 10 take 12 instructions more). One call serves 16 consecutive
-// elements; `element` is the index in the arena, counted over the whole model.
+// with 7 rounds it passes all of BigCrush). One call serves 16 consecutive elements; `element` is the index in the
+// arena, counted over the whole model.
 //     key = (seed low, seed high), counter = (element / 16 low, element / 16 high, stream, step)
 //     noise = 256 * byte of the element + shared byte          16 bits, in 65536ths of a step
 // An element has a byte of the 128 bits for itself and below it one that all 16 share, the exclusive or of four bytes.
-// So each noise is uniform over 65536 values, and as fine as if it had 16 bits of its own: 8 alone would lose what
-// moves a value by less than 1/256 of a step, or 1/512 where half of the last place is added. Two elements of the 16
-// are not independent: the shared byte decides where an element's own byte is the one that its fraction begins with.
-// The covariance of their rounding up is at most 2^-18. As a correlation that is 2^-16 near the middle of a step, but
-// (1 - 256 f) / (256 (1 - f)) for two fractions f below 1/256 of a step, up to 1/256 for the smallest. Independent 16
-// bits for each would take twice the calls, 2 instructions an element.
+// So each noise is uniform over 65536 values: 8 bits alone would lose what moves a value by less than 1/256 of a step.
+// Two elements of the 16 are not independent, since the shared byte decides where an element's own byte is the one that
+// its fraction begins with. The covariance of their rounding up is at most 2^-18: as a correlation 2^-16 near the
+// middle of a step, and up to 1/256 for two fractions below 1/256 of a step. Independent 16 bits for each would take
+// twice the calls.
 #pragma once
 #include "float.cuh"
 

@@ -54,21 +54,18 @@ static bool is_empty(const PartRuns* run) {
     return true;
 }
 
-// The formats of a launch's states; none_row() where there is no such state.
-static void kept_formats(const Plan* plan, int launch, const FormatRow* (&format)[KEPT]) {
-    const OptimConfig* config = &plan->launch[launch].config;
-    for (int k = 0; k < KEPT; k++) format[k] = slot_format(config, (Slot)(SLOT_M + k));
+// The format of a launch's state; none_row() if there is no such state.
+static const FormatRow* kept_format(const Plan* plan, int launch, int k) {
+    return slot_format(&plan->launch[launch].config, (Slot)(SLOT_M + k));
 }
 
 // Calls function(launch, state, array, what it is, bytes) for each array of a part's states, in a slot's order.
 template <class Function>
 static void each_array(const Plan* plan, const PartRuns* run, Function function) {
     for (int l = 0; l < plan->launches; l++) {
-        const FormatRow* format[KEPT];
-        kept_formats(plan, l, format);
         for (int k = 0; k < KEPT; k++) {
             for (int i = 0; i < ARRAYS; i++) {
-                const StreamInfo& info = format[k]->stream[i];
+                const StreamInfo& info = kept_format(plan, l, k)->stream[i];
                 const int64_t bytes = stream_bytes(info, run->launch[l].end - run->launch[l].begin);
                 if (bytes > 0) function(l, k, i, info, bytes);
             }
@@ -180,11 +177,9 @@ static void part_point(const Offload* o, int part, char* slot) {
     const PartRuns* run = &o->run[part];
     Streams at[LAUNCHES][KEPT];
     for (int l = 0; l < plan->launches; l++) {
-        const FormatRow* format[KEPT];
-        kept_formats(plan, l, format);
         for (int k = 0; k < KEPT; k++) {
             const Streams* kept = &optim_kept(o->optim, l)[k];  // whose numbers of spans stay where they are
-            at[l][k] = row_tile(format[k], *kept, -plan->launch[l].run.begin / TILE_ELEMENTS);
+            at[l][k] = row_tile(kept_format(plan, l, k), *kept, -plan->launch[l].run.begin / TILE_ELEMENTS);
         }
     }
     each_array(plan, run, [&](int l, int k, int i, const StreamInfo& info, int64_t bytes) {
@@ -225,11 +220,9 @@ void offload_step(Offload* o, const void* grads, const float* grad_scale, float 
     int* tensor = (int*)memory_zero((size_t)model->count + 1, sizeof(int));
     const void** at = (const void**)memory_zero((size_t)model->count + 1, sizeof(void*));
     for (int i = 0; i < o->used; i++) {
-        int found = 0;
-        for (int t = 0; t < model->count; t++) {
-            if (model->part[t] != o->order[i]) continue;
-            tensor[found] = t;
-            at[found++] = (const char*)grads + (model->tensors[t].offset - o->plan->begin) * element;
+        const int found = part_tensors(model, o->order[i], tensor);
+        for (int k = 0; k < found; k++) {
+            at[k] = (const char*)grads + (model->tensors[tensor[k]].offset - o->plan->begin) * element;
         }
         offload_take(o, o->order[i]);
         optim_step_tensors(o->optim, tensor, at, found, grad_scale, lr, step);

@@ -7,7 +7,6 @@
 
 #include <assert.h>
 
-#include "bytes.h"
 #include "jit.h"
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
@@ -36,13 +35,6 @@ struct Weights {
     const ArenaRun* run;  // what these arrays hold
     Streams streams;
     bool are_seen;  // the matmuls read the codes as they are; with a copy of the others they lie among these
-};
-
-// A kernel on a GPU, compiled ahead of time or by NVRTC.
-struct Kernel {
-    const void* built_in;  // or null: then jit
-    JitKernel jit;
-    int threads, shared_bytes;
 };
 
 // A kernel of the step, for these rows.
@@ -85,6 +77,7 @@ struct Optim {
     float* factors;             // device memory: of the update in each tile, or null
     Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
     OptimBytes allocated;
+    bool counts;  // it takes no memory and makes no kernels: `allocated` is all that optim_bytes wants
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;
@@ -93,17 +86,30 @@ struct Optim {
     const Replay* replay;  // of the step that is captured in a CUDA graph, or null
 };
 
-static void* allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
-    void* memory = device_alloc(dev, bytes);
-    device_zero(dev, memory, bytes);
+static void* allocate_zero(const Optim* optim, int64_t bytes, int64_t* total) {
     *total += aligned_bytes(bytes);
+    if (optim->counts) return nullptr;
+    void* memory = device_alloc(optim->dev, bytes);
+    device_zero(optim->dev, memory, bytes);
     return memory;
+}
+
+// Fills device memory from the host's.
+static void upload(const Optim* optim, void* to, const void* from, int64_t bytes) {
+    if (!optim->counts) copy_to_device(optim->dev, to, from, bytes);
+}
+
+// With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
+// the numbers of whole tensors are not.
+static bool on_host(bool offload, const StreamInfo& stream) {
+    return offload && stream.span == SPAN_RUN;
 }
 
 // Makes the constants that a format looks up; null if there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
-    void* table = allocate_zero(optim->dev, format->table_bytes, &optim->allocated.tables);
+    void* table = allocate_zero(optim, format->table_bytes, &optim->allocated.tables);
+    if (optim->counts) return nullptr;
     if (format->source) {
         user_table_fill(optim->dev, format->type, format->source, table);
         return table;
@@ -120,7 +126,10 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
-    SpanTile *host = (SpanTile*)memory_take((size_t)bytes + 1), *device;
+    SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
+    streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
+    if (optim->counts) return;
+    SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
@@ -129,33 +138,29 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
         }
     }
-    device = (SpanTile*)allocate_zero(optim->dev, bytes, &optim->allocated.tables);
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
     streams->span = device;
-    streams->next = (float*)allocate_zero(optim->dev, next_bytes(run, span), &optim->allocated.tables);
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
-}
-
-static void* host_allocate_zero(const Device* dev, int64_t bytes, int64_t* total) {
-    void* memory = host_alloc(dev, bytes, "the optimizer's states");
-#pragma omp parallel for schedule(static)
-    for (int64_t at = 0; at < bytes; at += 1 << 20) {
-        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
-    }
-    *total += aligned_bytes(bytes);
-    return memory;
 }
 
 // Allocates an array that checkpoints write.
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
-    if (total == &optim->allocated.host) return host_allocate_zero(optim->dev, bytes, total);
-    if (!config->allocate || bytes == 0) return allocate_zero(optim->dev, bytes, total);
-    void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
-    device_zero(optim->dev, memory, bytes);
+    const bool host = total == &optim->allocated.host;
+    if (optim->counts || (!host && (!config->allocate || bytes == 0))) return allocate_zero(optim, bytes, total);
     *total += aligned_bytes(bytes);
+    if (!host) {
+        void* memory = config->allocate(config->allocator, aligned_bytes(bytes));
+        device_zero(optim->dev, memory, bytes);
+        return memory;
+    }
+    void* memory = host_alloc(optim->dev, bytes, "the optimizer's states");
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < bytes; at += 1 << 20) {
+        memset((char*)memory + at, 0, (size_t)(bytes - at < 1 << 20 ? bytes - at : 1 << 20));
+    }
     return memory;
 }
 
@@ -207,8 +212,10 @@ static void tiles_create(Optim* optim) {
     const bool placed = optim->config.placed;  // each step then has tiles of its own
     int64_t count = placed ? 0 : (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile),
             t = 0;
+    const int64_t counters = LAUNCHES * (int64_t)sizeof(uint32_t);
+    optim->tiles = (Tile*)allocate_zero(optim, bytes + counters, &optim->allocated.tables);
+    if (optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)bytes + 1);
-    optim->tiles = (Tile*)allocate_zero(optim->dev, tiles_bytes(count), &optim->allocated.tables);
     for (int l = 0; l < plan->launches; l++) {
         optim->launch[l].tiles = optim->tiles + t;
         optim->launch[l].next_tile = (uint32_t*)(optim->tiles + count) + l;
@@ -235,14 +242,11 @@ const char* user_source(const Rows* rows) {
     return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
 }
 
-static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute) {
+// The kernel of the step, or of the pass before it, if it was compiled ahead of time.
+static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute, Pass pass) {
     if (config->placed || config_scaled(config)) return nullptr;
+    if (pass == MEASURE) return built_in_measure(rows);
     return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
-}
-
-// The kernel of the pass before the step, if it was compiled ahead of time.
-static const void* rows_measure(const OptimConfig* config, const Rows* rows) {
-    return config->placed || config_scaled(config) ? nullptr : built_in_measure(rows);
 }
 
 // The rows of the first kernel of a step, which is the only one but with rules that read matrices.
@@ -253,7 +257,8 @@ static Rows first_rows(const OptimConfig* config) {
 
 bool optim_built_in(const OptimConfig* config, OptimType compute) {
     const Rows all = config_rows(config), first = first_rows(config), apply = apply_rows(&all);
-    return rows_kernel(config, &first, compute) && (!all.rule->matrix || rows_kernel(config, &apply, compute));
+    return rows_kernel(config, &first, compute, STORE) &&
+           (!all.rule->matrix || rows_kernel(config, &apply, compute, STORE));
 }
 
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
@@ -270,13 +275,6 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
     kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-static void jit_create(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
-                       const char* name, JitKernel* kernel) {
-    char expression[2100];
-    kernel_expression(name, config, rows, compute, expression, sizeof(expression));
-    jit_kernel(dev->compute, expression, user_source(rows), kernel);
-}
-
 // Makes a kernel: the one that is built in, or one from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
 static void kernel_make(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
                         const char* name, const void* built_in, int threads, int shared_bytes, Kernel* kernel) {
@@ -285,20 +283,26 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     if (kernel->built_in) {
         check(cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
     } else {
-        jit_create(dev, config, compute, rows, name, &kernel->jit);
+        char expression[2100];
+        kernel_expression(name, config, rows, compute, expression, sizeof(expression));
+        jit_kernel(dev->compute, expression, user_source(rows), &kernel->jit);
         jit_shared_bytes(&kernel->jit, shared_bytes);
     }
 }
 
-// Launches a kernel with its only argument: StepArguments or, if the kernel is replayed, their address.
-static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
-    void* pointers[] = {argument};
+// Launches a kernel.
+static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, int shared_bytes, void** arguments) {
     if (kernel->built_in) {
-        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), pointers,
-                               (size_t)kernel->shared_bytes, dev->stream));
+        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), arguments,
+                               (size_t)shared_bytes, dev->stream));
     } else {
-        jit_launch(&kernel->jit, blocks, kernel->threads, kernel->shared_bytes, pointers, dev->stream);
+        jit_launch(&kernel->jit, blocks, kernel->threads, shared_bytes, arguments, dev->stream);
     }
+}
+
+// Launches a kernel of the step with its only argument: StepArguments or, if it is replayed, their address.
+static void step_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
+    kernel_launch(dev, kernel, blocks, kernel->shared_bytes, &argument);
 }
 
 // Makes a kernel of the step for `tiles` tiles: one thread block a multiprocessor, with threads and shared memory as
@@ -321,12 +325,12 @@ static void kernel_create(const Device* dev, const OptimConfig* config, OptimTyp
     }
     int64_t blocks = ceil_div(tiles, shape.groups);
     kernel->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
-    kernel_make(dev, config, compute, rows, "optim_step_kernel", rows_kernel(config, rows, compute),
+    kernel_make(dev, config, compute, rows, "optim_step_kernel", rows_kernel(config, rows, compute, STORE),
                 shape.block_threads, step_shared_bytes(shape, dev->compute), &kernel->step);
     kernel->measure.shared_bytes = shape.table_bytes;
     if (!kernel->measures) return;
-    kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_measure(config, rows), shape.threads,
-                shape.table_bytes, &kernel->measure);
+    kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_kernel(config, rows, compute, MEASURE),
+                shape.threads, shape.table_bytes, &kernel->measure);
 }
 
 // Refuses the user's own formats on the CPU: they exist for NVRTC only.
@@ -348,9 +352,10 @@ static void weights_create(Optim* optim, int index) {
     const FormatRow* format = weights->row;
     weights->are_seen = serves_directly(format, optim->compute);
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
+    const bool copied = optim->config.keeps_copy && !optim->config.placed;
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
-    if (at) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
-    const bool there = weights->are_seen && (at || optim->config.placed);
+    if (copied) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
+    const bool there = weights->are_seen && (copied || optim->config.placed);
     allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false, &weights->streams);
     char array[ARRAY_NAME_BYTES];
     plan_array(plan, index, SLOT_WEIGHTS, array);
@@ -365,22 +370,27 @@ static void rows_create(Optim* optim, int index) {
     work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
     if (work->plan.passes == 0) return;
     const int64_t bytes = work->plan.tensors * (int64_t)sizeof(SumTensor);
-    work->tensor = (SumTensor*)allocate_zero(dev, bytes, &optim->allocated.tables);
-    copy_to_device(dev, work->tensor, work->plan.tensor, bytes);
-    work->parts = (float*)allocate_zero(dev, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
-    if (!dev->gpu || launch->plan->tiles == 0) return;
-    work->shared_bytes = launch->kernel.measure.shared_bytes;
+    work->tensor = (SumTensor*)allocate_zero(optim, bytes, &optim->allocated.tables);
+    upload(optim, work->tensor, work->plan.tensor, bytes);
+    work->parts = (float*)allocate_zero(optim, work->plan.parts * (int64_t)sizeof(float), &optim->allocated.tables);
+    if (!dev->gpu || launch->plan->tiles == 0 || optim->counts) return;
     const OptimConfig* config = &launch->plan->config;
-    jit_create(dev, config, optim->compute, &launch->rows, "optim_sums_kernel", &work->kernel);
-    jit_shared_bytes(&work->kernel, work->shared_bytes);
-    if (!optim->config.replays) return;
-    jit_create(dev, config, optim->compute, &launch->rows, "optim_sums_replayed_kernel", &work->replayed);
-    jit_shared_bytes(&work->replayed, work->shared_bytes);
+    const int shared_bytes = launch->kernel.measure.shared_bytes;
+    auto make = [&](const char* name, Kernel* kernel) {
+        kernel_make(dev, config, optim->compute, &launch->rows, name, nullptr, 32 * SUM_WARPS, shared_bytes, kernel);
+    };
+    make("optim_sums_kernel", &work->kernel);
+    if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
 }
 
 static void rows_free(const Device* dev, RowWork* work) {
     device_free(dev, work->tensor), device_free(dev, work->parts);
     row_plan_free(&work->plan);
+}
+
+// The tiles that kernels of a launch are made for.
+static int64_t kernel_tiles(const Optim* optim, const LaunchPlan* plan) {
+    return optim->counts ? 0 : plan->tiles;
 }
 
 // Makes the buffers and the second kernel of a rule that reads matrices.
@@ -390,19 +400,19 @@ static void matrix_create(Optim* optim, int index) {
     MatrixWork* work = &launch->matrix;
     int64_t* total = &optim->allocated.tables;
     const Rows rows = apply_rows(&launch->rows);
-    kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, launch->plan->tiles);
-    work->plan = matrix_plan(optim->plan, index, optim->tensors, optim->count);
+    kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
+    work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
     const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
-    work->matrix = (Matrix*)allocate_zero(dev, bytes, total);
-    copy_to_device(dev, work->matrix, work->plan.matrix, bytes);
-    work->scratch = (float*)allocate_zero(dev, work->plan.scratch, total);
-    work->work = allocate_zero(dev, work->plan.work, total);
-    work->sums = (float*)allocate_zero(dev, work->plan.sums, total);
-    work->unit = (float*)allocate_zero(dev, sizeof(float), total);
-    work->low = (float*)allocate_zero(dev, work->plan.low, total);
-    work->direction = (float*)allocate_zero(dev, work->plan.low, total);
-    work->low_tiles = (Tile*)allocate_zero(dev, work->plan.low_tiles, total);
-    if (work->plan.low_tiles == 0) return;
+    work->matrix = (Matrix*)allocate_zero(optim, bytes, total);
+    upload(optim, work->matrix, work->plan.matrix, bytes);
+    work->scratch = (float*)allocate_zero(optim, work->plan.scratch, total);
+    work->work = allocate_zero(optim, work->plan.work, total);
+    work->sums = (float*)allocate_zero(optim, work->plan.sums, total);
+    work->unit = (float*)allocate_zero(optim, sizeof(float), total);
+    work->low = (float*)allocate_zero(optim, work->plan.low, total);
+    work->direction = (float*)allocate_zero(optim, work->plan.low, total);
+    work->low_tiles = (Tile*)allocate_zero(optim, work->plan.low_tiles, total);
+    if (work->plan.low_tiles == 0 || optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
     matrix_low_tiles(optim->plan, index, optim->tensors, optim->count, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
@@ -427,7 +437,8 @@ static void replayed_create(Optim* optim, int index) {
     const Device* dev = optim->dev;
     const RuleRow* rule = launch->rows.rule;
     const bool measures = launch->kernel.measures || launch->apply.measures;
-    if (!optim->config.replays || !dev->gpu || launch->plan->tiles == 0 || measures || is_low_rank(rule)) return;
+    if (!optim->config.replays || !dev->gpu || kernel_tiles(optim, launch->plan) == 0) return;
+    if (measures || is_low_rank(rule)) return;
     for (StepKernel* kernel : {&launch->kernel, &launch->apply}) {
         if (kernel == &launch->apply && !rule->matrix) continue;
         kernel_make(dev, &launch->plan->config, optim->compute, &kernel->rows, "optim_replayed_kernel", nullptr,
@@ -442,7 +453,7 @@ static void launch_create(Optim* optim, int index) {
     launch->plan = planned;
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
-    require_gpu(optim->dev, &launch->rows);
+    if (!optim->counts) require_gpu(optim->dev, &launch->rows);
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         const FormatRow* format = slot_format(&planned->config, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
@@ -458,12 +469,40 @@ static void launch_create(Optim* optim, int index) {
     const bool folds = config.folds && launch_fold(&config) > 0.0f;
     Rows first = first_rows(&config);
     if (folds && first.rule->matrix) first.grads = none_row();
-    kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, planned->tiles);
+    kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, kernel_tiles(optim, planned));
     config.limit_growth = 0.0f;  // of the update, which a fold does not make
-    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, planned->tiles);
+    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, kernel_tiles(optim, planned));
     rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
     replayed_create(optim, index);
+}
+
+// Makes the arrays, tables and kernels of an optimizer.
+static void optim_make(Optim* optim, const OptimTensor* tensors, int count, OptimType compute) {
+    const OptimConfig* config = &optim->config;
+    optim->compute = compute;
+    optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
+    optim->count = count;
+    for (int i = 0; i < count; i++) {
+        optim->tensors[i] = tensors[i];
+        optim->tensors[i].name = text_copy(tensors[i].name);
+    }
+    Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
+    int64_t none = 0;  // weights_create counts these bytes
+    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
+    optim->seen = config->keeps_copy && !config->placed ? allocate_zero(optim, bytes, &none) : nullptr;
+    // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
+    for (int w = 0; w < plan->weights_count; w++) {
+        weights_create(optim, w);
+        for (int i = 0; i < plan->launches; i++) {
+            if (plan->launch[i].weights == w) launch_create(optim, i);
+        }
+    }
+    bool scaled = false;
+    for (int i = 0; i < plan->launches; i++) scaled = scaled || config_scaled(&plan->launch[i].config);
+    const int64_t factors = (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float);
+    if (scaled) optim->factors = (float*)allocate_zero(optim, factors, &optim->allocated.tables);
+    tiles_create(optim);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -475,29 +514,22 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
         user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
     }
-    optim->compute = compute;
-    optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
-    optim->count = count;
-    for (int i = 0; i < count; i++) {
-        optim->tensors[i] = tensors[i];
-        optim->tensors[i].name = text_copy(tensors[i].name);
-    }
-    Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
-    int64_t none = 0;  // weights_create counts these bytes
-    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
-    optim->seen = config->keeps_copy && !config->placed ? allocate_zero(dev, bytes, &none) : nullptr;
-    // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
-    for (int w = 0; w < plan->weights_count; w++) {
-        weights_create(optim, w);
-        for (int i = 0; i < plan->launches; i++) {
-            if (plan->launch[i].weights == w) launch_create(optim, i);
-        }
-    }
-    if (factors_bytes(plan) > 0) {
-        optim->factors = (float*)allocate_zero(dev, factors_bytes(plan), &optim->allocated.tables);
-    }
-    tiles_create(optim);
+    optim_make(optim, tensors, count, compute);
     return optim;
+}
+
+OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
+                       OptimType compute) {
+    Optim* optim = (Optim*)memory_zero(1, sizeof(Optim));
+    optim->dev = dev;
+    optim->config = *config;
+    optim->counts = true;
+    optim_make(optim, tensors, count, compute);
+    const OptimBytes bytes = optim->allocated;
+    const Device host = {};
+    optim->dev = &host;  // nothing is on the device, which may not even be there (--fit)
+    optim_free(optim);
+    return bytes;
 }
 
 // One that was not made completely has no plan yet, or not all of what it names.
@@ -664,8 +696,9 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
         const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
-        jit_launch(replay ? &work->replayed : &work->kernel, sums.blocks < blocks ? sums.blocks : blocks,
-                   32 * SUM_WARPS, sum_reads_m(sum) ? work->shared_bytes : 0, pointers, dev->stream);
+        const Kernel* kernel = replay ? &work->replayed : &work->kernel;
+        kernel_launch(dev, kernel, sums.blocks < blocks ? sums.blocks : blocks,
+                      sum_reads_m(sum) ? kernel->shared_bytes : 0, pointers);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }
@@ -714,11 +747,11 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     if (optim->replay) {
         const StepArguments* at = &optim->replay->to->step;
         placed_replay(optim->dev, optim->replay, arguments);
-        kernel_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
+        step_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
         return;
     }
-    if (kernel->measures) kernel_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
-    kernel_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
+    if (kernel->measures) step_launch(optim->dev, &kernel->measure, tiles < blocks ? tiles : blocks, arguments);
+    step_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
 // Makes the arguments name the tiles of a chunk alone.
@@ -728,69 +761,58 @@ static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
     if (arguments->places) arguments->places += chunk->tile;
 }
 
-// The step of a rule that projects gradients (matrix/low_rank.h), a chunk of matrices at a time.
-static void launch_low_rank(const Optim* optim, const Launch* launch, const StepArguments* arguments,
-                            const MatrixStep* its) {
+// Makes the arguments those of the first kernel for a chunk: from the gradients, or their projection, to directions.
+static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, const LowStep* low,
+                             StepArguments* moment) {
     const MatrixWork* work = &launch->matrix;
-    const LaunchPlan* plan = launch->plan;
+    const Rows* rows = &launch->kernel.rows;
+    if (is_low_rank(launch->rows.rule)) {
+        moment->tiles = work->low_tiles + chunk->low_tile;
+        moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
+        moment->grads = from_begin(rows->grads, {work->low, nullptr}, chunk->low_begin);
+        moment->weights = from_begin(rows->weights, {work->direction, nullptr}, chunk->low_begin);
+        if (!low->fused) moment->grad_scale = work->unit;  // the scratch has the factor
+        const Settings rate = {1.0, 0.0};                  // of the direction; the learning rate comes with the update
+        for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
+    } else {
+        chunk_tiles(chunk, moment);
+        moment->weights = from_begin(rows->weights, {work->scratch, nullptr}, chunk->begin);
+    }
+    moment->copy = {nullptr, nullptr};
+    moment->places = nullptr;
+}
+
+// The step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk of them at a time. The arguments name
+// all of the launch's tiles.
+static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+                            const LaunchStep* its) {
+    const MatrixWork* work = &launch->matrix;
     const Device* dev = optim->dev;
-    const Streams none = {nullptr, nullptr}, low = {work->low, nullptr}, direction = {work->direction, nullptr};
-    const Streams* basis = &launch->kept[SLOT_BASIS];
-    const LowGradients grads = {arguments->grads.codes, launch->rows.grads->stream[0].bits == 16,
-                                arguments->grad_scale};
-    const bool fused = low_rank_fuses(dev, &plan->config, work);
+    const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
+    const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
+               fused = projects && low_rank_fuses(dev, &launch->plan->config, work);
+    const LowStep low = {
+        dev,       its->config, work, &launch->kept[SLOT_BASIS], arguments->grads.codes, is_bf16, arguments->grad_scale,
+        its->step, fused};
+    matrix_begin(dev, work, arguments->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
         StepArguments moment = *arguments, apply = *arguments;
         // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
-        if (work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
-        if (!fused || low_rank_refreshes(its->config, its->step)) low_rank_gradients(dev, work, i, &grads);
-        low_rank_project(dev, its->config, work, i, basis, its->step, &grads, fused);
-        moment.tiles = work->low_tiles + chunk->low_tile;
-        moment.tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
-        moment.grads = from_begin(launch->kernel.rows.grads, low, chunk->low_begin);
-        moment.weights = from_begin(launch->kernel.rows.weights, direction, chunk->low_begin);
-        moment.copy = none;
-        moment.places = nullptr;
-        moment.grad_scale = fused ? arguments->grad_scale : work->unit;  // apart, the scratch has the factor
-        const Settings rate = {1.0, 0.0};  // of the direction; the learning rate comes with the update
-        for (Hyper& hyper : moment.group) hyper = hyper_create(its->config, &rate, 1.0, its->step);
+        if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
+        if (projects) low_rank_project(&low, i);
+        moment_arguments(launch, chunk, &low, &moment);
         kernel_run(optim, &launch->kernel, &moment);
         if (fused) {
             if (optim->compute != OPTIM_BF16) apply.copy = none;  // optim_step_end makes it
-            low_rank_apply(dev, its->config, work, i, basis, &apply, its->places, grads.is_bf16);
+            low_rank_apply(&low, i, &apply, its->places);
             continue;
         }
-        low_rank_update(dev, its->config, work, i, basis);
+        if (projects) low_rank_update(&low, i);
+        if (!projects) matrix_update(dev, its->config, work, i, (const float*)v->extra, v->next);
         chunk_tiles(chunk, &apply);
         apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
-        apply.grad_scale = work->unit;
-        apply.m = apply.v = none;
-        kernel_run(optim, &launch->apply, &apply);
-    }
-}
-
-// The step of a rule that reads matrices (matrix/matrix.h), a chunk of them at a time. The arguments name all of the
-// launch's tiles.
-static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
-                            const MatrixStep* its) {
-    const MatrixWork* work = &launch->matrix;
-    const Streams none = {nullptr, nullptr}, scratch = {work->scratch, nullptr};
-    matrix_begin(optim->dev, work, arguments->grad_scale);
-    if (is_low_rank(launch->rows.rule)) return launch_low_rank(optim, launch, arguments, its);
-    for (int i = 0; i < work->plan.chunks; i++) {
-        const MatrixChunk* chunk = &work->plan.chunk[i];
-        StepArguments moment = *arguments, apply = *arguments;
-        chunk_tiles(chunk, &moment);
-        chunk_tiles(chunk, &apply);
-        moment.weights = from_begin(launch->kernel.rows.weights, scratch, chunk->begin);
-        moment.copy = none;
-        moment.places = nullptr;
-        kernel_run(optim, &launch->kernel, &moment);
-        matrix_update(optim->dev, its->config, work, i, (const float*)launch->kept[SLOT_V].extra,
-                      launch->kept[SLOT_V].next);
-        apply.grads = from_begin(launch->apply.rows.grads, scratch, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
         kernel_run(optim, &launch->apply, &apply);
@@ -810,7 +832,8 @@ static void launch_arrays(const Optim* optim, const Launch* launch, StepArgument
 }
 
 // Updates the tiles that the arguments name, after the passes.
-static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments, const LaunchStep* its) {
+    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
     if (launch->rows.rule->by_rows)
         arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes have made
     kernel_run(optim, &launch->kernel, arguments);
@@ -824,18 +847,26 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     launch_arrays(optim, launch, arguments);
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
-    const MatrixStep matrices = {&launch->plan->config, step, nullptr};
-    if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, &matrices);
-    launch_passes(optim, launch, &launch->plan->config, first, first + count, arguments, step);
-    launch_tiles(optim, launch, arguments);
+    const LaunchStep its = {&launch->plan->config, step, nullptr};
+    if (!launch->rows.rule->matrix) launch_passes(optim, launch, its.config, first, first + count, arguments, step);
+    launch_tiles(optim, launch, arguments, &its);
 }
 
-void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,
-                  StepArguments* arguments, int64_t step) {
+// Sets the arrays of a launch whose gradients begin where the plan does, unless they are null.
+static const Launch* launch_begin(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
     const Launch* its = &optim->launch[launch];
-    arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
+    if (grads) arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
-    launch_passes(optim, its, config, 0, its->plan->tiles, arguments, step);
+    return its;
+}
+
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
+    const Launch* of = launch_begin(optim, launch, grads, arguments);
+    launch_passes(optim, of, its->config, 0, of->plan->tiles, arguments, its->step);
+}
+
+void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
+    launch_tiles(optim, launch_begin(optim, launch, grads, arguments), arguments, its);
 }
 
 bool optim_replays(const Optim* optim, int launch) {
@@ -846,21 +877,8 @@ void optim_replay(Optim* optim, const Replay* replay) {
     optim->replay = replay;
 }
 
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments) {
-    launch_arrays(optim, &optim->launch[launch], arguments);
-    launch_tiles(optim, &optim->launch[launch], arguments);
-}
-
 const MatrixWork* optim_matrix_work(const Optim* optim, int launch) {
     return &optim->launch[launch].matrix;
-}
-
-void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments,
-                    const MatrixStep* its) {
-    const Launch* of = &optim->launch[launch];
-    arguments->grads = from_begin(of->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
-    launch_arrays(optim, of, arguments);
-    launch_matrices(optim, of, arguments, its);
 }
 
 void optim_settle(const Optim* optim, const float* grad_scale) {
@@ -878,13 +896,18 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     }
 }
 
-// The constants of a launch's step.
-static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
-                                    int64_t step) {
+StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step) {
     StepArguments arguments = {};
     arguments.grad_scale = grad_scale;
     arguments.seed = optim->config.seed;
     arguments.step = (uint32_t)step;
+    return arguments;
+}
+
+// The constants of a launch's step.
+static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
+                                    int64_t step) {
+    StepArguments arguments = step_begin(optim, grad_scale, step);
     const bool relative = launch->plan->config.relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
     double rate = lr;
     if (relative && rate > 1.0 / sqrt((double)step)) rate = 1.0 / sqrt((double)step);

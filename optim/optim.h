@@ -105,6 +105,24 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
+// A model's tensors and their parts: 0 to layers - 1 are the layers; the embeddings and the last layernorm follow. The
+// arrays must outlive whatever is opened with them.
+struct ModelParts {
+    const OptimTensor* tensors;  // (count)
+    const int* part;             // (count) the part of each
+    const int* slot;             // (count) not 0: products read the codes of this matrix, if it has such; NULL: none do
+    int count, layers;
+    OptimType compute;
+};
+// The tensors of a part in the arena's order; returns how many they are. `tensor` has room for all of the model.
+int part_tensors(const ModelParts* model, int part, int* tensor);
+inline int decoded_embeddings(int layers) {
+    return layers;
+}
+inline int decoded_final(int layers) {
+    return layers + 1;
+}
+
 constexpr int OPTIM_STREAMS = 108;  // at most
 
 // Gives each tensor its offset; returns the length of the arena in elements (a multiple of TILE_ELEMENTS). With a
@@ -133,8 +151,9 @@ double optim_usual_beta3(const char* rule, double beta2, int64_t steps);
 // Exits with a sentence where `formats`, the files of --format, cannot be used on this device.
 void optim_formats_possible(const Device* dev, const char* formats);
 
-// Bytes of the combination (a resolved configuration) for an arena of `elements`.
-OptimBytes optim_bytes(const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute);
+// Bytes of the combination (a resolved configuration) on this device.
+OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
+                       OptimType compute);
 
 // Bytes of a checkpoint's two files, whatever the ranks keep. The model file holds weights that are stored as F32 or
 // BF16 as they are, and the values of all others as F32. The optimizer's file holds the codes of those others, and the

@@ -21,6 +21,15 @@ struct PlacedPointers {
     const void* grads;
 };
 
+// A tensor, as the last step had it and as the tables have it.
+struct PlacedState {
+    PlacedTensor its;
+    int group;                    // the caller's; -1: no gradient
+    bool weights_off, grads_off;  // do not begin at a multiple of 16 bytes
+    int32_t first_slot;           // of the weights of its first tile, or -1
+    int number;                   // of its constants among those of its run
+};
+
 // Tiles with the same constants: one launch.
 struct PlacedRun {
     int launch;
@@ -43,25 +52,21 @@ struct PlacedView {
 struct PlacedTables {
     Optim* optim;
     OptimParts parts;
-    PlacedTensor* tensor;      // (count)
+    PlacedState* tensor;       // (count)
     PlacedPointers* pointers;  // (count) of the last step
-    int* group_of;             // (count) of the last step; -1: no gradient
-    unsigned char* unaligned;  // (count) of the last step: bit 0 the weights, bit 1 the gradients
-    int32_t* first_slot;       // (count) of the weights of a tensor's first tile, or -1
-    int* number_of;            // (count) of a tensor's constants among those of its run
     bool built;
     PlacedRun* run;
     int runs;
     int64_t tiles, staged;
-    Tile* step_tiles;    // device memory (tiles)
-    int64_t* whole_at;   // (launches): where the gradients of a rule that reads rows or matrices begin, in tiles of the
-                         // arena beside
-    float* scalars;      // device: 1, and the scale of a step
-    int64_t* clock;      // device: the number of the last step
-    bool moved;          // the device has other addresses than `pointers`
-    bool captured;       // a graph may change the places behind our back
-    bool kept;           // and uses these tables, which others may replace
-    Replayed* replayed;  // device memory: what a graph's kernels read
+    Tile* step_tiles;            // device memory (tiles)
+    int64_t whole_at[LAUNCHES];  // where the gradients of a rule that reads rows or matrices begin, in tiles of the
+                                 // arena beside
+    float* scalars;              // device: 1, and the scale of a step
+    int64_t* clock;              // device: the number of the last step
+    bool moved;                  // the device has other addresses than `pointers`
+    bool captured;               // a graph may change the places behind our back
+    bool kept;                   // and uses these tables, which others may replace
+    Replayed* replayed;          // device memory: what a graph's kernels read
     PlacedView view;
 };
 
@@ -152,14 +157,9 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     const float scalars[2] = {1.0f, 1.0f};
     assert(!parts.config->scale_by_rms);
     tables->optim = optim;
-    tables->tensor = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
-    if (count > 0) memcpy(tables->tensor, tensors, count * sizeof(PlacedTensor));
+    tables->tensor = (PlacedState*)memory_zero(count, sizeof(PlacedState));
+    for (size_t t = 0; t < count; t++) tables->tensor[t].its = tensors[t];
     tables->pointers = (PlacedPointers*)memory_zero(count, sizeof(PlacedPointers));
-    tables->group_of = (int*)memory_zero(count, sizeof(int));
-    tables->unaligned = (unsigned char*)memory_zero(count, 1);
-    tables->first_slot = (int32_t*)memory_zero(count, sizeof(int32_t));
-    tables->number_of = (int*)memory_zero(count, sizeof(int));
-    tables->whole_at = (int64_t*)memory_zero(LAUNCHES, sizeof(int64_t));
     tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
     device_zero(parts.dev, tables->clock, sizeof(int64_t));
     tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
@@ -195,8 +195,7 @@ void placed_free(PlacedTables* tables) {
     device_free(tables->parts.dev, tables->scalars), device_free(tables->parts.dev, tables->clock);
     device_free(tables->parts.dev, tables->replayed);
     device_free(tables->parts.dev, tables->view.pointers);
-    free(tables->tensor), free(tables->pointers), free(tables->group_of), free(tables->unaligned);
-    free(tables->first_slot), free(tables->number_of), free(tables->whole_at), free(tables);
+    free(tables->tensor), free(tables->pointers), free(tables);
 }
 
 // Building the tables.
@@ -214,8 +213,8 @@ static void require_all(const PlacedTables* tables, int launch, const Rows* rows
     const OptimParts* parts = &tables->parts;
     const char *with = nullptr, *without = nullptr;
     for (int t = 0; t < parts->count; t++) {
-        if (parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
-        (tables->group_of[t] < 0 ? without : with) = parts->tensors[t].name;
+        if (parts->plan->launch_of[t] != launch || tables->tensor[t].its.count == 0) continue;
+        (tables->tensor[t].group < 0 ? without : with) = parts->tensors[t].name;
     }
     if (!with || !without) return;
     user_error(
@@ -257,9 +256,9 @@ static const float* update_of(const PlacedTables* tables, int launch, int64_t ti
 static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int group, const PlacedRun* run,
                          int64_t whole_slot) {
     const OptimTensor* tensor = &tables->parts.tensors[t];
-    const PlacedTensor* placed = &tables->tensor[t];
+    PlacedState* state = &tables->tensor[t];
+    const PlacedTensor* placed = &state->its;
     const bool whole = run->has_passes || run->matrix, fused = is_fused(tables, t);
-    const unsigned char unaligned = tables->unaligned[t];
     const int64_t tiles = tensor_padded(tensor) / TILE_ELEMENTS, first = tensor->offset / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from;
@@ -267,12 +266,12 @@ static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int gr
         tile.begin = (uint16_t)(from < 0 ? -from : 0);
         tile.end = (uint16_t)(left < TILE_ELEMENTS ? left : TILE_ELEMENTS);
         const bool partly = tile.end - tile.begin < TILE_ELEMENTS;
-        if ((partly && !fused) || (unaligned & 1)) tile.weights_slot = build->weights_slots++;
-        if (i == 0) tables->first_slot[t] = tile.weights_slot;
+        if ((partly && !fused) || state->weights_off) tile.weights_slot = build->weights_slots++;
+        if (i == 0) state->first_slot = tile.weights_slot;
         if (run->matrix) tile.update = update_of(tables, run->launch, build->tiles - run->first);
         if (whole) {
             tile.grads_slot = (int32_t)(whole_slot + first + i);
-        } else if (partly || (unaligned & 2)) {
+        } else if (partly || state->grads_off) {
             tile.grads_slot = build->grads_slots++;
         }
         if (tile.weights_slot >= 0 || tile.grads_slot >= 0) build->beside[build->staged++] = (uint32_t)build->tiles;
@@ -299,13 +298,13 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
         PlacedRun run = {launch, whole && !matrix, matrix, build->tiles, 0, {}, {}, 0};
         more = false;
         for (int t = 0; t < parts->count; t++) {
-            const int group = tables->group_of[t];
-            if (done[t] || group < 0 || parts->plan->launch_of[t] != launch || tables->tensor[t].count == 0) continue;
-            const int number = run_group(&run, group, parts->plan->group_of[t]);
+            PlacedState* state = &tables->tensor[t];
+            if (done[t] || state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
+            const int number = run_group(&run, state->group, parts->plan->group_of[t]);
             more = more || number < 0;
             if (number < 0) continue;
             done[t] = true;
-            tables->number_of[t] = number;
+            state->number = number;
             build_tensor(tables, build, t, number, &run, whole_slot);
         }
         run.tiles = build->tiles - run.first;
@@ -359,17 +358,18 @@ static void tables_build(PlacedTables* tables) {
 static void tables_update(PlacedTables* tables, const NibbleStep* step, bool capturing) {
     bool same = tables->built, moved = tables->moved || tables->captured;
     for (int t = 0; t < tables->parts.count; t++) {
-        const int64_t shift = -tables->tensor[t].head;
-        const void* grads = tables->tensor[t].count > 0 ? step->grads[t] : nullptr;
+        PlacedState* state = &tables->tensor[t];
+        const int64_t shift = -state->its.head;
+        const void* grads = state->its.count > 0 ? step->grads[t] : nullptr;
         const int group = !grads ? -1 : step->group_of ? step->group_of[t] : 0;
         const PlacedPointers now = {grads ? step->weights[t] : nullptr, grads};
         const bool weights_off = ((uintptr_t)now.weights + (uintptr_t)(shift * tables->view.weight_bytes)) % 16 != 0;
         const bool grads_off = ((uintptr_t)now.grads + (uintptr_t)(shift * tables->view.grad_bytes)) % 16 != 0;
-        const unsigned char unaligned = (unsigned char)((weights_off ? 1 : 0) | (grads_off ? 2 : 0));
-        same = same && group == tables->group_of[t] && (group < 0 || unaligned == tables->unaligned[t]);
+        const bool other = weights_off != state->weights_off || grads_off != state->grads_off;
+        same = same && group == state->group && (group < 0 || !other);
         moved = moved || now.weights != tables->pointers[t].weights || now.grads != tables->pointers[t].grads;
-        tables->group_of[t] = group;
-        tables->unaligned[t] = unaligned;
+        state->group = group;
+        state->weights_off = weights_off, state->grads_off = grads_off;
         tables->pointers[t] = now;
     }
     if (!same && capturing) {
@@ -446,29 +446,25 @@ static HyperSource run_source(const OptimConfig* config, const NibbleGroup* grou
     return hyper_source(&own, &used);
 }
 
-static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, const Settings* settings, int64_t step) {
-    return hyper_create(run_source(config, group, settings), group->lr, group->step > 0 ? group->step : step);
+static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
+    return group->step > 0 ? group->step : step->step;
 }
 
-// The arguments that all launches of a step have in common.
-static StepArguments step_arguments(const PlacedTables* tables, const NibbleStep* step, const float* scale) {
-    StepArguments arguments = {};
-    arguments.grad_scale = scale;
-    arguments.seed = tables->parts.config->seed;
-    arguments.step = (uint32_t)step->step;
-    return arguments;
+static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, const Settings* settings,
+                       const NibbleStep* step) {
+    return hyper_create(run_source(config, group, settings), group->lr, own_step(group, step));
 }
 
 static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step,
                                    const float* scale) {
     const Plan* plan = tables->parts.plan;
-    StepArguments arguments = step_arguments(tables, step, scale);
+    StepArguments arguments = step_begin(tables->optim, scale, step->step);
     arguments.tiles = tables->step_tiles + run->first;
     arguments.tile_count = run->tiles;
     arguments.places = tables->view.places + run->first;
     for (int i = 0; i < run->groups; i++) {
         arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
-                                       &plan->group[run->settings[i]], step->step);
+                                       &plan->group[run->settings[i]], step);
     }
     return arguments;
 }
@@ -488,35 +484,24 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     LowPlace* places = (LowPlace*)memory_zero((size_t)matrices->matrices + 1, sizeof(LowPlace));
     for (int i = 0; i < matrices->matrices; i++) {
         const int t = matrices->matrix[i].tensor;
-        const int64_t slot = tables->first_slot[t],
+        const int64_t slot = tables->tensor[t].first_slot,
                       before = matrices->matrix[i].element - parts->tensors[t].offset;  // parts of a stacked tensor
         char* weights =
             slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
-        places[i] = {weights + before * view->weight_bytes, tables->number_of[t]};
+        places[i] = {weights + before * view->weight_bytes, tables->tensor[t].number};
     }
     return places;
 }
 
-static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
-    return group->step > 0 ? group->step : step->step;
-}
-
-// The whole step of a rule that reads matrices.
-static void run_matrices(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
-    const NibbleGroup* group = &step->group[run->group[0]];  // whose betas all have (require_same_constants)
-    const OptimParts* parts = &tables->parts;
-    OptimConfig own = run_config(&parts->plan->launch[run->launch].config, group);
-    StepArguments arguments = run_arguments(tables, run, step, scale);
-    LowPlace* places = low_places(tables, run->launch);
-    const MatrixStep its = {&own, own_step(group, step), places};
-    optim_matrices(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
-    free(places);
-}
-
 static void run_step(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
-    if (run->matrix) return run_matrices(tables, run, step, scale);
+    const NibbleGroup* group = &step->group[run->group[0]];  // of matrices all have its betas (require_same_constants)
+    const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
-    optim_launch(tables->optim, run->launch, &arguments);
+    LowPlace* places = run->matrix ? low_places(tables, run->launch) : nullptr;
+    const LaunchStep its = {&own, own_step(group, step), places};
+    optim_launch(tables->optim, run->launch, run->matrix ? whole_grads(tables, run->launch) : nullptr, &arguments,
+                 &its);
+    free(places);
 }
 
 // Steps in CUDA graphs.
@@ -627,11 +612,12 @@ static void run_passes(const PlacedTables* tables, const PlacedRun* run, const N
     const LaunchPlan* launch = &plan->launch[run->launch];
     const NibbleGroup* group = &step->group[run->group[0]];
     const OptimConfig own = run_config(&launch->config, group);
-    StepArguments arguments = step_arguments(tables, step, scale);
+    StepArguments arguments = step_begin(tables->optim, scale, step->step);
     for (int i = 0; i < plan->groups; i++) {
-        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step->step);
+        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step);
     }
-    optim_passes(tables->optim, run->launch, &own, whole_grads(tables, run->launch), &arguments, own_step(group, step));
+    const LaunchStep its = {&own, own_step(group, step), nullptr};
+    optim_passes(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
 }
 
 // Refuses tensors with different constants or numbers of steps where a step takes them all together.
@@ -662,10 +648,10 @@ static void require_same_constants(const PlacedTables* tables, const NibbleStep*
 static void tables_settle(const PlacedTables* tables, const float* scale) {
     const int count = tables->parts.count;
     bool all = true;
-    for (int t = 0; t < count; t++) all = all && (tables->group_of[t] >= 0 || tables->tensor[t].count == 0);
+    for (int t = 0; t < count; t++) all = all && (tables->tensor[t].group >= 0 || tables->tensor[t].its.count == 0);
     if (all) return optim_settle(tables->optim, scale);
     for (int t = 0; t < count; t++) {
-        if (tables->group_of[t] >= 0) optim_settle_tensor(tables->optim, t, scale);
+        if (tables->tensor[t].group >= 0) optim_settle_tensor(tables->optim, t, scale);
     }
 }
 

@@ -12,10 +12,10 @@
 // changed. If other tensors have gradients than in the last step, or other groups, 48 bytes a tile are uploaded.
 //
 // A step may be captured in a CUDA graph if the configuration says `replays`, after a step with the same tensors. What
-// changes from step to step then comes from device memory: before each kernel of the step and of its passes, another
-// one computes the constants (constants.h) for the step that a clock there counts, and leaves the arguments where the
-// kernel reads them. Two kinds of steps cannot be captured: those that project gradients, since the host decides when
-// they do so anew, and those with scales of whole tensors.
+// changes from step to step then comes from device memory: before each kernel another one computes the constants
+// (constants.h) for the step that a clock there counts, and leaves the arguments where the kernel reads them. Steps
+// that project gradients cannot be captured, since the host decides when they do so anew, nor those with scales of
+// whole tensors.
 #pragma once
 #include "matrix/low_rank.h"
 #include "nibble_optim.h"
@@ -47,22 +47,25 @@ bool is_capturing(const Device* dev);
 // The number of the last step, which replays of a graph raise; waits for the stream. 0 before the first.
 int64_t placed_clock(const PlacedTables* tables);
 
-// The parts of optim_step, for these steps. Both set the arrays that `arguments` needs besides tiles and places.
-// optim_passes runs the passes of a rule that reads rows and of --limit-growth; they read `grads`, an arena, and the
-// constants in the order of the plan's groups. `config` is the launch's, with the betas of this step, and `step` counts
-// the tensors' own steps. A launch without passes does not need the call.
-void optim_passes(const Optim* optim, int launch, const OptimConfig* config, const void* grads,
-                  StepArguments* arguments, int64_t step);
-// Updates the tiles that `arguments` names; a launch's passes come before its first tiles.
-void optim_launch(const Optim* optim, int launch, StepArguments* arguments);
-// The whole step of a launch whose rule reads matrices, over an arena `grads`. The arguments name all tiles of the
-// launch, in the arena's order, and constants; the gradients of their places lie in the scratch.
-struct MatrixStep {
+// The parts of optim_step, for these steps.
+
+// The arguments that all launches of a step have in common.
+StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step);
+
+// A launch's step, if constants and steps are the caller's own.
+struct LaunchStep {
     const OptimConfig* config;  // the launch's, with the betas of this step
     int64_t step;               // counts the tensors' own steps
     const LowPlace* places;     // as low_rank_apply takes them
 };
-void optim_matrices(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const MatrixStep* its);
+
+// Both set the arrays that `arguments` needs besides tiles and places; `grads` is an arena, or null if the places have
+// the gradients. optim_passes runs the passes of a rule that reads rows and of --limit-growth, which read the constants
+// in the order of the plan's groups. A launch without passes does not need the call.
+void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its);
+// Updates the tiles that `arguments` names; a launch's passes come before its first tiles. If the rule reads matrices,
+// these are all tiles of the launch in the arena's order, and the gradients of their places lie in the scratch.
+void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its);
 const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
 // True if a launch can be captured in a CUDA graph.
 bool optim_replays(const Optim* optim, int launch);

@@ -323,7 +323,8 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
 OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
     OptimConfig whole = *config;
     whole.begin = whole.end = 0, whole.keeps_copy = false;
-    const OptimBytes bytes = optim_bytes(&whole, tensors, count, OPTIM_FP32);
+    const Device cpu = {};  // its tables do not count
+    const OptimBytes bytes = optim_bytes(&cpu, &whole, tensors, count, OPTIM_FP32);
     OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
     Plan* plan = plan_ranges(&whole, tensors, count);
     for (int i = 0; i < plan->weights_count; i++) {

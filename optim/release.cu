@@ -11,7 +11,6 @@
 struct Release {
     const Device* dev;
     ReleaseModel model;
-    int *order, *first;  // (count) tensors by part, in the arena's order; (parts + 1) where a part's begin
     int parts;
     ClipBy by;
     bool grads_bf16;
@@ -20,15 +19,14 @@ struct Release {
     void* scratch;         // of the norm; with a shard a double for each tile of the largest part
 };
 
-// The tensors of a part into `order`, by their offsets; returns how many.
-static int part_order(const ModelParts* model, int number, int* order) {
+int part_tensors(const ModelParts* model, int part, int* tensor) {
     const OptimTensor* tensors = model->tensors;
     int found = 0;
     for (int t = 0; t < model->count; t++) {
-        if (model->part[t] != number) continue;
+        if (model->part[t] != part) continue;
         int i = found++;
-        for (; i > 0 && tensors[order[i - 1]].offset > tensors[t].offset; i--) order[i] = order[i - 1];
-        order[i] = t;
+        for (; i > 0 && tensors[tensor[i - 1]].offset > tensors[t].offset; i--) tensor[i] = tensor[i - 1];
+        tensor[i] = t;
     }
     return found;
 }
@@ -44,7 +42,7 @@ int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
     int64_t layer = 0, used = 0;
     // All layers take the order of layer 0, so that the padding between tensors, which stays zero, lies in the same
     // places whichever layer has the room.
-    const int in_layer = part_order(parts, 0, order);
+    const int in_layer = part_tensors(parts, 0, order);
     for (int l = 0; l < layers; l++) {
         const int shift = l * in_layer;  // layers follow each other in the list of tensors
         used = l % 2 * layer;
@@ -57,7 +55,7 @@ int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
     }
     used = (layers > 1 ? 2 : 1) * layer;
     for (int p = 0; p < layers + 2; p++) {
-        const int rest = part_order(parts, p, order);
+        const int rest = part_tensors(parts, p, order);
         for (int i = 0; i < rest; i++) {
             if (release_turns(&tensors[order[i]], p, layers, folds)) continue;
             place[order[i]] = used;
@@ -93,13 +91,6 @@ Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, b
     Release* r = (Release*)memory_zero(1, sizeof(Release));
     r->dev = dev, r->model = *model;
     r->parts = model->parts.layers + 2, r->by = by, r->grads_bf16 = grads_bf16;
-    r->order = (int*)memory_zero((size_t)model->parts.count + 1, sizeof(int));
-    r->first = (int*)memory_zero((size_t)r->parts + 1, sizeof(int));
-    for (int p = 0; p < r->parts; p++) {
-        const int found = part_order(&model->parts, p, r->order + r->first[p]);
-        assert(found <= PART_TENSORS);
-        r->first[p + 1] = r->first[p] + found;
-    }
     const int64_t bytes = numbers_bytes(r->parts);
     r->square = (double*)device_alloc(dev, bytes);
     device_zero(dev, r->square, bytes);
@@ -112,7 +103,7 @@ Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, b
 void release_close(Release* r) {
     if (!r) return;
     device_free(r->dev, r->square), device_free(r->dev, r->scratch);
-    free(r->order), free(r->first), free(r);
+    free(r);
 }
 
 // The norm of a part and its factors.
@@ -127,15 +118,19 @@ static void release_norm(Release* r, const PartClip& clip, const PartGrads& its,
 void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
     const int64_t element = r->grads_bf16 ? 2 : 4;
     const int layers = r->parts - 2;
-    int tensor[PART_TENSORS];
+    const ModelParts* model = &r->model.parts;
+    int tensor[PART_TENSORS], *all = (int*)memory_take((size_t)model->count * sizeof(int));
+    const int found = part_tensors(model, part, all);
     PartGrads its = {};
-    for (int i = r->first[part]; i < r->first[part + 1]; i++) {
-        const int t = r->order[i];
-        if (!step->last && !release_turns(&r->model.parts.tensors[t], part, layers, true)) continue;
+    assert(found <= PART_TENSORS);
+    for (int i = 0; i < found; i++) {
+        const int t = all[i];
+        if (!step->last && !release_turns(&model->tensors[t], part, layers, true)) continue;
         tensor[its.count] = t;
         its.grads[its.count] = (const char*)grads + place[t] * element;
-        its.n[its.count++] = r->model.parts.tensors[t].rows * r->model.parts.tensors[t].cols;
+        its.n[its.count++] = model->tensors[t].rows * model->tensors[t].cols;
     }
+    free(all);
     // Ranks agree on the loss before the last micro-batch's first part.
     const bool follows = part < layers && step->micro_batch > 1;
     const float* loss = step->last ? step->loss : nullptr;

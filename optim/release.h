@@ -1,27 +1,23 @@
-// Steps that are taken part by part: a layer, the embeddings, the last layernorm (the parts of decoded.h). Inside the
-// backward pass each part is stepped as soon as its gradients are complete, and the next layer but one writes its
-// gradients where they lay, so that gradients take the room of two layers and the embeddings instead of the model's.
-// After a backward pass with all gradients kept, the same calls give the same bits.
+// Steps that are taken part by part: a layer, the embeddings, the last layernorm (ModelParts). Inside the backward pass
+// each part is stepped as soon as its gradients are complete, and the next layer but one writes its gradients where
+// they lay, so that gradients take the room of two layers and the embeddings instead of the model's. After a backward
+// pass with all gradients kept, the same calls give the same bits.
 //
 // The factor that clips a part comes from kernels/part_norm.cuh. A part whose gradients are not finite, or any part if
-// the loss is not, keeps its weights and states and is counted.
+// the loss is not, keeps its weights and states and is counted. Several ranks (kernels/ranks/shard.cuh) step what each
+// keeps of a part, from the sum of their gradients, and agree on its norm.
 //
 // If a step has several micro-batches, the matrices of layers take turns, and each micro-batch goes into their momentum
 // as soon as it is there (optim_fold_tensors); the last one takes the step. This is for rules whose step reads the
 // gradients through m alone (optim_folds): the step is that of their sum, but for a rounding of m each. It is not
-// clipped, since nobody has the sum's norm. Vectors of layers, about a thousandth of them, and all that is in no layer
-// have room of their own, where gradients add up as they do without release, for any rule. A layer whose gradients are
-// not finite in some micro-batch keeps its weights, as does all if the loss is not or data is bad, but m keeps what it
-// took before, also in a checkpoint that is saved then.
+// clipped, since nobody has the sum's norm. Vectors, and all that is in no layer, have room of their own, where
+// gradients add up for any rule. A layer whose gradients are not finite in some micro-batch keeps its weights, as does
+// all if the loss is not or data is bad, but m keeps what it took before, also in a checkpoint that is saved then.
 // Rules that read matrices are released so for any number of micro-batches: m takes all gradients, and all matrices
 // step after the backward pass.
 //
-// Several ranks (kernels/ranks/shard.cuh) step what each keeps of a part, from the sum of their gradients, and agree on
-// its norm.
-//
-// Cost: the norm of a part reads its gradients once, as the norm of all would; two small kernels and a launch of the
-// step for each part and launch of the optimizer. A micro-batch that goes into m costs that norm, g read and m read and
-// written: 8 bytes a parameter with bf16 gradients and m bf16:sr, besides what writes g.
+// Cost: a part's gradients are read once for its norm; two small kernels, and a launch of the step for each launch of
+// the optimizer. A micro-batch that goes into m costs 8 bytes a parameter with bf16 gradients and m bf16:sr.
 #pragma once
 #include "../kernels/part_norm.cuh"
 #include "offload.h"

@@ -1,6 +1,8 @@
 // See rows.h.
 #include "rows.h"
 
+#include "each.cuh"
+
 // The plan.
 
 bool config_scaled(const OptimConfig* config) {
@@ -135,10 +137,7 @@ static float row_sum(const float* x, int held, float* column) {
         lane[i / SUM_LANE] = exact_fma(x[i], x[i], lane[i / SUM_LANE]);
         column[i] = exact_fma(x[i], x[i], column[i]);
     }
-    for (int half = 16; half > 0; half /= 2) {
-        for (int l = 0; l < half; l++) lane[l] = exact_add(lane[l], lane[l + half]);
-    }
-    return lane[0];
+    return sum_by_halves(lane);
 }
 
 static void sum_block(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
@@ -177,10 +176,7 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
         sum[i % SETTLE_THREADS] = exact_add(sum[i % SETTLE_THREADS], settle_row(*a, *t, i));
     }
     for (int64_t j = 0; j < t->cols && sum_has_columns(a->sum); j++) settle_column(*a, *t, j);
-    for (int half = SETTLE_THREADS / 2; half > 0; half /= 2) {
-        for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
-    }
-    const float whole = settle_tensor(*a, *t, sum[0]);
+    const float whole = settle_tensor(*a, *t, sum_by_halves(sum));
     for (int64_t i = 0; i < t->rows; i++) settle_ready(*a, *t, i, whole);
     for (int64_t k = 0; k < settle_tiles(*a, *t); k++) settle_tile(*a, *t, k, whole);
     settle_norm(*a, *t, sum[0], whole);

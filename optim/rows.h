@@ -35,8 +35,7 @@ struct RowWork {
     RowPlan plan;
     SumTensor* tensor;  // plan.tensor
     float* parts;
-    JitKernel kernel, replayed;  // replayed: of steps that may be captured
-    int shared_bytes;
+    Kernel kernel, replayed;  // replayed: of steps that may be captured
 };
 
 // One pass on the CPU: the parts of its sums, as optim_sums_kernel makes them.

@@ -77,6 +77,11 @@ struct Rows {
 };
 Rows config_rows(const OptimConfig* config);
 
+// True if the matmuls read the codes as they are.
+inline bool serves_directly(const FormatRow* weights, OptimType compute) {
+    return strcmp(weights->stream[0].dtype, compute_row(compute)->stream[0].dtype) == 0;
+}
+
 // The text of the user's own formats, which NVRTC reads behind the optimizer's source; "" if a combination has none.
 const char* user_source(const Rows* rows);
 

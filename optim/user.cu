@@ -17,8 +17,9 @@ static bool ends_comment(const char* at, bool line) {
     return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
 }
 
-// Removes what does not count from a C++ text: a comment becomes a space, and white space in a row becomes one space,
-// or one end of a line if there is one among it; none stays at the ends. Returns the length that is left.
+// Removes what does not count in a file's checksum from a C++ text: a comment becomes a space, and white space in a row
+// becomes one space, or one end of a line if there is one among it; none stays at the ends. Returns the length that is
+// left.
 static int64_t squeeze(char* text) {
     char *to = text, space = 0;
     for (const char* at = text; *at;) {
@@ -44,16 +45,8 @@ static int64_t squeeze(char* text) {
     return to - text;
 }
 
-// A file's checksum, which comments and white space do not change.
-static uint64_t text_sum(const char* text) {
-    char* copy = text_copy(text);
-    uint64_t sum = text_hash(copy, squeeze(copy));
-    free(copy);
-    return sum;
-}
-
-// Appends one file's text to the source, with its name and lines for the compiler's messages.
-static bool append_file(const char* path, int index, FILE* to, char* error) {
+// Appends one file's text to the source, with its name and lines for the compiler's messages; *sum is its checksum.
+static bool append_file(const char* path, int index, FILE* to, uint64_t* sum, char* error) {
     char reason[DATA_ERROR_BYTES];
     int64_t length = 0;
     char* text = file_read(path, &length, reason);
@@ -63,6 +56,7 @@ static bool append_file(const char* path, int index, FILE* to, char* error) {
     fprintf(to, "\"\n");
     fwrite(text, 1, (size_t)length, to);
     fputc('\n', to);
+    *sum = text_hash(text, squeeze(text));
     free(text);
     return true;
 }
@@ -207,14 +201,10 @@ bool user_formats_open(const char* paths, UserFormats** formats, char* error) {
             good = data_error(error, "--format: %s are more than %d files", paths, USER_FILES);
         } else {
             path[files] = one;
-            fflush(source);  // sets source_bytes, and below the text as it is now
-            size_t begin = source_bytes;
-            good = append_file(one, files, source, error);
-            fflush(source);
-            const char* text = strstr((*formats)->source + begin, "\"\n");  // the end of the line with its name
-            (*formats)->sum[files] = good ? text_sum(text + 2) : 0;
+            uint64_t* sum = (*formats)->sum;
+            good = append_file(one, files, source, &sum[files], error);
             for (int i = 0; good && i < files; i++) {
-                if ((*formats)->sum[i] != (*formats)->sum[files]) continue;
+                if (sum[i] != sum[files]) continue;
                 good = data_error(error, "--format: %s holds the same as %s; type one of them alone", one, path[i]);
             }
             files++;

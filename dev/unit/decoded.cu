@@ -89,8 +89,8 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
         decoded_forget(decoded);
     }
     expect_planned(test, &run, weights);
-    const OptimBytes plan = optim_bytes(&run.config, run.tensor, COUNT, compute);
-    const OptimBytes whole = optim_bytes(&copy.config, run.tensor, COUNT, compute);
+    const OptimBytes plan = optim_bytes(&run.dev, &run.config, run.tensor, COUNT, compute);
+    const OptimBytes whole = optim_bytes(&copy.dev, &copy.config, run.tensor, COUNT, compute);
     expect(whole.weights == plan.weights && whole.states == plan.states && plan.compute == 0,
            "%s: only the copy is gone", weights);
     const int64_t room = decoded_bytes(&run.config, &its).room;

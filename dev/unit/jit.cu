@@ -64,7 +64,7 @@ TEST(jit_source_is_device_code_alone) {
     expect(more == bytes + 16 && strncmp(followed, source, (size_t)bytes) == 0, "%lld", (long long)more);
     // Every header of the kernel stands once, nothing that only the host needs is read by NVRTC.
     const char* const once[] = {
-        "struct NoiseKey {",   "struct Blocks : ",       "struct Levels : ", "struct AdamW ",
+        "struct NoiseKey {",   "struct Blocks\n",        "struct Levels : ", "struct AdamW ",
         "struct AdEMAMix ",    "struct BlockSplit : ",   "struct Kahan : ",  "optim_step_kernel(const",
         "struct StreamInfo {", "void optim_fill_kernel("};
     for (const char* text : once) {

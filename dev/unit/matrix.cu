@@ -256,10 +256,30 @@ TEST(matrix_many_matrices) {
     const OptimConfig config = matrix_config("muon", "fp32", "fp32");
     optim_layout(tensors, COUNT, &config);
     Plan* plan = plan_ranges(&config, tensors, COUNT);
-    MatrixPlan its = matrix_plan(plan, 0, tensors, COUNT);
+    const Device cpu = {};
+    MatrixPlan its = matrix_plan(&cpu, plan, 0, tensors, COUNT);
     expect(its.chunks == 2 && its.batches == 2 && its.batch[0].count == 63 * PARTS && its.batch[1].count == 7 * PARTS,
            "%d chunks of %d, %d matrices", its.chunks, its.batch[0].count, its.batch[1].count);
     matrix_plan_free(&its);
+}
+
+// The CPU has room for the products of the largest matrix alone, and a GPU for those of a whole chunk.
+TEST(matrix_room) {
+    OptimTensor tensors[] = {{"h.0.w", 96, 64, true, 0, 3}, {"h.0.v", 64, 256, true, 0}, {"h.1.v", 64, 256, true, 0}};
+    const OptimConfig config = matrix_config("muon", "fp32", "fp32");
+    optim_layout(tensors, 3, &config);
+    Plan* plan = plan_ranges(&config, tensors, 3);
+    for (const bool gpu : {false, true}) {
+        Device dev = {};
+        dev.gpu = gpu;
+        MatrixPlan its = matrix_plan(&dev, plan, 0, tensors, 3);
+        const int64_t alone = 2 * 4 * (64 * 256 + 64 * 64), all = 2 * 2 * (3 * 32 * 64 + 2 * 64 * 256);
+        expect(gpu ? its.work > all && its.sums > 0 : its.work == alone && its.sums == 0, "%s: %lld bytes and %lld",
+               gpu ? "a GPU" : "the CPU", (long long)its.work, (long long)its.sums);
+        expect(its.scratch == 4 * (96 * 64 + 2 * 64 * 256), "%lld bytes of directions", (long long)its.scratch);
+        matrix_plan_free(&its);
+    }
+    plan_free(plan);
 }
 
 // The momentum and what adamw has are the same to the bit on a GPU; the weights of matrices are within the bound.

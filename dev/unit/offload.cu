@@ -74,7 +74,7 @@ static void check_bytes(Test* test, const Pair* pair, const char* what) {
     OptimBytes bytes[2];
     for (int k = 0; k < 2; k++) {
         const Run* run = &pair->run[k];
-        bytes[k] = optim_bytes(&run->config, run->tensor, COUNT, OPTIM_BF16);
+        bytes[k] = optim_bytes(&run->dev, &run->config, run->tensor, COUNT, OPTIM_BF16);
         expect_planned(test, run, what);
     }
     // Numbers of whole tensors stay on the device.

@@ -102,7 +102,7 @@ TEST(override_do_what_whole_runs_do) {
         }
     }
     // Memory: moments of three tensors are fp32, of two bf16; the arena is no larger.
-    OptimBytes plan = optim_bytes(&mixed, run[0].tensor, NAMED, OPTIM_FP32);
+    OptimBytes plan = optim_bytes(&run[0].dev, &mixed, run[0].tensor, NAMED, OPTIM_FP32);
     int64_t padded = run[0].elements / NAMED;
     expect_planned(test, &run[0], "mixed");
     expect(plan.states == 2 * (3 * 4 + 2 * 2) * padded, "%lld", (long long)plan.states);

@@ -460,7 +460,8 @@ TEST(spans_refuse_a_cut_tensor) {
         OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
         optim_layout(&tensor, 1, &config);
         config.begin = TILE_ELEMENTS, config.end = 3 * TILE_ELEMENTS;
-        optim_bytes(&config, &tensor, 1, OPTIM_BF16);
+        const Device cpu = {};
+        optim_bytes(&cpu, &config, &tensor, 1, OPTIM_BF16);
     });
     expect_ended(test, its, 2, {"lin4/rank1", "h.0.mlp.weight"});
 }

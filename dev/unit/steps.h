@@ -203,7 +203,7 @@ inline Stored expect_load(Test* test, Run* to, const Run* from) {
 }
 
 inline void expect_planned(Test* test, const Run* run, const char* what) {
-    OptimBytes plan = optim_bytes(&run->config, run->tensor, run->count, run->compute);
+    OptimBytes plan = optim_bytes(&run->dev, &run->config, run->tensor, run->count, run->compute);
     OptimBytes real = optim_allocated(run->optim);
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
 }

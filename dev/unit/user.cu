@@ -50,7 +50,9 @@ static void for_equals(Body body) {
 static void expect_same_sizes(Test* test, const OptimConfig* config, const OptimConfig* same) {
     OptimTensor tensor = {"tensor", 1000, 77, true, 0};
     optim_layout(&tensor, 1, config);
-    OptimBytes own = optim_bytes(config, &tensor, 1, OPTIM_BF16), want = optim_bytes(same, &tensor, 1, OPTIM_BF16);
+    const Device cpu = {};
+    OptimBytes own = optim_bytes(&cpu, config, &tensor, 1, OPTIM_BF16),
+               want = optim_bytes(&cpu, same, &tensor, 1, OPTIM_BF16);
     expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
            (long long)want.states);
 }

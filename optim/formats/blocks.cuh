@@ -131,9 +131,30 @@ OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) 
     return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
 
-// The constants of a storage of this format.
-template <class Storage, class Format>
-struct TableStorage : StorageFunctions<Storage> {
+// The functions of a storage in blocks. A thread of a GPU has 8 or 16 elements; the CPU's load_run and store_run take
+// whole blocks and are not inlined, so that a row of the tables is cheap.
+template <class Storage>
+struct BlockFunctions : StorageFunctions<Storage> {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+#ifdef __CUDA_ARCH__
+        if (n == 16) {
+            Storage::template get<16>(streams, first, x, key);
+        } else {
+            Storage::template get<8>(streams, first, x, key);
+        }
+#else
+        Storage::load_run(streams, first, x, n, key);
+#endif
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+        OPTIM_EITHER(StorageFunctions<Storage>::store, Storage::store_run)(streams, first, x, n, key);
+    }
+};
+
+// Functions of a storage, and the constants of its format.
+template <class Functions, class Format>
+struct TableStorage : Functions {
     static constexpr bool SIGNED = Format::SIGNED;
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
@@ -371,7 +392,7 @@ OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
     return block_inverse<Format, Scale, ROUNDING>(top, inverse);
 }
 
-// Does the same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
+// The CPU loads and stores runs of whole blocks.
 template <class Format, class Scale>
 OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
@@ -380,12 +401,12 @@ OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float*
     }
 }
 
-// How blocks_store stores elements whose scale is known, unless a storage has a put() of its own.
+// How blocks_store stores elements whose scale is known, unless a storage has a put_scaled() of its own.
 template <class Format, Rounding ROUNDING>
 struct BlockPut {
     template <int COUNT>
-    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, float inverse,
-                                 const NoiseKey& key) {
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* x, float inverse,
+                                        const NoiseKey& key) {
         block_put<Format, ROUNDING, COUNT>(streams, first, x, inverse, key);
     }
 };
@@ -399,7 +420,7 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
             float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, 8);
-            Put::template put<8>(streams, first + b + c, value, inverse, key);
+            Put::template put_scaled<8>(streams, first + b + c, value, inverse, key);
         }
     }
 }
@@ -504,45 +525,11 @@ __device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
     return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
 }
 
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING>
-struct Blocks;
-
-// A thread's store in parts: find the largest of its block; cut the values if that is above block_usual; store. So the
-// exchanges of several arrays wait at the same time, and one test and one branch serve for all. `value` is x or its
-// roots, whichever is stored.
-template <class Format, int BLOCK, int COUNT>
-__device__ __forceinline__ float thread_top(const float* value, const NoiseKey& key) {
-    return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
-        thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
-}
-
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void thread_store(const Streams& streams, int first, const float* value, float top,
-                                             bool rare, const NoiseKey& key) {
-    typename Scale::Code code;
-    BlockScale s = block_scale<Format, Scale>(top, &code);
-    if (rare) s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
-    if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
-    block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
-    if constexpr (Blocks<Format, BLOCK, Scale, ROUNDING>::GIVES_SEEN) {
-        if (key.seen) Format::template seen_scaled<COUNT>(code, rare, key.seen);
-    }
-}
-
-template <class Format, int BLOCK, class Scale, Rounding ROUNDING, int COUNT>
-__device__ __forceinline__ void thread_store_all(const Streams& streams, int first, const float* x,
-                                                 const NoiseKey& key) {
-    float value[COUNT];
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
-    const float top = thread_top<Format, BLOCK, COUNT>(value, key);
-    block_cut<Format, Scale, ROUNDING>(top, value, COUNT);
-    thread_store<Format, BLOCK, Scale, ROUNDING, COUNT>(streams, first, value, top, true, key);
-}
 #endif
 
 template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
-struct Blocks : TableStorage<Blocks<Format_, BLOCK, Scale, ROUNDING>, typename Rounded<Format_, ROUNDING>::Type> {
+struct Blocks
+    : TableStorage<BlockFunctions<Blocks<Format_, BLOCK, Scale, ROUNDING>>, typename Rounded<Format_, ROUNDING>::Type> {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
@@ -553,15 +540,19 @@ struct Blocks : TableStorage<Blocks<Format_, BLOCK, Scale, ROUNDING>, typename R
     static constexpr bool SEEN_IS_STORED = GIVES_SEEN && Format::SEEN_IS_STORED;
     static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
 
-#ifdef __CUDACC__
-    static constexpr bool HAS_TOP = true;
-    static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
+    typedef Blocks<Format, BLOCK, Scale, NEAREST> Nearest;
 
-    static constexpr bool OF_ROOTS = Format::ROOT;
+#ifdef __CUDACC__
+    // A thread's store has parts: find the largest of its block; cut the values if that is above block_usual; store. So
+    // the exchanges of several arrays wait at the same time, and one test and one branch serve for all. `value` is x or
+    // its roots, whichever is stored.
+    static constexpr bool HAS_TOP = true, OF_ROOTS = Format::ROOT;
+    static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
 
     template <int COUNT>
     static __device__ __forceinline__ float top(const float* value, const NoiseKey& key) {
-        return thread_top<Format, BLOCK, COUNT>(value, key);
+        return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
+            thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
     }
 
     template <int COUNT>
@@ -572,36 +563,39 @@ struct Blocks : TableStorage<Blocks<Format_, BLOCK, Scale, ROUNDING>, typename R
     template <int COUNT>
     static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* value, float top,
                                                      bool rare, const NoiseKey& key) {
-        thread_store<Format, BLOCK, Scale, ROUNDING, COUNT>(streams, first, value, top, rare, key);
+        typename Scale::Code code;
+        BlockScale s = block_scale<Format, Scale>(top, &code);
+        if (rare) s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
+        if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
+        block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
+        if constexpr (GIVES_SEEN) {
+            if (key.seen) Format::template seen_scaled<COUNT>(code, rare, key.seen);
+        }
+    }
+
+    // All parts together.
+    template <int COUNT>
+    static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        float value[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
+        const float top_value = top<COUNT>(value, key);
+        cut<COUNT>(value, top_value);
+        store_top<COUNT>(streams, first, value, top_value, true, key);
     }
 #endif
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-#ifdef __CUDA_ARCH__
-        float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
-        if (n == 16) {
-            block_get<Format, 16>(streams, first, scale, x, key);
-        } else {
-            block_get<Format, 8>(streams, first, scale, x, key);
-        }
-#else
+    template <int COUNT>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {
+        const float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
+        block_get<Format, COUNT>(streams, first, scale, x, key);
+    }
+
+    static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         blocks_load<Format, Scale>(BLOCK, streams, first, x, n, key);
-#endif
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-#ifdef __CUDA_ARCH__
-        if (n == 16) {
-            thread_store_all<Format, BLOCK, Scale, ROUNDING, 16>(streams, first, x, key);
-        } else {
-            thread_store_all<Format, BLOCK, Scale, ROUNDING, 8>(streams, first, x, key);
-        }
-#else
+    static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);
-#endif
-    }
-
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        Blocks<Format, BLOCK, Scale, NEAREST>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
     }
 };

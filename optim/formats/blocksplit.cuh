@@ -16,6 +16,7 @@ EMBED_SOURCE
 // Format with its MANTISSA bits and MIN exponent.
 template <class Format, int MANTISSA, int MIN, int BLOCK, Rounding ROUNDING>
 struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, ROUNDING>> {
+    typedef BlockSplit<Format, MANTISSA, MIN, BLOCK, NEAREST> Nearest;
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
     static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits
@@ -37,8 +38,8 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
 
     // Two elements at a time, in halves of words: a magnitude is at most that of LARGEST, so no sum leaves its half.
     template <int COUNT>
-    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, float inverse,
-                                 const NoiseKey& key) {
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* x, float inverse,
+                                        const NoiseKey& key) {
         const float fold = Format::folded(inverse);
         Noise noise = {};
         if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
@@ -66,7 +67,7 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
     static constexpr uint32_t SEEN_MASK = 0x7f007f00u >> Format::SHIFT & 0x7fff7fffu;
 
     template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         const uint32_t scale = ((const uint8_t*)streams.extra)[first / BLOCK];
         auto high = load_value<Packed<8, COUNT>>(streams.codes, first);
         auto low = load_value<Packed<8, COUNT>>(streams.more, first);
@@ -89,8 +90,7 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
 
 #ifdef __CUDACC__
     template <int COUNT>
-    static __device__ __forceinline__ void thread_put(const Streams& streams, int first, const float* x,
-                                                      const NoiseKey& key) {
+    static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         float top = 0.0f;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) top = fmaxf(fabsf(x[i]), top);
@@ -102,7 +102,7 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = x[i];
         s.inverse = block_limit<Format, ScaleE8m0, STOCHASTIC>(top, s.inverse, value, COUNT);
-        put<COUNT>(streams, first, value, s.inverse, key);
+        put_scaled<COUNT>(streams, first, value, s.inverse, key);
 #ifdef __CUDA_ARCH__
         if constexpr (GIVES_SEEN) {
             if (key.seen) Format::template seen_scaled<COUNT>(code, true, key.seen);
@@ -113,18 +113,10 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
 
     static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
 #ifdef __CUDA_ARCH__
-        if (n == 16) {
-            thread_put<16>(streams, first, x, key);
-        } else {
-            thread_put<8>(streams, first, x, key);
-        }
+        StorageFunctions<BlockSplit>::store(streams, first, x, n, key);
 #else
         blocks_store<Format, ScaleE8m0, STOCHASTIC, BlockSplit>(BLOCK, streams, first, x, n, key);
 #endif
-    }
-
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        BlockSplit<Format, MANTISSA, MIN, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {

@@ -7,20 +7,13 @@
 
 EMBED_SOURCE
 
-struct DynamicSigned4 {
+struct DynamicSigned4 : MapDefaults<DynamicSigned4> {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 8, BINADE_BITS = 0;
-    static constexpr bool SIGNED = true, EVEN = true, MIRRORED = false;
+    static constexpr bool SIGNED = true, EVEN = true;
     typedef EvenCells<65> Cells;           // an odd number: one begins at zero
     static constexpr float MIN = 0.0055f;  // the level ZERO + 1
-    static constexpr const char* DTYPE = "U8";
 
-    static OPTIM_HOST double level(int code) {
-        int k = code - ZERO;
-        double magnitude = k == 0 ? 0.0 : dynamic_level(k < 0 ? -k : k, 1, 3);
-        return (double)(float)(k < 0 ? -magnitude : magnitude);
-    }
-
-    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
+    static OPTIM_HOST double level(int code) { return dynamic_signed(code - ZERO, 3); }
 };
 
 typedef Levels<DynamicSigned4> De4;

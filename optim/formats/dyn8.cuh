@@ -20,32 +20,28 @@ OPTIM_HOST inline double dynamic_level(int k, int first, int decades) {
     return k >= n ? 1.0 : power * (0.1 + 0.9 * (k + 0.5) / n);
 }
 
-struct DynamicSigned8 {
+// The level `k` above zero, or below, of a map with both.
+OPTIM_HOST inline double dynamic_signed(int k, int decades) {
+    double magnitude = k == 0 ? 0.0 : dynamic_level(k < 0 ? -k : k, 1, decades);
+    return (double)(float)(k < 0 ? -magnitude : magnitude);
+}
+
+struct DynamicSigned8 : MapDefaults<DynamicSigned8> {
     static constexpr int BITS = 8, ZERO = 127, CELL_BITS = 6, BINADE_BITS = 5;
-    static constexpr bool SIGNED = true, EVEN = false, MIRRORED = true, MINUS_ONE = false;
+    static constexpr bool SIGNED = true, EVEN = false, MIRRORED = true;
     typedef FloatCells<90, 2, 105, 5, 22> Cells;
     static constexpr float MIN = 5.5e-7f;  // the level ZERO + 1
-    static constexpr const char* DTYPE = "U8";
 
-    static OPTIM_HOST double level(int code) {
-        int k = code - ZERO;
-        double magnitude = k == 0 ? 0.0 : dynamic_level(k < 0 ? -k : k, 1, 7);
-        return (double)(float)(k < 0 ? -magnitude : magnitude);
-    }
-
-    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
+    static OPTIM_HOST double level(int code) { return dynamic_signed(code - ZERO, 7); }
 };
 
-struct DynamicUnsigned8 {
+struct DynamicUnsigned8 : MapDefaults<DynamicUnsigned8> {
     static constexpr int BITS = 8, ZERO = 0, CELL_BITS = 7, BINADE_BITS = 5;
-    static constexpr bool SIGNED = false, EVEN = false, MIRRORED = false;
+    static constexpr bool SIGNED = false, EVEN = false;
     typedef FloatCells<171, 3, 106, 5, 21> Cells;
     static constexpr float MIN = 3.25e-7f;  // the level ZERO + 1
-    static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) { return code == 0 ? 0.0 : (double)(float)dynamic_level(code, 2, 7); }
-
-    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
 };
 
 typedef Levels<DynamicSigned8> Dyn8;

@@ -21,13 +21,20 @@
 // looked up instead, it takes those of two levels besides. Maps with the same levels on both sides (MIRRORED) take |y|
 // and apply the sign to the codes, several at a time.
 //
-// A Map is a struct of BITS, DTYPE, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code) and
-// bound(code), the least y of code + 1, both as double. To be stochastic it has MIRRORED, MINUS_ONE (with MIRRORED:
-// whether -1 is a level too), MIN, the level above zero, and Cells.
+// A Map derives from MapDefaults and has BITS, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code)
+// as double. To be stochastic it has MIN, the level above zero, and Cells.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
+
+template <class Map>
+struct MapDefaults {
+    static constexpr bool MIRRORED = false, MINUS_ONE = false;  // MINUS_ONE: with MIRRORED, -1 is a level too
+
+    // The least y of code + 1.
+    static OPTIM_HOST double bound(int code) { return 0.5 * (Map::level(code) + Map::level(code + 1)); }
+};
 
 // The bits of a float >= 2^-126 next to x > 0: the smallest one that is not below x, or that is strictly above.
 OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
@@ -80,21 +87,41 @@ struct LevelTable {
 #endif
 };
 
+// The members that both ways of rounding share.
+template <class Map>
+struct LevelFormat : FormatDefaults {
+    static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
+    static constexpr bool SIGNED = Map::SIGNED, ALL = ON_GPU, CROWDS_BANKS = !Map::EVEN && BITS == 8;
+    static constexpr const char* DTYPE = "U8";
+    static constexpr float LARGEST = 1.0f;
+
+    template <class Table>
+    static OPTIM_INLINE float decode(const Table* table, uint32_t code, float scale) {
+        return exact_mul(table->list.level[code], scale);
+    }
+
+#ifdef __CUDACC__
+    template <class Table, int N>
+    static __device__ __forceinline__ void get_all(const Table* table, const Packed<BITS, N>& packed, float scale,
+                                                   float* x) {
+        table->list.decode(packed, scale, x);
+    }
+#endif
+};
+
 template <class Map>
 struct StochasticLevels;
 
 template <class Map>
-struct Levels : FormatDefaults {
-    static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
+struct Levels : LevelFormat<Map> {
+    static constexpr int BITS = Map::BITS, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, EVEN = Map::EVEN;
     static constexpr int KEY_BITS = (EVEN ? 2 : Map::BINADE_BITS) + Map::CELL_BITS;
     static constexpr int REST_BITS = (EVEN ? 21 : 23) - Map::CELL_BITS;
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // what there is room for beside the cells
-    static constexpr const char* DTYPE = Map::DTYPE;
-    static constexpr float LARGEST = 1.0f, MIDDLE = 6.0f;
-    static constexpr bool IN_UPPER_BITS = ON_GPU, ALL = ON_GPU;
-    static constexpr bool CROWDS_BANKS = !EVEN && BITS == 8;
+    static constexpr float MIDDLE = 6.0f;
+    static constexpr bool IN_UPPER_BITS = ON_GPU;
     typedef StochasticLevels<Map> Stochastic;
 
     struct Table {
@@ -133,18 +160,6 @@ struct Levels : FormatDefaults {
             }
         }
     }
-
-    static OPTIM_INLINE float decode(const Table* table, uint32_t code, float scale) {
-        return exact_mul(table->list.level[code], scale);
-    }
-
-#ifdef __CUDACC__
-    template <int N>
-    static __device__ __forceinline__ void get_all(const Table* table, const Packed<BITS, N>& packed, float scale,
-                                                   float* x) {
-        table->list.decode(packed, scale, x);
-    }
-#endif
 
     // The cell of a float by its upper bits; a negative value has all bits inverted. Without a sign no value lies
     // outside of the cells, so nothing need be cut off.
@@ -215,13 +230,9 @@ struct alignas(16) Line {
 // G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
 // in the noise's 65536ths, below.
 template <class Map>
-struct StochasticLevels : FormatDefaults {
+struct StochasticLevels : LevelFormat<Map> {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
-    static constexpr const char* DTYPE = Map::DTYPE;
-    static constexpr float LARGEST = 1.0f;
-    static constexpr bool ALL = ON_GPU;
-    static constexpr bool CROWDS_BANKS = !Map::EVEN && BITS == 8;
     static constexpr int SHIFT = MIRRORED || BITS == 4 ? 0 : 1;
     static constexpr float BASE = SHIFT == 0 ? 128.0f : 256.0f;
     static constexpr float UNIT = SIGNED && !MIRRORED ? 0.5f : 1.0f;
@@ -341,10 +352,6 @@ struct StochasticLevels : FormatDefaults {
         for (int i = 0; i < Cells::COUNT * 8; i++) table->line[i] = make_line(&bends, i / 8);
     }
 
-    static OPTIM_INLINE float decode(const Table* table, uint32_t code, float scale) {
-        return exact_mul(table->list.level[code], scale);
-    }
-
     // Rounds numbers that are written from outside to the codes that Levels gives them.
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
         float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
@@ -363,12 +370,6 @@ struct StochasticLevels : FormatDefaults {
             : "=f"(line.from), "=f"(line.slope), "=f"(line.start), "=f"(line.bend)
             : "r"(address), "n"(Cells::EVEN ? 0 : -(int)Cells::FIRST * 128));
         return line;
-    }
-
-    template <int N>
-    static __device__ __forceinline__ void get_all(const Table* table, const Packed<BITS, N>& packed, float scale,
-                                                   float* x) {
-        table->list.decode(packed, scale, x);
     }
 #endif
 

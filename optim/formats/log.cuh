@@ -7,20 +7,16 @@
 //               block's own least, other than zero, and largest. Code 0 is zero, exactly and only where v is zero.
 //     log16     the same with 16 bits, k = 1 .. 65535
 // low and high lie on a grid of a quarter of the least step (2^-8 binades with 8 bits, 2^-12 with 16), so that what was
-// decoded is stored again as it was (adalog8's scale may move by its last bit); where the block's range is too short
-// for the least step, high is raised. To nearest is nearest in log2 (as the peer's), the middle going up; stochastic is
+// decoded is stored again as it was (adalog8's scale may move by its last bit). If the block's range is too short for
+// the least step, high is raised. Rounding to nearest is nearest in log2, the middle going up. Stochastic rounding is
 // linear in value:
 //     x = level 2^(u step), 0 <= u < 1, goes up with probability (2^(u step) - 1) / (2^step - 1),
 // a polynomial of u whose coefficients are the block's, within 1e-5 for a step of 1 and 2e-8 for 0.1.
 // log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
-// the rounding of its sum with the exponent, 2^-24 of the range; 2^x within 2^-20 of itself. So code and level survive
-// each other, and a code differs from the exact one only where x is that near to a bound.
-// Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as zero. No
-// v but zero becomes zero.
-// There is no signed one for m: a sign and 7 bits over a block's own range leave 2.6e-4 of the square of normal numbers
-// in blocks of 256 and 4.5e-4 in 2048, where dyn8 leaves 1.2e-4 and 1.6e-4: the least of a block, which is next to
-// zero, decides how far apart all its levels are.
-// Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
+// 2^-24 of the range; 2^x within 2^-20 of itself. A code differs from the exact one only where x is that near to a
+// bound. Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as
+// zero. No v but zero becomes zero. There is no signed one for m: the least of a block, which is next to zero, would
+// decide how far apart all its levels are. Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
 #pragma once
 #include "blocks.cuh"
 
@@ -297,7 +293,7 @@ OPTIM_INLINE float log_value(float x) {
     return x > 0.0f ? x : 0.0f;
 }
 
-// Does the same on the CPU for a run of whole blocks. It is not inlined, so that a row of the tables is cheap.
+// The CPU loads and stores runs of whole blocks.
 template <class Codes>
 OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
     for (int i = 0; i < n; i += 8) {
@@ -412,7 +408,8 @@ OPTIM_INLINE constexpr StreamInfo log_stream(int index, int block) {
 }
 
 template <class Codes, int BLOCK, Rounding ROUNDING>
-struct LogBlocks : StorageFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
+struct LogBlocks : BlockFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
+    typedef LogBlocks<Codes, BLOCK, NEAREST> Nearest;
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;
@@ -432,37 +429,26 @@ struct LogBlocks : StorageFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
     static __device__ __forceinline__ void load_alone(const Streams& streams, int first, float* x) {
         log_get<Codes, 8>(streams, first, log_scale<Codes>(log_load<Codes>(streams, first / BLOCK)), x);
     }
-#endif
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-#ifdef __CUDA_ARCH__
+    template <int COUNT>
+    static __device__ __forceinline__ void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         LogScale s = log_scale<Codes>(log_load<Codes>(streams, first / BLOCK));
-        if (n == 16) {
-            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 16>(streams, first, s, x);
-            if constexpr (!SHARES) log_get<Codes, 16>(streams, first, s, x);
-        } else {
-            if constexpr (SHARES) log_thread_load<Codes, ROUNDING, 8>(streams, first, s, x);
-            if constexpr (!SHARES) log_get<Codes, 8>(streams, first, s, x);
-        }
-#else
+        if constexpr (SHARES) log_thread_load<Codes, ROUNDING, COUNT>(streams, first, s, x);
+        if constexpr (!SHARES) log_get<Codes, COUNT>(streams, first, s, x);
+    }
+
+    template <int COUNT>
+    static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        log_thread_store<Codes, BLOCK, ROUNDING, COUNT>(streams, first, x, key);
+    }
+#endif
+
+    static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
         log_blocks_load<Codes>(BLOCK, streams, first, x, n);
-#endif
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-#ifdef __CUDA_ARCH__
-        if (n == 16) {
-            log_thread_store<Codes, BLOCK, ROUNDING, 16>(streams, first, x, key);
-        } else {
-            log_thread_store<Codes, BLOCK, ROUNDING, 8>(streams, first, x, key);
-        }
-#else
+    static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         log_blocks_store<Codes, ROUNDING>(BLOCK, streams, first, x, n, key);
-#endif
-    }
-
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        LogBlocks<Codes, BLOCK, NEAREST>::store(streams, first, x, n, NoiseKey{});
     }
 };
 

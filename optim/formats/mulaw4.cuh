@@ -9,12 +9,11 @@
 
 EMBED_SOURCE
 
-struct MuLaw4Map {
+struct MuLaw4Map : MapDefaults<MuLaw4Map> {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 8, BINADE_BITS = 0;
-    static constexpr bool SIGNED = true, EVEN = true, MIRRORED = false;
+    static constexpr bool SIGNED = true, EVEN = true;
     typedef EvenCells<201> Cells;                // an odd number: one begins at zero
     static constexpr float MIN = 1.0f / 255.0f;  // the level ZERO + 1
-    static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {
         const double below[] = {-1.0,
@@ -26,8 +25,6 @@ struct MuLaw4Map {
                                 -0.004737956969990684};
         return (double)(float)(code < ZERO ? below[code] : (double)((1 << (code - ZERO)) - 1) / 255.0);
     }
-
-    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
 };
 
 typedef Levels<MuLaw4Map> MuLaw4;

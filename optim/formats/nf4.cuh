@@ -6,12 +6,11 @@
 
 EMBED_SOURCE
 
-struct Normal4 {
+struct Normal4 : MapDefaults<Normal4> {
     static constexpr int BITS = 4, ZERO = 7, CELL_BITS = 4, BINADE_BITS = 0;
-    static constexpr bool SIGNED = true, EVEN = true, MIRRORED = false;
+    static constexpr bool SIGNED = true, EVEN = true;
     typedef EvenCells<32> Cells;
     static constexpr float MIN = 0.07958029955625534f;  // the level ZERO + 1
-    static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double level(int code) {
         const double levels[16] = {-1.0,
@@ -32,8 +31,6 @@ struct Normal4 {
                                    1.0};
         return (double)(float)levels[code];
     }
-
-    static OPTIM_HOST double bound(int code) { return 0.5 * (level(code) + level(code + 1)); }
 };
 
 typedef Levels<Normal4> Nf4;

@@ -8,12 +8,11 @@
 
 EMBED_SOURCE
 
-struct Softsign8 {
+struct Softsign8 : MapDefaults<Softsign8> {
     static constexpr int BITS = 8, ZERO = 127, CELL_BITS = 8, BINADE_BITS = 0;
     static constexpr bool SIGNED = true, EVEN = true, MIRRORED = true, MINUS_ONE = true;
     typedef EvenCells<240> Cells;
     static constexpr float MIN = 1.0f / 253.0f;  // the level ZERO + 1
-    static constexpr const char* DTYPE = "U8";
 
     static OPTIM_HOST double expand(double z) { return z / (2.0 - fabs(z)); }
     // Code 127 + k; 255 does not occur and decodes as 1.

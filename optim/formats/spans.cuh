@@ -10,10 +10,9 @@
 // computes the update in registers and keeps its maxima alone, in `next`; the step then loads with the maxima of the
 // last step and stores with the next ones; last, those become the current. Maxima do not round, so their order does not
 // matter: integer atomics on the bits of floats that are not negative.
-// Cost: the first pass reads all that a step reads once more. AdamW with bf16 weights, bf16 gradients and 8-bit states
-// moves 10 bytes a parameter with blocks and 16 with spans; rank-1 scales also take a reciprocal for each element.
-// Beside those weights, spans are for study, and for states and weights that others have scaled like this; blocks are
-// faster and more precise.
+// Cost: the first pass reads all that a step reads once more, 16 bytes a parameter in place of 10 for bf16 weights and
+// 8-bit states; rank-1 scales also take a reciprocal for each element. But for weights that are operands, spans are for
+// study, and for what others have scaled like this; blocks are faster and more precise.
 //
 // Kept beside the codes are, for every tensor, the largest |x|, the scale (what a code is multiplied by) and its
 // inverse, or the maxima of the rows and then of the columns, or of a vector's blocks.
@@ -83,14 +82,16 @@ OPTIM_INLINE BlockScale span_scale(float top) {
 
 // Scale: ScaleFp32 or ScaleE8m0, which say how the scale is rounded; it is kept in fp32.
 template <class Format_, Span SPAN, Rounding ROUNDING, class Scale = ScaleFp32>
-struct Spans : TableStorage<Spans<Format_, SPAN, ROUNDING, Scale>, typename Rounded<Format_, ROUNDING>::Type> {
+struct Spans
+    : TableStorage<StorageFunctions<Spans<Format_, SPAN, ROUNDING, Scale>>, typename Rounded<Format_, ROUNDING>::Type> {
     typedef typename Rounded<Format_, ROUNDING>::Type Format;
+    typedef Spans<Format, SPAN, NEAREST, Scale> Nearest;
     static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
                                              {SPAN == SPAN_TENSOR ? ".scales" : ".maxima", "F32", 32, 1, false, SPAN}};
     static constexpr bool HAS_SPANS = true;
 
     template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         const SpanTile tile = *streams.span;
         const float* maxima = (const float*)streams.extra;
         if constexpr (SPAN == SPAN_TENSOR) {
@@ -157,17 +158,6 @@ struct Spans : TableStorage<Spans<Format_, SPAN, ROUNDING, Scale>, typename Roun
         } else {
             put_rank1<COUNT>(streams, first, x, key);
         }
-    }
-
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) put<16>(streams, first + c, x + c, key);
-        if (c < n) put<8>(streams, first + c, x + c, key);
-    }
-
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        Spans<Format, SPAN, NEAREST, Scale>::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
     }
 
     // Raises the next maxima to those of elements that are going to be stored. On a GPU all threads of a warp call it.

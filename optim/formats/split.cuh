@@ -24,6 +24,7 @@ struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
 // Low: int16_t or int8_t.
 template <class Low, Rounding ROUNDING>
 struct Split : StorageFunctions<Split<Low, ROUNDING>> {
+    typedef Split<Low, NEAREST> Nearest;
     static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = 16 - LOW_BITS;
     static constexpr StreamInfo STREAM[3] = {{"", "BF16", 16, 1}, {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
 
@@ -41,9 +42,9 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
         return cut(x, ((1u << CUT_BITS) - 1) / 2 + (float_bits(x) >> CUT_BITS & 1u));
     }
 
-    // Load and store COUNT elements of one thread, 8 or 16; `bits` are those that cut() returns.
+    // COUNT elements of one thread: 16, which makes 16 bytes of the narrow half, and 8 where a thread has no more.
     template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int first, float* x) {
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         auto high = load_value<Lanes<uint16_t, COUNT>>(streams.codes, 2 * first);
         auto low = load_value<Lanes<Low, COUNT>>(streams.extra, (int)sizeof(Low) * first);
         OPTIM_UNROLL
@@ -54,7 +55,15 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
     }
 
     template <int COUNT>
-    static OPTIM_INLINE void put(const Streams& streams, int first, const uint32_t* bits) {
+    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        static_assert(COUNT <= NOISE_ELEMENTS, "one call serves them");
+        Noise noise = {};
+        if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
+        uint32_t bits[COUNT];
+        OPTIM_UNROLL
+        for (int i = 0; i < COUNT; i++) {
+            bits[i] = ROUNDING == NEAREST ? nearest(x[i]) : cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
+        }
         Lanes<uint16_t, COUNT> high;
         Lanes<Low, COUNT> low;
         OPTIM_UNROLL
@@ -64,43 +73,6 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
         }
         store_value(streams.codes, 2 * first, high);
         store_value(streams.extra, (int)sizeof(Low) * first, low);
-    }
-
-    template <int COUNT>
-    static OPTIM_INLINE void put_nearest(const Streams& streams, int first, const float* x) {
-        uint32_t bits[COUNT];
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) bits[i] = nearest(x[i]);
-        put<COUNT>(streams, first, bits);
-    }
-
-    template <int COUNT>
-    static OPTIM_INLINE void put_noisy(const Streams& streams, int first, const float* x, const NoiseKey& key) {
-        static_assert(COUNT <= NOISE_ELEMENTS, "one call serves them");
-        Noise noise = noise_draw(key, first);
-        uint32_t bits[COUNT];
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) bits[i] = cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
-        put<COUNT>(streams, first, bits);
-    }
-
-    // 16 elements at a time, which makes 16 bytes of the narrow half, and 8 where a thread has no more.
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
-        int c = 0;
-        OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) put_nearest<16>(streams, first + c, x + c);
-        if (c < n) put_nearest<8>(streams, first + c, x + c);
-    }
-
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        if constexpr (ROUNDING == NEAREST) {
-            set(streams, first, x, n);
-        } else {
-            int c = 0;
-            OPTIM_UNROLL
-            for (; c + 16 <= n; c += 16) put_noisy<16>(streams, first + c, x + c, key);
-            if (c < n) put_noisy<8>(streams, first + c, x + c, key);
-        }
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {

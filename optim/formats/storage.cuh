@@ -110,15 +110,27 @@ struct StorageDefaults {
     static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
 };
 
-// The functions that most storages have. The model sees numbers as the update reads them, which loads 16 of them at a
-// time by get<COUNT>() or, when there are no more, 8.
+// The functions that most storages have. The update's are made of get<COUNT>() and put<COUNT>(), of 16 elements at a
+// time or, when there are no more, 8. The model sees numbers as the update reads them. Numbers that are written from
+// outside are stored by Nearest, the same storage without noise.
 template <class Storage>
 struct StorageFunctions : StorageDefaults {
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         int c = 0;
         OPTIM_UNROLL
-        for (; c + 16 <= n; c += 16) Storage::template get<16>(streams, first + c, x + c);
-        if (c < n) Storage::template get<8>(streams, first + c, x + c);
+        for (; c + 16 <= n; c += 16) Storage::template get<16>(streams, first + c, x + c, key);
+        if (c < n) Storage::template get<8>(streams, first + c, x + c, key);
+    }
+
+    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+        int c = 0;
+        OPTIM_UNROLL
+        for (; c + 16 <= n; c += 16) Storage::template put<16>(streams, first + c, x + c, key);
+        if (c < n) Storage::template put<8>(streams, first + c, x + c, key);
+    }
+
+    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+        Storage::Nearest::store(streams, first, x, n, NoiseKey{0, 0, NOISE_WEIGHTS});
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {

@@ -1,5 +1,4 @@
-// See low_rank.h. Each loop is a struct with a function of one index (each.cuh), or of one index and a lane. For the
-// latter a GPU runs one warp for each index, and the CPU takes the lanes in order.
+// See low_rank.h. Each loop is a struct with a function of one index, or of one index and a lane (each.cuh).
 #include "low_rank.h"
 
 #include "../../kernels/low_rank_back.cuh"
@@ -28,42 +27,6 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
     return {rank, rows >= cols ? rows : rank, rows >= cols ? rank : cols, basis};
 }
 
-// Loops.
-
-#ifdef __CUDACC__
-// A warp an index.
-template <class Lanes>
-__global__ void __launch_bounds__(256) lanes_kernel(Lanes lanes, int64_t count) {
-    for (int64_t i = blockIdx.x * 8ll + threadIdx.x / 32; i < count; i += 8ll * gridDim.x) {
-        float sum = lanes.lane(i, threadIdx.x % 32);
-        for (int half = 16; half > 0; half /= 2) sum = exact_add(sum, __shfl_down_sync(0xffffffffu, sum, half));
-        if (threadIdx.x % 32 == 0) lanes.end(i, sum);
-    }
-}
-#endif
-
-// Adds the partial sums lanes.lane(i, 0 .. 31) by halves, as rows.cuh does, and calls lanes.end(i, sum).
-template <class Lanes>
-static void for_lanes(const Device* dev, const Lanes& lanes, int64_t count) {
-    if (count == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        lanes_kernel<<<blocks_for(count, 8), 256, 0, dev->stream>>>(lanes, count);
-        check_launch();
-        return;
-    }
-#endif
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        float sum[32];
-        for (int l = 0; l < 32; l++) sum[l] = lanes.lane(i, l);
-        for (int half = 16; half > 0; half /= 2) {
-            for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
-        }
-        lanes.end(i, sum[0]);
-    }
-}
-
 template <class Format>
 struct Gradients {
     const typename Format::Code* grads;
@@ -73,13 +36,16 @@ struct Gradients {
     OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(Format::decode(grads[i]), *scale); }
 };
 
-void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const LowGradients* g) {
-    const MatrixChunk* taken = &work->plan.chunk[chunk];
-    const int64_t count = taken->end - taken->begin;
-    if (g->is_bf16)
-        for_each(dev, Gradients<Bf16>{(const uint16_t*)g->grads + taken->begin, g->scale, work->scratch}, count);
-    if (!g->is_bf16)
-        for_each(dev, Gradients<Fp32>{(const float*)g->grads + taken->begin, g->scale, work->scratch}, count);
+// work->scratch = the gradients of a chunk, times the factor.
+static void low_gradients(const LowStep* its, const MatrixChunk* chunk) {
+    const int64_t count = chunk->end - chunk->begin;
+    float* to = its->work->scratch;
+    if (its->is_bf16) {
+        const uint16_t* grads = (const uint16_t*)its->grads + chunk->begin;
+        for_each(its->dev, Gradients<Bf16>{grads, its->grad_scale, to}, count);
+    } else {
+        for_each(its->dev, Gradients<Fp32>{(const float*)its->grads + chunk->begin, its->grad_scale, to}, count);
+    }
 }
 
 // The basis.
@@ -180,10 +146,7 @@ static float dot_cpu(const float* a, const float* b, int64_t n) {
     for (int64_t i = 0; i < n; i += 32) {
         for (int l = 0; l < 32 && i + l < n; l++) sum[l] = exact_fma(a[i + l], b[i + l], sum[l]);
     }
-    for (int half = 16; half > 0; half /= 2) {
-        for (int l = 0; l < half; l++) sum[l] = exact_add(sum[l], sum[l + half]);
-    }
-    return sum[0];
+    return sum_by_halves(sum);
 }
 
 static void orthonormal_cpu(const Orthonormal& o) {
@@ -279,26 +242,38 @@ struct LowMatrix {
     float* sums;        // room for 4 length + 4 numbers
 };
 
-static LowMatrix low_matrix(const Device* dev, const OptimConfig* config, const MatrixWork* work, const Matrix* m,
-                            const Streams* basis) {
-    const LowShape shape = low_shape(config, m->rows, m->cols);
+static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
+    const LowShape shape = low_shape(its->config, m->rows, m->cols);
+    const MatrixWork* work = its->work;
     LowMatrix l = {};
     l.shape = m;
-    l.rule = rule_of(config)->matrix;
+    l.rule = rule_of(its->config)->matrix;
     l.right = m->rows >= m->cols;
     l.side = l.right ? m->cols : m->rows, l.length = l.right ? m->rows : m->cols;
     l.rank = shape.rank;
     l.g = work->scratch + m->at;
     l.low = work->low + m->low, l.direction = work->direction + m->low;
-    l.basis.bits = l.rule == MATRIX_GALORE ? find_row(state_table(), config->rank_basis)->stream[0].bits : 32;
-    l.basis.fp32 = (float*)basis->codes + m->basis, l.basis.bf16 = (uint16_t*)basis->codes + m->basis;
-    l.basis.lin8 = (uint8_t*)basis->codes + m->basis, l.basis.scales = (float*)basis->extra + m->basis / BASIS_BLOCK;
+    char *codes = (char*)its->basis->codes, *scales = (char*)its->basis->extra;
+    l.basis.bits = l.rule == MATRIX_GALORE ? find_row(state_table(), its->config->rank_basis)->stream[0].bits : 32;
+    l.basis.fp32 = (float*)codes + m->basis, l.basis.bf16 = (uint16_t*)codes + m->basis;
+    l.basis.lin8 = (uint8_t*)codes + m->basis, l.basis.scales = (float*)scales + m->basis / BASIS_BLOCK;
     l.last = l.rule == MATRIX_GALORE ? nullptr : l.basis.fp32 + shape.basis - 1;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
     l.sums = work->sums;
     if (stores_basis(l.rule) && l.basis.bits == 32) l.q = l.basis.fp32;
-    if (l.basis.bits < 32) for_each(dev, ReadBasis{l.basis, l.q}, l.rank * l.side);
+    if (l.basis.bits < 32) for_each(its->dev, ReadBasis{l.basis, l.q}, l.rank * l.side);
     return l;
+}
+
+// Calls function(matrix, its number) for the matrices of a chunk.
+template <class Function>
+static void each_matrix(const LowStep* its, int chunk, Function function) {
+    const MatrixPlan* plan = &its->work->plan;
+    const int first = plan->chunk[chunk].matrix;
+    for (int i = first; i < first + plan->chunk[chunk].matrices; i++) {
+        const LowMatrix l = low_matrix(its, &plan->matrix[i]);
+        function(&l, i);
+    }
 }
 
 static void project(const Device* dev, const LowMatrix* l, const float* q, float* low) {
@@ -316,12 +291,13 @@ static void project_back(const Device* dev, const LowMatrix* l, const float* low
     matmul_product<float, float>(dev, &product, l->g, l->right ? low : l->q, l->right ? l->q : low, l->g);
 }
 
-static void basis_refresh(const Device* dev, const OptimConfig* config, const MatrixWork* work, const LowMatrix* l,
-                          uint32_t refresh) {
+static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refresh) {
+    const Device* dev = its->dev;
+    const uint64_t seed = its->config->seed;
     const int64_t R = l->shape->rows, C = l->shape->cols;
     const uint64_t element = (uint64_t)l->shape->element;
-    const Orthonormal o = {l->y, l->sums, l->rank, l->side, config->seed, element, refresh};
-    for_each(dev, StartBasis{l->y, l->q, config->seed, element, refresh, l->side}, l->rank);
+    const Orthonormal o = {l->y, l->sums, l->rank, l->side, seed, element, refresh};
+    for_each(dev, StartBasis{l->y, l->q, seed, element, refresh, l->side}, l->rank);
     for (int i = 0; i < POWER_ITERATIONS; i++) {
         project(dev, l, l->y, l->z);
         const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0, 0, 0};
@@ -330,7 +306,7 @@ static void basis_refresh(const Device* dev, const OptimConfig* config, const Ma
         orthonormal(dev, o);
     }
     const int64_t count = l->rank * l->side;
-    for_each(dev, KeepBasis{l->basis, l->y, work->unit, count}, ceil_div(count, BASIS_BLOCK));
+    for_each(dev, KeepBasis{l->basis, l->y, its->work->unit, count}, ceil_div(count, BASIS_BLOCK));
     if (l->basis.bits < 32) for_each(dev, ReadBasis{l->basis, l->q}, count);
 }
 
@@ -369,19 +345,20 @@ static void project_bf16(const Device* dev, const LowMatrix* l, const bf16* g, c
     matmul_run(dev, plan, &pointers, &plan->algorithm, false);
 }
 
-static void project_fused(const Device* dev, const LowMatrix* l, const LowGradients* grads) {
+static void project_fused(const LowStep* its, const LowMatrix* l) {
+    const Device* dev = its->dev;
     const Matrix* m = l->shape;
     const LowStore sink = {l->low, l->right ? l->rank : l->length};
-    if (grads->is_bf16) {
+    const float* g = (const float*)its->grads + m->element;
+    if (its->is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
-        project_bf16(dev, l, (const bf16*)grads->grads + m->element, q);
+        project_bf16(dev, l, (const bf16*)its->grads + m->element, q);
     } else if (low_project_fits(dev)) {
         low_split(dev, l->y, l->z, l->q, l->rank, l->side, false);
-        const float* g = (const float*)grads->grads + m->element;
         const LowProjectPlan plan = low_project_plan<float>(dev, g, l->y, l->z, m->rows, m->cols, l->rank);
         low_project_run<3>(dev, &plan, sink);
     } else {
-        low_project<float, 3>(dev, (const float*)grads->grads + m->element, l->q, m->rows, m->cols, l->rank, sink);
+        low_project<float, 3>(dev, g, l->q, m->rows, m->cols, l->rank, sink);
     }
 }
 
@@ -510,8 +487,9 @@ static LowWeights low_weights(const OptimConfig* config) {
 }
 
 template <LowWeights KIND>
-static void apply_fused(const Device* dev, const LowMatrix* l, const StepArguments* apply, const LowPlace* place,
-                        float scale, const float* unit, bool is_bf16) {
+static void apply_fused(const LowStep* its, const LowMatrix* l, const StepArguments* apply, const LowPlace* place,
+                        float scale) {
+    const Device* dev = its->dev;
     const Matrix* m = l->shape;
     typedef typename ApplySink<KIND>::Code Code;
     Code* weights = (Code*)apply->weights.codes;
@@ -520,9 +498,9 @@ static void apply_fused(const Device* dev, const LowMatrix* l, const StepArgumen
     if (place && copy) copy = (uint16_t*)place->weights - m->element;
     if (place && !apply->copy.codes) weights = (Code*)place->weights - m->element;
     const Hyper& hyper = apply->group[place ? place->group : m->group];
-    const ApplySink<KIND> sink = {weights, copy, hyper,      apply->seed.seed, apply->step,
-                                  scale,   unit, m->element, m->rows,          m->cols};
-    if (is_bf16) {
+    const ApplySink<KIND> sink = {weights,         copy,       hyper,   apply->seed.seed, apply->step, scale,
+                                  its->work->unit, m->element, m->rows, m->cols};
+    if (its->is_bf16) {
         const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
         const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
         if constexpr (KIND != LOW_FP32) {
@@ -550,7 +528,8 @@ bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWo
 #endif
 }
 
-bool low_rank_refreshes(const OptimConfig* config, int64_t step) {
+// True if Q is made anew in this step, for which the gradients must lie in the scratch.
+static bool refreshes(const OptimConfig* config, int64_t step) {
     return stores_basis(rule_of(config)->matrix) && (step - 1) % config->rank_gap == 0;
 }
 
@@ -560,41 +539,36 @@ static float rank_scale(const OptimConfig* config) {
     return config->rank_scale > 0.0f ? config->rank_scale : usual;
 }
 
-void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                    const Streams* basis, const StepArguments* apply, const LowPlace* places, bool is_bf16) {
+void low_rank_apply(const LowStep* its, int chunk, const StepArguments* apply, const LowPlace* places) {
 #ifdef __CUDACC__
-    const MatrixChunk* taken = &work->plan.chunk[chunk];
-    const auto run = low_weights(config) == LOW_FP32   ? apply_fused<LOW_FP32>
-                     : low_weights(config) == LOW_BF16 ? apply_fused<LOW_BF16>
-                                                       : apply_fused<LOW_BF16_SR>;
-    for (int i = 0; i < taken->matrices; i++) {
-        const int number = taken->matrix + i;
-        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[number], basis);
-        run(dev, &l, apply, places ? &places[number] : nullptr, rank_scale(config), work->unit, is_bf16);
-    }
+    const LowWeights weights = low_weights(its->config);
+    const auto run = weights == LOW_FP32   ? apply_fused<LOW_FP32>
+                     : weights == LOW_BF16 ? apply_fused<LOW_BF16>
+                                           : apply_fused<LOW_BF16_SR>;
+    each_matrix(its, chunk, [&](const LowMatrix* l, int number) {
+        run(its, l, apply, places ? &places[number] : nullptr, rank_scale(its->config));
+    });
 #endif
 }
 
-void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                      const Streams* basis, int64_t step, const LowGradients* grads, bool fused) {
-    const MatrixChunk* taken = &work->plan.chunk[chunk];
-    const uint32_t refresh = (uint32_t)((step - 1) / config->rank_gap);
-    for (int i = 0; i < taken->matrices; i++) {
-        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);
-        if (!stores_basis(l.rule)) {
-            const float scale = (float)(1.0 / sqrt((double)l.rank));
-            for_each(dev, RandomBasis{l.q, config->seed, (uint64_t)l.shape->element, refresh, scale}, l.rank * l.side);
-        } else if (low_rank_refreshes(config, step)) {
-            basis_refresh(dev, config, work, &l, refresh);
+void low_rank_project(const LowStep* its, int chunk) {
+    const OptimConfig* config = its->config;
+    const bool due = refreshes(config, its->step);
+    const uint32_t refresh = (uint32_t)((its->step - 1) / config->rank_gap);
+    if (!its->fused || due) low_gradients(its, &its->work->plan.chunk[chunk]);
+    each_matrix(its, chunk, [&](const LowMatrix* l, int) {
+        if (!stores_basis(l->rule)) {
+            const float scale = (float)(1.0 / sqrt((double)l->rank));
+            const RandomBasis random = {l->q, config->seed, (uint64_t)l->shape->element, refresh, scale};
+            for_each(its->dev, random, l->rank * l->side);
+        } else if (due) {
+            basis_refresh(its, l, refresh);
         }
 #ifdef __CUDACC__
-        if (fused) {
-            project_fused(dev, &l, grads);
-            continue;
-        }
+        if (its->fused) return project_fused(its, l);
 #endif
-        project(dev, &l, l.q, l.low);
-    }
+        project(its->dev, l, l->q, l->low);
+    });
 }
 
 // The update.
@@ -716,26 +690,19 @@ static void scale_factors(const Device* dev, const MatrixWork* work, const LowMa
     for_each(dev, Limit{total, work->unit, l->last, inverse}, 1);
 }
 
-void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                     const Streams* basis) {
-    const MatrixChunk* taken = &work->plan.chunk[chunk];
-    const MatrixRule rule = rule_of(config)->matrix;
-    const float scale = rank_scale(config);
-    for (int i = 0; i < taken->matrices; i++) {
-        const LowMatrix l = low_matrix(dev, config, work, &work->plan.matrix[taken->matrix + i], basis);
-        if (rule == MATRIX_GALORE) {
-            project_back(dev, &l, l.direction, scale, 0.0f);
-            continue;
-        }
-        scale_factors(dev, work, &l);
-        const int64_t cols = l.shape->cols, size = l.shape->rows * cols;
-        const float *inverse = l.sums, *factor = inverse + 4, root = sqrtf(scale);
-        const float of_g = rule == MATRIX_FIRA ? 1.0f : root;
-        for_each(dev, ScaleChannels{l.g, factor, inverse, cols, l.right, of_g}, size);
-        if (rule != MATRIX_FIRA) continue;
-        const int64_t low_cols = l.right ? l.rank : l.length;
-        for_each(dev, ResidualDirection{l.direction, l.low, factor, inverse, low_cols, l.right, scale},
-                 l.rank * l.length);
-        project_back(dev, &l, l.direction, 1.0f, 1.0f);
-    }
+void low_rank_update(const LowStep* its, int chunk) {
+    const Device* dev = its->dev;
+    const float scale = rank_scale(its->config), root = sqrtf(scale);
+    each_matrix(its, chunk, [&](const LowMatrix* l, int) {
+        if (l->rule == MATRIX_GALORE) return project_back(dev, l, l->direction, scale, 0.0f);
+        scale_factors(dev, its->work, l);
+        const bool fira = l->rule == MATRIX_FIRA;
+        const int64_t cols = l->shape->cols, low_cols = l->right ? l->rank : l->length;
+        const float *inverse = l->sums, *factor = inverse + 4;
+        for_each(dev, ScaleChannels{l->g, factor, inverse, cols, l->right, fira ? 1.0f : root}, l->shape->rows * cols);
+        if (!fira) return;
+        const ResidualDirection residual = {l->direction, l->low, factor, inverse, low_cols, l->right, scale};
+        for_each(dev, residual, l->rank * l->length);
+        project_back(dev, l, l->direction, 1.0f, 1.0f);
+    });
 }

@@ -19,21 +19,21 @@
 // made anew in each step from (seed, element of the arena, (step - 1) / gap), so it is not stored; what is normal is
 // the sum of eight uniform numbers of 16 bits.
 //
-// Arithmetic: all fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so that CPU and GPU differ in
-// the products' sums alone, of K terms: by at most about K 2^-24 of their norms, times 1 / (1 - share of the rest) for
-// Q. Memory: the moments, 4 r m bytes of Q, or, of galore, 2 or 1 by --rank-basis (what is stored is what projects:
-// bf16 to nearest, or lin8, whole numbers from -127 to 127 times a scale for each 256 of Q, its largest over 127);
-// buffers of a chunk as matrix.h says. Cost: 4 R C r flop, and at each refresh 8 R C r.
+// Arithmetic: all fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so CPU and GPU differ in the
+// products' sums alone, of K terms: by at most about K 2^-24 of their norms, times 1 / (1 - share of the rest) for Q.
+// Memory: the moments; 4 r m bytes of Q, or of galore's 2 or 1 by --rank-basis (bf16 to nearest, or lin8: whole numbers
+// from -127 to 127 times a scale for each 256; what is stored is what projects); and buffers of a chunk (matrix.h).
+// Cost: 4 R C r flop, and at each refresh 8 R C r.
 //
-// Two ways of a step. Apart, the definition: G is copied to the scratch, products go through the library, the updates
-// lie in the scratch, and the step's kernel applies them: G is read twice and written once, U written and read. Fused,
-// on GPUs, for galore with weights of fp32, bf16 or bf16:sr and sizes and ranks that are multiples of 8: our products
-// (kernels/low_rank.cuh; the first one is the library's for gradients of bf16) read G where it is, and the second one
-// updates the weights, with the bits that the step's kernel would give them for this U; G is read once, U is never in
-// memory. Gradients of fp32 have products as good as fp32's there (2^-21); with gradients of bf16, Q and N are rounded
-// to bf16, as in the paper's code. low_rank_fuses chooses. A launch for each matrix. On sm_90a, the first product of
-// gradients of fp32 (kernels/low_rank_project.cuh), and the second one with gradients and weights of bf16 and a rank of
-// at most 256 (low_rank_back.cuh), are kernels of their own, chosen by the matrix alone.
+// A step goes one of two ways, which low_rank_fuses chooses.
+// Apart, the definition: G is copied to the scratch, products go through the library, and the step's kernel applies the
+// updates, which lie in the scratch. G is read twice and written once, U written and read.
+// Fused, on GPUs, for galore with weights of fp32, bf16 or bf16:sr and sizes and ranks that are multiples of 8: a
+// launch for each matrix and product. Our products (kernels/low_rank.cuh; the library makes the first one of bf16
+// gradients) read G where it is, and the second one updates the weights, with the bits that the step's kernel would
+// give them. G is read once, U is never in memory. Gradients of fp32 have products as good as fp32's (2^-21); with
+// those of bf16, Q and N are rounded to bf16, as in the paper's code. On sm_90a two products have kernels of their own
+// (kernels/low_rank_project.cuh, low_rank_back.cuh), which the matrix alone chooses.
 #pragma once
 #include "../kernel.cuh"
 #include "matrix.h"
@@ -44,16 +44,6 @@ struct LowShape {
     int64_t basis;  // numbers: Q, if it is stored, and the norm of the limit
 };
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols);
-
-// The gradients of the whole arena, and the factor that they take.
-struct LowGradients {
-    const void* grads;
-    bool is_bf16;
-    const float* scale;
-};
-
-// True if Q is made anew in this step, for which the gradients must lie in the scratch.
-bool low_rank_refreshes(const OptimConfig* config, int64_t step);
 
 // True if the steps of these matrices go the fused way: all matrices of the launch in the whole model decide, so that a
 // matrix's bits do not depend on which others a rank keeps.
@@ -66,19 +56,25 @@ struct LowPlace {
     int group;
 };
 
-// Sets Q where it is due, and projects the gradients of a chunk into work->low: those given, if the step is fused, or
-// those in work->scratch.
-void low_rank_project(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                      const Streams* basis, int64_t step, const LowGradients* grads, bool fused);
+// A step of a launch.
+struct LowStep {
+    const Device* dev;
+    const OptimConfig* config;
+    const MatrixWork* work;
+    const Streams* basis;
+    const void* grads;  // of the whole arena
+    bool is_bf16;       // the gradients are
+    const float* grad_scale;
+    int64_t step;
+    bool fused;
+};
+
+// Sets Q where it is due, and projects the gradients of a chunk into work->low.
+void low_rank_project(const LowStep* its, int chunk);
 
 // The second half of a fused step: updates the weights that `apply` names from work->direction, or those at `places`,
-// one for each of the launch's matrices, unless it is null. `is_bf16`: the gradients are.
-void low_rank_apply(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                    const Streams* basis, const StepArguments* apply, const LowPlace* places, bool is_bf16);
+// one for each of the launch's matrices, unless it is null.
+void low_rank_apply(const LowStep* its, int chunk, const StepArguments* apply, const LowPlace* places);
 
-// Turns work->direction, N, and the gradients into the updates, in work->scratch.
-void low_rank_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk,
-                     const Streams* basis);
-
-// work->scratch = the gradients of a chunk, from the arena's first element on, times the factor.
-void low_rank_gradients(const Device* dev, const MatrixWork* work, int chunk, const LowGradients* grads);
+// The second half of another step: turns work->direction, N, and the gradients into the updates, in work->scratch.
+void low_rank_update(const LowStep* its, int chunk);

@@ -34,7 +34,7 @@ static int64_t larger(int64_t a, int64_t b) {
 }
 
 // Sorts a chunk's matrices, from number `first` on, into batches.
-static void chunk_close(MatrixPlan* plan, int first) {
+static void chunk_close(const Device* dev, MatrixPlan* plan, int first) {
     MatrixChunk* chunk = &plan->chunk[plan->chunks - 1];
     qsort(plan->matrix + first, plan->matrices - first, sizeof(Matrix), compare_shapes);
     chunk->matrix = first, chunk->matrices = plan->matrices - first;
@@ -49,11 +49,12 @@ static void chunk_close(MatrixPlan* plan, int first) {
         const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
         if (plan->low > 0) continue;  // low_place has counted
         const int64_t of_sides = polar_squares(padded(rows), padded(cols)) * padded(side) * padded(side);
-        const int64_t floats = 2 * (rows * cols + side * side);  // the CPU takes one matrix at a time
         work += (2 * padded(rows) * padded(cols) + of_sides) * (int64_t)sizeof(uint16_t);
         sums += (SLICES + 2 * rows + 1) * (int64_t)sizeof(float);
-        plan->work = larger(plan->work, larger(work, floats * 4));
-        plan->sums = larger(plan->sums, sums);
+        // The CPU takes one matrix at a time, in fp32 and without sums.
+        const int64_t alone = 2 * (rows * cols + side * side) * (int64_t)sizeof(float);
+        plan->work = larger(plan->work, dev->gpu ? work : alone);
+        plan->sums = dev->gpu ? larger(plan->sums, sums) : 0;
     }
     chunk->batches = plan->batches - chunk->batch;
     plan->scratch = larger(plan->scratch, (chunk->end - chunk->begin) * (int64_t)sizeof(float));
@@ -83,7 +84,7 @@ void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, i
     }
 }
 
-MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
+MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const OptimTensor* tensors, int count) {
     MatrixPlan its = {};
     int64_t matrices = 1, tile = 0;
     const OptimConfig* config = &plan->launch[index].config;
@@ -107,7 +108,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
         MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
         const bool full = its.matrices - first + tensor->parts > MOST_MATRICES;
         if (!chunk || full || end - chunk->begin > config->matrix_chunk) {
-            if (chunk) chunk_close(&its, first);
+            if (chunk) chunk_close(dev, &its, first);
             first = its.matrices;
             chunk = &its.chunk[its.chunks++];
             *chunk = {};
@@ -133,7 +134,7 @@ MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, 
         chunk->tiles += elements / TILE_ELEMENTS;
         tile += elements / TILE_ELEMENTS;
     }
-    if (its.chunks) chunk_close(&its, first);
+    if (its.chunks) chunk_close(dev, &its, first);
     const ArenaRun* moments = &plan->launch[index].kept[SLOT_M];
     if (low) its.low_tiles = (moments->end - moments->begin) / TILE_ELEMENTS * (int64_t)sizeof(Tile);
     return its;

@@ -16,22 +16,16 @@
 // runs.
 //
 // Arithmetic. Plain C, in fp32 and in the order above, is the definition. A GPU takes the symmetric form of the same
-// polynomial (newton_schulz.cuh), in fp16 with fp32 sums. For the plain form, to first order and in the norm of
-// Frobenius, with what is stored rounded by `unit` of itself (2^-24 for fp32), an error e of X becomes
-//     e' = L e + s e_B + unit ||X'|| + sums (a + ||B||) ||X||
-//     e_B = (|b| + 2 |c| s^2) e_A + unit ||B|| + sums (|b| + |c| ||A||) ||A||;   e_A = unit ||A|| + sums ||X||^2
-// where s is the largest singular value, L the steepest slope of a x + b x^3 + c x^5 up to it, and sums = sqrt(K) 2^-24
-// for sums of K terms. CPU and GPU agree within the sum of their bounds. dev/unit/newton_schulz.h carries both forms'
-// bounds along with references in double; a reference that rounds to fp16 where a GPU does takes 0.03 of its bound.
-// Small singular values of u are what grows, by a factor of up to |a| a step, so that 2^-11 becomes up to 3 per cent of
-// U. The same device gives the same bits for any number of ranks and chunks: a matrix belongs to one rank (optim_cuts),
-// and its bits do not depend on those beside it.
+// polynomial (newton_schulz.cuh), in fp16 with fp32 sums. CPU and GPU agree within the sum of the bounds on their
+// errors, which dev/unit/newton_schulz.h has.
+// Small singular values of u grow by a factor of up to |a| a step, so 2^-11 becomes up to 3 per cent of U. A matrix
+// belongs to one rank (optim_cuts), and its bits do not depend on those beside it, so the same device gives the same
+// bits for any number of ranks and chunks.
 //
-// Memory. The launch's tensors are taken in chunks of about 3 x 2^25 elements, so the scratch (4 bytes an element of a
-// chunk) and the products' buffers (6, and up to 12 where the longer side is less than four times the shorter one) do
-// not grow with the model: at most 1.6 GB, or what one tensor needs; 0.9 GB for GPT-2 124M and for 1558M. One launch
-// makes the products of a chunk whose matrices have up to three shapes, and in a few steps; more shapes or steps take
-// several. With few matrices multiprocessors wait for a matrix's last product.
+// Memory. Tensors are taken in chunks of about 3 x 2^25 elements. Each element of a chunk takes 4 bytes of the scratch,
+// and 6 to 12 of the products' buffers, most where matrices are nearly square. So they do not grow with the model: 0.9
+// GB for GPT-2 124M and for 1558M, and at most 1.6 GB or what one tensor needs. The CPU takes one matrix at a time and
+// needs buffers for the largest one alone. One launch makes the products of up to three shapes of a chunk.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
 // tiles.
 #pragma once
@@ -74,7 +68,7 @@ struct MatrixPlan {
 };
 
 // `index` is the launch's. Freed by matrix_plan_free.
-MatrixPlan matrix_plan(const Plan* plan, int index, const OptimTensor* tensors, int count);
+MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const OptimTensor* tensors, int count);
 void matrix_plan_free(MatrixPlan* plan);
 
 // Coefficients of a step of Newton-Schulz; `step` counts from 0. False if there are none of this name.

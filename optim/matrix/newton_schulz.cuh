@@ -1,22 +1,21 @@
 // Newton-Schulz of matrices of one shape, which turns X, of norm 1, into nearly its orthogonal factor: each step takes
-// the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. m is the shorter side, n the longer
-// one; below, X has m rows. A tall matrix has X^T X for X X^T, and factors on its right.
+// the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. Below, X has m rows, the shorter side,
+// and n columns. A tall matrix has X^T X for X X^T, and factors on its right.
 //
 // The plain form, the definition, in any type:
 //     A = X X^T;  B = b A + c A^2;  X = a X + B X                                  4 m^2 n + 2 m^3 flop a step
 // The symmetric form takes several steps on the small matrix R (the Gram form of Dao-AILab's gram-newton-schulz, 2026):
 //     R = X X^T;  Q = I;  each step:  Z = a I + b R + c R^2;  Q = Q Z;  R = Z R Z;   then X = Q X
-// R, Z, Q and R Z are polynomials of one symmetric matrix, so all of them are symmetric and the products of two of them
-// commute: their halves below the diagonal are enough (kernels/matmul_symmetric.cuh). In few bits R drifts away from
-// X X^T, so R is made anew from X after the first two steps and after every three from there on. With square
-// matrices R is made anew in each step, which costs no more; and where products go through the library, whose symmetric
-// results are not symmetric to the bit and drift three to six times as far. 5 steps, in flop, without what lies above
-// diagonals:
+// All these are polynomials of one symmetric matrix, so they are symmetric, their products commute, and the halves
+// below the diagonal are enough (kernels/matmul_symmetric.cuh). In few bits R drifts away from X X^T, so R is made anew
+// from X after the first two steps and after every three from there on; in each step for square matrices, where that
+// costs no more, and where the library makes products, whose results are not symmetric to the bit. 5 steps, in flop,
+// without what lies above diagonals:
 //     m = n: 20 m^3 of the plain form's 30       n = 4 m: 38 m^3 of 90
 //
-// Types. float on the CPU; on a GPU fp16 with fp32 sums, which has three more bits than bf16. X is stored 16 times as
-// large there and R 256 times: else the elements of X X^T beside its diagonal, about m^-1 n^-0.5, would be subnormal
-// from 1600 x 1600 on. Powers of two, so nothing else changes; X stays below 16 x 1.3 and R below 440.
+// Types: float on the CPU; fp16 with fp32 sums on a GPU, which has three more bits than bf16. There X is stored 16
+// times as large and R 256 times, since elements of X X^T beside its diagonal, about m^-1 n^-0.5, would else be
+// subnormal from 1600 x 1600 on. X stays below 16 x 1.3 and R below 440.
 #pragma once
 #include "../../kernels/matmul_symmetric.cuh"
 #include "matrix.h"

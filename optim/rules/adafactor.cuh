@@ -13,7 +13,7 @@
 EMBED_SOURCE
 
 struct Adafactor : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = true;
+    static constexpr bool BY_ROWS = true;
     static constexpr RowRule ROWS = ROWS_ADAFACTOR;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {

@@ -10,7 +10,7 @@
 EMBED_SOURCE
 
 struct Adam : RuleDefaults {
-    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = false;
+    static constexpr bool KEEPS_V = true, ADAPTIVE = true, DECOUPLED = false;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
         g = exact_fma(hyper.decay, *p, g);

@@ -11,7 +11,7 @@
 EMBED_SOURCE
 
 struct AdamW : RuleDefaults {
-    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
+    static constexpr bool KEEPS_V = true, ADAPTIVE = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
         *m = average(*m, g, hyper.rest1);

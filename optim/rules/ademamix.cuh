@@ -10,21 +10,17 @@
 // alpha arrives multiplied by bias1, so that step_size = lr / bias1 serves the sum. The slow average is stored in m's
 // format: one that loses 1e-4 of a value to rounding a step needs :sr or fp32.
 #pragma once
-#include "hyper.cuh"
+#include "adamw.cuh"
 
 EMBED_SOURCE
 
-struct AdEMAMix : RuleDefaults {
-    static constexpr bool KEEPS_V = true, KEEPS_SLOW = true, ADAPTIVE = true, DECOUPLED = true;
+struct AdEMAMix : AdamW {
+    static constexpr bool KEEPS_SLOW = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float* slow) {
         *m = average(*m, g, hyper.rest1);
         *slow = average(*slow, g, hyper.rest3);
         *v = average_square(*v, g, hyper.rest2);
         return exact_fma(hyper.alpha, *slow, *m);
-    }
-
-    static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {
-        *p = exact_fma(-hyper.step_size, quotient, exact_mul(hyper.keep, *p));
     }
 };

@@ -13,9 +13,8 @@
 EMBED_SOURCE
 
 struct Came : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = true;
     static constexpr RowRule ROWS = ROWS_CAME;
-    static constexpr bool PAIRS = true;
+    static constexpr bool BY_ROWS = true, PAIRS = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float* second) {
         *m = average(*m, exact_mul(g, *v), hyper.rest1);

@@ -11,8 +11,6 @@
 EMBED_SOURCE
 
 struct Fold : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
-
     // c arrives as the learning rate.
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float*, float* m, float*, float*) {
         *m = exact_fma(hyper.lr, g, *m);

@@ -1,6 +1,7 @@
 // Rules, and the constants that they receive besides the element.
 //
-// A rule is a struct that derives from RuleDefaults, with four constants and one or two functions of one element:
+// A rule is a struct that derives from RuleDefaults, with one or two functions of one element and, where they differ
+// from the defaults, constants:
 //     KEEPS_V, KEEPS_SLOW    what it stores beside m (the slow average has m's format); other states cost no memory
 //     DECOUPLED              it decays by `keep`; otherwise through the gradient, by `decay`
 //     ADAPTIVE               it divides by the root of v, and has the two functions that EachElement names; otherwise
@@ -48,7 +49,7 @@ enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADA
 
 // The optional members of a rule.
 struct RuleDefaults {
-    static constexpr bool BY_ROWS = false;
+    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = false;
     static constexpr RowRule ROWS = ROWS_NONE;
     static constexpr bool PAIRS = false;         // v has a second number, which `update` finds in `slow`
     static constexpr bool SCALED = false;        // each tensor's update has a factor

@@ -10,8 +10,6 @@
 EMBED_SOURCE
 
 struct Lion : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
-
     // With equal betas, sign(c) is that of the new m.
     static OPTIM_INLINE float fold(const Hyper& hyper) {
         return hyper.beta1 == hyper.beta2 ? fold_factor(hyper.rest2, hyper.beta2) : 0.0f;

@@ -5,19 +5,12 @@
 //     N = m / bias1 / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // The step after the products is that of every rule that reads matrices (muon.cuh).
 #pragma once
-#include "hyper.cuh"
+#include "adamw.cuh"
 
 EMBED_SOURCE
 
-struct GaLore : RuleDefaults {
-    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
+struct GaLore : AdamW {
     static constexpr MatrixRule MATRIX = MATRIX_GALORE;
-
-    static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
-        *m = average(*m, g, hyper.rest1);
-        *v = average_square(*v, g, hyper.rest2);
-        return *m;
-    }
 
     // step_size is that of a learning rate of 1.
     static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {

@@ -12,7 +12,6 @@
 EMBED_SOURCE
 
 struct Muon : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
     static constexpr MatrixRule MATRIX = MATRIX_MUON;
     static constexpr bool HAS_MOMENTUM = true;
 
@@ -32,8 +31,6 @@ struct NorMuon : Muon {
 
 // Not in the table of rules: the second step of every rule that reads matrices.
 struct MatrixApply : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true;
-
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float*, float*, float*) {
         *p = exact_fma(-hyper.lr, g, exact_mul(hyper.keep, *p));
     }

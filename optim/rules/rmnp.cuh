@@ -14,9 +14,8 @@
 EMBED_SOURCE
 
 struct Rmnp : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = true;
     static constexpr RowRule ROWS = ROWS_RMNP;
-    static constexpr bool HAS_MOMENTUM = true;
+    static constexpr bool BY_ROWS = true, HAS_MOMENTUM = true;
 
     static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
 

@@ -9,7 +9,7 @@
 EMBED_SOURCE
 
 struct Sgd : RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = false;
+    static constexpr bool DECOUPLED = false;
 
     static OPTIM_INLINE float fold(const Hyper& hyper) { return fold_factor(1.0f, hyper.beta1); }
 
