@@ -78,8 +78,8 @@ static void finish_well(Test* test, Child* child) {
 
 static const char* const modes[] = {"none", "states", "grads", "weights"};
 
-// A run on four GPUs takes two seconds to start, and one on eight takes four to eight, whatever runs beside it. So these
-// cases leave out combinations there, which say nothing new about the number of ranks.
+// A run on four GPUs takes two seconds to start, and one on eight takes four to eight, whatever runs beside it. So
+// these cases leave out combinations there, which say nothing new about the number of ranks.
 static bool runs_few(bool gpu, int ranks) {
     return gpu && ranks > 2;
 }
