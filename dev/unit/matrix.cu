@@ -325,26 +325,6 @@ TEST(matrix_rest_is_adamw) {
     }
 }
 
-TEST(matrix_refusals) {
-    OptimConfig config = matrix_config("muon", "fp32", "fp32");
-    config.ns_coefficients = "jordon";
-    expect_refusal(test, config, "--ns-coefficients: \"jordon\"", "jordan or polar-express");
-    config = matrix_config("muon", "fp32", "fp32"), config.ns_steps = 0;
-    expect_refusal(test, config, "--ns-steps: 0", "from 1 to 100");
-    config = matrix_config("muon", "fp32", "fp32"), config.momentum = 1.0f;
-    expect_refusal(test, config, "--momentum: 1", "below 1");
-    config = matrix_config("muon", "fp32", "fp32"), config.weights = "bf16:ef", config.m = "e4m3:sr";
-    expect_refusal(test, config, "--weights: weights \"bf16:ef\"", "products of whole matrices; type --rule adamw, or");
-    config = matrix_config("galore", "fp32", "fp32"), config.rank_basis = "fp16";
-    expect_refusal(test, config, "--rank-basis: \"fp16\"", "fp32, bf16 or lin8");
-    config = matrix_config("galore", "fp32", "fp32"), config.rank_gap = 0;
-    expect_refusal(test, config, "--rank-gap: 0", "from 1 on");
-    config = matrix_config("apollo", "fp32", "fp32"), config.rank = -1;
-    expect_refusal(test, config, "--rank: -1", "65536");
-    config = matrix_config("normuon", "fp32", "fp32"), config.v = "fp32";
-    expect_refusal(test, config, "--v: \"fp32\"", "one fp32 number a row");
-}
-
 // Both kernels of a step, as NVRTC compiles them where they are not built in.
 JIT_TEST(matrix_kernels_compile) {
     const char* const formats[][2] = {{"lin8:sr", "nf4/64:sr"}, {"bf16+8:sr", "e4m3/tensor"}};

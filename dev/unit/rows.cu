@@ -332,23 +332,6 @@ TEST(limit_growth_begins_after_zeros) {
     expect(norms[0] == 3.0f, "a norm that is not finite is not kept: %g", (double)norms[0]);
 }
 
-TEST(rows_refusals) {
-    typedef void Change(OptimConfig * c);
-    const std::tuple<const char*, Change*, const char*, const char*> rows[] = {
-        {"adamw", [](OptimConfig* c) { c->m = "none"; }, "--m: \"none\"", "take adafactor"},
-        {"adafactor", [](OptimConfig* c) { c->v = "fp32"; }, "--v: \"fp32\"", "fp32 numbers by row and column"},
-        {"adamw", [](OptimConfig* c) { c->limit_growth = 0.5f; }, "--limit-growth: 0.5", "0 or a number from 1 on"},
-        {"muon", [](OptimConfig* c) { c->limit_growth = 1.01f; }, "--limit-growth: muon", "--rule adamw"},
-        {"rmnp", [](OptimConfig* c) { c->weights = "bf16:ef"; }, "--weights", "does not divide by a root of v"},
-        {"adafactor", [](OptimConfig* c) { c->clip_update = -1.0f; }, "--clip-update", "a number from 0 on"},
-    };
-    for (const auto& [rule, change, begin, holds] : rows) {
-        OptimConfig config = make_config(rule, "fp32", "fp32");
-        change(&config);
-        expect_refusal(test, config, begin, holds);
-    }
-}
-
 CACHE_TEST(JIT_TEST, rows_equal_cpu_gpu) {
     for (const RowCase& c : cases) {
         for (const char* m : {"fp32", "bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {

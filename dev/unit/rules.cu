@@ -101,38 +101,6 @@ TEST(rules_usual_beta3) {
     }
 }
 
-TEST(rules_refuse_what_does_not_fit) {
-    const OptimConfig good = make_config("adamw", "bf16", "fp32"), fed = make_config("adamw", "lin8:ef", "dyn8:sr");
-    OptimConfig lion = good, none = good, mode = good, adam = good, beta3 = good, alpha = good, fed_lion = fed,
-                beta1 = fed;
-    lion.rule = "lion", none.v = "none", mode.decay_mode = "both", adam.rule = "adam", adam.decay_mode = "independent";
-    beta3.beta3 = 1.0f, alpha.alpha = -1.0f, fed_lion.rule = "lion", fed_lion.v = "none", beta1.beta1 = 0.0f;
-    const std::tuple<const OptimConfig*, const char*, const char*> rows[] = {
-        {&lion, "--v: \"fp32\"", "lion keeps no second moment"},
-        {&none, "--v: \"none\"", "adamw keeps a second moment"},
-        {&mode, "--decay-mode: \"both\"", "coupled or independent"},
-        {&adam, "--decay-mode: \"independent\"", "adam adds"},
-        {&beta3, "--beta3: 1", "below 1"},
-        {&alpha, "--alpha: -1", "from 0"},
-        {&fed_lion, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr"},
-        {&beta1, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr"}};
-    for (const auto& [config, begin, holds] : rows) expect_refusal(test, *config, begin, holds);
-    lion.v = "none";
-    resolved(resolved(lion));
-    OptimConfig config = fed;
-    for (const char* m : {"dyn8/rank1", "e4m3/tensor", "de4", "nf4:sr", "de4/32@dq8"}) {
-        config.m = m;
-        expect_refusal(test, config, "--weights: weights \"lin8:ef\"",
-                       strchr(m, '@') || !in_spans(m) ? "type --m e4m3:sr, or --weights lin8:sr"
-                                                      : "of more than a block; type --m e4m3:sr, or");
-    }
-    // A checkpoint may hold what no run begins with.
-    config = fed, config.m = "de4", config.stored = true;
-    expect(optim_resolve(&config, error), "%s", error);
-    config.beta1 = 0.0f;
-    expect(optim_resolve(&config, error), "%s", error);
-}
-
 // Bit patterns of floats: an even sweep, and the neighbourhood of every place where rounding turns.
 constexpr int64_t PATTERNS = 1 << 20;
 
