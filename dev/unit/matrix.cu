@@ -305,19 +305,27 @@ TEST(matrix_parts_are_matrices) {
     expect(memcmp(got[0], zeros, sizeof(zeros)) != 0, "nothing moves");
 }
 
-TEST(matrix_rest_is_adamw) {
-    const char* const rows[][4] = {
-        {"", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
-        {"adamw8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
-        {"muon4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
-        {"muon4", "soft8", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
-        {"muon", "", "wpe: lr=0.5", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32; wpe: lr=0.5"},
-        {"int8w4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
-        {"muon", "", "none", "none"},
+TEST(matrix_rest_and_overrides_of_presets) {
+    const char* const its = "ln*|*.bias|wpe: weights=bf16:ef";
+    const char* const rows[][7] = {
+        {"", "muon", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"adamw8", "muon", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
+        {"muon4", "", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
+        {"muon4", "", "", "soft8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"muon", "", "", "", "", "wpe: lr=0.5", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32; wpe: lr=0.5"},
+        {"int8w4", "muon", "", "", "", "",
+         "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
+        {"muon", "", "", "", "", "none", "none"},
+        {"fp8w8e", "", "", "", "", "", its},
+        {"fp8w8e", "", "e4m3:ef", "e4m3:sr", "sqrt8", "", its},
+        {"fp8w8e", "", "", "dyn8:sr", "", "", "none"},
+        {"fp8w8e", "", "", "", "udyn8", "", "none"},
+        {"fp8w8e", "", "lin8:ef", "", "", "", "none"},
+        {"fp8w8e", "", "", "", "", "none;", "none"},
+        {"fp8w8e", "", "", "", "", "wpe:lr=2", "wpe:lr=2"},
     };
-    for (const auto& [preset, m, overrides, want] : rows) {
-        OptimConfig config = {
-            preset, strncmp(preset, "muon", 4) ? "muon" : "", "", "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+    for (const auto& [preset, rule, weights, m, v, overrides, want] : rows) {
+        OptimConfig config = {preset, rule, weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 7};
         config.overrides = overrides;
         expect(optim_resolve(&config, error), "%s", error);
         expect(is(config.overrides, want), "%s: %s", preset, config.overrides);
