@@ -203,8 +203,12 @@ TEST(optim_names) {
     const OptimConfig good = {"adamw32", "", "", "bf16", nullptr, nullptr, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     OptimConfig config = resolved(good);
     expect(is(config.weights, "bf16+fp32") && is(config.m, "fp32"), "%s %s", config.weights, config.m);
-    const char* line = described(config);
-    expect(is(line, "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param"), "%s", line);
+    const std::tuple<OptimConfig, const char*> lines[] = {
+        {config, "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param"},
+        {make_config("sgd", "bf16", "bf16:sr"), "sgd  weights bf16  grads fp32  m bf16:sr  4 B/param"},
+        {make_config("ademamix", "bf16", "fp32"),
+         "ademamix  weights bf16  grads fp32  m fp32  slow fp32  v fp32  14 B/param"}};
+    for (const auto& [its, line] : lines) expect(is(described(its), line), "%s", described(its));
     config = good, config.preset = "adamw16", config.v = "fp32";
     config = resolved(config);
     expect(is(config.weights, "bf16:sr") && is(config.v, "fp32"), "%s", config.v);

@@ -56,19 +56,6 @@ TEST(rules_against_double) {
     }
 }
 
-TEST(rules_say_what_they_keep) {
-    for (const char* rule : SIMPLE_RULES) {
-        const RuleRow* row = find_row(rule_table(), rule);
-        if (row->by_rows) continue;
-        const int states = 1 + row->keeps_v + row->keeps_slow;
-        OptimConfig config = make_config(rule, "bf16", "bf16:sr");
-        const char* want =
-            formatted("%s  weights bf16  grads fp32  m bf16:sr%s%s  %d B/param", rule,
-                      row->keeps_slow ? "  slow bf16:sr" : "", row->keeps_v ? "  v bf16:sr" : "", 2 + 2 * states);
-        expect(is(described(config), want), "%s", described(config));
-    }
-}
-
 TEST(rules_usual_learning_rates) {
     for (int64_t channels : {64, 256, 257, 768, 1600}) {
         double adamw = optim_usual_lr("adamw", channels);
