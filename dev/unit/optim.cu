@@ -67,49 +67,66 @@ TEST(optim_noise_of_an_element) {
     }
 }
 
-TEST(optim_bf16_codes_survive) {
-    for (uint32_t code = 0; code < 65536; code++) {
-        float x = Bf16::decode((uint16_t)code);
-        bool nan = (code & 0x7f80) == 0x7f80 && (code & 0x7f) != 0;
-        uint32_t want = nan ? 0x7fff : code;
-        expect(isnan(x) == nan, "code %04x", code);
-        expect(Bf16::encode(x) == want, "code %04x becomes %04x", code, Bf16::encode(x));
-        // A value of the format has nothing cut off, so no noise moves it.
-        expect(Bf16::encode(x, 0xffff) == want && Bf16::encode(x, 0) == want, "code %04x with noise", code);
-    }
-}
-
-TEST(optim_bf16_nearest_against_table) {
-    // Between each two neighbours of the table of values, the first as far as infinity (taken as 2^128).
-    const uint32_t low[] = {0, 1, 0x4000, 0x7fff, 0x8000, 0x8001, 0xc000, 0xffff};
-    for (uint32_t code = 0; code < 0x7f80; code++) {
-        double below = Bf16::decode((uint16_t)code);
-        double above = code == 0x7f7f ? ldexp(1.0, 128) : (double)Bf16::decode((uint16_t)(code + 1));
-        for (uint32_t bits : low) {
-            float x = bits_float(code << 16 | bits);
-            double down = (double)x - below, up = above - (double)x;
+// Each number of a format of `mantissa` bits, the places between it and the next where rounding turns, and over all
+// noise how often those between go up, away from zero; of either sign. The number after the largest is `infinity`, or
+// never reached where the format saturates.
+template <class Format>
+static void check_16_bits(Test* test, int mantissa, int least, uint32_t infinity, bool saturates) {
+    for (uint32_t code = 0; code < infinity; code++) {
+        const int fraction = (int)code & ((1 << mantissa) - 1), exponent = (int)code >> mantissa;
+        const double step = ldexp(1.0, least + (exponent ? exponent - 1 : 0));
+        const double below = (fraction + (exponent ? 1 << mantissa : 0)) * step, above = below + step;
+        const float here = (float)below, middle = (float)(below + step / 2), last = nextafterf((float)above, 0.0f);
+        expect(Format::decode((uint16_t)code) == here && Format::decode((uint16_t)(code | 0x8000)) == -here,
+               "%04x is %a", code, Format::decode((uint16_t)code));
+        for (float x : {here, nextafterf(here, INFINITY), (float)(below + step / 4), nextafterf(middle, 0.0f), middle,
+                        nextafterf(middle, INFINITY), (float)(below + step * 3 / 4), last}) {
+            const double down = (double)x - below, up = above - (double)x;
             uint32_t want = down < up ? code : up < down ? code + 1 : code + code % 2;
-            expect(Bf16::encode(x) == want, "%a becomes %04x, not %04x", x, Bf16::encode(x), want);
-            expect(Bf16::encode(-x) == (want | 0x8000), "%a becomes %04x", -x, Bf16::encode(-x));
+            if (saturates && want == infinity) want--;
+            expect(Format::encode(x) == want && Format::encode(-x) == (want | 0x8000), "%a becomes %04x, not %04x", x,
+                   Format::encode(x), want);
+        }
+        // A value of the format has nothing cut off, so no noise moves it.
+        for (uint32_t noise : {0u, 0xffffu}) {
+            expect(Format::encode(here, noise) == code && Format::encode(-here, noise) == (code | 0x8000),
+                   "noise moves %04x", code);
+        }
+        if (code % 997 && code != infinity - 1 - saturates) continue;
+        for (int share :
+             {1, 3072, 8191}) {  // of 8192: as many bits are cut off, and where there are more the rest is 0
+            const float x = (float)(below + step * share / 8192);
+            int up[2] = {};
+            for (uint32_t noise = 0; noise < 65536; noise++) {
+                const uint32_t got[2] = {Format::encode(x, noise), Format::encode(-x, noise) ^ 0x8000u};
+                for (int k = 0; k < 2; k++) {
+                    up[k] += got[k] == code + 1;
+                    if (got[k] != code && got[k] != code + 1) expect(false, "%a becomes %04x", x, got[k]);
+                }
+            }
+            expect(up[0] == 8 * share && up[1] == 8 * share, "%a went up %d and %d times", x, up[0], up[1]);
         }
     }
 }
 
-TEST(optim_bf16_stochastic_counts) {
-    // Over all 65536 noise values x goes up exactly as often as the fraction cut off says, away from zero.
-    const uint32_t patterns[] = {0x3f800001, 0x3f808000, 0x3f80ffff, 0xbf812345, 0x00000001, 0x80004321, 0x7f7f8000};
-    for (uint32_t pattern : patterns) {
-        uint32_t up = 0, code = pattern >> 16;
-        for (uint32_t noise = 0; noise < 65536; noise++) {
-            uint16_t got = Bf16::encode(bits_float(pattern), noise);
-            expect(got == code || got == code + 1, "%08x becomes %04x", pattern, got);
-            up += got == code + 1;
-        }
-        expect(up == (pattern & 0xffff), "%08x went up %u times", pattern, up);
+TEST(optim_bf16_and_fp16) {
+    check_16_bits<Bf16>(test, 7, -133, 0x7f80, false);
+    check_16_bits<Fp16>(test, 10, -24, 0x7c00, true);
+    for (uint32_t code = 0x7f80; code < 0x8000; code++) {
+        const float x = Bf16::decode((uint16_t)code), y = Bf16::decode((uint16_t)(code | 0x8000));
+        const uint32_t want = code == 0x7f80 ? code : 0x7fff, less = code == 0x7f80 ? 0xff80 : 0x7fff;
+        expect(isnan(x) == (code > 0x7f80) && isinf(x) == (code == 0x7f80), "code %04x", code);
+        expect(Bf16::encode(x) == want && Bf16::encode(x, 0xffff) == want && Bf16::encode(x, 0) == want &&
+                   Bf16::encode(y) == less && Bf16::encode(y, 0xffff) == less,
+               "code %04x becomes %04x", code, Bf16::encode(x));
     }
-    expect(Bf16::encode(INFINITY, 0xffff) == 0x7f80 && Bf16::encode(-INFINITY, 0xffff) == 0xff80, "infinity");
     expect(Bf16::encode(bits_float(0x7f800001), 0xffff) == 0x7fff, "NaN");
-    expect(Bf16::encode(0.0f, 0xffff) == 0 && Bf16::encode(-0.0f, 0xffff) == 0x8000, "zero");
+    expect(Fp16::encode(INFINITY) == 0x7c00 && Fp16::encode(-INFINITY) == 0xfc00, "infinity");
+    expect(Fp16::encode(-INFINITY, 0xffff) == 0xfbff && Fp16::encode(NAN, 0) == 0x7bff, "with noise they saturate");
+    expect(isinf(Fp16::decode(0x7c00)) && isnan(Fp16::decode(0x7e00)) && Fp16::encode(NAN) == 0x7e00, "NaN");
+    expect(Fp16::encode(1e6f) == 0x7bff && Fp16::encode(0x1p-120f) == 0 && Fp16::encode(0x1p-120f, 0xffff) == 0,
+           "ends");
+    expect(Fp16::encode(0x1p-37f, 0xfff8) == 1 && Fp16::encode(0x1p-37f, 0xfff7) == 0, "a 2^-13th of a step");
 }
 
 // The correlation of two streams' roundings over n elements: near 0 when independent, near 1 when the noise is shared.

@@ -205,36 +205,6 @@ TEST(rules_kahan_is_within_its_bound) {
     expect(worst <= 1.0 && worst > 0.99, "%g", worst);
 }
 
-TEST(rules_fp16_codes_survive_and_nearest_is_the_nearest) {
-    // Each value of the format, and the places between it and the next where rounding turns.
-    for (uint32_t code = 0; code < 0x7c00; code++) {
-        float here = Fp16::decode((uint16_t)code),
-              next = code == 0x7bff ? 65536.0f : Fp16::decode((uint16_t)(code + 1));
-        int exponent = code < 1024 ? -24 : (int)(code >> 10) - 25, mantissa = code < 1024 ? 0 : 1024;
-        expect(here == ldexpf((float)(mantissa + (int)(code & 1023)), exponent), "%04x is %a", code, here);
-        for (float at : {0.0f, 0.25f, 0.4999f, 0.5f, 0.5001f, 0.75f}) {
-            float x = here + at * (next - here), step = next - here;
-            uint32_t want = x - here < step / 2 ? code : x - here > step / 2 ? code + 1 : code + code % 2;
-            if (want > 0x7bff) want = 0x7bff;
-            expect(Fp16::encode(x) == want && Fp16::encode(-x) == (want | 0x8000), "%a becomes %04x, not %04x", x,
-                   Fp16::encode(x), want);
-        }
-        expect(Fp16::encode(here, 0) == code && Fp16::encode(here, 0xffff) == code, "noise moves %04x", code);
-        // Over all noise x goes up as often as the fraction cut off says: of 13 bits, where no more are.
-        if (code % 97) continue;
-        float x = here + 0.375f * (next - here);
-        uint32_t up = 0;
-        for (uint32_t noise = 0; noise < 65536; noise++) up += Fp16::encode(x, noise) != code;
-        expect(code == 0x7bff || up == 65536 * 3 / 8, "%a went up %u times", x, up);
-    }
-    expect(Fp16::encode(INFINITY) == 0x7c00 && Fp16::encode(-INFINITY) == 0xfc00, "infinity");
-    expect(Fp16::encode(-INFINITY, 0xffff) == 0xfbff && Fp16::encode(NAN, 0) == 0x7bff, "with noise they saturate");
-    expect(isinf(Fp16::decode(0x7c00)) && isnan(Fp16::decode(0x7e00)) && Fp16::encode(NAN) == 0x7e00, "NaN");
-    expect(Fp16::encode(1e6f) == 0x7bff && Fp16::encode(0x1p-120f) == 0 && Fp16::encode(0x1p-120f, 0xffff) == 0,
-           "ends");
-    expect(Fp16::encode(0x1p-37f, 0xfff8) == 1 && Fp16::encode(0x1p-37f, 0xfff7) == 0, "a 2^-13th of a step");
-}
-
 // Blocks of weights over 30 powers of two, some of them zero; every block has another size.
 constexpr int BLOCK_TEST = 16 * 128;
 
