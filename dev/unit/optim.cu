@@ -93,9 +93,9 @@ static void check_16_bits(Test* test, int mantissa, int least, uint32_t infinity
                    "noise moves %04x", code);
         }
         if (code % 997 && code != infinity - 1 - saturates) continue;
-        for (int share :
-             {1, 3072, 8191}) {  // of 8192: as many bits are cut off, and where there are more the rest is 0
-            const float x = (float)(below + step * share / 8192);
+        const int cut = 23 - mantissa;  // bits that are cut off of a normal number; where there are more the rest is 0
+        for (int share : {1, 0x12345 & ((1 << cut) - 1), (1 << cut) - 1}) {
+            const float x = (float)(below + step * share / (1 << cut));
             int up[2] = {};
             for (uint32_t noise = 0; noise < 65536; noise++) {
                 const uint32_t got[2] = {Format::encode(x, noise), Format::encode(-x, noise) ^ 0x8000u};
@@ -104,7 +104,7 @@ static void check_16_bits(Test* test, int mantissa, int least, uint32_t infinity
                     if (got[k] != code && got[k] != code + 1) expect(false, "%a becomes %04x", x, got[k]);
                 }
             }
-            expect(up[0] == 8 * share && up[1] == 8 * share, "%a went up %d and %d times", x, up[0], up[1]);
+            expect(up[0] == share << (16 - cut) && up[1] == up[0], "%a went up %d and %d times", x, up[0], up[1]);
         }
     }
 }
