@@ -41,7 +41,7 @@ GENCODE = $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
            $(foreach a,$(CUDA_PTX),-gencode arch=compute_$(a),code=compute_$(a))
 
 WARNINGS := -Wall -Wextra
-CFLAGS := -std=gnu11 -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) $(SANITIZERS) -MMD -MP
+CFLAGS := -std=gnu11 -D_GNU_SOURCE -O3 -march=native -ffp-contract=off -fno-math-errno -fopenmp -pthread $(WARNINGS) $(SANITIZERS) -MMD -MP
 # -ffp-contract=off and explicit fmaf: the plain C versions give the same bits whatever the compiler would like to fuse.
 # -fno-math-errno: a square root is one instruction, not a call that may set errno.
 # HOST_O is for the host's code alone: nvcc hands its -O to the C++ compiler behind all of -Xcompiler.

@@ -181,8 +181,7 @@ static const Option OPTIONS[] = {
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
 static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0]), NEEDS};
 
-// The optimizer that the options ask for. Names that they leave to the preset are "" here, and numbers that depend on
-// the length of the run have a stand-in.
+// The optimizer of the options. Names that are left to the preset are ""; what needs the run's length has a stand-in.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
@@ -210,8 +209,7 @@ static void optim_config_from(Options* o, OptimConfig* config) {
     o->overrides = config->overrides;
 }
 
-// The model: GPT-2 as OpenAI defines it. Pre-norm blocks, learned positions, tanh GELU; the head is the token
-// embedding.
+// The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
 
 constexpr int MAX_LAYERS = 256;
 constexpr int MAX_CHANNELS = 12288;  // what layernorm_backward keeps in shared memory
@@ -224,8 +222,7 @@ struct Config {
 
 enum Recompute { RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK };
 
-// Arena order: wte, wpe, the blocks with their twelve tensors (BlockParameters has them in this order), ln_f.weight,
-// ln_f.bias. data/model_folder.h has their names and shapes.
+// Arena order, as in data/model_folder.h: wte, wpe, the blocks (as BlockParameters has them), ln_f.weight, ln_f.bias.
 constexpr int WTE = 0, WPE = 1, FIRST_BLOCK = 2, BLOCK_TENSORS = MODEL_BLOCK_TENSORS;
 
 struct Model {
@@ -289,8 +286,7 @@ static void config_tensors(Model* model) {
     a->elements = optim_layout(a->tensors, a->count);
 }
 
-// The model's tensors where they lie: weights (T = X) or gradients (T = G). Where memory holds less than the model, a
-// part is there once arena_need has been called.
+// The model's tensors where they lie: weights (T = X) or gradients (T = G), as far as arena_need has brought them.
 template <typename T>
 struct BlockParameters {
     T *ln1w, *ln1b;          // (C)
@@ -682,14 +678,13 @@ static void gpt2_score(void* model, const int* tokens, int B, int T, const int* 
                     m->config.Vp);
 }
 
-// Memory. The plan (MemoryPlan of data/plan.h) adds up the same figures that model_allocate uses.
+// Memory. The plan (MemoryPlan of data/schedule.h) adds up the same figures that model_allocate uses.
 
 static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
 }
 
-// With `backward` there is room for a decoder of one sequence as well, since a run samples between its steps; it lies
-// behind the room for matrices that are stored as codes.
+// With `backward` there is room for a decoder of one sequence too, behind that for matrices that are stored as codes.
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
@@ -762,9 +757,8 @@ static void model_free(Model* m) {
     arena_close(&m->arena);
 }
 
-// One micro-batch before anything has a value: matmul_choose tries algorithms on the memory that is there, so that
-// training takes no more than the plan, and kernels are loaded. With fp8 there are two kinds of step, with a history of
-// magnitudes and without.
+// One micro-batch before anything has a value, so that matmul_choose tries its algorithms in the memory that training
+// has, and kernels are loaded. With fp8 there are two kinds of step, with a history of magnitudes and without.
 static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
     Input input = input_layout(m, m->input);
@@ -872,9 +866,8 @@ static bool sample_next(void* context, int* tokens, int count) {
     return !asks_to_stop(m);
 }
 
-// Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. Between the steps
-// of a run the decoder takes the memory of the activations. False where the model's output is not finite: there it
-// ends. All ranks call it.
+// Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. In a run the
+// decoder takes the activations' memory. Ends with false where the model's output is not finite. All ranks call it.
 static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
                    SampleDone done, void* context) {
     Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, {}};
@@ -914,8 +907,7 @@ static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenize
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
 }
 
-// Checkpoints. data/checkpoint.h writes them and makes sure that they are whole; this part gives and takes their
-// arrays.
+// Checkpoints: data/checkpoint.h writes them and makes sure that they are whole; this part gives and takes the arrays.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
@@ -952,8 +944,7 @@ static void model_read(Model* m, const char* path) {
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-// Reads weights and states of the checkpoint that the run goes on from, in whatever formats it has them. Without fp8's
-// magnitudes the first step finds its own.
+// Reads weights and states of a checkpoint, in whatever formats. Without fp8's magnitudes the first step finds its own.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     char error[DATA_ERROR_BYTES];
@@ -1016,8 +1007,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     return ok;
 }
 
-// Saves a checkpoint, then removes older ones beyond --keep; without `prune` they all stay, since this one may be of no
-// use. A save that fails leaves them alone. All ranks call it.
+// Saves a checkpoint, then, with `prune`, removes older ones beyond --keep. All ranks call it.
 static void checkpoint_save(Run* run, bool prune = true) {
     const double begin = seconds_now();
     const Arena* a = &run->model->arena;
@@ -1217,7 +1207,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     PlanReport report = {};
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
     device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
-    if (m->arena.shard) comm_describe(&m->arena.shard->comm, report.ranks, sizeof(report.ranks));
+    report.ranks = m->arena.shard ? comm_describe(&m->arena.shard->comm) : "";
     optim_describe(&run->config, report.optim, sizeof(report.optim));
     report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
@@ -1454,7 +1444,12 @@ static void open_device(Run* run) {
     const bool plans = o->dry_run && strcmp(o->device, "cpu") != 0 && run->launch->world == 1;
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
-    if (o->memory > 0) device_plan(&run->dev, o->memory, plans);
+    if (o->memory > 0 && !plans) {
+        user_error(
+            "--memory plans for one GPU that need not be here; type --dry-run with it, and neither --device cpu nor "
+            "--gpus");
+    }
+    if (o->memory > 0) device_imagine(&run->dev, o->memory);
     if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
     optim_formats_possible(&run->dev, o->formats);
     m->dev = &run->dev, m->launch = run->launch;
@@ -1560,8 +1555,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 }
 
 #ifndef TESTING
-// The system calls this before any library begins, so that a signal finds its handler whenever it comes, and the stack
-// is there before a limit can refuse it.
+// The system calls this before any library begins, so that a signal finds its handler, and no limit refuses the stack.
 static void before_libraries(int, char**, char**) {
     signals_catch();
     memory_begin();

@@ -1,8 +1,5 @@
-// See checkpoint.h.
-#define _GNU_SOURCE
 #include "checkpoint.h"
 #include "clock.h"
-#include "finite.h"
 #include "options.h"
 #include "text.h"
 #include <dirent.h>
@@ -13,40 +10,32 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define PATH_BYTES 4500
 #define PIECE_BYTES (64 << 20)  // of memory in which arrays pass between device and file
 
 char* path_absolute(const char* path) {
-    char folder[PATH_BYTES];
-    if (!path[0] || path[0] == '/' || !getcwd(folder, sizeof(folder))) return text_copy(path);
-    return text_copy(path_in(folder, path));
+    SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
+    return folder ? text_format("%s/%s", folder, path) : text_copy(path);
 }
 
 char* paths_absolute(const char* list) {
-    char *all = text_copy(""), *copy = text_copy(list), *rest = NULL;
+    char *all = text_copy(""), *rest = NULL;
+    SCOPED char* copy = text_copy(list);
     for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
-        char* absolute = realpath(path, NULL);
-        if (!absolute) absolute = path_absolute(path);
-        char* longer = text_format("%s%s%s", all, *all ? "," : "", absolute);
-        free(absolute), free(all);
-        all = longer;
+        SCOPED char *before = all, *named = path_absolute(path), *real = realpath(path, NULL);
+        all = text_format("%s%s%s", before, *before ? "," : "", real ? real : named);
     }
-    free(copy);
     return all;
 }
 
-void checkpoint_name(const char* run_folder, int64_t step, char* path, size_t bytes) {
-    snprintf(path, bytes, "%s/step_%08lld", run_folder, (long long)step);
+char* checkpoint_name(const char* run_folder, int64_t step) {
+    return text_format("%s/step_%08lld", run_folder, (long long)step);
 }
 
-// Step of a checkpoint's folder name as checkpoint_name writes it, perhaps with `ending` behind it; -1 for any other
-// name: step_5 or step_notes.tmp are the user's own.
+// The step in a name that checkpoint_name wrote, with `ending` behind it; -1 for others, such as the user's step_5.
 static int64_t step_of(const char* name, const char* ending) {
     long long step = -1;
-    char wanted[64];
     if (sscanf(name, "step_%12lld", &step) != 1 || step < 0) return -1;
-    snprintf(wanted, sizeof(wanted), "step_%08lld%s", step, ending);
-    return strcmp(name, wanted) == 0 ? step : -1;
+    return strcmp(name, text_kept("step_%08lld%s", step, ending)) == 0 ? step : -1;
 }
 
 int checkpoint_list(const char* run_folder, int64_t** steps) {
@@ -103,9 +92,8 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
     return count;
 }
 
-// The tensors of a safetensors file, whose bytes are asked for in the file's order: read(context, i, at, bytes, to)
-// puts `bytes` bytes of tensor i from byte `at` on into `to`; at most `piece` at a time, or, where it is 0, all at
-// once.
+// The tensors of a safetensors file: read(context, i, at, bytes, to) puts `bytes` bytes of tensor i from byte `at` on
+// into `to`, in the file's order; at most `piece` at a time, or, where it is 0, all.
 typedef struct {
     const SafetensorsEntry* entries;
     int count;
@@ -115,14 +103,13 @@ typedef struct {
     void* context;
 } Source;
 
-// Writes FOLDER/FILE->name and sums it into `file`. With folder NULL the bytes are asked for and dropped. A value that
-// is not finite is an error.
+// Writes FOLDER/FILE->name, whose values must be finite, and sums it into `file`. With folder NULL it only reads.
 static bool source_write(const char* folder, const Source* source, CheckpointFile* file, char* error) {
     SafetensorsWriter* writer =
         folder ? safetensors_begin(path_in(folder, file->name), source->entries, source->count, source->format, error)
                : NULL;
     bool ok = writer || !folder;
-    void* piece = NULL;
+    SCOPED char* piece = NULL;
     for (int i = 0; i < source->count && ok; i++) {
         const SafetensorsEntry* entry = &source->entries[i];
         const int64_t size = safetensors_dtype_bytes(entry->dtype);
@@ -138,7 +125,6 @@ static bool source_write(const char* folder, const Source* source, CheckpointFil
             ok = !file->nonfinite && safetensors_write(writer, piece, count, error);
         }
     }
-    free(piece);
     if (!writer) return ok;
     if (ok) return safetensors_finish(writer, &file->crc, &file->bytes, error);
     safetensors_abandon(writer);
@@ -165,29 +151,26 @@ static void model_source_read(void* context, int t, int64_t at, int64_t bytes, v
 // Writes model.safetensors: transformers' names and orientation, no padding of the vocabulary.
 static bool model_write(const char* folder, const Checkpoint* checkpoint, CheckpointFile* file, char* error) {
     const int count = checkpoint->count;
-    SafetensorsEntry* entries = memory_zero((size_t)count, sizeof(*entries));
+    SCOPED SafetensorsEntry* entries = memory_zero((size_t)count, sizeof(*entries));
     int64_t largest = 0;
     for (int t = 0; t < count; t++) {
         const ModelTensor* tensor = &checkpoint->tensors[t];
-        const int64_t rows = tensor->stored_rows, cols = tensor->cols;
-        const bool swap = tensor->transposed || tensor->rows == 1;
-        entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name),
-                                        tensor->dtype,
-                                        {swap ? cols : rows, swap ? rows : cols},
-                                        tensor->rows == 1 ? 1 : 2};
-        if (tensor->rows * cols > largest) largest = tensor->rows * cols;
+        const int64_t size = tensor->rows * tensor->cols;
+        entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name), tensor->dtype, {0}, 0};
+        entries[t].dims = model_tensor_shape(tensor, entries[t].shape);
+        if (size > largest) largest = size;
     }
-    ModelSource tensor = {checkpoint, memory_zero((size_t)largest, sizeof(float))};
+    SCOPED float* values = memory_zero((size_t)largest, sizeof(float));
+    ModelSource tensor = {checkpoint, values};
     const Source source = {entries, count, 0, "pt", model_source_read, &tensor};
     const bool ok = source_write(folder, &source, file, error);
     for (int t = 0; t < count; t++) free((void*)entries[t].name);
-    free(entries), free(tensor.values);
     return ok;
 }
 
 bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error) {
-    char* whole = NULL;
-    size_t length = 0;
+    SCOPED char* whole;
+    size_t length;
     FILE* state = text_stream(&whole, &length);
     fprintf(state, "%s\"files\": {", text);
     const char* separator = "";
@@ -204,16 +187,14 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     fflush(state);
     fprintf(state, "\"crc32c\": %u\n}\n", crc32c(0, whole, (int64_t)length));
     fclose(state);
-    ok = ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
-    free(whole);
-    return ok;
+    return ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
 }
 
 // state.json: where the run stands, formats and options; its files and the seal follow.
 static bool state_write(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
                         const CheckpointFile* files, int count, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    SCOPED char* text;
+    size_t length;
     FILE* state = text_stream(&text, &length);
     fprintf(state, "{\n\"version\": %d,\n", CHECKPOINT_VERSION);
     for (int i = 0; i < STATE_FIELDS; i++) {
@@ -226,9 +207,7 @@ static bool state_write(const RunFolder* run, const char* folder, const Checkpoi
     options_json(run->table, checkpoint->options, false, state);
     fprintf(state, ",\n");
     fclose(state);
-    const bool ok = checkpoint_seal(folder, text, files, count, error);
-    free(text);
-    return ok;
+    return checkpoint_seal(folder, text, files, count, error);
 }
 
 // Completes a folder of RUN in which model.safetensors and optimizer.safetensors are written already, as `arrays` says.
@@ -272,13 +251,12 @@ const void* checkpoint_array(void* context, const char* name, const char* dtype,
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to) {
     CheckpointReader* reader = context;
     const SafetensorsTensor* found = array;
-    char reason[DATA_ERROR_BYTES];
     const int64_t first = at * found->shape[0] / (found->bytes > 0 ? found->bytes : 1);
-    if (*reader->error) return;
-    if (!safetensors_read(&reader->optimizer, found, at, bytes, to, reader->error)) return;
-    if (values_finite(found->name, found->dtype, to, bytes, first, reason)) return;
-    data_error(reader->error, "%s: %s, so the run cannot go on from it; name an earlier checkpoint",
-               reader->optimizer.path, reason);
+    char* error = reader->error;
+    if (*error || !safetensors_read(&reader->optimizer, found, at, bytes, to, error)) return;
+    if (values_finite(found->name, found->dtype, to, bytes, first, error)) return;
+    data_error(error, "%s: %s, so the run cannot go on from it; name an earlier checkpoint", reader->optimizer.path,
+               error);
 }
 
 void checkpoint_notice(void* context, const char* line) {
@@ -290,26 +268,21 @@ void checkpoint_weights(void* context, int tensor, float* values) {
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
-// Puts FOLDER.tmp in FOLDER's place. Where FOLDER exists already the two swap in one act and the old one is removed, so
-// that a whole one stands there at any moment.
+// Puts FOLDER.tmp in FOLDER's place. An existing one is swapped with it in one act, so that a whole one is always
+// there.
 static bool checkpoint_commit(const char* folder, char* error) {
-    char temporary[PATH_BYTES], old[PATH_BYTES];
-    snprintf(temporary, sizeof(temporary), "%s.tmp", folder);
+    SCOPED char *temporary = text_format("%s.tmp", folder), *old = text_format("%s.old.tmp", folder);
     struct stat status;
     bool there = lstat(folder, &status) == 0;
     bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
     // On a file system that cannot exchange two names, the old one stays beside until the new one is in place.
-    if (there && !swapped) {
-        snprintf(old, sizeof(old), "%s.old.tmp", folder);
-        if (!folder_remove(old, error) || rename(folder, old) != 0) {
-            return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
-        }
+    if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
+        return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
     }
     if (!swapped && rename(temporary, folder) != 0) {
         return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
     }
-    bool synced = folder_sync(path_parent(folder), error);
-    return synced && (!swapped || folder_remove(temporary, error));
+    return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
 }
 
 // The text that state.json's own checksum covers ends where its last line "crc32c" begins; -1 when there is none.
@@ -336,40 +309,33 @@ static bool file_whole(const char* folder, const Json* file, char* error) {
            data_error(error, "%s/%s does not match its checksum", folder, file->key);
 }
 
-// True if all files that state.json lists are whole; `left_out`, unless it is NULL, is not looked at.
-static bool files_whole(const char* folder, const Json* files, const char* left_out, char* error) {
-    if (!files || files->kind != JSON_OBJECT) return data_error(error, "%s/state.json lists no files", folder);
-    for (const Json* file = files->child; file; file = file->next) {
-        if (left_out && strcmp(file->key, left_out) == 0) continue;
-        if (!file_whole(folder, file, error)) return false;
-    }
-    return true;
-}
-
 Json* checkpoint_state(const char* folder, char* error) {
     const char* path = path_in(folder, "state.json");
     int64_t bytes;
-    char* text = file_read(path, &bytes, error);
+    SCOPED char* text = file_read(path, &bytes, error);
     if (!text) return NULL;
     Json* state = json_parse(text, bytes, path, error);
     int64_t covered = sealed_bytes(text);
     bool whole = state && covered > 0 && crc32c(0, text, covered) == (uint32_t)json_int(state, "crc32c", -1);
     bool possible = true;
     for (int i = 0; i < STATE_FIELDS; i++) possible = possible && json_int(state, STATE[i].name, 0) >= 0;
-    free(text);
     if (!state || (whole && possible)) return state;
     data_error(error, "%s %s", path, whole ? "counts below 0" : "does not match its checksum");
     json_free(state);
     return NULL;
 }
 
-// True if all files of a checkpoint are as they were written. optimizer.safetensors, which a model does not need, is
-// not read.
-static bool checkpoint_model_whole(const char* folder, char* error) {
+Json* checkpoint_verify(const char* folder, bool model_alone, char* error) {
     Json* state = checkpoint_state(folder, error);
-    bool ok = state && files_whole(folder, json_get(state, "files"), "optimizer.safetensors", error);
+    const Json* files = json_get(state, "files");
+    bool whole = files && files->kind == JSON_OBJECT;
+    if (state && !whole) data_error(error, "%s/state.json lists no files", folder);
+    for (const Json* file = whole ? files->child : NULL; file && whole; file = file->next) {
+        whole = (model_alone && strcmp(file->key, "optimizer.safetensors") == 0) || file_whole(folder, file, error);
+    }
+    if (whole) return state;
     json_free(state);
-    return ok;
+    return NULL;
 }
 
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
@@ -378,40 +344,31 @@ bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char
     for (const Json* file = files ? files->child : NULL; file; file = file->next) {
         const char* path = path_in(run_folder, file->key);
         if (text_among(file->key, not_copied) || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
-        char reason[DATA_ERROR_BYTES];
-        if (file_whole(run_folder, file, reason)) continue;
-        return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", reason,
+        if (file_whole(run_folder, file, error)) continue;
+        return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", error,
                           checkpoint, path);
     }
     return true;
 }
 
-Json* checkpoint_verify(const char* folder, char* error) {
-    Json* state = checkpoint_state(folder, error);
-    if (!state || files_whole(folder, json_get(state, "files"), NULL, error)) return state;
-    json_free(state);
-    return NULL;
-}
-
 Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, size_t bytes) {
-    int64_t* steps;
+    SCOPED int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     Json* state = NULL;
     for (int i = 0; i < count && !state; i++) {
         char error[DATA_ERROR_BYTES];
-        checkpoint_name(run_folder, steps[i], folder, bytes);
-        if (!model_alone) state = checkpoint_verify(folder, error);
-        if (model_alone && checkpoint_model_whole(folder, error)) state = checkpoint_state(folder, error);
+        SCOPED char* name = checkpoint_name(run_folder, steps[i]);
+        snprintf(folder, bytes, "%s", name);
+        state = checkpoint_verify(folder, model_alone, error);
         const char* next = i + 1 < count ? "; trying the one before" : "";
         if (!state) fprintf(stderr, "train: notice: damaged checkpoint: %s%s\n", error, next);
     }
-    free(steps);
     return state;
 }
 
 const char* checkpoint_model(const char** name, bool needed, char* error) {
     const char* model = *name;
-    char path[PATH_BYTES], names[256], reason[DATA_ERROR_BYTES];
+    char path[RUN_PATH_BYTES + 32];
     const bool shape = strcmp(model, "auto") == 0 || gpt2_named(model);
     if (shape && !needed) return "";
     if (shape && folder_exists(model)) {
@@ -431,10 +388,11 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     if (!folder) {
         data_error(error,
                    "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
-                   model, gpt2_names(names, sizeof(names)));
+                   model, gpt2_names());
         return NULL;
     }
     const bool weights = model_folder_has_weights(folder);
+    const bool checkpoint = weights && access(path_in(folder, "state.json"), F_OK) == 0;
     Json* state = weights ? NULL : checkpoint_newest(folder, true, path, sizeof(path));
     if (state) folder = text_copy(path);
     if (!weights && !state && file_exists(path_in(folder, "log.jsonl"))) {
@@ -442,17 +400,15 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
                    folder);
         return NULL;
     }
+    if (checkpoint && !(state = checkpoint_verify(folder, true, error))) {
+        return data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, error), NULL;
+    }
     json_free(state);
-    *name = folder;
-    const bool checkpoint = access(path_in(folder, "state.json"), F_OK) == 0;
-    if (!weights || !checkpoint || checkpoint_model_whole(folder, reason)) return folder;
-    data_error(error, "--model %s: damaged checkpoint: %s; name another one", folder, reason);
-    return NULL;
+    return *name = folder;
 }
 
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error) {
-    char reason[DATA_ERROR_BYTES];
     *named_itself = false;
     *state = NULL;
     if (strcmp(resume, "off") == 0) return true;
@@ -467,19 +423,17 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     if (*named_itself) {
         snprintf(folder, bytes, "%s", named);
         while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
-        char* real = step_of(path_name(folder), "") < 0 ? realpath(named, NULL) : NULL;  // such as "."
+        SCOPED char* real = step_of(path_name(folder), "") < 0 ? realpath(named, NULL) : NULL;  // such as "."
         if (real) snprintf(folder, bytes, "%s", real);
-        free(real);
-        *state = checkpoint_verify(folder, reason);
+        *state = checkpoint_verify(folder, false, error);
         if (!*state) {
             return data_error(error,
                               "--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder",
-                              named, reason);
+                              named, error);
         }
     } else {
-        int64_t* steps;
+        SCOPED int64_t* steps;
         const int count = checkpoint_list(named, &steps);
-        free(steps);
         *state = checkpoint_newest(named, false, folder, bytes);
         if (!*state && count > 0) {
             return data_error(error,
@@ -494,8 +448,9 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
                               named, shell_word(named));
         }
     }
-    const int64_t version = *state ? json_int(*state, "version", 0) : CHECKPOINT_VERSION;
-    const bool states = !*state || json_get(json_get(*state, "files"), "optimizer.safetensors");
+    if (!*state) return true;
+    const int64_t version = json_int(*state, "version", 0);
+    const bool states = json_get(json_get(*state, "files"), "optimizer.safetensors");
     if (version == CHECKPOINT_VERSION && states) return true;
     if (version != CHECKPOINT_VERSION) {
         data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
@@ -512,32 +467,28 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
 
 static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
                             char* error) {
-    char path[PATH_BYTES], aside[PATH_BYTES + 16];
-    char *parent = realpath(path_parent(checkpoint), NULL), *chosen = realpath(run_folder, NULL);
+    SCOPED char *parent = realpath(path_parent(checkpoint), NULL), *chosen = realpath(run_folder, NULL);
     bool same = parent && chosen && strcmp(parent, chosen) == 0;
-    free(parent), free(chosen);
     if (!same && file_exists(path_in(run_folder, "log.jsonl"))) {
         return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run_folder,
                           checkpoint);
     }
-    int64_t *steps = NULL, step = step_of(path_name(checkpoint), "");
+    SCOPED int64_t* steps = NULL;
+    const int64_t step = step_of(path_name(checkpoint), "");
     int count = same ? checkpoint_list(run_folder, &steps) : 0;
-    bool ok = true;
-    for (int i = 0; i < count && steps[i] > step && ok; i++) {
-        checkpoint_name(run_folder, steps[i], path, sizeof(path));
-        snprintf(aside, sizeof(aside), "%s.damaged", path);
+    for (int i = 0; i < count && steps[i] > step; i++) {
+        SCOPED char *path = checkpoint_name(run_folder, steps[i]), *aside = text_format("%s.damaged", path);
         if (named_itself) {
-            ok = data_error(error,
-                            "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
-                            path, checkpoint);
-        } else if (put_aside && !folder_remove(aside, error)) {
-            ok = false;
-        } else if (put_aside && rename(path, aside) != 0) {
-            ok = data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
+            return data_error(error,
+                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
+                              path, checkpoint);
+        }
+        if (put_aside && !folder_remove(aside, error)) return false;
+        if (put_aside && rename(path, aside) != 0) {
+            return data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
         }
     }
-    free(steps);
-    return ok;
+    return true;
 }
 
 bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
@@ -556,15 +507,13 @@ bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoi
 
 // Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
 static bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
-    char path[PATH_BYTES];
     bool ok = true;
-    int64_t* steps;
+    SCOPED int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     for (int64_t i = keep; i < count; i++) {
-        checkpoint_name(run_folder, steps[i], path, sizeof(path));
+        SCOPED char* path = checkpoint_name(run_folder, steps[i]);
         if (steps[i] != step) ok = folder_remove(path, error) && ok;
     }
-    free(steps);
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {
         if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
@@ -576,9 +525,8 @@ static bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step,
 
 bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error) {
     const long long count = keep > 0 && keep < saves ? keep + 1 : saves;
-    char why[DATA_ERROR_BYTES];
-    if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, why)) return true;
-    return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", why, count,
+    if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, error)) return true;
+    return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
                       count > 1 ? "s" : "", keep > 1 && saves > 2 ? ", or type --keep 1" : "",
                       states ? ", or type --save weights" : "");
 }
@@ -593,31 +541,29 @@ bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state) {
 // Completes the sentence in run->error about a checkpoint that could not be written.
 static bool save_failed(RunFolder* run, bool nonfinite) {
     char* error = run->error;
-    const long long number = (long long)run->state.step;
-    char* why = text_copy(error);
+    const long long number = run->state.step;
+    const double lr = run_real(run, "lr");
     if (!nonfinite) {
-        data_error(error, "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
-                   number, why, run_resume_words(run));
-    } else if (run->last_checkpoint[0]) {
-        data_error(error, "step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)", number,
-                   why, run_resume_words(run), run_real(run, "lr"));
-    } else {
-        data_error(error,
-                   "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a smaller "
-                   "--lr (now %g)",
-                   number, why, run_real(run, "lr"));
+        return data_error(error,
+                          "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
+                          number, error, run_resume_words(run));
     }
-    free(why);
-    return false;
+    if (run->last_checkpoint[0]) {
+        return data_error(error, "step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)",
+                          number, error, run_resume_words(run), lr);
+    }
+    return data_error(error,
+                      "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a "
+                      "smaller --lr (now %g)",
+                      number, error, lr);
 }
 
 bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint) {
     char* error = run->error;
     CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
-    char path[RUN_PATH_BYTES + 32], temporary[RUN_PATH_BYTES + 40], ignored[DATA_ERROR_BYTES];
+    char ignored[DATA_ERROR_BYTES];
     const long long step = run->state.step, keep = checkpoint->prune ? run_whole(run, "keep") : 0;
-    checkpoint_name(run->path, step, path, sizeof(path));
-    snprintf(temporary, sizeof(temporary), "%s.tmp", path);
+    SCOPED char *path = checkpoint_name(run->path, step), *temporary = text_format("%s.tmp", path);
     const char* folder = checkpoint->writes ? temporary : NULL;
     const Source optimizer = {checkpoint->entry, checkpoint->arrays, PIECE_BYTES, NULL,
                               checkpoint->array, checkpoint->context};

@@ -1,7 +1,5 @@
-// Files that are no text are recognized by the signature they begin with; what has none is judged by a sample: a text
-// in any 8-bit or UTF-8 encoding has next to no NUL and control bytes, and no NUL at its beginning, while numbers,
-// tokens and UTF-16 are full of them and a container of texts begins with a NUL or more.
-#define _GNU_SOURCE  // memmem
+// Files that are no text are recognized by the signature they begin with, or by a sample: a text in any 8-bit encoding
+// has next to no NUL and control bytes, and no NUL at its beginning.
 #include "content.h"
 #include <stdlib.h>
 #include <string.h>
@@ -120,16 +118,14 @@ static bool is_safetensors(const unsigned char* head, int64_t bytes, int64_t siz
     return length >= 2 && length <= size - 8 && length <= 100 << 20;
 }
 
-// A pickle begins with its protocol and goes on with a frame, a dictionary, list, tuple, text, bytes, class or a long
-// number, with which PyTorch's files begin.
+// A pickle begins with its protocol, and then a frame, dictionary, list, tuple, text, bytes, class or long number.
 static bool is_pickle(const unsigned char* head, int64_t bytes) {
     return bytes > 3 && head[0] == 0x80 && head[1] >= 2 && head[1] <= 5 && memchr("\x95}](cXBC\x8A", head[2], 9);
 }
 
 static void refuse(char* error, const char* path, const char* name, const char* advice) {
-    char what[12288];
-    snprintf(what, sizeof(what), advice, shell_word(path));
-    data_error(error, "%s is %s; %s, or add --data-format bytes to train on its raw bytes", path, name, what);
+    data_error(error, "%s is %s; %s, or add --data-format bytes to train on its raw bytes", path, name,
+               text_kept(advice, shell_word(path)));
 }
 
 // Names the kind of a file whose first bytes or sample show a known signature or structure; NULL for any other.
@@ -177,17 +173,15 @@ static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int
 Content content_of(int descriptor, int64_t size, const char* path, char* error) {
     Sample sample = {0};
     const char *advice = NULL, *name = NULL;
-    unsigned char* head = memory_zero(1, HEAD);
+    SCOPED unsigned char* head = memory_zero(1, HEAD);
     bool fine = sample_read(&sample, head, descriptor, size, path, error);
-    if (fine) name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
-    free(head);
     if (!fine) return CONTENT_UNREADABLE;
+    name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
     if (name) return refuse(error, path, name, advice), CONTENT_KNOWN;
     if (sample_is_text(&sample)) return CONTENT_TEXT;
     int64_t odd = sample.nul[0] + sample.nul[1] + sample.control;
-    char binary[128];
-    snprintf(binary, sizeof(binary), "binary (%.3g%% of its bytes are NUL or control characters)",
-             100.0 * (double)odd / (double)sample.bytes);
+    const char* binary = text_kept("binary (%.3g%% of its bytes are NUL or control characters)",
+                                   100.0 * (double)odd / (double)sample.bytes);
     refuse(error, path, binary, "add --data-format nanogpt if it holds nanoGPT's uint16 tokens");
     return CONTENT_BINARY;
 }
@@ -201,15 +195,9 @@ static int64_t little_endian(const unsigned char* at, int count) {
 
 // The integer that the opcode at `at` pushes, or -1.
 static int64_t pickle_number(const unsigned char* at, const unsigned char* end) {
-    static const struct {
-        unsigned char opcode;
-        int bytes;
-    } numbers[] = {{'K', 1}, {'M', 2}, {'J', 4}};
-    for (int i = 0; i < 3; i++) {
-        if (at < end && *at == numbers[i].opcode && end - at > numbers[i].bytes) {
-            return little_endian(at + 1, numbers[i].bytes);
-        }
-    }
+    if (at == end) return -1;
+    const int bytes = *at == 'K' ? 1 : *at == 'M' ? 2 : *at == 'J' ? 4 : 0;
+    if (bytes > 0) return end - at > bytes ? little_endian(at + 1, bytes) : -1;
     if (end - at > 2 && *at == 0x8A && at[1] >= 1 && at[1] <= 7 && end - at > 2 + at[1]) {
         return little_endian(at + 2, at[1]);
     }
@@ -225,15 +213,10 @@ int64_t pickle_int(const char* pickle, int64_t bytes, const char* key) {
         const unsigned char* next = at;
         if (next < end && *next == '\n') next++;  // the end of a text in protocol 0
         // The key may be memorized before its value comes.
-        if (next < end && *next == 0x94)
-            next++;
-        else if (end - next > 2 && *next == 'q')
-            next += 2;
-        else if (end - next > 5 && *next == 'r')
-            next += 5;
-        else if (next < end && *next == 'p' && (next = memchr(next, '\n', (size_t)(end - next))))
-            next++;
-        int64_t value = next ? pickle_number(next, end) : -1;
+        const unsigned char* line = next < end && *next == 'p' ? memchr(next, '\n', (size_t)(end - next)) : NULL;
+        const int opcode = next < end ? *next : 0;
+        const int64_t skip = opcode == 0x94 ? 1 : opcode == 'q' ? 2 : opcode == 'r' ? 5 : line ? line + 1 - next : 0;
+        int64_t value = end - next > skip ? pickle_number(next + skip, end) : -1;
         if (value >= 0) return value;
     }
     return -1;

@@ -1,5 +1,4 @@
-// This tells what a file holds that was named as training data: plain text, or something that is not to be trained on
-// as bytes by mistake. Only the contents count, not the name.
+// What a file holds that was named as training data, by its contents: plain text, or what is no text at all.
 #pragma once
 #include <stdint.h>
 #include "linkage.h"
@@ -11,11 +10,9 @@ typedef enum {
     CONTENT_BINARY,  // numbers of an unknown kind
     CONTENT_UNREADABLE
 } Content;
-// Finds what an open file of `size` bytes holds, judged by at most 128 KiB of it. For all but a text the sentence "PATH
-// is ...; type ..." is written into `error`.
+// Finds what an open file of `size` bytes holds. For all but a text the sentence "PATH is ...; type ..." is in `error`.
 Content content_of(int descriptor, int64_t size, const char* path, char* error);
-// Returns the integer that belongs to `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running the
-// pickle; -1 when it is not found.
+// Returns the integer of `key` in a pickled dictionary, such as nanoGPT's meta.pkl, without running it; -1: not found.
 int64_t pickle_int(const char* pickle, int64_t bytes, const char* key);
 
 C_LINKAGE_END

@@ -1,16 +1,18 @@
-// See errors.h.
 #include "errors.h"
 #include <stdarg.h>
 #include <stdio.h>
+#include <string.h>
 
 bool data_error(char* error, const char* format, ...) {
+    char text[DATA_ERROR_BYTES];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(error, DATA_ERROR_BYTES, format, arguments);
+    vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
-    for (char* c = error; *c; c++) {
+    for (char* c = text; *c; c++) {
         if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
     }
+    strcpy(error, text);
     return false;
 }
 

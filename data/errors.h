@@ -8,7 +8,8 @@ C_LINKAGE_BEGIN
 #define DATA_ERROR_BYTES 16384  // the room of every `error`: two paths and a sentence, or a compiler's log
 
 // Writes the sentence (cut to DATA_ERROR_BYTES) and returns false. Control characters, which a file's name or contents
-// may bring along, become '?', so that the sentence can be printed on a terminal.
+// may bring along, become '?', so that the sentence can be printed on a terminal. The arguments may be in `error`
+// itself: a caller adds to the sentence of a function that it called.
 __attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* format, ...);
 
 // A process that must end calls this first, with its exit code and its message. The function here does nothing, since

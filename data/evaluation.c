@@ -1,9 +1,7 @@
 #include "evaluation.h"
-
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
 #include "clock.h"
 #include "files.h"
 #include "json.h"
@@ -116,27 +114,24 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
                           "such as --eval hellaswag,lambada, or --eval-every 0");
     }
     const bool is_path = strchr(name, '/') || text_ends(name, ".eval");
-    char* path = is_path ? text_copy(name) : text_format("data/eval/%s.eval", name);
+    SCOPED char* path = is_path ? text_copy(name) : text_format("data/eval/%s.eval", name);
     snprintf(e->name, sizeof(e->name), "%s", path_name(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
     int64_t bytes = 0;
-    bool fine = true;
     if (!is_path && !file_exists(path)) {
         const bool is_name =
             name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
-        fine = data_error(error,
+        return data_error(error,
                           "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
                           "type the path of an evaluation file, such as data/eval/NAME.eval",
                           name, path, is_name ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
     }
-    char reason[DATA_ERROR_BYTES];
-    if (fine) e->file = file_read(path, &bytes, reason);
-    if (fine && !e->file) data_error(error, "--eval: %s; type the path of an evaluation file", reason);
-    fine = e->file && evaluation_parse(e, path, bytes, tokenizer, error);
-    free(path);
-    if (!fine) evaluation_close(e);
-    return fine;
+    e->file = file_read(path, &bytes, error);
+    if (!e->file) return data_error(error, "--eval: %s; type the path of an evaluation file", error);
+    if (evaluation_parse(e, path, bytes, tokenizer, error)) return true;
+    evaluation_close(e);
+    return false;
 }
 
 void evaluation_close(Evaluation* e) {
@@ -145,24 +140,22 @@ void evaluation_close(Evaluation* e) {
 }
 
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error) {
-    bool ok = true;
-    char *list = text_copy(names), *rest = list;
-    for (char* name; ok && (name = strsep(&rest, ","));) {
+    SCOPED char* list = text_copy(names);
+    char* rest = list;
+    for (char* name; (name = strsep(&rest, ","));) {
         Evaluation e;
-        ok = evaluation_open(&e, name, tokenizer, error);
-        if (ok) evaluation_close(&e);
+        if (!evaluation_open(&e, name, tokenizer, error)) return false;
+        evaluation_close(&e);
     }
-    free(list);
-    return ok;
+    return true;
 }
 
 bool evaluation_possible(const char* names, bool bytes, const char* out, char* error) {
-    char reason[DATA_ERROR_BYTES];
     Tokenizer* tokenizer = bytes ? tokenizer_open(NULL, error) : NULL;
     const bool ok = evaluation_check(names, tokenizer, error);
-    if (tokenizer) tokenizer_close(tokenizer);
-    if (!ok || !*out || output_possible(out, reason)) return ok;
-    return data_error(error, "--eval-out: %s", reason);
+    tokenizer_close(tokenizer);
+    if (!ok || !*out || output_possible(out, error)) return ok;
+    return data_error(error, "--eval-out: %s", error);
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
@@ -260,32 +253,27 @@ EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* s
         row += example->rows, scores += example->rows;
     }
     if (!isfinite(sum)) return (EvaluationResult){NAN, NAN, NAN, NAN, NAN, NAN};
-    EvaluationResult result = {(double)right[0] / e->examples,
-                               (double)right[1] / e->examples,
-                               (double)right[2] / e->examples,
-                               exp(-sum / e->examples),
-                               0,
-                               0};
-    result.acc_error = standard_error(result.acc, e->examples);
-    result.acc_norm_error = standard_error(result.acc_norm, e->examples);
-    return result;
+    const double n = e->examples, acc = (double)right[0] / n, norm = (double)right[1] / n;
+    return (EvaluationResult){acc,
+                              norm,
+                              (double)right[2] / n,
+                              exp(-sum / n),
+                              standard_error(acc, e->examples),
+                              standard_error(norm, e->examples)};
 }
 
-void evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds, char* line, size_t bytes) {
+const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds) {
     if (e->kind == EVALUATION_LAST_WORD) {
-        snprintf(line, bytes, "%s  acc %.4f ± %.4f  perplexity %.4f  %d last words  %.1f s", e->name, r->acc,
-                 r->acc_error, r->perplexity, e->examples, seconds);
-    } else {
-        snprintf(line, bytes, "%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions  %.1f s",
-                 e->name, r->acc, r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, e->examples, seconds);
+        return text_kept("%s  acc %.4f ± %.4f  perplexity %.4f  %d last words  %.1f s", e->name, r->acc, r->acc_error,
+                         r->perplexity, e->examples, seconds);
     }
+    return text_kept("%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions  %.1f s", e->name, r->acc,
+                     r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, e->examples, seconds);
 }
 
 void evaluation_print(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
-    char line[512];
     (void)context;
-    evaluation_describe(e, result, seconds, line, sizeof(line));
-    printf("eval     %s\n", line);
+    printf("eval     %s\n", evaluation_describe(e, result, seconds));
     fflush(stdout);
 }
 
@@ -307,9 +295,8 @@ static void write_numbers(FILE* file, const char* name, const EvaluationRow* row
     fputc(']', file);
 }
 
-// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores": [ln p of each choice],
-// "characters": [...], "bytes": [...], "choice", "choice_norm", "choice_bytes"}; of last words "right" instead of the
-// choices.
+// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores" (ln p of each choice),
+// "characters", "bytes", "choice", "choice_norm", "choice_bytes"}, or "right" instead of choices for last words.
 static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, char* error) {
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; i++) {
@@ -339,9 +326,9 @@ static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationSc
 static bool evaluation_score(const Evaluator* by, const Evaluation* e, EvaluationScore* scores) {
     EvaluationPlan plan = evaluation_plan(e, by->T, by->tokens);
     const size_t room = (size_t)(by->tokens > by->T ? by->tokens : by->T);
-    int* tokens = memory_take(4 * room * sizeof(int));
+    SCOPED int* tokens = memory_take(4 * room * sizeof(int));
     int *places = tokens + room, *targets = tokens + 2 * room, *likeliest = tokens + 3 * room;
-    float* losses = memory_take(room * sizeof(float));
+    SCOPED float* losses = memory_take(room * sizeof(float));
     bool stopped = false;
     for (int i = 0; i < plan.batches && !stopped; i += by->world) {
         const int own = i + by->rank, batch = own < plan.batches ? own : plan.batches - 1;
@@ -351,7 +338,7 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
         evaluation_take(e, &plan, batch, losses, likeliest, scores);
         stopped = by->stops(by->model);
     }
-    EvaluationScore* theirs = memory_take((size_t)e->rows * sizeof(*theirs));
+    SCOPED EvaluationScore* theirs = memory_take((size_t)e->rows * sizeof(*theirs));
     for (int rank = 0; rank < by->world && by->world > 1 && !stopped; rank++) {
         memcpy(theirs, scores, (size_t)e->rows * sizeof(*theirs));
         by->share(by->model, rank, theirs, e->rows * (int64_t)sizeof(*theirs));
@@ -360,7 +347,6 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
             for (int j = 0; j < plan.batch[i].count; j++) scores[row[j]] = theirs[row[j]];
         }
     }
-    free(theirs), free(losses), free(tokens);
     free(plan.order), free(plan.batch);
     return !stopped;
 }
@@ -374,28 +360,26 @@ static bool evaluation_one(const Evaluator* by, const char* name, const Tokenize
     bool ok = e.vocabulary <= by->vocabulary ||
               data_error(error, "--eval %s has a vocabulary of %d tokens and the model of %d", name, e.vocabulary,
                          by->vocabulary);
-    EvaluationScore* scores = memory_zero((size_t)e.rows, sizeof(*scores));
+    SCOPED EvaluationScore* scores = memory_zero((size_t)e.rows, sizeof(*scores));
     *stopped = ok && !evaluation_score(by, &e, scores);
     if (ok && !*stopped && by->rank == 0) {
         const EvaluationResult result = evaluation_result(&e, scores);
         by->done(by->context, &e, &result, seconds_now() - begin);
         ok = !out || evaluation_write(out, &e, scores, error);
     }
-    free(scores);
     evaluation_close(&e);
     return ok;
 }
 
 bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
-    char reason[DATA_ERROR_BYTES];
-    FILE* file = *out && by->rank == 0 ? output_open(out, reason) : NULL;
-    if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", reason);
+    FILE* file = *out && by->rank == 0 ? output_open(out, error) : NULL;
+    if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", error);
     bool ok = true, stopped = false;
-    char *list = text_copy(names), *rest = list;
+    SCOPED char* list = text_copy(names);
+    char* rest = list;
     for (char* name; ok && !stopped && (name = strsep(&rest, ","));) {
         ok = evaluation_one(by, name, tokenizer, file, &stopped, error);
     }
-    free(list);
     if (file) fclose(file);
     return ok;
 }

@@ -2,11 +2,10 @@
 // them, and the figures that follow from the scores.
 //
 // A question has one row for each choice, or a single row where its last word is asked for. A row is scored by the sum
-// of ln p over its continuation. Rows are sorted by length and cut into batches of one shape each, and neither depends
-// on how many processes share the batches; so the scores are the same to the bit for any number of them.
+// of ln p over its continuation. Rows are sorted by length and cut into batches of one shape each, whatever the number
+// of processes that share them; so the scores are the same to the bit.
 #pragma once
 #include "tokenizer.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef enum { EVALUATION_CHOICES, EVALUATION_LAST_WORD } EvaluationKind;
@@ -30,9 +29,8 @@ typedef struct {
     char* file;                        // its bytes, into which these point
 } Evaluation;
 
-// Opens NAME.eval of data/eval, or the file itself if the name has a slash or ends in .eval. A file that was made for
-// another vocabulary than the tokenizer's is refused, and so is a damaged one. With tokenizer NULL the vocabulary is
-// not compared.
+// Opens NAME.eval of data/eval, or the file itself if the name has a slash or ends in .eval. Refuses a damaged file,
+// and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
 // Returns whether all these tasks can be opened; their names have commas between them.
@@ -50,11 +48,10 @@ typedef struct {
     EvaluationBatch* batch;
     int batches;
 } EvaluationPlan;
-// Plans the batches for a model with a context of T tokens. A batch has at most `tokens` of them, and at least one row.
-// The caller frees `order` and `batch`.
+// Plans the batches, of at most `tokens` tokens each, for a context of T tokens. The caller frees `order` and `batch`.
 EvaluationPlan evaluation_plan(const Evaluation* evaluation, int T, int64_t tokens);
 // Fills in a batch as a model reads it: tokens (B, T), and the places that are scored, as indices into these, with the
-// token that follows each of them. `places` and `targets` have room for B * T. Returns how many places there are.
+// token that follows each. `places` and `targets` have room for B * T. Returns how many places there are.
 int evaluation_fill(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, int* tokens, int* places,
                     int* targets);
 
@@ -64,20 +61,18 @@ typedef struct {
     int32_t right;  // each token of the continuation was the likeliest
     int32_t pad;
 } EvaluationScore;
-// Puts the scores of a batch's rows into scores[row]. They follow from the loss (-ln p) at each place that
-// evaluation_fill gave, and from whether the target was the likeliest there.
+// Puts the scores of a batch's rows into scores[row], from the loss (-ln p) at each place and whether it was likeliest.
 void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, const float* losses,
                      const int* likeliest, EvaluationScore* scores);
 
-// A result has shares of right answers, 0 to 1, and their standard errors; data/README.md defines them. Of last words
-// it has acc and perplexity, of choices the three shares. All are NaN if a score is not finite.
+// Shares of right answers and their standard errors, which data/README.md defines. Last words have acc and perplexity,
+// choices the three shares. All are NaN if a score is not finite.
 typedef struct {
     double acc, acc_norm, acc_bytes, perplexity;
     double acc_error, acc_norm_error;
 } EvaluationResult;
 EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores);
-// The processes of a run score tasks together. All call evaluation_run; they take batches in turn, and all the same
-// number of them.
+// The processes of a run score tasks together: all call evaluation_run, and take equally many batches in turn.
 typedef void (*EvaluationDone)(void* context, const Evaluation* evaluation, const EvaluationResult* result,
                                double seconds);
 typedef struct {
@@ -85,8 +80,7 @@ typedef struct {
     int T;           // the model's context
     int64_t tokens;  // of a batch, at most
     int vocabulary;  // the model's
-    // Computes the loss (-ln p) at each of `count` places, as evaluation_fill gives them, and whether the target is the
-    // likeliest.
+    // Computes the loss (-ln p) at each of `count` places, and whether the target is the likeliest there.
     void (*score)(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
                   float* losses, int* likeliest);
     void (*share)(void* model, int from, void* bytes, int64_t count);  // bytes of process `from` go to all
@@ -95,14 +89,12 @@ typedef struct {
     EvaluationDone done;  // the figures of a task, on rank 0
     void* context;
 } Evaluator;
-// Scores tasks or files, whose names have commas between them. The scores of all examples go to the file `out`, unless
-// that is "".
+// Scores tasks or files, whose names have commas between them. All scores go to the file `out`, unless that is "".
 bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokenizer* tokenizer, const char* out,
                     char* error);
 
-// Writes a line for the terminal.
-void evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds, char* line,
-                         size_t bytes);
+// Returns a line for the terminal, kept as by text_kept.
+const char* evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 // Prints that line; it is an EvaluationDone.
 void evaluation_print(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 // Writes the members of a line of log.jsonl that follow "type": "eval".

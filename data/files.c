@@ -1,5 +1,3 @@
-// See files.h.
-#define _GNU_SOURCE
 #include "files.h"
 #include <dirent.h>
 #include <errno.h>
@@ -14,7 +12,7 @@
 #include <nmmintrin.h>
 #endif
 
-enum { PATH_BYTES = 4500, PIECE_BYTES = 8 << 20 };
+enum { PIECE_BYTES = 8 << 20 };
 
 #ifdef __SSE4_2__
 
@@ -34,9 +32,8 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #else
 
-// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. The tables are built on the stack by
-// every call (2,048 steps) rather than kept in a mutable global: nothing beside the megabytes that a call is given, and
-// short inputs go bit by bit.
+// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. Every call with more than a short input
+// builds the tables on its stack (2,048 steps).
 uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
     const unsigned char* b = bytes;
     crc = ~crc;
@@ -66,23 +63,14 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #endif
 
-// Keeps a path for the thread until 64 more have been kept.
-static const char* path_keep(char* path) {
-    static _Thread_local char* paths[64];
-    static _Thread_local unsigned next;
-    char** place = &paths[next++ % 64];
-    free(*place);
-    return *place = path;
-}
-
 const char* path_in(const char* folder, const char* name) {
-    return path_keep(text_format("%s/%s", folder, name));
+    return text_kept("%s/%s", folder, name);
 }
 
 const char* path_parent(const char* path) {
     const char* slash = strrchr(path, '/');
     if (!slash) return ".";
-    return path_keep(text_part(path, slash > path ? (size_t)(slash - path) : 1));
+    return text_kept("%.*s", slash > path ? (int)(slash - path) : 1, path);
 }
 
 const char* path_name(const char* path) {
@@ -142,15 +130,11 @@ bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_
 char* file_read(const char* path, int64_t* bytes, char* error) {
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return NULL;
-    char* text = NULL;
-    if (*bytes > FILE_READ_MOST) {
-        data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d", path, (long long)*bytes,
-                   FILE_READ_MOST);
-    } else {
-        text = memory_take((size_t)*bytes + 1);
-        text[*bytes] = 0;
-        if (!file_read_at(descriptor, path, text, 0, *bytes, error)) free(text), text = NULL;
-    }
+    const bool fits =
+        *bytes <= FILE_READ_MOST || data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d",
+                                               path, (long long)*bytes, FILE_READ_MOST);
+    char* text = fits ? memory_zero((size_t)*bytes + 1, 1) : NULL;
+    if (text && !file_read_at(descriptor, path, text, 0, *bytes, error)) free(text), text = NULL;
     close(descriptor);
     return text;
 }
@@ -160,14 +144,13 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
     *crc = 0;
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return false;
-    char* piece = memory_take(PIECE_BYTES);
+    SCOPED char* piece = memory_take(PIECE_BYTES);
     bool fine = true;
     for (int64_t at = 0; fine && at < *bytes; at += PIECE_BYTES) {
         int64_t count = *bytes - at < PIECE_BYTES ? *bytes - at : PIECE_BYTES;
         fine = file_read_at(descriptor, path, piece, at, count, error);
         if (fine) *crc = crc32c(*crc, piece, count);
     }
-    free(piece);
     close(descriptor);
     return fine;
 }
@@ -219,19 +202,15 @@ bool file_sync(int descriptor, const char* path, char* error) {
 }
 
 bool file_write(const char* path, const void* bytes, int64_t count, char* error) {
-    char* name = text_format("%s.tmp", path);
+    SCOPED char* name = text_format("%s.tmp", path);
     int descriptor = file_create(name, error);
-    bool fine = descriptor >= 0;
-    if (descriptor >= 0) {
-        fine = file_write_all(descriptor, name, bytes, count, error) && file_sync(descriptor, name, error);
-        if (close(descriptor) != 0 && fine) fine = data_error(error, "cannot write %s: %s", name, strerror(errno));
-        if (fine && rename(name, path) != 0) {
-            fine =
-                data_error(error, "cannot rename %s to %s: %s; remove what has that name", name, path, strerror(errno));
-        }
-        if (!fine) unlink(name);
+    if (descriptor < 0) return false;
+    bool fine = file_write_all(descriptor, name, bytes, count, error) && file_sync(descriptor, name, error);
+    if (close(descriptor) != 0 && fine) fine = data_error(error, "cannot write %s: %s", name, strerror(errno));
+    if (fine && rename(name, path) != 0) {
+        fine = data_error(error, "cannot rename %s to %s: %s; remove what has that name", name, path, strerror(errno));
     }
-    free(name);
+    if (!fine) unlink(name);
     return fine && folder_sync(path_parent(path), error);
 }
 
@@ -239,10 +218,8 @@ bool file_copy(const char* from, const char* name, const char* to, const char* c
     const char *source = path_in(from, name), *target = path_in(to, copy);
     if (access(source, F_OK) != 0 || access(target, F_OK) == 0) return true;
     int64_t bytes;
-    char* text = file_read(source, &bytes, error);
-    bool fine = text && file_write(target, text, bytes, error);
-    free(text);
-    return fine;
+    SCOPED char* text = file_read(source, &bytes, error);
+    return text && file_write(target, text, bytes, error);
 }
 
 // The size of an open log without the half line at its end; -1 when it cannot be read.
@@ -260,19 +237,15 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
 
 bool output_possible(const char* path, char* error) {
     struct stat status;
-    const char* slash = strrchr(path, '/');
-    char* folder = slash ? text_part(path, (size_t)(slash - path) + 1) : text_copy(".");
-    const bool there = lstat(path, &status) == 0, regular = there && S_ISREG(status.st_mode);
-    const bool fine = !there || regular;
-    const int reason = access(there ? path : folder, W_OK) == 0 ? 0 : errno;
-    free(folder);
-    if (!fine) {
+    const bool there = lstat(path, &status) == 0;
+    if (there && !S_ISREG(status.st_mode)) {
         return data_error(error, "%s is a %s; name a file that may be written", path,
                           S_ISLNK(status.st_mode)   ? "link, which is not followed"
                           : S_ISDIR(status.st_mode) ? "folder"
                                                     : "pipe or a device");
     }
-    return reason == 0 || data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(reason));
+    return access(there ? path : path_in(path_parent(path), "."), W_OK) == 0 ||
+           data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
 }
 
 FILE* output_open(const char* path, char* error) {
@@ -299,39 +272,29 @@ FILE* log_open(const char* path, char* error) {
     }
     bool fine = (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) ||
                 data_error(error, "%s is not a regular file; remove it, or name another folder", path);
-    int64_t bytes = fine ? whole_lines(descriptor, path, (int64_t)status.st_size, error) : -1;
-    fine = bytes >= 0;
-    if (fine && bytes < status.st_size && ftruncate(descriptor, bytes) != 0) {
-        fine = data_error(error, "%s cannot be written: %s", path, strerror(errno));
-    }
+    const int64_t bytes = fine ? whole_lines(descriptor, path, (int64_t)status.st_size, error) : -1;
+    fine = bytes >= 0 && (bytes == status.st_size || ftruncate(descriptor, bytes) == 0);
     FILE* file = fine ? fdopen(descriptor, "a") : NULL;
-    if (fine && !file) data_error(error, "%s cannot be written: %s", path, strerror(errno));
+    if (bytes >= 0 && !file) data_error(error, "%s cannot be written: %s", path, strerror(errno));
     if (!file) close(descriptor);
     return file;
 }
 
 bool folder_make(const char* path, char* error) {
     if (*path == 0) return data_error(error, "cannot create a folder without a name");
-    char* name = text_copy(path);
-    bool fine = true;
     // Every prefix that ends before a slash, then the whole.
-    for (char* at = name + 1; fine; at++) {
-        if (*at != '/' && *at != 0) continue;
-        char ended = *at;
-        *at = 0;
+    for (const char* end = path; *end;) {
         struct stat status;
+        end += 1 + strcspn(end + 1, "/");
+        SCOPED char* name = text_part(path, (size_t)(end - path));
         int reason = mkdir(name, 0777) == 0 ? 0 : errno;
-        if (reason != 0 && !(stat(name, &status) == 0 && S_ISDIR(status.st_mode))) {
-            bool taken = reason == EEXIST || reason == ENOTDIR;
-            bool link = taken && lstat(name, &status) == 0 && S_ISLNK(status.st_mode);
-            const char* why = link ? "a link of that name leads to no folder" : "there is a file of that name";
-            fine = data_error(error, "cannot create the folder %s: %s", name, taken ? why : strerror(reason));
-        }
-        *at = ended;
-        if (ended == 0) break;
+        if (reason == 0 || folder_exists(name)) continue;
+        bool taken = reason == EEXIST || reason == ENOTDIR;
+        bool link = taken && lstat(name, &status) == 0 && S_ISLNK(status.st_mode);
+        const char* why = link ? "a link of that name leads to no folder" : "there is a file of that name";
+        return data_error(error, "cannot create the folder %s: %s", name, taken ? why : strerror(reason));
     }
-    free(name);
-    return fine;
+    return true;
 }
 
 bool folder_new(const char* path, char* error) {
@@ -347,8 +310,8 @@ bool folder_sync(const char* path, char* error) {
     return fine;
 }
 
-// Removes NAME in the open folder `parent`, and what is in it down to `levels` folders. `path` names it in the error.
-// No call follows a link, not even one that takes the place of a folder meanwhile.
+// Removes NAME in the open folder `parent`, and what is in it down to `levels` folders, without following links, not
+// even one that takes the place of a folder meanwhile. `path` names it in the error.
 static bool remove_at(int parent, const char* name, const char* path, int levels, char* error) {
     if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return true;  // a file or a link
     if (errno != EISDIR && errno != EPERM) return data_error(error, "cannot remove %s: %s", path, strerror(errno));
@@ -362,8 +325,7 @@ static bool remove_at(int parent, const char* name, const char* path, int levels
     bool fine = true;
     for (struct dirent* entry; fine && levels >= 0 && (entry = readdir(folder));) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        char inner[PATH_BYTES];
-        snprintf(inner, sizeof(inner), "%s/%s", path, entry->d_name);
+        SCOPED char* inner = text_format("%s/%s", path, entry->d_name);
         fine = remove_at(descriptor, entry->d_name, inner, levels - 1, error);
     }
     closedir(folder);

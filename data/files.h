@@ -1,20 +1,16 @@
 // Checksums, files and folders.
-// Conventions of data/: a function that can fail by what the user gave returns false (NULL, or -1 for a descriptor) and
-// writes one sentence (the file, what was found, what to do) into `error`; nothing here exits or asserts.
-// Reading follows symbolic links, because model caches and moved checkpoints are made of them. Creating and removing
-// never do: a link that stands in the way is replaced or removed itself, and what it points to stays as it is.
+// A function of data/ that can fail by what the user gave returns false (NULL, or -1 for a descriptor) and writes one
+// sentence (the file, what was found, what to do) into `error`; nothing here exits or asserts. Reading follows symbolic
+// links, since model caches are made of them. Creating and removing never do: a link in the way is replaced itself.
 #pragma once
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include "errors.h"
 #include "memory.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
-// Returns FOLDER/NAME. The text is the thread's: it lasts for its next 63 calls of this function or the next.
+// These return FOLDER/NAME, and the folder that holds `path`, "." when none is named, kept as by text_kept.
 const char* path_in(const char* folder, const char* name);
-// Returns the folder that holds `path`, "." when none is named.
 const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.
 const char* path_name(const char* path);
@@ -27,28 +23,24 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count);
 
 bool folder_exists(const char* path);
 bool file_exists(const char* path);  // a regular file
-// Returns whether a name that a file gives for its neighbour can only mean a file in the same folder: no slash, and not
-// "..".
+// Returns whether a name can only mean a file in the same folder: it has no slash and is not "..".
 bool file_name_plain(const char* name);
 
 // Opens a regular file for reading and sets its size. Pipes, devices, sockets and folders are refused at once.
 int file_open(const char* path, int64_t* bytes, char* error);
 // Reads `count` bytes at offset `at`. A file that has become shorter since it was opened is an error.
 bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error);
-// Reads a regular file of at most FILE_READ_MOST bytes as a whole. A NUL byte follows the contents. The caller frees
-// it.
+// Reads a regular file of at most FILE_READ_MOST bytes, and a NUL byte after them. The caller frees it.
 char* file_read(const char* path, int64_t* bytes, char* error);
 // Finds the size and CRC-32C of FOLDER/NAME, which it reads in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
 
-// Opens a file that a user named, to write it from its beginning; NULL with a sentence. Links, pipes and devices are
-// refused.
+// Opens a file that a user named, to write it anew; NULL with a sentence. Links, pipes and devices are refused.
 FILE* output_open(const char* path, char* error);
 // Returns whether output_open is going to open it, as far as can be seen beforehand.
 bool output_possible(const char* path, char* error);
 
-// Returns whether the disk has room for a file of so many bytes at `path`, in a folder that may not exist yet; true
-// where nobody knows.
+// Returns whether the disk has room for so many bytes at `path`, which may not exist yet; true where nobody knows.
 bool disk_holds(const char* path, int64_t bytes, char* error);
 // Creates a file of this name for writing, in place of the file or link that has the name now.
 int file_create(const char* path, char* error);
@@ -58,8 +50,7 @@ bool file_sync(int descriptor, const char* path, char* error);
 bool file_write(const char* path, const void* bytes, int64_t count, char* error);
 // Copies FROM/NAME to TO/COPY unless that is there; true also when there is no FROM/NAME.
 bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error);
-// Opens a log for appending and creates it where there is none. A half-written last line (a full disk, a crash) is cut
-// off, so that every line is whole. A link or a special file of that name is refused.
+// Opens a log for appending, or creates it. Cuts off a half-written last line. Refuses links and special files.
 FILE* log_open(const char* path, char* error);
 
 // Makes a folder and those above it. An existing folder is fine, an existing file of that name is an error.
@@ -67,8 +58,7 @@ bool folder_make(const char* path, char* error);
 // Makes an empty folder in an existing one, in place of whatever has its name now.
 bool folder_new(const char* path, char* error);
 bool folder_sync(const char* path, char* error);
-// Removes a folder that this program wrote (files and one level of folders). A file or a link of that name is removed
-// itself. True when nothing has the name.
+// Removes a folder with its files and one level of folders, or the file or link of that name. True when there is none.
 bool folder_remove(const char* path, char* error);
 
 C_LINKAGE_END

@@ -1,10 +1,7 @@
-// See gpt2_config.h.
 #include "gpt2_config.h"
-
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-
 #include "files.h"
 #include "text.h"
 
@@ -27,8 +24,7 @@ static const Gpt2Name names[] = {
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
-// Returns the depth that GPT-3's models have at a width. Between two of their widths the logarithm of the depth is
-// interpolated; below the least one a model has a layer for each 64 channels.
+// Returns the depth that GPT-3's models have at a width, interpolated in logarithms; at 64 channels it is one layer.
 static double usual_layers(int channels) {
     static const double known[][2] = {{64, 1},    {768, 12},  {1024, 24}, {2048, 24},
                                       {2560, 32}, {4096, 32}, {5120, 40}, {12288, 96}};
@@ -69,11 +65,9 @@ static double size_number(const char* text) {
     char* end;
     if (*text < '0' || *text > '9') return 0;
     const double number = strtod(text, &end);
-    const double unit = *end == 'K' || *end == 'k'   ? 1e3
-                        : *end == 'M' || *end == 'm' ? 1e6
-                        : *end == 'B' || *end == 'b' ? 1e9
-                                                     : 0;
-    return unit > 0 && end[1] == 0 && strcspn(text, "xXeE") == strlen(text) ? number * unit : 0;
+    static const char units[] = "KMB";
+    const char* unit = *end ? strchr(units, *end & ~32) : NULL;  // in either case
+    return unit && end[1] == 0 && !strpbrk(text, "xXeE") ? number * pow(1e3, 1 + (double)(unit - units)) : 0;
 }
 
 bool gpt2_size_check(const char* size, char* error) {
@@ -116,16 +110,13 @@ const Gpt2Name* gpt2_named(const char* name) {
     return wanted > 0 && size_choose(wanted, &sized) ? &sized : NULL;
 }
 
-const char* gpt2_names(char* text, size_t bytes) {
-    size_t used = 0;
-    for (int i = 0; i < NAMES && used < bytes; i++) {
-        used += (size_t)snprintf(text + used, bytes - used, "%s%s", i ? "|" : "", names[i].name);
-    }
+const char* gpt2_names(void) {
+    const char* text = names[0].name;
+    for (int i = 1; i < NAMES; i++) text = text_kept("%s|%s", text, names[i].name);
     return text;
 }
 
-// True if nibble computes with this value of a member. One that is absent or null has transformers' default, with which
-// it does.
+// True if nibble computes with this value of a member. Absent or null means transformers' default, which it has.
 static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
     const Json* found = json_get(json, key);
     if (!found || found->kind == JSON_NULL) return true;
@@ -138,16 +129,14 @@ static bool is_value(const Json* json, const char* key, const char* wanted, cons
 
 // Says what a member holds and what nibble has instead.
 static bool refuse_member(const Json* json, const char* key, const char* wanted, const char* folder, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    SCOPED char* text;
+    size_t length;
     FILE* file = text_stream(&text, &length);
     json_write(file, json_get(json, key));
     fclose(file);
-    data_error(error,
-               "--model %s is a GPT-2 variant: its config.json has %s %.60s, and nibble has %s; give another model",
-               folder, key, text, wanted);
-    free(text);
-    return false;
+    return data_error(
+        error, "--model %s is a GPT-2 variant: its config.json has %s %.60s, and nibble has %s; give another model",
+        folder, key, text, wanted);
 }
 
 static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
@@ -158,8 +147,7 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
                           "says \"model_type\": \"gpt2\"",
                           folder, type);
     }
-    char inner[32];
-    snprintf(inner, sizeof(inner), "%lld", 4 * (long long)json_int(json, "n_embd", 768));
+    const char* inner = text_kept("%lld", 4 * (long long)json_int(json, "n_embd", 768));
     const struct {
         const char *key, *wanted, *also;  // another name for the same
     } members[] = {{"activation_function", "gelu_new", "gelu_pytorch_tanh"},
@@ -179,35 +167,27 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
     return true;
 }
 
-// A number of the shape; -1 when it is there and no integer.
-static int64_t shape_number(const Json* json, const char* key, int64_t otherwise) {
-    return json_get(json, key) ? json_int(json, key, -1) : otherwise;
-}
-
 bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error) {
-    char reason[DATA_ERROR_BYTES];
-    Json* json = json_read(path_in(folder, "config.json"), reason);
-    if (!json) return data_error(error, "--model %s: %s; name another folder", folder, reason);
-    bool ok = is_plain_gpt2(json, folder, error);
-    *shape = (Gpt2Shape){
-        shape_number(json, "n_layer", 12), shape_number(json, "n_embd", 768), shape_number(json, "n_head", 12),
-        shape_number(json, "n_positions", shape_number(json, "n_ctx", 1024)), shape_number(json, "vocab_size", 50257)};
+    JSON_SCOPED Json* json = json_read(path_in(folder, "config.json"), error);
+    if (!json) return data_error(error, "--model %s: %s; name another folder", folder, error);
+    if (!is_plain_gpt2(json, folder, error)) return false;
     const struct {
         const char* key;
-        int64_t found, most;
-    } numbers[] = {{"n_layer", shape->layers, max->layers},
-                   {"n_embd", shape->channels, max->channels},
-                   {"n_head", shape->heads, max->heads},
-                   {json_get(json, "n_positions") ? "n_positions" : "n_ctx", shape->positions, max->positions},
-                   {"vocab_size", shape->vocabulary, max->vocabulary}};
-    for (int i = 0; ok && i < 5; i++) {
-        if (numbers[i].found >= 1 && numbers[i].found <= numbers[i].most) continue;
-        char wanted[64];
-        snprintf(wanted, sizeof(wanted), "whole numbers from 1 to %lld", (long long)numbers[i].most);
-        ok = refuse_member(json, numbers[i].key, wanted, folder, error);
+        int64_t otherwise, most, *found;
+    } numbers[] = {{"n_layer", 12, max->layers, &shape->layers},
+                   {"n_embd", 768, max->channels, &shape->channels},
+                   {"n_head", 12, max->heads, &shape->heads},
+                   {json_get(json, "n_positions") ? "n_positions" : "n_ctx", 1024, max->positions, &shape->positions},
+                   {"vocab_size", 50257, max->vocabulary, &shape->vocabulary}};
+    for (int i = 0; i < 5; i++) {
+        const char* key = numbers[i].key;
+        const int64_t found = json_get(json, key) ? json_int(json, key, -1) : numbers[i].otherwise;
+        *numbers[i].found = found;
+        if (found >= 1 && found <= numbers[i].most) continue;
+        const char* wanted = text_kept("whole numbers from 1 to %lld", (long long)numbers[i].most);
+        return refuse_member(json, key, wanted, folder, error);
     }
-    json_free(json);
-    return ok;
+    return true;
 }
 
 // Heads of 64 or 128 channels: what attention's kernels have.
@@ -266,15 +246,6 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
     return check_heads(model, *folder, shape, error);
 }
 
-// True if this member of config.json is written from the model that is saved, or is of no use beside it.
-static bool is_replaced(const char* key) {
-    static const char* const keys[] = {"architectures", "model_type",           "n_layer",  "n_embd",
-                                       "n_head",        "n_positions",          "n_ctx",    "vocab_size",
-                                       "dtype",         "torch_dtype",          "auto_map", "activation_function",
-                                       "_name_or_path", "transformers_version", NULL};
-    return text_among(key, keys);
-}
-
 // Can the value of a member such as eos_token_id be kept? It is a token of the vocabulary, several of them, or null.
 static bool is_token_id(const Json* value, int64_t vocabulary) {
     if (value->kind == JSON_NULL) return true;
@@ -289,8 +260,13 @@ static bool is_token_id(const Json* value, int64_t vocabulary) {
 
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
                        const SpecialTokens* tokens, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    // Members that are written from the model that is saved, or are of no use beside it.
+    static const char* const replaced[] = {"architectures", "model_type",           "n_layer",  "n_embd",
+                                           "n_head",        "n_positions",          "n_ctx",    "vocab_size",
+                                           "dtype",         "torch_dtype",          "auto_map", "activation_function",
+                                           "_name_or_path", "transformers_version", NULL};
+    SCOPED char* text;
+    size_t length;
     FILE* file = text_stream(&text, &length);
     fprintf(file,
             "{\n  \"architectures\": [\"GPT2LMHeadModel\"],\n  \"model_type\": \"gpt2\",\n  \"n_layer\": %lld,\n"
@@ -306,7 +282,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     }
     for (const Json* member = loaded && loaded->kind == JSON_OBJECT ? loaded->child : NULL; member;
          member = member->next) {
-        if (is_replaced(member->key)) continue;
+        if (text_among(member->key, replaced)) continue;
         if (text_ends(member->key, "_token_id") && !is_token_id(member, shape->vocabulary)) continue;
         fputs("  ", file);
         json_write_string(file, member->key);
@@ -322,9 +298,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
     fclose(file);
-    bool ok = file_write(path, text, (int64_t)length, error);
-    free(text);
-    return ok;
+    return file_write(path, text, (int64_t)length, error);
 }
 
 double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t tokens) {

@@ -1,12 +1,7 @@
-// The shapes of GPT-2 models: by name, and in config.json of a Hugging Face folder, where it is also said whether
-// nibble can train what it describes.
+// The shapes of GPT-2 models, by name, by size, and in config.json of a Hugging Face folder.
 #pragma once
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 #include "options.h"
 #include "tokenizer.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct {
@@ -18,28 +13,26 @@ typedef struct {
     const char* name;
     int layers, channels, heads, positions;
 } Gpt2Name;
-// Returns the shape of a name, or of a size such as 30B: about so many parameters with GPT-2's vocabulary and 1024
-// positions, in GPT-3's proportions; 124M is gpt2's. NULL when there is none; a size's is valid until the next call.
+// Returns the shape of a name, or of a size such as 30B: about so many parameters, with GPT-2's vocabulary and in
+// GPT-3's proportions; 124M is gpt2's. NULL when there is none; a size's is valid until the next call.
 const Gpt2Name* gpt2_named(const char* name);
 bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
 // Makes the size of --size, if it was typed, the name of --model. Refuses it beside what it chooses.
 bool gpt2_take_size(const OptionTable* table, void* fields, bool* given, char* error);
-const char* gpt2_names(char* text, size_t bytes);  // all of them, with | between; 256 bytes are enough; returns text
+const char* gpt2_names(void);  // all of them, with | between, kept as by text_kept
 // Returns the FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
 double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t tokens);
 
-// Reads the shape in FOLDER/config.json, each number from 1 to that of `max`. False and a sentence when it is no GPT-2,
-// or a variant of it.
+// Reads the shape in FOLDER/config.json, each number from 1 to that of `max`; false for anything but a plain GPT-2.
 bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error);
 // Chooses the shape of `model`, a name or the folder `folder` ("": it is a name), for data of `vocabulary` tokens (0:
-// unknown), or bytes. `typed` has the numbers that were typed, -1 where none was; its vocabulary does not count.
-// `resumed`: the folder is a checkpoint, whose shape the options already have. The positions of a name are those that
-// were typed, if any; those of a folder stay, and the typed ones must not be more.
+// unknown), or bytes. `typed` has the numbers that were typed, -1 where none was; its vocabulary does not count. The
+// positions of a folder stay, and typed ones must not be more. `resumed`: the folder is a checkpoint.
 bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* max,
                        const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error);
-// Writes config.json of a model whose weights are of type `dtype` (transformers' name). `loaded` is the tree of the
-// config.json that the model came with, or NULL: its members are kept where they do not describe the shape. The numbers
-// of special tokens are `loaded`'s or, where it has none in the vocabulary, those of `tokens`.
+// Writes config.json of a model whose weights are of type `dtype` (transformers' name). Members of `loaded`, the
+// config.json that the model came with, or NULL, are kept where they do not describe the shape; special tokens that it
+// lacks are those of `tokens`.
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
                        const SpecialTokens* tokens, char* error);
 

@@ -1,10 +1,8 @@
 // JSON (RFC 8259): text -> tree -> text.
 //
-// One pass over the text, so the time is linear in its length: vocab.json of GPT-2 (1 MB, 50,257 members) and the
-// header of a large safetensors file (several MB) parse in milliseconds. The parser and json_free recurse once per
-// nesting level; DEPTH_MOST bounds their stack. Numbers keep their text beside the double, so that 64-bit integers
-// (offsets, shapes, token counts) are exact. What is refused: anything after the value, control characters and lone
-// surrogates in strings, NUL in a key (keys are C strings), numbers such as 01, .5, 1. or +1.
+// The time is linear in the text's length. The parser and json_free recurse once per nesting level; DEPTH_MOST bounds
+// their stack. It refuses anything after the value, control characters and lone surrogates in strings, NUL in a key
+// (keys are C strings), and numbers such as 01, .5, 1. or +1.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -98,8 +96,7 @@ static char* parse_escape(Parser* parser, char* to) {
     return utf8_write(to, (uint32_t)point);
 }
 
-// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes never grow, so the
-// source's length bounds the result's.
+// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes only shrink it.
 static char* parse_string(Parser* parser, int64_t* bytes) {
     const char* first = parser->at + 1;
     const char* last = first;
@@ -181,11 +178,10 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     }
 }
 
+// Takes a word if it is next.
 static bool parse_word(Parser* parser, Json* json, const char* word, JsonKind kind, double number) {
     int64_t length = (int64_t)strlen(word);
-    if (parser->end - parser->at < length || memcmp(parser->at, word, (size_t)length) != 0) {
-        return parse_error(parser, "something that is no value");
-    }
+    if (parser->end - parser->at < length || memcmp(parser->at, word, (size_t)length) != 0) return false;
     parser->at += length;
     json->kind = kind;
     json->number = number;
@@ -195,24 +191,17 @@ static bool parse_word(Parser* parser, Json* json, const char* word, JsonKind ki
 static bool parse_value(Parser* parser, Json* json, int depth) {
     skip_space(parser);
     if (parser->at == parser->end) return parse_error(parser, "no value");
-    switch (*parser->at) {
-        case '{':
-        case '[':
-            json->kind = *parser->at++ == '{' ? JSON_OBJECT : JSON_ARRAY;
-            return parse_children(parser, json, depth);
-        case '"':
-            json->kind = JSON_STRING;
-            json->text = parse_string(parser, &json->text_bytes);
-            return json->text != NULL;
-        case 't':
-            return parse_word(parser, json, "true", JSON_BOOL, 1.0);
-        case 'f':
-            return parse_word(parser, json, "false", JSON_BOOL, 0.0);
-        case 'n':
-            return parse_word(parser, json, "null", JSON_NULL, 0.0);
-        default:
-            return parse_number(parser, json);
+    if (*parser->at == '{' || *parser->at == '[') {
+        json->kind = *parser->at++ == '{' ? JSON_OBJECT : JSON_ARRAY;
+        return parse_children(parser, json, depth);
     }
+    if (*parser->at == '"') {
+        json->kind = JSON_STRING;
+        json->text = parse_string(parser, &json->text_bytes);
+        return json->text != NULL;
+    }
+    return parse_word(parser, json, "true", JSON_BOOL, 1.0) || parse_word(parser, json, "false", JSON_BOOL, 0.0) ||
+           parse_word(parser, json, "null", JSON_NULL, 0.0) || parse_number(parser, json);
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
@@ -220,18 +209,15 @@ Json* json_parse(const char* text, int64_t bytes, const char* what, char* error)
     Parser parser = {text, text, text + bytes, what, error};
     bool fine = parse_value(&parser, json, 0);
     if (fine) skip_space(&parser);
-    if (fine && parser.at != parser.end) fine = parse_error(&parser, "something after the end of the value");
-    if (fine) return json;
-    json_free(json);
-    return NULL;
+    if (fine && parser.at == parser.end) return json;
+    if (fine) parse_error(&parser, "something after the end of the value");
+    return json_free(json), NULL;
 }
 
 Json* json_read(const char* path, char* error) {
     int64_t bytes = 0;
-    char* text = file_read(path, &bytes, error);
-    Json* json = text ? json_parse(text, bytes, path, error) : NULL;
-    free(text);
-    return json;
+    SCOPED char* text = file_read(path, &bytes, error);
+    return text ? json_parse(text, bytes, path, error) : NULL;
 }
 
 void json_free(Json* json) {
@@ -241,6 +227,10 @@ void json_free(Json* json) {
         json_free(child);
     }
     free(json->key), free(json->text), free(json);
+}
+
+void json_drop(Json** json) {
+    json_free(*json);
 }
 
 const Json* json_get(const Json* object, const char* key) {
@@ -303,31 +293,24 @@ void json_write_string(FILE* file, const char* text) {
 
 void json_write(FILE* file, const Json* json) {
     const bool object = json->kind == JSON_OBJECT;
-    switch (json->kind) {
-        case JSON_STRING:
-            write_string(file, json->text, json->text_bytes);
-            return;
-        case JSON_NUMBER:
-            fputs(json->text, file);
-            return;
-        case JSON_NULL:
-        case JSON_BOOL:
-            fputs(json->kind == JSON_NULL ? "null" : json->number != 0 ? "true" : "false", file);
-            return;
-        default:
-            fputc(object ? '{' : '[', file);
-            for (const Json* child = json->child; child; child = child->next) {
-                if (object) json_write_string(file, child->key);
-                if (object) fputs(": ", file);
-                json_write(file, child);
-                if (child->next) fputs(", ", file);
-            }
-            fputc(object ? '}' : ']', file);
+    if (json->kind == JSON_STRING) return write_string(file, json->text, json->text_bytes);
+    if (!object && json->kind != JSON_ARRAY) {
+        const char* word = json->kind == JSON_NULL ? "null" : json->number != 0 ? "true" : "false";
+        fputs(json->kind == JSON_NUMBER ? json->text : word, file);
+        return;
     }
+    fputc(object ? '{' : '[', file);
+    for (const Json* child = json->child; child; child = child->next) {
+        if (object) json_write_string(file, child->key);
+        if (object) fputs(": ", file);
+        json_write(file, child);
+        if (child->next) fputs(", ", file);
+    }
+    fputc(object ? '}' : ']', file);
 }
 
 void json_write_number(FILE* file, double value) {
-    char text[40];
+    char text[32];
     if (!isfinite(value)) {
         fputs("null", file);
     } else if (value == floor(value) && fabs(value) <= 9007199254740992.0) {

@@ -17,15 +17,16 @@ struct Json {
     Json* child;    // first element
     Json* next;     // next sibling
 };
-// Parsing is strict (RFC 8259), takes at most 256 levels, and time linear in the text. json_free takes what json_parse
-// returned.
+// Parsing is strict and takes at most 256 levels; the caller frees the tree.
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error);  // `what` names the file in the error
 Json* json_read(const char* path, char* error);                                    // of a file
 void json_free(Json* json);
-// Returns the member of this name, NULL when it is absent, the last one of a name that comes twice, as in Python.
+// JSON_SCOPED Json* json = json_read(...); is freed where its scope ends.
+#define JSON_SCOPED __attribute__((cleanup(json_drop)))
+void json_drop(Json** json);
+// Returns the member of this name, the last one if it comes twice, as in Python; NULL when it is absent.
 const Json* json_get(const Json* object, const char* key);
-// These return a member's value, `otherwise` when it is absent, of another kind or, for json_int, not an integer of 64
-// bits.
+// These return a member's value; `otherwise` when it is absent or of another kind, or no integer of 64 bits.
 double json_number(const Json* object, const char* key, double otherwise);
 int64_t json_int(const Json* object, const char* key, int64_t otherwise);
 const char* json_string(const Json* object, const char* key, const char* otherwise);

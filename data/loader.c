@@ -1,13 +1,10 @@
 // The data loader: which files, which windows of them, in which order, read ahead.
 //
-// Files are never read as a whole: opening costs a system call or two per shard, memory is the page cache, and a
-// window is a read of T+1 tokens (2 bytes each in a shard, 1 in any other file) widened to int32.
-// The order is a permutation that needs no table (shuffle_index), so an epoch over any number of windows starts at
-// once and a resume is an addition. A thread prepares batches ahead into a ring of RING buffers; of these the caller
-// holds two and two are ready or in preparation, so loader_next waits only when reading is slower than training.
-// With each batch comes the order of its positions by token (a counting sort: two passes over the batch and one over
-// the vocabulary, about 1 ms for 65,536 tokens): the embedding's backward pass sums each row's gradients from it in a
-// fixed order, without atomics.
+// Files are never read as a whole: a window is a read of T+1 tokens, widened to int32. The order needs no table
+// (shuffle_index), so an epoch over any number of windows starts at once and a resume is an addition. Of the ring of
+// RING batches the caller holds two, and two are ready or in preparation.
+// With each batch comes the order of its positions by token (a counting sort, about 1 ms for 65,536 tokens): the
+// embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -77,9 +74,7 @@ static bool list_folder(FileList* list, const char* path, const char* prefix, ch
     if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
     for (struct dirent* entry; (entry = readdir(folder));) {
         if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !text_ends(entry->d_name, ".bin")) continue;
-        char* file = text_format("%s/%s", path, entry->d_name);
-        list_add(list, file);
-        free(file);
+        list_add(list, path_in(path, entry->d_name));
     }
     closedir(folder);
     list_sort(list);
@@ -101,11 +96,9 @@ static bool folder_has(const char* folder, const char* name) {
     return access(path_in(folder, name), R_OK) == 0;
 }
 
-static bool lists_share(const FileList* a, const FileList* b) {
-    for (int i = 0; i < a->count; i++) {
-        for (int j = 0; j < b->count; j++) {
-            if (strcmp(a->path[i], b->path[j]) == 0) return true;
-        }
+static bool lists_share(const FileList* sorted, const FileList* other) {
+    for (int i = 0; i < other->count; i++) {
+        if (bsearch(&other->path[i], sorted->path, (size_t)sorted->count, sizeof(char*), by_text)) return true;
     }
     return false;
 }
@@ -113,10 +106,9 @@ static bool lists_share(const FileList* a, const FileList* b) {
 // The validation files beside a glob of training files: the pattern with one "train" turned into "val", the last
 // first, that finds files and none of the training files. Leaves `validation` empty when there are none.
 static bool list_validation(FileList* validation, const FileList* train, const char* pattern, char* error) {
-    char name[4096];
     for (const char* at = pattern + strlen(pattern); at-- > pattern;) {
         if (strncmp(at, "train", 5) != 0) continue;
-        snprintf(name, sizeof(name), "%.*sval%s", (int)(at - pattern), pattern, at + 5);
+        SCOPED char* name = text_format("%.*sval%s", (int)(at - pattern), pattern, at + 5);
         if (!list_glob(validation, name, error)) return false;
         if (validation->count > 0 && !lists_share(train, validation)) return true;
         list_free(validation);
@@ -125,12 +117,12 @@ static bool list_validation(FileList* validation, const FileList* train, const c
 }
 
 // Turns the list of the training files into that of the part.
-static void list_part(FileList* list, const FileList* validation, DatasetPart part) {
+static void list_part(FileList* list, FileList* validation, DatasetPart part) {
     if (part == DATASET_WHOLE) return;
     list->split = validation->count == 0;
     if (part == DATASET_TRAIN || list->split) return;
-    list_free(list);
-    for (int i = 0; i < validation->count; i++) list_add(list, validation->path[i]);
+    const FileList training = *list;
+    *list = *validation, *validation = training;
 }
 
 // True if a folder has a train.bin or val.bin that is not a shard.
@@ -168,9 +160,8 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
 
 // nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
 static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, char* error) {
-    char train[4352], val[4352];
-    snprintf(train, sizeof(train), folder ? "%.4095s/train.bin" : "%.4095s", path);
-    snprintf(val, sizeof(val), "%.*sval.bin", (int)(path_name(train) - train), train);
+    SCOPED char* train = folder ? text_format("%s/train.bin", path) : text_copy(path);
+    SCOPED char* val = text_format("%.*sval.bin", (int)(path_name(train) - train), train);
     if (folder && !folder_has(path, "train.bin")) {
         return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
     }
@@ -181,30 +172,28 @@ static bool list_nanogpt(FileList* list, FileList* validation, const char* path,
 
 // The files that the user named.
 static bool find_files(FileList* list, const char* path, DataFormat format, DatasetPart part, char* error) {
-    FileList validation = {NULL, 0, false};
+    __attribute__((cleanup(list_free))) FileList validation = {NULL, 0, false};
     struct stat status;
-    bool fine = true;
     if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
-    if (stat(path, &status) == 0) {
-        if (format == DATA_NANOGPT) {
-            fine = list_nanogpt(list, &validation, path, S_ISDIR(status.st_mode), error);
-        } else if (S_ISDIR(status.st_mode)) {
-            fine = list_of_folder(list, &validation, path, part, error);
-        } else {
-            list_add(list, path);
-        }
-    } else if (!strpbrk(path, "*?[")) {
-        fine = data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
+    const bool there = stat(path, &status) == 0, folder = there && S_ISDIR(status.st_mode);
+    if (!there && !strpbrk(path, "*?[")) {
+        return data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
                           strerror(errno));
-    } else {
-        fine = list_glob(list, path, error);
-        if (fine && list->count == 0) fine = data_error(error, "no file matches %s; name files that are there", path);
-        fine = fine && (part == DATASET_WHOLE || list_validation(&validation, list, path, error));
     }
-    if (fine) list_part(list, &validation, part);
-    list_free(&validation);
-    return fine;
+    if (there && format == DATA_NANOGPT) {
+        if (!list_nanogpt(list, &validation, path, folder, error)) return false;
+    } else if (folder) {
+        if (!list_of_folder(list, &validation, path, part, error)) return false;
+    } else if (there) {
+        list_add(list, path);
+    } else {
+        if (!list_glob(list, path, error)) return false;
+        if (list->count == 0) return data_error(error, "no file matches %s; name files that are there", path);
+        if (part != DATASET_WHOLE && !list_validation(&validation, list, path, error)) return false;
+    }
+    list_part(list, &validation, part);
+    return true;
 }
 
 // Says what a .bin that is no shard of tokens may be.
@@ -275,9 +264,8 @@ static bool shard_open(DatasetFile* file, const char* path, DataFormat format, c
     int32_t header[3] = {0, 0, 0};
     file->descriptor = -1;
     file->path = text_copy(path);
-    char reason[DATA_ERROR_BYTES];
-    file->descriptor = file_open(path, &file->bytes, reason);
-    if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", reason);
+    file->descriptor = file_open(path, &file->bytes, error);
+    if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", error);
     if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
     if (!file_read_at(file->descriptor, path, header, 0, file->bytes < 12 ? file->bytes : 12, error)) return false;
     if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
@@ -334,10 +322,9 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
     const char* path = path_in(folder, "meta.pkl");
     int64_t bytes = 0;
     if (access(path, F_OK) != 0) return true;
-    char* pickle = file_read(path, &bytes, error);
+    SCOPED char* pickle = file_read(path, &bytes, error);
     if (!pickle) return false;
     int64_t vocabulary = pickle_int(pickle, bytes, "vocab_size");
-    free(pickle);
     if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
         return data_error(
             error, "%s gives no vocab_size between 1 and %d; write {\"vocabulary\": N} into a meta.json beside it",
@@ -349,7 +336,6 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
 
 // Reads what lies beside the first shard and describes all: meta.json, and where the tokenizer's files are.
 static bool read_meta(Dataset* data, DataFormat format, char* error) {
-    char reason[DATA_ERROR_BYTES];
     const char* folder = path_parent(data->file[0].path);
     bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
                      (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe")) ||
@@ -358,11 +344,10 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     data->vocabulary = GPT2_VOCABULARY;
     const char* path = path_in(folder, "meta.json");
     if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
-    Json* meta = json_read(path, reason);
-    if (!meta) return data_error(error, "%s; prepare the folder again", reason);
+    JSON_SCOPED Json* meta = json_read(path, error);
+    if (!meta) return data_error(error, "%s; prepare the folder again", error);
     int64_t vocabulary = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
     data->bytes_per_token = meta_ratio(data, meta);
-    json_free(meta);
     if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
         return data_error(error, "%s gives no vocabulary between 1 and %d; prepare the folder again", path,
                           VOCABULARY_MOST);
@@ -371,17 +356,7 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     return true;
 }
 
-// Keeps the file `keep` alone.
-static void keep_file(Dataset* data, int keep) {
-    for (int i = 0; i < data->files; i++) {
-        if (i != keep) file_close(&data->file[i]);
-    }
-    data->file[0] = data->file[keep];
-    data->files = 1;
-}
-
-// Takes the training part or the tail of the files. The tail is that of the last file in which two windows fit; the
-// longest one is named where there is none.
+// Takes the training part or the tail of the files: that of the last one with two windows, else of the longest.
 static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
     int last = 0;
     for (int i = 1; i < data->files; i++) {
@@ -389,8 +364,10 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
         if (fits || data->file[i].tokens > data->file[last].tokens) last = i;
     }
     if (part == DATASET_VALIDATION) {
-        keep_file(data, last);
-        last = 0;
+        for (int i = 0; i < data->files; i++) {
+            if (i != last) file_close(&data->file[i]);
+        }
+        data->file[0] = data->file[last], data->files = 1, last = 0;
     }
     return file_split(&data->file[last], part, fraction, T, error);
 }
@@ -439,15 +416,12 @@ static bool open_files(Dataset* data, const FileList* list, DataFormat format, D
 
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error) {
-    FileList list = {NULL, 0, false};
+    __attribute__((cleanup(list_free))) FileList list = {NULL, 0, false};
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
-    bool fine = find_files(&list, path, format, part, error);
-    if (fine) {
-        snprintf(data->path, sizeof(data->path), "%s", path);
-        fine = open_files(data, &list, format, part, validation_fraction, T, error);
-    }
-    list_free(&list);
+    snprintf(data->path, sizeof(data->path), "%s", path);
+    const bool fine = find_files(&list, path, format, part, error) &&
+                      open_files(data, &list, format, part, validation_fraction, T, error);
     if (!fine) dataset_close(data);
     return fine;
 }
@@ -475,17 +449,16 @@ static bool open_source(Dataset* data, const DataSource* source, DatasetPart par
     static const char* const formats[] = {"auto", "bytes", "shards", "nanogpt"};  // as DataFormat numbers them
     const bool val = part == DATASET_VALIDATION && *source->val;
     const char *path = val ? source->val : source->data, *option = val ? "--val" : "--data";
-    char reason[DATA_ERROR_BYTES];
     int format = 0;
     while (strcmp(formats[format], source->format) != 0) format++;
     if (!*path) {
-        return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, reason) ||
-               data_error(error, "the built-in text: %s", reason);
+        return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, error) ||
+               data_error(error, "the built-in text: %s", error);
     }
     // A folder knows its parts; of one file all is taken where --val names another.
     if ((val || (part == DATASET_TRAIN && *source->val)) && !folder_exists(path)) part = DATASET_WHOLE;
-    return dataset_open(data, path, (DataFormat)format, part, source->val_fraction, T, reason) ||
-           data_error(error, "%s %s: %s", option, path, reason);
+    return dataset_open(data, path, (DataFormat)format, part, source->val_fraction, T, error) ||
+           data_error(error, "%s %s: %s", option, path, error);
 }
 
 bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error) {
@@ -515,8 +488,7 @@ void dataset_close(Dataset* data) {
     memset(data, 0, sizeof(*data));
 }
 
-// Reads `count` bytes from byte `at` of the file's tokens on. Files are not mapped: where one is cut short, a page that
-// is missing would be a signal, and a short read is an error.
+// Reads `count` bytes from byte `at` of the file's tokens on. A file that is cut short is an error; mapped, a signal.
 static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
     if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
     memcpy(to, file->memory + at, (size_t)count);
@@ -584,31 +556,28 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
         return data_error(error, "%s has no window %lld of T = %d", data->path, (long long)window, T);
     }
     int64_t first = file->first + within * T;
-    int largest = 0, width = data->bytes ? 1 : 2;
+    int last = 0, width = data->bytes ? 1 : 2;
     // The tokens as they are stored, T + 1 of one or two bytes, have room where the targets will be.
     if (!tokens_read(file, first * width, (int64_t)(T + 1) * width, targets, error)) return false;
-    int last = 0;
     for (int t = 0; t <= T; t++) {
         uint16_t token = 0;
         memcpy(&token, (const char*)targets + (int64_t)t * width, (size_t)width);
+        if (token >= data->vocabulary) {
+            return data_error(error,
+                              "%s holds token %d at position %lld and the vocabulary has %d tokens; prepare it with "
+                              "the tokenizer that its vocabulary belongs to",
+                              file->path, token, (long long)(first + t), data->vocabulary);
+        }
         if (t < T) tokens[t] = token;
         last = token;
-        largest = last > largest ? last : largest;
     }
     memcpy(targets, tokens + 1, (size_t)(T - 1) * sizeof(int));
     targets[T - 1] = last;
-    if (largest < data->vocabulary) return true;
-    int t = 0;
-    while (t < T && tokens[t] < data->vocabulary) t++;
-    return data_error(error,
-                      "%s holds token %d at position %lld and the vocabulary has %d tokens; prepare it with the "
-                      "tokenizer that its vocabulary belongs to",
-                      file->path, t < T ? tokens[t] : targets[T - 1], (long long)(first + t), data->vocabulary);
+    return true;
 }
 
-// Six Feistel rounds over the least even number of bits that holds n: a permutation of 0..4^half-1, whatever the round
-// function. Applied until the result is below n again, it is one of 0..n-1; 4^half < 4n, so that takes 4 turns at most
-// on average.
+// Six Feistel rounds over the least even number of bits that holds n are a permutation of 0..4^half-1. Applied until
+// the result is below n again, they are one of 0..n-1; 4^half < 4n, so that takes 4 turns at most on average.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     enum { ROUNDS = 6 };
     const uint64_t golden = 0x9E3779B97F4A7C15ull;
@@ -650,7 +619,7 @@ struct Loader {
     int64_t given;
     int64_t returned;
     bool stop, failed;
-    char error[DATA_ERROR_BYTES];
+    char error[DATA_ERROR_BYTES];  // set before `failed`
 };
 
 // Sorts positions 0..n-1 by token, stably, and lists where each token's run begins.
@@ -694,25 +663,19 @@ static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
 
 static void* loader_thread(void* argument) {
     Loader* loader = argument;
-    char error[DATA_ERROR_BYTES] = "";
     pthread_mutex_lock(&loader->mutex);
-    for (;;) {
+    while (!loader->failed) {
         while (!loader->stop && loader->prepared - loader->returned == RING) {
             pthread_cond_wait(&loader->changed, &loader->mutex);
         }
         if (loader->stop) break;
         Batch* batch = &loader->batch[loader->prepared % RING];
         pthread_mutex_unlock(&loader->mutex);
-        bool fine = batch_prepare(loader, batch, error);
+        bool fine = batch_prepare(loader, batch, loader->error);
         pthread_mutex_lock(&loader->mutex);
-        if (fine) {
-            loader->prepared++;
-        } else {
-            loader->failed = true;
-            memcpy(loader->error, error, sizeof(error));
-        }
+        loader->failed = !fine;
+        loader->prepared += fine;
         pthread_cond_broadcast(&loader->changed);
-        if (!fine) break;
     }
     pthread_mutex_unlock(&loader->mutex);
     return NULL;
@@ -746,27 +709,18 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
         return NULL;
     }
     Loader* loader = memory_zero(1, sizeof(Loader));
-    *loader = (Loader){.data = data,
-                       .B = B,
-                       .T = T,
-                       .seed = seed,
-                       .shuffle = shuffle,
-                       .windows = windows,
-                       .sequence = first_sequence,
-                       .slice = slice,
-                       .pinned_free = pinned_free};
+    loader->data = data, loader->B = B, loader->T = T, loader->windows = windows;
+    loader->seed = seed, loader->shuffle = shuffle, loader->sequence = first_sequence, loader->slice = slice;
+    loader->pinned_free = pinned_free;
     pthread_mutex_init(&loader->mutex, NULL);
     pthread_cond_init(&loader->changed, NULL);
-    bool fine = loader_memory(loader, pinned_alloc, error);
-    if (fine) {
+    if (loader_memory(loader, pinned_alloc, error)) {
         const int status = signals_thread(&loader->thread, loader_thread, loader);
         loader->thread_runs = status == 0;
-        fine =
-            status == 0 || data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));
+        if (status == 0) return loader;
+        data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));
     }
-    if (fine) return loader;
-    loader_close(loader);
-    return NULL;
+    return loader_close(loader), NULL;
 }
 
 const Batch* loader_next(Loader* loader, char* error) {

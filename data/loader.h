@@ -1,19 +1,13 @@
-// The data loader gives windows of T+1 tokens out of files, in an order that is a function of (seed, epoch) alone. It
-// reads ahead on a thread of its own.
+// The data loader gives windows of T+1 tokens out of files, in an order that depends on (seed, epoch) alone.
 //
 // Sources: llm.c's .bin shards (256 int32 header: magic 20240520, version 1, token count; uint16 tokens), one or a
 // glob of them, a folder that data/prepare.py wrote, or any other file, read as bytes (vocabulary 256).
 // A file is cut into windows of T tokens at multiples of T, each with the token after it as the last target; a tail
-// that does not fill a window is left out. Sequence number n (0, 1, 2, ... since the start of training) is window
-// permutation(seed, epoch, n mod windows) of epoch n / windows, so the data position of a run is the number of
-// sequences consumed and nothing else: any batch size, any number of GPUs (LoaderSlice) and a resume see the same
-// order.
+// that does not fill a window is left out. Sequence n of a run is window permutation(seed, epoch, n mod windows) of
+// epoch n / windows. So the data position is the number of sequences consumed: any batch size, any number of GPUs and
+// a resume see the same order.
 #pragma once
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 #include "files.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct {
@@ -31,24 +25,21 @@ typedef struct {
 } Dataset;
 
 typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
-// The contents of the files. AUTO: shards where a file begins as one, else bytes, and what is neither a shard nor text
-// is refused. NANOGPT: uint16 tokens without a header, of a folder's train.bin and val.bin; the vocabulary is
-// meta.pkl's, or GPT-2's without one.
+// The contents of the files. AUTO: shards where a file begins as one, else text as bytes. NANOGPT: uint16 tokens
+// without a header, of a folder's train.bin and val.bin; the vocabulary is meta.pkl's, or GPT-2's without one.
 typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
 
-// Opens a folder, file or glob. Of a folder written by prepare.py the part's shards (train_*.bin or val_*.bin) are
-// taken; a single file of any kind is split, the last `validation_fraction` of it being the validation part (at least
-// one window of T+1 tokens each, or an error; 0 leaves all of it to DATASET_TRAIN); other globs: DATASET_WHOLE or, for
-// DATASET_VALIDATION, the same path with "train" replaced by "val" where such files exist, else the tail of the last
-// shard, which DATASET_TRAIN then leaves out. Checks magic, version and length against the header. Of several files
-// those that hold no window of T+1 tokens are left out and counted; the tail is that of the last one with two windows.
+// Opens a folder, file or glob. A folder of prepare.py has its parts as train_*.bin and val_*.bin; beside a glob, the
+// validation files are those of the same pattern with "val" for "train". Where there are none, the last
+// `validation_fraction` of the last file with two windows is the validation part, at least one window of T+1 tokens,
+// and the rest the training part; 0 leaves all of it to DATASET_TRAIN. Of several files those without a window are
+// left out and counted. Checks magic, version and length against the header.
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error);
 // Does the same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
-// A run trains on and validates with this data: --data, --val, --data-format and --val-fraction. Where `data` is "" it
-// is the text in memory.
+// The data of a run: --data, --val, --data-format and --val-fraction. Where `data` is "" it is the text in memory.
 typedef struct {
     const char *data, *val, *format;
     double val_fraction;
@@ -60,24 +51,20 @@ bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, i
 // Looks at the training data before the length of a window is known: is it bytes, or tokens of which vocabulary?
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
-// Sets data->crc, a checksum of the tokens by which two data sets of one length differ, whatever their files are
-// called. It covers all bytes of a data set of up to 256 MiB; of a larger one 64 blocks of each file.
+// Sets data->crc, a checksum of the tokens: of all, or beyond 256 MiB of 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);
 // Returns whether some token of a file belongs to both data sets, as when --val names a file of --data.
 bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
 // Returns how many windows a validation reads of at most `tokens` tokens; at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
-// Copies window `window` (not permuted) into tokens[T] and targets[T]. Tokens are checked here, window by window: one
-// at or above `vocabulary` makes this return false.
+// Copies window `window` (not permuted) into tokens[T] and targets[T]. False where one is at or above `vocabulary`.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
 
-// Returns where a pseudo-random permutation of 0..n-1 puts i. It is keyed by (seed, epoch) and has no table (Feistel
-// rounds, cycle walking).
+// Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
-// A loader hands out batches of B windows. Batch b of the run holds sequences b*B .. b*B+B-1 when rank is 0 of 1.
-// With shuffle off, sequence n is window n mod windows (validation).
+// A loader reads batches of B windows ahead on a thread. With shuffle off, sequence n is window n mod windows.
 typedef struct Loader Loader;
 typedef struct {
     int* tokens;   // (B, T)
@@ -94,9 +81,7 @@ typedef struct {
 // `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
-// Returns the next batch, prepared ahead. It stays valid until the second loader_next after it (two batches may be in
-// use: one being copied to the device, one in preparation). It returns NULL with a sentence on a bad token or a read
-// error.
+// Returns the next batch, valid until the second loader_next after it; NULL with a sentence on a bad token or file.
 const Batch* loader_next(Loader* loader, char* error);
 void loader_close(Loader* loader);
 

@@ -34,8 +34,8 @@ def unicode_version():
     raise SystemExit("make_unicode: tiktoken names no Unicode version that this script knows; add it to VERSIONS")
 
 
-def class_changes():
-    """[(code point, class)]: the class of all characters from this code point up to the next entry's."""
+def class_runs():
+    """[(characters, class)]: runs of characters of one class, from code point 0 on, each up to the next one's beginning."""
     every = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
     found = [matches(pattern, "".join(every)) for pattern in CLASSES]
     changes = []
@@ -43,11 +43,12 @@ def class_changes():
         kind = next((i for i, members in enumerate(found) if character in members), len(CLASSES))
         if not changes or changes[-1][1] != kind:
             changes.append((ord(character), kind))
-    return changes
+    ends = [point for point, _ in changes[1:]] + [0x110000]
+    return [(end - point, kind) for (point, kind), end in zip(changes, ends)]
 
 
 def header():
-    numbers = [f"{point << 2 | kind:#x}," for point, kind in class_changes()]
+    numbers = [f"{length << 2 | kind}," for length, kind in class_runs()]
     lines, line = [], "   "
     for number in numbers:
         if len(line) + 1 + len(number) > 120:
@@ -55,13 +56,13 @@ def header():
             line = "   "
         line += " " + number
     return f"""// Written by data/make_unicode.py: Unicode {unicode_version()}, as tiktoken {tiktoken.__version__} has it.
-// Each entry is a code point << 2 | the class (0 letter, 1 number, 2 white space, 3 other) of the characters from it to
-// the next entry's.
+// Each entry is a run of characters of one class, from code point 0 on: their number << 2 | the class (0 letter, 1
+// number, 2 white space, 3 other).
 #pragma once
 #include <stdint.h>
 
 // clang-format off
-static const uint32_t unicode_classes[] = {{
+static const uint32_t unicode_runs[] = {{
 {chr(10).join(lines + [line])}
 }};
 // clang-format on

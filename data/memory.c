@@ -1,5 +1,3 @@
-// See memory.h.
-#define _GNU_SOURCE
 #include "memory.h"
 #include <fcntl.h>
 #include <stdarg.h>
@@ -64,6 +62,10 @@ void* memory_aligned(size_t alignment, size_t bytes) {
     return pointer;
 }
 
+void memory_drop(void* pointer) {
+    free(*(void**)pointer);
+}
+
 char* text_part(const char* text, size_t bytes) {
     size_t length = strnlen(text, bytes);
     char* copy = memory_take(length + 1);
@@ -76,34 +78,46 @@ char* text_copy(const char* text) {
     return text_part(text, strlen(text));
 }
 
-char* text_format(const char* format, ...) {
-    va_list arguments, again;
-    va_start(arguments, format);
+__attribute__((format(printf, 1, 0))) static char* text_of(const char* format, va_list arguments) {
+    va_list again;
     va_copy(again, arguments);
-    int length = vsnprintf(NULL, 0, format, arguments);
-    char* text = memory_take((size_t)length + 1);
-    vsnprintf(text, (size_t)length + 1, format, again);
+    int length = vsnprintf(NULL, 0, format, again);
     va_end(again);
+    char* text = memory_take((size_t)length + 1);
+    vsnprintf(text, (size_t)length + 1, format, arguments);
+    return text;
+}
+
+char* text_format(const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    char* text = text_of(format, arguments);
     va_end(arguments);
     return text;
+}
+
+const char* text_kept(const char* format, ...) {
+    static _Thread_local char* kept[64];
+    static _Thread_local unsigned next;
+    va_list arguments;
+    va_start(arguments, format);
+    char *text = text_of(format, arguments), **place = &kept[next++ % 64];
+    va_end(arguments);
+    free(*place);  // the arguments may have been in it
+    return *place = text;
 }
 
 typedef struct {
     char** text;
     size_t* bytes;
-    size_t room;
 } TextStream;
 
 static ssize_t stream_write(void* cookie, const char* from, size_t count) {
     TextStream* stream = cookie;
-    size_t used = *stream->bytes, need = used + count + 1;
-    if (need > stream->room) {
-        stream->room = 2 * need;
-        *stream->text = memory_grow(*stream->text, stream->room);
-    }
-    memcpy(*stream->text + used, from, count);
-    (*stream->text)[used + count] = 0;
-    *stream->bytes = used + count;
+    *stream->text = memory_grow(*stream->text, *stream->bytes + count + 1);
+    memcpy(*stream->text + *stream->bytes, from, count);
+    *stream->bytes += count;
+    (*stream->text)[*stream->bytes] = 0;
     return (ssize_t)count;
 }
 
@@ -114,15 +128,14 @@ static int stream_close(void* cookie) {
 
 FILE* text_stream(char** text, size_t* bytes) {
     TextStream* stream = memory_take(sizeof(TextStream));
-    *stream = (TextStream){text, bytes, 256};
-    *text = memory_zero(1, stream->room);
+    *stream = (TextStream){text, bytes};
+    *text = memory_zero(1, 1);
     *bytes = 0;
     FILE* file = fopencookie(stream, "w", (cookie_io_functions_t){.write = stream_write, .close = stream_close});
     return there(file, sizeof(FILE));
 }
 
-// Ends the process unless a limit leaves `need` bytes beside what it has, which is this number of /proc/self/statm, in
-// pages.
+// Ends the process unless a limit leaves `need` bytes beside what it has: so many pages, number N of /proc/self/statm.
 static void limit_check(int resource, int number, size_t need) {
     struct rlimit limit;
     char text[128] = "", *at = text;

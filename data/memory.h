@@ -1,7 +1,6 @@
-// Memory of the host: every block, text and stream in memory that the program asks for comes from here.
-// None of these functions returns NULL. Where the system has no more memory, or a limit such as `ulimit -v` is reached,
-// the process ends with exit code 2 and one sentence, which names the last good checkpoint; so a save that fails like
-// this leaves the older checkpoints alone. What is returned is given back with free().
+// Memory of the host: every block, text and stream in memory that the program asks for comes from here. None of these
+// functions returns NULL: where there is no more memory, or a limit such as `ulimit -v` is reached, the process ends
+// with exit code 2 and one sentence, which names the last good checkpoint. What is returned is given back with free().
 #pragma once
 #include <stddef.h>
 #include <stdio.h>
@@ -12,17 +11,21 @@ void* memory_take(size_t bytes);  // not initialised
 void* memory_zero(size_t count, size_t bytes);
 void* memory_grow(void* pointer, size_t bytes);
 void* memory_aligned(size_t alignment, size_t bytes);
+// SCOPED char* text = text_copy(...); is freed where its scope ends, however the function returns.
+#define SCOPED __attribute__((cleanup(memory_drop)))
+void memory_drop(void* pointer);  // frees what the variable at `pointer` points to
 
 char* text_copy(const char* text);
 char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
 __attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);
+// Returns a text that the thread keeps until it has called this function (or path_in or path_parent) 64 times more.
+__attribute__((format(printf, 1, 2))) const char* text_kept(const char* format, ...);
 // Opens a stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
 // fclose. Unlike open_memstream's, it never drops a part of what is written to it.
 FILE* text_stream(char** text, size_t* bytes);
 
-// Takes the stack that the program will need, because one that cannot grow later ends the process by a signal, and
-// looks whether a limit leaves room for what the libraries take. Call it before these begin: some end by a signal
-// without.
+// Takes the stack that the program will need, and looks whether a limit leaves room for what the libraries take:
+// without either the process would end by a signal. Call it before the libraries begin.
 void memory_begin(void);
 // Sets the path of the last good checkpoint for the sentence. Its text may change, and is "" while there is none.
 void memory_checkpoint(const char* path);

@@ -1,7 +1,4 @@
-// See model_folder.h.
-#define _GNU_SOURCE
 #include "model_folder.h"
-#include "finite.h"
 #include <glob.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,7 +6,7 @@
 #include "options.h"
 #include "text.h"
 
-enum { PATH_BYTES = 4500, FILES_MOST = 1000, TENSORS_MOST = 20000, PIECE = 1 << 20 };
+enum { FILES_MOST = 1000, TENSORS_MOST = 20000, PIECE = 1 << 20 };
 
 static const char INDEX[] = "model.safetensors.index.json";
 
@@ -22,8 +19,7 @@ const char* const MODEL_FOLDER_FILES[] = {"vocab.json",
                                           "generation_config.json",
                                           NULL};
 
-// The tensors of a block. In files a matrix is (in, out), transformers' Conv1D; in the program it is (out, in), so that
-// a row is an output's weights.
+// The tensors of a block. In files a matrix is (in, out), transformers' Conv1D; in the program it is (out, in).
 static const struct {
     const char* name;
     int rows, cols;  // in multiples of the channels; rows 0: a vector
@@ -53,6 +49,13 @@ int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocab
     *t++ = (ModelTensor){text_copy("ln_f.weight"), 1, channels, 1, false, -1, false, 1, ""};
     *t++ = (ModelTensor){text_copy("ln_f.bias"), 1, channels, 1, false, -1, false, 1, ""};
     return count;
+}
+
+int model_tensor_shape(const ModelTensor* tensor, int64_t shape[2]) {
+    const bool is_vector = tensor->rows == 1, swapped = is_vector || tensor->transposed;
+    shape[0] = swapped ? tensor->cols : tensor->stored_rows;
+    shape[1] = swapped ? tensor->stored_rows : tensor->cols;
+    return is_vector ? 1 : 2;
 }
 
 static bool has(const char* folder, const char* name) {
@@ -85,9 +88,8 @@ static bool no_weights(const char* path, char* error) {
 static bool open_file(ModelFolder* folder, const char* name, char* error) {
     const char* path = path_in(folder->path, name);
     folder->file = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
-    char reason[DATA_ERROR_BYTES];
-    if (!safetensors_open(&folder->file[folder->count], path, reason)) {
-        return data_error(error, "%s; fetch the model again, or name another folder", reason);
+    if (!safetensors_open(&folder->file[folder->count], path, error)) {
+        return data_error(error, "%s; fetch the model again, or name another folder", error);
     }
     int tensors = 0;
     folder->count++;
@@ -150,10 +152,8 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
     } else if (!has(path, INDEX)) {
         ok = no_weights(path, error);
     } else {
-        char reason[DATA_ERROR_BYTES];
-        Json* index = json_read(path_in(path, INDEX), reason);
-        ok = index ? open_index(folder, index, error) : data_error(error, "%s; fetch the model again", reason);
-        json_free(index);
+        JSON_SCOPED Json* index = json_read(path_in(path, INDEX), error);
+        ok = index ? open_index(folder, index, error) : data_error(error, "%s; fetch the model again", error);
     }
     if (!ok) model_folder_close(folder);
     return ok;
@@ -161,8 +161,7 @@ bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
 
 // The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
 static const SafetensorsTensor* find_tensor(const ModelFolder* folder, const char* name, const Safetensors** file) {
-    char prefixed[256];
-    snprintf(prefixed, sizeof(prefixed), "transformer.%s", name);
+    const char* prefixed = text_kept("transformer.%s", name);
     for (int with = 1; with >= 0; with--) {
         for (int i = 0; i < folder->count; i++) {
             const SafetensorsTensor* found = safetensors_find(&folder->file[i], with ? prefixed : name);
@@ -180,7 +179,7 @@ static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, con
     const Safetensors* wte_file = NULL;
     const SafetensorsTensor* wte = find_tensor(folder, "wte.weight", &wte_file);
     bool same = wte && head->dims == 2 && wte->dims == 2 && memcmp(head->shape, wte->shape, 2 * sizeof(int64_t)) == 0;
-    float *a = memory_take(PIECE * sizeof(float)), *b = memory_take(PIECE * sizeof(float));
+    SCOPED float *a = memory_take(PIECE * sizeof(float)), *b = memory_take(PIECE * sizeof(float));
     bool ok = true;
     int64_t elements = same ? wte->shape[0] * wte->shape[1] : 0;
     for (int64_t at = 0; ok && same && at < elements; at += PIECE) {
@@ -188,7 +187,6 @@ static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, con
         ok = safetensors_floats(file, head, at, n, a, error) && safetensors_floats(wte_file, wte, at, n, b, error);
         same = ok && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
     }
-    free(a), free(b);
     if (!ok || same) return ok;
     return data_error(error,
                       "%s holds a %s that differs from wte.weight, and nibble's output matrix is the embedding; give a "
@@ -228,27 +226,27 @@ bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, in
     return true;
 }
 
+static const char* shape_text(const int64_t* shape, int dims) {
+    const char* text = "";
+    for (int i = 0; i < dims; i++) text = text_kept("%s%s%lld", text, i ? ", " : "", (long long)shape[i]);
+    return text;
+}
+
 static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found, const ModelTensor* tensor,
                          char* error) {
     static const char* const types[] = {"F32", "BF16", "F16", NULL};
-    const int64_t rows = tensor->stored_rows, cols = tensor->cols;
-    const int dims = tensor->rows == 1 ? 1 : 2;
-    const int64_t want[2] = {dims == 1 || tensor->transposed ? cols : rows, dims == 1            ? 1
-                                                                            : tensor->transposed ? rows
-                                                                                                 : cols};
-    char shape[8 * 24] = "";
-    for (int i = 0, at = 0; i < found->dims; i++) {
-        at += snprintf(shape + at, sizeof(shape) - (size_t)at, "%s%lld", i ? ", " : "", (long long)found->shape[i]);
+    int64_t want[2];
+    const int dims = model_tensor_shape(tensor, want);
+    if (text_among(found->dtype, types) && found->dims == dims &&
+        memcmp(found->shape, want, (size_t)dims * sizeof(int64_t)) == 0) {
+        return true;
     }
-    const bool ok = text_among(found->dtype, types) && found->dims == dims && found->shape[0] == want[0] &&
-                    (dims == 1 || found->shape[1] == want[1]);
-    return ok || data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%lld%s]",
-                            file->path, found->name, found->dtype, shape, (long long)want[0],
-                            dims == 1 ? "" : text_format(", %lld", (long long)want[1]));
+    return data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%s]",
+                      file->path, found->name, found->dtype, shape_text(found->shape, found->dims),
+                      shape_text(want, dims));
 }
 
 bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error) {
-    char reason[DATA_ERROR_BYTES];
     const Safetensors* file = NULL;
     const SafetensorsTensor* found = find_tensor(folder, tensor->name, &file);
     const int64_t n = tensor->stored_rows * tensor->cols;
@@ -262,8 +260,8 @@ bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, flo
     const bool ok = safetensors_floats(file, found, 0, n, stored, error);
     if (ok && tensor->transposed) transpose(values, stored, tensor->cols, tensor->stored_rows, sizeof(float));
     if (tensor->transposed) free(stored);
-    if (!ok || values_finite(found->name, "F32", values, n * (int64_t)sizeof(float), 0, reason)) return ok;
-    return data_error(error, "%s: %s, so the model is of no use; name another one", file->path, reason);
+    if (!ok || values_finite(found->name, "F32", values, n * (int64_t)sizeof(float), 0, error)) return ok;
+    return data_error(error, "%s: %s, so the model is of no use; name another one", file->path, error);
 }
 
 void model_folder_close(ModelFolder* folder) {
@@ -277,10 +275,9 @@ bool model_folder_read_all(const char* path, const ModelTensor* tensors, int cou
     ModelFolder folder;
     bool ok = model_folder_open(&folder, path, error) && model_folder_used(&folder, tensors, count, layers, error);
     for (int t = 0; t < count && ok; t++) {
-        float* values = memory_take((size_t)(tensors[t].rows * tensors[t].cols) * sizeof(float));
+        SCOPED float* values = memory_take((size_t)(tensors[t].rows * tensors[t].cols) * sizeof(float));
         ok = model_folder_read(&folder, &tensors[t], values, error);
         if (ok) take(context, t, values);
-        free(values);
     }
     model_folder_close(&folder);
     return ok;

@@ -1,8 +1,7 @@
-// This reads the weights of a GPT-2 in a folder as Hugging Face's transformers write it: model.safetensors, or several
-// such files and model.safetensors.index.json, which says in which of them each tensor is.
+// The weights of a GPT-2 in a folder as Hugging Face's transformers write it: model.safetensors, or several such files
+// and model.safetensors.index.json, which says in which of them each tensor is.
 #pragma once
 #include "safetensors.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 // Names of files that a run folder and each checkpoint keep beside config.json and the weights; NULL ends the list.
@@ -20,11 +19,14 @@ typedef struct {
     const char* dtype;    // in a file that is written: F32 or BF16
 } ModelTensor;
 
-// Lists the tensors of a GPT-2: wte, wpe, MODEL_BLOCK_TENSORS for each layer, ln_f.weight, ln_f.bias. Returns how many.
-// The caller frees *tensors and the names. wte has `padded` rows, of which files have the vocabulary's.
+// Lists the tensors of a GPT-2 in *tensors: wte, wpe, MODEL_BLOCK_TENSORS for each layer, ln_f.weight, ln_f.bias.
+// Returns how many. The caller frees *tensors and the names. wte has `padded` rows, files have the vocabulary's.
 enum { MODEL_BLOCK_TENSORS = 12 };
 int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocabulary, int64_t padded,
                   ModelTensor** tensors);
+
+// Sets the shape that a tensor has in files. Returns its dimensions, 1 or 2.
+int model_tensor_shape(const ModelTensor* tensor, int64_t shape[2]);
 
 typedef struct {
     const char* path;  // the folder
@@ -36,16 +38,14 @@ typedef struct {
 bool model_folder_has_weights(const char* path);
 // Opens all files. A folder with PyTorch's own format only is refused with the command that converts it.
 bool model_folder_open(ModelFolder* folder, const char* path, char* error);
-// Returns whether the model uses every tensor of the folder. Its tensors are these; of `layers` layers the attention
-// masks that older versions of transformers store may be there, and a head (lm_head.weight) that equals wte.weight.
-// Another head, or any other tensor, is refused by name.
+// Returns whether the model uses every tensor of the folder, but for attention masks, which older versions of
+// transformers store, and a head (lm_head.weight) that equals wte.weight. Any other tensor is refused by name.
 bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error);
-// Reads a tensor: `values` (rows, cols), fp32, with zeros in the rows that files do not have. It fails when
-// the tensor is absent, of another type or shape than the model's, or holds a value that is not finite.
+// Reads a tensor into `values` (rows, cols), fp32, with zeros in the rows that files do not have. False when it is
+// absent, of another type or shape than the model's, or holds a value that is not finite.
 bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error);
 void model_folder_close(ModelFolder* folder);
-// Reads all tensors of a model of `layers` layers, which must be all that the folder holds: take(context, t, values)
-// gets them one after another.
+// Reads all tensors, which must be all that the folder holds: take(context, t, values) gets them one after another.
 bool model_folder_read_all(const char* path, const ModelTensor* tensors, int count, int layers,
                            void (*take)(void* context, int t, const float* values), void* context, char* error);
 

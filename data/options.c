@@ -1,6 +1,4 @@
-// See options.h.
 #include "options.h"
-#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,8 +24,7 @@ const char* option_group(const OptionTable* table, const Option* option) {
 }
 
 // True if one word of an option's name is a slip away from another: two neighbours exchanged, or, where both begin
-// alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two. In a short
-// word another letter makes another word, as dir is not dim and notes are not nodes.
+// alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two.
 static bool word_slips(const char* typed, size_t length, const char* name, size_t other) {
     char a[64], b[64];
     if (length >= sizeof(a) || other >= sizeof(b)) return false;
@@ -42,16 +39,15 @@ static bool word_slips(const char* typed, size_t length, const char* name, size_
         if (same) return true;
     }
     if (length < 3 || other < 4 || a[0] != b[0]) return false;
-    if (other >= 6) return text_distance(a, b) <= (length < 10 ? 1 : 2);
+    if (other >= 6) return edit_distance(a, length, b, other) <= (length < 10 ? 1 : 2);
     size_t alike = 0;
     while (a[alike] && a[alike] == b[alike]) alike++;
     if (other == length + 1) return strcmp(a + alike, b + alike + 1) == 0;
     return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
 }
 
-// Is `typed` a slip of the finger away from `name`? Each word must be; names of other numbers of words are compared as
-// one. Short names are not guessed at all. Another digit always makes another thing, as in adam-beta3 and fp16, so the
-// digits of both must be the same.
+// True if `typed` is a slip of the finger away from `name`. Each word must be, or, if one has more of them, the whole.
+// Short names are not guessed at all, and the digits must be the same, since beta3 is not beta2.
 static bool is_slip(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
@@ -70,17 +66,15 @@ static bool is_slip(const char* typed, const char* name) {
 static const char* synonym_answer(const OptionTable* table, const char* typed, bool slip) {
     for (int i = 0; i < table->synonyms; i++) {
         for (const char *at = table->synonym[i].names, *end; *at; at = end + strspn(end, " ")) {
-            char name[64];
             end = at + strcspn(at, " ");
-            snprintf(name, sizeof(name), "%.*s", (int)(end - at), at);
+            const char* name = text_kept("%.*s", (int)(end - at), at);
             if (slip ? is_slip(typed, name) : strcmp(typed, name) == 0) return table->synonym[i].answer;
         }
     }
     return NULL;
 }
 
-// Refuses a word that is no option. The sentence says what to type instead where that is known, and guesses nothing
-// where it is not.
+// Refuses a word that is no option, and says what to type instead if that is known.
 static bool unknown_option(const OptionTable* table, const char* word, char* error) {
     char name[64];
     size_t length = strcspn(word, "="), dashes = strspn(word, "-");
@@ -93,8 +87,7 @@ static bool unknown_option(const OptionTable* table, const char* word, char* err
         strncmp(name, "training.", 9) == 0 || strncmp(name, "optimizer.", 10) == 0 || strncmp(name, "debug.", 6) == 0;
     if (!known && !strchr(last, '-')) last = name;
     const Option* option = option_find(table, name);
-    char letters[66];  // llm.c's options have one dash and one or two letters
-    snprintf(letters, sizeof(letters), "-%s", name);
+    SCOPED char* letters = text_format("-%s", name);  // llm.c's options have one dash and one or two letters
     const char* answer = dashes == 1 && strlen(name) < 3 ? synonym_answer(table, letters, false) : NULL;
     if (!option && !answer) answer = synonym_answer(table, name, false);
     if (!option && !answer) option = option_find(table, last);
@@ -128,8 +121,7 @@ static bool choice_known(const char* text, const char* values) {
 }
 
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
-    char *end, range[64];
-    errno = 0;
+    char* end;
     double number = strtod(text, &end);
     int64_t whole = option->type == OPTION_INT ? strtoll(text, &end, 10) : 0;
     if (end == text || *end != 0 || !isfinite(number) || strpbrk(text, "xX")) {
@@ -139,8 +131,8 @@ static bool set_number(const Option* option, void* field, const char* text, char
     }
     if (number < option->low || number > option->high) {
         const char* format = option->type == OPTION_INT ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
-        snprintf(range, sizeof(range), format, option->low, option->high);
-        return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text, range);
+        return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text,
+                          text_kept(format, option->low, option->high));
     }
     if (option->type == OPTION_INT) *(int64_t*)field = whole;
     if (option->type == OPTION_REAL) *(double*)field = number;
@@ -188,25 +180,24 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     return true;
 }
 
-const char* option_text(const Option* option, const void* fields, char* text, size_t bytes) {
+const char* option_text(const Option* option, const void* fields) {
     const void* field = (const char*)fields + option->offset;
-    bool automatic = (option->type == OPTION_INT && *(const int64_t*)field == OPTION_AUTO) ||
-                     (option->type == OPTION_REAL && *(const double*)field == OPTION_AUTO);
-    if (automatic) {
-        snprintf(text, bytes, "auto");
-    } else if (option->type == OPTION_FLAG) {
-        snprintf(text, bytes, "%s", *(const bool*)field ? "true" : "false");
-    } else if (option->type == OPTION_SIZE) {
-        if (*(const int64_t*)field == 0) return option->standard;
-        snprintf(text, bytes, "%lldK", (long long)*(const int64_t*)field / 1024);
-    } else if (option->type == OPTION_INT) {
-        snprintf(text, bytes, "%lld", (long long)*(const int64_t*)field);
-    } else if (option->type == OPTION_REAL) {
-        number_text(*(const double*)field, text, bytes);
-    } else {
-        return *(const char* const*)field;
+    const bool whole = option->type == OPTION_INT || option->type == OPTION_SIZE;
+    const long long number = whole ? *(const int64_t*)field : 0;
+    char text[32];
+    switch (option->type) {
+        case OPTION_FLAG:
+            return *(const bool*)field ? "true" : "false";
+        case OPTION_SIZE:
+            return number == 0 ? option->standard : text_kept("%lldK", number / 1024);
+        case OPTION_INT:
+            return number == OPTION_AUTO ? "auto" : text_kept("%lld", number);
+        case OPTION_REAL:
+            if (*(const double*)field == OPTION_AUTO) return "auto";
+            return text_kept("%s", number_text(*(const double*)field, text, sizeof(text)));
+        default:
+            return *(const char* const*)field;
     }
-    return text;
 }
 
 bool options_defaults(const OptionTable* table, void* fields, char* error) {
@@ -234,8 +225,7 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
         } else if (!value) {
             if (i + 1 == argc) return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
             value = argv[++i];
-            char other[64];
-            snprintf(other, sizeof(other), "%.*s", (int)strcspn(value, "="), value);
+            const char* other = text_kept("%.*s", (int)strcspn(value, "="), value);
             if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
                 if (option->type != OPTION_TEXT)
                     return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
@@ -259,8 +249,8 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
 
 // Does the option have the value of its default?
 static bool is_standard(const Option* option, const void* fields) {
-    char text[OPTION_TEXT_BYTES], *end, *rest;
-    const char* value = option_text(option, fields, text, sizeof(text));
+    char *end, *rest;
+    const char* value = option_text(option, fields);
     if (strcmp(value, option->standard) == 0) return true;
     const double standard = strtod(option->standard, &end), number = strtod(value, &rest);
     return *option->standard && !*end && !*rest && number == standard;
@@ -268,23 +258,23 @@ static bool is_standard(const Option* option, const void* fields) {
 
 // Does a word NAME=VALUE of `settings` give one of the values?
 static bool setting_known(const char* settings, const char* name, const char* values) {
-    char word[72], value[64];
-    const int length = snprintf(word, sizeof(word), "%s=", name);
+    SCOPED char* word = text_format("%s=", name);
     for (const char* at = settings; (at = strstr(at, word)) != NULL; at++) {
-        snprintf(value, sizeof(value), "%.*s", (int)strcspn(at + length, " ;"), at + length);
+        const char* after = at + strlen(word);
+        const char* value = text_kept("%.*s", (int)strcspn(after, " ;"), after);
         if ((at == settings || strchr(" :", at[-1])) && choice_known(value, values)) return true;
     }
     return false;
 }
 
 // "muon|normuon|rmnp" as "muon, normuon or rmnp".
-static const char* values_listed(const char* values, char* text, size_t bytes) {
-    size_t used = 0;
-    for (const char* at = values; *at && used + 8 < bytes; at++) {
-        if (*at != '|') text[used++] = *at;
-        if (*at == '|') used += (size_t)snprintf(text + used, bytes - used, "%s", strchr(at + 1, '|') ? ", " : " or ");
+static const char* values_listed(const char* values) {
+    const char* text = "";
+    for (const char *at = values, *end; *at; at = end + (*end == '|')) {
+        end = at + strcspn(at, "|");
+        const char* link = at == values ? "" : *end ? ", " : " or ";
+        text = text_kept("%s%s%.*s", text, link, (int)(end - at), at);
     }
-    text[used] = 0;
     return text;
 }
 
@@ -292,16 +282,14 @@ bool options_needed(const OptionTable* table, const void* fields, const bool* gi
                     char* error) {
     for (const OptionNeed* need = table->need; need->names; need++) {
         for (const char *at = need->names, *end; *at; at = end + strspn(end, " ")) {
-            char name[64], mine[OPTION_TEXT_BYTES], its[OPTION_TEXT_BYTES], list[128];
             end = at + strcspn(at, " ");
-            snprintf(name, sizeof(name), "%.*s", (int)(end - at), at);
+            SCOPED char* name = text_part(at, (size_t)(end - at));
             const Option *option = option_find(table, name), *other = option_find(table, need->other);
             if (!option_given(table, given, name) || is_standard(option, fields)) continue;
-            if (choice_known(option_text(other, fields, its, sizeof(its)), need->values)) continue;
+            if (choice_known(option_text(other, fields), need->values)) continue;
             if (setting_known(settings, need->other, need->values)) continue;
             return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
-                              option_text(option, fields, mine, sizeof(mine)), need->other,
-                              values_listed(need->values, list, sizeof(list)), name);
+                              option_text(option, fields), need->other, values_listed(need->values), name);
         }
     }
     return true;
@@ -327,8 +315,7 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
         if (option->type == OPTION_FLAG || strcmp(option_group(table, option), "instead of training") == 0) continue;
-        char text[OPTION_TEXT_BYTES];
-        const char* value = option_text(option, fields, text, sizeof(text));
+        const char* value = option_text(option, fields);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         if (typed && number && strcmp(value, "auto") != 0) {
             fprintf(file, "%s\"%s\": %s", separator, option->name, value);
@@ -340,8 +327,7 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('}', file);
 }
 
-// Finds the words with which the shell can complete a value: of "off|auto|DIR" those in lower case, at `words`.
-// Returns whether a path is one of the values.
+// Finds the words that complete a value, of "off|auto|DIR" those in lower case. Returns whether a path does, too.
 static bool completion_values(const Option* option, char* words, size_t bytes) {
     size_t used = 0;
     bool path = false;
@@ -427,21 +413,18 @@ bool options_print(const OptionTable* table, const void* fields, FILE* file) {
     return help || version || bash || zsh;
 }
 
-void format_count(double n, char* text, size_t bytes) {
+const char* text_count(double n) {
     const char* unit = n >= 1e9 ? "B" : n >= 1e6 ? "M" : n >= 1e3 ? "k" : "";
     double scaled = n >= 1e9 ? n / 1e9 : n >= 1e6 ? n / 1e6 : n >= 1e3 ? n / 1e3 : n;
-    snprintf(text, bytes,
-             scaled < 10 && unit[0]    ? "%.2f%s"
-             : scaled < 100 && unit[0] ? "%.1f%s"
-                                       : "%.0f%s",
-             scaled, unit);
+    const int digits = !unit[0] || scaled >= 100 ? 0 : scaled >= 10 ? 1 : 2;
+    return text_kept("%.*f%s", digits, scaled, unit);
 }
 
-void format_duration(double seconds, char* text, size_t bytes) {
-    int64_t s = (int64_t)(seconds + 0.5);
-    if (s < 60) snprintf(text, bytes, "%llds", (long long)s);
-    if (s >= 60 && s < 3600) snprintf(text, bytes, "%lldm%02llds", (long long)(s / 60), (long long)(s % 60));
-    if (s >= 3600) snprintf(text, bytes, "%lldh%02lldm", (long long)(s / 3600), (long long)(s / 60 % 60));
+const char* text_duration(double seconds) {
+    const long long s = (long long)(seconds + 0.5);
+    if (s < 60) return text_kept("%llds", s);
+    if (s < 3600) return text_kept("%lldm%02llds", s / 60, s % 60);
+    return text_kept("%lldh%02lldm", s / 3600, s / 60 % 60);
 }
 
 const char* shell_word(const char* text) {

@@ -1,15 +1,12 @@
-// The options of a command line come out of one table: parsing, the text of a value, --help, JSON, and shell
-// completion. A mistake is answered by a sentence that names the option, what was found and what to type.
+// One table of options drives parsing, --help, JSON and shell completion. A mistake is answered by a sentence that
+// names the option, what was found and what to type.
 #pragma once
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include "errors.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
-#define OPTION_TEXT_BYTES 64
 #define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
 
 typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG, OPTION_SIZE } OptionType;
@@ -25,8 +22,7 @@ typedef struct {
     const char* help;
 } Option;
 
-// Names that other programs have for an option, or for what there is no option for: lower case, '-' between words and a
-// space between names.
+// Names that other programs have for something: lower case, '-' between words and a space between names.
 typedef struct {
     const char* names;
     const char* answer;  // the rest of a sentence that begins "unknown option --NAME; "
@@ -53,29 +49,26 @@ void* option_value(const OptionTable* table, const void* fields, const char* nam
 const char* option_group(const OptionTable* table, const Option* option);
 // Sets one value from text; texts are copied and live as long as the program.
 bool option_set(const Option* option, void* fields, const char* text, char* error);
-// Returns the value as one would type it: the text itself, or a number's in `text`, for which OPTION_TEXT_BYTES are
-// enough.
-const char* option_text(const Option* option, const void* fields, char* text, size_t bytes);
+// Returns the value as one would type it: a text itself, or a number, kept as by text_kept.
+const char* option_text(const Option* option, const void* fields);
 bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
 bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
 // False with a sentence if both options were typed, of which one is done instead of the other.
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
-// False with a sentence if an option was typed, with another value than its default, that lacks what it needs.
-// `settings` is a text whose words NAME=VALUE give values to options too.
+// False with a sentence if an option was typed, with another value than its default, that lacks what it needs, also
+// among the words NAME=VALUE of `settings`.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
-// {"name": value, ...}, without flags and what is done instead of training. Values are texts, as typed, or `typed`:
-// numbers are numbers.
+// {"name": value, ...}, without flags and what is done instead of training. With `typed` numbers are no texts.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const OptionTable* table, const void* fields, FILE* file);
 
-// These write numbers for people: 124475904 as "124M", 3725 seconds as "1h02m".
-void format_count(double n, char* text, size_t bytes);
-void format_duration(double seconds, char* text, size_t bytes);
-// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none. An option's ""
-// is 0 bytes.
+// These return numbers for people, kept as by text_kept: 124475904 as "124M", 3725 seconds as "1h02m".
+const char* text_count(double n);
+const char* text_duration(double seconds);
+// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none.
 bool size_parse(const char* text, int64_t* bytes);
 // Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);

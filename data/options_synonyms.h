@@ -27,8 +27,7 @@ static const OptionSynonym SYNONYMS[] = {
      "leave it out: data is mapped and read in a seeded order, with nothing to choose"},
     // model
     {"init-from model-name-or-path model-name model-path model-dir hf-model pretrained pretrained-model "
-     "from-pretrained config-name "
-     "model-type flavor model.name model.flavor -e",
+     "from-pretrained config-name model-type flavor model.name model.flavor -e",
      "type --model NAME|DIR"},
     {"n-layer n-layers num-layers num-hidden-layers hidden-layers", "type --layers L"},
     {"n-embd n-embed d-model dim hidden-size hidden-dim model-dim embed-dim embedding-dim width n-hidden",
@@ -123,9 +122,8 @@ static const OptionSynonym SYNONYMS[] = {
     {"tensor-parallel-degree tensor-parallel tensor-parallel-size tp-size pipeline-parallel-degree pipeline-parallel "
      "pipeline-parallel-size pp-size context-parallel-degree context-parallel-size expert-parallel-degree",
      "leave it out: nibble has data parallelism and --shard alone"},
-    {"backend local-rank node-rank nnodes nodes num-nodes dist-backend dist-url master-addr master-port "
-     "rdzv-backend rdzv-endpoint rdzv-id -pn "
-     "-pr -pm -ps -pi -pg",
+    {"backend local-rank node-rank nnodes nodes num-nodes dist-backend dist-url master-addr master-port rdzv-backend "
+     "rdzv-endpoint rdzv-id -pn -pr -pm -ps -pi -pg",
      "leave it out: ranks are read from the variables of torchrun, srun and mpirun"},
     // validation and samples
     {"eval-interval eval-steps val-loss-every eval-freq val-interval validation-interval val-check-interval "

@@ -1,4 +1,3 @@
-// See report.h.
 #include "report.h"
 #include "sampling.h"
 #include <math.h>
@@ -7,26 +6,20 @@
 #include "clock.h"
 #include "text.h"
 
-// Says how much data there is, how much of it a validation of windows of T tokens reads, what is left out, and whether
-// validation is of texts that are trained on.
+// Says how much data there is and a validation reads, what is left out, and whether validation is of training texts.
 static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
                         int vocabulary) {
-    const struct {
-        const char* name;
-        const Dataset* data;
-    } parts[] = {{"data", train}, {"validation data", val}};
-    char tokens[32], all[32], read[32], left_out[32];
-    format_count((double)train->tokens, tokens, sizeof(tokens));
-    format_count((double)val->tokens, all, sizeof(all));
-    format_count((double)(dataset_windows_of(val, T, val_tokens) * T), read, sizeof(read));
+    const Dataset* const parts[] = {train, val};
+    const char *tokens = text_count((double)train->tokens), *all = text_count((double)val->tokens);
+    const char* read = text_count((double)(dataset_windows_of(val, T, val_tokens) * T));
     run_say(run, " data     %s  %s tokens in %d file%s  validation reads %s of %s  vocabulary %d%s\n", train->path,
             tokens, train->files, train->files == 1 ? "" : "s", read, all, vocabulary, train->bytes ? " (bytes)" : "");
     for (int i = 0; i < 2; i++) {
-        const int files = parts[i].data->left_out;
+        const int files = parts[i]->left_out;
         if (files == 0) continue;
-        format_count((double)parts[i].data->left_out_tokens, left_out, sizeof(left_out));
         run_say(run, " notice   %d file%s of the %s, shorter than a window of %d tokens, %s left out: %s tokens\n",
-                files, files == 1 ? "" : "s", parts[i].name, T + 1, files == 1 ? "is" : "are", left_out);
+                files, files == 1 ? "" : "s", i == 0 ? "data" : "validation data", T + 1, files == 1 ? "is" : "are",
+                text_count((double)parts[i]->left_out_tokens));
     }
     if (dataset_overlap(train, val)) {
         run_say(run, " notice   the validation data is trained on, so its loss says nothing of other texts\n");
@@ -42,7 +35,7 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     const bool several = *plan->ranks, constant = strcmp(run_text(run, "schedule"), "constant") == 0;
     const long long sequences = whole(run, "tokens-per-step") / whole(run, "seq"),
                     micro = sequences / whole(run, "batch") / plan->world;
-    char ranks[32] = "";
+    const char* ranks = several ? text_kept("%d ranks x ", plan->world) : "";
     run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", run_text(run, "model"),
             whole(run, "layers"), whole(run, "channels"), whole(run, "heads"), (long long)plan->parameters);
     run_say(run, " device   %s\n", plan->device);
@@ -50,7 +43,6 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
         run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
                 plan->ranks, run_text(run, "shard"),
                 run_text(run, strcmp(run_text(run, "comm"), "grads") == 0 ? "grads" : "comm"));
-        snprintf(ranks, sizeof(ranks), "%d ranks x ", plan->world);
     }
     report_data(run, train, val, (int)whole(run, "seq"), whole(run, "val-tokens"), V);
     const double epochs = (double)whole(run, "steps") * (double)sequences / (double)plan->windows;
@@ -101,9 +93,8 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
                 const Planner* planner, int64_t memory, bool first) {
     const int64_t batch = plan_largest_batch(planner, 512, false, memory - planner->plan(planner, 1, false).taken);
     const MemoryPlan plan = planner->plan(planner, batch > 0 ? batch : 1, false);
-    char most[24] = "-";
+    const char* most = batch > 0 ? text_kept("%lld", (long long)batch) : "-";
     const double unit = 1.0 / (1 << 30);
-    if (batch > 0) snprintf(most, sizeof(most), "%lld", (long long)batch);
     if (first) {
         printf(
             "%s, %lld parameters, sequences of %d tokens; GiB at the largest --batch that fits (-: none; of 1)\n"
@@ -120,17 +111,16 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
     static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout", NULL};
-    char *text = NULL, reason[DATA_ERROR_BYTES], number[OPTION_TEXT_BYTES];
-    size_t length = 0;
-    if (!dataset_fingerprint(train, reason) || !dataset_fingerprint(val, reason)) {
-        return data_error(run->error, "--data: %s", reason), NULL;
+    char* text;
+    size_t length;
+    if (!dataset_fingerprint(train, run->error) || !dataset_fingerprint(val, run->error)) {
+        return data_error(run->error, "--data: %s", run->error), NULL;
     }
     FILE* file = text_stream(&text, &length);
     for (int i = 0; i < run->table->count; i++) {
         const Option* option = &run->table->option[i];
         if (option->type == OPTION_FLAG || text_among(option->name, own)) continue;
-        const char* value = option_text(option, run->fields, number, sizeof(number));
-        fprintf(file, "--%s %s ", option->name, shell_word(value));
+        fprintf(file, "--%s %s ", option->name, shell_word(option_text(option, run->fields)));
     }
     fprintf(file, "and %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
             (long long)val->tokens, train->crc, val->crc);
@@ -175,17 +165,15 @@ static bool step_log(RunFolder* run, const StepReport* step) {
 static void step_say(RunFolder* run, const StepReport* step) {
     const RunState* state = &run->state;
     const long long steps = whole(run, "steps");
-    char rate[32], left[32] = "-", size[32], mfu[32] = "-";
-    const double tokens_per_second = (double)whole(run, "tokens-per-step") / step->seconds;
-    if (step->peak > 0) snprintf(mfu, sizeof(mfu), "%.1f%%", 100 * tokens_per_second * step->flops / step->peak);
-    format_count(tokens_per_second, rate, sizeof(rate));
-    if (step->eta >= 0) format_duration(step->eta, left, sizeof(left));
+    const double rate = (double)whole(run, "tokens-per-step") / step->seconds;
+    const char* mfu = step->peak > 0 ? text_kept("%.1f%%", 100 * rate * step->flops / step->peak) : "-";
+    const char* left = step->eta >= 0 ? text_duration(step->eta) : "-";
     const bool small = step->memory < (1ll << 30);
-    snprintf(size, sizeof(size), small ? "%.0f MiB" : "%.1f GiB",
-             (double)step->memory / (double)(small ? 1 << 20 : 1 << 30));
+    const char* size =
+        text_kept(small ? "%.0f MiB" : "%.1f GiB", (double)step->memory / (double)(small ? 1 << 20 : 1 << 30));
     run_say(run, "step %6lld/%lld %5.1f%%  loss %.4f  norm %.3f  lr %.2e  %6.1f ms  %s tok/s  mfu %s  %s  eta %s",
             (long long)state->step, steps, 100.0 * (double)state->step / (double)steps, step->loss, step->norm,
-            step->lr, 1e3 * step->seconds, rate, mfu, size, left);
+            step->lr, 1e3 * step->seconds, text_count(rate), mfu, size, left);
     if (state->skipped > 0) run_say(run, "  skipped %lld", (long long)state->skipped);
     run_say(run, "\n");
 }
@@ -199,8 +187,7 @@ static bool step_skipped(RunFolder* run, const StepReport* step) {
                 (long long)state->step, step->loss, step->norm, (long long)state->skipped);
     }
     if (!stops && state->skipped_last < MAX_IN_A_ROW) return true;
-    char row[64] = "";
-    if (!stops) snprintf(row, sizeof(row), "%lld steps in a row were skipped; ", (long long)state->skipped_last);
+    const char* row = stops ? "" : text_kept("%lld steps in a row were skipped; ", (long long)state->skipped_last);
     return data_error(run->error,
                       "step %lld: the loss is %g and the norm of the gradient %g; %sthe last good checkpoint is %s; "
                       "type a smaller --lr (now %g), a longer --warmup or a smaller --clip",
@@ -258,38 +245,39 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     RunFolder* run = context;
     const int count = run->prompts.count * (int)whole(run, "samples");
-    char* whole = NULL;
-    size_t length = 0;
-    FILE* memory = text_stream(&whole, &length);
+    SCOPED char *shown, *members;
+    size_t length, members_length;
+    FILE* memory = text_stream(&shown, &length);
     sample_write(memory, index, count, prompt, text, bytes);
     fclose(memory);
+    memory = text_stream(&members, &members_length);
+    fprintf(memory, "\"index\": %d", index);
+    json_write_text_member(memory, ", ", "prompt", prompt);
+    json_write_text_member(memory, ", ", "text", text);
+    fclose(memory);
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
-    run_say_text(run, whole, length);
+    run_say_text(run, shown, length);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
-    free(whole);
-    run_log_sample(run, index, prompt, text);
+    run_log_members(run, "sample", members);
 }
 
 void report_evaluation(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
     RunFolder* run = context;
-    char line[512], *members = NULL;
-    size_t bytes = 0;
-    evaluation_describe(evaluation, result, seconds, line, sizeof(line));
-    run_say(run, "eval %6lld  %s\n", (long long)run->state.step, line);
+    SCOPED char* members;
+    size_t bytes;
+    run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(evaluation, result, seconds));
     FILE* memory = text_stream(&members, &bytes);
     evaluation_log(memory, evaluation, result);
     fclose(memory);
     run_log_members(run, "eval", members);
-    free(members);
 }
 
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {
     const RunState* state = &run->state;
-    char rate[32];
     const char* how = stopped ? "stopped" : "done   ";
     if (steps > 0) {
-        format_count(steps * (double)whole(run, "tokens-per-step") / seconds, rate, sizeof(rate));
-        run_say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", how, 1e3 * seconds / steps, rate);
+        run_say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", how, 1e3 * seconds / steps,
+                text_count(steps * (double)whole(run, "tokens-per-step") / seconds));
     } else {
         run_say(run, "%s  at step %lld\n", how, (long long)state->step);
     }

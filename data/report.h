@@ -1,22 +1,21 @@
-// Reports of a run, made of plain numbers: lines on the terminal and in log.txt, and their values in log.jsonl. A
-// function that returns false has written a sentence into the run folder's `error`, with which the run ends.
+// Reports of a run: lines on the terminal and in log.txt, and their values in log.jsonl. A function that returns false
+// has written a sentence into the run folder's `error`, with which the run ends.
 #pragma once
 #include "checkpoint.h"
 #include "evaluation.h"
 #include "loader.h"
-#include "plan.h"
 #include "run_folder.h"
-#include "linkage.h"
+#include "schedule.h"
 C_LINKAGE_BEGIN
 
 // Facts that the banner states beside the options.
 typedef struct {
-    char device[256], ranks[256], optim[256];  // descriptions; ranks "" for one alone
-    const char* source;                        // of the ranks
-    int world;                                 // ranks
-    int64_t windows, parameters;               // of the training data; of the model
-    double usual_lr, usual_lr_of_any;          // of the rule and this model's size; of a rule that is not known
-    bool trained;                              // the run begins with the weights of --model
+    char device[256], optim[256];      // descriptions
+    const char *ranks, *source;        // of the ranks; "" for one alone
+    int world;                         // ranks
+    int64_t windows, parameters;       // of the training data; of the model
+    double usual_lr, usual_lr_of_any;  // of the rule and this model's size; of a rule that is not known
+    bool trained;                      // the run begins with the weights of --model
     MemoryPlan memory;
     int64_t available;    // bytes
     const char* changed;  // options that differ from the checkpoint's
@@ -27,9 +26,8 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
 // sequence where none fits; a title before the first.
 void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
                 const Planner* planner, int64_t memory, bool first);
-// Returns a text that must be the same on all ranks: the options, but for names of files, and the data by its size and
-// checksums, which are made here. The text lives as long as the program; NULL with a sentence where the data cannot be
-// read.
+// Returns a text that must be the same on all ranks: the options, but for names of files, and the data's sizes and
+// checksums, which are made here. It lives as long as the program; NULL with a sentence where data cannot be read.
 const char* run_identity(RunFolder* run, Dataset* train, Dataset* val);
 // The sentence where the weights of several ranks differ. It lives as long as the program.
 const char* report_weights_differ(const RunFolder* run);
@@ -50,27 +48,23 @@ typedef struct {
     double seconds, eta;  // of the step, and until the end; eta below 0: not known yet
     bool first, last;     // of this start's steps; of the run's
 } StepReport;
-// The time of the steps after `from`, which is moved when the first is done and when ten are: they are slower, the
-// first most of all, which loads what the GPU runs.
+// The time of the steps after `from`, which moves when one step is done and when ten are, since these are slower.
 typedef struct {
     int64_t first, from;
     double since, seconds;  // the clock when `from` was done; spent in the steps after it
 } StepTimer;
-// Takes note that step `step`, which began at `begin`, is done. Returns the seconds that a step takes, with what lies
-// between two of them.
+// Takes note that a step, which began at `begin`, is done. Returns the seconds from one step to the next.
 double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 // Counts a step that began at `begin`, writes it into log.jsonl, and prints it as --print-every says or if it is first
-// or last, or changed nothing. False also where the run ends with it, because of --on-nonfinite stop or since ten steps
-// in a row changed nothing.
+// or last, or changed nothing. False also where a step that changed nothing ends the run: by --on-nonfinite, or the
+// tenth in a row.
 bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer);
 // Also sets the best loss so far.
 bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds);
-// Callbacks: a sample of `run`, a RunFolder, by its index, which is a SampleDone; and an EvaluationDone, a task that
-// was scored in `seconds`. Where they fail there is a sentence in the folder's `error`.
+// A SampleDone and an EvaluationDone for `run`, a RunFolder. Where they fail there is a sentence in its `error`.
 void report_sample(void* run, int index, const char* prompt, const char* text, size_t bytes);
 void report_evaluation(void* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
-// Reports the end of a run, which a signal may have `stopped`: `steps` steps took `seconds`. False where the weights
-// are `useless`.
+// Reports the end of a run of `steps` steps in `seconds`, which a signal may have `stopped`. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 
 C_LINKAGE_END

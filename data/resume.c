@@ -1,5 +1,4 @@
 // See resume.h. The names are those of the trainer's options.
-#define _GNU_SOURCE
 #include "resume.h"
 #include <math.h>
 #include <stdarg.h>
@@ -41,7 +40,7 @@ bool resume_words(const Resume* resume, char* error) {
 }
 
 // True if the checkpoint's value is left alone although none was typed: the option belongs to one start of the program,
-// is merged elsewhere, or comes with another preset than the saved one, which was typed.
+// is merged elsewhere, or comes with the preset, of which another one was typed.
 static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
                                            "gpus", "join-timeout", "override", NULL};
@@ -59,21 +58,19 @@ bool resume_options(Resume* resume, char* error) {
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
         if (!text || is_left(resume, option)) continue;
         const bool fixed = text_among(name, of_shape);
-        char number[OPTION_TEXT_BYTES], reason[DATA_ERROR_BYTES];
-        const char* now = option_text(option, resume->fields, number, sizeof(number));
+        const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
         if (typed && strcmp(now, text) == 0) continue;
-        // A folder that was typed as --model, as a job script does each time, is not read: it may be gone by now, or
-        // the script may run in another place.
+        // A folder that was typed as --model, as a job script does each time, is not read, for it may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
         if (!typed || folder) {
-            if (!option_set(option, resume->fields, text, reason)) return data_error(error, "--resume: %s", reason);
+            if (!option_set(option, resume->fields, text, error)) return data_error(error, "--resume: %s", error);
             continue;
         }
         if (fixed) {
             // --size has become a model's name.
-            const char* asked = strcmp(name, "model") == 0 && gpt2_size_check(now, reason) ? "size" : name;
+            const char* asked = strcmp(name, "model") == 0 && gpt2_size_check(now, error) ? "size" : name;
             return data_error(
                 error, "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
                 asked, now, text, asked);
@@ -88,53 +85,49 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
     const bool dry = *(const bool*)option_value(resume->table, resume->fields, "dry-run");
     if (!run_folder_begin(run, named, how, dry, error)) return false;
     char* from = resume->from;
-    if (!checkpoint_locate(how, named, from, sizeof(resume->from), &resume->named_itself, &resume->state, error)) {
-        return false;
-    }
+    const bool found =
+        checkpoint_locate(how, named, from, sizeof(resume->from), &resume->named_itself, &resume->state, error);
     if (!resume->state) from[0] = 0;
-    return true;
+    return found;
 }
 
 // Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
-// program writes paths that name a file in one way, so that a path which can mean another file in another place, such
-// as a downloaded one, is not its own.
+// program writes absolute paths without links, so another one, as in a downloaded checkpoint, is not its own.
 static const char* format_distrust(const char* path, const char* folder) {
     struct stat info;
     if (stat(path, &info) != 0) return NULL;  // there is no code, which another sentence says
-    char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
+    SCOPED char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
     const size_t length = run ? strlen(run) : 0;
-    const bool same = real && strcmp(real, path) == 0;
-    const bool beside = real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/';
-    free(real), free(run);
-    if (!same) return "its path is not one that this program writes";
-    if (beside) return "the file lies in the run's folder";
+    if (!real || strcmp(real, path) != 0) return "its path is not one that this program writes";
+    if (length > 1 && strncmp(real, run, length) == 0 && real[length] == '/')
+        return "the file lies in the run's folder";
     if (info.st_uid != geteuid() && info.st_uid != 0) return "the file belongs to another user";
     return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
 }
 
-// May the code in the --format files that only the checkpoint in `folder` names run? It may if the checkpoint and the
-// files are this user's, and the files lie where nobody else put them. A note on stderr says so, if `print`.
+// True if the code in the --format files that only the checkpoint in `folder` names may run: it and they are this
+// user's, and lie where nobody else put them. A note on stderr says so, if `print`.
 static bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
     struct stat info;
     const char* formats = text_of(resume, "format");
     if (resume_given(resume, "format") || !*formats) return true;
     const bool own = stat(path_in(folder, "state.json"), &info) == 0 && info.st_uid == geteuid();
     const char* reason = own ? NULL : "the checkpoint belongs to another user";
-    char *list = text_copy(formats), *shown = text_copy(formats), *rest = NULL;
+    SCOPED char *list = text_copy(formats), *shown = text_copy(formats);
+    char* rest = NULL;
     for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(NULL, ",", &rest)) {
         reason = format_distrust(one, folder);
     }
     text_disarm(shown, false);
     if (reason) {
-        data_error(error,
-                   "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, "
-                   "or begin anew without --resume",
-                   folder, shown, reason, shown);
-    } else if (print) {
-        fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+        return data_error(
+            error,
+            "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, or "
+            "begin anew without --resume",
+            folder, shown, reason, shown);
     }
-    free(list), free(shown);
-    return !reason;
+    if (print) fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
+    return true;
 }
 
 bool resume_take(Resume* resume, bool print, char* error) {

@@ -3,7 +3,6 @@
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 enum { RESUME_CHANGED_BYTES = 16384 };
@@ -22,20 +21,16 @@ typedef struct {
 
 // True if this option was typed.
 bool resume_given(const Resume* resume, const char* name);
-// Chooses the checkpoint that --resume means, into `from`, and holds the run folder. One process calls it, and gives
-// `from` to the others.
+// Chooses the checkpoint that --resume means, into `from`, and holds the run folder. One process calls it.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
-// Opens `state` where resume_find has not done it, and takes the checkpoint's options (--override aside, which is the
-// optimizer's). `print`: notes on stderr come from this process.
+// Opens `state` where resume_find has not, and takes the checkpoint's options. `print`: this process may print notes.
 bool resume_take(Resume* resume, bool print, char* error);
-// Sets where the run stands: at its beginning, or where the checkpoint was; notes for the banner if its data has
-// changed.
+// Sets where the run stands: at its beginning, or where the checkpoint was. Notes in `changed` if its data is another.
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val);
-// Refuses options for a path or name that were typed empty, as a shell's variable that is not set is. A run that goes
-// on may do so without the data that it had.
+// Refuses options for a path or name that were typed empty, as by a shell's variable that is not set.
 bool resume_words(const Resume* resume, char* error);
-// Takes options that were not typed from the checkpoint, --override aside, and lists typed ones that differ. Those on
-// which the model's shape depends must be the same.
+// Takes options that were not typed from the checkpoint, but for --override, which is the optimizer's, and lists typed
+// ones that differ. Those on which the model's shape depends must be the same.
 bool resume_options(Resume* resume, char* error);
 
 C_LINKAGE_END

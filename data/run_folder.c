@@ -1,5 +1,3 @@
-// See run_folder.h.
-#define _GNU_SOURCE
 #include "run_folder.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -16,8 +14,6 @@
 #include "evaluation.h"
 #include "signals.h"
 #include "version.h"
-
-#define PATH_BYTES 4500
 
 const char* run_text(const RunFolder* run, const char* option) {
     return *(const char* const*)option_value(run->table, run->fields, option);
@@ -52,11 +48,11 @@ static bool run_folder_free(const char* folder, bool again, char* error) {
         error, "--run %s already holds a run; type --resume auto to go on with it, or name another folder", folder);
 }
 
-// Locks a folder until this process ends, or writes a sentence if another process has the lock.
-static bool folder_lock(const char* folder, char* error) {
+bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
     const struct timespec pause = {0, 100000000};
-    int descriptor = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int descriptor = run->held ? -1 : open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor < 0) return true;
+    run->held = true;
     // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
     for (int i = 0; i < 50; i++) {
         if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
@@ -67,28 +63,20 @@ static bool folder_lock(const char* folder, char* error) {
                       folder);
 }
 
-bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
-    if (!run->held && !folder_lock(folder, error)) return false;
-    run->held = true;
-    return true;
-}
-
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error) {
     const bool again = strcmp(resume, "off") != 0;
     const char* named = *run ? run : resume;
     if (*run && !run_folder_free(run, again, error)) return false;
     const bool checkpoint = file_exists(path_in(named, "state.json"));  // whose run is held once it is known
-    if (!again || dry_run || !folder_exists(named) || checkpoint) return true;
-    return run_folder_hold(folder, named, error);
+    return !again || dry_run || checkpoint || run_folder_hold(folder, named, error);
 }
 
-// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: of several runs that start in the same
-// second mkdir lets one through.
+// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has; mkdir lets one run have each.
 static bool folder_name(RunFolder* run, const char* model, char* error) {
-    char date[32], reason[DATA_ERROR_BYTES];
+    char date[32];
     time_t now = time(NULL);
     strftime(date, sizeof(date), "%Y-%m-%d_%H%M%S", localtime(&now));
-    if (!folder_make("runs", reason)) return data_error(error, "%s; name another folder with --run DIR", reason);
+    if (!folder_make("runs", error)) return data_error(error, "%s; name another folder with --run DIR", error);
     int length = snprintf(run->path, sizeof(run->path), "runs/%s_%.128s", date, path_name(model));
     for (int next = 2; mkdir(run->path, 0777) != 0; next++) {
         if (errno != EEXIST) {
@@ -101,20 +89,18 @@ static bool folder_name(RunFolder* run, const char* model, char* error) {
 }
 
 static bool config_write(const RunFolder* run, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    SCOPED char* text;
+    size_t length;
     FILE* config = text_stream(&text, &length);
     options_json(run->table, run->fields, false, config);
     fputc('\n', config);
     fclose(config);
-    bool ok = file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
-    free(text);
-    return ok;
+    return file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
 }
 
 // Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
 static bool files_make(RunFolder* run, bool again) {
-    char reason[DATA_ERROR_BYTES], *error = run->error;
+    char* error = run->error;
     const char** name = option_value(run->table, run->fields, "run");
     if (!**name) {
         if (!folder_name(run, run_text(run, "model"), error)) return false;
@@ -123,12 +109,12 @@ static bool files_make(RunFolder* run, bool again) {
     if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
         return data_error(error, "the path %s is too long; name a shorter one", *name);
     }
-    if (!folder_make(run->path, reason)) return data_error(error, "--run %s: %s; name another one", run->path, reason);
+    if (!folder_make(run->path, error)) return data_error(error, "--run %s: %s; name another one", run->path, error);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
     // The file whose refusal leaves nothing that makes this the folder of a run comes first.
-    FILE* text = log_open(path_in(run->path, "log.txt"), reason);
-    if (text) run->log = log_open(path_in(run->path, "log.jsonl"), reason);
-    if (!run->log || !config_write(run, reason)) return data_error(error, "--run %s: %s", run->path, reason);
+    FILE* text = log_open(path_in(run->path, "log.txt"), error);
+    if (text) run->log = log_open(path_in(run->path, "log.jsonl"), error);
+    if (!run->log || !config_write(run, error)) return data_error(error, "--run %s: %s", run->path, error);
     fclose(run->text);  // completes run->banner
     fwrite(run->banner, 1, run->banner_bytes, text);
     free(run->banner);
@@ -141,7 +127,7 @@ void run_folder_close(RunFolder* run) {
     if (run->log) fclose(run->log);
     fclose(run->text);
     json_free(run->config);
-    if (run->tokenizer) tokenizer_close(run->tokenizer);
+    tokenizer_close(run->tokenizer);
     prompts_close(&run->prompts);
 }
 
@@ -170,17 +156,16 @@ void run_say_next(RunFolder* run, bool stopped) {
     if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
     const bool samples = run->samples && !stopped;
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
-    char program[PATH_BYTES];
+    char program[RUN_PATH_BYTES];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
     program[length > 0 ? length : 0] = 0;
     const char* folder = path_parent(program);
     const char *python = path_in(folder, ".venv/bin/python"), *plot = path_in(folder, "dev/plot.py");
     if (!file_exists(python) || !file_exists(plot)) return;
-    char* cwd = getcwd(NULL, 0);
+    SCOPED char* cwd = getcwd(NULL, 0);
     size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
     run_say(run, "%-9s%s %s %s\n", samples || stopped ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
             shell_word(run->path));
-    free(cwd);
 }
 
 const char* run_resume_words(const RunFolder* run) {
@@ -226,16 +211,6 @@ bool run_log_members(RunFolder* run, const char* type, const char* members) {
     return log_end(run);
 }
 
-bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text) {
-    if (run->quiet) return true;
-    log_begin(run, "sample");
-    fprintf(run->log, ", \"index\": %d", index);
-    json_write_text_member(run->log, ", ", "prompt", prompt);
-    json_write_text_member(run->log, ", ", "text", text);
-    fputs("}\n", run->log);
-    return log_end(run);
-}
-
 // The first `bytes` bytes of a file of the system, 0 where there is none.
 static size_t system_file(const char* path, char* text, size_t bytes) {
     FILE* file = fopen(path, "r");
@@ -246,8 +221,9 @@ static size_t system_file(const char* path, char* text, size_t bytes) {
 
 // The command that started this process, as a shell takes it.
 static void write_command(FILE* file) {
-    char words[4096], *line = NULL;
-    size_t length = 0;
+    char words[4096];
+    SCOPED char* line;
+    size_t length;
     const size_t bytes = system_file("/proc/self/cmdline", words, sizeof(words) - 1);
     words[bytes] = 0;
     FILE* command = text_stream(&line, &length);
@@ -255,8 +231,7 @@ static void write_command(FILE* file) {
         fprintf(command, "%s%s", i ? " " : "", shell_word(words + i));
     }
     fclose(command);
-    json_write_string(file, line);
-    free(line);
+    json_write_text_member(file, ", ", "command", line);
 }
 
 // The version of NVIDIA's driver, as "... Kernel Module  570.124.06  ..." says it, or null.
@@ -266,8 +241,8 @@ static void write_driver(FILE* file) {
     for (const char* at = text; *at && !*version; at += strcspn(at, " "), at += strspn(at, " ")) {
         if (strspn(at, "0123456789.") == strcspn(at, " ") && strchr(at, '.')) sscanf(at, "%31s", version);
     }
-    if (*version) json_write_string(file, version);
-    if (!*version) fputs("null", file);
+    if (*version) json_write_text_member(file, ", ", "driver", version);
+    if (!*version) fputs(", \"driver\": null", file);
 }
 
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token) {
@@ -277,49 +252,45 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     struct tm utc;
     gethostname(host, sizeof(host) - 1);
     strftime(date, sizeof(date), "%Y-%m-%dT%H:%M:%SZ", gmtime_r(&now, &utc));
-    const struct {
-        const char *name, *text;
-    } texts[] = {{"version", NIBBLE_VERSION},
-                 {"commit", NIBBLE_COMMIT},
-                 {"build", NIBBLE_BUILD},
-                 {"started", date},
-                 {"host", host},
-                 {"device", device}};
-    fputs("{\"type\": \"config\"", run->log);
-    for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++) {
-        json_write_text_member(run->log, ", ", texts[i].name, texts[i].text);
-    }
-    fputs(", \"driver\": ", run->log);
-    write_driver(run->log);
-    fputs(", \"command\": ", run->log);
-    write_command(run->log);
-    fputs(", \"options\": ", run->log);
-    options_json(run->table, run->fields, true, run->log);
-    fprintf(run->log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
+    FILE* log = run->log;
+    json_write_text_member(log, "{", "type", "config");
+    json_write_text_member(log, ", ", "version", NIBBLE_VERSION);
+    json_write_text_member(log, ", ", "commit", NIBBLE_COMMIT);
+    json_write_text_member(log, ", ", "build", NIBBLE_BUILD);
+    json_write_text_member(log, ", ", "started", date);
+    json_write_text_member(log, ", ", "host", host);
+    json_write_text_member(log, ", ", "device", device);
+    write_driver(log);
+    write_command(log);
+    fputs(", \"options\": ", log);
+    options_json(run->table, run->fields, true, log);
+    fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
             (long long)parameters);
-    json_write_number_member(run->log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
-    fputs("}\n", run->log);
-    fflush(run->log);
+    json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
+    fputs("}\n", log);
+    fflush(log);
 }
 
-// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with. A resumed run
-// takes nothing from the folder of its first weights.
+// The folder of the checkpoint, else of the model, with whose weights this process begins; "": there is none.
+static const char* weights_folder(const RunFolder* run) {
+    return *run->sources[0] ? run->sources[0] : run->sources[1];
+}
+
+// Copies the tokenizer's files into the run folder, and reads the config.json that the run began with.
 static bool tokenizer_take(RunFolder* run, const Json* state) {
-    char reason[DATA_ERROR_BYTES], *error = run->error;
-    const char *checkpoint = run->sources[0], *model = *checkpoint ? "" : run->sources[1];
-    const char* const sources[3] = {checkpoint, model, run->sources[2]};
-    if (state && !checkpoint_has_copies(checkpoint, state, run->path, reason)) {
-        return data_error(error, "--resume: %s", reason);
+    char* error = run->error;
+    const char* const sources[2] = {weights_folder(run), run->sources[2]};
+    if (state && !checkpoint_has_copies(sources[0], state, run->path, error)) {
+        return data_error(error, "--resume: %s", error);
     }
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         if (!*sources[i] || !folder_exists(sources[i])) continue;
-        if (!tokenizer_files_copy(sources[i], run->path, reason)) {
-            return data_error(error, "--run %s: %s", run->path, reason);
+        if (!tokenizer_files_copy(sources[i], run->path, error)) {
+            return data_error(error, "--run %s: %s", run->path, error);
         }
     }
-    if (!*checkpoint && !*model) return true;
-    run->config = json_read(path_in(*checkpoint ? checkpoint : model, "config.json"), error);
-    return run->config != NULL;
+    if (*sources[0]) run->config = json_read(path_in(sources[0], "config.json"), error);
+    return run->config || !*sources[0];
 }
 
 // Opens the tokenizer, and says why there are no samples where it does not fit.
@@ -342,7 +313,7 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
 }
 
 bool run_folder_possible(RunFolder* run, bool bytes) {
-    const char* weights = *run->sources[0] ? run->sources[0] : run->sources[1];
+    const char* weights = weights_folder(run);
     if (!tokenizers_agree(weights, run->sources[2])) {
         return data_error(run->error,
                           "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "

@@ -1,11 +1,10 @@
 // The run folder: who may train in it, its name, what is printed (and kept in log.txt), log.jsonl, config.json, and the
-// files of a tokenizer that lie in it. Only rank 0 of a run has one; on the others `quiet` is true and nothing is
-// printed or written. A function that returns false has written a sentence into `error`.
+// tokenizer's files in it. On ranks other than 0 `quiet` is true and nothing is printed or written. A function that
+// returns false has written a sentence into `error`.
 #pragma once
 #include "json.h"
 #include "options.h"
 #include "sampling.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 enum { RUN_PATH_BYTES = 4096 };
@@ -51,45 +50,39 @@ int64_t run_whole(const RunFolder* run, const char* option);
 double run_real(const RunFolder* run, const char* option);
 bool run_saves_states(const RunFolder* run);  // --save
 
-// Keeps other processes of this machine from training in `folder` as long as this one lives; false where one does.
-// A file system without locks holds nothing.
+// Keeps other processes of this machine from training in `folder` (on a file system with locks); false where one does.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);
-// Before a checkpoint is chosen: is the folder `run` ("": none is named) free for what --resume says, and held where
-// the run goes on in it, or in the folder that `resume` names?
+// Returns, before a checkpoint is chosen, whether the folder `run` ("": none is named) is free for what --resume says.
+// Where the run goes on in it, or in the folder that `resume` names, that folder is held.
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
+// Returns, before run_folder_make, whether the data's tokens are those that the weights of `sources` have learned, and
+// whether the tasks of --eval and the prompts of --prompt-file can be opened.
+bool run_folder_possible(RunFolder* run, bool bytes);
 // Makes the folder that --run names, or, where that is "", runs/DATE_TIME_MODEL (_2, _3, ... where that is taken), with
-// config.json, log.txt and log.jsonl; --run becomes its path. Then keeps in it what comes with the tokenizer and the
-// model, whatever becomes of where they came from, and opens the tokenizer, the prompts and the tasks of --eval.
-// `checkpoint` is the state.json that the run goes on from, or NULL. Where the tokenizer does not fit a model of
-// `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
+// config.json, log.txt, log.jsonl and copies of the tokenizer's files; --run becomes its path. Opens the tokenizer, the
+// prompts and the tasks of --eval. `checkpoint` is the state.json that the run goes on from, or NULL. Where the
+// tokenizer does not fit a model of `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
 bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary);
 void run_folder_close(RunFolder* run);
-// Before that: are the data's tokens, where it is not `bytes`, those that the weights of `sources` have learned, and
-// can the tasks of --eval and the prompts of --prompt-file be opened?
-bool run_folder_possible(RunFolder* run, bool bytes);
 
 // Prints on the terminal and into log.txt.
 __attribute__((format(printf, 2, 3))) void run_say(RunFolder* run, const char* format, ...);
 // Prints text of a model, of which each piece may be a part of a character.
 void run_say_text(RunFolder* run, const char* text, size_t bytes);
-// Prints the commands that go on after a run, as a shell takes them: resume, or sample, and the plot where it can be
-// drawn.
+// Prints the commands to type after a run: resume, or sample, and the plot where it can be drawn.
 void run_say_next(RunFolder* run, bool stopped);
 
 // The word that is typed after --resume to go on from the last checkpoint.
 const char* run_resume_words(const RunFolder* run);
-// Is a checkpoint asked for, by a signal or by a file called save in the run folder, which is removed?
+// Returns whether a signal asks for a checkpoint, or a file called save in the run folder, which is removed.
 bool run_folder_asks_save(RunFolder* run);
 
 // A line of log.jsonl: {"type": ..., "step": ..., "tokens": ..., "time_s": ..., NAME: value, ...}. Values that are not
-// finite are null, and "nonfinite" is then true. False when the disk is full.
+// finite are null, and "nonfinite" is then true. False where it cannot be written.
 bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values);
-// The first line: which program this is, where, when and how it was started, all options, and the size of the model
-// and of its tokens. `device` is the name of one of `ranks`.
+// The first line: the program, where, when and how it was started, all options, the sizes of the model and its tokens.
 void run_log_config(RunFolder* run, const char* device, int ranks, int64_t parameters, double bytes_per_token);
 // A line of this type whose other members are `members`, as JSON.
 bool run_log_members(RunFolder* run, const char* type, const char* members);
-// A sample, the `index`th of its step: what follows the prompt.
-bool run_log_sample(RunFolder* run, int index, const char* prompt, const char* text);
 
 C_LINKAGE_END

@@ -3,12 +3,9 @@
 // A safetensors file is: 8 bytes, the header's length N (little-endian); N bytes of JSON,
 //   {"__metadata__": {...}, "name": {"dtype": "BF16", "shape": [768, 2304], "data_offsets": [begin, end]}, ...},
 // padded with spaces; then the tensors' bytes, back to back, offsets counted from the end of the header.
-// Writing pads so that the data starts at a multiple of 64 bytes, and passes every byte once through the checksum and
-// a buffer of BUFFER_BYTES, so that callers may give pieces of any size; a piece larger than the buffer goes straight
-// to the file. Opening reads the header only; tensors are read as they are used.
-// The reader trusts nothing: every number of the header is checked against the file before a pointer is made of it, and
-// the tensors must tile the data without a gap or an overlap, so a truncated file is always noticed.
-// The host is little-endian, as the format is.
+// Writing pads so that the data starts at a multiple of 64 bytes, and keeps no buffer, since the pieces of a checkpoint
+// are large. The reader trusts nothing: every number of the header is checked against the file, and the tensors must
+// tile the data without a gap or an overlap, so a truncated file is noticed. The host is little-endian, as the format.
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -16,19 +13,83 @@
 #include <unistd.h>
 #include "safetensors.h"
 
-enum { BUFFER_BYTES = 4 << 20, HEADER_MOST = 100 << 20 };
+enum { HEADER_MOST = 100 << 20 };
+
+// The types of tensors. A value is NaN or infinite where all bits of `mask` are set: the exponent's, or for types
+// without infinity those of the one NaN. It is infinity where no bit of `mantissa` is set besides.
+typedef struct {
+    const char* name;
+    int bytes;
+    uint64_t mask, mantissa;  // 0 for types that are always finite
+} Dtype;
+
+static const Dtype DTYPES[] = {
+    {"F32", 4, 0x7f800000, 0x007fffff},
+    {"BF16", 2, 0x7f80, 0x007f},
+    {"F16", 2, 0x7c00, 0x03ff},
+    {"F64", 8, 0x7ff0000000000000, 0x000fffffffffffff},
+    {"F8_E5M2", 1, 0x7c, 0x03},
+    {"F8_E4M3", 1, 0x7f, 0x7f},
+    {"F8_E8M0", 1, 0xff, 0xff},
+    {"U8", 1, 0, 0},
+    {"I8", 1, 0, 0},
+    {"BOOL", 1, 0, 0},
+    {"I16", 2, 0, 0},
+    {"U16", 2, 0, 0},
+    {"I32", 4, 0, 0},
+    {"U32", 4, 0, 0},
+    {"I64", 8, 0, 0},
+    {"U64", 8, 0, 0},
+    {"C64", 8, 0, 0},
+};
+
+static const Dtype* dtype_find(const char* name) {
+    for (size_t i = 0; i < sizeof(DTYPES) / sizeof(DTYPES[0]); i++) {
+        if (strcmp(DTYPES[i].name, name) == 0) return &DTYPES[i];
+    }
+    return NULL;
+}
 
 int safetensors_dtype_bytes(const char* dtype) {
-    static const char* const names[4][6] = {{"U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"},
-                                            {"BF16", "F16", "I16", "U16"},
-                                            {"F32", "I32", "U32"},
-                                            {"F64", "I64", "U64", "C64"}};
-    for (int size = 0; size < 4; size++) {
-        for (int i = 0; i < 6 && names[size][i]; i++) {
-            if (strcmp(dtype, names[size][i]) == 0) return 1 << size;
-        }
+    const Dtype* found = dtype_find(dtype);
+    return found ? found->bytes : 0;
+}
+
+static inline uint64_t value_at(const char* values, int64_t i, int bytes) {
+    uint64_t value = 0;
+    memcpy(&value, values + i * bytes, (size_t)bytes);
+    return value;
+}
+
+static inline bool any_bad_of(int bytes, uint64_t mask, const char* values, int64_t count) {
+    int bad = 0;
+    for (int64_t i = 0; i < count; i++) bad |= (value_at(values, i, bytes) & mask) == mask;
+    return bad;
+}
+
+// True if any of `count` values is not finite. Each call has a constant size, so that its loop becomes vector code.
+static bool any_bad(const Dtype* type, const char* values, int64_t count) {
+    if (type->bytes == 1) return any_bad_of(1, type->mask, values, count);
+    if (type->bytes == 2) return any_bad_of(2, type->mask, values, count);
+    if (type->bytes == 4) return any_bad_of(4, type->mask, values, count);
+    return any_bad_of(8, type->mask, values, count);
+}
+
+bool values_finite(const char* name, const char* dtype, const void* values, int64_t bytes, int64_t first, char* error) {
+    const Dtype* type = dtype_find(dtype);
+    if (!type || !type->mask) return true;
+    const int64_t piece = 1 << 16, count = bytes / type->bytes;
+    int64_t found = -1;
+#pragma omp parallel for schedule(static) reduction(max : found)
+    for (int64_t p = 0; p < (count + piece - 1) / piece; p++) {
+        const int64_t begin = p * piece, length = count - begin < piece ? count - begin : piece;
+        if (any_bad(type, (const char*)values + begin * type->bytes, length)) found = begin;
     }
-    return 0;
+    if (found < 0) return true;
+    while (!any_bad(type, (const char*)values + found * type->bytes, 1)) found++;
+    const uint64_t value = value_at(values, found, type->bytes);
+    return data_error(error, "%s holds %s at element %lld", name, value & type->mantissa ? "nan" : "infinity",
+                      (long long)(first + found));
 }
 
 // Elements times element size; -1 when a dimension is negative, the type unknown or the product over 63 bits.
@@ -44,8 +105,6 @@ static int64_t tensor_bytes(const char* dtype, const int64_t* shape, int dims) {
 struct SafetensorsWriter {
     char* path;
     int descriptor;
-    char* buffer;  // BUFFER_BYTES
-    int64_t used;
     int64_t written;   // bytes given so far, header included
     int64_t expected;  // of the whole file
     uint32_t crc;
@@ -54,32 +113,15 @@ struct SafetensorsWriter {
 
 void safetensors_abandon(SafetensorsWriter* writer) {
     if (writer->descriptor >= 0) close(writer->descriptor);
-    free(writer->path), free(writer->buffer), free(writer);
+    free(writer->path), free(writer);
 }
 
 // Everything that goes into the file passes here.
 static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
-    const char* from = bytes;
-    bool fine = true;
     writer->crc = crc32c(writer->crc, bytes, count);
     writer->written += count;
-    while (fine && count > 0) {
-        if (writer->used == 0 && count >= BUFFER_BYTES) {
-            fine = file_write_all(writer->descriptor, writer->path, from, count, error);
-            break;
-        }
-        int64_t piece = count < BUFFER_BYTES - writer->used ? count : BUFFER_BYTES - writer->used;
-        memcpy(writer->buffer + writer->used, from, (size_t)piece);
-        writer->used += piece;
-        from += piece;
-        count -= piece;
-        if (writer->used == BUFFER_BYTES) {
-            fine = file_write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
-            writer->used = 0;
-        }
-    }
-    writer->failed |= !fine;
-    return fine;
+    writer->failed |= !file_write_all(writer->descriptor, writer->path, bytes, count, error);
+    return !writer->failed;
 }
 
 // The JSON text, without padding, into `text` (freed by the caller); *data gets the sum of the tensors' bytes.
@@ -118,25 +160,22 @@ static bool header_make(const char* path, const SafetensorsEntry* entries, int c
 
 SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* entries, int count,
                                      const char* metadata_format, char* error) {
-    char* text = NULL;
-    size_t length = 0;
+    SCOPED char* text;
+    size_t length;
     int64_t data = 0;
-    if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return free(text), NULL;
+    if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return NULL;
     const uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     const int64_t bytes = 8 + (int64_t)padded + data;
     const int descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
-    if (descriptor < 0) return free(text), NULL;
+    if (descriptor < 0) return NULL;
     SafetensorsWriter* writer = memory_zero(1, sizeof(SafetensorsWriter));
-    writer->path = text_copy(path), writer->buffer = memory_take(BUFFER_BYTES);
-    writer->descriptor = descriptor, writer->expected = bytes;
+    writer->path = text_copy(path), writer->descriptor = descriptor, writer->expected = bytes;
     char spaces[64];
     memset(spaces, ' ', sizeof(spaces));
     const bool ok = writer_put(writer, &padded, 8, error) && writer_put(writer, text, (int64_t)length, error) &&
                     writer_put(writer, spaces, (int64_t)(padded - length), error);
-    free(text);
     if (ok) return writer;
-    safetensors_abandon(writer);
-    return NULL;
+    return safetensors_abandon(writer), NULL;
 }
 
 bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
@@ -150,14 +189,11 @@ bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t cou
 }
 
 bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes, char* error) {
-    bool fine = !writer->failed;
-    if (!fine) {
-        data_error(error, "cannot write %s: an earlier write failed", writer->path);
-    } else if (writer->written != writer->expected) {
+    bool fine = !writer->failed || data_error(error, "cannot write %s: an earlier write failed", writer->path);
+    if (fine && writer->written != writer->expected) {
         fine = data_error(error, "cannot write %s: %lld of the bytes that its header declares were not given",
                           writer->path, (long long)(writer->expected - writer->written));
     }
-    fine = fine && file_write_all(writer->descriptor, writer->path, writer->buffer, writer->used, error);
     fine = fine && file_sync(writer->descriptor, writer->path, error);
     // A network file system may report the full disk here and nowhere else.
     int closed = close(writer->descriptor);
@@ -231,30 +267,25 @@ static int by_name(const void* a, const void* b) {
 
 // The tensors tile the data from its first byte to its last, and no name comes twice.
 static bool check_tiling(const Safetensors* file, int64_t data, int64_t data_bytes, char* error) {
-    const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
+    SCOPED const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
     for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
     qsort(sorted, (size_t)file->count, sizeof(*sorted), by_place);
-    bool fine = true;
     int64_t at = data;
-    for (int i = 0; i < file->count && fine; i++) {
-        if (sorted[i]->at != at) {
-            fine = data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends",
-                              file->path, sorted[i]->name);
-        }
-        at += sorted[i]->bytes;
+    for (int i = 0; i < file->count; at += sorted[i++]->bytes) {
+        if (sorted[i]->at == at) continue;
+        return data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends", file->path,
+                          sorted[i]->name);
     }
-    if (fine && at != data + data_bytes) {
-        fine = data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld",
+    if (at != data + data_bytes) {
+        return data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld",
                           file->path, (long long)(at - data), (long long)data_bytes);
     }
     qsort(sorted, (size_t)file->count, sizeof(*sorted), by_name);
-    for (int i = 1; i < file->count && fine; i++) {
-        if (strcmp(sorted[i - 1]->name, sorted[i]->name) == 0) {
-            fine = data_error(error, "%s is corrupted: it has two tensors named %s", file->path, sorted[i]->name);
-        }
+    for (int i = 1; i < file->count; i++) {
+        if (strcmp(sorted[i - 1]->name, sorted[i]->name) != 0) continue;
+        return data_error(error, "%s is corrupted: it has two tensors named %s", file->path, sorted[i]->name);
     }
-    free(sorted);
-    return fine;
+    return true;
 }
 
 static bool read_header(Safetensors* file, char* error) {
@@ -276,13 +307,10 @@ static bool read_header(Safetensors* file, char* error) {
                           (unsigned long long)length, (long long)file->bytes);
     }
     int64_t data = 8 + (int64_t)length, data_bytes = file->bytes - data;
-    char problem[DATA_ERROR_BYTES];
-    char* text = memory_take((size_t)length + 1);
-    bool fine = file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error);
-    file->header = fine ? json_parse(text, (int64_t)length, "its header", problem) : NULL;
-    free(text);
-    if (!fine) return false;
-    if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, problem);
+    SCOPED char* text = memory_take((size_t)length + 1);
+    if (!file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error)) return false;
+    file->header = json_parse(text, (int64_t)length, "its header", error);
+    if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, error);
     if (file->header->kind != JSON_OBJECT)
         return data_error(error, "%s is corrupted: its header is no object", file->path);
     int64_t members = 0;

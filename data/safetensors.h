@@ -2,12 +2,11 @@
 #pragma once
 #include "files.h"
 #include "json.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
-// Writing: begin with all the tensors' names, types and shapes, then give the bytes in the same order, in pieces of any
-// size; finish checks that all came, syncs, and returns the CRC-32C and size of the whole file (either may be NULL). A
-// short write (full disk) is an error with the path and the reason.
+// Writing: begin with all the tensors' names, types and shapes, then give the bytes in the same order, in pieces, each
+// of which is written at once; finish checks that all came, syncs, and returns the CRC-32C and size of the whole file
+// (either may be NULL). A short write (full disk) is an error with the path and the reason.
 typedef struct {
     const char* name;
     const char* dtype;  // "F32", "BF16", "U8", "I64", ...
@@ -42,6 +41,11 @@ typedef struct {
 bool safetensors_open(Safetensors* file, const char* path, char* error);
 int safetensors_dtype_bytes(const char* dtype);  // of an element; 0: a type that is not known
 const SafetensorsTensor* safetensors_find(const Safetensors* file, const char* name);  // NULL when absent
+// Returns true if every value is finite, and for types without NaN and infinity (integers, codes). Otherwise false,
+// with "NAME holds VALUE at element N" in `error`. `first` is the number of the first element given, for arrays that
+// come in pieces. `values` may be unaligned. Cost: one pass, at the speed of memory. A checkpoint asks for it as its
+// arrays pass through host memory, in both directions, so a NaN or an infinity is neither saved nor trained on.
+bool values_finite(const char* name, const char* dtype, const void* values, int64_t bytes, int64_t first, char* error);
 // `count` bytes of a tensor from its byte `first` on.
 bool safetensors_read(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count, void* to,
                       char* error);

@@ -1,9 +1,7 @@
 #include "sampling.h"
-
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-
 #include "clock.h"
 #include "text.h"
 
@@ -23,9 +21,8 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
 // The text of a prompt file, after its byte-order mark, at *lines in the memory that is returned; NULL with a sentence.
 static char* prompt_file_read(const char* file, char** lines, char* error) {
     int64_t bytes = 0;
-    char reason[DATA_ERROR_BYTES];
-    char* text = file_read(file, &bytes, reason);
-    if (!text) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", reason), NULL;
+    char* text = file_read(file, &bytes, error);
+    if (!text) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", error), NULL;
     bool plain = strlen(text) == (size_t)bytes && text_is_utf8(text, bytes);  // a NUL would end its prompt
     *lines = strncmp(text, "\xEF\xBB\xBF", 3) == 0 ? text + 3 : text;
     if (plain && (*lines)[strspn(*lines, "\r\n")]) return text;
@@ -36,8 +33,8 @@ static char* prompt_file_read(const char* file, char** lines, char* error) {
 }
 
 bool prompts_check(const char* file, char* error) {
-    char *lines = NULL, *text = *file ? prompt_file_read(file, &lines, error) : NULL;
-    free(text);
+    char* lines;
+    SCOPED char* text = *file ? prompt_file_read(file, &lines, error) : NULL;
     return !*file || text;
 }
 
@@ -45,15 +42,15 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
                   char* error) {
     memset(prompts, 0, sizeof(*prompts));
     if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
-    char *line = NULL, *read = prompt_file_read(file, &line, error);
-    bool fine = read != NULL;
+    char* line;
+    SCOPED char* text_of_file = prompt_file_read(file, &line, error);
+    bool fine = text_of_file != NULL;
     while (fine && *line) {
         size_t length = strcspn(line, "\n"), used = length;
         if (used > 0 && line[used - 1] == '\r') used--;
         if (used > 0) fine = prompts_add(prompts, line, used, tokenizer, V, error);
         line += length + (line[length] == '\n');
     }
-    free(read);
     return fine;
 }
 
@@ -111,8 +108,8 @@ void samples_done(void* context, int index, const int* tokens, int64_t used) {
     const Samples* samples = context;
     const int prompt = index / samples->each, count = samples_count(samples);
     if (!samples->tokenizer) return;
-    char* text = NULL;
-    size_t bytes = 0;
+    SCOPED char* text;
+    size_t bytes;
     FILE* memory = text_stream(&text, &bytes);
     for (int64_t i = samples->prompts->length[prompt]; i < used; i++) {
         int length = 0;
@@ -128,5 +125,4 @@ void samples_done(void* context, int index, const int* tokens, int64_t used) {
                 samples->so_far.seconds, (double)samples->so_far.drawn / samples->so_far.seconds);
     }
     if (samples->done) samples->done(samples->context, index, samples->prompts->text[prompt], text, bytes);
-    free(text);
 }

@@ -1,7 +1,6 @@
 // Prompts as tokens, and samples as text. Drawing the tokens is the trainer's part.
 #pragma once
 #include "tokenizer.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct {
@@ -11,8 +10,8 @@ typedef struct {
     int count;
 } Prompts;
 
-// The prompts of a file, one a line, blank lines left out; or `text` alone if `file` is "". `V` is the model's
-// vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
+// Opens the prompts of a file, one a line, or `text` alone if `file` is "". V: the model's vocabulary. Without a
+// tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
 // Checks before a run that prompts_open can read `file`, which is UTF-8 with a prompt in it, or "".
 bool prompts_check(const char* file, char* error);
@@ -38,11 +37,11 @@ typedef struct {
         double began, seconds;
     } so_far;  // zeros at first
 } Samples;
-// Each of `count` samples got a token. Replaces the end-of-text token by `end` where samples stop at it, and prints the
-// token of a single sample; of negative ones only `end` is a sample's. Ends the program when nobody reads on.
+// Takes a token of each of `count` samples; negative ones other than `end` are nobody's. Replaces the end-of-text token
+// by `end` where samples stop at it, and prints the token of a single sample. Ends the program when nobody reads on.
 void samples_next(Samples* samples, int* tokens, int count, int end);
-// Sample `index` of `samples` (a Samples) is complete: `used` tokens, with its prompt. After the last one, where
-// samples are printed, a line on stderr says how fast the tokens came.
+// Takes the complete sample `index` of `samples` (a Samples): `used` tokens, with its prompt. After the last one that
+// is printed, a line on stderr says how fast the tokens came.
 void samples_done(void* samples, int index, const int* tokens, int64_t used);
 // Writes sample `index` of `count`: a line that says which one if there are several, the prompt, and the text.
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);

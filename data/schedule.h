@@ -1,9 +1,33 @@
-// The sizes and the learning rate of a run. A function that returns false has written a sentence into `error`.
+// The memory, the sizes and the learning rate of a run. The plan of memory is the caller's, who knows the model. A
+// function that returns false has written a sentence into `error`.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
 #include "linkage.h"
 C_LINKAGE_BEGIN
+
+// Bytes of device memory; on the CPU of this machine's.
+typedef struct {
+    int64_t weights, states, grads, activations, other;
+    int64_t taken;        // beside these: the driver's context, NCCL, and kernels that are loaded; 0 on a CPU
+    int64_t total, host;  // host: of this machine's memory, part of the total only on a CPU
+} MemoryPlan;
+
+// Plans a model for micro-batches of `batch` sequences (0: as it is); with `block`, as --recompute block alone.
+typedef struct Planner {
+    MemoryPlan (*plan)(const struct Planner* planner, int64_t batch, bool block);
+    const void *model, *config, *options;  // the caller's
+} Planner;
+
+// Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
+int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int64_t available);
+// Returns NULL if the plan of a model with this batch, of `sequences` a step, fits into `available` bytes of `device`;
+// otherwise what is missing and what to type, a text that lives as long as the program. `block`: the model recomputes
+// blocks already, except those of --kept-blocks.
+const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
+                       const char* device);
+// The same for this machine's memory, of which --offload needs `need` bytes and `available` are free.
+const char* plan_host_lacks(int64_t need, int64_t available, const char* offload);
 
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step.
 typedef struct {
@@ -11,8 +35,7 @@ typedef struct {
     int64_t seq, ranks;
     int64_t unit;  // the rows of a micro-batch, batch x seq, must be a multiple of it, as --matmul fp8 wants
 } BatchSizes;
-// Gives the ones that are left a value: the batch is a power of two, at most `fits`; a step has about `usual` tokens,
-// or, where that is 0, one micro-batch.
+// Chooses those left: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: a micro-batch).
 bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error);
 
 typedef struct {

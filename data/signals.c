@@ -1,5 +1,3 @@
-// See signals.h.
-#define _GNU_SOURCE
 #include "signals.h"
 #include <errno.h>
 #include <fcntl.h>

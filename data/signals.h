@@ -1,15 +1,13 @@
 // Signals of a run. The handlers set flags, which the run looks at between steps and while it validates or samples.
 //
-//     SIGINT, SIGTERM, SIGHUP   stop: the run saves and ends. Where there is nothing to save the process ends at once.
+//     SIGINT, SIGTERM, SIGHUP   stop: the run saves and ends, at once where there is nothing to save. SIGHUP stays
+//                               ignored where it was ignored at the start, as under nohup
 //     the same once more        ends the process without saving, two seconds or more after the first, for a launcher
 //                               may deliver one signal twice; SIGINT after half a second, whatever the first was
-//     SIGXCPU, SIGPWR and the   stop too: the limit of CPU seconds, a failing power supply, timers. SIGXCPU comes again
-//     SIGALRM family            every second and never ends the process
+//     SIGXCPU, SIGPWR and the   stop too; SIGXCPU, which comes again every second, never ends the process without
+//     SIGALRM family            saving
 //     SIGUSR1, SIGUSR2          save and go on
 //     SIGPIPE, SIGXFSZ          ignored: a closed stdout does not end a run, and a full file is a write error
-//
-// SIGHUP stays ignored where it was ignored at the start, as under nohup. A signal that the parent process left blocked
-// is let through.
 #pragma once
 #include <pthread.h>
 #include <signal.h>
@@ -18,18 +16,16 @@ C_LINKAGE_BEGIN
 
 extern volatile sig_atomic_t signal_stop, signal_save;
 
-// Installs the handlers, and opens /dev/null in the place of closed descriptors 0 to 2, so that no file of the run gets
-// their number and with it text that was meant for the terminal. Call it before anything else.
+// Installs the handlers, lets blocked signals through, and opens /dev/null in the place of closed descriptors 0 to 2,
+// so that no file of the run gets text that was meant for the terminal. Call it before anything else.
 void signals_catch(void);
 // Puts the signals that a run handles, which a parent of ranks hands on to them, into `set`.
 void signals_handled(sigset_t* set);
-// Starts a thread that receives no signal, since signals are the main thread's, but for SIGBUS, which goes to the
-// thread that caused it. Returns pthread_create's status.
+// Starts a thread that receives no signal but SIGBUS, which goes to who caused it. Returns pthread_create's status.
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
 // Silences this process, which is a rank other than 0.
 void signals_quiet(void);
-// Sets what a stop has to wait for, such as "this step", and the seconds that it may take (0: unknown); NULL: there is
-// nothing to save, and a signal ends the process at once. The text must outlive the call.
+// Sets what a stop waits for, a constant such as "this step" (NULL: nothing), and the seconds it may take (0: unknown).
 void signals_doing(const char* what, double seconds);
 
 C_LINKAGE_END

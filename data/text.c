@@ -1,4 +1,3 @@
-// See text.h.
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>

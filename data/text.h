@@ -4,8 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// Returns how many edits (insert, delete or replace a letter) turn the first letters of a into those of b, of which 63
-// count at most.
+// Returns how many edits (insert, delete or replace a letter) turn a into b, of which the first 63 letters count.
 static inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
     int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
     for (int j = 0; j <= length; j++) row[j] = j;
@@ -21,11 +20,6 @@ static inline int edit_distance(const char* a, size_t a_letters, const char* b, 
         }
     }
     return row[length];
-}
-
-// Returns the distance of two whole texts.
-static inline int text_distance(const char* a, const char* b) {
-    return edit_distance(a, strlen(a), b, strlen(b));
 }
 
 // Returns FNV-1a in 64 bits. Checkpoints hold it, so it stays as it is.

@@ -2,13 +2,12 @@
 //
 // Files: vocab.json maps every token's text to its number, in an alphabet where each byte is one printable character
 // (the printable bytes of Latin-1 are themselves, the other 68 are U+0100 onwards in order); merges.txt lists pairs
-// "left right", the earliest first. Both are read once into byte strings and two hash tables (open addressing, at most
-// half full): text -> token, used while the merges are read, and (left, right) -> (rank, joined), used by the encoder.
-// Encoding cuts the text into words by GPT-2's pattern
+// "left right", the earliest first. Both are read into byte strings and two hash tables (open addressing, at most half
+// full): text -> token, used while the merges are read, and (left, right) -> (rank, joined), used by the encoder.
+// Encoding cuts the text into words by GPT-2's pattern, which is written out by hand,
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length, which
-// is a dozen. The pattern is written out by hand; which characters are letters, numbers and white space is in
-// unicode.h. Every encoding decodes to the bytes it came from.
+// and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length.
+// unicode.h says which characters are letters, numbers and white space.
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -64,33 +63,37 @@ static int64_t find_slot(const Tokenizer* tokenizer, const char* bytes, int64_t 
     }
 }
 
-static int64_t find_merge(const Tokenizer* tokenizer, uint64_t pair) {
+static uint64_t pair_of(int left, int right) {
+    return (uint64_t)left << 32 | (uint64_t)right;
+}
+
+// The merge of two tokens, or the free slot where it would go.
+static Merge* find_merge(const Tokenizer* tokenizer, int left, int right) {
+    const uint64_t pair = pair_of(left, right);
     int64_t slot = (int64_t)(bits_mix(pair) & (uint64_t)(tokenizer->merges - 1));
     while (tokenizer->merge[slot].joined >= 0 && tokenizer->merge[slot].pair != pair) {
         slot = (slot + 1) & (tokenizer->merges - 1);
     }
-    return slot;
+    return &tokenizer->merge[slot];
 }
 
-// byte_of[character] for the 324 characters of the alphabet; -1 for the others.
-static void alphabet(int byte_of[324]) {
-    int next = 256;
-    for (int i = 0; i < 324; i++) byte_of[i] = -1;
-    for (int b = 0; b < 256; b++) {
-        bool printable = (b >= '!' && b <= '~') || (b >= 0xA1 && b != 0xAD);
-        byte_of[printable ? b : next++] = b;
-    }
+// The byte that a character of the alphabet stands for; -1 for any other character.
+static int byte_of(uint32_t point) {
+    if ((point >= '!' && point <= '~') || (point >= 0xA1 && point <= 0xFF && point != 0xAD)) return (int)point;
+    if (point < 256 || point >= 256 + 68) return -1;
+    const int i = (int)point - 256;  // among the bytes 0x00 to 0x20, 0x7F to 0xA0, and 0xAD
+    return i < 0x21 ? i : i < 0x21 + 0x22 ? i - 0x21 + 0x7F : 0xAD;
 }
 
-// Rewrites text from the alphabet into bytes at `to`; returns their number, or -1 when a character is not in the
-// alphabet. Bytes are never more than the text's.
-static int64_t to_bytes(const int byte_of[324], const char* text, int64_t count, char* to) {
+// Rewrites text from the alphabet into bytes at `to`, of which there are fewer; returns their number, -1: it is not in
+// it.
+static int64_t to_bytes(const char* text, int64_t count, char* to) {
     int64_t used = 0;
     for (int64_t i = 0; i < count;) {
         uint32_t point = 0;
-        int length = utf8_next(text + i, count - i, &point);
-        if (length == 0 || point >= 324 || byte_of[point] < 0) return -1;
-        to[used++] = (char)byte_of[point];
+        int length = utf8_next(text + i, count - i, &point), byte = byte_of(point);
+        if (length == 0 || byte < 0) return -1;
+        to[used++] = (char)byte;
         i += length;
     }
     return used;
@@ -106,15 +109,11 @@ typedef struct {
 
 typedef struct {
     Entry* entry;
-    int64_t count, room;
+    int64_t count;
 } Entries;
 
 static void entries_add(Entries* entries, Entry entry) {
-    if (entries->count == entries->room) {
-        int64_t room = entries->room ? 2 * entries->room : 1024;
-        entries->entry = memory_grow(entries->entry, (size_t)room * sizeof(Entry));
-        entries->room = room;
-    }
+    entries->entry = memory_grow(entries->entry, (size_t)(entries->count + 1) * sizeof(Entry));
     entries->entry[entries->count++] = entry;
 }
 
@@ -124,8 +123,7 @@ static bool entries_object(Entries* entries, const Json* json, bool added, const
         return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
     }
     for (const Json* member = json->child; member; member = member->next) {
-        Entry entry = {member->key, (int64_t)strlen(member->key), member, added};
-        entries_add(entries, entry);
+        entries_add(entries, (Entry){member->key, (int64_t)strlen(member->key), member, added});
     }
     return true;
 }
@@ -168,15 +166,14 @@ static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, co
     return true;
 }
 
-static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const char* path, const int* byte_of,
-                            char* error) {
+static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
     if (!vocabulary_allocate(tokenizer, entries, path, error)) return false;
     int64_t used = 0;
     for (int64_t i = 0; i < entries->count; i++) {
         const Entry* entry = &entries->entry[i];
         int token = (int)entry->number->number;
         char* text = tokenizer->text + used;
-        int64_t length = entry->added ? -1 : to_bytes(byte_of, entry->text, entry->bytes, text);
+        int64_t length = entry->added ? -1 : to_bytes(entry->text, entry->bytes, text);
         // A token outside the alphabet was added by hand and stands for its own text.
         if (length < 0) memcpy(text, entry->text, (size_t)(length = entry->bytes));
         if (tokenizer->length[token] > 0) {
@@ -198,28 +195,26 @@ static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const 
 }
 
 // Enters the merge of this rank, of two texts in the alphabet.
-static bool read_merge(Tokenizer* tokenizer, const int* byte_of, const char* first, int64_t first_bytes,
-                       const char* second, int64_t second_bytes, int rank, char* bytes) {
-    int64_t left = to_bytes(byte_of, first, first_bytes, bytes);
+static bool read_merge(Tokenizer* tokenizer, const char* first, int64_t first_bytes, const char* second,
+                       int64_t second_bytes, int rank) {
+    SCOPED char* bytes = memory_take((size_t)(first_bytes + second_bytes));
+    int64_t left = to_bytes(first, first_bytes, bytes);
     if (left < 1) return false;
-    int64_t right = to_bytes(byte_of, second, second_bytes, bytes + left);
+    int64_t right = to_bytes(second, second_bytes, bytes + left);
     if (right < 1) return false;
     int left_token = tokenizer->slot[find_slot(tokenizer, bytes, left)];
     int right_token = tokenizer->slot[find_slot(tokenizer, bytes + left, right)];
     int joined = tokenizer->slot[find_slot(tokenizer, bytes, left + right)];
     if (left_token < 0 || right_token < 0 || joined < 0) return false;
-    uint64_t pair = (uint64_t)left_token << 32 | (uint64_t)right_token;
-    Merge* merge = &tokenizer->merge[find_merge(tokenizer, pair)];
-    if (merge->joined < 0) *merge = (Merge){pair, rank, joined};
+    Merge* merge = find_merge(tokenizer, left_token, right_token);
+    if (merge->joined < 0) *merge = (Merge){pair_of(left_token, right_token), rank, joined};
     return true;
 }
 
 // Enters a merge that is one text, "left right".
-static bool read_merge_line(Tokenizer* tokenizer, const int* byte_of, const char* line, int64_t count, int rank,
-                            char* bytes) {
+static bool read_merge_line(Tokenizer* tokenizer, const char* line, int64_t count, int rank) {
     const char* space = memchr(line, ' ', (size_t)count);
-    return space &&
-           read_merge(tokenizer, byte_of, line, space - line, space + 1, line + count - space - 1, rank, bytes);
+    return space && read_merge(tokenizer, line, space - line, space + 1, line + count - space - 1, rank);
 }
 
 // Takes room for `count` merges.
@@ -238,62 +233,45 @@ static bool bytes_complete(const Tokenizer* tokenizer, const char* path, char* e
     return true;
 }
 
-static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, const char* path, const int* byte_of,
-                        char* error) {
-    int64_t lines = 1;
+static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, const char* path, char* error) {
+    int64_t lines = 1, number = 1;
     for (int64_t i = 0; i < count; i++) lines += text[i] == '\n';
-    char* bytes = memory_take((size_t)count + 1);
-    bool fine = true;
     merges_allocate(tokenizer, lines);
     int rank = 0;
-    int64_t number = 1;
-    for (const char *line = text, *end = text + count; fine && line < end; number++) {
-        const char* stop = memchr(line, '\n', (size_t)(end - line));
+    for (const char *line = text, *end = text + count, *stop; line < end; line = stop + 1, number++) {
+        stop = memchr(line, '\n', (size_t)(end - line));
         if (!stop) stop = end;
         int64_t length = stop - line;
         if (length > 0 && line[length - 1] == '\r') length--;
         // The first line names the version; a later line may well begin with '#', a token like any other.
         bool version = number == 1 && length >= 8 && memcmp(line, "#version", 8) == 0;
-        if (length > 0 && !version && !read_merge_line(tokenizer, byte_of, line, length, rank++, bytes)) {
-            fine = data_error(error,
-                              "%s does not belong to the vocabulary beside it: line %lld is no pair of tokens whose "
-                              "joined text is a token",
-                              path, (long long)number);
-        }
-        line = stop + 1;
+        if (length == 0 || version || read_merge_line(tokenizer, line, length, rank++)) continue;
+        return data_error(error,
+                          "%s does not belong to the vocabulary beside it: line %lld is no pair of tokens whose joined "
+                          "text is a token",
+                          path, (long long)number);
     }
-    free(bytes);
-    return fine && bytes_complete(tokenizer, path, error);
+    return bytes_complete(tokenizer, path, error);
 }
 
 // Reads tokenizer.json's list of merges: texts "left right", or pairs of texts.
-static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* path, const int* byte_of, char* error) {
-    int64_t count = 0, longest = 0;
-    for (const Json* merge = list->child; merge; merge = merge->next, count++) {
-        const Json *left = merge->child, *right = left ? left->next : NULL;
-        bool pair =
-            merge->kind == JSON_ARRAY && left && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
-        int64_t bytes = pair ? left->text_bytes + right->text_bytes : merge->text_bytes;
-        if (!pair && merge->kind != JSON_STRING) {
-            return data_error(error, "%s: merge %lld is no pair of texts", path, (long long)count);
-        }
-        if (bytes > longest) longest = bytes;
-    }
-    char* bytes = memory_take((size_t)longest + 1);
-    bool fine = true;
+static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* path, char* error) {
+    int64_t count = 0;
+    for (const Json* merge = list->child; merge; merge = merge->next) count++;
     merges_allocate(tokenizer, count);
     int rank = 0;
-    for (const Json* merge = list->child; fine && merge; merge = merge->next, rank++) {
+    for (const Json* merge = list->child; merge; merge = merge->next, rank++) {
         const Json *left = merge->child, *right = left ? left->next : NULL;
-        bool good = merge->kind == JSON_STRING
-                        ? read_merge_line(tokenizer, byte_of, merge->text, merge->text_bytes, rank, bytes)
-                        : read_merge(tokenizer, byte_of, left->text, left->text_bytes, right->text, right->text_bytes,
-                                     rank, bytes);
+        bool pair = merge->kind == JSON_ARRAY && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
+        if (!pair && merge->kind != JSON_STRING) {
+            return data_error(error, "%s: merge %d is no pair of texts", path, rank);
+        }
+        bool good = pair ? read_merge(tokenizer, left->text, left->text_bytes, right->text, right->text_bytes, rank)
+                         : read_merge_line(tokenizer, merge->text, merge->text_bytes, rank);
         if (good) continue;
-        fine = data_error(error, "%s: merge %d is no pair of tokens whose joined text is a token", path, rank);
+        return data_error(error, "%s: merge %d is no pair of tokens whose joined text is a token", path, rank);
     }
-    free(bytes);
-    return fine && bytes_complete(tokenizer, path, error);
+    return bytes_complete(tokenizer, path, error);
 }
 
 // The path of the first of two names that is in the folder; NULL when neither is.
@@ -309,8 +287,7 @@ static bool is_nothing(const Json* json) {
            (json->kind == JSON_STRING && json->text_bytes == 0);
 }
 
-// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in words as GPT-2 cuts
-// them.
+// True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in GPT-2's words.
 static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
     static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
                                           "ignore_merges", "dropout"};
@@ -332,58 +309,47 @@ static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
 }
 
 // Reads the whole tokenizer from tokenizer.json.
-static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, const int* byte_of, char* error) {
-    Entries entries = {NULL, 0, 0};
-    Json* json = json_read(path, error);
+static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, char* error) {
+    SCOPED Entries entries = {NULL, 0};
+    JSON_SCOPED Json* json = json_read(path, error);
+    if (!json || !is_gpt2_tokenizer(json, path, error)) return false;
     const Json *model = json_get(json, "model"), *merges = json_get(model, "merges");
-    bool fine = json && is_gpt2_tokenizer(json, path, error);
-    if (fine && (!merges || merges->kind != JSON_ARRAY)) fine = data_error(error, "%s holds no merges", path);
-    fine = fine && entries_object(&entries, json_get(model, "vocab"), false, path, error) &&
+    if (!merges || merges->kind != JSON_ARRAY) return data_error(error, "%s holds no merges", path);
+    tokenizer->encodes = true;
+    return entries_object(&entries, json_get(model, "vocab"), false, path, error) &&
            entries_list(&entries, json_get(json, "added_tokens"), path, error) &&
-           read_vocabulary(tokenizer, &entries, path, byte_of, error) &&
-           read_merge_list(tokenizer, merges, path, byte_of, error);
-    tokenizer->encodes = fine;
-    free(entries.entry);
-    json_free(json);
-    return fine;
+           read_vocabulary(tokenizer, &entries, path, error) && read_merge_list(tokenizer, merges, path, error);
 }
 
 // Reads vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
-static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, const int* byte_of,
-                            char* error) {
-    Entries entries = {NULL, 0, 0};
-    Json *json = json_read(path, error), *more = NULL;
-    bool fine = json && entries_object(&entries, json, false, path, error);
+static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, char* error) {
+    SCOPED Entries entries = {NULL, 0};
+    JSON_SCOPED Json *json = json_read(path, error), *more = NULL;
+    if (!json || !entries_object(&entries, json, false, path, error)) return false;
     const char* beside = find_file(folder, "tokenizer.json", "added_tokens.json");
-    if (fine && beside) {
-        const bool whole = strcmp(strrchr(beside, '/'), "/tokenizer.json") == 0;
+    if (beside) {
+        const bool whole = text_ends(beside, "/tokenizer.json");
         more = json_read(beside, error);
-        fine = more && (whole ? entries_list(&entries, json_get(more, "added_tokens"), beside, error)
-                              : entries_object(&entries, more, true, beside, error));
+        if (!more || !(whole ? entries_list(&entries, json_get(more, "added_tokens"), beside, error)
+                             : entries_object(&entries, more, true, beside, error))) {
+            return false;
+        }
     }
-    fine = fine && read_vocabulary(tokenizer, &entries, path, byte_of, error);
-    free(entries.entry);
-    json_free(more), json_free(json);
-    return fine;
+    return read_vocabulary(tokenizer, &entries, path, error);
 }
 
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    int byte_of[324];
     int64_t bytes = 0;
-    alphabet(byte_of);
     const char* path = find_file(folder, "vocab.json", "encoder.json");
     const char* merges = path ? find_file(folder, "merges.txt", "vocab.bpe") : NULL;
     const char* whole = merges ? NULL : find_file(folder, "tokenizer.json", "tokenizer.json");
-    if (whole) return open_tokenizer_json(tokenizer, whole, byte_of, error);
+    if (whole) return open_tokenizer_json(tokenizer, whole, error);
     if (!path) return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
-    bool fine = open_vocabulary(tokenizer, folder, path, byte_of, error);
-    if (!fine || !merges) return fine;
-    char* text = file_read(merges, &bytes, error);
-    if (!text) return false;
-    fine = read_merges(tokenizer, text, bytes, merges, byte_of, error);
-    tokenizer->encodes = fine;
-    free(text);
-    return fine;
+    if (!open_vocabulary(tokenizer, folder, path, error)) return false;
+    if (!merges) return true;
+    SCOPED char* text = file_read(merges, &bytes, error);
+    tokenizer->encodes = true;
+    return text && read_merges(tokenizer, text, bytes, merges, error);
 }
 
 bool tokenizer_exists(const char* folder) {
@@ -395,11 +361,9 @@ Tokenizer* tokenizer_open(const char* folder, char* error) {
     tokenizer->end = -1;
     memset(tokenizer->byte, 0xFF, sizeof(tokenizer->byte));
     if (folder && *folder) {
-        char reason[DATA_ERROR_BYTES];
-        if (open_folder(tokenizer, folder, reason)) return tokenizer;
-        data_error(error, "%s; put the tokenizer's files there again, or name another folder", reason);
+        if (open_folder(tokenizer, folder, error)) return tokenizer;
         tokenizer_close(tokenizer);
-        return NULL;
+        return data_error(error, "%s; put the tokenizer's files there again, or name another folder", error), NULL;
     }
     // Bytes are a vocabulary of 256 without merges to make.
     tokenizer->vocabulary = tokenizer->tokens = 256;
@@ -427,8 +391,7 @@ bool tokenizers_agree(const char* folder, const char* other) {
         if (bytes[0] == 0 || bytes[1] == 0) continue;  // one of them has no such token
         agree = bytes[0] == bytes[1] && memcmp(text, same, (size_t)bytes[0]) == 0;
     }
-    if (mine) tokenizer_close(mine);
-    if (its) tokenizer_close(its);
+    tokenizer_close(mine), tokenizer_close(its);
     return agree;
 }
 
@@ -449,7 +412,7 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
     for (int i = 0; i < SPECIAL_TOKENS; i++) tokens->id[i] = -1;
     for (int f = 0; f < 2 && tokenizer->slots > 0; f++) {
         const char* path = path_in(folder, files[f]);
-        Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
+        JSON_SCOPED Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
         fine = fine && (json || access(path, F_OK) != 0);
         for (int i = 0; i < SPECIAL_TOKENS && json; i++) {
             const Json* text = json_get(json, names[i]);
@@ -457,7 +420,6 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
             if (!text || text->kind != JSON_STRING || tokens->id[i] >= 0) continue;
             tokens->id[i] = tokenizer->slot[find_slot(tokenizer, text->text, text->text_bytes)];
         }
-        json_free(json);
     }
     for (int i = 0; i < 2; i++) {
         if (tokens->id[i] < 0) tokens->id[i] = tokenizer->end;
@@ -485,18 +447,11 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) 
     return known ? tokenizer->text + tokenizer->first[token] : "";
 }
 
-// The class of a character: that of the last entry of the table whose code point is not above it.
+// The class of a character: that of the run in which it is.
 static CharClass class_of(uint32_t point) {
-    int low = 0, high = (int)(sizeof(unicode_classes) / sizeof(unicode_classes[0]));
-    while (high - low > 1) {
-        int middle = (low + high) / 2;
-        if (unicode_classes[middle] >> 2 <= point) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return (CharClass)(unicode_classes[low] & 3);
+    const uint32_t* run = unicode_runs;
+    while (point >= *run >> 2) point -= *run++ >> 2;
+    return (CharClass)(*run & 3);
 }
 
 // The class and, in *length, the size of the character at text[0..bytes), bytes > 0. A malformed byte is a symbol.
@@ -524,8 +479,7 @@ static int64_t word_bytes(const char* text, int64_t bytes) {
         } while (at < bytes && next_class(text + at, bytes - at, &length) == class);
         return at;
     }
-    // Spaces: all at the end of the text, otherwise all but the last, which begins the next word, unless it is the
-    // only.
+    // All spaces at the end of the text; otherwise all but the last, which begins the next word, if there are several.
     int64_t last = 0;
     for (at = 0; at < bytes && next_class(text + at, bytes - at, &length) == SPACE; at += length) last = at;
     return at == bytes || last == 0 ? at : last;
@@ -537,8 +491,7 @@ static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int6
     int64_t refresh_first = 0, refresh_last = count - 1;
     while (count > 1) {
         for (int64_t i = refresh_first; i < refresh_last; i++) {
-            uint64_t pair = (uint64_t)token[i] << 32 | (uint64_t)token[i + 1];
-            const Merge* merge = &tokenizer->merge[find_merge(tokenizer, pair)];
+            const Merge* merge = find_merge(tokenizer, token[i], token[i + 1]);
             rank[i] = merge->joined >= 0 ? merge->rank : none;
         }
         int64_t best = 0;
@@ -546,8 +499,7 @@ static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int6
             if (rank[i] < rank[best]) best = i;
         }
         if (rank[best] == none) break;
-        uint64_t pair = (uint64_t)token[best] << 32 | (uint64_t)token[best + 1];
-        token[best] = tokenizer->merge[find_merge(tokenizer, pair)].joined;
+        token[best] = find_merge(tokenizer, token[best], token[best + 1])->joined;
         int64_t moved = count - best - 2;
         memmove(token + best + 1, token + best + 2, (size_t)moved * sizeof(int));
         if (moved > 0) memmove(rank + best, rank + best + 1, (size_t)moved * sizeof(int));
@@ -561,7 +513,7 @@ static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int6
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most) {
     if (!tokenizer->encodes) return -1;
     // Two arrays for the longest word, which may be the whole text.
-    int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
+    SCOPED int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
     int* rank = token + bytes + 1;
     int64_t total = 0;
     for (int64_t at = 0; at < bytes;) {
@@ -572,21 +524,19 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
         for (int64_t i = 0; i < count && total + i < most; i++) tokens[total + i] = token[i];
         total += count;
     }
-    free(token);
     return (int)total;
 }
 
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
     Tokenizer* tokenizer = tokenizer_open(folder, error);
-    if (!tokenizer || tokenizer_vocabulary(tokenizer) <= vocabulary) return tokenizer;
+    if (!tokenizer || tokenizer->vocabulary <= vocabulary) return tokenizer;
     data_error(error, "its tokenizer has %d tokens and its vocab_size is %d; put the tokenizer of the model there",
-               tokenizer_vocabulary(tokenizer), vocabulary);
-    tokenizer_close(tokenizer);
-    return NULL;
+               tokenizer->vocabulary, vocabulary);
+    return tokenizer_close(tokenizer), NULL;
 }
 
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most) {
-    const int end = tokenizer_end(tokenizer), begin = end >= 0 && end < V;
+    const int end = tokenizer->end, begin = end >= 0 && end < V;
     if (begin) tokens[0] = end;
     const int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + begin, most - begin);
     if (encoded < 0) return -1;

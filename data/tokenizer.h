@@ -2,25 +2,20 @@
 // merges.txt (the names of Hugging Face model directories) from a folder. Training data is tokenised by
 // data/prepare.py; the encoder here is for prompts, exact for ASCII text and for well-formed UTF-8 letters.
 #pragma once
-#include <stdbool.h>
-#include <stdint.h>
 #include "files.h"
 #include "json.h"
-#include "linkage.h"
 C_LINKAGE_BEGIN
 
 typedef struct Tokenizer Tokenizer;
-// folder NULL or "": tokens are bytes. Otherwise vocab.json and merges.txt are read, or the same under OpenAI's names,
-// encoder.json and vocab.bpe; where these are not complete, tokenizer.json, if it describes GPT-2's kind of tokenizer.
-// Without merges, tokens decode and tokenizer_encode returns -1. Tokens that were added later (in tokenizer.json or
-// added_tokens.json) decode to their text.
+// folder NULL or "": tokens are bytes. Otherwise it reads vocab.json and merges.txt, or the same under OpenAI's names,
+// encoder.json and vocab.bpe, or else tokenizer.json, if it describes GPT-2's kind of tokenizer. Without merges
+// tokenizer_encode returns -1. Tokens that were added (in tokenizer.json or added_tokens.json) decode to their text.
 Tokenizer* tokenizer_open(const char* folder, char* error);
 // Does the same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
 // Returns whether the folder holds a vocabulary.
 bool tokenizer_exists(const char* folder);
-// Copies those files of FROM that describe a tokenizer or a model's use of it, and that TO does not have yet. OpenAI's
-// names become vocab.json and merges.txt. True also where FROM has none.
+// Copies MODEL_FOLDER_FILES of FROM that TO does not have yet. OpenAI's names become vocab.json and merges.txt.
 bool tokenizer_files_copy(const char* from, const char* to, char* error);
 // Returns true unless two folders both hold a vocabulary and a number stands for different tokens in them.
 bool tokenizers_agree(const char* folder, const char* other);
@@ -28,26 +23,23 @@ void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
 // Returns <|endoftext|>'s token, or -1 for bytes.
 int tokenizer_end(const Tokenizer* tokenizer);
-// Encodes text: returns the number of tokens in all, of which at most `most` are written, or -1 when there are no
-// merges. Special tokens are not looked for: the text <|endoftext|> is encoded as the characters it consists of.
+// Encodes text, <|endoftext|> as its characters. Returns the number of tokens, of which at most `most` are written; -1:
+// there are no merges.
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most);
-// Returns the bytes of one token: not NUL-terminated, not always whole UTF-8 characters; none for a number without a
-// token.
+// Returns the bytes of one token, without a NUL and not always whole characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
 
-// These are the numbers of the tokens that a model's config.json names, in the order of SPECIAL_TOKEN_IDS; -1 where
-// there is none.
+// The numbers of the tokens that config.json names, in the order of SPECIAL_TOKEN_IDS; -1 where there is none.
 enum { SPECIAL_TOKENS = 3 };
 extern const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS];
 typedef struct {
     int id[SPECIAL_TOKENS];
 } SpecialTokens;
-// Finds them as special_tokens_map.json or tokenizer_config.json of the folder names them; <|endoftext|> begins and
-// ends a text where neither does. All are -1 for bytes, whose tokenizer is opened without a folder.
+// Finds them by special_tokens_map.json or tokenizer_config.json; if neither says, <|endoftext|> begins and ends a
+// text.
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
-// Encodes a prompt, after the end-of-text token where a vocabulary of V has it, in at most `most` tokens, and at least
-// one. Returns how many; -1 where the tokenizer cannot encode.
+// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `most` tokens; -1: it cannot.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most);
 
 C_LINKAGE_END

@@ -38,7 +38,7 @@ template <int DEPTH, int PARTS>
 struct LowDescent {
     typedef LowTurnedLayout<DEPTH, PARTS> Layout;
     int at, end, down, present, halves;  // halves: of x that have come for the tile
-    LowRing<Layout::STAGES> ring;
+    Ring<Layout::STAGES> ring;
 
     __device__ __forceinline__ LowDescent(LowResult s) {
         down = (s.rows + LT_ROWS - 1) / LT_ROWS, present = -1, halves = 0;

@@ -563,6 +563,10 @@ __device__ inline uint32_t load_word(uint32_t address) {
     return word;
 }
 
+__device__ inline void store_word(uint32_t address, uint32_t word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
 // c (16 x 8, fp32) += a (16 x 16) b (16 x 8). With g = lane / 4 and t = lane % 4, c[0..1] are row g, columns 2t and
 // 2t + 1, c[2..3] the same of row g + 8.
 __device__ inline void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -18,7 +18,7 @@
 
 // Host: tensor maps.
 
-constexpr int PANEL_COLUMNS = 64, PANEL_ROW_BYTES = 128;
+constexpr int PANEL_ROW_BYTES = 128;
 
 using TensorMapEncode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -100,6 +100,17 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity, 
     }
 #endif
 }
+
+// A place in a ring of stages in shared memory, and the parity of its present round.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
 
 // Barriers of `threads` threads, a multiple of 32, with numbers 1 to 15; 0 is __syncthreads() (PTX ISA, Parallel
 // Synchronization: barrier). sync waits for the others, arrive does not.

@@ -48,7 +48,7 @@ struct LowWalk {
 template <int DEPTH>
 __device__ __forceinline__ void lh_back_weights(uint32_t shared, const LowBackMaps* maps, LowWalk walk) {
     typedef LowBackLayout<DEPTH> Layout;
-    LowRing<Layout::STAGES> ring;
+    Ring<Layout::STAGES> ring;
     for (; walk.at < walk.end; walk.at++, ring.advance()) {
         const uint32_t full = shared + Layout::full(ring.stage),
                        to = shared + Layout::A + ring.stage * Layout::STAGE + Layout::B;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void lh_back_weights(uint32_t shared, const LowBackMa
 template <bool LEFT, int DEPTH>
 __device__ __forceinline__ void lh_back_operands(uint32_t shared, const LowBackMaps* maps, LowWalk walk) {
     typedef LowBackLayout<DEPTH> Layout;
-    LowRing<Layout::STAGES> ring;
+    Ring<Layout::STAGES> ring;
     int present = -1;
     uint32_t free = 1;
     wait_for_last();
@@ -155,7 +155,7 @@ template <bool LEFT, int DEPTH, typename Sink>
 __device__ __forceinline__ void lh_back_consume(uint32_t shared, const LowBackMaps* maps, LowWalk walk,
                                                 const Sink& sink, int warp, int lane) {
     typedef LowBackLayout<DEPTH> Layout;
-    LowRing<Layout::STAGES> ring;
+    Ring<Layout::STAGES> ring;
     LowBackStep held = {-1, 0, 0};
     float sums[8][4];  // of `held`
     int present = -1, last = -1;

@@ -15,17 +15,6 @@ struct LowResult {
     int rows, cols, depth, slices;
 };
 
-// A place among the stages, and the parity of its present round.
-template <int STAGES>
-struct LowRing {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // The words of fp32 of step k of an operand a whose rows in shared memory are of K, rounded to TF32, and what that
 // leaves: this warp's 16 of M, from `first` on. DEPTH: rows of a panel.

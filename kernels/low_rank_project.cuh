@@ -47,7 +47,7 @@ template <typename Kind, typename E, bool LEFT, int CHANNELS, int STAGES>
 __device__ __forceinline__ void lh_project_produce(uint32_t shared, const LowProjectMaps* maps, int rank, int channel,
                                                    int first, int steps) {
     constexpr int ACROSS = PANEL_ROW_BYTES / (int)sizeof(E), BYTES = Kind::DEPTH * PANEL_ROW_BYTES;
-    LowRing<STAGES> ring;
+    Ring<STAGES> ring;
     for (int step = 0; step < steps; step++, ring.advance()) {
         const uint32_t q = shared + ring.stage * Kind::STAGE, g = q + Kind::G,
                        arrived = shared + Kind::full(ring.stage);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void lh_project_step(float, float (&c)[Kind::N / 8][4
 template <typename Kind, typename E, int PARTS, bool LEFT, int STAGES>
 __device__ __forceinline__ void lh_project_multiply(float (&c)[Kind::N / 8][4], uint32_t shared, int warp, int lane,
                                                     int steps) {
-    LowRing<STAGES> ring;
+    Ring<STAGES> ring;
     int last = 0;
     for (int step = 0; step < steps; step++, ring.advance()) {
         barrier_wait(shared + Kind::full(ring.stage), ring.parity, 2);

@@ -58,16 +58,6 @@ __device__ __forceinline__ MatmulGeluTile mg_tile(int index, MatmulGeluShape sha
     return {(first + within % high) * MG_ROWS, within / high * MG_COLUMNS};
 }
 
-// A place in the ring of stages, and the parity of its present round.
-struct MatmulGeluRing {
-    int stage;
-    uint32_t parity;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == MG_STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ uint32_t mg_full(uint32_t shared, int stage) {
     return shared + MG_BARRIERS + stage * 8;
 }
@@ -81,7 +71,7 @@ __device__ __forceinline__ uint32_t mg_arrived(uint32_t shared, int warp) {
 // One thread: orders the operands of all tiles of this block, stage after stage.
 template <bool BACKWARD>
 __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps* maps, MatmulGeluShape shape) {
-    MatmulGeluRing ring = {0, 1};  // the stages begin empty
+    Ring<MG_STAGES> ring = {0, 1};  // the stages begin empty
     int steps = (shape.depth + MG_DEPTH - 1) / MG_DEPTH;
     for (int index = blockIdx.x; index < shape.tiles; index += gridDim.x) {
         MatmulGeluTile tile = mg_tile(index, shape);
@@ -98,10 +88,6 @@ __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps
             }
         }
     }
-}
-
-__device__ __forceinline__ void mg_store_word(uint32_t to, uint32_t word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 
 // The values of four words of bf16, and their sigmoids as GELU takes them. All values go through one instruction after
@@ -145,7 +131,7 @@ struct MatmulGeluWork {
     uint32_t shared, slots, extra;  // slots: the warp's two; extra: the warpgroup's
     uint32_t place;                 // in a slot, this lane's address for matrices at column 0
     int group, warp, lane;
-    MatmulGeluRing ring;
+    Ring<MG_STAGES> ring;
     int index, k, last;                 // number of the tile, step of it, and the stage of the step before
     MatmulGeluTile before, tile, next;  // multiplied, being multiplied, to be multiplied
     bool full, more;                    // whether there is one before, and a next
@@ -235,7 +221,7 @@ __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
         sum[n % 4 * 2] = upper.x + lower.x, sum[n % 4 * 2 + 1] = upper.y + lower.y;
     }
     uint32_t sums = w.extra + C % 2 * 512;  // of 32 columns, a row for each of 4 warps
-    mg_store_word(sums + w.warp * 128 + lane_column(w.lane) * 4, __float_as_uint(sum_lanes(sum, w.lane)));
+    store_word(sums + w.warp * 128 + lane_column(w.lane) * 4, __float_as_uint(sum_lanes(sum, w.lane)));
     if (C % 2 == 1) fence_async();
     group_sync(1 + w.group, 128);
     int row = w.before.row + w.group * 64, column = w.before.column + C * 32 + w.lane;
@@ -285,7 +271,7 @@ __device__ __forceinline__ void mg_ask_bias(MatmulGeluWork& w) {
 }
 
 __device__ __forceinline__ void mg_place_bias(const MatmulGeluWork& w) {
-    mg_store_word(w.extra + w.parity * 512 + threadIdx.x % 128 * 4, w.bias_pair);
+    store_word(w.extra + w.parity * 512 + threadIdx.x % 128 * 4, w.bias_pair);
     group_sync(1 + w.group, 128);
 }
 

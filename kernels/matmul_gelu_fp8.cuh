@@ -63,16 +63,6 @@ __device__ __forceinline__ uint32_t mq_panel_empty(uint32_t shared, int panel) {
     return shared + MQ_BARRIERS + (2 * MQ_STAGES + 4 + panel) * 8;
 }
 
-// A place in the ring of stages, and the parity of its present round.
-struct MatmulGeluFp8Ring {
-    int stage;
-    uint32_t parity;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == MQ_STAGES) stage = 0, parity ^= 1;
-    }
-};
-
 __device__ __forceinline__ int mq_steps(const MatmulGeluShape& shape) {
     return (shape.depth + MQ_DEPTH - 1) / MQ_DEPTH;
 }
@@ -80,7 +70,7 @@ __device__ __forceinline__ int mq_steps(const MatmulGeluShape& shape) {
 // The state of the thread that orders copies: the next step of this block's tiles, and its stage.
 struct MatmulGeluFp8Orders {
     const MatmulGeluFp8Maps* maps;
-    MatmulGeluFp8Ring ring;  // the stages begin empty
+    Ring<MQ_STAGES> ring;  // the stages begin empty
     int index, k;
 };
 
@@ -101,7 +91,7 @@ __device__ __forceinline__ void mq_order(MatmulGeluFp8Orders& o, uint32_t shared
 // the next one is ordered into it.
 template <bool A_E5M2>
 __device__ __forceinline__ void mq_product(float (&c)[2][16][4], uint32_t shared, int group,
-                                           const MatmulGeluShape& shape, MatmulGeluFp8Ring& ring,
+                                           const MatmulGeluShape& shape, Ring<MQ_STAGES>& ring,
                                            MatmulGeluFp8Orders& orders) {
     const bool first = threadIdx.x % 32 == 0;
     const int steps = mq_steps(shape);
@@ -137,7 +127,7 @@ __device__ __forceinline__ void mq_product(float (&c)[2][16][4], uint32_t shared
 
 // The bias of a tile's columns, two a thread, into shared memory; two tiles take turns there.
 __device__ __forceinline__ void mq_place_bias(uint32_t to, uint32_t pair, int group) {
-    mg_store_word(to + threadIdx.x % 128 * 4, pair);
+    store_word(to + threadIdx.x % 128 * 4, pair);
     group_sync(1 + group, 128);
 }
 
@@ -147,7 +137,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;
     const float unit = *w.inverse_left * *w.inverse_right;
     const uint32_t place = shared + MQ_PANELS + warp * 16 * PANEL_ROW_BYTES + panel_offset(lane % 16, lane / 16);
-    MatmulGeluFp8Ring ring = {0, 0};
+    Ring<MQ_STAGES> ring;
     MatmulGeluFp8Orders orders = {maps, {0, 1}, (int)blockIdx.x, 0};
     for (int i = 0; i < MQ_STAGES - 1 && threadIdx.x == 0; i++) mq_order(orders, shared, w.shape);
     __syncwarp();

@@ -178,23 +178,6 @@ __device__ __forceinline__ SymmetricTask sp_read(uint32_t at) {
     return {item, {matrix, row, column / 2, column % 2}};
 }
 
-// True if the barrier's phase has ended. It never waits, unlike barrier_passed.
-__device__ __forceinline__ bool sp_is_past(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    asm volatile(
-        "{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
-// Orders this thread's accesses of memory, and what others' releases made visible to it, against the copy engine's (PTX
-// ISA, Parallel Synchronization: membar/fence).
-__device__ __forceinline__ void sp_fence_async() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
-
 // The state of the thread that orders copies.
 struct SymmetricOrders {
     const SymmetricLaunch* launch;
@@ -221,10 +204,10 @@ __device__ __forceinline__ void sp_await(SymmetricOrders& o, const int* count, i
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
         if (now >= before) break;
         const uint32_t last = o.turn - 1;
-        if (!told && sp_is_past(sp_empty(o.shared, last % SP_STAGES), sp_parity(last)))
+        if (!told && barrier_is_past(sp_empty(o.shared, last % SP_STAGES), sp_parity(last)))
             sp_tell(o, SP_FLUSH), told = true;
     }
-    sp_fence_async();
+    fence_async_all();
 }
 
 template <int A_MN, int B_MN>
@@ -304,7 +287,7 @@ __device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch* 
                 store_wait_read<0>();
                 if (i == sp_panels(t) - 1) {
                     store_wait<0>();
-                    sp_fence_async();
+                    fence_async_all();
                     const int* count = launch->counts + 1 + item.counter + t.matrix;
                     asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
                 }

@@ -59,6 +59,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
                  : "memory");
 }
 
+// True if the phase has ended; false if it has not ended within a time that the hardware chooses.
 __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(
@@ -69,10 +70,26 @@ __device__ __forceinline__ bool barrier_passed(uint32_t barrier, uint32_t parity
     return done != 0;
 }
 
+// True if the phase has ended. It never waits.
+__device__ __forceinline__ bool barrier_is_past(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
 // Makes what this thread wrote to shared memory before visible to the copy engine and to wgmma after, and has its reads
 // end before they write there; a barrier must follow [Memory Consistency Model: Proxies; membar/fence].
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// The same for global memory as well, and for what the releases of other threads made visible to this one.
+__device__ __forceinline__ void fence_async_all() {
+    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
 // The copy engine moves a run of bytes, addresses and size multiples of 16 [Data Movement: cp.async.bulk]. One thread

@@ -1,7 +1,6 @@
 // What strangers send while the ranks of a run find each other, and afterwards: the greeting as rank 0 and as another
 // rank hear it, the messages of the watch, and what the environment says. The first byte of an input says which of
 // them, the second whether proofs are to be right, which nobody can guess.
-#define _GNU_SOURCE
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -256,9 +256,7 @@ inline void write_tokenizer(const char* folder, bool whole = false, const char* 
 
 // Returns the folder of a run's checkpoint, which is never freed.
 inline const char* checkpoint_of(const char* run, int64_t step) {
-    char path[PATH_MAX];
-    checkpoint_name(run, step, path, sizeof(path));
-    return strdup(path);
+    return checkpoint_name(run, step);
 }
 
 #define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"

@@ -467,7 +467,7 @@ FOLDER_TEST(cli_save_weights) {
     train_well(BRIEF "/run --steps 4 --save weights", work, work);
     expect(exists(work, "run/step_00000004/model.safetensors"), "no weights were saved");
     expect(!exists(work, "run/step_00000004/optimizer.safetensors"), "states were saved");
-    const Json* state = checkpoint_verify(joined(work, "run/step_00000004"), error);
+    const Json* state = checkpoint_verify(joined(work, "run/step_00000004"), false, error);
     expect(state && json_int(state, "step", 0) == 4 && json_int(state, "sequences", 0) == 8, "state.json");
     expect(json_number(state, "best_val", -1) == -1, "an infinite best_val is null");
     refused("--resume", "--save weights", "type --model", "--resume %s/run --steps 8", work);

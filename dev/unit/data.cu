@@ -356,18 +356,23 @@ DATA_TEST(data_safetensors_writer_errors) {
     expect_refused(safetensors_begin(path, &unknown, 1, NULL, error), error, "F31");
     expect_refused(safetensors_begin(path, &over, 1, NULL, error), error, "impossible shape");
     expect_refused(safetensors_begin(joined(folder, "no/x"), &entry, 1, NULL, error), error, "No such file");
-    // A full disk shows when the buffer is written: at finish for a small file, before it for a large one.
+    // A full disk shows at the write that finds it, be it the header's or a tensor's, and later calls say so too.
     struct rlimit before, limit;
     signal(SIGXFSZ, SIG_IGN);
     getrlimit(RLIMIT_FSIZE, &before);
     limit = before;
     limit.rlim_cur = 16;
     setrlimit(RLIMIT_FSIZE, &limit);
+    expect_refused(safetensors_begin(path, &entry, 1, NULL, error), error, "x: File too large");
+    limit.rlim_cur = 80;  // the header has 64 bytes
+    setrlimit(RLIMIT_FSIZE, &limit);
     writer = safetensors_begin(path, &entry, 1, NULL, error);
-    expect(safetensors_write(writer, data, 32, error), "%s", error);
-    expect_refused(safetensors_finish(writer, &crc, &bytes, error), error, "x: File too large");
+    expect_refused(safetensors_write(writer, data, 32, error), error, "x: File too large");
+    expect_refused(safetensors_finish(writer, &crc, &bytes, error), error, "an earlier write failed");
     SafetensorsEntry large = {"x", "U8", {10 << 20}, 1};
     char* zeros = (char*)calloc(1, 10 << 20);
+    limit.rlim_cur = 1 << 20;
+    setrlimit(RLIMIT_FSIZE, &limit);
     writer = safetensors_begin(path, &large, 1, NULL, error);
     expect_refused(safetensors_write(writer, zeros, 10 << 20, error), error, "File too large");
     expect_refused(safetensors_write(writer, zeros, 0, error), error, "an earlier write failed");

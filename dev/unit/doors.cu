@@ -8,7 +8,7 @@
 static Launch door_launch(int rank, int world, int port, const char* secret, const char* host = "127.0.0.1") {
     Launch launch = {};
     launch.rank = rank, launch.world = world, launch.port = port;
-    snprintf(launch.source, sizeof(launch.source), "these tests");
+    launch.source = "these tests";
     snprintf(launch.host, sizeof(launch.host), "%s", host);
     snprintf(launch.job, sizeof(launch.job), "doors");
     launch.has_secret = secret[0] != 0;

@@ -1,5 +1,5 @@
 // Tests of what guards a run: values that are not finite are neither saved nor loaded, and signals in every phase.
-#include "../../data/finite.h"
+#include "../../data/safetensors.h"
 #include "cli.h"
 
 TEST(guard_values) {

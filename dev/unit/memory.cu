@@ -4,7 +4,7 @@
 #include <pthread.h>
 
 #include "../../data/memory.h"
-#include "../../data/plan.h"
+#include "../../data/schedule.h"
 #include "apart.h"
 
 constexpr size_t TOO_MUCH = (size_t)1 << 60;

@@ -1,6 +1,8 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
 // the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
 // NIBBLE_NCCL says so, for as many GPUs as are there.
+#include <sys/file.h>
+
 #include <vector>
 
 #include "gpus.h"
@@ -45,13 +47,26 @@ static void finish_well(Test* test, Child* child) {
     expect_code(*child, 0);
 }
 
-// Starts ./train with `ranks` ranks on GPUs or over the stand-in.
+// Waits until no other case runs on more than four GPUs, and returns a file that keeps them waiting as long as a
+// process has it open. The driver starts one process on many GPUs after another, so all runs at once would exceed their
+// time.
+static int take_turn(bool gpu, int ranks) {
+    if (!gpu || ranks <= 4) return -1;
+    const int turn = open("/tmp/nibble_test_turn", O_CREAT | O_RDWR, 0666);
+    while (turn >= 0 && flock(turn, LOCK_EX) != 0 && errno == EINTR) {
+    }
+    return turn;
+}
+
+// Starts ./train with `ranks` ranks on GPUs or over the stand-in. The child's processes keep the turn until they end.
 #define start_ranks(child, on_gpu, ranks, format, ...)                                               \
     do {                                                                                             \
+        const int ranks_turn = take_turn(on_gpu, ranks);                                             \
         (child)->gpu = on_gpu;                                                                       \
         setenv("NIBBLE_STAND_IN", (on_gpu) ? "0" : "1", 1);                                          \
         start(child, format " --gpus %d --device %s", __VA_ARGS__, ranks, (on_gpu) ? "gpu" : "cpu"); \
         unsetenv("NIBBLE_STAND_IN");                                                                 \
+        if (ranks_turn >= 0) close(ranks_turn);                                                      \
     } while (0)
 
 // Runs it to the end and expects success. `child` stays, to be looked at.

@@ -1,13 +1,11 @@
 // Rank 0 collects what each rank of a sharded run keeps (shard.cuh), for a checkpoint, which does not depend on the
-// number of ranks. shard_equal checks that all ranks have the same bytes. All ranks call each of these functions; ranks
-// other than 0 only send their parts. Cost: each byte crosses to rank 0 once and then to the host, a staging buffer at
-// a time.
+// number of ranks. All ranks call each of these functions; those other than 0 only send their parts. Each byte crosses
+// to rank 0 once and then to the host, a staging buffer at a time.
 #pragma once
 #include "../../data/files.h"
 #include "shard.cuh"
 
-// Copies at most shard_staging_bytes of rank `from` to the host memory of rank 0. All ranks call it. `on_host`: the
-// data is in host memory, otherwise in the device's.
+// Copies at most shard_staging_bytes of rank `from`, from the device's memory or the host's, to rank 0's host memory.
 inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes, int from, bool on_host) {
     const Device* dev = s->comm.dev;
     bool own = from == 0 && s->comm.rank == 0;
@@ -81,14 +79,13 @@ struct ShardArrays {
 // Lists the arrays of all ranks; `own` are this rank's, which are all if nothing is sharded. Launches stand in the
 // arena's order, so an array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
-    constexpr int most = SHARD_ARRAYS;
-    assert(count <= most);
-    ShardArray table[most] = {};
+    assert(count <= SHARD_ARRAYS);
+    ShardArray table[SHARD_ARRAYS] = {};
     bool split = shard_splits(s, SHARD_STATES);
-    ShardArrays all = {(ShardArray*)memory_zero(most, sizeof(ShardArray)), 0, split ? s->comm.world : 1, nullptr,
-                       nullptr};
-    all.bytes = (int64_t*)memory_zero((size_t)most * all.ranks, sizeof(int64_t));
-    all.own = (const void**)memory_zero(most, sizeof(void*));
+    ShardArrays all = {(ShardArray*)memory_zero(SHARD_ARRAYS, sizeof(ShardArray)), 0, split ? s->comm.world : 1,
+                       nullptr, nullptr};
+    all.bytes = (int64_t*)memory_zero((size_t)SHARD_ARRAYS * all.ranks, sizeof(int64_t));
+    all.own = (const void**)memory_zero(SHARD_ARRAYS, sizeof(void*));
     for (int r = 0; r < all.ranks; r++) {
         bool mine = !split || r == s->comm.rank;
         int64_t theirs = count;
@@ -98,7 +95,7 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
         for (int i = 0; i < theirs; i++) {
             int at = 0;
             while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
-            assert(at < most);
+            assert(at < SHARD_ARRAYS);
             if (at == all.count) all.whole[all.count++] = table[i], all.whole[at].elements = 0;
             all.whole[at].elements += table[i].elements;
             all.bytes[at * all.ranks + r] = table[i].elements * table[i].element_bytes;
@@ -108,8 +105,7 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     return all;
 }
 
-// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from those who keep them; all ranks call
-// it.
+// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from those who keep them.
 inline void shard_arrays_read(Shard* s, const ShardArrays* all, int i, int64_t at, int64_t bytes, void* host) {
     const int64_t piece = shard_staging_bytes(s);
     int64_t begin = 0;

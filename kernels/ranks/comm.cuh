@@ -1,13 +1,12 @@
 // Exchange between ranks, one a GPU, on the device: bytes go from every rank to every other (comm_exchange).
 // Averaging gradients and gathering weights are made of it in shard.cuh.
 //
-// On GPUs, on a stream of its own beside the device's, it is the copy engines between those of one machine that reach
-// each other (peer.cuh), otherwise NCCL's send and receive: both move bytes and add nothing up, so no result depends on
-// which it is, or on which algorithm, ring or protocol NCCL chooses. Bytes an exchange moves: each rank's pieces once
-// out and once in, all at the same time; over NVLink every pair has its own path through the switch.
+// GPUs of one machine that reach each other use their copy engines (peer.cuh), others NCCL's send and receive, on a
+// stream of its own beside the device's. Both move bytes and add nothing up, so no result depends on which it is, or on
+// what NCCL chooses. Each rank's pieces go once out and once in, all at the same time.
 //
-// Where there is no GPU, ranks of one machine exchange through a shared mapping: a stand-in for the tests
-// (NIBBLE_STAND_IN=1), so that all that is above this file runs without GPUs. It is synchronous and not fast.
+// Without GPUs, ranks of one machine exchange through a shared mapping, a stand-in for the tests (NIBBLE_STAND_IN=1).
+// It is synchronous and not fast.
 #pragma once
 #include <assert.h>
 #include <dlfcn.h>
@@ -83,24 +82,21 @@ inline NcclStatus nccl_status(const Comm* comm, ncclResult_t code) {
 inline void check_status(NcclStatus status, const char* expression, const char* file, int line) {
     if (status.code == ncclSuccess) return;
     const NcclLibrary* nccl = &status.comm->nccl;
-    char text[2048];
-    snprintf(text, sizeof(text), "%s; %s (NCCL_DEBUG=WARN in the environment says more)",
-             nccl->error_string(status.code), nccl->last_error(status.comm->communicator));
+    const char* text = text_kept("%s; %s (NCCL_DEBUG=WARN in the environment says more)",
+                                 nccl->error_string(status.code), nccl->last_error(status.comm->communicator));
     check_failed("NCCL", "", text, expression, file, line);
 }
 
-template <typename F>
-bool nccl_bind(void* library, const char* name, F* function) {
-    *function = (F)dlsym(library, name);
-    return *function != nullptr;
-}
-
 inline void nccl_open(NcclLibrary* nccl) {
+    // In the order of NcclLibrary's members.
+    const char* const functions[] = {"ncclGetUniqueId",    "ncclCommInitRank", "ncclCommDestroy", "ncclSend",
+                                     "ncclRecv",           "ncclGroupStart",   "ncclGroupEnd",    "ncclGetVersion",
+                                     "ncclGetErrorString", "ncclGetLastError"};
+    static_assert(sizeof(functions) == sizeof(NcclLibrary), "a name for each member");
     const char* own = getenv("NIBBLE_NCCL");
-    void* library = own && *own ? dlopen(own, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    for (const char* name : {"libnccl.so.2", "libnccl.so"}) {
-        if (!library && !(own && *own)) library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
+    const bool named = own && *own;
+    void* library = dlopen(named ? own : "libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!library && !named) library = dlopen("libnccl.so", RTLD_NOW | RTLD_LOCAL);
     if (!COMM_HAS_NCCL) user_error("this ./train was built without nccl.h; install libnccl-dev and type make again");
     if (!library) {
         user_error(
@@ -108,16 +104,11 @@ inline void nccl_open(NcclLibrary* nccl) {
             "NIBBLE_NCCL=/path/to/libnccl.so.2",
             dlerror());
     }
-    bool fine = nccl_bind(library, "ncclGetUniqueId", &nccl->get_unique_id) &&
-                nccl_bind(library, "ncclCommInitRank", &nccl->init_rank) &&
-                nccl_bind(library, "ncclCommDestroy", &nccl->destroy) && nccl_bind(library, "ncclSend", &nccl->send) &&
-                nccl_bind(library, "ncclRecv", &nccl->receive) &&
-                nccl_bind(library, "ncclGroupStart", &nccl->group_begin) &&
-                nccl_bind(library, "ncclGroupEnd", &nccl->group_end) &&
-                nccl_bind(library, "ncclGetVersion", &nccl->get_version) &&
-                nccl_bind(library, "ncclGetErrorString", &nccl->error_string) &&
-                nccl_bind(library, "ncclGetLastError", &nccl->last_error);
-    if (!fine) user_error("libnccl.so.2 lacks a function that NCCL 2.13 and later have; install a newer one");
+    for (size_t i = 0; i < sizeof(functions) / sizeof(functions[0]); i++) {
+        void* function = dlsym(library, functions[i]);
+        if (!function) user_error("libnccl.so.2 lacks a function that NCCL 2.13 and later have; install a newer one");
+        memcpy((void**)nccl + i, &function, sizeof(function));
+    }
 }
 
 // The stand-in: a mapping with a slot for each rank, in which a share of its bytes waits for each other.
@@ -125,10 +116,7 @@ inline void nccl_open(NcclLibrary* nccl) {
 constexpr int64_t STAND_IN_SLOT = 1 << 17;
 
 struct StandIn {
-    pthread_mutex_t mutex;
-    pthread_cond_t changed;
-    int waiting;
-    int64_t generation;
+    pthread_barrier_t barrier;  // a rank that ends while others wait here is found by the watch of launch.h
     int64_t rounds[64];
     alignas(64) char slot[];  // (world, STAND_IN_SLOT)
 };
@@ -136,19 +124,6 @@ struct StandIn {
 inline bool stand_in_asked() {
     const char* asked = getenv("NIBBLE_STAND_IN");
     return asked && strcmp(asked, "1") == 0;
-}
-
-// A rank that ends while others wait here is found by the watch of launch.h, which ends them.
-inline void stand_in_barrier(StandIn* shared, int world) {
-    pthread_mutex_lock(&shared->mutex);
-    int64_t generation = shared->generation;
-    if (++shared->waiting == world) {
-        shared->waiting = 0;
-        shared->generation++;
-        pthread_cond_broadcast(&shared->changed);
-    }
-    while (shared->generation == generation) pthread_cond_wait(&shared->changed, &shared->mutex);
-    pthread_mutex_unlock(&shared->mutex);
 }
 
 inline StandIn* stand_in_open(const Launch* launch) {
@@ -171,12 +146,10 @@ inline StandIn* stand_in_open(const Launch* launch) {
     close(file);
     StandIn* shared = (StandIn*)map;
     if (first) {
-        pthread_mutexattr_t mutex;
-        pthread_condattr_t changed;
-        pthread_mutexattr_init(&mutex), pthread_condattr_init(&changed);
-        pthread_mutexattr_setpshared(&mutex, PTHREAD_PROCESS_SHARED);
-        pthread_condattr_setpshared(&changed, PTHREAD_PROCESS_SHARED);
-        pthread_mutex_init(&shared->mutex, &mutex), pthread_cond_init(&shared->changed, &changed);
+        pthread_barrierattr_t processes;
+        pthread_barrierattr_init(&processes);
+        pthread_barrierattr_setpshared(&processes, PTHREAD_PROCESS_SHARED);
+        pthread_barrier_init(&shared->barrier, &processes, (unsigned)launch->world);
     }
     launch_any(launch, false);
     if (first) shm_unlink(name);
@@ -192,7 +165,7 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
     int64_t share = STAND_IN_SLOT / comm->world / 64 * 64, most = 0, rounds = 0;
     for (int r = 0; r < comm->world; r++) most = sends[r].bytes > most && r != comm->rank ? sends[r].bytes : most;
     shared->rounds[comm->rank] = ceil_div(most, share);
-    stand_in_barrier(shared, comm->world);
+    pthread_barrier_wait(&shared->barrier);
     for (int r = 0; r < comm->world; r++) rounds = shared->rounds[r] > rounds ? shared->rounds[r] : rounds;
     for (int64_t round = 0; round < rounds; round++) {
         int64_t at = round * share;
@@ -201,24 +174,31 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
             memcpy(shared->slot + comm->rank * STAND_IN_SLOT + r * share, (char*)sends[r].data + at,
                    (size_t)comm_part(sends[r].bytes, at, share));
         }
-        stand_in_barrier(shared, comm->world);
+        pthread_barrier_wait(&shared->barrier);
         for (int r = 0; r < comm->world; r++) {
             if (r == comm->rank) continue;
             memcpy((char*)receives[r].data + at, shared->slot + r * STAND_IN_SLOT + comm->rank * share,
                    (size_t)comm_part(receives[r].bytes, at, share));
         }
-        stand_in_barrier(shared, comm->world);
+        pthread_barrier_wait(&shared->barrier);
     }
-    stand_in_barrier(shared, comm->world);
+    pthread_barrier_wait(&shared->barrier);
 }
 
 // The copy engines.
 
-// False if the user asks for NCCL: NIBBLE_NCCL names its library, and NCCL_P2P_DISABLE says that one GPU's copies to
-// another are broken.
+// False if NIBBLE_NCCL or NCCL_P2P_DISABLE, which says that copies between GPUs are broken, asks for NCCL.
 inline bool peers_wanted() {
     const char* disabled = getenv("NCCL_P2P_DISABLE");
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
+}
+
+// Closes the mailboxes of the others before any rank frees its own.
+inline void peers_part(Peers* peers, const Launch* launch) {
+    peers_disconnect(peers);
+    launch_any(launch, false);
+    peers_end(peers);
+    free(peers);
 }
 
 // Returns NULL, on all ranks, when one cannot write to another's memory or does not want to.
@@ -235,20 +215,14 @@ inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
         peers_ready(peers);
         return peers;
     }
-    peers_disconnect(peers);
-    launch_any(launch, false);
-    peers_end(peers);
-    free(peers);
+    peers_part(peers, launch);
     return nullptr;
 }
 
 inline void peers_close(Peers* peers, const Launch* launch) {
     check(cudaDeviceSynchronize());
     launch_any(launch, false);
-    peers_disconnect(peers);
-    launch_any(launch, false);
-    peers_end(peers);
-    free(peers);
+    peers_part(peers, launch);
 }
 
 inline void peers_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
@@ -284,24 +258,17 @@ inline void comm_close(Comm* comm) {
     check(cudaStreamDestroy(comm->stream));
 }
 
-// "NCCL 2.28.9, 300 GB/s each way", for the banner.
-inline void comm_describe(const Comm* comm, char* text, size_t bytes) {
+// "NCCL 2.28.9, 300 GB/s each way", for the banner; it lives as long as the program.
+inline const char* comm_describe(const Comm* comm) {
     int version = 0;
-    if (comm->stand_in) {
-        snprintf(text, bytes, "shared memory, a stand-in for tests");
-        return;
-    }
-    if (comm->peers) {
-        snprintf(text, bytes, "by copy engines, %.0f GB/s each way", 1e-9 * comm->rate);
-        return;
-    }
+    const double rate = 1e-9 * comm->rate;
+    if (comm->stand_in) return "shared memory, a stand-in for tests";
+    if (comm->peers) return text_format("by copy engines, %.0f GB/s each way", rate);
     check(nccl_status(comm, comm->nccl.get_version(&version)));
-    snprintf(text, bytes, "NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100,
-             1e-9 * comm->rate);
+    return text_format("NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100, rate);
 }
 
-// Exchanges from here on come after the work that the device's stream has been given so far; the next function does the
-// reverse.
+// Exchanges from here on come after the work of the device's stream so far; the next function does the reverse.
 inline void comm_after_device(const Comm* comm) {
     if (comm->stand_in) return;
     check(cudaEventRecord(comm->event, comm->dev->stream));
@@ -314,17 +281,10 @@ inline void device_after_comm(const Comm* comm) {
     check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
 }
 
-// sends[r] goes to rank r, receives[r] comes from it; a rank's own are left alone. What r sends to s has the bytes that
-// s receives from r. All ranks call it.
+// sends[r] goes to rank r, receives[r] comes from it and has as many bytes; a rank's own are left alone. All call it.
 inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
-    if (comm->stand_in) {
-        stand_in_exchange(comm, sends, receives);
-        return;
-    }
-    if (comm->peers) {
-        peers_exchange(comm, sends, receives);
-        return;
-    }
+    if (comm->stand_in) return stand_in_exchange(comm, sends, receives);
+    if (comm->peers) return peers_exchange(comm, sends, receives);
     check(nccl_status(comm, comm->nccl.group_begin()));
     for (int i = 1; i < comm->world; i++) {
         // Each rank begins with another, so that no receiver has all senders at once.
@@ -342,14 +302,11 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
     check(nccl_status(comm, comm->nccl.group_end()));
 }
 
-// Exchanges pieces of at most PEER_PART bytes that are read once. It differs from comm_exchange where copy engines
-// carry them: receives[r].data becomes the place where a piece arrived, so no bytes are copied. The caller queues what
-// reads the pieces on the comm's stream, and then calls comm_return.
+// Exchanges pieces of at most PEER_PART bytes that are read once. Where copy engines carry them, receives[r].data
+// becomes the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the
+// comm's stream, and then calls comm_return.
 inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
-    if (!comm->peers) {
-        comm_exchange(comm, sends, receives);
-        return;
-    }
+    if (!comm->peers) return comm_exchange(comm, sends, receives);
     peers_fork(comm->peers, comm->stream);
     for (int i = 1; i < comm->world; i++) {
         int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
@@ -385,8 +342,8 @@ inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t byte
 
 // Opening.
 
-// Connections are made when they are first used: here, so that what fails fails at the start, what NCCL takes is known
-// to the memory plan, and bytes that do not arrive, or not as they were sent, are found.
+// Makes the connections by a first exchange, so that what fails fails at the start and what NCCL takes is known to the
+// memory plan, and checks that bytes arrive as they were sent.
 inline void comm_try(const Comm* comm, double patience) {
     constexpr int PIECE = 256;
     int64_t half = (int64_t)comm->world * PIECE;
@@ -421,10 +378,9 @@ inline double comm_rate(const Comm* comm) {
     constexpr int64_t PIECE = 16 << 20;
     CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
     char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
-    double seconds[1] = {INFINITY};
+    double seconds = INFINITY;
     cudaEvent_t event[2];
-    check(cudaEventCreate(&event[0]));
-    check(cudaEventCreate(&event[1]));
+    for (cudaEvent_t& each : event) check(cudaEventCreate(&each));
     for (int r = 0; r < 2 * comm->world; r++) pieces[r] = {memory + r * PIECE, PIECE};
     for (int run = 0; run < 5; run++) {
         float ms;
@@ -433,14 +389,13 @@ inline double comm_rate(const Comm* comm) {
         check(cudaEventRecord(event[1], comm->stream));
         check(cudaEventSynchronize(event[1]));
         check(cudaEventElapsedTime(&ms, event[0], event[1]));
-        seconds[0] = fmin(seconds[0], 1e-3 * ms);
+        seconds = fmin(seconds, 1e-3 * ms);
     }
-    check(cudaEventDestroy(event[0]));
-    check(cudaEventDestroy(event[1]));
+    for (cudaEvent_t each : event) check(cudaEventDestroy(each));
     device_free(comm->dev, memory);
     free(pieces);
-    launch_agree(comm->launch, seconds, 1, LAUNCH_MAX);
-    return (double)((comm->world - 1) * PIECE) / seconds[0];
+    launch_agree(comm->launch, &seconds, 1, LAUNCH_MAX);
+    return (double)((comm->world - 1) * PIECE) / seconds;
 }
 
 // The identity of a GPU among those of all machines.
@@ -482,8 +437,7 @@ inline void nccl_join(Comm* comm) {
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
-// Opens the transport between all ranks of `launch`, which have joined. The run ends if connecting takes longer than
-// `patience` seconds.
+// Opens the transport between all ranks of `launch`. The run ends if that takes longer than `patience` seconds.
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, double patience = 120) {
     memset(comm, 0, sizeof(*comm));
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
@@ -506,8 +460,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     comm->bytes = memory_used(dev) - before;
 }
 
-// The GPU of a rank among the `gpus` that this machine shows. A launcher may show each rank its own alone. `asked` is
-// --gpus; `cpu`: --device cpu was typed.
+// The GPU of a rank among the `gpus` that this process sees. `asked` is --gpus; `cpu`: --device cpu was typed.
 inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) {
     if (gpus == 0 || cpu) {
         if (stand_in_asked()) return 0;
@@ -525,8 +478,8 @@ inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) 
     return launch->local_rank;
 }
 
-// Counts the GPUs that this process may use. The count starts the driver, which takes seconds on a machine with many
-// GPUs, so it is left out where CUDA_VISIBLE_DEVICES hides all of them.
+// Counts the GPUs that this process may use; where CUDA_VISIBLE_DEVICES hides all of them, without starting the driver,
+// which takes seconds.
 inline cudaError_t count_gpus(int* gpus) {
     const char* visible = getenv("CUDA_VISIBLE_DEVICES");
     *gpus = 0;
@@ -552,16 +505,6 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
         user_error("%s has compute capability %d.%d; nibble's kernels need 8.0 (type --device cpu)", dev->name,
                    dev->compute / 10, dev->compute % 10);
     }
-}
-
-// Plans for a GPU with `memory` bytes that need not be here, as --memory asks; `possible`: nothing else contradicts it.
-inline void device_plan(Device* dev, int64_t memory, bool possible) {
-    if (!possible) {
-        user_error(
-            "--memory plans for one GPU that need not be here; type --dry-run with it, and neither --device cpu nor "
-            "--gpus");
-    }
-    device_imagine(dev, memory);
 }
 
 // Ends the run if `text`, which says how a rank was started, is not rank 0's, or NULL: there is a sentence in `error`.

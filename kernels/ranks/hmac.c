@@ -1,4 +1,3 @@
-// See hmac.h.
 #include "hmac.h"
 #include <stdint.h>
 #include <string.h>
@@ -49,13 +48,6 @@ static void add_block(uint32_t state[8], const unsigned char* block) {
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-static void begin(Sha256* sha) {
-    static const uint32_t first[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                      0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-    memcpy(sha->state, first, sizeof(first));
-    sha->bytes = 0;
-}
-
 static void add(Sha256* sha, const void* bytes, size_t count) {
     for (size_t i = 0; i < count; i++) {
         sha->block[sha->bytes++ % BLOCK] = ((const unsigned char*)bytes)[i];
@@ -63,32 +55,30 @@ static void add(Sha256* sha, const void* bytes, size_t count) {
     }
 }
 
-static void end(Sha256* sha, unsigned char hash[HMAC_BYTES]) {
-    uint64_t bits = 8 * sha->bytes;
+// The hash of `first` and, after it, `second`, where `hash` may be.
+static void sha256(const void* first, size_t first_bytes, const void* second, size_t second_bytes,
+                   unsigned char hash[HMAC_BYTES]) {
+    Sha256 sha = {
+        .state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
+    add(&sha, first, first_bytes);
+    add(&sha, second, second_bytes);
+    uint64_t bits = 8 * sha.bytes;
     unsigned char length[8];
-    add(sha, "\x80", 1);
-    while (sha->bytes % BLOCK != BLOCK - sizeof(length)) add(sha, "", 1);
+    add(&sha, "\x80", 1);
+    while (sha.bytes % BLOCK != BLOCK - sizeof(length)) add(&sha, "", 1);
     for (int i = 0; i < 8; i++) length[i] = (unsigned char)(bits >> (56 - 8 * i));
-    add(sha, length, sizeof(length));
-    for (int i = 0; i < HMAC_BYTES; i++) hash[i] = (unsigned char)(sha->state[i / 4] >> (24 - 8 * (i % 4)));
+    add(&sha, length, sizeof(length));
+    for (int i = 0; i < HMAC_BYTES; i++) hash[i] = (unsigned char)(sha.state[i / 4] >> (24 - 8 * (i % 4)));
 }
 
 void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]) {
-    Sha256 sha;
     unsigned char pad[BLOCK] = {0};
-    begin(&sha);
-    if (key_bytes > BLOCK) add(&sha, key, key_bytes), end(&sha, pad);
+    if (key_bytes > BLOCK) sha256(key, key_bytes, "", 0, pad);
     if (key_bytes <= BLOCK && key_bytes > 0) memcpy(pad, key, key_bytes);
     for (int i = 0; i < BLOCK; i++) pad[i] ^= 0x36;
-    begin(&sha);
-    add(&sha, pad, BLOCK);
-    add(&sha, bytes, count);
-    end(&sha, hash);
+    sha256(pad, BLOCK, bytes, count, hash);
     for (int i = 0; i < BLOCK; i++) pad[i] ^= 0x36 ^ 0x5c;
-    begin(&sha);
-    add(&sha, pad, BLOCK);
-    add(&sha, hash, HMAC_BYTES);
-    end(&sha, hash);
+    sha256(pad, BLOCK, hash, HMAC_BYTES, hash);
 }
 
 int hmac_equal(const unsigned char a[HMAC_BYTES], const unsigned char b[HMAC_BYTES]) {

@@ -1,11 +1,11 @@
 // See launch.h. First who this rank is, then --gpus, the watch, and what ranks tell each other.
-#define _GNU_SOURCE
 #include "launch.h"
 #include <errno.h>
 #include <omp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdarg.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -42,18 +42,15 @@ static const char* text_variable(const char* name) {
 }
 
 bool launch_first_host(const char* list, char* host, size_t bytes) {
-    size_t name = strcspn(list, "[,");
-    if (name == 0 || name >= bytes) return false;
-    memcpy(host, list, name);
-    host[name] = 0;
-    if (list[name] != '[') return true;
-    size_t digits = strspn(list + name + 1, "0123456789");
-    const char* after = strchr(list + name, ']');  // of a name with a suffix: gpu[1-2]-eth
-    if (digits == 0 || !after || name + digits >= bytes) return false;
-    size_t suffix = strcspn(after + 1, "[,");
-    if (name + digits + suffix >= bytes) return false;
-    snprintf(host + name, bytes - name, "%.*s%.*s", (int)digits, list + name + 1, (int)suffix, after + 1);
-    return true;
+    const size_t name = strcspn(list, "[,");
+    const bool several = list[name] == '[';
+    const char *number = several ? list + name + 1 : "", *end = several ? strchr(number, ']') : NULL;
+    const size_t digits = strspn(number, "0123456789");
+    if (name == 0 || (several && (digits == 0 || !end))) return false;
+    const char* suffix = end ? end + 1 : "";  // of a name such as gpu[1-2]-eth
+    const int length =
+        snprintf(host, bytes, "%.*s%.*s%.*s", (int)name, list, (int)digits, number, (int)strcspn(suffix, "[,"), suffix);
+    return length < (int)bytes;
 }
 
 // Returns a port for a job, below the range that systems give out by themselves.
@@ -69,17 +66,18 @@ static void set_address(Launch* launch, const char* host) {
     launch->port = port > 0 ? port : port_of(launch->job);
 }
 
+// True if the environment has all three.
+static bool is_rank(const Launch* launch) {
+    return launch->rank >= 0 && launch->world >= 1 && launch->local_rank >= 0;
+}
+
 static bool from_torchrun(Launch* launch) {
-    int rank = variable("RANK"), world = variable("WORLD_SIZE"), local = variable("LOCAL_RANK");
-    if (rank < 0 || world < 1 || local < 0 || !text_variable("MASTER_ADDR")[0] || variable("MASTER_PORT") < 1) {
-        return false;
-    }
-    bool elastic = text_variable("TORCHELASTIC_RUN_ID")[0];
-    snprintf(launch->source, sizeof(launch->source), "%s", elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...");
-    launch->rank = rank, launch->world = world, launch->local_rank = local;
-    launch->local_world = variable("LOCAL_WORLD_SIZE");
-    // The port too: without --rdzv-id all jobs have one id, and one whose port is less than PORTS from another's could
-    // take that one's rank 0 for its own.
+    const bool elastic = text_variable("TORCHELASTIC_RUN_ID")[0];
+    launch->source = elastic ? "torchrun's variables" : "RANK, WORLD_SIZE, ...";
+    launch->rank = variable("RANK"), launch->world = variable("WORLD_SIZE");
+    launch->local_rank = variable("LOCAL_RANK"), launch->local_world = variable("LOCAL_WORLD_SIZE");
+    if (!is_rank(launch) || !text_variable("MASTER_ADDR")[0] || variable("MASTER_PORT") < 1) return false;
+    // The port too: without --rdzv-id all jobs have one id, and their ports may be less than PORTS apart.
     snprintf(launch->job, sizeof(launch->job), "torchrun %.60s %.20s %d", text_variable("TORCHELASTIC_RUN_ID"),
              text_variable("TORCHELASTIC_RESTART_COUNT"), variable("MASTER_PORT"));
     set_address(launch, "");
@@ -88,35 +86,30 @@ static bool from_torchrun(Launch* launch) {
 }
 
 static bool from_open_mpi(Launch* launch) {
-    int rank = variable("OMPI_COMM_WORLD_RANK"), world = variable("OMPI_COMM_WORLD_SIZE");
-    int local = variable("OMPI_COMM_WORLD_LOCAL_RANK");
-    if (rank < 0 || world < 1 || local < 0) return false;
-    snprintf(launch->source, sizeof(launch->source), "Open MPI's variables");
-    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    launch->source = "Open MPI's variables";
+    launch->rank = variable("OMPI_COMM_WORLD_RANK"), launch->world = variable("OMPI_COMM_WORLD_SIZE");
+    launch->local_rank = variable("OMPI_COMM_WORLD_LOCAL_RANK");
     launch->local_world = variable("OMPI_COMM_WORLD_LOCAL_SIZE");
+    if (!is_rank(launch)) return false;
     snprintf(launch->job, sizeof(launch->job), "mpi %.60s%.60s", text_variable("OMPI_MCA_ess_base_jobid"),
              text_variable("PMIX_NAMESPACE"));
-    set_address(launch, launch->local_world == world ? "127.0.0.1" : "");
+    set_address(launch, launch->local_world == launch->world ? "127.0.0.1" : "");
     return true;
 }
 
 // False in the batch script itself, where SLURM_NTASKS is set and one process runs.
 static bool from_slurm(Launch* launch) {
-    int rank = variable("SLURM_PROCID"), local = variable("SLURM_LOCALID"), step = variable("SLURM_STEP_ID");
-    int world = variable("SLURM_STEP_NUM_TASKS") > 0 ? variable("SLURM_STEP_NUM_TASKS") : variable("SLURM_NTASKS");
-    if (rank < 0 || world < 1 || local < 0 || step < 0) return false;
-    snprintf(launch->source, sizeof(launch->source), "Slurm's variables");
-    launch->rank = rank, launch->world = world, launch->local_rank = local;
+    const int step = variable("SLURM_STEP_ID"), tasks = variable("SLURM_STEP_NUM_TASKS");
+    const bool one_node = variable("SLURM_STEP_NUM_NODES") == 1;
+    launch->source = "Slurm's variables";
+    launch->rank = variable("SLURM_PROCID"), launch->world = tasks > 0 ? tasks : variable("SLURM_NTASKS");
+    launch->local_rank = variable("SLURM_LOCALID"), launch->local_world = one_node ? launch->world : 0;
+    if (!is_rank(launch) || step < 0) return false;
     snprintf(launch->job, sizeof(launch->job), "slurm %d.%d", variable("SLURM_JOB_ID"), step);
-    char host[256] = "";
+    char host[256] = "127.0.0.1";
     const char* list = text_variable("SLURM_STEP_NODELIST");
     if (!list[0]) list = text_variable("SLURM_JOB_NODELIST");
-    if (variable("SLURM_STEP_NUM_NODES") == 1) {
-        snprintf(host, sizeof(host), "127.0.0.1");
-        launch->local_world = world;
-    } else if (!launch_first_host(list, host, sizeof(host))) {
-        host[0] = 0;
-    }
+    if (!one_node && !launch_first_host(list, host, sizeof(host))) host[0] = 0;
     set_address(launch, host);
     return true;
 }
@@ -139,8 +132,10 @@ static void take_secret(Launch* launch) {
 }
 
 bool launch_environment(Launch* launch, int64_t gpus, char* error) {
-    *launch = (Launch){.world = 1};
+    const Launch alone = {.world = 1, .source = ""};
+    *launch = alone;
     bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
+    if (!found) *launch = alone;
     const char *rank = text_variable("RANK"), *world = text_variable("WORLD_SIZE");
     // One rank of several that trains alone would be a surprise; one of one is alone.
     if (!found && strcmp(world, "1") != 0 && (world[0] || (rank[0] && strcmp(rank, "0") != 0))) {
@@ -173,7 +168,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
         return data_error(error, "%s does not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
                           launch->source);
     }
-    if (launch->world == 1) *launch = (Launch){.world = 1};
+    if (launch->world == 1) *launch = alone;
     if (launch->world > 1) take_secret(launch);
     return true;
 }
@@ -188,13 +183,10 @@ static void share_cores(int local_world) {
 // --gpus.
 
 static void set_variable(const char* name, int number) {
-    char text[16];
-    snprintf(text, sizeof(text), "%d", number);
-    setenv(name, text, 1);
+    setenv(name, text_kept("%d", number), 1);
 }
 
-// Returns the code that the run ends with, now that a rank has ended. A signal, which is why the others stopped, goes
-// before their codes.
+// Returns the code that the run ends with, now that a rank has ended. A signal goes before the codes of the others.
 static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
     if (!WIFSIGNALED(status)) return code ? code : WEXITSTATUS(status);
     if (killed || code > 128) return code;
@@ -207,7 +199,7 @@ static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
 static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
     int left = count, code = 0;
     double failed = 0;
-    bool* over = memory_zero((size_t)count, sizeof(bool));
+    SCOPED bool* over = memory_zero((size_t)count, sizeof(bool));
     while (left > 0) {
         struct timespec second = {1, 0};
         int signal = sigtimedwait(signals, NULL, &second);
@@ -224,7 +216,6 @@ static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
             if (code != 0 && failed == 0) failed = seconds_now();
         }
     }
-    free(over);
     exit(code);
 }
 
@@ -337,10 +328,15 @@ static void drain(LaunchWatch* watch, double limit) {
     }
 }
 
-// Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already. A code that the shell
-// would take for success, as another rank may send it, becomes 1.
-__attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, const char* text, bool spoken) {
-    if (code < 1 || code > 255) code = 1;
+// Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already.
+__attribute__((noreturn, format(printf, 4, 5))) static void end_all(LaunchWatch* watch, int code, bool spoken,
+                                                                    const char* format, ...) {
+    char text[DATA_ERROR_BYTES + 256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof(text), format, arguments);
+    va_end(arguments);
+    if (code < 1 || code > 255) code = 1;  // what another rank sent must not look like success
     if (atomic_exchange(&watch->failing, true)) {
         for (;;) sleep_ms(1000);  // another thread of this process is at it
     }
@@ -354,33 +350,28 @@ __attribute__((noreturn)) static void end_all(LaunchWatch* watch, int code, cons
 void launch_failed(int code, const char* text) {
     LaunchWatch* watch = watching;
     if (!watch) return;
-    if (watch->rank == 0) end_all(watch, code, text, false);
+    if (watch->rank == 0) end_all(watch, code, false, "%s", text);
     // A mistake that all ranks make is best told by rank 0, which then ends this process too.
     sleep_ms(500);
     send_message(watch, FAILED, code, text);
     sleep_ms(5000);
-    end_all(watch, code, text, false);
+    end_all(watch, code, false, "%s", text);
 }
 
 // Ends all ranks, on rank 0, since another rank has told why it ends.
 static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
-    char text[TEXT_BYTES + 128];
     const char *prefix = "train: error: ", *rest = message->text;
     if (strncmp(rest, prefix, strlen(prefix)) == 0) rest += strlen(prefix);
-    snprintf(text, sizeof(text), "%srank %d on %s: %s", prefix, r, watch->peers[r].host, rest);
-    end_all(watch, message->code, text, false);
+    end_all(watch, message->code, false, "%srank %d on %s: %s", prefix, r, watch->peers[r].host, rest);
 }
 
 static void peer_lost(LaunchWatch* watch, int r, const char* how) {
-    char text[TEXT_BYTES];
     const Peer* peer = &watch->peers[r];
-    snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host,
-             peer->pid, how);
-    // If --gpus made the rank, the process that waits for it tells how it ended; without rank 0 the first that is left
-    // does.
+    // If --gpus made the rank, the process that waits for it tells how it ended; if rank 0 is gone, the first one does.
     bool ended = strncmp(how, "has ended", 9) == 0;
-    bool other = watch->rank > 0 && watch->local_rank > 0 && watch->rank > 1;
-    end_all(watch, 1, text, other || (ended && watch->forked));
+    bool other = watch->rank > 1 && watch->local_rank > 0;
+    end_all(watch, 1, other || (ended && watch->forked),
+            "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host, peer->pid, how);
 }
 
 static void note_progress(struct Heard* heard, double now, int64_t progress, int patience, const char* what) {
@@ -394,7 +385,7 @@ static void take_message(LaunchWatch* watch, int r, const Message* message) {
     struct Heard* heard = &watch->heard[r];
     if (message->kind == BYE) heard->left = true;
     if (message->kind == FAILED && watch->rank == 0) peer_failed(watch, r, message);
-    if (message->kind == FAILED) end_all(watch, message->code, message->text, true);
+    if (message->kind == FAILED) end_all(watch, message->code, true, "%s", message->text);
     heard->at = seconds_now();
     note_progress(heard, heard->at, message->progress, message->patience, message->text);
 }
@@ -437,27 +428,22 @@ static void check_progress(LaunchWatch* watch, double now) {
         if (heard->progress < least) least = heard->progress, behind = r;
         if (heard->progress > most) most = heard->progress;
     }
-    char text[TEXT_BYTES];
+    const struct Heard* last = &watch->heard[behind];
     if (least == most) {
-        snprintf(text, sizeof(text), "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
-                 watch->heard[behind].patience, watch->heard[behind].what);
-    } else {
-        snprintf(text, sizeof(text),
-                 "train: error: rank %d on %s hangs: the others have waited for it for %d s (%s); all ranks stop\n",
-                 behind, behind ? watch->peers[behind].host : "this host", watch->heard[behind].patience,
-                 watch->heard[behind].what);
+        end_all(watch, 1, false, "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
+                last->patience, last->what);
     }
-    end_all(watch, 1, text, false);
+    end_all(watch, 1, false,
+            "train: error: rank %d on %s hangs: the others have waited for it for %d s (%s); all ranks stop\n", behind,
+            behind ? watch->peers[behind].host : "this host", last->patience, last->what);
 }
 
 static void check_silence(LaunchWatch* watch, double now) {
-    char how[128];
-    snprintf(how, sizeof(how), "has been silent for %d s: it is stopped, or its machine cannot be reached",
-             watch->silence);
     for (int r = 0; r < watch->world; r++) {
-        if (is_peer(watch, r) && !watch->heard[r].left && now - watch->heard[r].at > watch->silence) {
-            peer_lost(watch, r, how);
-        }
+        if (!is_peer(watch, r) || watch->heard[r].left || now - watch->heard[r].at <= watch->silence) continue;
+        peer_lost(
+            watch, r,
+            text_kept("has been silent for %d s: it is stopped, or its machine cannot be reached", watch->silence));
     }
     if (watch->rank != 0) return;
     note_progress(&watch->heard[0], now, atomic_load(&watch->progress), atomic_load(&watch->patience),
@@ -467,8 +453,8 @@ static void check_silence(LaunchWatch* watch, double now) {
 
 static void* watch_thread(void* argument) {
     LaunchWatch* watch = argument;
-    struct pollfd* polled = memory_zero((size_t)watch->world, sizeof(struct pollfd));
-    int* rank_of = memory_zero((size_t)watch->world, sizeof(int));
+    SCOPED struct pollfd* polled = memory_zero((size_t)watch->world, sizeof(struct pollfd));
+    SCOPED int* rank_of = memory_zero((size_t)watch->world, sizeof(int));
     double beat = 0, before = seconds_now();
     while (!atomic_load(&watch->leaving)) {
         int count = 0;
@@ -488,8 +474,6 @@ static void* watch_thread(void* argument) {
         if (now - beat >= 1) send_message(watch, BEAT, 0, atomic_load(&watch->what)), beat = now;
         check_silence(watch, now);
     }
-    free(polled);
-    free(rank_of);
     return NULL;
 }
 
@@ -528,34 +512,37 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 // The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
 __attribute__((noreturn)) static void wait_for_end(void) {
     sleep_ms(5000);
-    end_all(watching, 1, "train: error: a rank has ended for which others still wait; all ranks stop\n", false);
+    end_all(watching, 1, false, "train: error: a rank has ended for which others still wait; all ranks stop\n");
+}
+
+static void give_bytes(const Launch* launch, int to, const void* bytes, size_t count) {
+    if (!send_all(launch->watch->peers[to].socket[TALK], bytes, count)) wait_for_end();
+}
+
+static void take_bytes(const Launch* launch, int from, void* bytes, size_t count) {
+    if (!receive_all(launch->watch->peers[from].socket[TALK], bytes, count)) wait_for_end();
 }
 
 void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {
     if (launch->world == 1) return;
-    const Peer* peers = launch->watch->peers;
-    if (from > 0 && launch->rank == 0 && !receive_all(peers[from].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    if (from > 0 && launch->rank == from && !send_all(peers[0].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    if (launch->rank > 0 && !receive_all(peers[0].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    for (int r = 1; r < launch->world && launch->rank == 0; r++) {
-        if (!send_all(peers[r].socket[TALK], bytes, (size_t)count)) wait_for_end();
-    }
+    if (from > 0 && launch->rank == 0) take_bytes(launch, from, bytes, (size_t)count);
+    if (from > 0 && launch->rank == from) give_bytes(launch, 0, bytes, (size_t)count);
+    if (launch->rank > 0) take_bytes(launch, 0, bytes, (size_t)count);
+    for (int r = 1; r < launch->world && launch->rank == 0; r++) give_bytes(launch, r, bytes, (size_t)count);
 }
 
 void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how) {
     if (launch->world == 1) return;
-    const Peer* peers = launch->watch->peers;
     size_t bytes = (size_t)count * sizeof(double);
-    double* others = memory_take(bytes);
-    if (launch->rank > 0 && !send_all(peers[0].socket[TALK], values, bytes)) wait_for_end();
+    SCOPED double* others = memory_take(bytes);
+    if (launch->rank > 0) give_bytes(launch, 0, values, bytes);
     for (int r = 1; r < launch->world && launch->rank == 0; r++) {
-        if (!receive_all(peers[r].socket[TALK], others, bytes)) wait_for_end();
+        take_bytes(launch, r, others, bytes);
         for (int i = 0; i < count; i++) {
             if (how == LAUNCH_SUM) values[i] += others[i];
             if (how == LAUNCH_MAX && !(values[i] >= others[i])) values[i] = others[i];
         }
     }
-    free(others);
     launch_share(launch, 0, values, (int64_t)bytes);
 }
 
@@ -593,8 +580,6 @@ void launch_leave(Launch* launch) {
         }
     }
     pthread_mutex_destroy(&watch->sending);
-    free(watch->peers);
-    free(watch->heard);
-    free(watch);
+    free(watch->peers), free(watch->heard), free(watch);
     launch->watch = NULL;
 }

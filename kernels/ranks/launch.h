@@ -4,20 +4,17 @@
 // the first rank that failed. Otherwise the environment says which rank this is: torchrun's RANK, WORLD_SIZE,
 // LOCAL_RANK, MASTER_ADDR and MASTER_PORT, Open MPI's OMPI_COMM_WORLD_*, or Slurm's SLURM_*, the first complete set.
 //
-// Rank 0 listens, the others connect to it, twice: once for what the host has to share (launch_share, launch_agree,
-// some 0.1 ms each), once for a thread that sends a beat a second and reports what ends. So a star: enough for the few
-// bytes that pass; tensors go through comm.cuh. Both sides of a connection prove that they know the secret of
-// the run, a random one that --gpus makes or the text in NIBBLE_SECRET (rendezvous.h).
+// Rank 0 listens, and each other rank connects to it twice: once for what the host has to share (launch_share,
+// launch_agree, some 0.1 ms each), once for a thread that sends a beat a second and reports what ends. Tensors go
+// through comm.cuh. Both sides of a connection prove that they know the secret of the run, a random one that --gpus
+// makes or the text in NIBBLE_SECRET (rendezvous.h).
 //
-// A rank that ends, crashes, is stopped, loses its machine, or makes no progress while none of the others has an excuse
-// ends all of them, within SILENCE_SECONDS (or its patience, see launch_hurry) and a few, with one message, which rank
-// 0 prints.
+// A rank that ends, crashes, is stopped, loses its machine or hangs (launch_hurry) ends all of them, with one message,
+// which rank 0 prints, within SILENCE_SECONDS or its patience, and a few.
 #pragma once
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include "../../data/errors.h"
-#include "../../data/linkage.h"
 C_LINKAGE_BEGIN
 
 enum { LAUNCH_LISTENERS = 8 };  // sockets, one for each address of rank 0's host
@@ -27,7 +24,7 @@ typedef struct LaunchWatch LaunchWatch;
 typedef struct {
     int rank, world;              // 0 of 1: alone
     int local_rank, local_world;  // on this machine; local_world 0 when unknown
-    char source[64];              // who says so, for the banner; "" alone
+    const char* source;           // who says so, for the banner; "" alone
     char host[256];               // where rank 0 listens
     int port;                     // the first that it may take
     int listeners;                // sockets at which rank 0 listens; 0: none yet
@@ -38,16 +35,14 @@ typedef struct {
     LaunchWatch* watch;     // NULL: alone
 } Launch;
 
-// Reads the environment; false with a sentence when it is half there or contradicts itself. `gpus` above 1 beside ranks
-// of a launcher is an error.
+// Reads the environment; false with a sentence when it is half there, contradicts itself, or --gpus is above 1 too.
 bool launch_environment(Launch* launch, int64_t gpus, char* error);
 
-// Makes `gpus` ranks: returns true in each of them. The process that called does not return: it waits for them and
-// exits. Nothing may have touched CUDA, or begun a thread, before.
+// Makes `gpus` ranks and returns true in each of them; the calling process waits for them and exits. Nothing may have
+// touched CUDA, or begun a thread, before.
 bool launch_fork(Launch* launch, int gpus, char* error);
 
-// Connects the ranks, and begins to watch them; false with a sentence when not all of them have come in time. Alone:
-// does nothing.
+// Connects the ranks, if there are several, and begins to watch them; false with a sentence when not all come in time.
 bool launch_join(Launch* launch, int64_t seconds, char* error);
 
 // All ranks call these, in the same order.
@@ -56,9 +51,9 @@ typedef enum { LAUNCH_MAX, LAUNCH_SUM } LaunchAgree;                            
 void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how);
 bool launch_any(const Launch* launch, bool flag);  // true where any rank's is
 
-// These are marks of progress. Between launch_hurry and launch_rest a rank that stands still for `patience` seconds,
-// and at least SILENCE_SECONDS, is at fault unless it only waits for others; outside, it may take its time, and so may
-// those that wait for it. `what`: what it is about, a constant.
+// Marks of progress. Between launch_hurry and launch_rest a rank that stands still for `patience` seconds, and at least
+// SILENCE_SECONDS, is at fault unless it only waits for others; outside, it may take its time, and so may those that
+// wait for it. `what`: what it is about, a constant.
 void launch_hurry(const Launch* launch, const char* what, double patience);
 void launch_rest(const Launch* launch);
 

@@ -1,6 +1,5 @@
-// Bytes between ranks on one machine by the GPUs' copy engines. No multiprocessor takes part: a kernel that waits for
-// another GPU, as NCCL's do, keeps multiprocessors from matrix products that want them all, however few it takes, and
-// so lengthens each that it meets by up to its own length; a copy engine costs them some memory bandwidth.
+// Bytes between ranks on one machine by the GPUs' copy engines, which cost matrix products some memory bandwidth; a
+// kernel that waits for another GPU, as NCCL's do, would take multiprocessors away from these products.
 //
 // Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
 // part into its slot at the receiver and raises the receiver's `arrived`; the receiver reads it there, or copies it to
@@ -19,9 +18,9 @@ struct PeerCounts {
 
 struct Peers {
     int rank, world;
-    char** mailbox;             // (world) as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
-    uint32_t *sent, *received;  // (world) parts that this rank has queued
-    cudaStream_t out;           // what is sent; what is received is on the caller's stream
+    char* mailbox[PEER_MOST];  // as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
+    uint32_t sent[PEER_MOST], received[PEER_MOST];  // parts that this rank has queued
+    cudaStream_t out;                               // what is sent; what is received is on the caller's stream
     cudaEvent_t event;
     unsigned wait_flags;  // of wait_value
     CUresult (*wait_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
@@ -49,8 +48,8 @@ inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-// Work that comes after on the stream reads what the sender wrote before it raised the count. These are two remote
-// writes: the wait flushes where the GPU can; elsewhere the fence in the sender's write_value orders them.
+// What comes after on the stream reads what the sender wrote before it raised the count: the wait flushes where the GPU
+// can; elsewhere the fence in the sender's write_value orders the two writes.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
     check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags));
 }
@@ -59,8 +58,7 @@ inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* 
     check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
 }
 
-// Sends from here on come after the work that the stream has been given. From peers_join on the stream waits until they
-// are over.
+// Sends from here on come after the work of the stream so far. From peers_join on the stream waits until they are over.
 inline void peers_fork(const Peers* peers, cudaStream_t stream) {
     check(cudaEventRecord(peers->event, stream));
     check(cudaStreamWaitEvent(peers->out, peers->event, 0));
@@ -72,7 +70,7 @@ inline void peers_join(const Peers* peers, cudaStream_t stream) {
 }
 
 // Sends the part that begins at byte `at` to rank `to`; it does nothing beyond their end.
-inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
+inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
     uint32_t count = peers->sent[to]++;
@@ -84,7 +82,7 @@ inline void peer_send(const Peers* peers, const void* data, int64_t bytes, int64
 }
 
 // Returns the next part from a rank, in its slot. What is queued on the stream until peer_give_back may read it.
-inline char* peer_take(const Peers* peers, cudaStream_t stream, int from) {
+inline char* peer_take(Peers* peers, cudaStream_t stream, int from) {
     const uint32_t count = peers->received[from]++;
     peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
     return peer_slot(peers, peers->rank, from, count);
@@ -94,7 +92,7 @@ inline void peer_give_back(const Peers* peers, cudaStream_t stream, int from) {
     peer_raise(peers, stream, &peer_counts(peers, from)->taken[peers->rank], peers->received[from]);
 }
 
-inline void peer_receive(const Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
+inline void peer_receive(Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
     const char* slot = peer_take(peers, stream, from);
@@ -107,8 +105,7 @@ inline bool peers_bind(Peers* peers) {
            driver_bind("cuStreamWriteValue32", &peers->write_value);
 }
 
-// True if a stream may write and wait for counts here. A driver may have the functions and refuse them (before CUDA 12
-// unless a parameter of its module allows them; some virtual GPUs). `count` is 0 and stays so.
+// True if a stream may write and wait for counts, which older drivers and some virtual GPUs refuse. `count` stays 0.
 inline bool peers_probe(const Peers* peers, cudaStream_t stream, const uint32_t* count) {
     return peers->write_value(stream, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
            peers->wait_value(stream, (CUdeviceptr)count, 0, peers->wait_flags) == CUDA_SUCCESS;
@@ -134,12 +131,9 @@ inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int wor
     check(cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
     *peers = {};
     peers->wait_flags = peers_wait_flags(can_flush);
-    peers->rank = rank, peers->world = world;
-    peers->mailbox = (char**)memory_zero((size_t)world, sizeof(char*));
-    peers->sent = (uint32_t*)memory_zero((size_t)world, sizeof(uint32_t));
-    peers->received = (uint32_t*)memory_zero((size_t)world, sizeof(uint32_t));
+    peers->rank = rank, peers->world = world <= PEER_MOST ? world : 0;
     peer_machine(card.machine);
-    card.good = world > 0 && world <= PEER_MOST && card.machine[0] && peers_bind(peers) &&
+    card.good = peers->world > 0 && card.machine[0] && peers_bind(peers) &&
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
                 cudaIpcGetMemHandle(&card.handle, peers->mailbox[rank]) == cudaSuccess;
     if (card.good) check(cudaMemsetAsync(peers->mailbox[rank], 0, sizeof(PeerCounts), stream));
@@ -177,5 +171,4 @@ inline void peers_end(Peers* peers) {
     if (peers->world > 0 && peers->mailbox[peers->rank]) check(cudaFree(peers->mailbox[peers->rank]));
     if (peers->out) check(cudaStreamDestroy(peers->out));
     if (peers->event) check(cudaEventDestroy(peers->event));
-    free(peers->mailbox), free(peers->sent), free(peers->received);
 }

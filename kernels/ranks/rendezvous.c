@@ -1,5 +1,4 @@
 // See rendezvous.h. First addresses and messages, then rank 0, then the other ranks.
-#define _GNU_SOURCE
 #include "rendezvous.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -14,6 +13,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include "../../data/memory.h"
 #include "../../data/text.h"
 
 // Addresses.
@@ -38,7 +38,7 @@ static bool is_repeated(const struct addrinfo* list, const struct addrinfo* one)
     return false;
 }
 
-// Listens at this port of every address in the list that is this machine's. False, with errno, when there is none
+// Listens at this port of every address of this machine in the list. False, with errno, when there is none
 // (EADDRNOTAVAIL) or the port is taken at one of them.
 static bool listen_at(Launch* launch, struct addrinfo* list, int port) {
     for (struct addrinfo* at = list; at && launch->listeners < LAUNCH_LISTENERS; at = at->ai_next) {
@@ -240,17 +240,13 @@ static void refuse_stranger(Door* door, const Greeting* greeting, Stranger kind)
     if (getpeername(greeting->socket, (struct sockaddr*)&address, &bytes) == 0) {
         getnameinfo((struct sockaddr*)&address, bytes, from, sizeof(from), NULL, 0, NI_NUMERICHOST);
     }
-    if (kind == OTHER_VERSION) {
-        fprintf(stderr,
-                "train: note: a process at %s that has another version of nibble is not let in; build all ranks from "
-                "the same source\n",
-                from);
-    } else {
-        fprintf(stderr,
-                "train: note: a process at %s that says it is rank %d is not let in, since it does not know this run's "
-                "secret; if it is yours, set NIBBLE_SECRET to the same text on all ranks\n",
-                from, greeting->hello.rank);
-    }
+    const char* what = kind == OTHER_VERSION
+                           ? "has another version of nibble is not let in; build all ranks from the same source"
+                           : text_kept(
+                                 "says it is rank %d is not let in, since it does not know this run's secret; if "
+                                 "it is yours, set NIBBLE_SECRET to the same text on all ranks",
+                                 greeting->hello.rank);
+    fprintf(stderr, "train: note: a process at %s that %s\n", from, what);
 }
 
 // Answers a whole hello. False when the connection is of no more use.
@@ -376,17 +372,15 @@ static void serve(Door* door, double wait) {
 }
 
 // "1, 3 and 5"; at most some of them.
-static void list_missing(const Launch* launch, const Peer* peers, char* text, size_t bytes) {
+static const char* list_missing(const Launch* launch, const Peer* peers) {
     int listed = 0;
-    text[0] = 0;
+    const char* text = "";
     for (int r = 1; r < launch->world; r++) {
         const int* to = peers[r].socket;
         if (to[TALK] >= 0 && to[CONTROL] >= 0 && !is_closed(to[TALK])) continue;
-        size_t used = strlen(text);
-        if (listed++ < 16) snprintf(text + used, bytes - used, "%s%d", used ? ", " : "", r);
+        if (listed++ < 16) text = text_kept("%s%s%d", text, *text ? ", " : "", r);
     }
-    size_t used = strlen(text);
-    if (listed > 16) snprintf(text + used, bytes - used, " and %d more", listed - 16);
+    return listed > 16 ? text_kept("%s and %d more", text, listed - 16) : text;
 }
 
 // Tells every other rank whether all have come.
@@ -426,12 +420,11 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
             serve(&door, left);
             continue;
         }
-        char missing[256];
-        list_missing(launch, peers, missing, sizeof(missing));
-        door.fine = data_error(error,
-                               "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
-                               "they say, or give them longer with --join-timeout",
-                               (long long)limit, launch->world, launch->host, launch->port, missing);
+        door.fine =
+            data_error(error,
+                       "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
+                       "they say, or give them longer with --join-timeout",
+                       (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers));
     }
     tell_all(launch, peers, door.fine, error);
     for (int i = 0; i < GREETINGS; i++) {
@@ -453,10 +446,8 @@ typedef struct {
 
 // Returns a connection that is made within a second, or -1.
 static int connect_to(const char* host, int port, int* unknown) {
-    char service[16];
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
-    snprintf(service, sizeof(service), "%d", port);
-    *unknown = getaddrinfo(host, service, &hints, &found);
+    *unknown = getaddrinfo(host, text_kept("%d", port), &hints, &found);
     if (*unknown != 0) return -1;
     int made = -1;
     for (struct addrinfo* at = found; at && made < 0; at = at->ai_next) {

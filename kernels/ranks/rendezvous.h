@@ -8,18 +8,16 @@
 //     rank -> rank 0   proof      HMAC-SHA256, under the run's key, of all of the above and of the port
 //     rank 0 -> rank   Welcome    the answer, with such a proof of rank 0's
 //
-// The secret itself is not sent, an old proof is of no use, and rank 0 proves nothing to those that have not. This
-// keeps out those who can connect; the bytes that follow are neither encrypted nor signed, so it does not keep out
-// those who can change packets on their way.
+// The secret itself is not sent, an old proof is of no use, and rank 0 proves nothing to those that have not. The bytes
+// that follow are neither encrypted nor signed, so this does not keep out those who can change packets on their way.
 //
-// Rank 0 hears all greetings at once and gives each of them GREETING_SECONDS, so that one that is slow, silent or
-// foreign delays nobody. Every message has a fixed size, and every text in it may lack its final NUL.
+// Rank 0 hears all greetings at once, so that one that is slow, silent or foreign delays nobody. Every message has a
+// fixed size, and every text in it may lack its final NUL.
 #pragma once
 #include <time.h>
 #include "../../data/clock.h"
 #include "hmac.h"
 #include "launch.h"
-#include "../../data/linkage.h"
 C_LINKAGE_BEGIN
 
 enum {
@@ -62,11 +60,9 @@ typedef struct {
     int pid;
 } Peer;
 
-// Opens launch->listener at the first free of `ports` ports from launch->port on (0: any port), which becomes
-// launch->port. False with a sentence when that is not possible.
+// Listens at the first free of `ports` ports from launch->port on (0: any port), which becomes launch->port.
 bool rendezvous_listen(Launch* launch, int ports, char* error);
 
-// Stops listening.
 void rendezvous_close(Launch* launch);
 
 // Rank 0 calls this: it waits until all others have come, for at most `limit` seconds, and tells them so.
@@ -79,8 +75,7 @@ bool rendezvous_reach(Launch* launch, Peer* first, int64_t limit, char* error);
 void rendezvous_prove(const unsigned char key[HMAC_BYTES], const char* role, int port, const Hello* hello,
                       const Challenge* challenge, const Welcome* welcome, unsigned char proof[HMAC_BYTES]);
 
-// These send or receive all of the bytes. False: the other side has ended or, with a time limit on the socket, said
-// nothing.
+// These send or receive all of the bytes. False: the other side has ended, or let the socket's time limit pass.
 bool send_all(int socket, const void* bytes, size_t count);
 bool receive_all(int socket, void* bytes, size_t count);
 // Limits how long sending and receiving wait; 0 seconds: no limit. Small messages then leave at once.

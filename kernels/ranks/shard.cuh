@@ -11,24 +11,18 @@
 // If steps are taken inside the backward pass (optim/release.h), gradients are packed in every mode and two layers take
 // turns. The sums lie there too, and a layer is stepped when its room is wanted.
 //
-// The sum of a layer's gradients, called a bucket, while the backward pass is at the layer before: in pieces of at most
-// `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and in),
-// adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends the sum
-// to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined here, by
-// rank, whatever NCCL does inside, and the CPU and the GPU get the same bits from equal gradients. Every mode gets the
-// same where a step has one micro-batch a rank; of several, `none` and `states` sum over the micro-batches first,
-// `grads` and `weights` over the ranks. W ranks of one micro-batch each give ((g0 + g1) + g2) + ..., as one rank of W
-// micro-batches does: these differ by what other shapes of the matmuls would. In general a sum of k micro-batches on
-// each of W ranks differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes, fp32
-// throughout.
+// The gradients of a layer, called a bucket, are summed while the backward pass is at the layer before: in pieces of at
+// most `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and
+// in), adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends
+// the sum to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined
+// here, by rank, and the CPU and the GPU get the same bits from equal gradients. Every mode gets the same where a step
+// has one micro-batch a rank; of several, `none` and `states` sum over the micro-batches first, `grads` and `weights`
+// over the ranks. A sum of k micro-batches on each of W ranks differs from one of k W on one rank by at most (k W - 1)
+// 2^-23 of the sum of the magnitudes. Gradients may be rounded to nearest bf16 before they are sent: then an element is
+// off by at most 2^-8 of its magnitude, and what arrived is summed in fp32.
 //
-// Beside the backward pass it costs 1 to 3 % of a step on two H200s where copy engines carry the bytes (peer.cuh). An
-// NCCL kernel that waits for the other ranks keeps multiprocessors from the products, which want them all, so over NCCL
-// at SHARD_LATE_RATE or more the modes that keep whole gradients are faster after the backward pass in one go: `late`
-// (dev/LOG.md has the figures).
-//
-// Gradients may be rounded to nearest bf16 before they are sent; an element is then off by at most 2^-8 of its
-// magnitude. What arrived is summed in fp32.
+// This costs 1 to 3 % of a step on two H200s by copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more the modes
+// that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
@@ -64,18 +58,6 @@ enum {
     SCALAR_SATURATED,
     SCALARS
 };
-
-// As --shard and --comm name them.
-inline ShardMode shard_mode_from(const char* name) {
-    return strcmp(name, "weights") == 0  ? SHARD_WEIGHTS
-           : strcmp(name, "grads") == 0  ? SHARD_GRADS
-           : strcmp(name, "states") == 0 ? SHARD_STATES
-                                         : SHARD_NONE;
-}
-
-inline CommFormat comm_format_from(const char* name) {
-    return strcmp(name, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
-}
 
 struct Overlap {
     int64_t begin, end;
@@ -119,12 +101,15 @@ struct Shard {
 
 // Connects the ranks; --shard and --comm name what is spread, and what gradients are sent as. NULL: there is one rank.
 inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard, const char* comm) {
+    const char* const modes[] = {"none", "states", "grads", "weights"};  // as ShardMode numbers them
     if (launch->world == 1) return nullptr;
     if (dev->gpu) comm_require_own_gpu(launch);
     comm_open(&s->comm, launch, dev);
-    s->mode = shard_mode_from(shard);
+    for (int i = 0; i < 4; i++) {
+        if (strcmp(shard, modes[i]) == 0) s->mode = (ShardMode)i;
+    }
+    s->format = strcmp(comm, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
     s->late = !s->comm.peers && s->comm.rate > SHARD_LATE_RATE;
-    s->format = comm_format_from(comm);
     return s;
 }
 
@@ -210,14 +195,26 @@ inline void shard_squares_cpu(double* parts, const float* grads, int64_t tiles) 
     }
 }
 
-inline void shard_agree_cpu(float* scalars, const float* gathered, int world) {
-    float loss = 0.0f;
-    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = 0.0f;
+// The loss and the flags of all ranks, from the row that each has sent.
+__host__ __device__ inline void shard_agree(float* scalars, const float* gathered, int world) {
+    float loss = 0.0f, flag[SCALARS] = {};
     for (int r = 0; r < world; r++) {
         loss += gathered[r * SCALARS + SCALAR_LOSS];
-        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = fmaxf(scalars[i], gathered[r * SCALARS + i]);
+        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) flag[i] = fmaxf(flag[i], gathered[r * SCALARS + i]);
     }
-    scalars[SCALAR_LOSS] = scalars[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
+    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
+    scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
+}
+
+// Value i of all ranks, from (world, n) values of which this rank's is `own`: their sum or the largest.
+__host__ __device__ inline uint32_t shard_joined(uint32_t own, const uint32_t* all, int world, int rank, int n, int i,
+                                                 bool sum) {
+    for (int r = 0; r < world; r++) {
+        if (r == rank) continue;
+        const uint32_t other = all[(int64_t)r * n + i];
+        own = sum ? own + other : other > own ? other : own;
+    }
+    return own;
 }
 
 #ifdef __CUDACC__
@@ -304,13 +301,14 @@ __global__ static void shard_flags_kernel(float* scalars, float stop, float save
 
 // Grid 1, block 1.
 __global__ static void shard_agree_kernel(float* scalars, const float* gathered, int world) {
-    float loss = 0.0f, flag[SCALARS] = {};
-    for (int r = 0; r < world; r++) {
-        loss += gathered[r * SCALARS + SCALAR_LOSS];
-        for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) flag[i] = fmaxf(flag[i], gathered[r * SCALARS + i]);
-    }
-    for (int i = SCALAR_STOP; i <= SCALAR_BAD; i++) scalars[i] = flag[i];
-    scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;
+    shard_agree(scalars, gathered, world);
+}
+
+// all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
+__global__ static void shard_join_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
+                                         int sums) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
+    if (i < n) own[i] = shard_joined(own[i], all, world, rank, n, i, i >= maxima);
 }
 #endif
 
@@ -358,11 +356,6 @@ void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, i
 }
 
 // Cuts, buckets and memory.
-
-// Part r of `elements`, in whole tiles.
-inline int64_t shard_cut(int64_t elements, int r, int world) {
-    return elements / TILE_ELEMENTS * r / world * TILE_ELEMENTS;
-}
 
 inline int64_t shard_staging_bytes(const Shard* s) {
     int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
@@ -418,12 +411,13 @@ inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int la
 
 inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
     s->layers = layers;
-    s->sends = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
-    s->receives = (CommPiece*)memory_zero((size_t)s->comm.world, sizeof(CommPiece));
-    s->into = (Overlap*)memory_zero((size_t)s->comm.world, sizeof(Overlap));
-    s->cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
-    s->tile_cut = (int64_t*)memory_zero((size_t)s->comm.world + 1, sizeof(int64_t));
-    for (int r = 0; r <= s->comm.world; r++) s->cut[r] = shard_cut(elements, r, s->comm.world);
+    const size_t world = (size_t)s->comm.world;
+    s->sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), s->receives = s->sends + world;
+    s->into = (Overlap*)memory_zero(world, sizeof(Overlap));
+    s->cut = (int64_t*)memory_zero(2 * (world + 1), sizeof(int64_t)), s->tile_cut = s->cut + world + 1;
+    for (int r = 0; r <= s->comm.world; r++) {
+        s->cut[r] = slice_begin(elements / TILE_ELEMENTS, r, s->comm.world) * TILE_ELEMENTS;
+    }
     shard_places(s, tensors, count, layers);
 }
 
@@ -453,13 +447,9 @@ inline void* shard_open(Shard* s, void* grads, void* weights) {
     s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
     s->held[0] = s->held[1] = -1;
     if (!dev->gpu) return s->weights;
-    int events = s->layers + 1;
-    s->ready = (cudaEvent_t*)memory_zero((size_t)events, sizeof(cudaEvent_t));
-    s->summed = (cudaEvent_t*)memory_zero((size_t)events, sizeof(cudaEvent_t));
-    for (int i = 0; i < events; i++) {
-        check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
-        check(cudaEventCreateWithFlags(&s->summed[i], cudaEventDisableTiming));
-    }
+    const int events = s->layers + 1;
+    s->ready = (cudaEvent_t*)memory_zero(2 * (size_t)events, sizeof(cudaEvent_t)), s->summed = s->ready + events;
+    for (int i = 0; i < 2 * events; i++) check(cudaEventCreateWithFlags(&s->ready[i], cudaEventDisableTiming));
     return s->weights;
 }
 
@@ -470,14 +460,9 @@ inline void shard_close(Shard* s) {
     device_free(dev, s->outgoing);
     device_free(dev, s->incoming);
     device_free(dev, s->gathered);
-    for (int i = 0; i <= s->layers; i++) {
-        free(s->bucket[i].run);
-        if (!dev->gpu) continue;
-        check(cudaEventDestroy(s->ready[i]));
-        check(cudaEventDestroy(s->summed[i]));
-    }
-    free(s->ready), free(s->summed), free(s->bucket), free(s->place), free(s->cut);
-    free(s->sends), free(s->receives), free(s->into), free(s->tile_cut);
+    for (int i = 0; i <= s->layers; i++) free(s->bucket[i].run);
+    for (int i = 0; i < 2 * (s->layers + 1) && dev->gpu; i++) check(cudaEventDestroy(s->ready[i]));
+    free(s->ready), free(s->bucket), free(s->place), free(s->cut), free(s->sends), free(s->into);
 }
 
 // Gradients.
@@ -520,8 +505,8 @@ void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Sends the sums of the slices to the owners, which write them into what they keep, or add them to it. Where gradients
-// are released, they keep them in the gradients' own places.
+// Sends the sums of the slices to the owners, which write them into what they keep (with release, the gradients' own
+// places), or add them to it.
 template <typename G>
 void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
     int world = s->comm.world, me = s->comm.rank;
@@ -561,9 +546,9 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
-// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that makes no progress ends all of them
-// (launch_hurry). The host is at most three micro-batches ahead of the device, so it is back here within less than six
-// of the last one's time; the first step, whose kernels are loaded or compiled, gets ten minutes.
+// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all of them (launch_hurry).
+// The host is at most three micro-batches ahead of the device, so it is back here within six of the last one's time;
+// the first step, whose kernels are loaded or compiled, gets ten minutes.
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
@@ -580,9 +565,9 @@ void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
     }
 }
 
-// The gradients of a bucket are complete on the device's stream: begins their sum over the ranks beside it, after the
-// last micro-batch or, where no rank keeps all of them, after each. Of released gradients only those that take turns
-// are summed after each. Late, it waits for the last bucket.
+// Begins to sum a bucket, whose gradients are complete on the device's stream, over the ranks beside it: after the last
+// micro-batch or, where no rank keeps all gradients, after each. Of released gradients only those that take turns are
+// summed after each. Late, it waits for the last bucket.
 template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s || (!s->last && s->mode < SHARD_GRADS && !s->releases)) return;
@@ -604,8 +589,7 @@ inline void shard_summed(const Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
 }
 
-// Makes the device's stream wait, before it writes a bucket's packed gradients, until those that stood there are
-// summed.
+// Makes the device's stream wait until the gradients that stood where a bucket's will be written are summed.
 inline void shard_grads_free(const Shard* s, int bucket) {
     if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
     int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
@@ -635,8 +619,7 @@ inline void shard_send_scalars(Shard* s, float* scalars) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Turns what the ranks have sent into the loss of the step, NaN where a rank has bad data, and its flags, the same on
-// all ranks.
+// Turns what the ranks have sent into the step's loss, NaN where a rank has bad data, and flags, the same on all ranks.
 inline void shard_join_scalars(Shard* s, float* scalars) {
     device_after_comm(&s->comm);
 #ifdef __CUDACC__
@@ -646,11 +629,10 @@ inline void shard_join_scalars(Shard* s, float* scalars) {
         return;
     }
 #endif
-    shard_agree_cpu(scalars, s->gathered, s->comm.world);
+    shard_agree(scalars, s->gathered, s->comm.world);
 }
 
-// Sends the squares of tiles, of which rank r has computed parts[cut[r]] to parts[cut[r + 1]], to all ranks. cut:
-// (world + 1)
+// Sends to all ranks the squares of tiles, of which rank r has parts[cut[r]] to parts[cut[r + 1]]. cut: (world + 1)
 inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
     const int me = s->comm.rank;
     for (int r = 0; r < s->comm.world; r++) {
@@ -675,8 +657,7 @@ void shard_squares(const Device* dev, double* parts, const G* grads, int64_t til
     shard_squares_cpu(parts, (const float*)grads, tiles);
 }
 
-// Puts loss and flags of all ranks, the norm of all gradients and the clip factor into `scalars`. parts: (elements /
-// TILE_ELEMENTS) doubles.
+// Puts loss and flags of all ranks, the norm of all gradients and the clip factor into `scalars`. parts: one a tile.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
@@ -732,24 +713,7 @@ void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, cons
     part_norm_of_tiles(dev, clip, part.count, parts, first);
 }
 
-#ifdef __CUDACC__
-// all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
-__global__ static void shard_join_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
-                                         int sums) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
-    if (i >= n) return;
-    uint32_t value = own[i];
-    for (int r = 0; r < world; r++) {
-        if (r == rank) continue;
-        const uint32_t other = all[(int64_t)r * n + i];
-        value = i >= maxima ? value + other : other > value ? other : value;
-    }
-    own[i] = value;
-}
-#endif
-
-// Makes values: (maxima + sums) on the device the same on all ranks: the largest of each of the first, the sum of each
-// of the others. All ranks call it.
+// Makes values (maxima + sums) on the device the same on all ranks: the largest or the sum of each. All ranks call it.
 inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
     if (!s) return;
     const Comm* c = &s->comm;
@@ -770,10 +734,7 @@ inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
     }
 #endif
     for (int i = 0; i < n; i++) {
-        for (int r = 0; r < c->world; r++) {
-            const uint32_t other = ((const uint32_t*)s->incoming)[(int64_t)r * n + i];
-            if (r != c->rank) values[i] = i >= maxima ? values[i] + other : other > values[i] ? other : values[i];
-        }
+        values[i] = shard_joined(values[i], (const uint32_t*)s->incoming, c->world, c->rank, n, i, i >= maxima);
     }
 }
 
@@ -800,10 +761,9 @@ inline void shard_share(const Shard* s, void* bytes, int64_t count) {
 // Sums the ranks' shares of a validation's mean loss, each in scalars[SCALAR_LOSS].
 inline void shard_loss(Shard* s, float* scalars) {
     const Device* dev = s->comm.dev;
-    double loss;
     float value;
     copy_to_host(dev, &value, scalars, sizeof(value));
-    loss = value;
+    double loss = value;
     launch_agree(s->comm.launch, &loss, 1, LAUNCH_SUM);
     value = (float)loss;
     copy_to_device(dev, scalars, &value, sizeof(value));
@@ -812,9 +772,9 @@ inline void shard_loss(Shard* s, float* scalars) {
 // Weights.
 
 // The weights of a run of the arena, element x to weights[x + shift], go from those who keep them to all in two
-// exchanges. Most layers lie in the part of one rank. If that rank sent n elements to each of the others, its link
-// would carry (W-1) n elements while the other links are idle. So the owners deal the run out first: rank r gets slice
-// r. Then each rank sends its slice to those who do not own it. No rank sends more than 2 n (W-1)/W elements.
+// exchanges, since most layers lie in the part of one rank, whose link alone would carry (W-1) n elements: the owners
+// deal the run out, slice r to rank r; then each rank sends its slice to those who do not own it. No rank sends more
+// than 2 n (W-1)/W elements.
 inline void shard_deal_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
     const int64_t size = s->weight_bytes, me = s->comm.rank;
     const char* kept = (const char*)s->kept_weights - s->cut[me] * size;
