@@ -433,26 +433,31 @@ static void train_words(Model* m, int steps, int micro_batches, float lr, float 
     dataset_close(&data);
 }
 
+struct Trained {
+    Floats losses;
+    Bytes state;
+};
+
 // Does the same with a model that it opens; two micro-batches a step, or one where gradients are bf16.
-static void train_small(Model* m, const Device* dev, const Setup* setup, int steps, float* losses) {
+static Trained train_small(Model* m, const Device* dev, const Setup* setup, int steps) {
+    Floats losses(steps);
     model_open(m, dev, setup);
-    train_words(m, steps, setup->grads_bf16 ? 1 : 2, 1e-3f, 1.0f, losses);
+    train_words(m, steps, setup->grads_bf16 ? 1 : 2, 1e-3f, 1.0f, losses.data());
+    return {losses, streams(m)};
+}
+
+static void expect_same_training(Test* test, const char* what, const Trained& a, const Trained& b) {
+    expect(a.losses == b.losses, "%s: losses differ", what);
+    expect(a.state == b.state, "%s: weights or states differ", what);
 }
 
 #include "dev/unit/skips.h"
 
 static void check_determinism(Test* test, const Device* dev, const Setup* setup) {
-    constexpr int STEPS = 6;
-    float losses[2][STEPS];
-    Bytes state[2];
-    for (int run = 0; run < 2; run++) {
-        TestModel m;
-        train_small(&m, dev, setup, STEPS, losses[run]);
-        state[run] = streams(&m);
-    }
-    expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "losses differ");
-    expect(state[0] == state[1], "weights or states differ");
-    expect(losses[0][STEPS - 1] < losses[0][0], "the loss goes from %g to %g", losses[0][0], losses[0][STEPS - 1]);
+    TestModel m[2];
+    const Trained first = train_small(&m[0], dev, setup, 6), again = train_small(&m[1], dev, setup, 6);
+    expect_same_training(test, "again", first, again);
+    expect(first.losses[5] < first.losses[0], "the loss goes from %g to %g", first.losses[0], first.losses[5]);
 }
 
 TEST_BOTH(model_determinism) {
@@ -541,10 +546,9 @@ static void check_padding(Test* test, const Device* dev, const char* weights, Op
     setup.config.V = 250;
     setup.weights = weights;
     setup.type = type;
-    float losses[4];
     TestModel m;
     // Bytes of the text are below 250, so the data fits a vocabulary that needs padding.
-    train_small(&m, dev, &setup, 4, losses);
+    train_small(&m, dev, &setup, 4);
     const Floats values = weights_of(&m);
     int64_t at = m.arena.tensors[WTE].offset + 250 * 128, end = m.arena.tensors[WTE].offset + 256 * 128;
     for (; at < end; at++) expect(values[at] == 0, "%s: padding became %g", weights, values[at]);
@@ -630,18 +634,15 @@ TEST_BOTH(model_decoded_parts) {
             const int layers = way < 2 ? 3 : 1;
             const Recompute recompute = way % 2 ? RECOMPUTE_BLOCK : RECOMPUTE_NONE;
             Setup setup = {{layers, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, weights, "fp32", "fp32"};
-            float losses[2][4];
-            Bytes state[2];
+            Trained got[2];
             for (int k = 0; k < 2; k++) {
                 TestModel m;
                 setup.keeps_copy = k == 0;
-                train_small(&m, dev, &setup, 4, losses[k]);
+                got[k] = train_small(&m, dev, &setup, 4);
                 expect((m.arena.decoded == nullptr) == (k == 0), "%s: %s", weights,
                        m.arena.decoded ? "decoded" : "a copy");
-                state[k] = streams(&m);
             }
-            expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%s: losses differ", weights);
-            expect(state[0] == state[1], "%s: streams differ", weights);
+            expect_same_training(test, weights, got[0], got[1]);
         }
     }
 }
@@ -708,18 +709,15 @@ TEST_BOTH(model_spills) {
         for (int layers : {1, 2, 3, 4, 7}) {
             Setup setup = {
                 {layers, 128, 2, 64, 128, 128}, 2, 64, type, false, recompute, 48, "bf16:sr", "fp32", "fp32"};
-            float losses[2][4];
-            Bytes state[2];
+            Trained got[2];
             int64_t kept[2];
             for (int k = 0; k < 2; k++) {
                 TestModel m;
                 setup.spills = k == 1, setup.kept_blocks = layers > 3 ? 2 : 1;
-                train_small(&m, dev, &setup, 4, losses[k]);
-                state[k] = streams(&m);
+                got[k] = train_small(&m, dev, &setup, 4);
                 kept[k] = activations_bytes(&m, true);
             }
-            expect(memcmp(losses[0], losses[1], sizeof(losses[0])) == 0, "%d layers: losses differ", layers);
-            expect(state[0] == state[1], "%d layers: other bits", layers);
+            expect_same_training(test, formatted("%d layers", layers), got[0], got[1]);
             // All but three leave; scratch may be what is largest.
             const int64_t leave = spill_bytes(layers, 2 * 64 * 128 * (type == OPTIM_FP32 ? 4 : 2));
             expect((leave > 0) == (layers > 2) && kept[0] - kept[1] <= leave, "%d layers: %lld bytes less", layers,
@@ -735,7 +733,7 @@ TEST_BOTH(model_spills) {
 TEST_BOTH(model_fp8_recompute) {
     constexpr int STEPS = 6;
     Device dev = test_device(gpu);
-    float losses[2][3][STEPS];
+    Floats first, losses;
     for (int way = 0; way < (gpu ? 2 : 1); way++) {
         if (way == 1) dev.sm_count = 1;
         for (Recompute recompute : {RECOMPUTE_NONE, RECOMPUTE_GELU, RECOMPUTE_BLOCK}) {
@@ -743,19 +741,18 @@ TEST_BOTH(model_fp8_recompute) {
                 {2, 128, 2, 64, 128, 128}, 2, 64, OPTIM_FP32, false, recompute, 48, "bf16:sr", "fp32", "fp32"};
             setup.type = gpu ? OPTIM_BF16 : OPTIM_FP32;
             setup.fp8 = true, setup.spills = recompute == RECOMPUTE_BLOCK;
-            float* own = losses[way][recompute];
             TestModel m;
-            train_small(&m, &dev, &setup, STEPS, own);
-            expect(memcmp(own, losses[way][0], sizeof(losses[way][0])) == 0, "way %d, recompute %d: other losses", way,
-                   recompute);
+            const Floats own = train_small(&m, &dev, &setup, STEPS).losses;
+            if (recompute == RECOMPUTE_NONE) losses = own;
+            if (first.empty()) first = own;
+            expect(own == losses, "way %d, recompute %d: other losses", way, recompute);
             for (int i = 0; i < STEPS; i++) {
-                expect(fabsf(own[i] - losses[0][0][i]) < 0.02f, "way %d, step %d: a loss of %g, not %g", way, i, own[i],
-                       losses[0][0][i]);
+                expect(fabsf(own[i] - first[i]) < 0.02f, "way %d, step %d: a loss of %g, not %g", way, i, own[i],
+                       first[i]);
             }
         }
     }
-    expect(losses[0][0][STEPS - 1] < losses[0][0][0] - 0.1f, "the loss goes from %g to %g", losses[0][0][0],
-           losses[0][0][STEPS - 1]);
+    expect(first[STEPS - 1] < first[0] - 0.1f, "the loss goes from %g to %g", first[0], first[STEPS - 1]);
 }
 
 // Memory that --offload takes on the host is planned to the byte, and the device has as much less, but for two slots.

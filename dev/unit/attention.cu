@@ -9,8 +9,8 @@
 // bf16: two roundings (p or ds, then the result), each at most 2^-9 of a term, in a sum that may cancel to half the
 // norm of its terms: eps = 2^-7. fp32: eps = 2^-23 * 2 (HS + T), the length of the two sums in sequence.
 #include "../../kernels/attention.cuh"
-#include "../room.h"
 #include "apart.h"
+#include "kernels.h"
 
 // out and lse of one batch, in double; qkv as in attention.cuh.
 static void reference_forward(double* out, double* lse, const double* qkv, int B, int T, int C, int NH) {
@@ -36,52 +36,31 @@ static void reference_forward(double* out, double* lse, const double* qkv, int B
     free(p);
 }
 
-static double reference_loss(const double* weights, double* out, double* lse, const double* qkv, int B, int T, int C,
-                             int NH) {
-    reference_forward(out, lse, qkv, B, T, C, NH);
-    double loss = 0.0;
-    for (int64_t i = 0; i < (int64_t)B * T * C; i++) loss += weights[i] * out[i];
-    return loss;
-}
-
-static void check_gradient_cpu(Test* test, int B, int T, int C, int NH) {
-    const int64_t n = (int64_t)B * T * C;
-    const Device dev = test_device(false);
-    Room room(&dev);
-    float *qkv = room.host<float>(3 * n), *dqkv = room.host<float>(3 * n), *want = room.host<float>(3 * n);
-    float *out = room.host<float>(n), *dout = room.host<float>(n), *want_out = room.host<float>(n);
-    float *lse = room.host<float>(B * NH * T), *want_lse = room.host<float>(B * NH * T);
-    double *qkv_double = room.host<double>(3 * n), *out_double = room.host<double>(n);
-    double *weights = room.host<double>(n), *lse_double = room.host<double>(B * NH * T);
-    for (int64_t i = 0; i < 3 * n; i++) qkv_double[i] = qkv[i] = 1.5f * test_uniform(1, i), dqkv[i] = NAN;
-    for (int64_t i = 0; i < n; i++) weights[i] = dout[i] = test_uniform(2, i), out[i] = NAN;
+static void check_gradient_cpu(Test* test, const Device& dev, double* worst, int B, int T, int C, int NH) {
+    const int64_t n = (int64_t)B * T * C, rows = (int64_t)B * NH * T;
+    const float *qkv = random_floats(3 * n, 1, 1.5f), *dout = random_floats(n, 2, 1.0f);
+    float *out = random_floats(n, 0, NAN), *lse = random_floats(rows, 0, NAN), *dqkv = random_floats(3 * n, 0, NAN);
+    float *want_out = floats(n), *want_lse = floats(rows);
+    double *qkv_double = doubles(qkv, 3 * n), *out_double = doubles(dout, n), *lse_double = doubles(dout, rows);
     reference_forward(out_double, lse_double, qkv_double, B, T, C, NH);
     for (int64_t i = 0; i < n; i++) want_out[i] = (float)out_double[i];
-    for (int64_t i = 0; i < B * NH * T; i++) want_lse[i] = (float)lse_double[i], lse[i] = NAN;
-    const double step = 1e-4;  // truncation 1e-8, cancellation 1e-11: below fp32's epsilon
-    for (int64_t i = 0; i < 3 * n; i++) {
-        double kept = qkv_double[i];
-        qkv_double[i] = kept + step;
-        double above = reference_loss(weights, out_double, lse_double, qkv_double, B, T, C, NH);
-        qkv_double[i] = kept - step;
-        double below = reference_loss(weights, out_double, lse_double, qkv_double, B, T, C, NH);
-        qkv_double[i] = kept;
-        want[i] = (float)((above - below) / (2.0 * step));
-    }
+    for (int64_t i = 0; i < rows; i++) want_lse[i] = (float)lse_double[i];
     attention_forward(&dev, out, lse, qkv, B, T, C, NH);
     attention_backward(&dev, dqkv, (void*)nullptr, dout, qkv, out, lse, B, T, C, NH);
     const double bound = 1.2e-7 * (C / NH + T);  // epsilon times the length of the sums; values are of order 1
-    const char* name = formatted("T%d HS%d", T, C / NH);
-    expect_close(test, name, out, want_out, n, bound, bound);
-    expect_close(test, "lse", lse, want_lse, (int64_t)B * NH * T, bound, bound);
-    expect_close(test, "dqkv", dqkv, want, 3 * n, bound, bound);
+    close_to(test, worst, formatted("T%d HS%d", T, C / NH), out, want_out, n, bound, bound);
+    close_to(test, worst, "lse", lse, want_lse, rows, bound, bound);
+    check_gradient(test, worst, "dqkv", dqkv, qkv_double, 3 * n, C / NH + T, [&] {
+        reference_forward(out_double, lse_double, qkv_double, B, T, C, NH);
+        double loss = 0.0;
+        for (int64_t i = 0; i < n; i++) loss += dout[i] * out_double[i];
+        return loss;
+    });
 }
 
-TEST(attention_gradient) {
-    check_gradient_cpu(test, 2, 7, 24, 3);
-    check_gradient_cpu(test, 1, 13, 36, 2);
-    check_gradient_cpu(test, 3, 1, 16, 2);   // one token
-    check_gradient_cpu(test, 1, 6, 128, 2);  // heads of 64
+OPERATOR_TEST(attention_gradient) {
+    const int shapes[][4] = {{2, 7, 24, 3}, {1, 13, 36, 2}, {3, 1, 16, 2}, {1, 6, 128, 2}};  // one token; heads of 64
+    for (auto [B, T, C, NH] : shapes) check_gradient_cpu(test, dev, &worst, B, T, C, NH);
 }
 
 // Heads of 128 are refused in the plan where a block has too little shared memory for them, with the way out.

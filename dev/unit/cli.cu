@@ -66,24 +66,6 @@ FOLDER_TEST(cli_usual_learning_rates) {
     }
 }
 
-// A preset's overrides go with its formats, typed or not, and give way to what is typed.
-FOLDER_TEST(cli_overrides) {
-    const char* const its = " override ln*|*.bias|wpe: weights=bf16:ef\n";
-    const char* const rows[][2] = {{"", its},
-                                   {"--weights e4m3:ef --m e4m3:sr --v sqrt8", its},
-                                   {"--override=", its},
-                                   {"--m dyn8:sr", nullptr},
-                                   {"--v udyn8", nullptr},
-                                   {"--weights lin8:ef", nullptr},
-                                   {"--override none;", nullptr},
-                                   {"--override wpe:lr=2", " override wpe:lr=2\n"}};
-    for (const auto& [options, shows] : rows) {
-        run_well(plan, SHAPE " --data %s/text.txt --run %s/run --dry-run --preset fp8w8e %s", work, work, options);
-        const char* shown = strstr(OUT(plan), shows ? shows : " override");
-        expect(!shown == !shows, "%s: %s", options, OUT(plan));
-    }
-}
-
 // A model's config.json says the type of its weights, float32 where they are of several.
 FOLDER_TEST(cli_dtype) {
     for (const char* options : {"", " --override ln*:weights=fp32", " --override wte:weights=fp32"}) {

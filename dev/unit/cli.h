@@ -25,7 +25,6 @@ struct Child {
     int64_t file_limit;  // how many bytes a file may have, as on a full disk; -1: any number
     const char* folder;  // where it runs; NULL: where this program does
     bool keeps_rank;     // RANK, as a launcher sets it, is not taken out of the environment
-    const char* limit;   // a shell runs this command first, such as ulimit; NULL: none
     // start(), pump() and finish() set these.
     pid_t pid;
     int pipe[2];          // its stdout and stderr
@@ -69,12 +68,6 @@ bool comes_true(double seconds, double ms, Condition condition) {
         setrlimit(RLIMIT_FSIZE, &limit);
     }
     words[0] = path;
-    if (child->limit) {
-        char command[256], shell[] = "/bin/sh", c[] = "-c", *through[132] = {shell, c, command};
-        snprintf(command, sizeof(command), "%s && exec \"$0\" \"$@\"", child->limit);
-        for (int i = 0; words[i]; i++) through[3 + i] = words[i];
-        execv(shell, through);
-    }
     execv(path, words);
     fprintf(stderr, "%s: %s\n", path, strerror(errno));
     _exit(127);

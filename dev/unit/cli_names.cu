@@ -240,11 +240,13 @@ FOLDER_TEST(cli_state_lists_no_files) {
 // A run that no tokenizer fits names no command to sample with; a refused link, once removed, leaves a folder to use.
 FOLDER_TEST(cli_folder_after_refusal) {
     make_folder(work, "run"), make_folder(work, "tokens");
-    const char *path = joined(work, "run/log.txt"), *victim = joined(work, "victim");
-    if (symlink(victim, path) != 0) abort();
-    run_in(child, work, TINY " --data text.txt --run run --steps 1");
-    expect_error(test, &child, "a planted link", "log.txt is a link", "which is not followed; remove it");
-    expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
+    for (const char* log : {"log.txt", "log.jsonl"}) {
+        const char *path = formatted("%s/run/%s", work, log), *victim = joined(work, "victim");
+        if (symlink(victim, path) != 0) abort();
+        run_in(child, work, TINY " --data text.txt --run run --steps 1");
+        expect_error(test, &child, "a planted link", log, "is a link, which is not followed; remove it");
+        expect(unlink(path) == 0 && access(victim, F_OK) != 0, "%s was followed", path);
+    }
     train_in(test, work, TINY " --data text.txt --run run --steps 1");
     const char* folder = joined(work, "tokens");
     char tokens[4001];

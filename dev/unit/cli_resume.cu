@@ -318,10 +318,10 @@ FOLDER_TEST(cli_signals) {
         train_well("--run %s --resume auto --device cpu", run);
         expect_equal_runs(test, whole, run, 1500);
     }
-    // After SIGUSR1, and with a file called save in the run folder, a run saves and goes on.
+    // After SIGUSR2, and with a file called save in the run folder, a run saves and goes on.
     run = joined(work, "saves");
     Child child = start_long(test, work, run);
-    kill(child.pid, SIGUSR1);
+    kill(child.pid, SIGUSR2);
     expect(wait_for_step(&child, run, 300), "the run ended at the signal");
     write_text(run, "save", "");
     finish(&child);
@@ -329,29 +329,6 @@ FOLDER_TEST(cli_signals) {
     expect_checkpoints(test, run, 3, 1500);
     expect(!exists(run, "save"), "the request is still there");
     expect_equal_runs(test, whole, run, 1500);
-}
-
-// A run survives kill -9, at moments that differ from one test run to the next; NIBBLE_TEST_SEED repeats one.
-FOLDER_TEST(cli_kill) {
-    const char* given = getenv("NIBBLE_TEST_SEED");
-    uint64_t seed = given ? strtoull(given, nullptr, 10) : (uint64_t)time(nullptr);
-    const char *whole = long_run(test, work, "--save-every 50"), *run = joined(work, "killed");
-    int killed = 0;
-    bool done = false;
-    for (int i = 0; i < 30 && !done; i++) {
-        Child child = new_child();
-        start(&child, LONG " --run %s --save-every 50 --resume auto", work, run);
-        pause_ms(50 + 150 * (1 + test_uniform(seed, i)));
-        kill(child.pid, SIGKILL);
-        finish(&child);
-        expect(child.code == 128 + SIGKILL || child.code == 0, "exit code %d: %s", child.code, ERR(child));
-        expect(!strstr(ERR(child), "damaged"), "%s", ERR(child));
-        killed += child.code == 128 + SIGKILL;
-        done = child.code == 0;
-    }
-    train_well(LONG " --run %s --save-every 50 --resume auto", work, run);
-    expect_equal_runs(test, whole, run, 1500);
-    note(test, "NIBBLE_TEST_SEED=%llu, killed %d times", (unsigned long long)seed, killed);
 }
 
 // Damage.

@@ -283,7 +283,6 @@ TEST(convert_equal_gpu) {
             model_open(&to[gpu], &config, 1200001, gpu == 1);
             expect_load(test, &to[gpu], &exact);
         }
-        const char* where = difference(&to[0], &to[1]);
-        expect(!where, "%s %s %s: %s", format[0], format[1], format[2], where);
+        expect_same(test, &to[0], &to[1], describe(&config));
     }
 }

@@ -1,8 +1,6 @@
 // Unit tests of data/safetensors.h: checksum, files, JSON and safetensors.
 //
-// Everything is written into a folder that the case removes. Inputs are deterministic; the fuzzing case prints the seed
-// of the mutation that failed. Buffers that a parser reads are of the exact size, on the heap, so that an address
-// checker sees a read past the end.
+// Everything is written into a folder that the case removes. What files with random damage do: dev/fuzz.
 #include <signal.h>
 #include <sys/resource.h>
 #include "files.h"
@@ -161,22 +159,12 @@ TEST(data_json_malformed) {
                                   "\"\\udc00\"", "\"\\ud800\\u0041\"", "{\"a\\u0000b\":1}"};
     for (const char* text : bad) expect_refused(parse_text(text, error), error, "text is not valid JSON");
     for (const char* text : longer) expect_refused(parse_text(text, error), error, "text is not valid JSON");
-    // Every proper prefix of an object is malformed; every single mutation of a byte is either parsed or refused.
+    // Every proper prefix of an object is malformed.
     const char* whole = "{\"a\":[1,-2.5e+3,{\"b\":null}],\"c\":\"\\ud83d\\ude00\\n\",\"d\":[true,false]}";
     int length = (int)strlen(whole);
     for (int i = 0; i < length; i++) {
-        char* part = (char*)malloc((size_t)i + 1);  // of the exact size, so that a checker sees reads past the end
-        memcpy(part, whole, (size_t)i);
         error[0] = 0;
-        expect(!json_parse(part, i, "text", error) && error[0], "prefix of %d", i);
-        for (int value = 0; value < 256; value++) {
-            char* changed = (char*)malloc((size_t)length);
-            memcpy(changed, whole, (size_t)length);
-            changed[i] = (char)value;
-            error[0] = 0;
-            Json* json = json_parse(changed, length, "text", error);
-            expect(json || error[0], "byte %d as %d", i, value);
-        }
+        expect(!json_parse(whole, i, "text", error) && error[0], "prefix of %d", i);
     }
     static char deep[400001];
     memset(deep, '[', 400000);
@@ -302,50 +290,6 @@ DATA_TEST(data_safetensors_truncated) {
     put(cut, longer, bytes + 1);
     Safetensors opened;
     expect_refused(safetensors_open(&opened, cut, error), error, "corrupted");
-}
-
-// After random damage to its header a file is refused with a sentence, or opens with every tensor inside it.
-DATA_TEST(data_safetensors_fuzz) {
-    const char* path = joined(folder, "x");
-    uint32_t crc = 0;
-    int64_t bytes = 0;
-    put_safetensors(test, path, 100000, &crc, &bytes);
-    char* text = file_read(path, &bytes, error);
-    uint64_t length;
-    memcpy(&length, text, 8);
-    int opened = 0, refused = 0;
-    for (uint64_t seed = 1; seed <= 4000; seed++) {
-        uint64_t state = seed;
-        char* changed = (char*)malloc((size_t)bytes);
-        memcpy(changed, text, (size_t)bytes);
-        int changes = 1 + (int)(random_next(&state) % 3);
-        for (int i = 0; i < changes; i++) {
-            uint64_t at = random_next(&state) % (8 + length), kind = random_next(&state) % 3, r = random_next(&state);
-            if (kind == 0) changed[at] = (char)(changed[at] ^ (1 << r % 8));
-            if (kind == 1) changed[at] = (char)r;
-            if (kind == 2) changed[at] = "0123456789{}[]\",:-e."[r % 20];
-        }
-        put(path, changed, bytes);
-        Safetensors file;
-        error[0] = 0;
-        if (!safetensors_open(&file, path, error)) {
-            refused++;
-            expect(strstr(error, path), "seed %llu: %s", (unsigned long long)seed, error);
-            continue;
-        }
-        opened++;
-        int64_t total = 0;
-        for (int i = 0; i < file.count; i++) {
-            const SafetensorsTensor* tensor = &file.tensors[i];
-            bool inside = tensor->at >= 8 && tensor->bytes >= 0 && tensor->at + tensor->bytes <= file.bytes;
-            expect(inside, "seed %llu: tensor %d is outside the file", (unsigned long long)seed, i);
-            total += file.tensors[i].bytes;
-        }
-        expect(total == file.bytes - 8 - (int64_t)length, "seed %llu: tiling", (unsigned long long)seed);
-        safetensors_close(&file);
-    }
-    note(test, "%d refused, %d opened", refused, opened);
-    expect(refused > 2000 && opened > 100, "%d refused, %d opened", refused, opened);
 }
 
 DATA_TEST(data_safetensors_bad) {

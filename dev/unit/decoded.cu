@@ -4,16 +4,9 @@
 // codes are operands are decoded only into room that was lent.
 #include "../../kernels/fp8.cuh"
 #include "../../optim/decoded.h"
-#include "steps.h"
+#include "layers.h"
 
-constexpr int LAYERS = 3, COUNT = 2 + 2 * LAYERS + 1, STEPS = 2;
-static const OptimTensor model[COUNT] = {
-    {"wte.weight", 129, 40, true, 0},      {"wpe.weight", 70, 40, true, 0},
-    {"h.0.ln_1.weight", 1, 300, false, 0}, {"h.0.mlp.c_fc.weight", 81, 37, true, 0},
-    {"h.1.ln_1.weight", 1, 300, false, 0}, {"h.1.mlp.c_fc.weight", 81, 37, true, 0},
-    {"h.2.ln_1.weight", 1, 300, false, 0}, {"h.2.mlp.c_fc.weight", 81, 37, true, 0},
-    {"ln_f.weight", 1, 2500, false, 0}};
-static const int part[COUNT] = {3, 3, 0, 0, 1, 1, 2, 2, 4};
+constexpr int STEPS = 2;
 
 // A step of the run without a copy, a part at a time from the last to the first. The gradients of every other part lie
 // in memory of their own, in the arena's order, as those of a layer that is released do.
@@ -96,8 +89,7 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
     const int64_t room = decoded_bytes(&run.config, &its).room;
     expect((room == 0) == (whole.compute == 0) && room <= whole.compute, "%s: room %lld of %lld", weights,
            (long long)room, (long long)whole.compute);
-    const char* where = difference(&copy, &run);
-    expect(!where, "%s: %s after steps by parts", weights, where);
+    expect_same(test, &copy, &run, formatted("%s, after steps by parts", weights));
 }
 
 // The codes of a matrix and the numbers of their scale are its weights, to the bit.
@@ -158,13 +150,10 @@ static void check_all_operands(Test* test, OptimType compute, bool gpu) {
     }
 }
 
-TEST(decoded_operands) {
-    check_all_operands(test, OPTIM_FP32, false);
-    check_all_operands(test, OPTIM_BF16, false);
-}
-
-CACHE_TEST(TEST, decoded_operands_gpu) {
-    check_all_operands(test, OPTIM_BF16, true);
+TEST_BOTH(decoded_operands) {
+    CacheFolder folder;
+    if (!gpu) check_all_operands(test, OPTIM_FP32, false);
+    check_all_operands(test, OPTIM_BF16, gpu);
 }
 
 static void check_formats(Test* test, OptimType compute, bool gpu) {
@@ -175,12 +164,9 @@ static void check_formats(Test* test, OptimType compute, bool gpu) {
     check_decoded(test, "lin8:sr", "ln*|wpe: weights=bf16:sr; h.1: weights=fp32", compute, gpu);
 }
 
-TEST(decoded_parts) {
-    check_formats(test, OPTIM_FP32, false);
-    check_formats(test, OPTIM_BF16, false);
-}
-
-CACHE_TEST(TEST, decoded_parts_gpu) {
-    check_formats(test, OPTIM_BF16, true);
-    check_decoded(test, "lin8:sr", "", OPTIM_FP32, true);
+TEST_BOTH(decoded_parts) {
+    CacheFolder folder;
+    if (!gpu) check_formats(test, OPTIM_FP32, false);
+    check_formats(test, OPTIM_BF16, gpu);
+    if (gpu) check_decoded(test, "lin8:sr", "", OPTIM_FP32, true);
 }

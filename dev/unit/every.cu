@@ -77,11 +77,6 @@ static Configs* every_config() {
     return &all;
 }
 
-static const char* describe(const OptimConfig* config) {
-    return formatted("%s%s%s%s", described(*config), *config->overrides ? ", " : "", config->overrides,
-                     config->begin || config->end ? ", a shard" : "");
-}
-
 static void every_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu) {
     run_open(run, config, model, COUNT, compute, gpu);
 }
@@ -170,18 +165,15 @@ static void skip_and_resume(Test* test, bool gpu, Part part) {
         expect_planned(test, &whole, describe(config));
         run_steps(&whole, 1, 5), run_steps(&first, 1, 3), run_steps(&other, 1, 5);
         expect_load(test, &second, &first);
-        const char* where = difference(&first, &second);
-        expect(!where, "%s: %s after it was loaded", describe(config), where);
+        expect_same(test, &first, &second, formatted("%s, loaded", describe(config)));
         for (float factor : {NAN, INFINITY, -INFINITY}) {
             Steps how;
             how.factor = factor;
             run_steps(&second, 4, 4, how);
-            where = difference(&first, &second);
-            expect(!where, "%s: %s changes by a step with the factor %g", describe(config), where, (double)factor);
+            expect_same(test, &first, &second, formatted("%s, a factor of %g", describe(config), (double)factor));
         }
         run_steps(&second, 4, 5);
-        where = difference(&whole, &second);
-        expect(!where, "%s: %s after a resume", describe(config), where);
+        expect_same(test, &whole, &second, formatted("%s, resumed", describe(config)));
         expect(difference(&whole, &first), "%s: nothing moves", describe(config));
         const char* names = formatted("%s %s %s %s", config->weights, config->m, config->v, config->overrides);
         expect((difference(&whole, &other) != nullptr) == (strstr(names, ":sr") || strstr(names, ":ef")),
@@ -228,8 +220,7 @@ TEST(every_padding_and_threads) {
             expect(wrong == 0, "%s: padding of %s is read", describe(config), model[t].name);
         }
         omp_set_num_threads(5), run_steps(&fresh, 1, 3), omp_set_num_threads(threads);
-        const char* where = difference(&run, &fresh);
-        expect(!where, "%s: %s with other threads", describe(config), where);
+        expect_same(test, &run, &fresh, formatted("%s, other threads", describe(config)));
     });
 }
 
@@ -267,29 +258,15 @@ TEST_BOTH(every_shard) {
 
 // The CPU and the GPU.
 
-// `multiprocessors`: as many as the GPU is said to have; 0: all.
-static void compare(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
-                    int steps, bool wild, int multiprocessors = 0) {
-    Run run[2];
-    Steps how;
-    how.wild = wild;
-    for (int gpu = 0; gpu < 2; gpu++) {
-        run_open(&run[gpu], config, tensors, count, compute, gpu == 1);
-        if (gpu && multiprocessors) run[gpu].dev.sm_count = multiprocessors;
-        run_steps(&run[gpu], 1, steps, how);
-    }
-    const char* where = difference(&run[0], &run[1]);
-    expect(!where, "%s, grads %s, %lld elements%s: %s differs", describe(config), config->grads,
-           (long long)tensors[0].cols, wild ? ", wild" : "", where);
-}
-
 static void compare_all(Test* test, const Configs* all, Part part, bool wild) {
+    Steps wildly;
+    wildly.wild = true;
     compile_all(test, all, all->count, part, wild);
     for (int k = 0; k < all->count && test->failures < 20; k++) {
         const OptimConfig* config = &all->config[k];
         if (!part.has(k) || !can_run(config, true)) continue;
-        compare(test, config, model, COUNT, compute_of(k), 20, false);
-        if (wild) compare(test, config, model, COUNT, OPTIM_BF16, 4, true);
+        expect_equal_cpu_gpu(test, config, model, COUNT, compute_of(k), 20);
+        if (wild) expect_equal_cpu_gpu(test, config, model, COUNT, OPTIM_BF16, 4, wildly);
     }
     note(test, "%s%d configurations", part.third < 0 ? "" : "a third of ", all->count);
 }
@@ -369,7 +346,7 @@ TEST(every_length_equals_cpu_gpu) {
                 if (large && compute != preset % 2) continue;
                 OptimConfig config =
                     preset_config(all_presets.name[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32", "none");
-                compare(test, &config, &tensor, 1, (OptimType)compute, large ? 3 : 20, false, 7);
+                expect_equal_cpu_gpu(test, &config, &tensor, 1, (OptimType)compute, large ? 3 : 20, Steps(), 7);
             }
         }
     }
@@ -386,7 +363,8 @@ CACHE_TEST(TEST, every_race_gpu) {
     add(&all, states_config("adamw", "bf16:sr", "bf16", "de4/32@dq8", "fp32"));
     add(&all, states_config("ademamix", "bf16:sr", "bf16", "soft8/32@dq8", "sqrt8/32@dq8"));
     for (int k = 0; k < all.count; k++) {
-        if (can_run(&all.config[k], true)) compare(test, &all.config[k], &tensor, 1, OPTIM_BF16, 2, false, 1);
+        if (can_run(&all.config[k], true))
+            expect_equal_cpu_gpu(test, &all.config[k], &tensor, 1, OPTIM_BF16, 2, Steps(), 1);
     }
 }
 
@@ -405,8 +383,7 @@ CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
             unsetenv("NIBBLE_JIT");
             const int kernels = in_spans(config.weights) ? 2 : 1;  // with the pass before the step
             expect(files[1] == files[0] + kernels, "%s was not compiled by NVRTC", preset);
-            const char* where = difference(&run[0], &run[1]);
-            expect(!where, "%s with %s gradients: %s", preset, grads, where);
+            expect_same(test, &run[0], &run[1], formatted("%s, grads %s", preset, grads));
         }
     }
 }
@@ -418,6 +395,8 @@ static void compiles(Test* test, const OptimConfig* config, const char* architec
     expect(is(kernel_of(*config), kernel_of(*config, "optim_step_kernel")), "%s", kernel_of(*config));
     expect_compiles(test, kernel_of(*config), architecture);
     if (in_spans(all)) expect_compiles(test, kernel_of(*config, "optim_measure_kernel"), architecture);
+    if (find_row(rule_table(), config->rule)->by_rows)
+        expect_compiles(test, kernel_of(*config, "optim_sums_kernel"), architecture);
 }
 
 JIT_TEST(every_row_compiles) {
@@ -436,9 +415,8 @@ JIT_TEST(every_row_compiles) {
         add(&all, states_config("adamw", "bf16:sr", "bf16", m, serves_m(m) ? "lin4/2048:sr" : m));
     for (const char* v : {"udyn8/32:sr", "sqrt8/512:sr", "sqrt4:sr", "ulin8", "log8:sr", "adalog8:sr", "log16:sr"})
         add(&all, states_config("adamw", "bf16:sr", "bf16", "soft8@dq8:sr", v));
-    for (const char* preset : all_presets.name) {
-        for (const char* grads : GRADS_NAMES) add(&all, preset_config(preset, grads, "none"));
-    }
+    for (const char* preset : all_presets.name)
+        add(&all, preset_config(preset, GRADS_NAMES[all.count % name_count(GRADS_NAMES)], "none"));
     for (int k = 0; k < 40; k++) add(&all, draw_config(seed, k));
     int bad = in_processes(test, all.count, [&](int k) { compiles(test, &all.config[k], k % 3 ? "sm_90" : "sm_80"); });
     expect(bad == 0, "in %d processes a combination does not compile", bad);

@@ -107,8 +107,7 @@ static void check_formula(Test* test, const Case* c, bool gpu) {
                step);
         run_copy(&folded, &plain);
         finish(&folded, step), finish(&plain, step);
-        const char* where = difference(&folded, &plain);
-        expect(!where, "%s, m %s: the last micro-batch of step %d: %s", c->rule, c->m, step, where);
+        expect_same(test, &folded, &plain, formatted("%s, m %s, the step of step %d", c->rule, c->m, step));
     }
 }
 
@@ -147,8 +146,7 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
         }
         optim_step_matrices(folded.optim, scale + 1, 1e-2f, step);
         optim_step(plain.optim, zeros, scale + 1, 1e-2f, step);
-        const char* where = difference(&folded, &plain);
-        expect(!where, "%s, m %s: step %d: %s", rule, state, step, where);
+        expect_same(test, &folded, &plain, formatted("%s, m %s, step %d", rule, state, step));
         device_sync(&folded.dev);
     }
 }

@@ -678,20 +678,6 @@ TEST(formats_linear_weights_are_unbiased) {
 }
 
 TEST(formats_names_and_streams) {
-    OptimConfig wrong = {};
-    wrong.grads = "bf16", wrong.eps = 1e-8f;
-    // The text that is typed, and a piece of the refusal. The part before the block decides which name is nearest.
-    const char* const refused[][2] = {{"sqrt4", "--m: \"sqrt4/128\""},
-                                      {"dyn8/257", "did you mean dyn8/256?"},
-                                      {"dyn9/256:sr", "did you mean dyn8/256:sr?"},
-                                      {"dyn9", "did you mean dyn8/256?"},
-                                      {"sft8/32@bf16", "did you mean soft8/32@bf16?"},
-                                      {"fp33", "did you mean fp32?"},
-                                      {"bf61:sr", "did you mean bf16:sr?"}};
-    for (const auto& row : refused) {
-        wrong.m = row[0];
-        expect_refusal(test, wrong, "--m: ", row[1]);
-    }
     const char* const filled[][4] = {{"dyn8", "dyn8/256", "udyn8/64:sr", "udyn8/64:sr"},
                                      {"soft8@bf16:sr", "soft8/32@bf16:sr", "sqrt8/32@e8m0", "sqrt8/32@e8m0"},
                                      {"de4:sr", "de4/128:sr", "lin4", "lin4/128"}};

@@ -159,14 +159,6 @@ TEST(guard_stop_in_every_phase) {
     expect(exists(run, "step_00000400"), "it did not go on");
 }
 
-FOLDER_TEST(guard_save_signal_never_kills) {
-    for (int i = 0; i < 10; i++) {
-        Child child = new_child();
-        start(&child, BRIEF "/run%d --device cpu --steps 20", work, work, i);
-        signalled(test, &child, i % 2 ? SIGUSR2 : SIGUSR1, 10 + 15 * i, 0);
-    }
-}
-
 // A shell can do this to the three standard descriptors: a reader that leaves, and descriptors that are closed.
 FOLDER_TEST(guard_closed_output) {
     static const char* const ways[] = {"| head -n 1 > /dev/null", "<&- >&- 2>&-", ">&-", "2>&- > /dev/null", "<&- >&-"};

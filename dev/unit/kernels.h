@@ -153,17 +153,3 @@ void check_output(Test* test, double* worst, const char* what, Array<T>* out, co
         if (guard[i] != 0xff) break;
     }
 }
-
-// The share of the output of a damaged run that check_output would refuse.
-template <typename T, typename Run>
-double output_share_beyond(Array<T>* out, const float* before, const float* want, double absolute, Run run) {
-    const double relative = epsilon<T>() + 4 * EPS32;
-    Room room(out->dev);
-    int64_t beyond = 0;
-    out->set(before);
-    run();
-    const T* got = room.to_host(out->device, out->n);
-    for (int64_t i = 0; i < out->n; i++)
-        beyond += !(fabs((double)to_float(got[i]) - want[i]) <= absolute + relative * fabs((double)want[i]));
-    return (double)beyond / out->n;
-}

@@ -235,8 +235,7 @@ JIT_BOTH(matrix_chunks) {
             config.matrix_chunk = tiles * TILE_ELEMENTS;
             matrix_open(&parts, &config, gpu);
             run_steps(&parts, 1, STEPS, matrix_steps(3));
-            const char* where = difference(&whole, &parts);
-            expect(!where, "%s, m %s, chunks of %lld tiles: %s", rule, m, (long long)tiles, where);
+            expect_same(test, &whole, &parts, formatted("%s, m %s, chunks of %d tiles", rule, m, (int)tiles));
             const MatrixWork* work = optim_matrix_work(parts.optim, 0);
             expect(work->plan.chunks > 1 || (tiles == 4 && *overrides), "%s: one chunk of %lld tiles", rule,
                    (long long)tiles);
@@ -326,44 +325,32 @@ TEST(matrix_parts_are_matrices) {
     expect(memcmp(got[0], zeros, sizeof(zeros)) != 0, "nothing moves");
 }
 
-TEST(matrix_rest_is_adamw) {
-    const char* const rows[][4] = {
-        {"", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
-        {"adamw8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
-        {"muon4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
-        {"muon4", "soft8", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
-        {"muon", "", "wpe: lr=0.5", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32; wpe: lr=0.5"},
-        {"int8w4", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
-        {"muon", "", "none", "none"},
+TEST(matrix_rest_and_overrides_of_presets) {
+    const char* const its = "ln*|*.bias|wpe: weights=bf16:ef";
+    const char* const rows[][7] = {
+        {"", "muon", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"adamw8", "muon", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256"},
+        {"muon4", "", "", "", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
+        {"muon4", "", "", "soft8", "", "", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32"},
+        {"muon", "", "", "", "", "wpe: lr=0.5", "wte|wpe|ln*|*.bias: rule=adamw m=fp32 v=fp32; wpe: lr=0.5"},
+        {"int8w4", "muon", "", "", "", "",
+         "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=sqrt4/32@dq8; ln*|*.bias: weights=bf16:sr"},
+        {"muon", "", "", "", "", "none", "none"},
+        {"fp8w8e", "", "", "", "", "", its},
+        {"fp8w8e", "", "e4m3:ef", "e4m3:sr", "sqrt8", "", its},
+        {"fp8w8e", "", "", "dyn8:sr", "", "", "none"},
+        {"fp8w8e", "", "", "", "udyn8", "", "none"},
+        {"fp8w8e", "", "lin8:ef", "", "", "", "none"},
+        {"fp8w8e", "", "", "", "", "none;", "none"},
+        {"fp8w8e", "", "", "", "", "wpe:lr=2", "wpe:lr=2"},
     };
-    for (const auto& [preset, m, overrides, want] : rows) {
-        OptimConfig config = {
-            preset, strncmp(preset, "muon", 4) ? "muon" : "", "", "fp32", m, "", 0.9f, 0.95f, 1e-8f, 0.1f, 7};
+    for (const auto& [preset, rule, weights, m, v, overrides, want] : rows) {
+        OptimConfig config = {preset, rule, weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 7};
         config.overrides = overrides;
         expect(optim_resolve(&config, error), "%s", error);
         expect(is(config.overrides, want), "%s: %s", preset, config.overrides);
         expect(optim_resolve(&config, error) && is(config.overrides, want), "again: %s", error);
     }
-}
-
-TEST(matrix_refusals) {
-    OptimConfig config = matrix_config("muon", "fp32", "fp32");
-    config.ns_coefficients = "jordon";
-    expect_refusal(test, config, "--ns-coefficients: \"jordon\"", "jordan or polar-express");
-    config = matrix_config("muon", "fp32", "fp32"), config.ns_steps = 0;
-    expect_refusal(test, config, "--ns-steps: 0", "from 1 to 100");
-    config = matrix_config("muon", "fp32", "fp32"), config.momentum = 1.0f;
-    expect_refusal(test, config, "--momentum: 1", "below 1");
-    config = matrix_config("muon", "fp32", "fp32"), config.weights = "bf16:ef", config.m = "e4m3:sr";
-    expect_refusal(test, config, "--weights: weights \"bf16:ef\"", "products of whole matrices; type --rule adamw, or");
-    config = matrix_config("galore", "fp32", "fp32"), config.rank_basis = "fp16";
-    expect_refusal(test, config, "--rank-basis: \"fp16\"", "fp32, bf16 or lin8");
-    config = matrix_config("galore", "fp32", "fp32"), config.rank_gap = 0;
-    expect_refusal(test, config, "--rank-gap: 0", "from 1 on");
-    config = matrix_config("apollo", "fp32", "fp32"), config.rank = -1;
-    expect_refusal(test, config, "--rank: -1", "65536");
-    config = matrix_config("normuon", "fp32", "fp32"), config.v = "fp32";
-    expect_refusal(test, config, "--v: \"fp32\"", "one fp32 number a row");
 }
 
 // Both kernels of a step, as NVRTC compiles them where they are not built in.

@@ -111,41 +111,9 @@ TEST(memory_comes_from_one_family) {
     expect(code == 0 && !*found, "exit code %d; this takes memory past data/memory.h: %s", code, found);
 }
 
-// Runs ./train in `folder` under `ulimit -WHICH LIMIT` to the end.
-static Child run_limited(char which, int64_t limit, const char* words, const char* folder) {
-    Child child = new_child(false, folder);
-    child.threads = 2, child.limit = formatted("ulimit -%c %lld", which, (long long)limit);
-    start(&child, "%s", words);
-    finish(&child);
-    return child;
-}
-
-// Address spaces are tried from the least into which the program can be loaded to what a run needs. Each limit ends in
-// a sentence or does not matter, and none of them harms a checkpoint.
-FOLDER_TEST(memory_limits_end_in_a_sentence) {
-    const char* words =
-        "--device cpu --data text.txt " SHAPE " " QUICK " --steps 4 --save-every 2 --run run --resume auto";
-    const char* run = joined(work, "run");
-    int64_t least = 0, step = 1 << 20, newest = -1, before;  // in kilobytes
-    int sentences = 0, whole = 0;
-    for (; step >= 1024; step /= 2) {
-        Child child = run_limited('v', least + step, "--help", work);
-        if (child.code != 0 && child.code != 2) least += step;
-    }
-    for (int64_t limit = least + 1024; limit < least + 400000 && whole < 2; limit += 5000) {
-        Child child = run_limited('v', limit, words, work);
-        if (child.code != 0) {
-            expect_error(test, &child, child.limit, "", "");
-            sentences++;
-        }
-        before = newest;
-        checkpoints(run, &newest);
-        expect(newest >= before, "ulimit -v %lld: the newest checkpoint was %lld and is %lld", (long long)limit,
-               (long long)before, (long long)newest);
-        whole += child.code == 0;
-        if (child.code == 0) remove_tree(run), newest = -1;
-    }
-    expect(sentences > 2 && whole == 2, "%d limits ended in a sentence and %d in a whole run", sentences, whole);
-    Child child = run_limited('s', 1024, words, work);
-    expect_error(test, &child, "ulimit -s 1024", "ulimit -s 8192", "stack");
+// A stack that is too small ends in a sentence. What other limits do: dev/faults.py.
+TEST(memory_of_the_stack) {
+    int code;
+    const char* said = shell(formatted("ulimit -s 1024 && %s/train --dry-run --device cpu 2>&1", test_folder()), &code);
+    expect(code == 2 && strstr(said, "ulimit -s 8192") && strstr(said, "stack"), "exit code %d: %s", code, said);
 }

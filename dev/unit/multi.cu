@@ -666,7 +666,6 @@ TEST(multi_dead_ranks) {
     check_death(test, "killed", 1, SIGKILL, "rank 1 (process ", "ended by signal 9");
     check_death(test, "first_killed", 0, SIGKILL, "rank 0 (process ", "ended by signal 9");
     check_death(test, "aborted", 2, SIGABRT, "rank 2 (process ", "ended by signal 6");
-    check_death(test, "stopped", 2, SIGSTOP, "rank 2 on ", "has been silent for 5 s");
     check_death(test, "first_stopped", 0, SIGSTOP, "rank 0 on ", "has been silent for 5 s");
     check_death(test, "parent_killed", -1, SIGKILL, "", "");
 }

@@ -67,49 +67,66 @@ TEST(optim_noise_of_an_element) {
     }
 }
 
-TEST(optim_bf16_codes_survive) {
-    for (uint32_t code = 0; code < 65536; code++) {
-        float x = Bf16::decode((uint16_t)code);
-        bool nan = (code & 0x7f80) == 0x7f80 && (code & 0x7f) != 0;
-        uint32_t want = nan ? 0x7fff : code;
-        expect(isnan(x) == nan, "code %04x", code);
-        expect(Bf16::encode(x) == want, "code %04x becomes %04x", code, Bf16::encode(x));
-        // A value of the format has nothing cut off, so no noise moves it.
-        expect(Bf16::encode(x, 0xffff) == want && Bf16::encode(x, 0) == want, "code %04x with noise", code);
-    }
-}
-
-TEST(optim_bf16_nearest_against_table) {
-    // Between each two neighbours of the table of values, the first as far as infinity (taken as 2^128).
-    const uint32_t low[] = {0, 1, 0x4000, 0x7fff, 0x8000, 0x8001, 0xc000, 0xffff};
-    for (uint32_t code = 0; code < 0x7f80; code++) {
-        double below = Bf16::decode((uint16_t)code);
-        double above = code == 0x7f7f ? ldexp(1.0, 128) : (double)Bf16::decode((uint16_t)(code + 1));
-        for (uint32_t bits : low) {
-            float x = bits_float(code << 16 | bits);
-            double down = (double)x - below, up = above - (double)x;
+// Each number of a format of `mantissa` bits, the places between it and the next where rounding turns, and over all
+// noise how often those between go up, away from zero; of either sign. The number after the largest is `infinity`, or
+// never reached where the format saturates.
+template <class Format>
+static void check_16_bits(Test* test, int mantissa, int least, uint32_t infinity, bool saturates) {
+    for (uint32_t code = 0; code < infinity; code++) {
+        const int fraction = (int)code & ((1 << mantissa) - 1), exponent = (int)code >> mantissa;
+        const double step = ldexp(1.0, least + (exponent ? exponent - 1 : 0));
+        const double below = (fraction + (exponent ? 1 << mantissa : 0)) * step, above = below + step;
+        const float here = (float)below, middle = (float)(below + step / 2), last = nextafterf((float)above, 0.0f);
+        expect(Format::decode((uint16_t)code) == here && Format::decode((uint16_t)(code | 0x8000)) == -here,
+               "%04x is %a", code, Format::decode((uint16_t)code));
+        for (float x : {here, nextafterf(here, INFINITY), (float)(below + step / 4), nextafterf(middle, 0.0f), middle,
+                        nextafterf(middle, INFINITY), (float)(below + step * 3 / 4), last}) {
+            const double down = (double)x - below, up = above - (double)x;
             uint32_t want = down < up ? code : up < down ? code + 1 : code + code % 2;
-            expect(Bf16::encode(x) == want, "%a becomes %04x, not %04x", x, Bf16::encode(x), want);
-            expect(Bf16::encode(-x) == (want | 0x8000), "%a becomes %04x", -x, Bf16::encode(-x));
+            if (saturates && want == infinity) want--;
+            expect(Format::encode(x) == want && Format::encode(-x) == (want | 0x8000), "%a becomes %04x, not %04x", x,
+                   Format::encode(x), want);
+        }
+        // A value of the format has nothing cut off, so no noise moves it.
+        for (uint32_t noise : {0u, 0xffffu}) {
+            expect(Format::encode(here, noise) == code && Format::encode(-here, noise) == (code | 0x8000),
+                   "noise moves %04x", code);
+        }
+        if (code % 997 && code != infinity - 1 - saturates) continue;
+        const int cut = 23 - mantissa;  // bits that are cut off of a normal number; where there are more the rest is 0
+        for (int share : {1, 0x12345 & ((1 << cut) - 1), (1 << cut) - 1}) {
+            const float x = (float)(below + step * share / (1 << cut));
+            int up[2] = {};
+            for (uint32_t noise = 0; noise < 65536; noise++) {
+                const uint32_t got[2] = {Format::encode(x, noise), Format::encode(-x, noise) ^ 0x8000u};
+                for (int k = 0; k < 2; k++) {
+                    up[k] += got[k] == code + 1;
+                    if (got[k] != code && got[k] != code + 1) expect(false, "%a becomes %04x", x, got[k]);
+                }
+            }
+            expect(up[0] == share << (16 - cut) && up[1] == up[0], "%a went up %d and %d times", x, up[0], up[1]);
         }
     }
 }
 
-TEST(optim_bf16_stochastic_counts) {
-    // Over all 65536 noise values x goes up exactly as often as the fraction cut off says, away from zero.
-    const uint32_t patterns[] = {0x3f800001, 0x3f808000, 0x3f80ffff, 0xbf812345, 0x00000001, 0x80004321, 0x7f7f8000};
-    for (uint32_t pattern : patterns) {
-        uint32_t up = 0, code = pattern >> 16;
-        for (uint32_t noise = 0; noise < 65536; noise++) {
-            uint16_t got = Bf16::encode(bits_float(pattern), noise);
-            expect(got == code || got == code + 1, "%08x becomes %04x", pattern, got);
-            up += got == code + 1;
-        }
-        expect(up == (pattern & 0xffff), "%08x went up %u times", pattern, up);
+TEST(optim_bf16_and_fp16) {
+    check_16_bits<Bf16>(test, 7, -133, 0x7f80, false);
+    check_16_bits<Fp16>(test, 10, -24, 0x7c00, true);
+    for (uint32_t code = 0x7f80; code < 0x8000; code++) {
+        const float x = Bf16::decode((uint16_t)code), y = Bf16::decode((uint16_t)(code | 0x8000));
+        const uint32_t want = code == 0x7f80 ? code : 0x7fff, less = code == 0x7f80 ? 0xff80 : 0x7fff;
+        expect(isnan(x) == (code > 0x7f80) && isinf(x) == (code == 0x7f80), "code %04x", code);
+        expect(Bf16::encode(x) == want && Bf16::encode(x, 0xffff) == want && Bf16::encode(x, 0) == want &&
+                   Bf16::encode(y) == less && Bf16::encode(y, 0xffff) == less,
+               "code %04x becomes %04x", code, Bf16::encode(x));
     }
-    expect(Bf16::encode(INFINITY, 0xffff) == 0x7f80 && Bf16::encode(-INFINITY, 0xffff) == 0xff80, "infinity");
     expect(Bf16::encode(bits_float(0x7f800001), 0xffff) == 0x7fff, "NaN");
-    expect(Bf16::encode(0.0f, 0xffff) == 0 && Bf16::encode(-0.0f, 0xffff) == 0x8000, "zero");
+    expect(Fp16::encode(INFINITY) == 0x7c00 && Fp16::encode(-INFINITY) == 0xfc00, "infinity");
+    expect(Fp16::encode(-INFINITY, 0xffff) == 0xfbff && Fp16::encode(NAN, 0) == 0x7bff, "with noise they saturate");
+    expect(isinf(Fp16::decode(0x7c00)) && isnan(Fp16::decode(0x7e00)) && Fp16::encode(NAN) == 0x7e00, "NaN");
+    expect(Fp16::encode(1e6f) == 0x7bff && Fp16::encode(0x1p-120f) == 0 && Fp16::encode(0x1p-120f, 0xffff) == 0,
+           "ends");
+    expect(Fp16::encode(0x1p-37f, 0xfff8) == 1 && Fp16::encode(0x1p-37f, 0xfff7) == 0, "a 2^-13th of a step");
 }
 
 // The correlation of two streams' roundings over n elements: near 0 when independent, near 1 when the noise is shared.
@@ -199,33 +216,109 @@ TEST(optim_weights_in_and_out) {
     }
 }
 
-TEST(optim_names_and_errors) {
+TEST(optim_names) {
     const OptimConfig good = {"adamw32", "", "", "bf16", nullptr, nullptr, 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     OptimConfig config = resolved(good);
     expect(is(config.weights, "bf16+fp32") && is(config.m, "fp32"), "%s %s", config.weights, config.m);
-    const char* line = described(config);
-    expect(is(line, "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param"), "%s", line);
+    const std::tuple<OptimConfig, const char*> lines[] = {
+        {config, "adamw  weights bf16+fp32  grads bf16  m fp32  v fp32  14 B/param"},
+        {make_config("sgd", "bf16", "bf16:sr"), "sgd  weights bf16  grads fp32  m bf16:sr  4 B/param"},
+        {make_config("ademamix", "bf16", "fp32"),
+         "ademamix  weights bf16  grads fp32  m fp32  slow fp32  v fp32  14 B/param"}};
+    for (const auto& [its, line] : lines) expect(is(described(its), line), "%s", described(its));
     config = good, config.preset = "adamw16", config.v = "fp32";
     config = resolved(config);
     expect(is(config.weights, "bf16:sr") && is(config.v, "fp32"), "%s", config.v);
     expect(strstr(described(config), " 8 B/param"), "%s", described(config));
-    typedef void Change(OptimConfig * c);
-    const std::tuple<Change*, const char*, const char*> rows[] = {
-        {[](OptimConfig* c) { c->preset = "adam16"; }, "--preset: \"adam16\"", "mean adamw16?"},
-        {[](OptimConfig* c) { c->rule = "adamv"; }, "--rule: \"adamv\"", "mean adamw?"},
-        {[](OptimConfig* c) { c->weights = "bf16:rs"; }, "--weights: \"bf16:rs\"", "mean bf16:sr?"},
-        {[](OptimConfig* c) { c->grads = "bf61"; }, "--grads: \"bf61\"", "mean bf16?"},
-        {[](OptimConfig* c) { c->grads = nullptr; }, "--grads: \"\"", "fp32, bf16"},
-        {[](OptimConfig* c) { c->m = "fp23"; }, "--m: \"fp23\"", "mean fp32?"},
-        {[](OptimConfig* c) { c->v = "bf16-sr"; }, "--v: \"bf16-sr\"", "mean bf16:sr?"},
-        {[](OptimConfig* c) { c->beta1 = 1.0f; }, "--beta1: 1", "below 1"},
-        {[](OptimConfig* c) { c->beta2 = NAN; }, "--beta2: nan", "below 1"},
-        {[](OptimConfig* c) { c->eps = 0.0f; }, "--eps: 0", "above 0"},
-        {[](OptimConfig* c) { c->weight_decay = -0.1f; }, "--weight-decay: -0.1", "from 0"}};
-    for (const auto& [change, begin, holds] : rows) {
-        config = good, change(&config);
-        expect_refusal(test, config, begin, holds);
+}
+
+// A configuration of this rule, formats of fp32 and a change is refused with a sentence that begins with the option and
+// what was found, and holds the way out.
+TEST(optim_refusals) {
+#define WITH(...) [](OptimConfig* c) { __VA_ARGS__; }
+    const std::tuple<const char*, void (*)(OptimConfig * c), const char*, const char*> rows[] = {
+        {"adamw", WITH(c->preset = "adam16"), "--preset: \"adam16\"", "mean adamw16?"},
+        {"adamw", WITH(c->rule = "adamv"), "--rule: \"adamv\"", "mean adamw?"},
+        {"adamw", WITH(c->weights = "bf16:rs"), "--weights: \"bf16:rs\"", "mean bf16:sr?"},
+        {"adamw", WITH(c->grads = "bf61"), "--grads: \"bf61\"", "mean bf16?"},
+        {"adamw", WITH(c->grads = nullptr), "--grads: \"\"", "fp32, bf16"},
+        {"adamw", WITH(c->m = "fp23"), "--m: \"fp23\"", "mean fp32?"},
+        {"adamw", WITH(c->v = "bf16-sr"), "--v: \"bf16-sr\"", "mean bf16:sr?"},
+        // The part before the block decides which name is nearest.
+        {"adamw", WITH(c->m = "sqrt4"), "--m: \"sqrt4/128\"", ""},
+        {"adamw", WITH(c->m = "dyn8/257"), "--m: ", "mean dyn8/256?"},
+        {"adamw", WITH(c->m = "dyn9/256:sr"), "--m: ", "mean dyn8/256:sr?"},
+        {"adamw", WITH(c->m = "dyn9"), "--m: ", "mean dyn8/256?"},
+        {"adamw", WITH(c->m = "sft8/32@bf16"), "--m: ", "mean soft8/32@bf16?"},
+        {"adamw", WITH(c->m = "bf61:sr"), "--m: ", "mean bf16:sr?"},
+        {"adamw", WITH(c->m = "none"), "--m: \"none\"", "take adafactor"},
+        {"adamw", WITH(c->v = "none"), "--v: \"none\"", "adamw keeps a second moment"},
+        {"lion", WITH(c->v = "fp32"), "--v: \"fp32\"", "lion keeps no second moment"},
+        {"adafactor", WITH(c->v = "fp32"), "--v: \"fp32\"", "fp32 numbers by row and column"},
+        {"normuon", WITH(c->v = "fp32"), "--v: \"fp32\"", "one fp32 number a row"},
+        {"adamw", WITH(c->beta1 = 1.0f), "--beta1: 1", "below 1"},
+        {"adamw", WITH(c->beta2 = NAN), "--beta2: nan", "below 1"},
+        {"adamw", WITH(c->beta3 = 1.0f), "--beta3: 1", "below 1"},
+        {"adamw", WITH(c->alpha = -1.0f), "--alpha: -1", "from 0"},
+        {"adamw", WITH(c->eps = 0.0f), "--eps: 0", "above 0"},
+        {"adamw", WITH(c->weight_decay = -0.1f), "--weight-decay: -0.1", "from 0"},
+        {"adamw", WITH(c->decay_mode = "both"), "--decay-mode: \"both\"", "coupled or independent"},
+        {"adam", WITH(c->decay_mode = "independent"), "--decay-mode: \"independent\"", "adam adds"},
+        {"adamw", WITH(c->limit_growth = 0.5f), "--limit-growth: 0.5", "0 or a number from 1 on"},
+        {"muon", WITH(c->limit_growth = 1.01f), "--limit-growth: muon", "--rule adamw"},
+        {"adafactor", WITH(c->clip_update = -1.0f), "--clip-update", "a number from 0 on"},
+        {"muon", WITH(c->ns_coefficients = "jordon"), "--ns-coefficients: \"jordon\"", "jordan or polar-express"},
+        {"muon", WITH(c->ns_steps = 0), "--ns-steps: 0", "from 1 to 100"},
+        {"muon", WITH(c->momentum = 1.0f), "--momentum: 1", "below 1"},
+        {"galore", WITH(c->rank_basis = "fp16"), "--rank-basis: \"fp16\"", "fp32, bf16 or lin8"},
+        {"galore", WITH(c->rank_gap = 0), "--rank-gap: 0", "from 1 on"},
+        {"apollo", WITH(c->rank = -1), "--rank: -1", "65536"},
+        {"rmnp", WITH(c->weights = "bf16:ef"), "--weights", "does not divide by a root of v"},
+        {"muon", WITH(c->weights = "bf16:ef", c->m = "e4m3:sr"), "--weights: weights \"bf16:ef\"",
+         "products of whole matrices; type --rule adamw, or"},
+        {"lion", WITH(c->weights = "lin8:ef", c->m = "dyn8:sr"), "--weights: weights \"lin8:ef\"",
+         "type --rule adamw, or --weights lin8:sr"},
+        {"adamw", WITH(c->weights = "lin8:ef", c->m = "dyn8:sr", c->beta1 = 0.0f), "--weights: weights \"lin8:ef\"",
+         "type --beta1 0.9, or --weights lin8:sr"},
+        {"adamw", WITH(c->weights = "lin8:ef", c->m = "dyn8/rank1"), "--weights: weights \"lin8:ef\"",
+         "of more than a block; type --m e4m3:sr, or"},
+        {"adamw", WITH(c->weights = "lin8:ef", c->m = "e4m3/tensor"), "--weights: weights \"lin8:ef\"",
+         "of more than a block; type --m e4m3:sr, or"},
+        {"adamw", WITH(c->weights = "lin8:ef", c->m = "de4"), "--weights: weights \"lin8:ef\"",
+         "type --m e4m3:sr, or --weights lin8:sr"},
+        {"adamw", WITH(c->weights = "lin8:ef", c->m = "nf4:sr"), "--weights: weights \"lin8:ef\"",
+         "type --m e4m3:sr, or --weights lin8:sr"},
+        {"adamw", WITH(c->weights = "lin8:ef", c->m = "de4/32@dq8"), "--weights: weights \"lin8:ef\"",
+         "type --m e4m3:sr, or --weights lin8:sr"},
+        {"adamw", WITH(c->overrides = "wte: rule=lyon"), "--override rule: \"lyon\" is not known", "mean lion?"},
+        {"adamw", WITH(c->overrides = "wte: rule="), "--override: \"rule=\" names no rule", "--list-formats"},
+        {"lion", WITH(c->overrides = "wpe: v=fp32"), "--override", "keeps no second moment"},
+        {"adamw", WITH(c->overrides = "wpe"), "--override", "no patterns"},
+        {"adamw", WITH(c->overrides = ": m=fp32"), "--override", "no patterns"},
+        {"adamw", WITH(c->overrides = "wpe:"), "--override", "nothing follows"},
+        {"adamw", WITH(c->overrides = "wpe: x=1"), "--override", "not known"},
+        {"adamw", WITH(c->overrides = "wpe: m="), "--override", "no format"},
+        {"adamw", WITH(c->overrides = "wpe: lr=-1"), "--override", "from 0"},
+        {"adamw", WITH(c->overrides = "wpe: lr=fast"), "--override", "from 0"},
+        {"adamw", WITH(c->overrides = "w e!: lr=1"), "--override", "no pattern"},
+        {"adamw", WITH(c->overrides = "wpe: m=fp23"), "--override", "\"fp23\" is not"},
+        {"adamw", WITH(c->overrides = "wpe: weights="), "--override", "no format"},
+        {"adamw", WITH(c->overrides = "wpe: weights=fp23"), "--override", "--override weights: \"fp23\" is not"},
+        {"adamw", WITH(c->overrides = "wpe: weight=fp32"), "--override", "type weights="},
+        {"adamw", WITH(c->overrides = "wpe: lr=1; wte lr=2"), "--override", "no patterns"}};
+#undef WITH
+    for (const auto& [rule, change, begin, holds] : rows) {
+        OptimConfig config = make_config(rule, "fp32", "fp32");
+        change(&config);
+        expect_refused(optim_resolve(&config, error), error, holds);
+        expect(strncmp(error, begin, strlen(begin)) == 0 && !strchr(error, '\n'), "%s", error);
     }
+    // A checkpoint may hold what no run begins with, and a configuration may be resolved again.
+    OptimConfig stored = make_config("adamw", "lin8:ef", "dyn8:sr");
+    stored.m = "de4", stored.stored = true;
+    stored = resolved(stored);
+    stored.beta1 = 0.0f;
+    resolved(resolved(stored));
 }
 
 TEST(optim_presets_are_built_in) {

@@ -15,10 +15,7 @@
 //   logarithms   adafactor8bit's own go through fp32 logarithms of up to 126: 2^-17 of a binade off
 // Not here: bitsandbytes' CUDA kernels keep m's sign where it rounds to zero; its CPU kernel misplaces small codes
 // (make_peers.py).
-#include "../../data/safetensors.h"
-#include "../../optim/optim.h"
-#include "../../optim/storage.h"
-#include "../room.h"
+#include "references.h"
 #include "tensors.h"
 
 namespace {
@@ -104,21 +101,21 @@ static const Format* format_of(const char* name, const char* peer, bool moment_v
 }
 
 // Elements with a code each and a scale a block, in our convention.
-struct Stored {
+struct Codes {
     int64_t n;
     uint8_t code[MOST];
     float scale[MOST / 32];
 };
 
-static void unpack(Stored* stored, const Format* format, const uint8_t* bytes) {
+static void unpack(Codes* stored, const Format* format, const uint8_t* bytes) {
     for (int64_t i = 0; i < stored->n; i++)
         stored->code[i] = format->bits == 8 ? bytes[i] : (uint8_t)(i % 2 ? bytes[i / 2] & 15 : bytes[i / 2] >> 4);
 }
 
-static Stored peers_stored(const Format* format, const SafetensorsTensor* codes, const SafetensorsTensor* scales) {
+static Codes peers_stored(const Format* format, const SafetensorsTensor* codes, const SafetensorsTensor* scales) {
     Bytes bytes = peers_bytes(codes);
     Floats scale = peers_floats(scales);
-    Stored stored = {bytes.n * 8 / format->bits, {}, {}};
+    Codes stored = {bytes.n * 8 / format->bits, {}, {}};
     unpack(&stored, format, bytes.x);
     for (int64_t i = 0; i < stored.n; i++) stored.code[i] = (uint8_t)(stored.code[i] + format->shift);
     for (int64_t b = 0; b < scale.n; b++) stored.scale[b] = scale.x[b] / format->units;
@@ -133,29 +130,23 @@ static Floats peers_map(const Format* format) {
     return map;
 }
 
-// An optimizer on the CPU with tensors of the given lengths, and a gradient arena.
-struct Run {
-    Device dev = test_device(false);
-    OptimTensor tensor[2];
-    int count;
-    int64_t elements;
-    Optim* optim;
-    Room room{&dev};
-    float *grads, scale = 1.0f;
+// An optimizer on the CPU with tensors of the given lengths.
+static void peers_open(Run* run, OptimConfig config, const int64_t* lengths, int count) {
+    OptimTensor tensors[TENSORS];
+    for (int t = 0; t < count; t++) tensors[t] = {"tensor", 1, lengths[t], t == 0, 0};
+    config = resolved(config);
+    run_open(run, &config, tensors, count, OPTIM_FP32);
+}
 
-    Run(OptimConfig config, const int64_t* lengths, int tensors) : count(tensors) {
-        if (!optim_resolve(&config, error)) printf("    %s\n", error), exit(1);
-        for (int t = 0; t < count; t++) tensor[t] = {"tensor", 1, lengths[t], t == 0, 0};
-        elements = optim_layout(tensor, count, &config);
-        optim = optim_create(&dev, &config, tensor, count, OPTIM_FP32);
-        grads = room.device<float>(elements);
-        memset(grads, 0, (size_t)elements * 4);
+// A step with gradients that lie one behind the other.
+static void peers_step(Run* run, const float* gradients, float lr, int step) {
+    float *grads = run->room.zeros<float>(run->elements), scale = 1.0f;
+    for (int t = 0; t < run->count; t++) {
+        memcpy(grads + run->tensor[t].offset, gradients, (size_t)run->tensor[t].cols * 4);
+        gradients += run->tensor[t].cols;
     }
-
-    ~Run() { optim_free(optim); }
-
-    void step(float lr, int number) { optim_step(optim, grads, &scale, lr, number); }
-};
+    optim_step(run->optim, grads, &scale, lr, step);
+}
 
 // Moves the tensors' part of a stream from or to an array in which they lie one behind the other.
 static void run_stream(const Run* run, const char* name, void* packed, bool write) {
@@ -172,8 +163,8 @@ static void run_stream(const Run* run, const char* name, void* packed, bool writ
     }
 }
 
-static Stored run_stored(const Run* run, const Format* format) {
-    Stored stored = {};
+static Codes run_stored(const Run* run, const Format* format) {
+    Codes stored = {};
     for (int t = 0; t < run->count; t++) stored.n += run->tensor[t].cols;
     uint8_t bytes[MOST];
     run_stream(run, format->moment_v ? "v" : "m", bytes, false);
@@ -182,26 +173,25 @@ static Stored run_stored(const Run* run, const Format* format) {
     return stored;
 }
 
-static void run_set_stored(Run* run, const Format* format, const Stored* stored) {
+static void run_set_stored(Run* run, const Format* format, const Codes* stored) {
     uint8_t bytes[MOST] = {};
     for (int64_t i = 0; i < stored->n; i++) {
         int64_t at = i * format->bits / 8;
         bytes[at] = (uint8_t)(bytes[at] | stored->code[i] << (format->bits == 4 && i % 2 == 0 ? 4 : 0));
     }
-    Stored copy = *stored;
+    Codes copy = *stored;
     run_stream(run, format->moment_v ? "v" : "m", bytes, true);
     run_stream(run, format->moment_v ? "v.scales" : "m.scales", copy.scale, true);
 }
 
 // Betas of 0 make m = g and v = g * g, rounded to fp32: a step stores any numbers in any format.
-static Stored store_ours(const Format* format, const Floats* x) {
+static Codes store_ours(const Format* format, const Floats* x) {
     const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
     OptimConfig config = {"", "adamw", "fp32", "fp32", m, v, 0.0f, 0.0f, EPS, 0.0f, 1};
-    Run run(config, &x->n, 1);
-    memcpy(run.grads, x->x, (size_t)x->n * 4);
-    run.step(LR, 1);
-    Stored stored = run_stored(&run, format);
-    return stored;
+    Run run;
+    peers_open(&run, config, &x->n, 1);
+    peers_step(&run, x->x, LR, 1);
+    return run_stored(&run, format);
 }
 
 // y at which a code gives way to the next, for two neighbouring levels, in double.
@@ -264,7 +254,7 @@ static double rounding_of_y(const Format* format) {
 
 // x: the numbers, and `slack` what two programs' errors in computing them add up to (NULL: they are given).
 static Comparison compare_codes(Test* test, const char* what, const Format* format, const Floats* map,
-                                const Stored* ours, const Stored* theirs, const double* x, const double* slack) {
+                                const Codes* ours, const Codes* theirs, const double* x, const double* slack) {
     Comparison result = {0, 0, theirs->n, 0.0};
     double largest = largest_level(map);
     for (int64_t i = 0; i < theirs->n; i++) {
@@ -295,7 +285,7 @@ static Comparison compare_codes(Test* test, const char* what, const Format* form
 }
 
 // Scales are the same number but for what differs by intent and `relative`, an error of the numbers.
-static void check_scales(Test* test, const char* what, const Format* format, const Stored* ours, const Stored* theirs,
+static void check_scales(Test* test, const char* what, const Format* format, const Codes* ours, const Codes* theirs,
                          double relative) {
     bool fp16 = !strcmp(format->peer, "flashoptim");
     for (int64_t b = 0; b * format->block < theirs->n; b++) {
@@ -311,8 +301,8 @@ static void check_scales(Test* test, const char* what, const Format* format, con
 static Comparison compare_input(Test* test, const Format* format, const char* set) {
     const char* what = formatted("%s.%s.%s", format->peer, format->name, set);
     Floats inputs = peers_floats(peers_find("input.", set)), map = peers_map(format);
-    Stored ours = store_ours(format, &inputs);
-    Stored theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
+    Codes ours = store_ours(format, &inputs);
+    Codes theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
     double x[MOST];
     for (int64_t i = 0; i < inputs.n; i++)
         x[i] = format->moment_v ? (double)(inputs.x[i] * inputs.x[i]) : (double)inputs.x[i];
@@ -353,8 +343,8 @@ TEST(peers_stored_edges) {
 TEST(peers_logarithms) {
     const Format format = {"adalog8", "adafactor8bit", 8, 2048, true, MIDDLE, 0, 1.0f};
     Floats inputs = peers_floats(peers_find("input.v"));
-    Stored ours = store_ours(&format, &inputs);
-    Stored theirs =
+    Codes ours = store_ours(&format, &inputs);
+    Codes theirs =
         peers_stored(&format, peers_find("adafactor8bit.log8.v.codes"), peers_find("adafactor8bit.log8.v.scales"));
     double scale = theirs.scale[0];
     expect(theirs.n == inputs.n, "%lld", (long long)theirs.n);
@@ -379,15 +369,17 @@ TEST(peers_logarithms) {
 static void levels_ours(const Format* format, Floats* level) {
     const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "";
     OptimConfig config = {"", format->moment_v ? "adamw" : "sgd", "fp32", "fp32", m, v, 0.5f, 0.5f, 1e-30f, 0.0f, 1};
-    Run run(config, &level->n, 1);
-    Stored codes = {level->n, {}, {}};
+    Run run;
+    peers_open(&run, config, &level->n, 1);
+    Codes codes = {level->n, {}, {}};
     for (int64_t i = 0; i < level->n; i++) codes.code[i] = (uint8_t)i;
     for (int64_t b = 0; b * format->block < level->n; b++) codes.scale[b] = 1.0f / format->units;
     run_set_stored(&run, format, &codes);
-    Floats ones = *level;
+    Floats ones = *level, zeros = {};
     for (int64_t i = 0; i < ones.n; i++) ones.x[i] = 1.0f;
+    run_stream(&run, "weights", zeros.x, true);
     if (format->moment_v) run_stream(&run, "m", ones.x, true);
-    run.step(format->moment_v ? 1.0f : 2.0f, 1);
+    peers_step(&run, zeros.x, format->moment_v ? 1.0f : 2.0f, 1);
     run_stream(&run, "weights", level->x, false);
     for (int64_t i = 0; i < level->n; i++)
         level->x[i] = format->moment_v ? 1.0f / level->x[i] / level->x[i] : -level->x[i];
@@ -424,13 +416,12 @@ struct Case {
 };
 
 static OptimConfig run_config(const Case* c) {
-    bool keeps_v = find_row(rule_table(), c->rule)->keeps_v;
-    const char *m = c->m ? c->m->name : "fp32", *v = !keeps_v ? "" : c->v ? c->v->name : "fp32";
+    const char *m = c->m ? c->m->name : "fp32", *v = !keeps_v(c->rule) ? "" : c->v ? c->v->name : "fp32";
     OptimConfig config = {"", c->rule, "fp32", "fp32", m, v, BETA1, BETA2, EPS, DECAY, 1};
     config.beta3 = BETA3;
     config.alpha = ALPHA;
     config.ramp = RAMP;
-    return config;
+    return resolved(config);
 }
 
 // State after a step as floats: weights, m, v, slow; what the peer does not keep is 0.
@@ -438,7 +429,7 @@ struct State {
     Floats weights, m, v, slow;
 };
 
-static void dequantise(const Format* format, const Stored* stored, Floats* x) {
+static void dequantise(const Format* format, const Codes* stored, Floats* x) {
     Floats map = peers_map(format);
     *x = {stored->n, {}};
     for (int64_t i = 0; i < stored->n; i++) {
@@ -448,7 +439,7 @@ static void dequantise(const Format* format, const Stored* stored, Floats* x) {
     }
 }
 
-static Stored peers_state(const Case* c, const Format* format, const char* moment, int step) {
+static Codes peers_state(const Case* c, const Format* format, const char* moment, int step) {
     char codes[96], scales[96];
     snprintf(codes, sizeof(codes), "%s.%s.codes", c->peer, moment);
     snprintf(scales, sizeof(scales), "%s.%s.scales", c->peer, moment);
@@ -465,17 +456,17 @@ static State state_before(const Case* c, int step) {
         state.weights = peers_floats(peers_find("run.start"));
         return state;
     }
-    bool keeps_v = *run_config(c).v != 0;
+    const bool has_v = keeps_v(c->rule);
     state.weights = peers_run_floats(c, ".weights", step - 1);
     if (!c->m) state.m = peers_run_floats(c, ".m", step - 1);
-    if (!c->v && keeps_v) state.v = peers_run_floats(c, ".v", step - 1);
+    if (!c->v && has_v) state.v = peers_run_floats(c, ".v", step - 1);
     if (!strcmp(c->rule, "ademamix")) state.slow = peers_run_floats(c, ".slow", step - 1);
     if (c->m) {
-        Stored stored = peers_state(c, c->m, "m", step - 1);
+        Codes stored = peers_state(c, c->m, "m", step - 1);
         dequantise(c->m, &stored, &state.m);
     }
     if (c->v) {
-        Stored stored = peers_state(c, c->v, "v", step - 1);
+        Codes stored = peers_state(c, c->v, "v", step - 1);
         dequantise(c->v, &stored, &state.v);
     }
     return state;
@@ -487,64 +478,30 @@ static void run_set_state(Run* run, const Case* c, const State* state, int step)
     run_stream(run, "weights", copy.weights.x, true);
     if (step == 1) return;
     if (!c->m) run_stream(run, "m", copy.m.x, true);
-    if (!c->v && *run_config(c).v) run_stream(run, "v", copy.v.x, true);
+    if (!c->v && keeps_v(c->rule)) run_stream(run, "v", copy.v.x, true);
     if (!strcmp(c->rule, "ademamix")) run_stream(run, "slow", copy.slow.x, true);
     for (int k = 0; k < 2; k++) {
         const Format* format = k ? c->v : c->m;
         if (!format) continue;
-        Stored stored = peers_state(c, format, k ? "v" : "m", step - 1);
+        Codes stored = peers_state(c, format, k ? "v" : "m", step - 1);
         run_set_stored(run, format, &stored);
     }
 }
 
-static void run_gradients(Run* run, const Floats* grads, int step) {
-    for (int t = 0; t < TENSORS; t++)
-        memcpy(run->grads + run->tensor[t].offset, grads->x + (step - 1) * ELEMENTS + t * KEPT, KEPT * sizeof(float));
-}
-
-// A step in double, and what the roundings of two programs can add up to: for a sum, some multiple of U times the
-// largest of its terms. `update` is what the weight moves by beside the decay.
+// A step in double, with bounds on the roundings of a program, and `update`, what the weight moves by beside the decay.
 struct Exact {
-    double p, m, v, slow, update, m_error, v_error, slow_error;
-    bool sign_lost;  // lion's is the sign of a rounding error
+    Element e;
+    double update;
 };
 
-static double average(double beta, double before, double x, double* error) {
-    *error = 6.0 * U * fmax(fabs(beta * before), fabs((1.0 - beta) * x));
-    return beta * before + (1.0 - beta) * x;
-}
-
-static Exact exact_step(const Case* c, const State* before, int64_t i, double g, int step) {
-    bool adam = !strcmp(c->rule, "adam"), sgd = !strcmp(c->rule, "sgd"), lion = !strcmp(c->rule, "lion");
-    double decay = i < KEPT ? (double)DECAY : 0.0, lr = LR, p = before->weights.x[i], m = before->m.x[i];
-    Exact e = {};
-    if (adam || sgd) g += decay * p;
-    double kept = adam || sgd ? p : p * (1.0 - lr * decay);
-    if (sgd) {
-        e.m = (double)BETA1 * m + g;
-        e.m_error = 6.0 * U * fmax(fabs((double)BETA1 * m), fmax(fabs(g), fabs(decay * p)));
-        e.update = lr * e.m;
-    } else if (lion) {
-        double error, c1 = average(BETA1, m, g, &error);
-        e.sign_lost = fabs(c1) <= error && error > 0.0;
-        e.update = c1 > 0.0 ? lr : c1 < 0.0 ? -lr : 0.0;
-        e.m = average(BETA2, m, g, &e.m_error);
-    } else {
-        double bias1 = 1.0 - pow(BETA1, step), bias2 = 1.0 - pow(BETA2, step), done = (double)step / RAMP;
-        double rate = (1.0 - done) / log((double)BETA1) + done / log((double)BETA3), beta3 = exp(1.0 / rate);
-        e.m = average(BETA1, m, g, &e.m_error);
-        e.v = average(BETA2, before->v.x[i], g * g, &e.v_error);
-        double numerator = e.m / bias1;
-        if (!strcmp(c->rule, "ademamix")) {
-            e.slow = average(beta3, before->slow.x[i], g, &e.slow_error);
-            // 1 - beta3 comes from a rounded beta3 in theirs, and beta3 from one's exp and the other's series.
-            e.slow_error += 2.0 * U * (fabs(before->slow.x[i]) + fabs(g));
-            numerator += (double)ALPHA * done * e.slow;
-        }
-        e.update = lr * numerator / (sqrt(e.v / bias2) + (double)EPS);
-    }
-    e.p = kept - e.update;
-    return e;
+static Exact exact_step(const OptimConfig* config, const State* before, int64_t i, double g, int step) {
+    const double p = before->weights.x[i], m = before->m.x[i], v = before->v.x[i], slow = before->slow.x[i];
+    const double decay = i < KEPT && find_row(rule_table(), config->rule)->decoupled ? (double)DECAY : 0.0;
+    Element e = {{p, 0.0}, {m, 0.0}, {v, 0.0}, {slow, 0.0}, false};
+    reference_step(&e, config, g, LR, i < KEPT, step);
+    // 1 - beta3 comes from a rounded beta3 in theirs, and beta3 from one's exp and the other's series.
+    e.slow.error += 2.0 * U * (fabs(slow) + fabs(g));
+    return {e, p * (1.0 - LR * decay) - e.p.value};
 }
 
 // A unit in the last place of floats as large as x.
@@ -571,9 +528,9 @@ struct Worst {
 // more.
 static void check_weight(Test* test, const char* what, Worst* worst, const Exact* e, float ours, float theirs,
                          float before, bool flash) {
-    double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->p)));
+    double off = ulps(ours, theirs, before), unit = ulp(fmax(fabs((double)before), fabs(e->e.p.value)));
     double more = flash ? 0x1p16 / 508.0 : 0.0;
-    bool settled = fabs(e->update) * 8.0 <= fabs(e->p);
+    bool settled = fabs(e->update) * 8.0 <= fabs(e->e.p.value);
     double bound = 2.0 + more + (settled ? 0.0 : 12.0 * U * fabs(e->update) / unit);
     if (settled) worst->settled = fmax(worst->settled, off);
     if (!settled) worst->moving = fmax(worst->moving, off);
@@ -592,17 +549,17 @@ static void check_floats(Test* test, const Case* c, const Run* run, const State*
     Floats p = before->weights, m = {}, v = {}, slow = {};
     run_stream(run, "weights", p.x, false);
     Floats theirs = peers_run_floats(c, ".weights", step), their_m = {}, their_v = {}, their_slow = {};
-    bool has_v = !c->v && *run_config(c).v, has_slow = !strcmp(c->rule, "ademamix");
+    bool has_v = !c->v && keeps_v(c->rule), has_slow = !strcmp(c->rule, "ademamix");
     if (!c->m) run_stream(run, "m", m.x, false), their_m = peers_run_floats(c, ".m", step);
     if (has_v) run_stream(run, "v", v.x, false), their_v = peers_run_floats(c, ".v", step);
     if (has_slow) run_stream(run, "slow", slow.x, false), their_slow = peers_run_floats(c, ".slow", step);
     for (int64_t i = 0; i < ELEMENTS; i++) {
         const Exact* e = &exact[i];
-        worst->signs += e->sign_lost;
-        if (!e->sign_lost) check_weight(test, c->peer, worst, e, p.x[i], theirs.x[i], before->weights.x[i], flash);
-        if (!c->m) check_moment(test, c->peer, &worst->m, m.x[i], their_m.x[i], e->m_error);
-        if (has_v) check_moment(test, c->peer, &worst->v, v.x[i], their_v.x[i], e->v_error);
-        if (has_slow) check_moment(test, c->peer, &worst->m, slow.x[i], their_slow.x[i], e->slow_error);
+        worst->signs += e->e.lost;
+        if (!e->e.lost) check_weight(test, c->peer, worst, e, p.x[i], theirs.x[i], before->weights.x[i], flash);
+        if (!c->m) check_moment(test, c->peer, &worst->m, m.x[i], their_m.x[i], e->e.m.error);
+        if (has_v) check_moment(test, c->peer, &worst->v, v.x[i], their_v.x[i], e->e.v.error);
+        if (has_slow) check_moment(test, c->peer, &worst->m, slow.x[i], their_slow.x[i], e->e.slow.error);
     }
 }
 
@@ -612,10 +569,10 @@ static void check_codes(Test* test, const Case* c, const Run* run, const Exact* 
         if (!format) continue;
         double x[MOST], error[MOST];
         for (int64_t i = 0; i < ELEMENTS; i++) {
-            x[i] = k ? exact[i].v : exact[i].m;
-            error[i] = k ? exact[i].v_error : exact[i].m_error;
+            const Bounded moment = k ? exact[i].e.v : exact[i].e.m;
+            x[i] = moment.value, error[i] = moment.error;
         }
-        Stored ours = run_stored(run, format), theirs = peers_state(c, format, k ? "v" : "m", step);
+        Codes ours = run_stored(run, format), theirs = peers_state(c, format, k ? "v" : "m", step);
         Floats map = peers_map(format);
         check_scales(test, c->peer, format, &ours, &theirs, 6.0 * U);
         Comparison result = compare_codes(test, c->peer, format, &map, &ours, &theirs, x, error);
@@ -629,12 +586,12 @@ static Worst check_step(Test* test, const Case* c, int step) {
     Exact exact[ELEMENTS];
     State before = state_before(c, step);
     Floats grads = peers_floats(peers_find("run.grads"));
-    Run run(run_config(c), LENGTHS, TENSORS);
+    const float* gradients = grads.x + (step - 1) * ELEMENTS;
+    Run run;
+    peers_open(&run, run_config(c), LENGTHS, TENSORS);
     run_set_state(&run, c, &before, step);
-    run_gradients(&run, &grads, step);
-    run.step(LR, step);
-    for (int64_t i = 0; i < ELEMENTS; i++)
-        exact[i] = exact_step(c, &before, i, grads.x[(step - 1) * ELEMENTS + i], step);
+    peers_step(&run, gradients, LR, step);
+    for (int64_t i = 0; i < ELEMENTS; i++) exact[i] = exact_step(&run.config, &before, i, gradients[i], step);
     Worst worst = {};
     check_floats(test, c, &run, &before, exact, step, &worst);
     check_codes(test, c, &run, exact, step);
@@ -679,7 +636,8 @@ TEST(peers_step_quantised) {
 TEST(peers_split) {
     Floats x = peers_floats(peers_find("split.weights"));
     Bytes high = peers_bytes(peers_find("split.high"));
-    const Run run({"", "sgd", "bf16+8", "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1}, &x.n, 1);
+    Run run;
+    peers_open(&run, {"", "sgd", "bf16+8", "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1}, &x.n, 1);
     optim_set_weights(run.optim, 0, x.x);
     uint16_t ours[MOST], theirs[MOST];
     run_stream(&run, "weights", ours, false);

@@ -332,34 +332,12 @@ TEST(limit_growth_begins_after_zeros) {
     expect(norms[0] == 3.0f, "a norm that is not finite is not kept: %g", (double)norms[0]);
 }
 
-TEST(rows_refusals) {
-    typedef void Change(OptimConfig * c);
-    const std::tuple<const char*, Change*, const char*, const char*> rows[] = {
-        {"adamw", [](OptimConfig* c) { c->m = "none"; }, "--m: \"none\"", "take adafactor"},
-        {"adafactor", [](OptimConfig* c) { c->v = "fp32"; }, "--v: \"fp32\"", "fp32 numbers by row and column"},
-        {"adamw", [](OptimConfig* c) { c->limit_growth = 0.5f; }, "--limit-growth: 0.5", "0 or a number from 1 on"},
-        {"muon", [](OptimConfig* c) { c->limit_growth = 1.01f; }, "--limit-growth: muon", "--rule adamw"},
-        {"rmnp", [](OptimConfig* c) { c->weights = "bf16:ef"; }, "--weights", "does not divide by a root of v"},
-        {"adafactor", [](OptimConfig* c) { c->clip_update = -1.0f; }, "--clip-update", "a number from 0 on"},
-    };
-    for (const auto& [rule, change, begin, holds] : rows) {
-        OptimConfig config = make_config(rule, "fp32", "fp32");
-        change(&config);
-        expect_refusal(test, config, begin, holds);
-    }
-}
-
 CACHE_TEST(JIT_TEST, rows_equal_cpu_gpu) {
     for (const RowCase& c : cases) {
         for (const char* m : {"fp32", "bf16:sr", "dyn8/256", "de4/32@dq8", "e4m3/tensor"}) {
             if (is(c.m, "none") && !is(m, "fp32")) continue;
             const OptimConfig config = case_config(&c, "bf16:sr", m);
-            Run run[2];
-            for (int gpu = 0; gpu < 2; gpu++) {
-                kind_open(&run[gpu], &config, gpu == 1);
-                run_steps(&run[gpu], 1, 8, plain_steps(5));
-            }
-            expect(!difference(&run[0], &run[1]), "%s, m %s, growth %g", c.rule, m, (double)c.growth);
+            expect_equal_cpu_gpu(test, &config, model, TENSORS, OPTIM_FP32, 8, plain_steps(5));
         }
     }
 }
@@ -380,12 +358,7 @@ CACHE_TEST(JIT_TEST, rows_of_many_tensors_equal_cpu_gpu) {
             OptimConfig config = make_config(rule, "bf16:sr", "fp32");
             config.m = m, config.overrides = "none", config.grads = "bf16";
             config = resolved(config);
-            Run run[2];
-            for (int gpu = 0; gpu < 2; gpu++) {
-                run_open(&run[gpu], &config, many, MAX_TENSORS, OPTIM_FP32, gpu == 1);
-                run_steps(&run[gpu], 1, 3, plain_steps(2));
-            }
-            expect(!difference(&run[0], &run[1]), "%s, m %s", rule, m);
+            expect_equal_cpu_gpu(test, &config, many, MAX_TENSORS, OPTIM_FP32, 3, plain_steps(2));
         }
     }
 }
@@ -422,22 +395,8 @@ CACHE_TEST(JIT_TEST, limit_growth_equals_cpu_gpu) {
             for (const char* rule : {"adam", "ademamix"}) {
                 OptimConfig config = make_config(rule, weights, "fp32");
                 config.m = "soft8/32", config.v = v, config.limit_growth = 1.01f;
-                Run run[2];
-                for (int gpu = 0; gpu < 2; gpu++) {
-                    kind_open(&run[gpu], &config, gpu == 1);
-                    run_steps(&run[gpu], 1, 6, plain_steps(3));
-                }
-                expect(!difference(&run[0], &run[1]), "%s, weights %s, v %s", rule, weights, v);
+                expect_equal_cpu_gpu(test, &config, model, TENSORS, OPTIM_FP32, 6, plain_steps(3));
             }
         }
-    }
-}
-
-// Both kernels of a step, for every rule.
-JIT_TEST(rows_compile_at_run_time) {
-    for (const RowCase& c : cases) {
-        const OptimConfig config = case_config(&c, "bf16:sr", "dyn8/256");
-        for (const char* name : {"optim_step_kernel", "optim_sums_kernel"})
-            expect_compiles(test, kernel_of(config, name));
     }
 }

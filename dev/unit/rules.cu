@@ -2,7 +2,7 @@
 // derived beside it, splits and compensation against what they promise, and what is refused. every.cu has what holds of
 // all of them.
 #include "../../optim/kernel.cuh"
-#include "steps.h"
+#include "references.h"
 
 // Two tensors, the first with decay; lengths that leave padding.
 static const OptimTensor model[2] = {{"tensor", 1, 2321, true, 0}, {"tensor", 1, 300, false, 0}};
@@ -11,126 +11,6 @@ static const Steps plain = {0.01f, 0.5f, false, false};
 
 static void rule_open(Run* run, const OptimConfig* config, OptimType compute) {
     run_open(run, config, model, 2, compute);
-}
-
-// A number and a bound on the error of the fp32 arithmetic that computes it: each operation adds its own rounding, u of
-// its result, to what it inherits. Where the program fuses two operations the bound is the larger for it.
-struct Bounded {
-    double value, error;
-};
-
-static const double u = 1.0 / (1 << 24);
-
-static Bounded constant(double value) {
-    return {value, u * fabs(value)};
-}
-
-static Bounded operator*(Bounded a, Bounded b) {
-    double value = a.value * b.value;
-    return {value, fabs(a.value) * b.error + fabs(b.value) * a.error + a.error * b.error + u * fabs(value)};
-}
-
-static Bounded operator+(Bounded a, Bounded b) {
-    return {a.value + b.value, a.error + b.error + u * fabs(a.value + b.value)};
-}
-
-static Bounded operator/(Bounded a, Bounded b) {
-    double value = a.value / b.value;
-    return {value, (a.error + fabs(value) * b.error) / (fabs(b.value) - b.error) + u * fabs(value)};
-}
-
-static Bounded root(Bounded a) {
-    double value = sqrt(a.value);
-    return {value, a.value > 0.0 ? a.error / value + u * value : sqrt(a.error)};
-}
-
-struct Element {
-    Bounded p, m, v, slow;
-    bool lost;  // lion: a sign was too close to call
-};
-
-// The arguments of a reference formula in a step: g is scaled already.
-struct Given {
-    Bounded g;
-    double lr, wd, beta1, beta2, bias1, root2, eps, keep, beta3, alpha;
-};
-
-// The rules' formulas, from the papers and from PyTorch, one operation at a time.
-
-static void reference_sgd(Element* e, const Given* c) {
-    e->m = constant(c->beta1) * e->m + (c->g + constant(c->wd) * e->p);
-    e->p = e->p + constant(-c->lr) * e->m;
-}
-
-static void reference_lion(Element* e, const Given* c) {
-    Bounded sum = constant(c->beta1) * e->m + constant(1.0 - c->beta1) * c->g;
-    e->lost = e->lost || (sum.error > 0.0 && fabs(sum.value) <= sum.error);
-    e->p = constant(c->keep) * e->p + constant(-c->lr * (sum.value > 0.0 ? 1.0 : sum.value < 0.0 ? -1.0 : 0.0));
-    e->m = constant(c->beta2) * e->m + constant(1.0 - c->beta2) * c->g;
-}
-
-// Adam's averages of `g` and its update of the kept weight, with `slow` times alpha added to the numerator.
-static void reference_adams(Element* e, const Given* c, Bounded g, Bounded kept, bool slow) {
-    e->m = constant(c->beta1) * e->m + constant(1.0 - c->beta1) * g;
-    e->v = constant(c->beta2) * e->v + constant(1.0 - c->beta2) * g * g;
-    Bounded numerator = e->m;
-    if (slow) {
-        e->slow = constant(c->beta3) * e->slow + constant(1.0 - c->beta3) * g;
-        numerator = e->m + constant(c->alpha * c->bias1) * e->slow;
-    }
-    Bounded denominator = root(e->v) * constant(c->root2) + constant(c->eps);
-    e->p = kept + constant(-c->lr / c->bias1) * (numerator / denominator);
-}
-
-static void reference_adamw(Element* e, const Given* c) {
-    reference_adams(e, c, c->g, constant(c->keep) * e->p, false);
-}
-
-static void reference_adam(Element* e, const Given* c) {
-    reference_adams(e, c, c->g + constant(c->wd) * e->p, e->p, false);
-}
-
-static void reference_nadamw(Element* e, const Given* c) {
-    const Bounded before = e->p;
-    reference_adamw(e, c);
-    Bounded numerator = constant(c->beta1) * e->m + constant(1.0 - c->beta1) * c->g;
-    Bounded denominator = root(e->v) * constant(c->root2) + constant(c->eps);
-    e->p = constant(c->keep) * before + constant(-c->lr / c->bias1) * (numerator / denominator);
-}
-
-static void reference_ademamix(Element* e, const Given* c) {
-    reference_adams(e, c, c->g, constant(c->keep) * e->p, true);
-}
-
-static const std::tuple<const char*, void (*)(Element* e, const Given* c)> reference_rules[] = {
-    {"adamw", reference_adamw}, {"adam", reference_adam}, {"nadamw", reference_nadamw},
-    {"lion", reference_lion},   {"sgd", reference_sgd},   {"ademamix", reference_ademamix},
-    {"adam-mini", nullptr},  // rows.cu, since these read more
-    {"adafactor", nullptr},     {"came", nullptr},        {"rmnp", nullptr},
-    {"normuon-lite", nullptr}};
-static_assert(sizeof(reference_rules) / sizeof(reference_rules[0]) == (size_t)name_count(SIMPLE_RULES),
-              "a rule needs its formula here");
-
-static void reference_step(Element* e, const OptimConfig* config, double gradient, double lr, bool decay, double step) {
-    double wd = decay ? (double)config->weight_decay : 0.0, beta1 = config->beta1;
-    bool independent = is(config->decay_mode, "independent");
-    double done = step / (double)config->ramp, start = log(beta1), end = log((double)config->beta3);
-    double beta3 = exp(start * end / ((1.0 - done) * end + done * start)), alpha = (double)config->alpha * done;
-    if (done >= 1.0) beta3 = config->beta3, alpha = config->alpha;
-    const Given given = {.g = {gradient, 0.0},
-                         .lr = lr,
-                         .wd = wd,
-                         .beta1 = beta1,
-                         .beta2 = config->beta2,
-                         .bias1 = 1.0 - pow(beta1, step),
-                         .root2 = 1.0 / sqrt(1.0 - pow((double)config->beta2, step)),
-                         .eps = config->eps,
-                         .keep = 1.0 - wd * (independent ? lr / (double)config->lr_max : lr),
-                         .beta3 = beta3,
-                         .alpha = alpha};
-    for (const auto& [rule, step_of] : reference_rules)
-        if (is(rule, config->rule)) return step_of(e, &given);
-    printf("    %s has no formula in reference_rules\n", config->rule), exit(1);
 }
 
 static void check_rule(Test* test, const char* rule, const char* decay_mode) {
@@ -176,19 +56,6 @@ TEST(rules_against_double) {
     }
 }
 
-TEST(rules_say_what_they_keep) {
-    for (const char* rule : SIMPLE_RULES) {
-        const RuleRow* row = find_row(rule_table(), rule);
-        if (row->by_rows) continue;
-        const int states = 1 + row->keeps_v + row->keeps_slow;
-        OptimConfig config = make_config(rule, "bf16", "bf16:sr");
-        const char* want =
-            formatted("%s  weights bf16  grads fp32  m bf16:sr%s%s  %d B/param", rule,
-                      row->keeps_slow ? "  slow bf16:sr" : "", row->keeps_v ? "  v bf16:sr" : "", 2 + 2 * states);
-        expect(is(described(config), want), "%s", described(config));
-    }
-}
-
 TEST(rules_usual_learning_rates) {
     for (int64_t channels : {64, 256, 257, 768, 1600}) {
         double adamw = optim_usual_lr("adamw", channels);
@@ -219,38 +86,6 @@ TEST(rules_usual_beta3) {
         const double beta3 = optim_usual_beta3(rule, beta2, steps);
         expect(fabs(beta3 - want) < 1e-12, "%s, %lld steps: %g", rule, (long long)steps, beta3);
     }
-}
-
-TEST(rules_refuse_what_does_not_fit) {
-    const OptimConfig good = make_config("adamw", "bf16", "fp32"), fed = make_config("adamw", "lin8:ef", "dyn8:sr");
-    OptimConfig lion = good, none = good, mode = good, adam = good, beta3 = good, alpha = good, fed_lion = fed,
-                beta1 = fed;
-    lion.rule = "lion", none.v = "none", mode.decay_mode = "both", adam.rule = "adam", adam.decay_mode = "independent";
-    beta3.beta3 = 1.0f, alpha.alpha = -1.0f, fed_lion.rule = "lion", fed_lion.v = "none", beta1.beta1 = 0.0f;
-    const std::tuple<const OptimConfig*, const char*, const char*> rows[] = {
-        {&lion, "--v: \"fp32\"", "lion keeps no second moment"},
-        {&none, "--v: \"none\"", "adamw keeps a second moment"},
-        {&mode, "--decay-mode: \"both\"", "coupled or independent"},
-        {&adam, "--decay-mode: \"independent\"", "adam adds"},
-        {&beta3, "--beta3: 1", "below 1"},
-        {&alpha, "--alpha: -1", "from 0"},
-        {&fed_lion, "--weights: weights \"lin8:ef\"", "type --rule adamw, or --weights lin8:sr"},
-        {&beta1, "--weights: weights \"lin8:ef\"", "type --beta1 0.9, or --weights lin8:sr"}};
-    for (const auto& [config, begin, holds] : rows) expect_refusal(test, *config, begin, holds);
-    lion.v = "none";
-    resolved(resolved(lion));
-    OptimConfig config = fed;
-    for (const char* m : {"dyn8/rank1", "e4m3/tensor", "de4", "nf4:sr", "de4/32@dq8"}) {
-        config.m = m;
-        expect_refusal(test, config, "--weights: weights \"lin8:ef\"",
-                       strchr(m, '@') || !in_spans(m) ? "type --m e4m3:sr, or --weights lin8:sr"
-                                                      : "of more than a block; type --m e4m3:sr, or");
-    }
-    // A checkpoint may hold what no run begins with.
-    config = fed, config.m = "de4", config.stored = true;
-    expect(optim_resolve(&config, error), "%s", error);
-    config.beta1 = 0.0f;
-    expect(optim_resolve(&config, error), "%s", error);
 }
 
 // Bit patterns of floats: an even sweep, and the neighbourhood of every place where rounding turns.
@@ -368,36 +203,6 @@ TEST(rules_kahan_is_within_its_bound) {
     }
     note(test, "%.3f of half a step of the compensation", worst);
     expect(worst <= 1.0 && worst > 0.99, "%g", worst);
-}
-
-TEST(rules_fp16_codes_survive_and_nearest_is_the_nearest) {
-    // Each value of the format, and the places between it and the next where rounding turns.
-    for (uint32_t code = 0; code < 0x7c00; code++) {
-        float here = Fp16::decode((uint16_t)code),
-              next = code == 0x7bff ? 65536.0f : Fp16::decode((uint16_t)(code + 1));
-        int exponent = code < 1024 ? -24 : (int)(code >> 10) - 25, mantissa = code < 1024 ? 0 : 1024;
-        expect(here == ldexpf((float)(mantissa + (int)(code & 1023)), exponent), "%04x is %a", code, here);
-        for (float at : {0.0f, 0.25f, 0.4999f, 0.5f, 0.5001f, 0.75f}) {
-            float x = here + at * (next - here), step = next - here;
-            uint32_t want = x - here < step / 2 ? code : x - here > step / 2 ? code + 1 : code + code % 2;
-            if (want > 0x7bff) want = 0x7bff;
-            expect(Fp16::encode(x) == want && Fp16::encode(-x) == (want | 0x8000), "%a becomes %04x, not %04x", x,
-                   Fp16::encode(x), want);
-        }
-        expect(Fp16::encode(here, 0) == code && Fp16::encode(here, 0xffff) == code, "noise moves %04x", code);
-        // Over all noise x goes up as often as the fraction cut off says: of 13 bits, where no more are.
-        if (code % 97) continue;
-        float x = here + 0.375f * (next - here);
-        uint32_t up = 0;
-        for (uint32_t noise = 0; noise < 65536; noise++) up += Fp16::encode(x, noise) != code;
-        expect(code == 0x7bff || up == 65536 * 3 / 8, "%a went up %u times", x, up);
-    }
-    expect(Fp16::encode(INFINITY) == 0x7c00 && Fp16::encode(-INFINITY) == 0xfc00, "infinity");
-    expect(Fp16::encode(-INFINITY, 0xffff) == 0xfbff && Fp16::encode(NAN, 0) == 0x7bff, "with noise they saturate");
-    expect(isinf(Fp16::decode(0x7c00)) && isnan(Fp16::decode(0x7e00)) && Fp16::encode(NAN) == 0x7e00, "NaN");
-    expect(Fp16::encode(1e6f) == 0x7bff && Fp16::encode(0x1p-120f) == 0 && Fp16::encode(0x1p-120f, 0xffff) == 0,
-           "ends");
-    expect(Fp16::encode(0x1p-37f, 0xfff8) == 1 && Fp16::encode(0x1p-37f, 0xfff7) == 0, "a 2^-13th of a step");
 }
 
 // Blocks of weights over 30 powers of two, some of them zero; every block has another size.

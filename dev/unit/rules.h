@@ -59,8 +59,3 @@ inline float gradient(int64_t step, int64_t i) {
     int exponent = (int)(10.0f * test_uniform(2000, i));
     return i % 17 == 3 ? 0.0f : ldexpf(test_uniform(1000 + (uint64_t)step, i), exponent);
 }
-
-inline void expect_refusal(Test* test, OptimConfig config, const char* begin, const char* holds) {
-    expect_refused(optim_resolve(&config, error), error, holds);
-    expect(strncmp(error, begin, strlen(begin)) == 0 && !strchr(error, '\n'), "%s", error);
-}

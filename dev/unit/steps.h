@@ -151,6 +151,12 @@ inline const char* difference(const Run* a, const Run* b) {
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
 
+// Expects that there is no such place.
+inline void expect_same(Test* test, const Run* a, const Run* b, const char* what) {
+    const char* where = difference(a, b);
+    expect(!where, "%s: %s", what, where);
+}
+
 inline bool same_tensor(const Run* a, const Run* b, int tensor) {
     const int64_t n = a->tensor[tensor].rows * a->tensor[tensor].cols;
     Room room(nullptr);
@@ -215,6 +221,26 @@ inline Steps plain_steps(int bad = 0) {
     return how;
 }
 
+// A configuration in words.
+inline const char* describe(const OptimConfig* config) {
+    return formatted("%s, grads %s%s%s%s", described(*config), config->grads, *config->overrides ? ", " : "",
+                     config->overrides, config->begin || config->end ? ", a shard" : "");
+}
+
+// Takes so many steps on the CPU and on a GPU, which is said to have `multiprocessors` of them (0: all); the bits are
+// the same.
+inline void expect_equal_cpu_gpu(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count,
+                                 OptimType compute, int steps, const Steps& how = Steps(), int multiprocessors = 0) {
+    Run run[2];
+    for (int gpu = 0; gpu < 2; gpu++) {
+        run_open(&run[gpu], config, tensors, count, compute, gpu == 1);
+        if (gpu && multiprocessors) run[gpu].dev.sm_count = multiprocessors;
+        run_steps(&run[gpu], 1, steps, how);
+    }
+    expect_same(test, &run[0], &run[1],
+                formatted("%s, %d columns%s", describe(config), (int)tensors[0].cols, how.wild ? ", wild" : ""));
+}
+
 // Copies all arrays between runs of one layout, as a resume does.
 inline void run_copy(const Run* from, const Run* to) {
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
@@ -240,8 +266,7 @@ inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, con
     run_copy(&first, &second);
     expect(difference(&whole, &second), "%s, m %s: nothing moves", config->rule, config->m);
     run_steps(&second, 4, 6, how);
-    const char* where = difference(&whole, &second);
-    expect(!where, "%s, m %s: resumed: %s", config->rule, config->m, where);
+    expect_same(test, &whole, &second, formatted("%s, m %s: resumed", config->rule, config->m));
     expect_planned(test, &whole, config->rule);
     int held = 0;
     int64_t cut[5];

@@ -109,6 +109,17 @@ static void refuses(Test* test, OptimConfig config, const char* begin, const cha
            holds);
 }
 
+// A format of 8 bits for numbers in [0, 1], elementwise, and what it says of its sign.
+static const char* const UNIT_FORMAT =
+    "struct Unit8 : FormatDefaults {\n"
+    "    typedef uint8_t Code;\n"
+    "    static constexpr const char* DTYPE = \"U8\";\n"
+    "    MEMBER\n"
+    "    static OPTIM_INLINE float decode(uint8_t code) { return exact_mul((float)code, 1.0f / 255.0f); }\n"
+    "    static OPTIM_INLINE uint8_t encode(float x) { return (uint8_t)exact_min(x * 255.0f + 0.5f, 255.0f); }\n"
+    "};\n"
+    "OPTIM_FORMAT(\"unit8\", \"for v\", Elementwise<Unit8, NEAREST>)\n";
+
 CACHE_TEST(JIT_TEST, user_format_refusals) {
     const char* folder = new_folder();
     const char* type = "Blocks<Lin8, 64, ScaleFp32, NEAREST>";
@@ -156,6 +167,18 @@ CACHE_TEST(JIT_TEST, user_format_refusals) {
     refuses(test, asked(example(), "my7", ""), "--m: \"my7\" is not known", "the files given name no such");
     put_text(joined(folder, "unsigned.cuh"), "OPTIM_FORMAT(\"u/64\", \"x\", Blocks<Ulin8, 64, ScaleFp32, NEAREST>)");
     refuses(test, asked(joined(folder, "unsigned.cuh"), "u", ""), "--m: \"u/64\"", "holds no negative numbers");
+    for (const char* name : {"unsigned8.cuh", "signed8.cuh"}) {
+        const char *path = joined(folder, name), *sign = *name == 'u' ? "static constexpr bool SIGNED = false;" : "";
+        put_text(path, replaced(UNIT_FORMAT, "MEMBER", sign));
+        OptimConfig m = asked(path, "unit8", "fp32"), v = asked(path, "fp32", "unit8"),
+                    some = asked(path, "fp32", "fp32");
+        some.overrides = "wpe: m=unit8";
+        for (OptimConfig* config : {&m, &some}) {
+            if (*sign) refuses(test, *config, "--", "holds no negative numbers");
+            if (!*sign) resolve(test, config);
+        }
+        resolve(test, &v);
+    }
     expect(folder_files(cache.path, false) > 0, "what compiles is kept");
 }
 
@@ -306,8 +329,7 @@ static void expect_equal_runs(Test* test, const char* formats, const char* m, co
         run_open(&run[k], &config[k], tensors, 3, OPTIM_BF16, true);
         run_steps(&run[k], 1, 6);
     }
-    const char* where = difference(&run[0], &run[1]);
-    expect(!where, "%s, %s: %s", config[0].m, config[0].v, where);
+    expect_same(test, &run[0], &run[1], describe(&config[0]));
 }
 
 // Tables, too: a thread of the GPU fills the user's, the host the built-in ones.
