@@ -68,7 +68,7 @@ typedef struct {
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
                      char* error);
 void checkpoint_close(CheckpointReader* reader);
-// Callbacks for who loads an optimizer; `context` is the reader. The first returns the array of this name, type and
+// Callbacks for loading an optimizer; `context` is the reader. The first returns the array of this name, type and
 // size, or NULL; the second reads `bytes` bytes of it from `at` on, whose values must be finite; the third reads a
 // tensor of the model as fp32; the last prints a line.
 const void* checkpoint_array(void* context, const char* name, const char* dtype, int64_t bytes);

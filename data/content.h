@@ -1,4 +1,4 @@
-// What a file holds that was named as training data, by its contents: plain text, or what is no text at all.
+// Tells from the contents of a file that was named as training data whether it is plain text, or what else it is.
 #pragma once
 #include <stdint.h>
 #include "linkage.h"

@@ -9,8 +9,9 @@
 #include "memory.h"
 C_LINKAGE_BEGIN
 
-// These return FOLDER/NAME, and the folder that holds `path`, "." when none is named, kept as by text_kept.
+// Returns FOLDER/NAME, kept as by text_kept.
 const char* path_in(const char* folder, const char* name);
+// Returns the folder that holds `path`, "." when none is named, kept as by text_kept.
 const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.
 const char* path_name(const char* path);

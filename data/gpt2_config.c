@@ -66,7 +66,7 @@ static double size_number(const char* text) {
     if (*text < '0' || *text > '9') return 0;
     const double number = strtod(text, &end);
     static const char units[] = "KMB";
-    const char* unit = *end ? strchr(units, *end & ~32) : NULL;  // in either case
+    const char* unit = *end ? memchr(units, *end & ~32, strlen(units)) : NULL;  // in either case
     return unit && end[1] == 0 && !strpbrk(text, "xXeE") ? number * pow(1e3, 1 + (double)(unit - units)) : 0;
 }
 
@@ -116,7 +116,8 @@ const char* gpt2_names(void) {
     return text;
 }
 
-// True if nibble computes with this value of a member. Absent or null means transformers' default, which it has.
+// True if nibble computes with this value of a member. Absent or null means transformers' default, with which
+// nibble computes.
 static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
     const Json* found = json_get(json, key);
     if (!found || found->kind == JSON_NULL) return true;

@@ -51,14 +51,15 @@ bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, i
 // Looks at the training data before the length of a window is known: is it bytes, or tokens of which vocabulary?
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
-// Sets data->crc, a checksum of the tokens: of all, or beyond 256 MiB of 64 blocks of each file.
+// Sets data->crc, a checksum of all tokens, or, beyond 256 MiB, of 64 blocks of each file.
 bool dataset_fingerprint(Dataset* data, char* error);
 // Returns whether some token of a file belongs to both data sets, as when --val names a file of --data.
 bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
 // Returns how many windows a validation reads of at most `tokens` tokens; at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
-// Copies window `window` (not permuted) into tokens[T] and targets[T]. False where one is at or above `vocabulary`.
+// Copies window `window` (not permuted) into tokens[T] and targets[T]. False where a token is not below
+// data->vocabulary.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
 
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.

@@ -135,7 +135,8 @@ FILE* text_stream(char** text, size_t* bytes) {
     return there(file, sizeof(FILE));
 }
 
-// Ends the process unless a limit leaves `need` bytes beside what it has: so many pages, number N of /proc/self/statm.
+// Ends the process unless a limit leaves room for `need` bytes beside what it uses: number `number` of
+// /proc/self/statm, in pages.
 static void limit_check(int resource, int number, size_t need) {
     struct rlimit limit;
     char text[128] = "", *at = text;

@@ -46,7 +46,8 @@ static bool word_slips(const char* typed, size_t length, const char* name, size_
     return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
 }
 
-// True if `typed` is a slip of the finger away from `name`. Each word must be, or, if one has more of them, the whole.
+// True if `typed` is a slip of the finger away from `name`. Each word must be; the whole name, if the numbers
+// of words differ.
 // Short names are not guessed at all, and the digits must be the same, since beta3 is not beta2.
 static bool is_slip(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
@@ -327,7 +328,8 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('}', file);
 }
 
-// Finds the words that complete a value, of "off|auto|DIR" those in lower case. Returns whether a path does, too.
+// Finds the words that complete a value, of "off|auto|DIR" those in lower case. Returns whether a path is one of the
+// values.
 static bool completion_values(const Option* option, char* words, size_t bytes) {
     size_t used = 0;
     bool path = false;

@@ -6,7 +6,8 @@
 #include "clock.h"
 #include "text.h"
 
-// Says how much data there is and a validation reads, what is left out, and whether validation is of training texts.
+// Says how much data there is, how much of it a validation reads, what is left out, and whether validation is of
+// training texts.
 static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
                         int vocabulary) {
     const Dataset* const parts[] = {train, val};

@@ -52,10 +52,10 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
     const struct timespec pause = {0, 100000000};
     const int descriptor = run->held ? -1 : open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor < 0) return true;
-    run->held = true;
     // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
     for (int i = 0; i < 50; i++) {
-        if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+        run->held = flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+        if (run->held) return true;
         nanosleep(&pause, NULL);
     }
     close(descriptor);
@@ -71,7 +71,7 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
     return !again || dry_run || checkpoint || run_folder_hold(folder, named, error);
 }
 
-// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has; mkdir lets one run have each.
+// Makes runs/DATE_TIME_MODEL, or the first of _2, _3, ... that nobody has: mkdir gives each name to one run alone.
 static bool folder_name(RunFolder* run, const char* model, char* error) {
     char date[32];
     time_t now = time(NULL);

@@ -37,7 +37,7 @@ typedef struct {
         double began, seconds;
     } so_far;  // zeros at first
 } Samples;
-// Takes a token of each of `count` samples; negative ones other than `end` are nobody's. Replaces the end-of-text token
+// Takes a token of each of `count` samples; it ignores negative tokens other than `end`. Replaces the end-of-text token
 // by `end` where samples stop at it, and prints the token of a single sample. Ends the program when nobody reads on.
 void samples_next(Samples* samples, int* tokens, int count, int end);
 // Takes the complete sample `index` of `samples` (a Samples): `used` tokens, with its prompt. After the last one that

@@ -21,9 +21,9 @@ typedef struct Planner {
 
 // Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
 int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int64_t available);
-// Returns NULL if the plan of a model with this batch, of `sequences` a step, fits into `available` bytes of `device`;
-// otherwise what is missing and what to type, a text that lives as long as the program. `block`: the model recomputes
-// blocks already, except those of --kept-blocks.
+// Returns NULL if the plan of a model with this batch, of `sequences` sequences a step on a rank, fits into `available`
+// bytes of `device`; otherwise what is missing and what to type, a text that lives as long as the program. `block`: the
+// model recomputes blocks already, except those of --kept-blocks.
 const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
                        const char* device);
 // The same for this machine's memory, of which --offload needs `need` bytes and `available` are free.

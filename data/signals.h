@@ -21,7 +21,8 @@ extern volatile sig_atomic_t signal_stop, signal_save;
 void signals_catch(void);
 // Puts the signals that a run handles, which a parent of ranks hands on to them, into `set`.
 void signals_handled(sigset_t* set);
-// Starts a thread that receives no signal but SIGBUS, which goes to who caused it. Returns pthread_create's status.
+// Starts a thread that receives no signal but SIGBUS, which goes to the thread that caused it. Returns pthread_create's
+// status.
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
 // Silences this process, which is a rank other than 0.
 void signals_quiet(void);

@@ -85,8 +85,8 @@ static int byte_of(uint32_t point) {
     return i < 0x21 ? i : i < 0x21 + 0x22 ? i - 0x21 + 0x7F : 0xAD;
 }
 
-// Rewrites text from the alphabet into bytes at `to`, of which there are fewer; returns their number, -1: it is not in
-// it.
+// Rewrites text from the alphabet into bytes at `to`, never more than the text has. Returns their number; -1: a
+// character is not in the alphabet.
 static int64_t to_bytes(const char* text, int64_t count, char* to) {
     int64_t used = 0;
     for (int64_t i = 0; i < count;) {

@@ -527,6 +527,6 @@ TEST(folders_sizes) {
         expect(fabs(size / wanted - 1) < 0.1 && head == (C < 2048 ? 64 : 128), "%s: %g parameters, heads of %g", text,
                size, head);
     }
-    for (const char* none : {"", "B", "124", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"})
+    for (const char* none : {"", "B", "124", "30 ", "0.03 ", "124MB", "-3B", "1e3B", "0x3B", "1M", "600B", "nanB"})
         expect(!gpt2_named(none) && !gpt2_size_check(none, error), "%s is a size", none);
 }

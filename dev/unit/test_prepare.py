@@ -524,7 +524,8 @@ def library(case):
     made = case.folder / "data.so"
     try:
         done = subprocess.run(
-            ["cc", "-shared", "-fPIC", "-O0", "-w", "-pthread", *sources, "-o", made, "-lm"], capture_output=True
+            ["cc", "-shared", "-fPIC", "-D_GNU_SOURCE", "-O0", "-w", "-pthread", *sources, "-o", made, "-lm"],
+            capture_output=True,
         )
     except OSError:
         return None

@@ -1,9 +1,9 @@
 // Exchange between ranks, one a GPU, on the device: bytes go from every rank to every other (comm_exchange).
 // Averaging gradients and gathering weights are made of it in shard.cuh.
 //
-// GPUs of one machine that reach each other use their copy engines (peer.cuh), others NCCL's send and receive, on a
-// stream of its own beside the device's. Both move bytes and add nothing up, so no result depends on which it is, or on
-// what NCCL chooses. Each rank's pieces go once out and once in, all at the same time.
+// GPUs of one machine that reach each other use their copy engines (peer.cuh), others NCCL's send and receive.
+// Exchanges run on a stream of their own, beside the device's. Both ways move bytes and add nothing up, so no result
+// depends on which it is, or on what NCCL chooses. Each rank's pieces go once out and once in, all at the same time.
 //
 // Without GPUs, ranks of one machine exchange through a shared mapping, a stand-in for the tests (NIBBLE_STAND_IN=1).
 // It is synchronous and not fast.
@@ -281,7 +281,8 @@ inline void device_after_comm(const Comm* comm) {
     check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
 }
 
-// sends[r] goes to rank r, receives[r] comes from it and has as many bytes; a rank's own are left alone. All call it.
+// sends[r] goes to rank r, receives[r] comes from it; a rank's own are left alone. What r sends to s has as many bytes
+// as s receives from r. All ranks call it.
 inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
     if (comm->stand_in) return stand_in_exchange(comm, sends, receives);
     if (comm->peers) return peers_exchange(comm, sends, receives);

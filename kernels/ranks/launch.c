@@ -66,7 +66,7 @@ static void set_address(Launch* launch, const char* host) {
     launch->port = port > 0 ? port : port_of(launch->job);
 }
 
-// True if the environment has all three.
+// True if the environment has the rank, the local rank and the number of ranks.
 static bool is_rank(const Launch* launch) {
     return launch->rank >= 0 && launch->world >= 1 && launch->local_rank >= 0;
 }
@@ -186,7 +186,8 @@ static void set_variable(const char* name, int number) {
     setenv(name, text_kept("%d", number), 1);
 }
 
-// Returns the code that the run ends with, now that a rank has ended. A signal goes before the codes of the others.
+// Returns the code that the run ends with, now that a rank has ended. A signal takes precedence over the codes of
+// others.
 static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
     if (!WIFSIGNALED(status)) return code ? code : WEXITSTATUS(status);
     if (killed || code > 128) return code;

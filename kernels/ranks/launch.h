@@ -10,7 +10,7 @@
 // makes or the text in NIBBLE_SECRET (rendezvous.h).
 //
 // A rank that ends, crashes, is stopped, loses its machine or hangs (launch_hurry) ends all of them, with one message,
-// which rank 0 prints, within SILENCE_SECONDS or its patience, and a few.
+// which rank 0 prints, within SILENCE_SECONDS or its patience, and a few seconds more.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

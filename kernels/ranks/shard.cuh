@@ -21,8 +21,8 @@
 // 2^-23 of the sum of the magnitudes. Gradients may be rounded to nearest bf16 before they are sent: then an element is
 // off by at most 2^-8 of its magnitude, and what arrived is summed in fp32.
 //
-// This costs 1 to 3 % of a step on two H200s by copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more the modes
-// that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the figures).
+// This costs 1 to 3 % of a step on two H200s with copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more the
+// modes that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
