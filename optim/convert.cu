@@ -429,8 +429,8 @@ static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece*
     for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);
 }
 
-// Makes v of rows and columns, or of rows alone, of a v of elements, which fill(start, n, piece) puts into pieces: the
-// means over each.
+// Turns a v of elements, which fill(start, n, piece) puts into pieces, into one of rows and columns, or of rows alone:
+// the means over each.
 template <class Fill>
 static void kept_means(const Kept* kept, Fill fill) {
     const int64_t rows = kept->tensor->rows, cols = kept->tensor->cols;

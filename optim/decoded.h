@@ -3,8 +3,8 @@
 //
 // Two layers have room at a time and take turns. The embeddings use the same room, since a pass reads them before its
 // first layer and after its last. The last layernorm has room of its own, since it is read together with the last
-// layer. decoded_need decodes a part that is not there on the device's stream, behind whatever still reads what lay in
-// its place.
+// layer. If a part is not there, decoded_need decodes it, on the device's stream, behind whatever still reads what lay
+// in its place.
 //
 //     room     max(2 layers, embeddings) + last layernorm, in the compute type
 //     cost     each use of a part reads its weights as stored and writes them decoded: 3 bytes a parameter for 8-bit

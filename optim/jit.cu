@@ -63,7 +63,7 @@ typedef struct NvrtcProgram_* NvrtcProgram;
     CALL(int, archs, "nvrtcGetSupportedArchs", (int*))
 
 struct Nvrtc {
-#define MEMBER(RESULT, MEMBER, NAME, PARAMETERS) RESULT(*MEMBER) PARAMETERS;
+#define MEMBER(RESULT, FIELD, NAME, PARAMETERS) RESULT(*FIELD) PARAMETERS;
     NVRTC_CALLS(MEMBER)
 };
 

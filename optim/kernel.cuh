@@ -299,8 +299,8 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 // into one of the group's 2 to 4 stages while the group computes on another, the update writes in place, and the copy
 // engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders, so its threads do
 // not wait for memory, spend no registers on loads in flight and compute no addresses. The next tile of the table goes
-// to the first group that has room for it: with fixed shares, as multiprocessors differ in speed, what is under way at
-// a time would spread ever further over memory. Older GPUs run the same code on memory directly; a CPU core takes a
+// to the first group that has room for it: multiprocessors differ in speed, so with fixed shares the tiles under way
+// would drift apart in memory. Older GPUs run the same code on memory directly; a CPU core takes a
 // whole tile.
 //
 // Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
@@ -591,9 +591,9 @@ struct Couriers {
     }
 };
 
-// What comes with the tiles in the stages besides their arrays; empty unless it is THERE: the tiles' places, or those
-// among the numbers of a rule by rows. A group that looked the latter up itself would wait for memory twice, since they
-// say where the numbers lie.
+// What comes with the tiles in the stages besides their arrays: the tiles' places, or the places of a rule's numbers by
+// rows. It is empty unless it is THERE. A group that looked the latter up itself would wait for memory twice, since
+// they say where the numbers lie.
 template <class T, bool THERE, int GROUPS, int STAGES>
 struct Staged {
     static constexpr int BYTES = sizeof(T);  // that a stage receives

@@ -77,7 +77,7 @@ struct Optim {
     float* factors;             // device memory: of the update in each tile, or null
     Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
     OptimBytes allocated;
-    bool counts;  // it takes no memory and makes no kernels: `allocated` is all that optim_bytes wants
+    bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made, `allocated` alone is summed up
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;
@@ -127,6 +127,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
     SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
+    streams->span = device;  // what is allocated belongs to the optimizer at once
     streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
     if (optim->counts) return;
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
@@ -140,7 +141,6 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     }
     copy_to_device(optim->dev, device, host, bytes);
     free(host);
-    streams->span = device;
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
@@ -761,7 +761,7 @@ static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
     if (arguments->places) arguments->places += chunk->tile;
 }
 
-// Makes the arguments those of the first kernel for a chunk: from the gradients, or their projection, to directions.
+// Sets the arguments of a chunk's first kernel, which turns gradients, or their projection, into directions.
 static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, const LowStep* low,
                              StepArguments* moment) {
     const MatrixWork* work = &launch->matrix;

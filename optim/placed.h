@@ -47,21 +47,21 @@ bool is_capturing(const Device* dev);
 // The number of the last step, which replays of a graph raise; waits for the stream. 0 before the first.
 int64_t placed_clock(const PlacedTables* tables);
 
-// The parts of optim_step, for these steps.
+// placed_step takes its steps by these parts of optim_step.
 
 // The arguments that all launches of a step have in common.
 StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step);
 
-// A launch's step, if constants and steps are the caller's own.
+// A step of a launch whose constants and number come from the caller.
 struct LaunchStep {
     const OptimConfig* config;  // the launch's, with the betas of this step
     int64_t step;               // counts the tensors' own steps
     const LowPlace* places;     // as low_rank_apply takes them
 };
 
-// Both set the arrays that `arguments` needs besides tiles and places; `grads` is an arena, or null if the places have
-// the gradients. optim_passes runs the passes of a rule that reads rows and of --limit-growth, which read the constants
-// in the order of the plan's groups. A launch without passes does not need the call.
+// optim_passes and optim_launch set the arrays that `arguments` needs besides tiles and places; `grads` is an arena, or
+// null if the places have the gradients. optim_passes runs the passes of a rule that reads rows and of --limit-growth,
+// which read the constants in the order of the plan's groups. A launch without passes does not need the call.
 void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its);
 // Updates the tiles that `arguments` names; a launch's passes come before its first tiles. If the rule reads matrices,
 // these are all tiles of the launch in the arena's order, and the gradients of their places lie in the scratch.

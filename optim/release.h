@@ -11,8 +11,9 @@
 // as soon as it is there (optim_fold_tensors); the last one takes the step. This is for rules whose step reads the
 // gradients through m alone (optim_folds): the step is that of their sum, but for a rounding of m each. It is not
 // clipped, since nobody has the sum's norm. Vectors, and all that is in no layer, have room of their own, where
-// gradients add up for any rule. A layer whose gradients are not finite in some micro-batch keeps its weights, as does
-// all if the loss is not or data is bad, but m keeps what it took before, also in a checkpoint that is saved then.
+// gradients add up for any rule. A layer whose gradients are not finite in some micro-batch keeps its weights, and if
+// the loss is not finite or data is bad, all layers do. But m keeps what it took before, also in a checkpoint that is
+// saved then.
 // Rules that read matrices are released so for any number of micro-batches: m takes all gradients, and all matrices
 // step after the backward pass.
 //

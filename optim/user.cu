@@ -17,9 +17,9 @@ static bool ends_comment(const char* at, bool line) {
     return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
 }
 
-// Removes what does not count in a file's checksum from a C++ text: a comment becomes a space, and white space in a row
-// becomes one space, or one end of a line if there is one among it; none stays at the ends. Returns the length that is
-// left.
+// Strips a C++ text of comments and spare white space, which a file's checksum ignores: a comment becomes a space, and
+// white space in a row becomes one space, or one end of a line if there is one among it; none stays at the ends.
+// Returns the length that is left.
 static int64_t squeeze(char* text) {
     char *to = text, space = 0;
     for (const char* at = text; *at;) {

@@ -1,6 +1,6 @@
 // Unit tests of data/safetensors.h: checksum, files, JSON and safetensors.
 //
-// Everything is written into a folder that the case removes. What files with random damage do: dev/fuzz.
+// Everything is written into a folder that the case removes. dev/fuzz tests files with random damage.
 #include <signal.h>
 #include <sys/resource.h>
 #include "files.h"

@@ -395,7 +395,7 @@ static void compiles(Test* test, const OptimConfig* config, const char* architec
     expect(is(kernel_of(*config), kernel_of(*config, "optim_step_kernel")), "%s", kernel_of(*config));
     expect_compiles(test, kernel_of(*config), architecture);
     if (in_spans(all)) expect_compiles(test, kernel_of(*config, "optim_measure_kernel"), architecture);
-    if (find_row(rule_table(), config->rule)->by_rows)
+    if (find_row(rule_table(), config->rule)->by_rows || config->limit_growth > 0.0f)
         expect_compiles(test, kernel_of(*config, "optim_sums_kernel"), architecture);
 }
 
@@ -417,6 +417,9 @@ JIT_TEST(every_row_compiles) {
         add(&all, states_config("adamw", "bf16:sr", "bf16", "soft8@dq8:sr", v));
     for (const char* preset : all_presets.name)
         add(&all, preset_config(preset, GRADS_NAMES[all.count % name_count(GRADS_NAMES)], "none"));
+    OptimConfig limited = states_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8");
+    limited.limit_growth = 1.01f;
+    add(&all, limited);
     for (int k = 0; k < 40; k++) add(&all, draw_config(seed, k));
     int bad = in_processes(test, all.count, [&](int k) { compiles(test, &all.config[k], k % 3 ? "sm_90" : "sm_80"); });
     expect(bad == 0, "in %d processes a combination does not compile", bad);

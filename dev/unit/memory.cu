@@ -111,7 +111,7 @@ TEST(memory_comes_from_one_family) {
     expect(code == 0 && !*found, "exit code %d; this takes memory past data/memory.h: %s", code, found);
 }
 
-// A stack that is too small ends in a sentence. What other limits do: dev/faults.py.
+// A stack that is too small ends in a sentence. dev/faults.py tests other limits.
 TEST(memory_of_the_stack) {
     int code;
     const char* said = shell(formatted("ulimit -s 1024 && %s/train --dry-run --device cpu 2>&1", test_folder()), &code);

@@ -48,13 +48,15 @@ static void finish_well(Test* test, Child* child) {
 }
 
 // Waits until no other case runs on more than four GPUs, and returns a file that keeps them waiting as long as a
-// process has it open. The driver starts one process on many GPUs after another, so all runs at once would exceed their
-// time.
+// process has it open. The driver starts one process on many GPUs after another, so all runs at once would run into
+// their time limits; a case's own limit counts the wait (NIBBLE_TEST_SECONDS=900 on eight GPUs).
 static int take_turn(bool gpu, int ranks) {
     if (!gpu || ranks <= 4) return -1;
-    const int turn = open("/tmp/nibble_test_turn", O_CREAT | O_RDWR, 0666);
+    const char* path = formatted("/tmp/nibble_test_turn_%d", (int)getuid());
+    const int turn = open(path, O_CREAT | O_RDWR | O_NOFOLLOW, 0600);
     while (turn >= 0 && flock(turn, LOCK_EX) != 0 && errno == EINTR) {
     }
+    if (turn < 0) printf("    no turns are taken: %s: %s\n", path, strerror(errno));
     return turn;
 }
 
@@ -164,7 +166,7 @@ static void check_released(Test* test, bool gpu, int ranks, const char* options)
     std::vector<const char*> all;
     for (int i = 0; i < 12; i++) {
         const int mode = i / 3, way = i % 3;
-        if (runs_few(gpu, ranks) && i % 5 != 0) continue;  // none as it is, states on the host, weights released
+        if (runs_few(gpu, ranks) && i % 5 != 0) continue;  // none; released states on the host; weights released
         all.push_back(formatted("--shard %s %s", modes[mode], released[way]));
     }
     expect_same(test, gpu, ranks, 4, formatted("--tokens-per-step %d %s", 32 * ranks, options), all);

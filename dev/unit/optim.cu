@@ -233,7 +233,7 @@ TEST(optim_names) {
 }
 
 // A configuration of this rule, formats of fp32 and a change is refused with a sentence that begins with the option and
-// what was found, and holds the way out.
+// what was found, and says what to type.
 TEST(optim_refusals) {
 #define WITH(...) [](OptimConfig* c) { __VA_ARGS__; }
     const std::tuple<const char*, void (*)(OptimConfig * c), const char*, const char*> rows[] = {

@@ -151,7 +151,7 @@ inline const char* difference(const Run* a, const Run* b) {
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
 
-// Expects that there is no such place.
+// Expects that the runs are equal, and names the first array in which they differ.
 inline void expect_same(Test* test, const Run* a, const Run* b, const char* what) {
     const char* where = difference(a, b);
     expect(!where, "%s: %s", what, where);
@@ -208,6 +208,8 @@ inline Stored expect_load(Test* test, Run* to, const Run* from) {
     return context;
 }
 
+// optim_bytes counts by the walk that optim_create takes. So this finds what one of them leaves out alone; matrix_room,
+// override.cu's figures and the tests of memory in use look at the sizes themselves.
 inline void expect_planned(Test* test, const Run* run, const char* what) {
     OptimBytes plan = optim_bytes(&run->dev, &run->config, run->tensor, run->count, run->compute);
     OptimBytes real = optim_allocated(run->optim);

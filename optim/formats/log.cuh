@@ -14,7 +14,7 @@
 // a polynomial of u whose coefficients are the block's, within 1e-5 for a step of 1 and 2e-8 for 0.1.
 // log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
 // 2^-24 of the range; 2^x within 2^-20 of itself. A code differs from the exact one only where x is that near to a
-// bound. Limits: v below 2^-126 (adalog8) or 2^-125 counts as that, above 2^127 as that; NaN and what is negative as
+// bound. Limits: v is raised to 2^-126 (adalog8) or 2^-125 and cut at 2^127; NaN and what is negative count as
 // zero. No v but zero becomes zero. There is no signed one for m: the least of a block, which is next to zero, would
 // decide how far apart all its levels are. Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
 #pragma once

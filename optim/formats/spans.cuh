@@ -11,8 +11,8 @@
 // last step and stores with the next ones; last, those become the current. Maxima do not round, so their order does not
 // matter: integer atomics on the bits of floats that are not negative.
 // Cost: the first pass reads all that a step reads once more, 16 bytes a parameter in place of 10 for bf16 weights and
-// 8-bit states; rank-1 scales also take a reciprocal for each element. But for weights that are operands, spans are for
-// study, and for what others have scaled like this; blocks are faster and more precise.
+// 8-bit states; rank-1 scales also take a reciprocal for each element. Use spans for weights
+// that are operands, for study, and for what others have scaled like this; blocks are faster and more precise.
 //
 // Kept beside the codes are, for every tensor, the largest |x|, the scale (what a code is multiplied by) and its
 // inverse, or the maxima of the rows and then of the columns, or of a vector's blocks.

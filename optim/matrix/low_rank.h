@@ -56,7 +56,7 @@ struct LowPlace {
     int group;
 };
 
-// A step of a launch.
+// What the functions below need to know of a step of a launch.
 struct LowStep {
     const Device* dev;
     const OptimConfig* config;
@@ -76,5 +76,6 @@ void low_rank_project(const LowStep* its, int chunk);
 // one for each of the launch's matrices, unless it is null.
 void low_rank_apply(const LowStep* its, int chunk, const StepArguments* apply, const LowPlace* places);
 
-// The second half of another step: turns work->direction, N, and the gradients into the updates, in work->scratch.
+// The second half of a step that is not fused: turns work->direction, N, and the gradients into the updates, in
+// work->scratch.
 void low_rank_update(const LowStep* its, int chunk);

@@ -23,7 +23,8 @@
 // bits for any number of ranks and chunks.
 //
 // Memory. Tensors are taken in chunks of about 3 x 2^25 elements. Each element of a chunk takes 4 bytes of the scratch,
-// and 6 to 12 of the products' buffers, most where matrices are nearly square. So they do not grow with the model: 0.9
+// and 6 to 12 of the products' buffers: 6 for square matrices and for those whose longer side is four times the
+// shorter one or more, up to 12 between. So they do not grow with the model: 0.9
 // GB for GPT-2 124M and for 1558M, and at most 1.6 GB or what one tensor needs. The CPU takes one matrix at a time and
 // needs buffers for the largest one alone. One launch makes the products of up to three shapes of a chunk.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, m the shorter side, and a sixth more for whole
