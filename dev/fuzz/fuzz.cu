@@ -192,8 +192,9 @@ static void fuzz_shards(FuzzInput input) {
         if (!fine) demand_sentence(error);
         const int64_t windows = fine ? dataset_windows(&data, T) : 0;
         for (int64_t i = 0; i < windows && i < 100; i++) {
-            if (!dataset_window(&data, T, i, tokens, targets, error)) demand_sentence(error);
-            for (int t = 0; t < T && fine; t++) demand(tokens[t] >= 0);
+            const bool read = dataset_window(&data, T, i, tokens, targets, error);
+            if (!read) demand_sentence(error);
+            for (int t = 0; t < T && read; t++) demand(tokens[t] >= 0 && targets[t] >= 0);
         }
         if (fine) dataset_close(&data);
     }
