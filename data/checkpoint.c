@@ -268,8 +268,7 @@ void checkpoint_weights(void* context, int tensor, float* values) {
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
-// Puts FOLDER.tmp in FOLDER's place. An existing one is swapped with it in one act, so that a whole one is always
-// there.
+// Puts FOLDER.tmp in FOLDER's place. It swaps with an existing one in one act, so that a whole one is always there.
 static bool checkpoint_commit(const char* folder, char* error) {
     SCOPED char *temporary = text_format("%s.tmp", folder), *old = text_format("%s.old.tmp", folder);
     struct stat status;

@@ -116,8 +116,8 @@ const char* gpt2_names(void) {
     return text;
 }
 
-// True if nibble computes with this value of a member. Absent or null means transformers' default, with which
-// nibble computes.
+// True if nibble computes with this value of a member. It does so with transformers' default, which an absent member
+// and null stand for.
 static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
     const Json* found = json_get(json, key);
     if (!found || found->kind == JSON_NULL) return true;

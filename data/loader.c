@@ -488,8 +488,8 @@ void dataset_close(Dataset* data) {
     memset(data, 0, sizeof(*data));
 }
 
-// Reads `count` bytes from byte `at` of the file's tokens on. A file that is cut short gives an error, or a
-// signal if it is mapped.
+// Reads `count` bytes from byte `at` of the file's tokens on. Files are not mapped, since one that is cut short would
+// then end the process by a signal; a short read is an error.
 static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
     if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
     memcpy(to, file->memory + at, (size_t)count);

@@ -58,8 +58,8 @@ bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
 // Returns how many windows a validation reads of at most `tokens` tokens; at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
-// Copies window `window` (not permuted) into tokens[T] and targets[T]. False, with only a part of them
-// copied, where a token is not below data->vocabulary.
+// Copies window `window` (not permuted) into tokens[T] and targets[T]. Returns false where a token is not below
+// data->vocabulary; then only a part of the window is copied.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
 
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.

@@ -46,9 +46,8 @@ static bool word_slips(const char* typed, size_t length, const char* name, size_
     return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
 }
 
-// True if `typed` is a slip of the finger away from `name`. Each word must be; the whole name, if the numbers
-// of words differ.
-// Short names are not guessed at all, and the digits must be the same, since beta3 is not beta2.
+// True if `typed` is a slip of the finger away from `name`. Each word must be, or the whole name if the numbers of
+// words differ. Short names are not guessed at all, and the digits must be the same, since beta3 is not beta2.
 static bool is_slip(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);

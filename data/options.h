@@ -60,8 +60,8 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
 // False with a sentence if an option was typed, with another value than its default, that lacks what it needs, also
 // among the words NAME=VALUE of `settings`.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
-// {"name": value, ...}, without flags and what is done instead of training. Values are texts; with
-// `typed`, numbers are numbers.
+// Writes {"name": value, ...} without flags and what is done instead of training. Values are texts; with `typed`,
+// numbers are numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const OptionTable* table, const void* fields, FILE* file);

@@ -53,7 +53,7 @@ bool run_saves_states(const RunFolder* run);  // --save
 // Keeps other processes of this machine from training in `folder` (on a file system with locks); false where one does.
 bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Returns, before a checkpoint is chosen, whether the folder `run` ("": none is named) is free for what --resume says.
-// Where the run goes on in it, or in the folder that `resume` names, that folder is held.
+// If the run goes on in it, or in the folder that `resume` names, this process holds that folder.
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
 // Returns, before run_folder_make, whether the data's tokens are those that the weights of `sources` have learned, and
 // whether the tasks of --eval and the prompts of --prompt-file can be opened.

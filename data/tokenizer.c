@@ -108,7 +108,7 @@ typedef struct {
 } Entry;
 
 typedef struct {
-    Entry* entry;
+    Entry* entry;  // first, since SCOPED frees it
     int64_t count;
 } Entries;
 
@@ -447,7 +447,8 @@ const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) 
     return known ? tokenizer->text + tokenizer->first[token] : "";
 }
 
-// The class of a character: that of the run in which it is.
+// Returns the class of a character, that of the run in which it is. The search is linear: prompts are short, and Latin
+// letters are in the first of the 1,610 runs.
 static CharClass class_of(uint32_t point) {
     const uint32_t* run = unicode_runs;
     while (point >= *run >> 2) point -= *run++ >> 2;

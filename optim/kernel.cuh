@@ -591,9 +591,8 @@ struct Couriers {
     }
 };
 
-// What comes with the tiles in the stages besides their arrays: the tiles' places, or the places of a rule's numbers by
-// rows. It is empty unless it is THERE. A group that looked the latter up itself would wait for memory twice, since
-// they say where the numbers lie.
+// The stages hold this beside a tile's arrays: the tile's place, or the places of a rule's numbers by rows. It is empty
+// unless it is THERE. A group that looked the places of the numbers up itself would wait for memory twice.
 template <class T, bool THERE, int GROUPS, int STAGES>
 struct Staged {
     static constexpr int BYTES = sizeof(T);  // that a stage receives

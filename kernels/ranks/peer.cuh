@@ -48,8 +48,8 @@ inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-// What comes after on the stream reads what the sender wrote before it raised the count: the wait flushes where the GPU
-// can; elsewhere the fence in the sender's write_value orders the two writes.
+// Work that is queued on the stream after this call reads what the sender wrote before it raised the count. The wait
+// flushes where the GPU can; elsewhere the fence in the sender's write_value orders the two writes.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
     check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags));
 }

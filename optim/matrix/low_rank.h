@@ -56,7 +56,7 @@ struct LowPlace {
     int group;
 };
 
-// What the functions below need to know of a step of a launch.
+// The functions below share these arguments, which describe a step of a launch.
 struct LowStep {
     const Device* dev;
     const OptimConfig* config;
