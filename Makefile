@@ -104,8 +104,11 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 # Two thousand small functions, which -O3 makes no faster and takes three times as long for.
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
+# On a GPU that these kernels were not compiled for NVRTC compiles the one that is used.
+$(BUILD)/optim/built_in.o: private CUDA_PTX :=
+
 # These have no kernels, so one target is enough: the one that runs on every GPU.
-HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list optim override plan resolve user)
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list offload optim override plan resolve tensors user)
 $(HOST_ONLY): private CUDA_ARCH :=
 $(HOST_ONLY): private CUDA_PTX := 80
 

@@ -11,7 +11,13 @@
 #define __device__
 #define __forceinline__ inline __attribute__((always_inline))
 
-enum cudaError_t { cudaSuccess, cudaErrorNoDevice = 100, cudaErrorNotSupported = 801 };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorInvalidDeviceFunction = 98,
+    cudaErrorNoDevice = 100,
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaErrorNotSupported = 801
+};
 enum cublasStatus_t { CUBLAS_STATUS_SUCCESS };
 enum CUresult { CUDA_SUCCESS, CUDA_ERROR_NOT_SUPPORTED = 801 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };

@@ -1,6 +1,7 @@
 // The kernels that are compiled ahead of time: those of the presets, of the tensors that a preset overrides, and of
 // both kinds of gradient; with weights in spans, the pass before the step as well. All of it follows from the rows of
-// PRESETS (table.cuh); NVRTC compiles every other combination when it is first asked for.
+// PRESETS (table.cuh). NVRTC compiles what else is asked for when it is first used: other combinations, steps that keep
+// a copy of the weights, and all of them on a GPU that this file was not compiled for.
 #include <tuple>
 #include <utility>
 
@@ -64,19 +65,19 @@ struct PresetTypes {
 };
 
 struct BuiltInRow {
-    int rule, weights, m, v;   // indices in the tables; v -1: none
-    const void* kernel[2][2];  // without and with a bf16 copy, with fp32 and bf16 gradients
-    const void* measure[2];    // the pass before the step, with fp32 and bf16 gradients; null: there is none
+    int rule, weights, m, v;  // indices in the tables; v -1: none
+    const void* kernel[2];    // with fp32 and bf16 gradients
+    const void* measure[2];   // the pass before the step, with fp32 and bf16 gradients; null: there is none
 };
 
 typedef Elementwise<Fp32, NEAREST> Fp32s;
 typedef Elementwise<Bf16, NEAREST> Bf16s;
 
 // The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
-template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+template <class Rule, class Weights, class M, class V, class Grads>
 const void* step_kernel() {
 #ifdef __CUDACC__
-    return (const void*)optim_step_kernel<Rule, Weights, M, V, Copy, Grads>;
+    return (const void*)optim_step_kernel<Rule, Weights, M, V, None, Grads>;
 #else
     return PRESETS;
 #endif
@@ -95,10 +96,6 @@ const void* measure_kernel() {
     return PRESETS;
 }
 
-// The matmuls read weights that are stored as bf16 as they are, so these never have a copy.
-template <class Weights>
-constexpr bool is_copied = !same_name("BF16", Weights::STREAM[0].dtype);
-
 // A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
 // overrides give another rule have the kernel of another preset.
 template <int PRESET, bool OVERRIDDEN>
@@ -109,29 +106,22 @@ static BuiltInRow built_in_row() {
     typedef typename Types::StateV V;
     if constexpr (Rule::MATRIX == MATRIX_NONE) {
         typedef typename Types::Weights Weights;
-        BuiltInRow row = {Types::RULE, Types::WEIGHTS,
-                          Types::M,    Types::V,
-                          {},          {measure_kernel<Types, Fp32s>(), measure_kernel<Types, Bf16s>()}};
-        row.kernel[0][0] = step_kernel<Rule, Weights, M, V, None, Fp32s>();
-        row.kernel[0][1] = step_kernel<Rule, Weights, M, V, None, Bf16s>();
-        if constexpr (is_copied<Weights>) {
-            row.kernel[1][0] = step_kernel<Rule, Weights, M, V, Bf16s, Fp32s>();
-            row.kernel[1][1] = step_kernel<Rule, Weights, M, V, Bf16s, Bf16s>();
-        }
-        return row;
+        return {Types::RULE,
+                Types::WEIGHTS,
+                Types::M,
+                Types::V,
+                {step_kernel<Rule, Weights, M, V, Fp32s>(), step_kernel<Rule, Weights, M, V, Bf16s>()},
+                {measure_kernel<Types, Fp32s>(), measure_kernel<Types, Bf16s>()}};
     } else if constexpr (!OVERRIDDEN) {
         BuiltInRow row = {Types::RULE, name_index(WEIGHTS_NAMES, "fp32"), Types::M, Types::V, {}, {}};
-        row.kernel[0][0] = step_kernel<Rule, Fp32s, M, V, None, Fp32s>();
-        if constexpr (Rule::MATRIX < MATRIX_GALORE) row.kernel[0][1] = step_kernel<Rule, Fp32s, M, V, None, Bf16s>();
+        row.kernel[0] = step_kernel<Rule, Fp32s, M, V, Fp32s>();
+        if constexpr (Rule::MATRIX < MATRIX_GALORE) row.kernel[1] = step_kernel<Rule, Fp32s, M, V, Bf16s>();
         return row;
     } else {
         typedef typename PresetTypes<PRESET, false>::Weights Weights;
-        BuiltInRow row = {-1, PresetTypes<PRESET, false>::WEIGHTS, -1, -1, {}, {}};
-        row.kernel[0][0] = step_kernel<MatrixApply, Weights, None, None, None, Fp32s>();
-        if constexpr (is_copied<Weights>) {
-            row.kernel[1][0] = step_kernel<MatrixApply, Weights, None, None, Bf16s, Fp32s>();
-        }
-        return row;
+        return {
+            -1, PresetTypes<PRESET, false>::WEIGHTS, -1, -1, {step_kernel<MatrixApply, Weights, None, None, Fp32s>()},
+            {}};
     }
 }
 
@@ -162,9 +152,9 @@ static const BuiltInRow* built_in_row_of(const Rows* rows) {
     return find_built_in(rows, std::make_integer_sequence<int, PRESET_COUNT>());
 }
 
-const void* built_in_kernel(const Rows* rows, bool copy) {
+const void* built_in_kernel(const Rows* rows) {
     const BuiltInRow* row = built_in_row_of(rows);
-    return row ? row->kernel[copy][row_index(grads_table(), rows->grads)] : nullptr;
+    return row ? row->kernel[row_index(grads_table(), rows->grads)] : nullptr;
 }
 
 const void* built_in_measure(const Rows* rows) {

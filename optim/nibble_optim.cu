@@ -53,7 +53,7 @@ void memory_failed(const char* text) {
 void notice(const char*) {}
 
 // No kernel is built in: those of ./train take arenas.
-const void* built_in_kernel(const Rows*, bool) {
+const void* built_in_kernel(const Rows*) {
     return nullptr;
 }
 

@@ -246,7 +246,7 @@ const char* user_source(const Rows* rows) {
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute, Pass pass) {
     if (config->placed || config_scaled(config)) return nullptr;
     if (pass == MEASURE) return built_in_measure(rows);
-    return built_in_kernel(rows, rows_copy(config, rows, compute) != none_row());
+    return rows_copy(config, rows, compute) == none_row() ? built_in_kernel(rows) : nullptr;
 }
 
 // The rows of the first kernel of a step, which is the only one but with rules that read matrices.
@@ -275,19 +275,25 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
     kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-// Makes a kernel: the one that is built in, or one from NVRTC if there is none or NIBBLE_JIT=1 asks for it.
+// Makes a kernel: the one that is built in, or one from NVRTC if this GPU has none or NIBBLE_JIT=1 asks for it.
 static void kernel_make(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
                         const char* name, const void* built_in, int threads, int shared_bytes, Kernel* kernel) {
     const char* always = getenv("NIBBLE_JIT");
     *kernel = {always && strcmp(always, "1") == 0 ? nullptr : built_in, {}, threads, shared_bytes};
     if (kernel->built_in) {
-        check(cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    } else {
-        char expression[2100];
-        kernel_expression(name, config, rows, compute, expression, sizeof(expression));
-        jit_kernel(dev->compute, expression, user_source(rows), &kernel->jit);
-        jit_shared_bytes(&kernel->jit, shared_bytes);
+        cudaError_t error =
+            cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        if (error != cudaErrorInvalidDeviceFunction && error != cudaErrorNoKernelImageForDevice) {
+            check(error);
+            return;
+        }
+        kernel->built_in = nullptr;
+        cudaGetLastError();  // CUDA keeps the error until it is asked for it
     }
+    char expression[2100];
+    kernel_expression(name, config, rows, compute, expression, sizeof(expression));
+    jit_kernel(dev->compute, expression, user_source(rows), &kernel->jit);
+    jit_shared_bytes(&kernel->jit, shared_bytes);
 }
 
 // Launches a kernel.

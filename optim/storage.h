@@ -109,8 +109,8 @@ Rows apply_rows(const Rows* rows);
 // The rows of the kernel that takes the gradients of a micro-batch into m (rules/fold.cuh).
 Rows fold_rows(const Rows* rows);
 
-// The kernel of a combination that was compiled ahead of time, without or with a bf16 copy; null if it was not.
-const void* built_in_kernel(const Rows* rows, bool copy);
+// The kernel of a combination without a copy that was compiled ahead of time; null if it was not.
+const void* built_in_kernel(const Rows* rows);
 // The kernel of the pass before the step; null if it was not. It is the same with and without a copy.
 const void* built_in_measure(const Rows* rows);
 

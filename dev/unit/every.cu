@@ -372,6 +372,7 @@ CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
     for (const char* preset : all_presets.name) {
         for (const char* grads : GRADS_NAMES) {
             OptimConfig config = preset_config(preset, grads, "none");
+            config.keeps_copy = false;
             Run run[2];
             int files[2];
             for (int jit = 0; jit < 2; jit++) {

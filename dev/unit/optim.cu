@@ -325,6 +325,7 @@ TEST(optim_presets_are_built_in) {
     for (const char* preset : all_presets.name) {
         for (const char* grads : GRADS_NAMES) {
             OptimConfig config = preset_config(preset, grads);
+            config.keeps_copy = false;
             expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients", preset, grads);
             Override overrides[OVERRIDES];
             int count;
