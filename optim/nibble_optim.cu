@@ -311,13 +311,14 @@ static OptimTensor tensor_local(const NibbleTensor* tensor) {
     const int64_t elements = tensor->rows * tensor->cols, head = tensor->first % TILE_ELEMENTS;
     OptimTensor local = {tensor->name, tensor->rows, tensor->cols, true, 0};
     if (tensor->count < 0) return local;
-    if (tensor->first < 0 || tensor->first + tensor->count > elements) {
-        user_error("%s: elements %lld to %lld were named and it has %lld", tensor->name, (long long)tensor->first,
-                   (long long)(tensor->first + tensor->count), (long long)elements);
+    if (tensor->first < 0 || tensor->first > elements || tensor->count > elements - tensor->first) {
+        user_error("%s: %lld elements from %lld on were named and it has %lld", tensor->name, (long long)tensor->count,
+                   (long long)tensor->first, (long long)elements);
     }
-    const bool rows = head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
-    local.rows = rows && tensor->count > 0 ? tensor->count / tensor->cols : 1;
-    local.cols = rows && tensor->count > 0 ? tensor->cols : tensor->count == 0 ? 0 : head + tensor->count;
+    const bool rows =
+        tensor->count > 0 && head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
+    local.rows = rows ? tensor->count / tensor->cols : 1;
+    local.cols = rows ? tensor->cols : tensor->count == 0 ? 0 : head + tensor->count;
     return local;
 }
 
