@@ -6,6 +6,8 @@
 // nibble_optim_create leaks some KB; what the optimizer has made by then is freed with it.
 #include "nibble_optim.h"
 
+#include <ctype.h>
+#include <errno.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stddef.h>
@@ -162,11 +164,14 @@ static double setting_number(const char* key, const char* value) {
     return number;
 }
 
-static int64_t setting_count(const char* key, const char* value) {
+static uint64_t setting_count(const char* key, const char* value, uint64_t most) {
     char* end = nullptr;
+    errno = 0;
     const unsigned long long number = strtoull(value, &end, 10);
-    if (!*value || *end || *value == '-') user_error("%s: \"%s\" was found; give a whole number from 0 on", key, value);
-    return (int64_t)number;
+    if (!isdigit((unsigned char)*value) || *end || errno || number > most) {
+        user_error("%s: \"%s\" was found; give a whole number from 0 to %llu", key, value, (unsigned long long)most);
+    }
+    return number;
 }
 
 // Sets what is kept of tensors that have owners, from I/N or rest/N.
@@ -183,7 +188,7 @@ static void setting_share(NibbleOptim* optim, const char* value) {
 }
 
 // The kind of a setting says how its value is read. SWITCH is a number, and true above 0; ON_OFF is a word.
-enum SettingKind { TEXT, NUMBER, COUNT, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
+enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
 
 struct Setting {
     const char* key;
@@ -206,7 +211,7 @@ static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"capturable", SWITCH, IN_CONFIG(replays)},
                                         {"share", SHARE, 0},
                                         {"releases", SWITCH, offsetof(NibbleOptim, releases)},
-                                        {"seed", COUNT, IN_CONFIG(seed)},
+                                        {"seed", SEED, IN_CONFIG(seed)},
                                         {"decay_mode", TEXT, IN_CONFIG(decay_mode)},
                                         {"lr_max", NUMBER, IN_CONFIG(lr_max)},
                                         {"beta3", NUMBER, IN_CONFIG(beta3)},
@@ -237,7 +242,7 @@ static void setting_device(NibbleOptim* optim, const char* value) {
     if (!numbered && strcmp(value, "cuda") != 0) {
         user_error("device: \"%s\" is not known; type cpu, cuda or cuda:N", value);
     }
-    optim->gpu = numbered ? (int)setting_count("device", value + 5) : 0;
+    optim->gpu = numbered ? (int)setting_count("device", value + 5, INT32_MAX) : 0;
 }
 
 // True if the value is the first of two words, false if it is the second.
@@ -261,8 +266,9 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     void* at = (char*)optim + setting->at;
     if (setting->kind == TEXT) *(const char**)at = value;
     if (setting->kind == NUMBER) *(float*)at = (float)setting_number(key, value);
-    if (setting->kind == COUNT) *(int64_t*)at = setting_count(key, value);
-    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value) > 0;
+    if (setting->kind == COUNT) *(int64_t*)at = (int64_t)setting_count(key, value, INT64_MAX);
+    if (setting->kind == SEED) *(uint64_t*)at = setting_count(key, value, UINT64_MAX);
+    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value, INT64_MAX) > 0;
     if (setting->kind == ON_OFF) *(bool*)at = setting_word(key, value, "on", "off");
     if (setting->kind == PARAMETERS)
         optim->compute = setting_word(key, value, "fp32", "bf16") ? OPTIM_FP32 : OPTIM_BF16;

@@ -283,6 +283,7 @@ def test_library_limit_growth():
 def test_library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
+                            ({"element": 2 ** 64 - 2048}, "whole number"), ({"device": f"cuda:{2 ** 32 - 1}"}, "from 0 to"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
                             ({"parameters": "fp16"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
