@@ -563,6 +563,7 @@ def test_torch_mistakes_are_exceptions():
     for kind, words, function in [
             (ValueError, "did you mean adamw8?", lambda: nibble_optim.Optimizer([p], preset="adamw9")),
             (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p], lr=-1.0)),
+            (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p]).add_param_group({"params": [q], "lr": -1.0})),
             (ValueError, "c_atn.weight matches no parameter", lambda: nibble_optim.Optimizer(
                 [("h.0.c_attn.weight", q)], rule="muon", stacked="c_attn.*:3; c_atn.weight:3").step()),
             (ValueError, "betas: 1", lambda: nibble_optim.Optimizer([p], betas=(1.0, 0.9))),

@@ -527,8 +527,6 @@ class Optimizer(torch.optim.Optimizer):
         self._begin()
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
                                       rule=rule, weights=weights, m=m, v=v, steps=0))
-        for group in self.param_groups:
-            self._check_group(group)
 
     def _begin(self):
         self._parts, self._part_of, self._names, self._end = [], {}, {}, 0
@@ -549,8 +547,6 @@ class Optimizer(torch.optim.Optimizer):
                                         ("betas", beta2, 0 <= beta2 < 1, "numbers from 0 to below 1")]:
             if not good:
                 raise ValueError(f"{name}: {value:g} was found; give {want}")
-        # The library knows the names; an optimizer of one element says what is wrong with them.
-        return {key: group.get(key) for key in FORMATS if group.get(key) is not None}
 
     def add_param_group(self, param_group):
         params = param_group["params"]
@@ -567,6 +563,8 @@ class Optimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise TypeError(f"a parameter of {p.dtype} was found; the optimizer takes float32 and bfloat16")
         try:
+            self._check_group(group)
+            # The library knows the names; an optimizer of nothing says what is wrong with them.
             library.Handle(self._settings(group, "fp32" if all(p.dtype is torch.float32 for p in group["params"])
                                           else "bf16"), [])
         except ValueError:
