@@ -571,6 +571,8 @@ class Optimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._flat = None
+        if self._apart is not None:
+            self._set_apart()
 
     def _settings(self, group, parameters=None, small=False):
         settings = {key: value for key, value in self._shared.items() if value is not None}
@@ -799,7 +801,8 @@ class Optimizer(torch.optim.Optimizer):
             by_key[self._key(p, p.dtype)].append(p)
         for key, members in by_key.items():
             members.sort(key=lambda p: int(states[p]["element"]))
-            self._restore_part(members, key[1], states)
+            for part_params in ([[p] for p in members] if self._apart else [members]):
+                self._restore_part(part_params, key[1], states)
 
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
@@ -832,17 +835,22 @@ class Optimizer(torch.optim.Optimizer):
         step() and zero_grad() then find nothing to do. Not with DDP, gradient accumulation or clipping."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
-        self._flatten()
-        tiles = [-(-p.numel() // TILE) for p in self._flat]  # where each would lie if all were stepped together
-        self._apart = {p: TILE * sum(tiles[:i]) for i, p in enumerate(self._flat)}
+        self._apart = {}
+        self._set_apart()
+        return self
 
+    def _set_apart(self):
+        """Hooks parameters that are new. Each lies where it would if all were stepped together."""
         def hook(param):
             with torch.no_grad():
                 self._step([param], [param.grad])
             param.grad = None
 
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._flat if p.requires_grad]
-        return self
+        self._flatten()
+        for p in self._flat[len(self._apart):]:
+            self._apart[p] = TILE * sum(-(-q.numel() // TILE) for q in self._apart)
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def describe(self):
         """One line for each part: rule, formats and bytes a parameter."""
