@@ -518,7 +518,8 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     optim->dev = dev;
     optim->config = *config;
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
-        user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
+        user_error("--decay-mode independent divides by the largest learning rate; give %s a value above 0",
+                   config->placed ? "lr_max" : "--lr");
     }
     optim_make(optim, tensors, count, compute);
     return optim;
