@@ -498,8 +498,9 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     double elements = (double)optim->element;
     for (size_t t = 0; t < count; t++) {
         NibbleTensor* tensor = &optim->tensor[t];
+        const char* name = text_copy(tensors[t].name ? tensors[t].name : "");
         *tensor = tensors[t];
-        tensor->name = text_copy(tensors[t].name ? tensors[t].name : "");
+        tensor->name = name;
         if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
         elements += (double)tensor->rows * (double)tensor->cols;
         if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);

@@ -490,8 +490,9 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
     optim->count = count;
     for (int i = 0; i < count; i++) {
+        const char* name = text_copy(tensors[i].name);
         optim->tensors[i] = tensors[i];
-        optim->tensors[i].name = text_copy(tensors[i].name);
+        optim->tensors[i].name = name;
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // weights_create counts these bytes
