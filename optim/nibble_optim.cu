@@ -675,9 +675,9 @@ NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* 
             if (!optim->stale[t] || !step->grads[t]) continue;
             require_no_capture(optim, t);
             if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);
-            optim->stale[t] = false;
         }
         placed_step(optim->tables, step);
+        for (int t = 0; t < optim->count; t++) optim->stale[t] = optim->stale[t] && !step->grads[t];
     });
 }
 
@@ -740,7 +740,7 @@ struct StatesHeader {
     char magic[16];
     char text[1000];   // the settings that the arrays' meaning depends on
     uint64_t tensors;  // a checksum of names and shapes
-    int64_t bytes;     // of all arrays
+    int64_t bytes;     // of all arrays, and of NibbleOptim::stale, which follow
 };
 
 // Calls function(array, its bytes) for each array of the states.
@@ -753,7 +753,7 @@ static void each_array(const NibbleOptim* optim, Function function) {
 }
 
 static StatesHeader states_header(const NibbleOptim* optim) {
-    StatesHeader header = {"nibble states 1", "", text_hash("", 0), 0};
+    StatesHeader header = {"nibble states 2", "", text_hash("", 0), optim->count};
     const OptimConfig* config = &optim->config;
     const char* stacked = optim->stacked ? optim->stacked : "";
     snprintf(header.text, sizeof(header.text), "rule %s, weights %s, m %s, v %s, overrides %.600s%s%.200s",
@@ -782,6 +782,7 @@ NIBBLE_API NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, vo
             copy_to_host(&optim->dev, at, array, bytes);
             at += bytes;
         });
+        for (int t = 0; t < optim->count; t++) at[t] = optim->stale[t];
     });
 }
 
@@ -808,7 +809,7 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
             copy_to_device(&optim->dev, array, at, length);
             at += length;
         });
-        nibble_optim_loaded(optim);
+        for (int t = 0; t < optim->count; t++) optim->stale[t] = at[t];
     });
 }
 

@@ -102,6 +102,14 @@ def test_library_missing_gradient_leaves_a_tensor_alone():
     b.step(2)
     assert bytes(a.weights[1]) == before != bytes(b.weights[1])
     assert bytes(a.weights[0]) == bytes(b.weights[0])
+    # A master is made at a tensor's first gradient, also if this comes after the states were saved.
+    a, b = (Plain([3000, 500], preset="adamw32", parameters="bf16") for _ in range(2))
+    a.step(1, missing=[1])
+    b.handle.load(a.handle.save())
+    ctypes.memmove(b.weights[0], a.weights[0], ctypes.sizeof(a.weights[0]))
+    a.step(2)
+    b.step(2)
+    assert a.bytes() == b.bytes()
 
 
 def test_library_rule_that_reads_rows_by_hand():
