@@ -160,7 +160,7 @@ static void gpu_open(NibbleOptim* optim) {
 static double setting_number(const char* key, const char* value) {
     char* end = nullptr;
     const double number = strtod(value, &end);
-    if (!*value || *end || !isfinite(number)) user_error("%s: \"%s\" was found; give a number", key, value);
+    if (!*value || *end || !isfinite((float)number)) user_error("%s: \"%s\" was found; give a number", key, value);
     return number;
 }
 

@@ -299,6 +299,7 @@ def test_library_mistakes_are_sentences():
                             ({"v": "none"}, 'type v="fp32", say'), ({"rule": "muon"}, "t0 is a vector"),
                             ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
                             ({"decay_mode": "independent"}, "give lr_max a value above 0"),
+                            ({"lr_max": "1e39"}, "give a number"),
                             ({"stacked": "t0"}, "a pattern"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
