@@ -19,14 +19,16 @@ OPTIM_INLINE double power(double base, int64_t exponent) {
     return result;
 }
 
-// ln(x) for x > 0, and exp(y), by their series, for the same reason.
+// ln(x) for 0 < x < 1, and exp(y), by their series, for the same reason. The logarithm's wants an argument near 1.
 OPTIM_INLINE double logarithm(double x) {
+    int halvings = 0;
+    for (; x < 0.75; x *= 2.0) halvings++;
     double z = (x - 1.0) / (x + 1.0), term = z, sum = z;
     for (int k = 3; fabs(term) > 1e-17 * fabs(sum); k += 2) {
         term *= z * z;
         sum += term / k;
     }
-    return 2.0 * sum;
+    return 2.0 * sum - halvings * 0.6931471805599453;
 }
 
 OPTIM_INLINE double exponential(double y) {
@@ -76,12 +78,9 @@ OPTIM_INLINE double bias_root(double beta, int64_t step) {
     return 1.0 / sqrt(1.0 - power(beta, step));
 }
 
-// Adafactor's 1 - beta2: step^-0.8. The logarithm's series wants an argument near 1.
+// Adafactor's 1 - beta2: step^-0.8.
 OPTIM_INLINE double adafactor_rest(int64_t step) {
-    int halvings = 0;
-    double x = 1.0 / (double)step;
-    for (; x < 0.75; x *= 2.0) halvings++;
-    return step > 1 ? exponential(0.8 * (logarithm(x) + halvings * logarithm(0.5))) : 1.0;
+    return step > 1 ? exponential(0.8 * logarithm(1.0 / (double)step)) : 1.0;
 }
 
 OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t step) {

@@ -6,6 +6,8 @@
 // nibble_optim_create leaks some KB; what the optimizer has made by then is freed with it.
 #include "nibble_optim.h"
 
+#include <ctype.h>
+#include <errno.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stddef.h>
@@ -158,15 +160,18 @@ static void gpu_open(NibbleOptim* optim) {
 static double setting_number(const char* key, const char* value) {
     char* end = nullptr;
     const double number = strtod(value, &end);
-    if (!*value || *end || !isfinite(number)) user_error("%s: \"%s\" was found; give a number", key, value);
+    if (!*value || *end || !isfinite((float)number)) user_error("%s: \"%s\" was found; give a number", key, value);
     return number;
 }
 
-static int64_t setting_count(const char* key, const char* value) {
+static uint64_t setting_count(const char* key, const char* value, uint64_t most) {
     char* end = nullptr;
+    errno = 0;
     const unsigned long long number = strtoull(value, &end, 10);
-    if (!*value || *end || *value == '-') user_error("%s: \"%s\" was found; give a whole number from 0 on", key, value);
-    return (int64_t)number;
+    if (!isdigit((unsigned char)*value) || *end || errno || number > most) {
+        user_error("%s: \"%s\" was found; give a whole number from 0 to %llu", key, value, (unsigned long long)most);
+    }
+    return number;
 }
 
 // Sets what is kept of tensors that have owners, from I/N or rest/N.
@@ -183,7 +188,7 @@ static void setting_share(NibbleOptim* optim, const char* value) {
 }
 
 // The kind of a setting says how its value is read. SWITCH is a number, and true above 0; ON_OFF is a word.
-enum SettingKind { TEXT, NUMBER, COUNT, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
+enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
 
 struct Setting {
     const char* key;
@@ -206,7 +211,7 @@ static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"capturable", SWITCH, IN_CONFIG(replays)},
                                         {"share", SHARE, 0},
                                         {"releases", SWITCH, offsetof(NibbleOptim, releases)},
-                                        {"seed", COUNT, IN_CONFIG(seed)},
+                                        {"seed", SEED, IN_CONFIG(seed)},
                                         {"decay_mode", TEXT, IN_CONFIG(decay_mode)},
                                         {"lr_max", NUMBER, IN_CONFIG(lr_max)},
                                         {"beta3", NUMBER, IN_CONFIG(beta3)},
@@ -237,7 +242,7 @@ static void setting_device(NibbleOptim* optim, const char* value) {
     if (!numbered && strcmp(value, "cuda") != 0) {
         user_error("device: \"%s\" is not known; type cpu, cuda or cuda:N", value);
     }
-    optim->gpu = numbered ? (int)setting_count("device", value + 5) : 0;
+    optim->gpu = numbered ? (int)setting_count("device", value + 5, INT32_MAX) : 0;
 }
 
 // True if the value is the first of two words, false if it is the second.
@@ -261,8 +266,9 @@ static void setting_set(NibbleOptim* optim, const char* key, const char* value) 
     void* at = (char*)optim + setting->at;
     if (setting->kind == TEXT) *(const char**)at = value;
     if (setting->kind == NUMBER) *(float*)at = (float)setting_number(key, value);
-    if (setting->kind == COUNT) *(int64_t*)at = setting_count(key, value);
-    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value) > 0;
+    if (setting->kind == COUNT) *(int64_t*)at = (int64_t)setting_count(key, value, INT64_MAX);
+    if (setting->kind == SEED) *(uint64_t*)at = setting_count(key, value, UINT64_MAX);
+    if (setting->kind == SWITCH) *(bool*)at = setting_count(key, value, INT64_MAX) > 0;
     if (setting->kind == ON_OFF) *(bool*)at = setting_word(key, value, "on", "off");
     if (setting->kind == PARAMETERS)
         optim->compute = setting_word(key, value, "fp32", "bf16") ? OPTIM_FP32 : OPTIM_BF16;
@@ -311,13 +317,14 @@ static OptimTensor tensor_local(const NibbleTensor* tensor) {
     const int64_t elements = tensor->rows * tensor->cols, head = tensor->first % TILE_ELEMENTS;
     OptimTensor local = {tensor->name, tensor->rows, tensor->cols, true, 0};
     if (tensor->count < 0) return local;
-    if (tensor->first < 0 || tensor->first + tensor->count > elements) {
-        user_error("%s: elements %lld to %lld were named and it has %lld", tensor->name, (long long)tensor->first,
-                   (long long)(tensor->first + tensor->count), (long long)elements);
+    if (tensor->first < 0 || tensor->first > elements || tensor->count > elements - tensor->first) {
+        user_error("%s: %lld elements from %lld on were named and it has %lld", tensor->name, (long long)tensor->count,
+                   (long long)tensor->first, (long long)elements);
     }
-    const bool rows = head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
-    local.rows = rows && tensor->count > 0 ? tensor->count / tensor->cols : 1;
-    local.cols = rows && tensor->count > 0 ? tensor->cols : tensor->count == 0 ? 0 : head + tensor->count;
+    const bool rows =
+        tensor->count > 0 && head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
+    local.rows = rows ? tensor->count / tensor->cols : 1;
+    local.cols = rows ? tensor->cols : tensor->count == 0 ? 0 : head + tensor->count;
     return local;
 }
 
@@ -491,8 +498,9 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     double elements = (double)optim->element;
     for (size_t t = 0; t < count; t++) {
         NibbleTensor* tensor = &optim->tensor[t];
+        const char* name = text_copy(tensors[t].name ? tensors[t].name : "");
         *tensor = tensors[t];
-        tensor->name = text_copy(tensors[t].name ? tensors[t].name : "");
+        tensor->name = name;
         if (tensor->rows < 1 || tensor->cols < 0) user_error("%s: a tensor has 1 row or more", tensor->name);
         elements += (double)tensor->rows * (double)tensor->cols;
         if (elements > MAX_ELEMENTS) user_error("%s: with it the model has more than 2^42 elements", tensor->name);
@@ -667,9 +675,9 @@ NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* 
             if (!optim->stale[t] || !step->grads[t]) continue;
             require_no_capture(optim, t);
             if (keeps_weights(optim, t) && optim->placed[t].count > 0) weights_take(optim, t, step->weights[t]);
-            optim->stale[t] = false;
         }
         placed_step(optim->tables, step);
+        for (int t = 0; t < optim->count; t++) optim->stale[t] = optim->stale[t] && !step->grads[t];
     });
 }
 
@@ -732,7 +740,7 @@ struct StatesHeader {
     char magic[16];
     char text[1000];   // the settings that the arrays' meaning depends on
     uint64_t tensors;  // a checksum of names and shapes
-    int64_t bytes;     // of all arrays
+    int64_t bytes;     // of all arrays, and of NibbleOptim::stale, which follow
 };
 
 // Calls function(array, its bytes) for each array of the states.
@@ -745,7 +753,7 @@ static void each_array(const NibbleOptim* optim, Function function) {
 }
 
 static StatesHeader states_header(const NibbleOptim* optim) {
-    StatesHeader header = {"nibble states 1", "", text_hash("", 0), 0};
+    StatesHeader header = {"nibble states 2", "", text_hash("", 0), optim->count};
     const OptimConfig* config = &optim->config;
     const char* stacked = optim->stacked ? optim->stacked : "";
     snprintf(header.text, sizeof(header.text), "rule %s, weights %s, m %s, v %s, overrides %.600s%s%.200s",
@@ -774,6 +782,7 @@ NIBBLE_API NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, vo
             copy_to_host(&optim->dev, at, array, bytes);
             at += bytes;
         });
+        for (int t = 0; t < optim->count; t++) at[t] = optim->stale[t];
     });
 }
 
@@ -800,7 +809,7 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
             copy_to_device(&optim->dev, array, at, length);
             at += length;
         });
-        nibble_optim_loaded(optim);
+        for (int t = 0; t < optim->count; t++) optim->stale[t] = at[t];
     });
 }
 

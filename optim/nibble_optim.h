@@ -72,7 +72,8 @@ void nibble_optim_free(NibbleOptim* optim);
 typedef struct {
     double lr, weight_decay;
     float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place
-    int64_t step;             // of these tensors, from 1, for bias corrections
+    int64_t step;             // of these tensors, from 1, for bias corrections and for galore's and fira's directions:
+                              // leave out steps that changed nothing, or these two may wait rank_gap steps to move
     const float* lr_at;       // on the device: a captured step reads lr here in each replay; null: lr as it is now
 } NibbleGroup;
 

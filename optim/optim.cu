@@ -490,8 +490,9 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
     optim->count = count;
     for (int i = 0; i < count; i++) {
+        const char* name = text_copy(tensors[i].name);
         optim->tensors[i] = tensors[i];
-        optim->tensors[i].name = text_copy(tensors[i].name);
+        optim->tensors[i].name = name;
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // weights_create counts these bytes
@@ -518,7 +519,8 @@ Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTen
     optim->dev = dev;
     optim->config = *config;
     if (strcmp(config->decay_mode, "independent") == 0 && !(config->lr_max > 0.0f)) {
-        user_error("--decay-mode independent needs a largest learning rate; type --lr with a number above 0");
+        user_error("--decay-mode independent divides by the largest learning rate; give %s a value above 0",
+                   config->placed ? "lr_max" : "--lr");
     }
     optim_make(optim, tensors, count, compute);
     return optim;

@@ -86,6 +86,15 @@ TEST(rules_usual_beta3) {
         const double beta3 = optim_usual_beta3(rule, beta2, steps);
         expect(fabs(beta3 - want) < 1e-12, "%s, %lld steps: %g", rule, (long long)steps, beta3);
     }
+    // ademamix's rises to it from any beta1.
+    OptimConfig config = make_config("ademamix", "fp32", "fp32");
+    const Settings settings = {1.0, 0.0};
+    for (float beta1 : {1e-30f, 1e-3f, 0.5f, 0.9f}) {
+        config.beta1 = beta1;
+        const double start = log((double)beta1), end = log((double)config.beta3),
+                     want = exp(12 * start * end / (9 * end + 3 * start));
+        expect(fabs(hyper_create(&config, &settings, 1.0, 3).beta3 / want - 1.0) < 1e-7, "beta1 %g", (double)beta1);
+    }
 }
 
 // Bit patterns of floats: an even sweep, and the neighbourhood of every place where rounding turns.

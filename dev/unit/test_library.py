@@ -102,6 +102,14 @@ def test_library_missing_gradient_leaves_a_tensor_alone():
     b.step(2)
     assert bytes(a.weights[1]) == before != bytes(b.weights[1])
     assert bytes(a.weights[0]) == bytes(b.weights[0])
+    # A master is made at a tensor's first gradient, also if this comes after the states were saved.
+    a, b = (Plain([3000, 500], preset="adamw32", parameters="bf16") for _ in range(2))
+    a.step(1, missing=[1])
+    b.handle.load(a.handle.save())
+    ctypes.memmove(b.weights[0], a.weights[0], ctypes.sizeof(a.weights[0]))
+    a.step(2)
+    b.step(2)
+    assert a.bytes() == b.bytes()
 
 
 def test_library_rule_that_reads_rows_by_hand():
@@ -222,7 +230,7 @@ def test_library_part_of_a_model_has_its_noise():
 
 def test_library_shares_of_tensors_that_are_read_whole():
     """Optimizers that divide a model among them have the bits of one that has all of it."""
-    shapes = [(24, 16), 40, (8, 300), (33, 20), (16, 48), 7]
+    shapes = [(24, 16), 40, (8, 300), (33, 20), (16, 48), 7, (4, 0)]
     vectors = {"overrides": "t1|t5: rule=adamw m=fp32 v=fp32"}
     for settings in ({"preset": "muon8", **vectors}, {"rule": "normuon", "m": "bf16:sr", **vectors},
                      {"preset": "galore8", "m": "bf16:sr", **vectors}, {"rule": "apollo", "m": "fp32", **vectors},
@@ -245,10 +253,11 @@ def test_library_shares_of_tensors_that_are_read_whole():
             assert plain.bytes()[:-1] == whole.bytes()[:-1], (settings, count)
     for share in ("2/2", "x/2", "/2", "1/2x", "1", "-1/3", "1/0"):
         raises(ValueError, "type I/N", lambda: Plain([5], share=share))
-    # Rows with and without whole blocks of 256; a vector; one that is not cut.
+    # Rows with and without whole blocks of 256; a vector; one that is not cut; one without elements.
     handle = nibble_optim.Handle({"preset": "adamw8", "share": "rest/2"}, [
-        ("a", 6, 128, 0, 256), ("b", 4, 512, 1024, 1024), ("c", 1, 512, 0, 256), ("d", 6, 100, 0, -1)])
-    assert [handle.owner(t) >= 0 for t in range(5)] == [True, False, True, False, False]
+        ("a", 6, 128, 0, 256), ("b", 4, 512, 1024, 1024), ("c", 1, 512, 0, 256), ("d", 6, 100, 0, -1),
+        ("e", 6, 0, 0, 0)])
+    assert [handle.owner(t) >= 0 for t in range(6)] == [True, False, True, False, False, False]
 
 
 def test_library_clock():
@@ -282,18 +291,22 @@ def test_library_limit_growth():
 def test_library_mistakes_are_sentences():
     for settings, words in [({"preset": "adamw9"}, "did you mean adamw8?"), ({"m": "dyn9"}, "did you mean dyn8/256?"),
                             ({"seed": "x"}, "whole number"), ({"colour": "red"}, "is no setting"),
+                            ({"element": 2 ** 64 - 2048}, "whole number"), ({"device": f"cuda:{2 ** 32 - 1}"}, "from 0 to"),
                             ({"device": "tpu"}, "cpu, cuda or cuda:N"), ({"nesterov": "1"}, "type on or off"),
                             ({"parameters": "fp16"}, "fp32 or bf16"),
                             ({"weights": "bf16:sr"}, "parameters of fp32"),
                             ({"rule": "lion", "v": "fp32"}, 'v: "fp32" was found, but lion keeps no second moment; leave v out'),
                             ({"v": "none"}, 'type v="fp32", say'), ({"rule": "muon"}, "t0 is a vector"),
                             ({"rule": "muon", "ns_steps": 0}, "from 1 to 100"), ({"limit_growth": 0.5}, "from 1 on"),
+                            ({"decay_mode": "independent"}, "give lr_max a value above 0"),
+                            ({"lr_max": "1e39"}, "give a number"),
                             ({"stacked": "t0"}, "a pattern"),
                             ({"overrides": "nothing*: lr=2"}, "matches no tensor"), ({"device": "cuda:99"}, "cuda")]:
         raises(ValueError, words, lambda: Plain([5], **settings))
     raises(MemoryError, "allocate gave no memory", lambda: nibble_optim.Handle({}, [("t", 1, 5, 0, -1)], lambda _: 0))
-    for shape, words in [((0, 5), "1 row or more"), ((1 << 40, 1 << 40), "2^42 elements")]:
-        raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape, 0, -1)]))
+    for shape, words in [((0, 5, 0, -1), "1 row or more"), ((1 << 40, 1 << 40, 0, -1), "2^42 elements"),
+                         ((4, 4, 1, 2 ** 63 - 1), "from 1 on were named and it has 16")]:
+        raises(ValueError, words, lambda: nibble_optim.Handle({"device": "cpu"}, [("t", *shape)]))
     plain = Plain([5], preset="adamw8")
     for settings, words in [({"number": 0}, "steps count from 1"), ({"number": 1, "lr": float("nan")}, "lr nan"),
                             ({"number": 1, "betas": (0.9, 1.0)}, "below 1"), ({"number": 1, "eps": 0.0}, "eps 0")]:

@@ -563,6 +563,7 @@ def test_torch_mistakes_are_exceptions():
     for kind, words, function in [
             (ValueError, "did you mean adamw8?", lambda: nibble_optim.Optimizer([p], preset="adamw9")),
             (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p], lr=-1.0)),
+            (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p]).add_param_group({"params": [q], "lr": -1.0})),
             (ValueError, "c_atn.weight matches no parameter", lambda: nibble_optim.Optimizer(
                 [("h.0.c_attn.weight", q)], rule="muon", stacked="c_attn.*:3; c_atn.weight:3").step()),
             (ValueError, "betas: 1", lambda: nibble_optim.Optimizer([p], betas=(1.0, 0.9))),
@@ -623,6 +624,18 @@ def test_torch_step_in_backward():
                 train(model, optimizer, 1, 4)
             assert same(*models), (device, preset)
             assert all(p.grad is None for p in models[1].parameters())
+            # Saved states go on in the backward pass and after it, from either.
+            for saved in optimizers:
+                again = [copy.deepcopy(models[0]) for _ in range(2)]
+                others = [make(again[0], preset=preset), make(again[1], preset=preset).step_in_backward()]
+                for model, optimizer in zip(again, others):
+                    optimizer.load_state_dict(saved.state_dict())
+                    train(model, optimizer, 5, 6)
+                assert same(*again), (device, preset)
+            new = torch.nn.Parameter(torch.ones(3, device=device))
+            others[1].add_param_group({"params": [new]})
+            new.sum().backward()
+            assert new.grad is None and new.max().item() < 1.0
 
 
 def test_torch_lines_of_the_readme():

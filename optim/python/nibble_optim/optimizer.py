@@ -527,8 +527,6 @@ class Optimizer(torch.optim.Optimizer):
         self._begin()
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
                                       rule=rule, weights=weights, m=m, v=v, steps=0))
-        for group in self.param_groups:
-            self._check_group(group)
 
     def _begin(self):
         self._parts, self._part_of, self._names, self._end = [], {}, {}, 0
@@ -549,8 +547,6 @@ class Optimizer(torch.optim.Optimizer):
                                         ("betas", beta2, 0 <= beta2 < 1, "numbers from 0 to below 1")]:
             if not good:
                 raise ValueError(f"{name}: {value:g} was found; give {want}")
-        # The library knows the names; an optimizer of one element says what is wrong with them.
-        return {key: group.get(key) for key in FORMATS if group.get(key) is not None}
 
     def add_param_group(self, param_group):
         params = param_group["params"]
@@ -567,12 +563,16 @@ class Optimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise TypeError(f"a parameter of {p.dtype} was found; the optimizer takes float32 and bfloat16")
         try:
+            self._check_group(group)
+            # The library knows the names; an optimizer of nothing says what is wrong with them.
             library.Handle(self._settings(group, "fp32" if all(p.dtype is torch.float32 for p in group["params"])
                                           else "bf16"), [])
         except ValueError:
             self.param_groups.pop()
             raise
         self._flat = None
+        if self._apart is not None:
+            self._set_apart()
 
     def _settings(self, group, parameters=None, small=False):
         settings = {key: value for key, value in self._shared.items() if value is not None}
@@ -801,7 +801,8 @@ class Optimizer(torch.optim.Optimizer):
             by_key[self._key(p, p.dtype)].append(p)
         for key, members in by_key.items():
             members.sort(key=lambda p: int(states[p]["element"]))
-            self._restore_part(members, key[1], states)
+            for part_params in ([[p] for p in members] if self._apart else [members]):
+                self._restore_part(part_params, key[1], states)
 
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
@@ -834,17 +835,22 @@ class Optimizer(torch.optim.Optimizer):
         step() and zero_grad() then find nothing to do. Not with DDP, gradient accumulation or clipping."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
-        self._flatten()
-        tiles = [-(-p.numel() // TILE) for p in self._flat]  # where each would lie if all were stepped together
-        self._apart = {p: TILE * sum(tiles[:i]) for i, p in enumerate(self._flat)}
+        self._apart = {}
+        self._set_apart()
+        return self
 
+    def _set_apart(self):
+        """Hooks parameters that are new. Each lies where it would if all were stepped together."""
         def hook(param):
             with torch.no_grad():
                 self._step([param], [param.grad])
             param.grad = None
 
-        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._flat if p.requires_grad]
-        return self
+        self._flatten()
+        for p in self._flat[len(self._apart):]:
+            self._apart[p] = TILE * sum(-(-q.numel() // TILE) for q in self._apart)
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def describe(self):
         """One line for each part: rule, formats and bytes a parameter."""
