@@ -753,7 +753,7 @@ static void each_array(const NibbleOptim* optim, Function function) {
 }
 
 static StatesHeader states_header(const NibbleOptim* optim) {
-    StatesHeader header = {"nibble states 2", "", text_hash("", 0), optim->count};
+    StatesHeader header = {"nibble states 1", "", text_hash("", 0), optim->count};
     const OptimConfig* config = &optim->config;
     const char* stacked = optim->stacked ? optim->stacked : "";
     snprintf(header.text, sizeof(header.text), "rule %s, weights %s, m %s, v %s, overrides %.600s%s%.200s",
