@@ -1498,6 +1498,7 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
+    o->prompt_file = path_absolute(o->prompt_file);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);

@@ -60,7 +60,8 @@ bool resume_options(Resume* resume, char* error) {
         const bool fixed = text_among(name, of_shape);
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
-        if (typed && strcmp(now, text) == 0) continue;
+        SCOPED char* path = path_absolute(now);  // as checkpoints name data
+        if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A folder that was typed as --model, as a job script does each time, is not read, for it may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);

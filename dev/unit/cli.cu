@@ -53,6 +53,12 @@ FOLDER_TEST(cli_default_folder) {
     const char* name = strstr(OUT(child), "runs/2");
     char run[PATH_MAX] = "";
     expect(name && sscanf(name, "%255s", run) == 1 && exists(work, run), "'%s' is not there", run);
+    // Files that were named from there are found from elsewhere too, and are no change when they are named again.
+    write_text(work, "prompts", "The");
+    train_as(&child, SHAPE " " QUICK " --steps 1 --data text.txt --prompt-file prompts --run here");
+    train_well("--resume %s/here --steps 2", work);
+    train_as(&child, "--resume here --steps 3 --data text.txt --prompt-file prompts");
+    expect(strstr(OUT(child), "changed  --steps 3 (was 2)\n"), "%s", OUT(child));
 }
 
 // Lion's steps are as long as its learning rate: without --lr it is not AdamW's.
