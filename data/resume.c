@@ -40,12 +40,13 @@ bool resume_words(const Resume* resume, char* error) {
 }
 
 // True if the checkpoint's value is left alone although none was typed: the option belongs to one start of the program,
-// is merged elsewhere, or comes with the preset, of which another one was typed.
+// is merged elsewhere, comes with the preset, of which another one was typed, or would hide a typed --prompt.
 static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
                                            "gpus", "join-timeout", "override", NULL};
     static const char* const of_preset[] = {"rule", "weights", "m", "v", NULL};
     if (option->type == OPTION_FLAG || text_among(option->name, of_start)) return true;
+    if (strcmp(option->name, "prompt-file") == 0 && resume_given(resume, "prompt")) return true;
     return !resume_given(resume, option->name) && text_among(option->name, of_preset) &&
            resume_given(resume, "preset") &&
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;

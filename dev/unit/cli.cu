@@ -59,6 +59,8 @@ FOLDER_TEST(cli_default_folder) {
     train_well("--resume %s/here --steps 2", work);
     train_as(&child, "--resume here --steps 3 --data text.txt --prompt-file prompts");
     expect(strstr(OUT(child), "changed  --steps 3 (was 2)\n"), "%s", OUT(child));
+    train_as(&child, "--resume here --steps 4 --prompt fox --sample-every 1");  // instead of the file of before
+    expect(strstr(OUT(child), "\nfox"), "%s", OUT(child));
 }
 
 // Lion's steps are as long as its learning rate: without --lr it is not AdamW's.
