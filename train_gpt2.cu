@@ -1587,6 +1587,10 @@ int main(int argc, char** argv) {
     if (option_given(&TABLE, given, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
+    for (const char* other : {"data", "steps", "dry-run"}) {
+        if (!evaluates || !option_given(&TABLE, given, other)) continue;
+        user_error("--eval trains nothing without --eval-every; type --eval-every N too, or leave --%s out", other);
+    }
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;

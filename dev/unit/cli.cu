@@ -175,6 +175,8 @@ static const Bad BAD_OPTIONS[] = {
     {DATA_AND_RUN, "--model gpt3", "gpt3", "gpt2"},
     {NOTHING, "--sample hello", "--sample", "--model"},
     {NOTHING, "--eval hellaswag", "--eval", "type --sample-every N and --eval-every N"},
+    {ALL, "--eval a.eval --model @", "--eval trains nothing without --eval-every",
+     "--eval-every N too, or leave --data"},
     {ALL, "--eval-out a.jsonl", "--eval-out is for the scores of an --eval", "type --eval FILE --eval-every N"},
     {NOTHING, "--sample a --model @ --eval hellaswag", "--sample does one thing", "leave one of them out"},
     {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
