@@ -1163,7 +1163,7 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
 static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
     char why[DATA_ERROR_BYTES];
     if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why)) {
-        user_error("--offload %s brings states a layer at a time: %s; leave --offload out", o->offload, why);
+        user_error("--offload %s brings states a layer at a time: %s; type --offload none", o->offload, why);
     }
     if (!m->dev->gpu || m->dev->imagined) return;
     const Device host = {};

@@ -195,7 +195,7 @@ static const Bad BAD_OPTIONS[] = {
     {NOTHING, "--memory 24G --dry-run --device cpu", "--memory plans", "--device cpu"},
     {NOTHING, "--fit 24G --batch 8", "--fit does one thing, to which --batch", "leave one of them out"},
     {NOTHING, "--fit 24G --preset adamw33", "adamw33", "adamw32"},
-    {NOTHING, "--fit 24G --preset muon --offload states", "--fit lists nothing: the rule muon", "leave --offload out"},
+    {NOTHING, "--fit 24G --preset muon --offload states", "--fit lists nothing: the rule muon", "type --offload none"},
     {NOTHING, "--fit 24G --release on", "--fit lists nothing: --clip 1", "type --clip-by last"},
     {NOTHING, "--fit 24G --head fp8", "--fit lists nothing: --head fp8 goes with", "leave --head out"},
     {ALL, "--eval-every 1", "--eval names nothing", "type names or paths"},
