@@ -146,6 +146,6 @@ void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Da
     run->state = (RunState){.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
     run->state.best_val = INFINITY;
     const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
-    for (int i = 0; i < count; i++) resume_changed(resume, " %s", changes[i]);
+    for (int i = 0; i < count; i++) resume_changed(resume, *resume->changed ? "; %s" : " %s", changes[i]);
     run->state.tokens = run->state.sequences * run_whole(run, "seq");
 }
