@@ -1589,7 +1589,8 @@ int main(int argc, char** argv) {
     const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
     for (const char* other : {"data", "steps", "dry-run"}) {
         if (!evaluates || !option_given(&TABLE, given, other)) continue;
-        user_error("--eval trains nothing without --eval-every; type --eval-every N too, or leave --%s out", other);
+        user_error("--eval trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too",
+                   other);
     }
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);

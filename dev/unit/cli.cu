@@ -176,7 +176,7 @@ static const Bad BAD_OPTIONS[] = {
     {NOTHING, "--sample hello", "--sample", "--model"},
     {NOTHING, "--eval hellaswag", "--eval", "type --sample-every N and --eval-every N"},
     {ALL, "--eval a.eval --model @", "--eval trains nothing without --eval-every",
-     "--eval-every N too, or leave --data"},
+     "leave --eval or --data out, or type --eval-every N"},
     {ALL, "--eval-out a.jsonl", "--eval-out is for the scores of an --eval", "type --eval FILE --eval-every N"},
     {NOTHING, "--sample a --model @ --eval hellaswag", "--sample does one thing", "leave one of them out"},
     {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
