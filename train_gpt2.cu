@@ -1163,7 +1163,7 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
 static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
     char why[DATA_ERROR_BYTES];
     if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why)) {
-        user_error("--offload %s brings states a layer at a time: %s; leave --offload out", o->offload, why);
+        user_error("--offload %s brings states a layer at a time: %s; type --offload none", o->offload, why);
     }
     if (!m->dev->gpu || m->dev->imagined) return;
     const Device host = {};
@@ -1498,6 +1498,7 @@ static void begin(Run* run) {
     signals_doing("this step", 0);
     // So that the run can be resumed from any folder.
     o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
+    o->prompt_file = path_absolute(o->prompt_file);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1586,6 +1587,11 @@ int main(int argc, char** argv) {
     if (option_given(&TABLE, given, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
+    for (const char* other : {"data", "steps", "dry-run"}) {
+        if (!evaluates || !option_given(&TABLE, given, other)) continue;
+        user_error("--eval trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too",
+                   other);
+    }
     int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
     launch_leave(&launch);
     return code;

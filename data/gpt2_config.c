@@ -235,10 +235,12 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
             vocabulary, model);
     }
     if (vocabulary > shape->vocabulary || (bytes && shape->vocabulary != 256)) {
-        return data_error(error,
-                          "the data has a vocabulary of %d tokens and --model %s of %lld; type .venv/bin/python "
-                          "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
-                          vocabulary, model, (long long)shape->vocabulary, shell_word(folder));
+        const char* how = "name data of the model's own tokens by --data";
+        if (tokenizer_exists(folder))
+            how = text_kept("type .venv/bin/python data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
+                            shell_word(folder));
+        return data_error(error, "the data has a vocabulary of %d tokens and --model %s of %lld; %s", vocabulary, model,
+                          (long long)shape->vocabulary, how);
     }
     if (t->positions > shape->positions) {
         return data_error(error, "--seq %lld is longer than the model's %lld positions; type --seq %lld or less",

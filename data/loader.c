@@ -163,7 +163,11 @@ static bool list_nanogpt(FileList* list, FileList* validation, const char* path,
     SCOPED char* train = folder ? text_format("%s/train.bin", path) : text_copy(path);
     SCOPED char* val = text_format("%.*sval.bin", (int)(path_name(train) - train), train);
     if (folder && !folder_has(path, "train.bin")) {
-        return data_error(error, "the folder %s holds no train.bin, which nanoGPT's data begins with", path);
+        return data_error(error,
+                          "the folder %s holds no train.bin, which nanoGPT's data begins with; name one that does, or "
+                          "type --data-format "
+                          "auto",
+                          path);
     }
     list_add(list, train);
     if (strcmp(path_name(train), "train.bin") == 0 && access(val, F_OK) == 0) list_add(validation, val);
@@ -214,16 +218,18 @@ static const char* magic_name(int32_t magic) {
 static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
     const char *path = file->path, *name = magic_name(magic);
     if (format == DATA_NANOGPT && file->bytes % 2 != 0) {
-        return data_error(error,
-                          "%s has %lld bytes, an odd number, so it holds no uint16 tokens as nanoGPT writes them", path,
-                          (long long)file->bytes);
+        return data_error(
+            error,
+            "%s has %lld bytes, an odd number, so it holds no uint16 tokens as nanoGPT writes them; copy it again, or "
+            "type --data-format auto",
+            path, (long long)file->bytes);
     }
     file->width = format == DATA_NANOGPT ? 2 : 1;
     file->tokens = file->bytes / file->width;
     if (format == DATA_NANOGPT || format == DATA_BYTES) return true;
     if (format == DATA_SHARDS) {
-        return data_error(error, "%s is %s (its first number is %d, a shard's is %d); leave --data-format shards out",
-                          path, name, magic, SHARD_MAGIC);
+        return data_error(error, "%s is %s (its first number is %d, a shard's is %d); type --data-format auto", path,
+                          name, magic, SHARD_MAGIC);
     }
     Content content = content_of(file->descriptor, file->bytes, path, error);
     if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;

@@ -363,7 +363,7 @@ static void bash_completion(const OptionTable* table, FILE* file) {
     for (int i = 0; i < table->count; i++) fprintf(file, "%s--%s", i ? " " : "", table->option[i].name);
     fputs(
         "' ;;\n    esac\n"
-        "    COMPREPLY=($(compgen -W \"$words\" $files -- \"$word\"))\n"
+        "    mapfile -t COMPREPLY < <(compgen -W \"$words\" $files -- \"$word\")\n"
         "    [ -z \"$files\" ] || compopt -o filenames 2> /dev/null\n"
         "}\n"
         "complete -F _nibble nibble train\n",

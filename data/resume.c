@@ -40,12 +40,13 @@ bool resume_words(const Resume* resume, char* error) {
 }
 
 // True if the checkpoint's value is left alone although none was typed: the option belongs to one start of the program,
-// is merged elsewhere, or comes with the preset, of which another one was typed.
+// is merged elsewhere, comes with the preset, of which another one was typed, or would hide a typed --prompt.
 static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
                                            "gpus", "join-timeout", "override", NULL};
     static const char* const of_preset[] = {"rule", "weights", "m", "v", NULL};
     if (option->type == OPTION_FLAG || text_among(option->name, of_start)) return true;
+    if (strcmp(option->name, "prompt-file") == 0 && resume_given(resume, "prompt")) return true;
     return !resume_given(resume, option->name) && text_among(option->name, of_preset) &&
            resume_given(resume, "preset") &&
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
@@ -60,7 +61,8 @@ bool resume_options(Resume* resume, char* error) {
         const bool fixed = text_among(name, of_shape);
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
-        if (typed && strcmp(now, text) == 0) continue;
+        SCOPED char* path = path_absolute(now);  // as checkpoints name data
+        if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A folder that was typed as --model, as a job script does each time, is not read, for it may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
@@ -144,6 +146,6 @@ void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Da
     run->state = (RunState){.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
     run->state.best_val = INFINITY;
     const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
-    for (int i = 0; i < count; i++) resume_changed(resume, " %s", changes[i]);
+    for (int i = 0; i < count; i++) resume_changed(resume, *resume->changed ? "; %s" : " %s", changes[i]);
     run->state.tokens = run->state.sequences * run_whole(run, "seq");
 }

@@ -29,12 +29,12 @@ const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences,
         return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s",
                            (long long)batch, need, have, device, (long long)fits,
                            !whole  ? ""
-                           : block ? ", or leave --kept-blocks out"
+                           : block ? ", or --kept-blocks 1"
                                    : ", or --recompute block");
     }
     const bool one = plan_largest_batch(planner, 1, true, available - plan.taken) > 0;
     const char* advice = !one    ? "take"
-                         : block ? "leave --kept-blocks out and type --batch 1, or take"
+                         : block ? "type --kept-blocks 1 --batch 1, or take"
                                  : "type --recompute block --batch 1, or take";
     return text_format(
         "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
@@ -45,7 +45,7 @@ const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences,
 const char* plan_host_lacks(int64_t need, int64_t available, const char* offload) {
     if (need <= available) return NULL;
     return text_format(
-        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; leave --offload out, or take "
+        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; type --offload none, or take "
         "a smaller --preset or --batch",
         offload, (double)need / (1 << 30), (double)available / (1 << 30));
 }

@@ -75,15 +75,15 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
     const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro;
     const char* when = several ? "with several micro-batches a step, " : "";
     if (together && by_parts) {
-        user_error("--clip-by %s: %s; leave --clip-by out", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
+        user_error("--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
     }
     const bool folds = several || together;
     if (folds && !asked) return false;  // it changes roundings
     if (folds && !may_fold(a, config, reason)) {
-        char leave[64] = "leave --release out";
-        if (!together) snprintf(leave, sizeof(leave), "type --tokens-per-step %lld", (long long)micro);
+        char type[64] = "type --release off";
+        if (!together) snprintf(type, sizeof(type), "type --tokens-per-step %lld", (long long)micro);
         const bool says = strstr(reason, "; type ") != nullptr;
-        return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : leave);
+        return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : type);
     }
     if (clip > 0 && folds) {
         return data_error(why, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
@@ -106,7 +106,7 @@ bool arena_plan_release(Arena* a, OptimConfig* config, double clip, bool on, cha
     const bool parts = config->offload || a->clip_by != CLIP_STEP;
     char reason[DATA_ERROR_BYTES];
     if (parts && !optim_releases(config, a->tensors, a->count, reason)) {
-        return data_error(why, "%s; leave %s out", reason, config->offload ? "--offload" : "--clip-by");
+        return data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
     }
     if (on && !arena_may_release(a, config, clip, 1, 1, true, why)) return false;
     if (on) arena_release(a, config, false);

@@ -296,7 +296,7 @@ static bool rule_fits(const Conversion*, const Pair* its, char* error) {
     return data_error(
         error,
         "--rule: \"%s\" was found and the checkpoint's %s keeps no second moment to go on with; leave --rule, "
-        "--preset and rule= of --override out, or begin anew from its weights with --model",
+        "--preset and --override out, or begin anew from its weights with --model",
         its->to.rule, its->from.rule);
 }
 
@@ -328,7 +328,7 @@ static bool rows_convert(const Conversion*, const Pair* its, char* error) {
     if (!came && averages_gradients(from->rule) && averages_gradients(to->rule)) return true;
     return data_error(error,
                       "--rule: \"%s\" was found, whose v %s, and the checkpoint's %s keeps none of this kind; "
-                      "leave --rule and rule= of --override out, or begin anew from its weights with --model",
+                      "leave --rule, --preset and --override out, or begin anew from its weights with --model",
                       to->rule, by_numbers(to->format) ? "is by rows" : "is of elements", from->rule);
 }
 
@@ -340,11 +340,10 @@ static bool shapes_convert(const Conversion* c, const Pair* its, char* error) {
     const bool other = before->rows != now->rows || before->cols != now->cols;
     const bool starts = its->slot == SLOT_BASIS && !had && has;
     if (its->slot == SLOT_WEIGHTS || !((other && had && has) || starts)) return true;
-    return data_error(
-        error,
-        "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, --rank "
-        "and rule= of --override as they were, or begin anew from its weights with --model",
-        its->to.rule, slot_name(its->slot), c->to.tensors[t].name, its->from.rule);
+    return data_error(error,
+                      "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, "
+                      "--preset, --rank and --override as they were, or begin anew from its weights with --model",
+                      its->to.rule, slot_name(its->slot), c->to.tensors[t].name, its->from.rule);
 }
 
 // Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.

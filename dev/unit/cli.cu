@@ -53,6 +53,14 @@ FOLDER_TEST(cli_default_folder) {
     const char* name = strstr(OUT(child), "runs/2");
     char run[PATH_MAX] = "";
     expect(name && sscanf(name, "%255s", run) == 1 && exists(work, run), "'%s' is not there", run);
+    // Files that were named from there are found from elsewhere too, and are no change when they are named again.
+    write_text(work, "prompts", "The");
+    train_as(&child, SHAPE " " QUICK " --steps 1 --data text.txt --prompt-file prompts --run here");
+    train_well("--resume %s/here --steps 2", work);
+    train_as(&child, "--resume here --steps 3 --data text.txt --prompt-file prompts");
+    expect(strstr(OUT(child), "changed  --steps 3 (was 2)\n"), "%s", OUT(child));
+    train_as(&child, "--resume here --steps 4 --prompt fox --sample-every 1");  // instead of the file of before
+    expect(strstr(OUT(child), "\nfox"), "%s", OUT(child));
 }
 
 // Lion's steps are as long as its learning rate: without --lr it is not AdamW's.
@@ -167,6 +175,8 @@ static const Bad BAD_OPTIONS[] = {
     {DATA_AND_RUN, "--model gpt3", "gpt3", "gpt2"},
     {NOTHING, "--sample hello", "--sample", "--model"},
     {NOTHING, "--eval hellaswag", "--eval", "type --sample-every N and --eval-every N"},
+    {ALL, "--eval a.eval --model @", "--eval trains nothing without --eval-every",
+     "leave --eval or --data out, or type --eval-every N"},
     {ALL, "--eval-out a.jsonl", "--eval-out is for the scores of an --eval", "type --eval FILE --eval-every N"},
     {NOTHING, "--sample a --model @ --eval hellaswag", "--sample does one thing", "leave one of them out"},
     {NOTHING, "--sample a --model @ --dry-run", "--dry-run", "leave one of them out"},
@@ -185,7 +195,7 @@ static const Bad BAD_OPTIONS[] = {
     {NOTHING, "--memory 24G --dry-run --device cpu", "--memory plans", "--device cpu"},
     {NOTHING, "--fit 24G --batch 8", "--fit does one thing, to which --batch", "leave one of them out"},
     {NOTHING, "--fit 24G --preset adamw33", "adamw33", "adamw32"},
-    {NOTHING, "--fit 24G --preset muon --offload states", "--fit lists nothing: the rule muon", "leave --offload out"},
+    {NOTHING, "--fit 24G --preset muon --offload states", "--fit lists nothing: the rule muon", "type --offload none"},
     {NOTHING, "--fit 24G --release on", "--fit lists nothing: --clip 1", "type --clip-by last"},
     {NOTHING, "--fit 24G --head fp8", "--fit lists nothing: --head fp8 goes with", "leave --head out"},
     {ALL, "--eval-every 1", "--eval names nothing", "type names or paths"},

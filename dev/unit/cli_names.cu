@@ -260,22 +260,19 @@ FOLDER_TEST(cli_folder_after_refusal) {
 // Returns what bash offers for the last of some words, with the script of --completion; an empty text where it offers
 // nothing.
 TEST(cli_completion) {
-    static const char* const cases[][2] = {{"--dev", "--device"},
-                                           {"--device ''", "auto gpu cpu"},
-                                           {"--device c", "cpu"},
-                                           {"--resume au", "auto"},
-                                           {"--data ./a.", "./a.txt"},
-                                           {"--seed 1", ""},
-                                           {"--dry-run --list-f", "--list-formats"},
+    static const char* const cases[][2] = {{"--dev", "--device"},      {"--device ''", "auto|gpu|cpu"},
+                                           {"--device c", "cpu"},      {"--resume au", "auto"},
+                                           {"--data ./a.", "./a.txt"}, {"--data ./b", "./b c.txt"},
+                                           {"--seed 1", ""},           {"--dry-run --list-f", "--list-formats"},
                                            {"--lr a", "auto"}};
     const char* work = work_folder();
     run_well(script, "--completion bash");
-    write_text(work, "script", OUT(script)), write_text(work, "a.txt", "");
+    write_text(work, "script", OUT(script)), write_text(work, "a.txt", ""), write_text(work, "b c.txt", "");
     for (const auto& [words, offered] : cases) {
         int code;
         const char* line = formatted(
             ". ./script; COMP_WORDS=(nibble %s); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); _nibble\n"
-            "echo -n \"${COMPREPLY[*]}\"\n",
+            "IFS='|'; echo -n \"${COMPREPLY[*]}\"\n",
             words);
         write_text(work, "ask", line);
         const char* said = shell_in(work, &code, "bash ask");

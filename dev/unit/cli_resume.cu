@@ -136,6 +136,8 @@ static void check_resume_offload(Test* test, const char* formats) {
         train_well("--resume %s/step_00000006 --run %s --device cpu --offload none --release off", again, back);
         expect_equal_checkpoints(test, whole, back, 9);
     }
+    refused("muon", "--clip-by last: the rule muon", "type --clip-by step",
+            "--resume %s --rule muon --weights bf16:sr --limit-growth 0", whole);
 }
 
 TEST(cli_resume_offload) {

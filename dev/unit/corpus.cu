@@ -177,7 +177,7 @@ DATA_TEST(corpus_text_or_not) {
     expect_refused(opens(path, DATA_AUTO, DATASET_WHOLE, 1, error), error, "add --data-format bytes");
     put_text(path, "abc");
     expect(opens(path, DATA_AUTO, DATASET_WHOLE, 1, error), "%s", error);
-    expect_refused(opens(path, DATA_SHARDS, DATASET_WHOLE, 1, error), error, "leave --data-format shards out");
+    expect_refused(opens(path, DATA_SHARDS, DATASET_WHOLE, 1, error), error, "type --data-format auto");
 }
 
 // A folder is read as nanoGPT's data/*/prepare.py leaves it.
@@ -237,7 +237,7 @@ DATA_TEST(corpus_nanogpt) {
     expect(dataset_open(&val, folder, DATA_NANOGPT, DATASET_VALIDATION, 0.1, T, error), "%s", error);
     expect(val.tokens == 100, "%lld", (long long)val.tokens);
     put(joined(folder, "train.bin"), tokens, 1999);
-    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "an odd number");
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "type --data-format auto");
     int32_t header[512] = {20240520, 1, 512};
     put(joined(folder, "train.bin"), header, 2048);
     expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin without --data-format");

@@ -338,6 +338,10 @@ FOLDER_TEST(folders_data_of_another_tokenizer) {
     write_text(data, "vocab.json", whole);
     write_text(data, "merges.txt", "#version: 0.2\nt h\nth e\n");
     train_well("--resume %s --steps 2", used);
+    const char *text = joined(work, "text.txt"), *found = "the data has a vocabulary of 256 tokens and --model";
+    refused("text", found, type, begun, text, work, from);
+    for (const char* name : {"state.json", "vocab.json"}) unlink(joined(from, name));
+    refused("no tokenizer", found, "name data of the model's own tokens", begun, text, work, from);
 }
 
 // tokenizer.json stands for vocab.json and merges.txt where it describes the same kind of tokenizer.

@@ -157,7 +157,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
                           65535 - PORTS);
     }
     if (launch->world > 1 && gpus > 1) {
-        return data_error(error, "--gpus %lld makes ranks of its own and %s has made %d; leave --gpus out",
+        return data_error(error, "--gpus %lld makes ranks of its own and %s have made %d; leave --gpus out",
                           (long long)gpus, launch->source, launch->world);
     }
     if (launch->rank >= launch->world || launch->world > MOST_RANKS) {
@@ -165,7 +165,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
                           launch->source, launch->rank, launch->world, MOST_RANKS);
     }
     if (launch->world > 1 && !launch->host[0]) {
-        return data_error(error, "%s does not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
+        return data_error(error, "%s do not say where rank 0 is; set MASTER_ADDR to its host (mpirun -x MASTER_ADDR)",
                           launch->source);
     }
     if (launch->world == 1) *launch = alone;
