@@ -23,8 +23,8 @@ inline void pinned_free(void* pointer) {
     check(cudaFreeHost(pointer));
 }
 
-// The loader's memory is used again two batches later, so before the batch after next is asked for, the copy of the
-// present one must be over: an event each, waited for a whole micro-batch later, by which time it has long passed.
+// The loader reuses a batch's memory two batches later. So each copy has an event, which is waited for before the batch
+// after the next is requested: a whole micro-batch later, when it has long passed.
 struct Feeder {
     const Device* dev;
     Loader* loader;
@@ -43,7 +43,7 @@ inline void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, 
     for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
 }
 
-// The next micro-batch into `input`; returns the number of its distinct tokens, -1 with feeder->error on bad data.
+// Copies the next micro-batch to `input`. Returns the number of its distinct tokens; -1 with feeder->error on bad data.
 inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
     const Device* dev = feeder->dev;
     cudaEvent_t event = feeder->copied[feeder->fed % 2];
@@ -65,7 +65,7 @@ inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
     return batch->buckets;
 }
 
-// A micro-batch of token 0 alone, in place of one that could not be read; returns the number of its distinct tokens.
+// Writes a micro-batch of token 0 alone, for one that could not be read. Returns the number of its distinct tokens.
 inline int input_blank(const Device* dev, const Input* input, int64_t N) {
     int bucket[4] = {0, 0, -1, (int)N};
     device_zero(dev, input->tokens, input->bytes);
