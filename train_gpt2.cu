@@ -243,7 +243,7 @@ struct Model {
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
     void* activations;  // laid out by activations_layout
-    int* input;         // laid out by input_layout
+    Input input;        // a micro-batch
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                         // then what ranks agree upon, see SCALARS
@@ -444,10 +444,6 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     return a;
 }
 
-static Input input_layout(const Model* m, int* base) {
-    return input_at(base, (int64_t)m->B * m->T);
-}
-
 // Forward.
 
 // Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
@@ -600,8 +596,7 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
 // overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with several
 // micro-batches G is float, unless --grads bf16 asks for less memory.
 template <typename X, typename G>
-static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
-                          bool first) {
+static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B, int T, bool first) {
     const Device* dev = m->dev;
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Parameters<G> d = parameters_in<G>(m, m->arena.grads);
@@ -629,29 +624,28 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l);
     }
-    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
-                             input->bucket, buckets, B, T, C, m->config.Vp, accumulate);
+    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, m->input.order,
+                             m->input.bucket, buckets, B, T, C, m->config.Vp, accumulate);
     arena_done(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
-// gradients of loss * share to m->arena.grads. `input` is on the device.
+// gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
-static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first,
-                             float share) {
+static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
     Activations<X> a = activations_layout<X>(m, m->activations, train);
     arena_lend(&m->arena, train ? nullptr : a.lent);
     int64_t N = (int64_t)B * m->T;
-    gpt2_forward(m, &a, input->tokens, B, m->T);
-    gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
+    gpt2_forward(m, &a, m->input.tokens, B, m->T);
+    gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
     loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, m->T, first);
+    if (train) gpt2_backward<X, G>(m, &a, buckets, B, m->T, first);
 }
 
-static void micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first, float share) {
-    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, train, first, share);
-    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, train, first, share);
-    gpt2_micro_batch<bf16, float>(m, input, buckets, B, train, first, share);
+static void micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
+    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, buckets, B, train, first, share);
+    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, buckets, B, train, first, share);
+    gpt2_micro_batch<bf16, float>(m, buckets, B, train, first, share);
 }
 
 // Computes the loss (-ln p) of each of `count` targets, which follow `places` of tokens (B, T), and whether it is the
@@ -663,12 +657,12 @@ static void gpt2_score(void* model, const int* tokens, int B, int T, const int* 
     Activations<X> a = activations_layout<X>(m, m->activations, false);
     arena_lend(&m->arena, a.lent);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
-    const Input input = input_layout(m, m->input);
+    const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
-    const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,     (float*)a.logits, input.order,
-                               input.targets,       input.bucket, m->losses};
-    copy_to_device(m->dev, input.tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
-    gpt2_forward(m, &a, input.tokens, B, T);
+    const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
+                               input->targets,      input->bucket, m->losses};
+    copy_to_device(m->dev, input->tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
+    gpt2_forward(m, &a, input->tokens, B, T);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     score_places<X>(m->dev, losses, likeliest, a.lnf, w.wte, places, targets, count, &room, m->config.C, m->config.V,
                     m->config.Vp);
@@ -714,7 +708,7 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
-    plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
+    plan.other = input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
                  (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
@@ -731,7 +725,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
                                           : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
     m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
-    m->input = (int*)device_alloc(m->dev, input_layout(m, nullptr).bytes);
+    m->input = input_alloc(m->dev, N);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
@@ -744,8 +738,12 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {
-        m->arena.grads_bf16 ? m->dwte_sum : nullptr, m->activations, m->input, m->losses, m->scalars, m->fp8.inverse};
+    void* const memory[] = {m->arena.grads_bf16 ? m->dwte_sum : nullptr,
+                            m->activations,
+                            m->input.tokens,
+                            m->losses,
+                            m->scalars,
+                            m->fp8.inverse};
     for (void* block : memory) device_free(m->dev, block);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
@@ -757,13 +755,12 @@ static void model_free(Model* m) {
 // in the memory of training. With fp8 there are two kinds of step, with a history of magnitudes and without.
 static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
-    Input input = input_layout(m, m->input);
     dev->rehearsal = true;
     const bool current = m->fp8.current;
     for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
         m->fp8.current = way == 1;
         shard_micro_batch(m->arena.shard, true, true);
-        micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+        micro_batch(m, input_blank(dev, &m->input), m->B, true, true, 1.0f);
     }
     m->fp8.current = current;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
@@ -795,7 +792,6 @@ static void model_init(Model* m, uint64_t seed) {
 // device; the caller reads the scalars. `step` counts from 1. With bad data it returns false, or, among several ranks,
 // which wait for each other, it completes the step and all find SCALAR_BAD. No weight changes, only m if it folds.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
-    Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
     if (m->arena.scales_apart) {
@@ -805,11 +801,11 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     for (int64_t i = 0; i < micro_batches; i++) {
         arena_micro_batch(&m->arena, i, micro_batches);
         named(m->dev, "data");
-        int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
+        int buckets = feeder_next(feeder, &m->input);
         if (buckets < 0 && !m->arena.shard) return false;
         if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
-        if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
-        micro_batch(m, &input, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
+        if (buckets < 0) buckets = input_blank(m->dev, &m->input);
+        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
     arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
     if (!m->uses_fp8) return true;
@@ -835,13 +831,12 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
-    Input input = input_layout(m, m->input);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
         int64_t left = windows - done - before;
         int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
-        int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
+        int buckets = feeder_next(&feeder, &m->input);
         if (buckets < 0) user_error("validation data: %s", feeder.error);
-        micro_batch(m, &input, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
+        micro_batch(m, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
     }
     float loss;
     if (m->arena.shard && !stops(m)) shard_loss(m->arena.shard, m->scalars);

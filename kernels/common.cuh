@@ -37,19 +37,14 @@ typedef __nv_bfloat16 bf16;
 // Errors. A failed library call prints all details and exits with code 1. A user's mistake is answered by one sentence
 // (what was asked, what was found, what to type) and exit code 2.
 
-// Returns the rank of this process for messages, from the launcher's environment; 0 if it is not there.
-inline int process_rank() {
-    const char* rank = getenv("RANK");
-    return rank ? atoi(rank) : 0;
-}
-
 [[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
                                       const char* file, int line) {
     char message[4096];
+    const char* rank = getenv("RANK");  // as the launcher or launch_join has set it
     int device = -1;
     if (cudaGetDevice(&device) != cudaSuccess) device = -1;
     snprintf(message, sizeof(message), "%s error %s: %s\n  %s\n  at %s:%d, rank %d, device %d\n", library, name, text,
-             expression, file, line, process_rank(), device);
+             expression, file, line, rank ? atoi(rank) : 0, device);
     launch_failed(EXIT_FAILURE, message);
     fputs(message, stderr);
     exit(EXIT_FAILURE);

@@ -147,10 +147,6 @@ struct MatmulTrial {
     bool sums;          // also with beta = 1, as a weight's gradient is added to
 };
 
-inline bool matmul_writes_aux(cublasLtEpilogue_t epilogue) {
-    return epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-}
-
 inline void matmul_fill(const Device* dev, bf16* values, int64_t n, float scale, uint32_t seed) {
     matmul_fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale, seed);
     check_launch();
@@ -165,7 +161,8 @@ inline void matmul_fill_fp8(const Device* dev, void* codes, int64_t n, uint32_t 
 inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
                               MatmulTrial* trial) {
     const MatmulShape* s = &plan->shape;
-    bool writes_aux = matmul_writes_aux(s->epilogue), own = !dev->rehearsal;
+    const bool own = !dev->rehearsal,
+               writes_aux = s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     bool own_output = (own && accumulate) || used->d == used->aux;
     int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;
     // a, b, d, bias (fp32 pairs of bf16 are numbers of that size too), aux

@@ -161,7 +161,7 @@ inline void peers_ready(Peers* peers) {
     check(cudaEventCreateWithFlags(&peers->event, cudaEventDisableTiming));
 }
 
-// Closes the mailboxes of the others, before any rank frees its own.
+// Closes the mailboxes of the other ranks. All ranks must have done so before any of them calls peers_end.
 inline void peers_disconnect(Peers* peers) {
     for (int r = 0; r < peers->world; r++) {
         if (r != peers->rank && peers->mailbox[r]) check(cudaIpcCloseMemHandle(peers->mailbox[r]));
