@@ -104,12 +104,11 @@ static void feed(const Model* m, const int* tokens, const int* targets, bool fir
         if (used > begin) bucket[2 * buckets] = token, bucket[2 * buckets++ + 1] = begin;
     }
     bucket[2 * buckets] = -1, bucket[2 * buckets + 1] = n;
-    Input input = input_layout(m, m->input);
-    copy_to_device(m->dev, input.tokens, tokens, n * sizeof(int));
-    copy_to_device(m->dev, input.targets, targets, n * sizeof(int));
-    copy_to_device(m->dev, input.order, order.data(), n * sizeof(int));
-    copy_to_device(m->dev, input.bucket, bucket.data(), 2 * (buckets + 1) * sizeof(int));
-    micro_batch(m, &input, buckets, m->B, true, first, share);
+    copy_to_device(m->dev, m->input.tokens, tokens, n * sizeof(int));
+    copy_to_device(m->dev, m->input.targets, targets, n * sizeof(int));
+    copy_to_device(m->dev, m->input.order, order.data(), n * sizeof(int));
+    copy_to_device(m->dev, m->input.bucket, bucket.data(), 2 * (buckets + 1) * sizeof(int));
+    micro_batch(m, buckets, m->B, true, first, share);
     device_sync(m->dev);
 }
 
@@ -842,7 +841,7 @@ TEST(memory_plan) {
         expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
                (long long)plan.states);
         expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
-        void* other[] = {m.input, m.losses, m.fp8.inverse};
+        void* other[] = {m.input.tokens, m.losses, m.fp8.inverse};
         expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
         expect_allocated(test, "activations", plan.activations, &m.activations, 1);
         expect_allocated(test, "input, losses and scales", plan.other, other, setup.fp8 ? 3 : 2);

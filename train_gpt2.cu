@@ -1,9 +1,9 @@
 // nibble: pre-trains GPT-2-family language models on one GPU or several, or on this machine's cores.
 //
 // Read from top to bottom: options -> model -> forward -> backward -> memory -> update -> samples and evaluations ->
-// checkpoints -> resolving options that are left to the program -> resuming -> step loop -> main. Operators are in
-// kernels/, the optimizer is in optim/, files and messages are in data/. A Model lives on one Device. Where several
-// GPUs train together, m->arena.shard (kernels/ranks/shard.cuh) is what this rank shares with the others.
+// checkpoints -> resolving `auto` options -> resuming -> step loop -> main. Operators are in kernels/, the optimizer is
+// in optim/, files and messages are in data/. A Model lives on one Device. With several GPUs, m->arena.shard
+// (kernels/ranks/shard.cuh) is this rank's part in what they compute together; alone it is NULL.
 //
 // Conventions: B batch (sequences), T time (tokens of a sequence), C channels, L layers, NH heads, V vocabulary, Vp
 // vocabulary padded to a multiple of 128; N = B*T rows. X is the element type of activations and of the weights that
@@ -71,7 +71,7 @@ struct Options {
 #define AT(name) offsetof(Options, name)
 constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, CHOICE = OPTION_CHOICE,
                      FLAG = OPTION_FLAG, SIZE = OPTION_SIZE;
-// The first row of a group has its name.
+// Only the first row of a group names it.
 static const Option OPTIONS[] = {
     {"data", TEXT, AT(data), "", 0, 0, "PATH", "data", "prepared folder, shard, glob or any file; none: built-in text"},
     {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "",
@@ -80,7 +80,7 @@ static const Option OPTIONS[] = {
     {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "", "share of a single file for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84|d96|d120, or a Hugging Face folder"},
-    {"size", TEXT, AT(size), "", 0, 0, "N", "", "instead: a shape of about N parameters near GPT-3's, such as 30B"},
+    {"size", TEXT, AT(size), "", 0, 0, "N", "", "instead of --model: a shape of about N parameters, such as 30B"},
     {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
     {"channels", INT, AT(channels), "auto", 64, 12288, "C", "", "a multiple of the heads times 64 or 128"},
     {"heads", INT, AT(heads), "auto", 1, 1024, "NH", "", "channels / heads is 64 or 128"},
@@ -89,7 +89,7 @@ static const Option OPTIONS[] = {
     {"tokens-per-step", INT, AT(tokens_per_step), "auto", 1, 1e12, "N", "", "tokens of a step, a multiple of B x T"},
     {"steps", INT, AT(steps), "auto", 0, 1e12, "N", "", "optimizer steps; auto: an epoch (built-in text: 400 or 1500)"},
     {"preset", TEXT, AT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
-    {"rule", TEXT, AT(rule), "", 0, 0, "NAME", "", "the update, instead of the preset's"},
+    {"rule", TEXT, AT(rule), "", 0, 0, "NAME", "", "update rule, instead of the preset's"},
     {"weights", TEXT, AT(weights), "", 0, 0, "FORMAT", "", "storage of the weights: see --list-formats"},
     {"grads", TEXT, AT(grads), "auto", 0, 0, "FORMAT", "", "fp32 or bf16; auto: bf16 where a step has one micro-batch"},
     {"m", TEXT, AT(m), "", 0, 0, "FORMAT", "", "storage of the first moment"},
@@ -98,7 +98,7 @@ static const Option OPTIONS[] = {
      "own formats for --m and --v, with commas; runs the code in the files, and so does a checkpoint that names one"},
     {"override", TEXT, AT(overrides), "", 0, 0, "TEXT", "",
      "by tensor name: \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the preset's"},
-    {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "", "largest rate; auto: by width and rule, a tenth of it for --model"},
+    {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "", "peak rate; auto: by width and rule, a tenth of it for --model"},
     {"beta1", REAL, AT(beta1), "0.9", 0, 0.999999, "F", "", "decay of m"},
     {"beta2", REAL, AT(beta2), "0.95", 0, 0.999999, "F", "", "decay of v"},
     {"eps", REAL, AT(eps), "1e-8", 1e-30, 1, "F", "", "added to the root of v"},
@@ -110,49 +110,48 @@ static const Option OPTIONS[] = {
     {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
     {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
     {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
-    {"nesterov", CHOICE, AT(nesterov), "on", 0, 0, "on|off", "", "their step follows m and the gradient; off: m alone"},
+    {"nesterov", CHOICE, AT(nesterov), "on", 0, 0, "on|off", "", "same rules: step by m and gradient; off: m alone"},
     {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
-    {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "their polynomials"},
+    {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "of Newton-Schulz"},
     {"rank", INT, AT(rank), "0", 0, 65536, "N", "", "galore, fira, apollo: rank of the moments; 0: shorter side / 4"},
     {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "", "low-rank rules: steps until the directions change"},
     {"rank-basis", CHOICE, AT(rank_basis), "fp32", 0, 0, "fp32|bf16|lin8", "", "galore: storage of the directions"},
     {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "", "low-rank rules: factor of the update; 0: the paper's"},
     {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
-     "adafactor: relative: at most 1 / sqrt(step); scaled: times the RMS of a tensor's weights; paper: both, with --lr "
-     "0.01 --schedule constant"},
+     "adafactor: relative: at most 1/sqrt(step); scaled: times the weights' RMS; paper: both (with --lr 0.01)"},
     {"clip-update", REAL, AT(clip_update), "1.0", 0, 1e9, "F", "", "adafactor, came: largest RMS of an update; 0: any"},
-    {"limit-growth", REAL, AT(limit_growth), "0", 0, 1e9, "F", "", "update's norm <= F x its last one; 0: no limit"},
+    {"limit-growth", REAL, AT(limit_growth), "0", 0, 1e9, "F", "", "largest growth of an update's norm; 0: no limit"},
     {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
     {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
-     "the norm that --clip limits: the whole step's; the larger of the step's before and the layer's; each tensor's"},
+     "whose norm --clip limits: all gradients'; the last step's or, if larger, each layer's; each tensor's"},
     {"on-nonfinite", CHOICE, AT(on_nonfinite), "skip", 0, 0, "skip|stop", "",
-     "a step whose loss or gradient is not finite changes nothing: go on (at most 10 in a row), or stop"},
+     "after a step whose loss or gradient is not finite, which changes nothing; skip: go on, up to 10 in a row"},
     {"schedule", CHOICE, AT(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "", "how the learning rate falls"},
     {"warmup", INT, AT(warmup), "auto", 0, 1e12, "N", "", "steps of linear warm-up"},
     {"final-lr", REAL, AT(final_lr), "0.1", 0, 1, "F", "", "last learning rate as a share of --lr"},
     {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
     {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
-     "precision of the matrix products; sums are fp32. fp8: in training; on the CPU the same codes, slowly"},
+     "precision of matrix products, with fp32 sums; fp8: in training only, on a CPU slowly"},
     {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
     {"fp8-grads", CHOICE, AT(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "with --matmul fp8: codes of gradients"},
     {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "", "what the backward pass computes again"},
     {"kept-blocks", INT, AT(kept_blocks), "1", 1, 1e6, "N", "", "with --recompute block: last blocks to keep"},
     {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: if needed"},
     {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
-     "kept in this machine's memory and brought a layer at a time: states; the residual stream"},
+     "keep the optimizer's states or the residual stream in host memory and stream them a layer at a time"},
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs", "GPUs here, a process each; leave out under torchrun"},
     {"shard", CHOICE, AT(shard), "none", 0, 0, "none|states|grads|weights", "", "split over the GPUs: ZeRO 0, 1, 2, 3"},
     {"comm", CHOICE, AT(comm), "grads", 0, 0, "grads|bf16", "", "type in which gradients are sent; their sum is fp32"},
     {"join-timeout", INT, AT(join_timeout), "300", 1, 1e6, "SECONDS", "", "seconds to wait for all ranks to connect"},
-    {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps; 0: never"},
-    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "", "at most, the first windows of the validation data"},
-    {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps; 0: never; auto: at the end"},
+    {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps between; 0: never"},
+    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "", "validate on this many tokens, from the beginning"},
+    {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps between; 0: never; auto: at the end"},
     {"sample-tokens", INT, AT(sample_tokens), "128", 1, 65536, "N", "", "length of a sample"},
     {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
     {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
-    {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts instead, one a line"},
-    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "a sample ends at the end-of-text token or at its length"},
+    {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts, one per line, instead of --prompt"},
+    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "end: also stop a sample at the end-of-text token"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
     {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "", "names (data/eval/NAME.eval) or paths: in a run or of --model DIR"},
@@ -160,13 +159,13 @@ static const Option OPTIONS[] = {
     {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
     {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "", "steps between lines; log.jsonl has all"},
-    {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "", "steps; always one at the end and on a signal"},
-    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "", "weights: no states, so no run can go on from it"},
-    {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "checkpoints that stay; older ones are removed"},
+    {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "", "steps between checkpoints; one more at the end"},
+    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "", "weights: without states, so it cannot be resumed"},
+    {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "newest checkpoints to keep"},
     {"resume", TEXT, AT(resume), "off", 0, 0, "off|auto|DIR", "", "auto: the newest of --run; DIR: run or checkpoint"},
     {"device", CHOICE, AT(device), "auto", 0, 0, "auto|gpu|cpu", "", "auto: a GPU when there is one"},
     {"seed", INT, AT(seed), "1", 0, 9e15, "N", "", "of initial weights, data order and rounding noise"},
-    {"profile", FLAG, AT(profile), "", 0, 0, "", "", "name what is queued for nsys and ncu, and end after a few steps"},
+    {"profile", FLAG, AT(profile), "", 0, 0, "", "", "name kernels for nsys and ncu, and end after a few steps"},
     {"sample", TEXT, AT(sample), "", 0, 0, "PROMPT", "instead of training", "continue PROMPT with --model DIR"},
     {"dry-run", FLAG, AT(dry_run), "", 0, 0, "", "", "print the plan and stop"},
     {"memory", SIZE, AT(memory), "", 0, 0, "24G", "", "with --dry-run: plan for a GPU with so much memory"},
@@ -181,7 +180,7 @@ static const Option OPTIONS[] = {
 constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
 static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0]), NEEDS};
 
-// The optimizer of the options. Names that are left to the preset are ""; what needs the run's length has a stand-in.
+// Returns the options' optimizer. Names that the preset chooses are ""; beta3 has a stand-in until resolve_length.
 static OptimConfig optim_config_of(const Options* o) {
     OptimConfig c = {};
     c.preset = o->preset, c.rule = o->rule, c.weights = o->weights, c.m = o->m, c.v = o->v;
@@ -200,7 +199,7 @@ static OptimConfig optim_config_of(const Options* o) {
     return c;
 }
 
-// The same, resolved; the options get the names that the preset gives.
+// The same, resolved; writes the names that the preset chooses back into the options.
 static void optim_config_from(Options* o, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
     *config = optim_config_of(o);
@@ -244,7 +243,7 @@ struct Model {
 
     float* dwte_sum;    // (Vp, C) fp32 sum of the head's gradient; arena.grads has it when G is float
     void* activations;  // laid out by activations_layout
-    int* input;         // laid out by input_layout
+    Input input;        // a micro-batch
     float* losses;      // (N)
     float* scalars;     // [0] mean loss of the step, [1] norm of the gradient, [2] clip factor, NaN: nothing changed;
                         // then what ranks agree upon, see SCALARS
@@ -258,7 +257,7 @@ static int ranks_of(const Model* m) {
     return m->arena.shard ? m->arena.shard->comm.world : 1;
 }
 
-// The layers whose products may be fp8, in each block. Their slots of scales; the head's comes last.
+// The matrices of a block whose products may be fp8, and their first slots among the scales. The head's are the last.
 enum Linear { QKV, ATTENTION_PROJECTION, FC, FC_PROJECTION, BLOCK_LINEARS };
 static int fp8_slot(int l, Linear linear) {
     return (l * BLOCK_LINEARS + linear) * FP8_SLOTS;
@@ -286,7 +285,7 @@ static void config_tensors(Model* model) {
     a->elements = optim_layout(a->tensors, a->count);
 }
 
-// The model's tensors where they lie: weights (T = X) or gradients (T = G), as far as arena_need has brought them.
+// Pointers to the model's tensors: weights (T = X) or gradients (T = G). They are valid once arena_need says so.
 template <typename T>
 struct BlockParameters {
     T *ln1w, *ln1b;          // (C)
@@ -322,7 +321,7 @@ static Parameters<T> parameters_in(const Model* model, void* memory) {
     return p;
 }
 
-// A layer's matrix as its products read it.
+// A matrix of block l as its products read it.
 template <typename X>
 static LinearWeight<X> weight_of(const Model* m, int l, Linear linear) {
     const int t = weight_tensor(l, linear);
@@ -349,7 +348,7 @@ struct BlockActivations {
 template <typename X>
 struct Activations {
     X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
-    const Spill* spill;           // they take turns, and those that are not here are in host memory; NULL: all are here
+    const Spill* spill;           // moves them to host memory and back, in turn; NULL: all stay on the device
     BlockActivations<X> block[MAX_LAYERS];
     float *lnf_mean, *lnf_rstd;  // (N)
     X* lnf;                      // (N, C)
@@ -379,77 +378,70 @@ static int64_t scratch_bytes(const Model* m) {
     return bytes;
 }
 
-// Lays the activations of m->B x m->T tokens out from `base` on; with base NULL only `bytes` of the result has a
-// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block, those that
-// are computed again share buffers and keep only their inputs, residual[l]; so does the next, which the forward pass
-// leaves in them. recompute=gelu shares `gelu`. With fp8 a block keeps codes, and all share what these are made of.
+// Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes of what its
+// products read, and all share the arrays that these codes are made of.
+template <typename X>
+static BlockActivations<X> block_layout(const Model* m, Layout* layout, const BlockActivations<X>* first, int l,
+                                        bool fp8) {
+    BlockActivations<X> b = {};
+    const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
+    const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
+    b.ln1_mean = layout_take<float>(layout, N), b.ln1_rstd = layout_take<float>(layout, N);
+    b.ln1 = fp8 && l > 0 ? first->ln1 : layout_take<X>(layout, N * C);
+    b.qkv = layout_take<X>(layout, N * 3 * C);
+    b.lse = layout_take<float>(layout, N * m->config.NH);
+    b.attention = layout_take<X>(layout, N * C);
+    b.residual2 = layout_take<X>(layout, N * C);
+    b.ln2_mean = layout_take<float>(layout, N), b.ln2_rstd = layout_take<float>(layout, N);
+    b.ln2 = fp8 ? b.ln1 : layout_take<X>(layout, N * C);
+    b.fc = layout_take<X>(layout, N * 4 * C);
+    if (!fp8) b.gelu = shares_gelu ? first->gelu : layout_take<X>(layout, N * 4 * C);
+    if (!fp8) return b;
+    b.ln1_codes = layout_take<uint8_t>(layout, N * C);
+    b.attention_codes = layout_take<uint8_t>(layout, N * C);
+    b.ln2_codes = layout_take<uint8_t>(layout, N * C);
+    b.gelu_codes = shares_gelu ? first->gelu_codes : layout_take<uint8_t>(layout, N * 4 * C);
+    return b;
+}
+
+// Lays out the activations of m->B x m->T tokens from `base` on; with base NULL only `bytes` of the result has a
+// meaning. This one function gives the memory plan, the allocation and the pointers. With recompute=block, blocks that
+// are computed again, and the first that is kept, share buffers; the forward pass leaves the kept one there.
 template <typename X>
 static Activations<X> activations_layout(const Model* m, void* base, bool backward) {
     Activations<X> a;
-    int64_t N = (int64_t)m->B * m->T, C = m->config.C, used = 0;
-    auto floats = [&](int64_t n) { return (float*)((char*)base + arena_take(&used, n * (int64_t)sizeof(float))); };
-    auto values = [&](int64_t n) { return (X*)((char*)base + arena_take(&used, n * (int64_t)sizeof(X))); };
-    auto codes = [&](int64_t n) { return (uint8_t*)base + arena_take(&used, n); };
+    Layout layout = {(char*)base, 0};
+    const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
     const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks, from the first on, that share buffers
     const bool fp8 = backward && m->uses_fp8;
-    a.lent = (char*)base + arena_take(&used, backward ? 0 : m->arena.lent_bytes);
+    a.lent = layout_take<char>(&layout, backward ? 0 : m->arena.lent_bytes);
     // Without backward the stream needs two places: a block's input and output.
     const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
     a.spill = backward && m->spills ? &m->spill : nullptr;
-    a.residual[0] = values(N * C);
+    a.residual[0] = layout_take<X>(&layout, N * C);
     for (int l = 0; l < m->config.L; l++) {
-        BlockActivations<X>* b = &a.block[l];
-        a.residual[l + 1] = l + 1 < places ? values(N * C) : a.residual[l + 1 - places];
-        if (l > 0 && l < sharing) {
-            *b = a.block[0];
-            continue;
-        }
-        b->ln1_mean = floats(N), b->ln1_rstd = floats(N);
-        b->ln1 = fp8 && l > 0 ? a.block[0].ln1 : values(N * C);
-        b->qkv = values(N * 3 * C);
-        b->lse = floats(N * m->config.NH);
-        b->attention = values(N * C);
-        b->residual2 = values(N * C);
-        b->ln2_mean = floats(N), b->ln2_rstd = floats(N);
-        b->ln2 = fp8 ? b->ln1 : values(N * C);
-        b->fc = values(N * 4 * C);
-        const bool own = l == 0 || m->recompute != RECOMPUTE_GELU;
-        b->gelu = fp8 ? nullptr : own ? values(N * 4 * C) : a.block[0].gelu;
-        if (!fp8) continue;
-        b->ln1_codes = codes(N * C), b->attention_codes = codes(N * C), b->ln2_codes = codes(N * C);
-        b->gelu_codes = own ? codes(N * 4 * C) : a.block[0].gelu_codes;
+        a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
+        a.block[l] = l > 0 && l < sharing ? a.block[0] : block_layout(m, &layout, &a.block[0], l, fp8);
     }
-    a.lnf_mean = floats(N), a.lnf_rstd = floats(N);
-    a.lnf = values(N * C);
-    a.branch = values(N * C);
-    a.fp8 = {};
-    if (fp8) {
-        a.fp8.scales = (Fp8*)&m->fp8, a.fp8.rows = codes(N * 4 * C), a.fp8.weight = codes(4 * C * C);
-        a.fp8.made = base && m->dev->gpu && !m->fp8.current;  // a plan asks no kernel, as the GPU may not be here
-        a.fp8.attention_made = a.fp8.made && attention_backward_codes(m->dev, m->config.C, m->config.NH);
-        a.fp8.gelu_made = a.fp8.made && linear_gelu_fits(m->dev, N, (int)C, 4 * (int)C);
-    }
-    int64_t blocks = used;
-    a.logits = values((m->logit_rows > 1 ? m->logit_rows : 2) * m->config.Vp);  // a row of fp32 too
-    if (fp8 && m->head_fp8) {
-        for (uint8_t*& head : a.fp8.head) head = codes(m->config.Vp * C);
-        a.fp8.head_columns = codes(m->logit_rows * C);
-        a.fp8.dhead = codes(m->logit_rows * m->config.Vp), a.fp8.dhead_columns = codes(m->logit_rows * m->config.Vp);
-    }
-    a.bytes = used;
+    a.lnf_mean = layout_take<float>(&layout, N), a.lnf_rstd = layout_take<float>(&layout, N);
+    a.lnf = layout_take<X>(&layout, N * C);
+    a.branch = layout_take<X>(&layout, N * C);
+    a.fp8 = fp8 ? linear_use(&layout, m->dev, &m->fp8, N, (int)C) : Fp8Use{};
+    a.fp8.attention_made = a.fp8.made && attention_backward_codes(m->dev, (int)C, m->config.NH);
+    const int64_t blocks = layout.used;
+    a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
+    if (fp8 && m->head_fp8) linear_use_head(&layout, &a.fp8, rows, C, Vp);
+    a.bytes = layout.used;
     if (!backward) return a;
-    used = blocks;  // what the blocks' backward pass needs lies where the logits were, which are over by then
-    a.dresidual = values(N * C);
-    a.dbranch = a.branch;  // the forward pass is over when it is needed; so is the block that is computed again
-    a.dwide = values(N * 4 * C);
-    if (fp8) a.fp8.drows = codes(N * 4 * C), a.fp8.dcolumns = codes(N * 4 * C);
-    a.scratch = (char*)base + arena_take(&used, scratch_bytes<X>(m));
-    a.bytes = used > a.bytes ? used : a.bytes;
+    layout.used = blocks;  // the blocks' backward pass begins when the logits are done, and takes their place
+    a.dresidual = layout_take<X>(&layout, N * C);
+    a.dbranch = a.branch;  // which the forward pass, also that of a block that is computed again, no longer needs
+    a.dwide = layout_take<X>(&layout, N * 4 * C);
+    if (fp8) a.fp8.drows = layout_take<uint8_t>(&layout, N * 4 * C);
+    if (fp8) a.fp8.dcolumns = layout_take<uint8_t>(&layout, N * 4 * C);
+    a.scratch = layout_take<char>(&layout, scratch_bytes<X>(m));
+    a.bytes = layout.used > a.bytes ? layout.used : a.bytes;
     return a;
-}
-
-static Input input_layout(const Model* m, int* base) {
-    return input_at(base, (int64_t)m->B * m->T);
 }
 
 // Forward.
@@ -510,15 +502,15 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
     }
 }
 
-// True if this micro-batch adds to the gradients in memory; false for the first of a step, and where the gradients of
-// each micro-batch are summed over the ranks immediately. Matrices whose momentum takes them (folds) do not ask.
+// True if this micro-batch adds to the gradients in memory. The first one of a step overwrites them, and so does each
+// one if it is reduced across ranks at once. With `folds`, that holds for matrices alone (block_backward).
 static bool accumulates(const Model* m, bool first) {
     return !first && (m->arena.folds || !shard_splits(m->arena.shard, SHARD_GRADS));
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
-// become their own gradient in place, and that of lnf (into dbranch) and of wte (into dwte_sum) follow at once; dloss
-// is 1 / (rows of the whole step). In the `first` micro-batch of a step the sums begin anew.
+// become their own gradient in place, from which those of lnf (dbranch) and wte (dwte_sum) are computed at once. dloss
+// is 1 / (rows of the whole step). The `first` micro-batch of a step overwrites dwte_sum.
 template <typename X>
 static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
                         bool first) {
@@ -545,9 +537,9 @@ static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, i
 
 // Backward.
 
-// Block l down to its first layernorm, whose output's gradient it leaves in dbranch. dresidual comes in as the gradient
-// of the block's output. Each of its values is the output's gradient of the projection below, whose bias gradient a
-// layernorm's backward pass leaves beside its own.
+// Block l down to its first layernorm, the gradient of whose output it leaves in dbranch. dresidual is the gradient of
+// the block's output at first. It is also the output gradient of the projection before it, so each layernorm's backward
+// pass gives that projection's bias gradient, as column sums, beside its own.
 template <typename X, typename G>
 static void block_backward(const Model* m, const Parameters<X>* w, const Parameters<G>* d, Activations<X>* a, int l,
                            int B, int T, bool adds) {
@@ -600,12 +592,11 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
                                  3 * C, adds_matrix);
 }
 
-// All gradients of the parameters, from dbranch, which is that of lnf. The first micro-batch of a step overwrites them,
-// later ones add to them. Each sum over rows is fp32 and is rounded to G once a micro-batch; G is float where a step
-// has several micro-batches, unless --grads bf16 asks for less memory.
+// Computes the gradients of all parameters from dbranch, the gradient of lnf. The first micro-batch of a step
+// overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with several
+// micro-batches G is float, unless --grads bf16 asks for less memory.
 template <typename X, typename G>
-static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input, int buckets, int B, int T,
-                          bool first) {
+static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B, int T, bool first) {
     const Device* dev = m->dev;
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Parameters<G> d = parameters_in<G>(m, m->arena.grads);
@@ -633,33 +624,32 @@ static void gpt2_backward(const Model* m, Activations<X>* a, const Input* input,
         spill_done(a->spill, l, a->residual[l]);
         arena_done(&m->arena, l);
     }
-    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, input->order,
-                             input->bucket, buckets, B, T, C, m->config.Vp, accumulate);
+    embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, m->input.order,
+                             m->input.bucket, buckets, B, T, C, m->config.Vp, accumulate);
     arena_done(&m->arena, decoded_embeddings(L));
 }
 
 // One micro-batch: the mean loss times `share` is added to scalars[0] (set when `first`) and, with `train`, the
-// gradients of loss * share to m->arena.grads. `input` is on the device.
+// gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
-static void gpt2_micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first,
-                             float share) {
+static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
     Activations<X> a = activations_layout<X>(m, m->activations, train);
     arena_lend(&m->arena, train ? nullptr : a.lent);
     int64_t N = (int64_t)B * m->T;
-    gpt2_forward(m, &a, input->tokens, B, m->T);
-    gpt2_losses(m, &a, input->targets, N, train, share / (float)N, first);
+    gpt2_forward(m, &a, m->input.tokens, B, m->T);
+    gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
     loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);
-    if (train) gpt2_backward<X, G>(m, &a, input, buckets, B, m->T, first);
+    if (train) gpt2_backward<X, G>(m, &a, buckets, B, m->T, first);
 }
 
-static void micro_batch(const Model* m, const Input* input, int buckets, int B, bool train, bool first, float share) {
-    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, input, buckets, B, train, first, share);
-    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, input, buckets, B, train, first, share);
-    gpt2_micro_batch<bf16, float>(m, input, buckets, B, train, first, share);
+static void micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
+    if (m->arena.type == OPTIM_FP32) return gpt2_micro_batch<float, float>(m, buckets, B, train, first, share);
+    if (m->arena.grads_bf16) return gpt2_micro_batch<bf16, bf16>(m, buckets, B, train, first, share);
+    gpt2_micro_batch<bf16, float>(m, buckets, B, train, first, share);
 }
 
-// The losses (-ln p) of `count` targets, each the token after a place of tokens (B, T), and whether it is the
-// likeliest. All are on the host. The fp32 logits lie where those of training lie, so half as many rows if X is bf16.
+// Computes the loss (-ln p) of each of `count` targets, which follow `places` of tokens (B, T), and whether it is the
+// likeliest token. All are on the host. The logits are fp32, in training's memory, so fewer rows fit if X is bf16.
 template <typename X>
 static void gpt2_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
                        float* losses, int* likeliest) {
@@ -667,12 +657,12 @@ static void gpt2_score(void* model, const int* tokens, int B, int T, const int* 
     Activations<X> a = activations_layout<X>(m, m->activations, false);
     arena_lend(&m->arena, a.lent);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
-    const Input input = input_layout(m, m->input);
+    const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
-    const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,     (float*)a.logits, input.order,
-                               input.targets,       input.bucket, m->losses};
-    copy_to_device(m->dev, input.tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
-    gpt2_forward(m, &a, input.tokens, B, T);
+    const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
+                               input->targets,      input->bucket, m->losses};
+    copy_to_device(m->dev, input->tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
+    gpt2_forward(m, &a, input->tokens, B, T);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
     score_places<X>(m->dev, losses, likeliest, a.lnf, w.wte, places, targets, count, &room, m->config.C, m->config.V,
                     m->config.Vp);
@@ -684,7 +674,7 @@ static DecodeShape decode_shape(const Model* m) {
     return {m->config.L, m->config.C, m->config.NH, m->config.V, m->config.Vp, m->T};
 }
 
-// With `backward` there is room for a decoder of one sequence too, behind that for matrices that are stored as codes.
+// Bytes for passes forward and, with `backward`, for training and for sampling one text (see sample).
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
@@ -718,7 +708,7 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     if (m->spills) plan.host += spill_bytes(m->config.L, residual_bytes(m));
     plan.grads = arena.grads + wte_sum_bytes(m);
     plan.activations = activations_bytes(m, true);
-    plan.other = input_layout(m, nullptr).bytes + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
+    plan.other = input_bytes((int64_t)m->B * m->T) + (int64_t)m->B * m->T * (int64_t)sizeof(float) +
                  (m->dev->gpu ? WORKSPACE_BYTES : 0) + arena.other + (m->uses_fp8 ? fp8_bytes(fp8_slots(m)) : 0);
     plan.taken = m->dev->gpu ? m->dev->context + (m->arena.shard ? m->arena.shard->comm.bytes : 0) + MODULE_BYTES : 0;
     plan.total = plan.weights + plan.states + plan.grads + plan.activations + plan.other + plan.taken;
@@ -726,7 +716,7 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
     return plan;
 }
 
-// Without a configuration the model only runs forward.
+// Allocates the model's memory; without a `config` for forward passes alone.
 static void model_allocate(Model* m, const OptimConfig* config) {
     const int64_t N = (int64_t)m->B * m->T;
     arena_open(&m->arena, config);
@@ -735,7 +725,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
                                           : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
     m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
-    m->input = (int*)device_alloc(m->dev, input_layout(m, nullptr).bytes);
+    m->input = input_alloc(m->dev, N);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
     device_zero(m->dev, m->scalars, SCALARS * sizeof(float));
@@ -748,8 +738,12 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {
-        m->arena.grads_bf16 ? m->dwte_sum : nullptr, m->activations, m->input, m->losses, m->scalars, m->fp8.inverse};
+    void* const memory[] = {m->arena.grads_bf16 ? m->dwte_sum : nullptr,
+                            m->activations,
+                            m->input.tokens,
+                            m->losses,
+                            m->scalars,
+                            m->fp8.inverse};
     for (void* block : memory) device_free(m->dev, block);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
@@ -757,17 +751,16 @@ static void model_free(Model* m) {
     arena_close(&m->arena);
 }
 
-// One micro-batch before anything has a value, so that matmul_choose tries its algorithms in the memory that training
-// has, and kernels are loaded. With fp8 there are two kinds of step, with a history of magnitudes and without.
+// Runs a micro-batch before any memory has values, so that kernels are loaded and matmul_choose tries its algorithms
+// in the memory of training. With fp8 there are two kinds of step, with a history of magnitudes and without.
 static void rehearse(Model* m, Device* dev) {
     if (!dev->gpu) return;
-    Input input = input_layout(m, m->input);
     dev->rehearsal = true;
     const bool current = m->fp8.current;
     for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
         m->fp8.current = way == 1;
         shard_micro_batch(m->arena.shard, true, true);
-        micro_batch(m, &input, input_blank(dev, &input, (int64_t)m->B * m->T), m->B, true, true, 1.0f);
+        micro_batch(m, input_blank(dev, &m->input), m->B, true, true, 1.0f);
     }
     m->fp8.current = current;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
@@ -776,8 +769,8 @@ static void rehearse(Model* m, Device* dev) {
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
-// Initial weights as GPT-2's: normal of deviation 0.02, 0.02/sqrt(2L) where a matrix writes into the residual stream,
-// biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are the same on every device.
+// Draws initial weights as GPT-2 has them: normal with deviation 0.02, or 0.02/sqrt(2L) for matrices that write into
+// the residual stream; biases 0, layernorms 1 and 0, padding of the vocabulary 0. They are equal on every device.
 static void model_init(Model* m, uint64_t seed) {
     const int64_t room = activations_bytes(m, m->arena.optim != nullptr);  // which hold nothing yet
     for (int t = 0; t < m->arena.count; t++) {
@@ -795,26 +788,28 @@ static void model_init(Model* m, uint64_t seed) {
 
 // Update and steps.
 
-// One optimizer step: gradients of `micro_batches` and the update. All of it is queued without waiting for the device;
-// the caller reads the scalars. `step` counts from 1. Bad data changes nothing but m that micro-batches go into: alone,
-// this returns false; one of several ranks goes through the step, since others wait for it, and all find SCALAR_BAD.
+// One optimizer step: the gradients of `micro_batches` and the update. It queues all work without waiting for the
+// device; the caller reads the scalars. `step` counts from 1. With bad data it returns false, or, among several ranks,
+// which wait for each other, it completes the step and all find SCALAR_BAD. No weight changes, only m if it folds.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
-    Input input = input_layout(m, m->input);
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
-    if (m->arena.scales_apart) shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1), fp8_agree(m->dev, &m->fp8);
+    if (m->arena.scales_apart) {
+        shard_all_reduce(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
+        fp8_agree(m->dev, &m->fp8);
+    }
     for (int64_t i = 0; i < micro_batches; i++) {
         arena_micro_batch(&m->arena, i, micro_batches);
         named(m->dev, "data");
-        int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
+        int buckets = feeder_next(feeder, &m->input);
         if (buckets < 0 && !m->arena.shard) return false;
         if (buckets < 0) m->arena.shard->flags[SCALAR_BAD - SCALAR_STOP] = 1;
-        if (buckets < 0) buckets = input_blank(m->dev, &input, (int64_t)m->B * m->T);
-        micro_batch(m, &input, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
+        if (buckets < 0) buckets = input_blank(m->dev, &m->input);
+        micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
     arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
     if (!m->uses_fp8) return true;
-    shard_join(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
+    shard_all_reduce(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
     fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
     return true;
 }
@@ -829,20 +824,19 @@ static bool asks_to_stop(const Model* m) {
     return stop;
 }
 
-// Mean loss over the first windows of the validation data, `tokens` at most, whatever the batch; NaN if a signal stops
-// it. Ranks take batches in turn, all of them equally many; the rows of a last one beyond these windows do not count.
+// Returns the mean loss over the first windows of the validation data, at most `tokens` tokens, or NaN if a signal
+// stops it. Ranks take turns at batches, as many each; rows beyond the last window do not count.
 static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     int64_t windows = dataset_windows_of(data, m->T, tokens), before = (int64_t)rank_of(m) * m->B;
     LoaderSlice slice = {m->B, (int64_t)ranks_of(m) * m->B};
     Feeder feeder;
     feeder_open(&feeder, m->dev, data, m->B, m->T, 0, false, before, slice);
-    Input input = input_layout(m, m->input);
     for (int64_t done = 0; done < windows && !asks_to_stop(m); done += slice.stride) {
         int64_t left = windows - done - before;
         int B = left < 0 ? 0 : left < m->B ? (int)left : m->B;  // of the last batch only the first rows count
-        int buckets = feeder_next(&feeder, &input, (int64_t)m->B * m->T);
+        int buckets = feeder_next(&feeder, &m->input);
         if (buckets < 0) user_error("validation data: %s", feeder.error);
-        micro_batch(m, &input, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
+        micro_batch(m, buckets, B > 0 ? B : 1, false, done == 0, (float)B / (float)windows);
     }
     float loss;
     if (m->arena.shard && !stops(m)) shard_loss(m->arena.shard, m->scalars);
@@ -851,23 +845,23 @@ static double validate(const Model* m, const Dataset* data, int64_t tokens) {
     return stops(m) ? NAN : loss;
 }
 
-// Samples and evaluations: what kernels/decode.cuh, data/sampling.h and data/evaluation.h need of the model.
+// Samples and evaluations: the trainer's part of kernels/decode.cuh, data/sampling.h and data/evaluation.h.
 
 static void sample_need(void* samples, int part) {
     arena_need(&((const Model*)((Samples*)samples)->model)->arena, part);
 }
 
-// Rank 0 has the tokenizer and decides; the others compute the same and take its tokens.
+// Rank 0, which has the tokenizer, decides when texts end; the other ranks compute the same and receive its tokens.
 static bool sample_next(void* context, int* tokens, int count) {
     Samples* samples = (Samples*)context;
     const Model* m = (const Model*)samples->model;
     samples_next(samples, tokens, count, DECODE_END);
-    shard_share(m->arena.shard, tokens, count * (int64_t)sizeof(int));
+    shard_broadcast(m->arena.shard, tokens, count * (int64_t)sizeof(int));
     return !asks_to_stop(m);
 }
 
 // Continues each prompt by up to o->sample_tokens tokens, which go to `to` or `done` as Samples says. In a run the
-// decoder takes the activations' memory. Ends with false where the model's output is not finite. All ranks call it.
+// decoder uses the activations' memory. Returns false if the model's output is not finite. All ranks call it.
 static bool sample(const Model* m, const Options* o, const Prompts* prompts, const Tokenizer* tokenizer, FILE* to,
                    SampleDone done, void* context) {
     Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, {}};
@@ -890,8 +884,8 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
 
 constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --batch is
 
-static void share_bytes(void* model, int from, void* bytes, int64_t count) {
-    launch_share(((const Model*)model)->launch, from, bytes, count);
+static void broadcast_bytes(void* model, int from, void* bytes, int64_t count) {
+    launch_broadcast(((const Model*)model)->launch, from, bytes, count);
 }
 static bool evaluation_stops(void* model) {
     return asks_to_stop((const Model*)model);
@@ -903,19 +897,19 @@ static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenize
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
     const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, score,
-                                 share_bytes,     evaluation_stops, (void*)m, done,   context};
+                                 broadcast_bytes, evaluation_stops, (void*)m, done,   context};
     require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
 }
 
-// Checkpoints: data/checkpoint.h writes them and makes sure that they are whole; this part gives and takes the arrays.
+// Checkpoints: data/checkpoint.h writes and verifies them; this part supplies the arrays and reads them back.
 
 // A run and what it consists of, from the choice of its options to its end.
 struct Run {
     Options* options;
-    Options asked;  // as typed or resumed, before resolve(): what a checkpoint says of some of them
+    Options asked;  // as typed or resumed, before resolve()
     Resume resume;
     const Launch* launch;
-    const char* model_folder;  // with the weights that the run begins with; "": they are drawn, or a checkpoint's
+    const char* model_folder;  // --model DIR, with the first weights; "": they are drawn, or a checkpoint's
     Device dev;
     Shard shard;
     Model own_model;
@@ -928,7 +922,7 @@ struct Run {
     double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
 };
 
-// A checkpoint has this array beside the optimizer's: the magnitudes that fp8's scales come from.
+// The magnitudes that fp8 scales come from: an array of a checkpoint beside the optimizer's.
 static OptimStream magnitudes_of(const Model* m) {
     return {"fp8.magnitudes", "F32", m->fp8.history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
 }
@@ -944,7 +938,7 @@ static void model_read(Model* m, const char* path) {
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-// Reads weights and states of a checkpoint, in whatever formats. Without fp8's magnitudes the first step finds its own.
+// Reads weights and states of a checkpoint, in any formats. If it lacks fp8's magnitudes, the first step finds them.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     char error[DATA_ERROR_BYTES];
@@ -967,7 +961,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     checkpoint_close(&reader);
 }
 
-// The options that a checkpoint keeps: some of them as they were asked for, since they depend on the run.
+// Returns the options that a checkpoint keeps. Those that resolve() derives from the run stay as they were typed.
 static Options options_saved(const Run* run) {
     Options saved = *run->options;
     saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
@@ -976,8 +970,8 @@ static Options options_saved(const Run* run) {
     return saved;
 }
 
-// Writes a checkpoint, whose save began at `begin`; with `prune` older ones go. All ranks call it; those other than 0
-// send what rank 0 lacks. False with a sentence in run->folder.error.
+// Writes a checkpoint; `begin` is when the save began; with `prune` it removes older ones. All ranks call it, and send
+// rank 0 what it lacks. False with a sentence in run->folder.error.
 static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Model* m = run->model;
     const Arena* a = &m->arena;
@@ -1021,11 +1015,11 @@ static void checkpoint_save(Run* run, bool prune = true) {
     run->save_seconds = seconds_now() - begin;
 }
 
-// Resolving: resolve() gives each option that is `auto` its value, in an order in which each depends only on those
-// before it, and refuses combinations that cannot work.
+// Resolving: resolve() replaces `auto` options by values, each of which depends only on those before it, and refuses
+// combinations that cannot work.
 
-// Precision, shape and sequence length, and with them the tensors. The shape comes from `checkpoint`, or if that is ""
-// from the model's `folder`, or if that is "" too from the model's name. `vocabulary` is the data's; 0: no data.
+// Chooses precision, shape and sequence length, and lists the tensors. The shape comes from the folder `checkpoint`,
+// else from the model's `folder`, or if both are "" from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
     const Gpt2Shape max = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
@@ -1086,14 +1080,14 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     char error[DATA_ERROR_BYTES];
     int64_t max = !m->dev->gpu ? 8 : bytes ? 32 : 64;
     if (windows < max) max = windows;
-    // The whole memory counts, not what happens to be free, so that the same command takes the same batch.
+    // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
     const Planner planner = {plan_of, m, optim, o};
     int64_t fits = o->batch == AUTO ? plan_largest_batch(&planner, max, false, usable) : 0;
-    fits = shard_least(m->arena.shard, fits);
+    fits = shard_min(m->arena.shard, fits);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
-    // A step has half a million tokens, as GPT-2's and llm.c's have; with bytes or on the CPU a micro-batch a rank.
+    // A step has half a million tokens, as for GPT-2 and llm.c; with bytes or on the CPU a micro-batch per rank.
     require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
     o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
     m->B = (int)o->batch;
@@ -1145,8 +1139,8 @@ static int64_t available_to(const Model* m) {
            (m->arena.shard ? m->arena.shard->comm.bytes : 0);
 }
 
-// Decides whether steps are taken part by part (--clip-by) and whether the gradients of parts take turns (--release).
-// --release auto does so where the plan does not fit otherwise and no bits change; all ranks do the same.
+// Decides if each layer is updated inside the backward pass, so that layers take turns at the gradients' memory
+// (--release). `auto` does so if the plan does not fit otherwise and no bits change. All ranks decide the same.
 static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool on = strcmp(o->release, "on") == 0, off = strcmp(o->release, "off") == 0;
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
@@ -1155,11 +1149,11 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, on, why);
     if (on && !may) user_error("--release on: %s", why);
     const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
-    if (on || shard_least(m->arena.shard, fits) == 0) arena_release(&m->arena, config, tokens != micro);
+    if (on || shard_min(m->arena.shard, fits) == 0) arena_release(&m->arena, config, tokens != micro);
     o->release = m->arena.releases ? "on" : "off";
 }
 
-// Refuses --offload where a step needs all states at once, or this machine's memory does not hold them.
+// Refuses --offload if a step needs all states at once, or if host memory does not hold them.
 static void resolve_offload(const Options* o, const Model* m, const OptimConfig* config) {
     char why[DATA_ERROR_BYTES];
     if (config->offload && !optim_releases(config, m->arena.tensors, m->arena.count, why)) {
@@ -1207,7 +1201,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     PlanReport report = {};
     report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
     device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
-    report.ranks = m->arena.shard ? comm_describe(&m->arena.shard->comm) : "";
+    report.transport = m->arena.shard ? comm_describe(&m->arena.shard->comm) : "";
     optim_describe(&run->config, report.optim, sizeof(report.optim));
     report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
@@ -1216,8 +1210,8 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-// --fit: a line for each --recompute of each preset that goes with the other options, for the vocabulary of --data or
-// --model DIR, else GPT-2's. Gradients are fp32 unless --grads says otherwise, as in steps of several micro-batches.
+// --fit: prints a row for each preset and --recompute that the other options allow. The vocabulary is that of --data or
+// --model DIR, else GPT-2's. Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise.
 static int fit_main(const Options* asked, const bool* given) {
     const char* const recompute[] = {"none", "gelu", "block"};
     const bool one = option_given(&TABLE, given, "preset"), way = option_given(&TABLE, given, "recompute");
@@ -1277,7 +1271,7 @@ static void resume(Run* run) {
     char* error = run->folder.error;
     require(resume_words(merge, error), error);
     if (first) require(resume_find(merge, &run->folder, error), error);
-    launch_share(run->launch, 0, merge->from, sizeof(merge->from));
+    launch_broadcast(run->launch, 0, merge->from, sizeof(merge->from));
     require(resume_take(merge, first, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
@@ -1313,8 +1307,8 @@ static void run_evaluation(Run* run) {
     require(!run->folder.error[0], run->folder.error);
 }
 
-// True if the weights at the end of a run are of no use: no step changed them, or their loss is not finite. That is the
-// loss of the last validation; without validations, of one window if the last step was skipped. All ranks call it.
+// True if the weights at the end of a run are useless: no step changed them, or their loss is not finite. The loss is
+// the last validation's; without validations, that of one window if the last step was skipped. All ranks call it.
 static bool ends_useless(const Run* run) {
     const Model* m = run->model;
     const RunState* state = &run->folder.state;
@@ -1324,7 +1318,7 @@ static bool ends_useless(const Run* run) {
     return !isfinite(loss) && !stops(m);
 }
 
-// Bad data: saves what has been trained; then the rank that found it ends all with its message.
+// Bad data: saves the weights unless they are `saved`. The rank that found it then ends all ranks with its message.
 [[noreturn]] static void data_failed(Run* run, const Feeder* feeder, bool saved) {
     const Shard* shard = run->model->arena.shard;
     if (!saved) checkpoint_save(run);
@@ -1332,7 +1326,7 @@ static bool ends_useless(const Run* run) {
     user_error("--data: %s; the last checkpoint is %s", feeder->error, run->folder.last_checkpoint);
 }
 
-// Counts, logs and prints a step that is done and has left these scalars.
+// Counts, logs and prints a step that left these scalars.
 static void step_done(Run* run, const float* scalars, double lr, double begin, StepTimer* timer) {
     const Model* m = run->model;
     StepReport step = {};
@@ -1346,10 +1340,34 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
     require(report_step_done(&run->folder, &step, begin, timer), run->folder.error);
 }
 
+// Takes a step of so many micro-batches, reads its scalars, and counts, logs and prints it. `saved`: the last
+// checkpoint has the weights as they are before the step.
+static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars, StepTimer* timer) {
+    const RunState* state = &run->folder.state;
+    const Schedule schedule = schedule_of(run->options);
+    Model* m = run->model;
+    Shard* shard = m->arena.shard;
+    const double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
+    const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
+    signals_doing("this step", run->step_seconds);
+    if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
+    const bool ok = train_step(m, feeder, micro_batches, (float)lr, (float)run->options->clip, number);
+    copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
+    shard_agreed(shard, scalars, (seconds_now() - begin) / (double)micro_batches);
+    if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, feeder, saved);
+    run->step_seconds = seconds_now() - begin;
+    step_done(run, scalars, lr, begin, timer);
+}
+
+// True after each `every`-th step and after the last one; 0: never.
+static bool is_due(const Run* run, int64_t every) {
+    const int64_t step = run->folder.state.step;
+    return every > 0 && (step % every == 0 || step == run->options->steps);
+}
+
 // Trains from the step where the run stands to the end, or until a signal comes.
 static void train(Run* run) {
     const Options* o = run->options;
-    const Schedule schedule = schedule_of(o);
     Model* m = run->model;
     const RunState* state = &run->folder.state;
     int64_t sequences = o->tokens_per_step / o->seq;
@@ -1364,31 +1382,20 @@ static void train(Run* run) {
     StepTimer timer = {state->step, state->step, seconds_now(), 0};
     while (state->step < o->steps && !stops(m)) {
         if (o->profile && !profile_step(&run->dev, state->step - timer.first)) break;
-        double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
-        signals_doing("this step", run->step_seconds);
-        int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
-        if (m->arena.shard)
-            m->arena.shard->flags[0] = signal_stop, m->arena.shard->flags[1] = run_folder_asks_save(&run->folder);
-        int64_t micro_batches = slice.run / m->B;
-        bool ok = train_step(m, &feeder, micro_batches, (float)lr, (float)o->clip, number);
-        copy_to_host(m->dev, scalars, m->scalars, SCALARS * sizeof(float));
-        shard_agreed(m->arena.shard, scalars, (seconds_now() - begin) / (double)micro_batches);
-        if (!ok || scalars[SCALAR_BAD] > 0) data_failed(run, &feeder, state->step <= saved_at);
-        run->step_seconds = seconds_now() - begin;
-        step_done(run, scalars, lr, begin, &timer);
-        bool last = state->step == o->steps;
-        if (o->val_every > 0 && (state->step % o->val_every == 0 || last)) run_validation(run);
-        bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
-        due = due || (o->save_every > 0 && state->step % o->save_every == 0);
-        // While steps are skipped the weights may be beyond help: no good checkpoint gives way to them.
+        run_step(run, &feeder, slice.run / m->B, state->step <= saved_at, scalars, &timer);
+        if (is_due(run, o->val_every)) run_validation(run);
+        const bool asked = m->arena.shard ? scalars[SCALAR_SAVE] > 0 : run_folder_asks_save(&run->folder);
+        const bool last = state->step == o->steps;
+        due = due || is_due(run, o->save_every);
+        // While steps are skipped the weights may be useless, so they must not displace a good checkpoint.
         if (!o->profile && (asked || last || stops(m) || (due && state->skipped_last == 0))) {
             due = false;
             useless = last && ends_useless(run);
             checkpoint_save(run, state->skipped_last == 0 && !useless);
             saved_at = state->step;
         }
-        if (o->eval_every > 0 && (state->step % o->eval_every == 0 || last) && !stops(m)) run_evaluation(run);
-        if (o->sample_every > 0 && (state->step % o->sample_every == 0 || last) && !stops(m)) run_sample(run);
+        if (is_due(run, o->eval_every) && !stops(m)) run_evaluation(run);
+        if (is_due(run, o->sample_every) && !stops(m)) run_sample(run);
     }
     // A signal came before the first step, or while sampling.
     if (saved_at != state->step && !o->profile) checkpoint_save(run);
@@ -1401,8 +1408,8 @@ static void train(Run* run) {
 
 // Main: a run from its options to its end, or samples or scores of a model.
 
-// Instead of training, with --model DIR: --sample continues prompts, on rank 0 alone; otherwise the tasks of --eval are
-// scored, whose batches have up to EVALUATION_TOKENS tokens.
+// Instead of training, with --model DIR: with `samples` it continues the prompts of --sample, on rank 0 alone;
+// otherwise it scores the tasks of --eval, in batches of up to EVALUATION_TOKENS tokens.
 static int forward_main(Options* o, const Launch* launch, bool samples) {
     if (*o->sample && *o->prompt_file) user_error("--sample and --prompt-file both give prompts; type --sample ''");
     char error[DATA_ERROR_BYTES];
@@ -1437,7 +1444,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     return 0;
 }
 
-// Opens the device, and what this rank shares with the others.
+// Opens the device and, with several ranks, the exchange between them.
 static void open_device(Run* run) {
     const Options* o = run->options;
     Model* m = run->model;
@@ -1445,9 +1452,7 @@ static void open_device(Run* run) {
     run->folder.quiet = run->launch->rank > 0;
     run->folder.text = text_stream(&run->folder.banner, &run->folder.banner_bytes);
     if (o->memory > 0 && !plans) {
-        user_error(
-            "--memory plans for one GPU that need not be here; type --dry-run with it, and neither --device cpu nor "
-            "--gpus");
+        user_error("--memory plans for one GPU that need not be here; type --dry-run, without --device cpu or --gpus");
     }
     if (o->memory > 0) device_imagine(&run->dev, o->memory);
     if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
@@ -1471,21 +1476,21 @@ static void model_begin(Run* run) {
     }
 }
 
-// Makes the run folder and opens the tokenizer, on rank 0; all ranks get the prompts and know if there are samples.
+// Makes the run folder and opens the tokenizer, on rank 0, which sends the prompts and --sample-every to all ranks.
 static void folder_begin(Run* run) {
     Options* o = run->options;
-    launch_any(run->launch, false);  // all have come this far: what one of them refuses leaves no folder
+    launch_any(run->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
     if (run->launch->rank == 0) {
         require(run_folder_make(&run->folder, run->resume.state, run->train_data.bytes, run->model->config.V),
                 run->folder.error);
     }
-    launch_share(run->launch, 0, run->folder.path, sizeof(run->folder.path));
+    launch_broadcast(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
-    launch_share(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
-    prompts_share(&run->folder.prompts, share_bytes, run->model);
+    launch_broadcast(run->launch, 0, &o->sample_every, sizeof(o->sample_every));
+    prompts_broadcast(&run->folder.prompts, broadcast_bytes, run->model);
 }
 
-// Allocates and fills everything. The weights come before the run folder, so that a bad model file leaves none behind.
+// Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
 static void begin(Run* run) {
     Options* o = run->options;
     Model* m = run->model;
@@ -1556,13 +1561,12 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
 }
 
 #ifndef TESTING
-// The system calls this before any library begins, so that a signal finds its handler, and no limit refuses the stack.
+// Runs before the libraries' own initialisation, so that signals have handlers and a low stack limit is reported.
 static void before_libraries(int, char**, char**) {
     signals_catch();
     memory_begin();
 }
-__attribute__((section(".preinit_array"), used)) static void (*const first_of_all)(int, char**,
-                                                                                   char**) = before_libraries;
+__attribute__((section(".preinit_array"), used)) static const auto first_of_all = before_libraries;
 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);

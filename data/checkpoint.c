@@ -1,6 +1,5 @@
 #include "checkpoint.h"
 #include "clock.h"
-#include "options.h"
 #include "text.h"
 #include <dirent.h>
 #include <errno.h>
@@ -79,10 +78,10 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
     state->best_val = json_number(json, "best_val", now.best_val);
     state->last_norm = json_number(json, "last_norm", 0);
     if (state->data_tokens != now.data_tokens) {
-        changes[count++] = text_format("the data: %lld tokens (were %lld), so the order from here on is another",
+        changes[count++] = text_format("the data: %lld tokens (were %lld), so they come in another order from here on",
                                        (long long)now.data_tokens, (long long)state->data_tokens);
     } else if (state->data_crc != now.data_crc) {
-        changes[count++] = "the data: as many tokens as before, and others";
+        changes[count++] = "the data: as many tokens as before, but other ones";
     }
     if (state->val_crc != now.val_crc) {
         changes[count++] = "the validation data, so the best loss begins anew";
@@ -92,8 +91,8 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
     return count;
 }
 
-// The tensors of a safetensors file: read(context, i, at, bytes, to) puts `bytes` bytes of tensor i from byte `at` on
-// into `to`, in the file's order; at most `piece` at a time, or, where it is 0, all.
+// The tensors of a safetensors file: read(context, i, at, bytes, to) puts `bytes` bytes of tensor i, from byte `at` on,
+// into `to`. It is called in the file's order, for at most `piece` bytes at a time, or for whole tensors if that is 0.
 typedef struct {
     const SafetensorsEntry* entries;
     int count;
@@ -210,7 +209,7 @@ static bool state_write(const RunFolder* run, const char* folder, const Checkpoi
     return checkpoint_seal(folder, text, files, count, error);
 }
 
-// Completes a folder of RUN in which model.safetensors and optimizer.safetensors are written already, as `arrays` says.
+// Completes a checkpoint folder whose model.safetensors and optimizer.safetensors (`arrays`) are written already.
 static bool folder_finish(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
                           const CheckpointFile arrays[2], char* error) {
     CheckpointFile files[16] = {arrays[0], arrays[1], {"config.json", 0, -1, false}};
@@ -268,13 +267,13 @@ void checkpoint_weights(void* context, int tensor, float* values) {
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
 }
 
-// Puts FOLDER.tmp in FOLDER's place. It swaps with an existing one in one act, so that a whole one is always there.
+// Renames FOLDER.tmp to FOLDER. An existing FOLDER is exchanged with it atomically, so that a whole one always exists.
 static bool checkpoint_commit(const char* folder, char* error) {
     SCOPED char *temporary = text_format("%s.tmp", folder), *old = text_format("%s.old.tmp", folder);
     struct stat status;
     bool there = lstat(folder, &status) == 0;
     bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // On a file system that cannot exchange two names, the old one stays beside until the new one is in place.
+    // On a file system that cannot exchange two names, the old one is kept beside until the new one is in place.
     if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
         return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
     }
@@ -284,7 +283,7 @@ static bool checkpoint_commit(const char* folder, char* error) {
     return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
 }
 
-// The text that state.json's own checksum covers ends where its last line "crc32c" begins; -1 when there is none.
+// Returns how many bytes state.json's own checksum covers: those before its last line "crc32c"; -1: it has none.
 static int64_t sealed_bytes(const char* text) {
     const char* seal = NULL;
     for (const char* at = text; (at = strstr(at, "\n\"crc32c\": ")); at++) seal = at + 1;
@@ -406,6 +405,21 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     return *name = folder;
 }
 
+// Refuses a checkpoint in `folder` that another version wrote, or that was saved without states.
+static bool is_resumable(const Json* state, const char* resume, const char* folder, char* error) {
+    const int64_t version = json_int(state, "version", 0);
+    if (version != CHECKPOINT_VERSION) {
+        return data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
+                          (long long)version);
+    }
+    return json_get(json_get(state, "files"), "optimizer.safetensors") ||
+           data_error(
+               error,
+               "--resume %s: %s was saved with --save weights, without the optimizer's states; type --model %s in "
+               "place of --resume for a new run that begins with its weights",
+               resume, folder, shell_word(folder));
+}
+
 bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
                        Json** state, char* error) {
     *named_itself = false;
@@ -447,24 +461,14 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
                               named, shell_word(named));
         }
     }
-    if (!*state) return true;
-    const int64_t version = json_int(*state, "version", 0);
-    const bool states = json_get(json_get(*state, "files"), "optimizer.safetensors");
-    if (version == CHECKPOINT_VERSION && states) return true;
-    if (version != CHECKPOINT_VERSION) {
-        data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
-                   (long long)version);
-    } else {
-        data_error(error,
-                   "--resume %s: %s was saved with --save weights, without the optimizer's states; type --model %s in "
-                   "place of --resume for a new run that begins with its weights",
-                   resume, folder, shell_word(folder));
-    }
+    if (!*state || is_resumable(*state, resume, folder, error)) return true;
     json_free(*state);
     return false;
 }
 
-static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool put_aside,
+// Renames the checkpoints of the run folder that are newer than `checkpoint`, which are damaged, to NAME.damaged; in a
+// dry run it only looks. Refuses them if the user named this checkpoint, and a run folder that another run is in.
+static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool dry_run,
                             char* error) {
     SCOPED char *parent = realpath(path_parent(checkpoint), NULL), *chosen = realpath(run_folder, NULL);
     bool same = parent && chosen && strcmp(parent, chosen) == 0;
@@ -482,8 +486,8 @@ static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool
                               "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
                               path, checkpoint);
         }
-        if (put_aside && !folder_remove(aside, error)) return false;
-        if (put_aside && rename(path, aside) != 0) {
+        if (!dry_run && !folder_remove(aside, error)) return false;
+        if (!dry_run && rename(path, aside) != 0) {
             return data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
         }
     }
@@ -501,7 +505,7 @@ bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoi
         *name = text_copy(path_parent(checkpoint));
         if (!dry_run && !run_folder_hold(run, *name, error)) return false;
     }
-    return put_newer_aside(*name, checkpoint, named_itself, !dry_run, error);
+    return put_newer_aside(*name, checkpoint, named_itself, dry_run, error);
 }
 
 // Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
@@ -531,10 +535,9 @@ bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64
 }
 
 bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state) {
-    const int64_t every = run_whole(run, "save-every");
-    const int64_t saves = state || every == 0 ? 1 : run_whole(run, "steps") / every + 1;
-    return checkpoint_room(run_text(run, "run"), bytes, saves, run_whole(run, "keep"), run_saves_states(run),
-                           run->error);
+    const int64_t every = run_int(run, "save-every");
+    const int64_t saves = state || every == 0 ? 1 : run_int(run, "steps") / every + 1;
+    return checkpoint_room(run_text(run, "run"), bytes, saves, run_int(run, "keep"), run_saves_states(run), run->error);
 }
 
 // Completes the sentence in run->error about a checkpoint that could not be written.
@@ -561,7 +564,7 @@ bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint) {
     char* error = run->error;
     CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
     char ignored[DATA_ERROR_BYTES];
-    const long long step = run->state.step, keep = checkpoint->prune ? run_whole(run, "keep") : 0;
+    const long long step = run->state.step, keep = checkpoint->prune ? run_int(run, "keep") : 0;
     SCOPED char *path = checkpoint_name(run->path, step), *temporary = text_format("%s.tmp", path);
     const char* folder = checkpoint->writes ? temporary : NULL;
     const Source optimizer = {checkpoint->entry, checkpoint->arrays, PIECE_BYTES, NULL,
@@ -576,7 +579,7 @@ bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint) {
         if (folder) folder_remove(folder, ignored);
         return save_failed(run, files[0].nonfinite || files[1].nonfinite);
     }
-    // Before anything else can fail: the advice of every error names it.
+    // First of all, since every error message that may follow names it.
     snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);
     if (!folder) return true;
     run_say(run, "save %6lld  %s  %.1f s\n", step, path, seconds_now() - checkpoint->begin);

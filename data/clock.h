@@ -1,8 +1,8 @@
-// The clock that everything here is timed by.
+// The clock of all timings.
 #pragma once
 #include <time.h>
 
-// Seconds since some moment in the past; no change of the date moves it.
+// Returns the seconds since some moment in the past; changes of the date do not affect it.
 static inline double seconds_now(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

@@ -159,23 +159,23 @@ static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int
                         char* error) {
     unsigned char block[BLOCK];
     int64_t bytes = size < HEAD ? size : HEAD;
-    bool fine = file_read_at(descriptor, path, head, 0, bytes, error);
-    if (fine) sample_add(sample, head, bytes < BEGIN ? bytes : BEGIN);
+    bool ok = file_read_at(descriptor, path, head, 0, bytes, error);
+    if (ok) sample_add(sample, head, bytes < BEGIN ? bytes : BEGIN);
     sample->begins_as_text = sample->nul[0] + sample->nul[1] == 0;
-    if (fine && bytes > BEGIN) sample_add(sample, head + BEGIN, bytes - BEGIN);
-    for (int64_t i = 1; fine && size > HEAD + BLOCK && i <= BLOCKS; i++) {
-        fine = file_read_at(descriptor, path, block, (size - BLOCK) / BLOCKS * i & ~1ll, BLOCK, error);
-        if (fine) sample_add(sample, block, BLOCK);
+    if (ok && bytes > BEGIN) sample_add(sample, head + BEGIN, bytes - BEGIN);
+    for (int64_t i = 1; ok && size > HEAD + BLOCK && i <= BLOCKS; i++) {
+        ok = file_read_at(descriptor, path, block, (size - BLOCK) / BLOCKS * i & ~1ll, BLOCK, error);
+        if (ok) sample_add(sample, block, BLOCK);
     }
-    return fine;
+    return ok;
 }
 
 Content content_of(int descriptor, int64_t size, const char* path, char* error) {
     Sample sample = {0};
     const char *advice = NULL, *name = NULL;
     SCOPED unsigned char* head = memory_zero(1, HEAD);
-    bool fine = sample_read(&sample, head, descriptor, size, path, error);
-    if (!fine) return CONTENT_UNREADABLE;
+    bool ok = sample_read(&sample, head, descriptor, size, path, error);
+    if (!ok) return CONTENT_UNREADABLE;
     name = known_content(head, size < HEAD ? size : HEAD, size, &sample, &advice);
     if (name) return refuse(error, path, name, advice), CONTENT_KNOWN;
     if (sample_is_text(&sample)) return CONTENT_TEXT;

@@ -1,5 +1,5 @@
-// Errors: how a function says what went wrong, and the hook that tells other processes of the run about the end.
-// Every other file of data/ may include this one; it includes nothing of the project.
+// Errors: how a function reports what went wrong, and hooks that a program with other needs replaces.
+// Every other file of data/ may include this one.
 #pragma once
 #include <stdbool.h>
 #include "linkage.h"
@@ -12,16 +12,16 @@ C_LINKAGE_BEGIN
 // itself: a caller adds to the sentence of a function that it called.
 __attribute__((format(printf, 2, 3))) bool data_error(char* error, const char* format, ...);
 
-// A process that must end calls this first, with its exit code and its message. The function here does nothing, since
-// the base knows of no other processes; kernels/ranks/launch.c replaces it by one that ends all ranks of the run and
-// prints the message once. It returns where this process is alone; the caller then prints the message and exits.
+// A process that must end calls this first, with its exit code and its message. This one does nothing; with several
+// ranks, kernels/ranks/launch.c replaces it by one that prints the message once and ends all ranks. If it returns, the
+// caller prints the message and exits.
 void launch_failed(int code, const char* text);
 
-// memory_missing calls this first. It does nothing here; a library whose caller can go on without the memory
+// memory_missing calls this first. It does nothing; a library whose caller can go on without the memory
 // (optim/nibble_optim.cu) replaces it by a function that does not return.
 void memory_failed(const char* text);
 
-// Prints a notice, which is no error, to stderr; a library replaces it by a function that prints nothing.
+// Prints a notice to stderr; a library replaces it by a function that prints nothing.
 void notice(const char* text);
 
 C_LINKAGE_END

@@ -29,7 +29,7 @@ static uint32_t fingerprint(const Tokenizer* tokenizer) {
     return crc;
 }
 
-// True if examples and rows add up and every number is in its range.
+// True if examples and rows add up and every number is in its range; fills in `first`.
 static bool parts_fit(Evaluation* e, uint64_t tokens) {
     uint64_t rows = 0, used = 0;
     uint32_t longest = 0;
@@ -72,10 +72,10 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
                           ".venv/bin/python data/prepare.py",
                           path, header.version, VERSION);
     }
-    const uint64_t most = (uint64_t)bytes;
+    const uint64_t max = (uint64_t)bytes;
     const bool fits =
-        header.examples <= most && header.rows <= most && header.tokens <= most &&
-        HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == most;
+        header.examples <= max && header.rows <= max && header.tokens <= max &&
+        HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == max;
     const uint32_t crc = crc32c(crc32c(0, e->file, HEADER_BYTES - 4), e->file + HEADER_BYTES, bytes - HEADER_BYTES);
     if (!fits || crc != header.crc) {
         return data_error(error, "%s is damaged: its %s; make it again with .venv/bin/python data/prepare.py", path,
@@ -168,16 +168,16 @@ EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
     EvaluationPlan plan = {memory_take((size_t)e->rows * sizeof(int)), NULL, 0};
     int used = 0;
     for (int length = ROUND; used < e->rows; length += ROUND) {  // rows of a length keep their order
-        const int most = length < T ? length : T, first = used;
+        const int max = length < T ? length : T, first = used;
         for (int i = 0; i < e->rows; i++) {
             const int own = row_length(&e->row[i], T);
-            if (own <= most && own > length - ROUND) plan.order[used++] = i;
+            if (own <= max && own > length - ROUND) plan.order[used++] = i;
         }
-        const int64_t fit = tokens / most > 0 ? tokens / most : 1;
+        const int64_t fit = tokens / max > 0 ? tokens / max : 1;
         const int B = used - first < fit ? used - first : (int)fit;
         for (int at = first; at < used; at += B) {
             plan.batch = memory_grow(plan.batch, (size_t)(plan.batches + 1) * sizeof(EvaluationBatch));
-            plan.batch[plan.batches++] = (EvaluationBatch){B, most, at, used - at < B ? used - at : B};
+            plan.batch[plan.batches++] = (EvaluationBatch){B, max, at, used - at < B ? used - at : B};
         }
     }
     return plan;
@@ -322,7 +322,7 @@ static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationSc
     return fflush(file) == 0 || data_error(error, "the scores cannot be written: the disk may be full");
 }
 
-// Computes the scores of all rows on all processes; false where they are to stop.
+// Computes the scores of all rows on all processes; false if they must stop.
 static bool evaluation_score(const Evaluator* by, const Evaluation* e, EvaluationScore* scores) {
     EvaluationPlan plan = evaluation_plan(e, by->T, by->tokens);
     const size_t room = (size_t)(by->tokens > by->T ? by->tokens : by->T);
@@ -341,7 +341,7 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
     SCOPED EvaluationScore* theirs = memory_take((size_t)e->rows * sizeof(*theirs));
     for (int rank = 0; rank < by->world && by->world > 1 && !stopped; rank++) {
         memcpy(theirs, scores, (size_t)e->rows * sizeof(*theirs));
-        by->share(by->model, rank, theirs, e->rows * (int64_t)sizeof(*theirs));
+        by->broadcast(by->model, rank, theirs, e->rows * (int64_t)sizeof(*theirs));
         for (int i = rank; i < plan.batches; i += by->world) {
             const int* row = plan.order + plan.batch[i].first;
             for (int j = 0; j < plan.batch[i].count; j++) scores[row[j]] = theirs[row[j]];

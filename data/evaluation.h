@@ -58,7 +58,7 @@ int evaluation_fill(const Evaluation* evaluation, const EvaluationPlan* plan, in
 // This is the score of a row.
 typedef struct {
     double sum;     // of ln p
-    int32_t right;  // each token of the continuation was the likeliest
+    int32_t right;  // 1 if each token of the continuation was the likeliest
     int32_t pad;
 } EvaluationScore;
 // Puts the scores of a batch's rows into scores[row], from the loss (-ln p) at each place and whether it was likeliest.
@@ -83,10 +83,10 @@ typedef struct {
     // Computes the loss (-ln p) at each of `count` places, and whether the target is the likeliest there.
     void (*score)(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
                   float* losses, int* likeliest);
-    void (*share)(void* model, int from, void* bytes, int64_t count);  // bytes of process `from` go to all
-    bool (*stops)(void* model);                                        // all end, without figures; asked by all
+    void (*broadcast)(void* model, int from, void* bytes, int64_t count);  // bytes of process `from` go to all
+    bool (*stops)(void* model);                                            // all end, without figures; asked by all
     void* model;
-    EvaluationDone done;  // the figures of a task, on rank 0
+    EvaluationDone done;  // receives the figures of a task, on rank 0
     void* context;
 } Evaluator;
 // Scores tasks or files, whose names have commas between them. All scores go to the file `out`, unless that is "".

@@ -131,8 +131,8 @@ char* file_read(const char* path, int64_t* bytes, char* error) {
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return NULL;
     const bool fits =
-        *bytes <= FILE_READ_MOST || data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d",
-                                               path, (long long)*bytes, FILE_READ_MOST);
+        *bytes <= FILE_READ_MAX || data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d",
+                                              path, (long long)*bytes, FILE_READ_MAX);
     char* text = fits ? memory_zero((size_t)*bytes + 1, 1) : NULL;
     if (text && !file_read_at(descriptor, path, text, 0, *bytes, error)) free(text), text = NULL;
     close(descriptor);
@@ -145,14 +145,14 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
     int descriptor = file_open(path, bytes, error);
     if (descriptor < 0) return false;
     SCOPED char* piece = memory_take(PIECE_BYTES);
-    bool fine = true;
-    for (int64_t at = 0; fine && at < *bytes; at += PIECE_BYTES) {
+    bool ok = true;
+    for (int64_t at = 0; ok && at < *bytes; at += PIECE_BYTES) {
         int64_t count = *bytes - at < PIECE_BYTES ? *bytes - at : PIECE_BYTES;
-        fine = file_read_at(descriptor, path, piece, at, count, error);
-        if (fine) *crc = crc32c(*crc, piece, count);
+        ok = file_read_at(descriptor, path, piece, at, count, error);
+        if (ok) *crc = crc32c(*crc, piece, count);
     }
     close(descriptor);
-    return fine;
+    return ok;
 }
 
 bool disk_holds(const char* path, int64_t bytes, char* error) {
@@ -205,13 +205,13 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
     SCOPED char* name = text_format("%s.tmp", path);
     int descriptor = file_create(name, error);
     if (descriptor < 0) return false;
-    bool fine = file_write_all(descriptor, name, bytes, count, error) && file_sync(descriptor, name, error);
-    if (close(descriptor) != 0 && fine) fine = data_error(error, "cannot write %s: %s", name, strerror(errno));
-    if (fine && rename(name, path) != 0) {
-        fine = data_error(error, "cannot rename %s to %s: %s; remove what has that name", name, path, strerror(errno));
+    bool ok = file_write_all(descriptor, name, bytes, count, error) && file_sync(descriptor, name, error);
+    if (close(descriptor) != 0 && ok) ok = data_error(error, "cannot write %s: %s", name, strerror(errno));
+    if (ok && rename(name, path) != 0) {
+        ok = data_error(error, "cannot rename %s to %s: %s; remove what has that name", name, path, strerror(errno));
     }
-    if (!fine) unlink(name);
-    return fine && folder_sync(path_parent(path), error);
+    if (!ok) unlink(name);
+    return ok && folder_sync(path_parent(path), error);
 }
 
 bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error) {
@@ -270,11 +270,11 @@ FILE* log_open(const char* path, char* error) {
                    errno == EMFILE ? "type ulimit -n 1024 first" : "name a folder that is writable");
         return NULL;
     }
-    bool fine = (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) ||
-                data_error(error, "%s is not a regular file; remove it, or name another folder", path);
-    const int64_t bytes = fine ? whole_lines(descriptor, path, (int64_t)status.st_size, error) : -1;
-    fine = bytes >= 0 && (bytes == status.st_size || ftruncate(descriptor, bytes) == 0);
-    FILE* file = fine ? fdopen(descriptor, "a") : NULL;
+    bool ok = (fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode)) ||
+              data_error(error, "%s is not a regular file; remove it, or name another folder", path);
+    const int64_t bytes = ok ? whole_lines(descriptor, path, (int64_t)status.st_size, error) : -1;
+    ok = bytes >= 0 && (bytes == status.st_size || ftruncate(descriptor, bytes) == 0);
+    FILE* file = ok ? fdopen(descriptor, "a") : NULL;
     if (bytes >= 0 && !file) data_error(error, "%s cannot be written: %s", path, strerror(errno));
     if (!file) close(descriptor);
     return file;
@@ -305,9 +305,9 @@ bool folder_new(const char* path, char* error) {
 bool folder_sync(const char* path, char* error) {
     int descriptor = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor < 0) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-    bool fine = file_sync(descriptor, path, error);
+    bool ok = file_sync(descriptor, path, error);
     close(descriptor);
-    return fine;
+    return ok;
 }
 
 // Removes NAME in the open folder `parent`, and what is in it down to `levels` folders, without following links, not
@@ -322,17 +322,17 @@ static bool remove_at(int parent, const char* name, const char* path, int levels
         if (descriptor >= 0) close(descriptor);
         return false;
     }
-    bool fine = true;
-    for (struct dirent* entry; fine && levels >= 0 && (entry = readdir(folder));) {
+    bool ok = true;
+    for (struct dirent* entry; ok && levels >= 0 && (entry = readdir(folder));) {
         if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
         SCOPED char* inner = text_format("%s/%s", path, entry->d_name);
-        fine = remove_at(descriptor, entry->d_name, inner, levels - 1, error);
+        ok = remove_at(descriptor, entry->d_name, inner, levels - 1, error);
     }
     closedir(folder);
-    if (fine && unlinkat(parent, name, AT_REMOVEDIR) != 0) {
-        fine = data_error(error, "cannot remove %s: %s", path, strerror(errno));
+    if (ok && unlinkat(parent, name, AT_REMOVEDIR) != 0) {
+        ok = data_error(error, "cannot remove %s: %s", path, strerror(errno));
     }
-    return fine;
+    return ok;
 }
 
 bool folder_remove(const char* path, char* error) {

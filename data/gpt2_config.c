@@ -24,7 +24,7 @@ static const Gpt2Name names[] = {
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
-// Returns the depth that GPT-3's models have at a width, interpolated in logarithms; at 64 channels it is one layer.
+// Returns the depth of GPT-3's models at a width, interpolated in logarithms; at 64 channels it is one layer.
 static double usual_layers(int channels) {
     static const double known[][2] = {{64, 1},    {768, 12},  {1024, 24}, {2048, 24},
                                       {2560, 32}, {4096, 32}, {5120, 40}, {12288, 96}};
@@ -44,7 +44,7 @@ static double size_of(int layers, int channels) {
 // The shape whose size is near `wanted` and whose depth is near the usual one: a third of the depth's deviation counts
 // as much as the size's. A head has 128 channels from SIZE_WIDE channels on, 64 below. False if none is within a tenth.
 static bool size_choose(double wanted, Gpt2Name* shape) {
-    double least = INFINITY;
+    double min = INFINITY;
     for (int C = 64; C <= SIZE_CHANNELS; C += C < SIZE_WIDE ? 64 : 128) {
         const double exact = (wanted - size_of(0, C)) / (size_of(1, C) - size_of(0, C)), usual = usual_layers(C);
         const double depths[] = {floor(exact + 0.5), floor(usual + 0.5)};
@@ -52,12 +52,12 @@ static bool size_choose(double wanted, Gpt2Name* shape) {
             if (!(depths[i] >= 1 && depths[i] <= SIZE_LAYERS)) continue;
             const int layers = (int)depths[i];
             const double off = fabs(log(size_of(layers, C) / wanted)), cost = 3 * off + fabs(log(layers / usual));
-            if (off > 0.1 || cost >= least) continue;
-            least = cost;
+            if (off > 0.1 || cost >= min) continue;
+            min = cost;
             *shape = (Gpt2Name){"", layers, C, C / (C < SIZE_WIDE ? 64 : 128), SIZE_POSITIONS};
         }
     }
-    return least < INFINITY;
+    return min < INFINITY;
 }
 
 // A number of parameters such as 124M or 1.5B; 0: the text is none.
@@ -116,8 +116,8 @@ const char* gpt2_names(void) {
     return text;
 }
 
-// True if nibble computes with this value of a member. It does so with transformers' default, which an absent member
-// and null stand for.
+// True if a member has a value that nibble supports. It supports transformers' defaults, which absent members and null
+// stand for.
 static bool is_value(const Json* json, const char* key, const char* wanted, const char* also) {
     const Json* found = json_get(json, key);
     if (!found || found->kind == JSON_NULL) return true;
@@ -174,7 +174,7 @@ bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape
     if (!is_plain_gpt2(json, folder, error)) return false;
     const struct {
         const char* key;
-        int64_t otherwise, most, *found;
+        int64_t otherwise, max, *found;
     } numbers[] = {{"n_layer", 12, max->layers, &shape->layers},
                    {"n_embd", 768, max->channels, &shape->channels},
                    {"n_head", 12, max->heads, &shape->heads},
@@ -184,8 +184,8 @@ bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape
         const char* key = numbers[i].key;
         const int64_t found = json_get(json, key) ? json_int(json, key, -1) : numbers[i].otherwise;
         *numbers[i].found = found;
-        if (found >= 1 && found <= numbers[i].most) continue;
-        const char* wanted = text_kept("whole numbers from 1 to %lld", (long long)numbers[i].most);
+        if (found >= 1 && found <= numbers[i].max) continue;
+        const char* wanted = text_kept("whole numbers from 1 to %lld", (long long)numbers[i].max);
         return refuse_member(json, key, wanted, folder, error);
     }
     return true;

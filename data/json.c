@@ -1,6 +1,6 @@
 // JSON (RFC 8259): text -> tree -> text.
 //
-// The time is linear in the text's length. The parser and json_free recurse once per nesting level; DEPTH_MOST bounds
+// The time is linear in the text's length. The parser and json_free recurse once per nesting level; MAX_DEPTH bounds
 // their stack. It refuses anything after the value, control characters and lone surrogates in strings, NUL in a key
 // (keys are C strings), and numbers such as 01, .5, 1. or +1.
 #include <errno.h>
@@ -11,7 +11,7 @@
 #include "json.h"
 #include "text.h"
 
-enum { DEPTH_MOST = 256 };
+enum { MAX_DEPTH = 256 };
 
 typedef struct {
     const char *begin, *at, *end;
@@ -153,7 +153,7 @@ static bool parse_children(Parser* parser, Json* json, int depth) {
     bool object = json->kind == JSON_OBJECT;
     char close = object ? '}' : ']';
     Json** link = &json->child;
-    if (depth >= DEPTH_MOST) return parse_error(parser, "nesting deeper than 256 levels");
+    if (depth >= MAX_DEPTH) return parse_error(parser, "nesting deeper than 256 levels");
     skip_space(parser);
     if (take(parser, close)) return true;
     for (;;) {
@@ -207,10 +207,10 @@ static bool parse_value(Parser* parser, Json* json, int depth) {
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
     Json* json = memory_zero(1, sizeof(Json));
     Parser parser = {text, text, text + bytes, what, error};
-    bool fine = parse_value(&parser, json, 0);
-    if (fine) skip_space(&parser);
-    if (fine && parser.at == parser.end) return json;
-    if (fine) parse_error(&parser, "something after the end of the value");
+    bool ok = parse_value(&parser, json, 0);
+    if (ok) skip_space(&parser);
+    if (ok && parser.at == parser.end) return json;
+    if (ok) parse_error(&parser, "something after the end of the value");
     return json_free(json), NULL;
 }
 

@@ -26,7 +26,7 @@ enum {
     SHARD_VERSION = 1,
     SHARD_HEADER = 1024,  // bytes: 256 int32
     GPT2_VOCABULARY = 50257,
-    VOCABULARY_MOST = 65536,  // tokens are uint16
+    MAX_VOCABULARY = 65536,  // tokens are uint16
     RING = 4
 };
 
@@ -41,7 +41,7 @@ typedef struct DatasetFile {
     int width;              // bytes of a token
 } DatasetFile;
 
-// The files that a name stands for, and what to take of them.
+// The files that a name stands for.
 typedef struct {
     char** path;
     int count;
@@ -103,8 +103,8 @@ static bool lists_share(const FileList* sorted, const FileList* other) {
     return false;
 }
 
-// The validation files beside a glob of training files: the pattern with one "train" turned into "val", the last
-// first, that finds files and none of the training files. Leaves `validation` empty when there are none.
+// Finds the validation files that belong to a glob of training files: replaces one "train" of the pattern by "val", the
+// last one first, until that matches files, none of which is a training file. Else `validation` stays empty.
 static bool list_validation(FileList* validation, const FileList* train, const char* pattern, char* error) {
     for (const char* at = pattern + strlen(pattern); at-- > pattern;) {
         if (strncmp(at, "train", 5) != 0) continue;
@@ -116,7 +116,7 @@ static bool list_validation(FileList* validation, const FileList* train, const c
     return true;
 }
 
-// Turns the list of the training files into that of the part.
+// Replaces `list`, which has the training files, by the files of `part`.
 static void list_part(FileList* list, FileList* validation, DatasetPart part) {
     if (part == DATASET_WHOLE) return;
     list->split = validation->count == 0;
@@ -200,7 +200,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
     return true;
 }
 
-// Says what a .bin that is no shard of tokens may be.
+// Returns what a .bin that is not a shard of tokens may be.
 static const char* magic_name(int32_t magic) {
     static const struct {
         int32_t magic;
@@ -290,13 +290,13 @@ static bool file_split(DatasetFile* file, DatasetPart part, double fraction, int
         return data_error(error, "%s has no validation part: the fraction %g that was asked for is not between 0 and 1",
                           file->path, fraction);
     }
-    int64_t least = (int64_t)T + 1, validation = (int64_t)(fraction * (double)file->tokens);
-    if (validation < least) validation = least;
-    if (file->tokens - validation < least) {
+    int64_t min = (int64_t)T + 1, validation = (int64_t)(fraction * (double)file->tokens);
+    if (validation < min) validation = min;
+    if (file->tokens - validation < min) {
         return data_error(error,
                           "%s has %lld tokens: too few for a training and a validation part of a window of %lld tokens "
                           "each; take more text or a shorter sequence length",
-                          file->path, (long long)file->tokens, (long long)least);
+                          file->path, (long long)file->tokens, (long long)min);
     }
     if (part == DATASET_VALIDATION) file->first = file->tokens - validation;
     file->tokens = part == DATASET_VALIDATION ? validation : file->tokens - validation;
@@ -331,10 +331,10 @@ static bool read_pickle(Dataset* data, const char* folder, char* error) {
     SCOPED char* pickle = file_read(path, &bytes, error);
     if (!pickle) return false;
     int64_t vocabulary = pickle_int(pickle, bytes, "vocab_size");
-    if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
+    if (vocabulary < 1 || vocabulary > MAX_VOCABULARY) {
         return data_error(
             error, "%s gives no vocab_size between 1 and %d; write {\"vocabulary\": N} into a meta.json beside it",
-            path, VOCABULARY_MOST);
+            path, MAX_VOCABULARY);
     }
     data->vocabulary = (int)vocabulary;
     return true;
@@ -354,15 +354,16 @@ static bool read_meta(Dataset* data, DataFormat format, char* error) {
     if (!meta) return data_error(error, "%s; prepare the folder again", error);
     int64_t vocabulary = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
     data->bytes_per_token = meta_ratio(data, meta);
-    if (vocabulary < 1 || vocabulary > VOCABULARY_MOST) {
+    if (vocabulary < 1 || vocabulary > MAX_VOCABULARY) {
         return data_error(error, "%s gives no vocabulary between 1 and %d; prepare the folder again", path,
-                          VOCABULARY_MOST);
+                          MAX_VOCABULARY);
     }
     data->vocabulary = (int)vocabulary;
     return true;
 }
 
-// Takes the training part or the tail of the files: that of the last one with two windows, else of the longest.
+// Keeps the training part of the files, or the validation part: the tail of the last file with two windows, else of the
+// longest.
 static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
     int last = 0;
     for (int i = 1; i < data->files; i++) {
@@ -426,10 +427,10 @@ bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPar
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
     snprintf(data->path, sizeof(data->path), "%s", path);
-    const bool fine = find_files(&list, path, format, part, error) &&
-                      open_files(data, &list, format, part, validation_fraction, T, error);
-    if (!fine) dataset_close(data);
-    return fine;
+    const bool ok = find_files(&list, path, format, part, error) &&
+                    open_files(data, &list, format, part, validation_fraction, T, error);
+    if (!ok) dataset_close(data);
+    return ok;
 }
 
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
@@ -443,11 +444,11 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
     data->vocabulary = 256;
     data->bytes_per_token = 1.0;
     *data->file = (DatasetFile){text_copy(data->path), text, -1, bytes, 0, 0, bytes, 1};
-    bool fine = (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error)) &&
-                check_length(data->file, T, error);
+    bool ok = (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error)) &&
+              check_length(data->file, T, error);
     data->tokens = data->file->tokens;
-    if (!fine) dataset_close(data);
-    return fine;
+    if (!ok) dataset_close(data);
+    return ok;
 }
 
 // Opens the training or the validation part.
@@ -461,7 +462,7 @@ static bool open_source(Dataset* data, const DataSource* source, DatasetPart par
         return dataset_open_memory(data, source->text, source->text_bytes, part, source->val_fraction, T, error) ||
                data_error(error, "the built-in text: %s", error);
     }
-    // A folder knows its parts; of one file all is taken where --val names another.
+    // A folder has its own parts; a file that --data or --val names beside the other is used whole.
     if ((val || (part == DATASET_TRAIN && *source->val)) && !folder_exists(path)) part = DATASET_WHOLE;
     return dataset_open(data, path, (DataFormat)format, part, source->val_fraction, T, error) ||
            data_error(error, "%s %s: %s", option, path, error);
@@ -494,8 +495,8 @@ void dataset_close(Dataset* data) {
     memset(data, 0, sizeof(*data));
 }
 
-// Reads `count` bytes from byte `at` of the file's tokens on. Files are not mapped, since one that is cut short would
-// then end the process by a signal; a short read is an error.
+// Reads `count` bytes of the file's tokens, from byte `at` on. Files are not mapped: one that is cut short would then
+// end the process by a signal, while a short read is an error.
 static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
     if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
     memcpy(to, file->memory + at, (size_t)count);
@@ -550,8 +551,8 @@ int64_t dataset_windows(const Dataset* data, int T) {
 }
 
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens) {
-    int64_t windows = dataset_windows(data, T), most = tokens / T > 0 ? tokens / T : 1;
-    return most < windows ? most : windows;
+    int64_t windows = dataset_windows(data, T), max = tokens / T > 0 ? tokens / T : 1;
+    return max < windows ? max : windows;
 }
 
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error) {
@@ -564,7 +565,7 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
     }
     int64_t first = file->first + within * T;
     int last = 0, width = data->bytes ? 1 : 2;
-    // The tokens as they are stored, T + 1 of one or two bytes, have room where the targets will be.
+    // The stored tokens, T + 1 of one or two bytes, are read into the memory of the targets.
     if (!tokens_read(file, first * width, (int64_t)(T + 1) * width, targets, error)) return false;
     for (int t = 0; t <= T; t++) {
         uint16_t token = 0;
@@ -583,8 +584,8 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
     return true;
 }
 
-// Six Feistel rounds over the least even number of bits that holds n are a permutation of 0..4^half-1. Applied until
-// the result is below n again, they are one of 0..n-1; 4^half < 4n, so that takes 4 turns at most on average.
+// Six Feistel rounds over the smallest even number of bits that holds n permute 0..4^half-1. Repeated until the result
+// is below n, they permute 0..n-1; since 4^half < 4n, that takes at most 4 turns on average.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
     enum { ROUNDS = 6 };
     const uint64_t golden = 0x9E3779B97F4A7C15ull;
@@ -678,10 +679,10 @@ static void* loader_thread(void* argument) {
         if (loader->stop) break;
         Batch* batch = &loader->batch[loader->prepared % RING];
         pthread_mutex_unlock(&loader->mutex);
-        bool fine = batch_prepare(loader, batch, loader->error);
+        bool ok = batch_prepare(loader, batch, loader->error);
         pthread_mutex_lock(&loader->mutex);
-        loader->failed = !fine;
-        loader->prepared += fine;
+        loader->failed = !ok;
+        loader->prepared += ok;
         pthread_cond_broadcast(&loader->changed);
     }
     pthread_mutex_unlock(&loader->mutex);
@@ -733,7 +734,7 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
 const Batch* loader_next(Loader* loader, char* error) {
     const Batch* batch = NULL;
     pthread_mutex_lock(&loader->mutex);
-    // This call ends the life of the batch before the last one.
+    // The batch before the last one is no longer used.
     if (loader->given >= 2) loader->returned = loader->given - 1;
     pthread_cond_broadcast(&loader->changed);
     while (loader->prepared == loader->given && !loader->failed) pthread_cond_wait(&loader->changed, &loader->mutex);

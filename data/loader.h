@@ -1,11 +1,11 @@
-// The data loader gives windows of T+1 tokens out of files, in an order that depends on (seed, epoch) alone.
+// The data loader reads windows of T+1 tokens from files, in an order that depends on (seed, epoch) alone.
 //
 // Sources: llm.c's .bin shards (256 int32 header: magic 20240520, version 1, token count; uint16 tokens), one or a
 // glob of them, a folder that data/prepare.py wrote, or any other file, read as bytes (vocabulary 256).
-// A file is cut into windows of T tokens at multiples of T, each with the token after it as the last target; a tail
-// that does not fill a window is left out. Sequence n of a run is window permutation(seed, epoch, n mod windows) of
-// epoch n / windows. So the data position is the number of sequences consumed: any batch size, any number of GPUs and
-// a resume see the same order.
+// A file is cut into windows of T tokens at multiples of T; the token after a window is its last target. A tail that
+// does not fill a window is left out. Sequence n of a run is window permutation(seed, epoch, n mod windows) of epoch
+// n / windows. So the data position is the number of sequences consumed, and the order is the same for any batch size,
+// any number of GPUs and after a resume.
 #pragma once
 #include "files.h"
 C_LINKAGE_BEGIN
@@ -18,37 +18,37 @@ typedef struct {
     int files;
     int left_out;             // files that are shorter than a window
     int64_t left_out_tokens;  // in these
-    uint32_t crc;             // of dataset_fingerprint
+    uint32_t crc;             // set by dataset_fingerprint
     double bytes_per_token;   // of the text, for bits per byte; 1 for bytes, 0 when unknown
     char tokenizer[4096];     // folder that holds vocab.json and merges.txt, "" when unknown or bytes
     struct DatasetFile* file;
 } Dataset;
 
 typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
-// The contents of the files. AUTO: shards where a file begins as one, else text as bytes. NANOGPT: uint16 tokens
-// without a header, of a folder's train.bin and val.bin; the vocabulary is meta.pkl's, or GPT-2's without one.
+// The contents of the files. AUTO: a shard if a file begins like one, else text as bytes. NANOGPT: uint16 tokens
+// without a header, in a folder's train.bin and val.bin; the vocabulary is meta.pkl's, or GPT-2's if there is none.
 typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
 
-// Opens a folder, file or glob. A folder of prepare.py has its parts as train_*.bin and val_*.bin; beside a glob, the
-// validation files are those of the same pattern with "val" for "train". Where there are none, the last
-// `validation_fraction` of the last file with two windows is the validation part, at least one window of T+1 tokens,
-// and the rest the training part; 0 leaves all of it to DATASET_TRAIN. Of several files those without a window are
-// left out and counted. Checks magic, version and length against the header.
+// Opens a folder, file or glob. prepare.py writes the parts of a folder as train_*.bin and val_*.bin; for a glob, the
+// validation files match the same pattern with "val" instead of "train". If there are none, the last
+// `validation_fraction` of the last file that has two windows is the validation part, at least one window of T+1
+// tokens, and the rest is the training part; with 0 all of it is. Of several files, those without a window are left out
+// and counted. Checks magic, version and length of each header.
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error);
 // Does the same over memory (the built-in corpus), as bytes.
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error);
-// The data of a run: --data, --val, --data-format and --val-fraction. Where `data` is "" it is the text in memory.
+// The data of a run: --data, --val, --data-format and --val-fraction. If `data` is "", it is the text in memory.
 typedef struct {
     const char *data, *val, *format;
     double val_fraction;
     const char* text;
     int64_t text_bytes;
 } DataSource;
-// Opens both parts, which must be of one kind and of a model's V tokens at most. The sentence names the option.
+// Opens both parts, which must be of one kind, with tokens below the model's V. The error message names the option.
 bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error);
-// Looks at the training data before the length of a window is known: is it bytes, or tokens of which vocabulary?
+// Finds, before the length of a window is known, whether the training data is bytes, and its vocabulary.
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
 // Sets data->crc, a checksum of all tokens, or, beyond 256 MiB, of 64 blocks of each file.
@@ -56,16 +56,16 @@ bool dataset_fingerprint(Dataset* data, char* error);
 // Returns whether some token of a file belongs to both data sets, as when --val names a file of --data.
 bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
-// Returns how many windows a validation reads of at most `tokens` tokens; at least one.
+// Returns how many windows a validation of at most `tokens` tokens reads: at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
-// Copies window `window` (not permuted) into tokens[T] and targets[T]. Returns false where a token is not below
+// Copies window `window` (not permuted) into tokens[T] and targets[T]. Returns false if a token is not below
 // data->vocabulary; then only a part of the window is copied.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
 
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
-// A loader reads batches of B windows ahead on a thread. With shuffle off, sequence n is window n mod windows.
+// A loader reads batches of B windows ahead, on a thread. Without shuffle, sequence n is window n mod windows.
 typedef struct Loader Loader;
 typedef struct {
     int* tokens;   // (B, T)
@@ -74,12 +74,12 @@ typedef struct {
     int* bucket;   // (buckets, 2) [token, first index into order], one more row [-1, B*T] at the end
     int buckets;   // number of distinct tokens
 } Batch;
-// Each of several ranks takes `run` sequences from the first on, then leaves out the others' until `stride` further on:
-// rank r of W takes run = S / W of the S sequences of a step, from first + r * run on. Both 0: all of them.
+// The sequences that one of several ranks reads: `run` of each `stride`. With S sequences in a step, rank r of W has
+// run = S / W and stride = S, and begins at first + r * run. Both 0: all sequences.
 typedef struct {
     int64_t run, stride;
 } LoaderSlice;
-// `pinned_alloc` / `pinned_free` give the host memory of the batches (cudaMallocHost, or malloc).
+// `pinned_alloc` and `pinned_free` manage the batches' host memory (cudaMallocHost, or malloc).
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
 // Returns the next batch, valid until the second loader_next after it; NULL with a sentence on a bad token or file.

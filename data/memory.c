@@ -13,13 +13,13 @@ enum {
     BEGIN_BYTES = 16 << 20  // what the libraries take until main begins, and more
 };
 
-static const char* checkpoint = "";  // a handle: memory_missing is called from where nothing is known of the run
+static const char* checkpoint = "";  // global, since callers of memory_missing know nothing of the run
 
 void memory_checkpoint(const char* path) {
     checkpoint = path;
 }
 
-// Nothing here needs memory: the text is on the stack, and _exit runs no handlers that might ask for some.
+// It takes no memory: the text is on the stack, and _exit runs no handlers that might take some.
 void memory_missing(size_t bytes) {
     static atomic_flag ending = ATOMIC_FLAG_INIT;
     char text[8192], resume[4400] = "";
@@ -33,7 +33,7 @@ void memory_missing(size_t bytes) {
                           "raise its limit (ulimit -v or -d) or lower --batch%s\n",
                           bytes, resume);
     memory_failed(text);
-    while (atomic_flag_test_and_set(&ending)) pause();  // another thread of this process is at it
+    while (atomic_flag_test_and_set(&ending)) pause();  // another thread is already ending the process
     launch_failed(2, text);
     if (write(2, text, (size_t)length) < 0) _exit(2);
     _exit(2);
@@ -103,7 +103,7 @@ const char* text_kept(const char* format, ...) {
     va_start(arguments, format);
     char *text = text_of(format, arguments), **place = &kept[next++ % 64];
     va_end(arguments);
-    free(*place);  // the arguments may have been in it
+    free(*place);  // only now, since the arguments may have pointed to it
     return *place = text;
 }
 
@@ -135,7 +135,7 @@ FILE* text_stream(char** text, size_t* bytes) {
     return there(file, sizeof(FILE));
 }
 
-// Ends the process unless a limit leaves room for `need` bytes beside what it uses: number `number` of
+// Ends the process unless a limit leaves room for `need` bytes more than it uses now, which is the number `number` of
 // /proc/self/statm, in pages.
 static void limit_check(int resource, int number, size_t need) {
     struct rlimit limit;
@@ -148,7 +148,7 @@ static void limit_check(int resource, int number, size_t need) {
     if (strtoull(at, NULL, 10) * (size_t)sysconf(_SC_PAGESIZE) + need > limit.rlim_cur) memory_missing(need);
 }
 
-// In a function of its own: its frame takes the pages when it is entered.
+// Touches every page of STACK_BYTES. Not inlined, since the caller's frame would then have this size.
 __attribute__((noinline)) static void stack_take(void) {
     volatile char stack[STACK_BYTES];
     (void)stack;

@@ -1,6 +1,6 @@
-// Memory of the host: every block, text and stream in memory that the program asks for comes from here. None of these
-// functions returns NULL: where there is no more memory, or a limit such as `ulimit -v` is reached, the process ends
-// with exit code 2 and one sentence, which names the last good checkpoint. What is returned is given back with free().
+// Host memory: all blocks, texts and in-memory streams of the program come from here. None of these functions returns
+// NULL: if there is no more memory, or a limit such as `ulimit -v` is reached, the process ends with exit code 2 and
+// one sentence, which names the last good checkpoint. The caller frees what is returned with free().
 #pragma once
 #include <stddef.h>
 #include <stdio.h>
@@ -18,16 +18,16 @@ void memory_drop(void* pointer);  // frees what the variable at `pointer` points
 char* text_copy(const char* text);
 char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
 __attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);
-// Returns a text that the thread keeps until 64 more texts are kept, by this function or by those that say so.
+// Returns a formatted text that stays valid until the thread has made 64 more, here or in functions that use this one.
 __attribute__((format(printf, 1, 2))) const char* text_kept(const char* format, ...);
 // Opens a stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
 // fclose. Unlike open_memstream's, it never drops a part of what is written to it.
 FILE* text_stream(char** text, size_t* bytes);
 
-// Takes the stack that the program will need, and looks whether a limit leaves room for what the libraries take:
-// without either the process would end by a signal. Call it before the libraries begin.
+// Touches the stack that the program will need, and checks that limits leave room for what the libraries take at their
+// start; otherwise the process would die by a signal. Call it before the libraries begin.
 void memory_begin(void);
-// Sets the path of the last good checkpoint for the sentence. Its text may change, and is "" while there is none.
+// Sets where the path of the last good checkpoint is, for that sentence. The text there may change; "": none yet.
 void memory_checkpoint(const char* path);
 // Ends the process for want of so many bytes.
 __attribute__((noreturn)) void memory_missing(size_t bytes);

@@ -6,7 +6,7 @@
 #include "options.h"
 #include "text.h"
 
-enum { FILES_MOST = 1000, TENSORS_MOST = 20000, PIECE = 1 << 20 };
+enum { MAX_FILES = 1000, MAX_TENSORS = 20000, PIECE = 1 << 20 };
 
 static const char INDEX[] = "model.safetensors.index.json";
 
@@ -94,9 +94,9 @@ static bool open_file(ModelFolder* folder, const char* name, char* error) {
     int tensors = 0;
     folder->count++;
     for (int i = 0; i < folder->count; i++) tensors += folder->file[i].count;
-    return tensors <= TENSORS_MOST ||
+    return tensors <= MAX_TENSORS ||
            data_error(error, "%s holds over %d tensors, more than any GPT-2; name another folder", folder->path,
-                      TENSORS_MOST);
+                      MAX_TENSORS);
 }
 
 // The file of this name, opened now or before; NULL with a sentence.
@@ -106,7 +106,7 @@ static const Safetensors* file_named(ModelFolder* folder, const Json* entry, cha
     for (int i = 0; i < folder->count; i++) {
         if (strcmp(folder->file[i].path + length, name) == 0) return &folder->file[i];
     }
-    if (!file_name_plain(name) || (int64_t)strlen(name) != entry->text_bytes || folder->count == FILES_MOST) {
+    if (!file_name_plain(name) || (int64_t)strlen(name) != entry->text_bytes || folder->count == MAX_FILES) {
         data_error(error,
                    "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it; fetch the model "
                    "again",
@@ -123,7 +123,7 @@ static bool open_index(ModelFolder* folder, const Json* index, char* error) {
         return data_error(error, "%s/%s holds no weight_map; fetch the model again", folder->path, INDEX);
     }
     int tensors = 0;
-    for (const Json* entry = map->child; entry && tensors <= TENSORS_MOST; entry = entry->next, tensors++) {
+    for (const Json* entry = map->child; entry && tensors <= MAX_TENSORS; entry = entry->next, tensors++) {
         const Safetensors* file = file_named(folder, entry, error);
         if (!file) return false;
         if (!safetensors_find(file, entry->key)) {

@@ -7,15 +7,15 @@ C_LINKAGE_BEGIN
 // Names of files that a run folder and each checkpoint keep beside config.json and the weights; NULL ends the list.
 extern const char* const MODEL_FOLDER_FILES[];
 
-// This describes a tensor as the program has it, (rows, cols) with rows 1 for a vector, and as files hold it.
+// A tensor as the program has it, (rows, cols) with rows 1 for a vector, and as files hold it.
 typedef struct {
     const char* name;  // without "transformer."
     int64_t rows, cols;
-    int64_t stored_rows;  // as many of the rows are in files: the vocabulary without its padding
+    int64_t stored_rows;  // rows that are in files: the vocabulary's without padding
     bool transposed;      // files hold (cols, stored_rows), as transformers' Conv1D has it
-    int layer;            // that it belongs to, -1: none
-    bool residual;        // writes into the residual stream: initialised smaller
-    int parts;            // equal matrices that its rows are stacked from, such as queries, keys and values: 3
+    int layer;            // its layer, or -1
+    bool residual;        // it writes into the residual stream, so its initial weights are smaller
+    int parts;            // matrices of equal size that its rows consist of: 3 for queries, keys and values
     const char* dtype;    // in a file that is written: F32 or BF16
 } ModelTensor;
 
@@ -38,8 +38,8 @@ typedef struct {
 bool model_folder_has_weights(const char* path);
 // Opens all files. A folder with PyTorch's own format only is refused with the command that converts it.
 bool model_folder_open(ModelFolder* folder, const char* path, char* error);
-// Returns whether the model uses every tensor of the folder, but for attention masks, which older versions of
-// transformers store, and a head (lm_head.weight) that equals wte.weight. Any other tensor is refused by name.
+// Refuses a tensor of the folder that the model does not use, except attention masks, which older versions of
+// transformers store, and a head (lm_head.weight) that equals wte.weight.
 bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error);
 // Reads a tensor into `values` (rows, cols), fp32, with zeros in the rows that files do not have. False when it is
 // absent, of another type or shape than the model's, or holds a value that is not finite.

@@ -23,8 +23,8 @@ const char* option_group(const OptionTable* table, const Option* option) {
     return option->group;
 }
 
-// True if one word of an option's name is a slip away from another: two neighbours exchanged, or, where both begin
-// alike, a letter missing or doubled; of six letters or more, any letter wrong, and of ten or more, two.
+// True if one word of an option's name looks like a typing mistake for another: two neighbours are exchanged, or, if
+// both begin alike, a letter is missing or doubled; in six letters or more one letter may be wrong, in ten or more two.
 static bool word_slips(const char* typed, size_t length, const char* name, size_t other) {
     char a[64], b[64];
     if (length >= sizeof(a) || other >= sizeof(b)) return false;
@@ -46,8 +46,8 @@ static bool word_slips(const char* typed, size_t length, const char* name, size_
     return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
 }
 
-// True if `typed` is a slip of the finger away from `name`. Each word must be, or the whole name if the numbers of
-// words differ. Short names are not guessed at all, and the digits must be the same, since beta3 is not beta2.
+// True if `typed` looks like a typing mistake for `name`: each word does, or, if the numbers of words differ, the whole
+// name. Names of less than four letters do not count, and digits must be the same, since beta3 is not beta2.
 static bool is_slip(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
@@ -62,7 +62,7 @@ static bool is_slip(const char* typed, const char* name) {
     }
 }
 
-// Returns the answer for a name that other programs have, or for a slip in one; NULL when it is none of these.
+// Returns the answer for an option name of another program, with `slip` also for a mistyped one; NULL for other names.
 static const char* synonym_answer(const OptionTable* table, const char* typed, bool slip) {
     for (int i = 0; i < table->synonyms; i++) {
         for (const char *at = table->synonym[i].names, *end; *at; at = end + strspn(end, " ")) {
@@ -74,14 +74,14 @@ static const char* synonym_answer(const OptionTable* table, const char* typed, b
     return NULL;
 }
 
-// Refuses a word that is no option, and says what to type instead if that is known.
+// Refuses a word that is not an option, and says what to type instead if that is known.
 static bool unknown_option(const OptionTable* table, const char* word, char* error) {
     char name[64];
     size_t length = strcspn(word, "="), dashes = strspn(word, "-");
     snprintf(name, sizeof(name), "%.*s", (int)(length - dashes < 63 ? length - dashes : 63), word + dashes);
     for (char* c = name; *c; c++) *c = *c == '_' ? '-' : *c >= 'A' && *c <= 'Z' ? (char)(*c - 'A' + 'a') : *c;
-    // torchtitan's options are of groups: --training.seq_len, --optimizer.lr. Outside of a few groups the last part
-    // alone may mean another thing, as --validation.steps does, unless it is of several words.
+    // torchtitan's options have groups: --training.seq_len, --optimizer.lr. Outside of these groups the last part alone
+    // may mean something else, as in --validation.steps, unless it has several words.
     const char *dot = strrchr(name, '.'), *last = dot ? dot + 1 : name;
     bool known =
         strncmp(name, "training.", 9) == 0 || strncmp(name, "optimizer.", 10) == 0 || strncmp(name, "debug.", 6) == 0;
@@ -111,7 +111,7 @@ static bool unknown_option(const OptionTable* table, const char* word, char* err
                       *option->values ? " " : "", option->values);
 }
 
-// Is `text` one of the names in `values`, which '|' separates?
+// True if `text` is one of the names in `values`, which '|' separates.
 static bool choice_known(const char* text, const char* values) {
     size_t length = strlen(text);
     for (const char* at = values; at; at = strchr(at, '|') ? strchr(at, '|') + 1 : NULL) {
@@ -247,7 +247,7 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
     return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one, other);
 }
 
-// Does the option have the value of its default?
+// True if the option has its default value.
 static bool is_standard(const Option* option, const void* fields) {
     char *end, *rest;
     const char* value = option_text(option, fields);
@@ -256,7 +256,7 @@ static bool is_standard(const Option* option, const void* fields) {
     return *option->standard && !*end && !*rest && number == standard;
 }
 
-// Does a word NAME=VALUE of `settings` give one of the values?
+// True if a word NAME=VALUE of `settings` has one of the values.
 static bool setting_known(const char* settings, const char* name, const char* values) {
     SCOPED char* word = text_format("%s=", name);
     for (const char* at = settings; (at = strstr(at, word)) != NULL; at++) {
@@ -267,7 +267,7 @@ static bool setting_known(const char* settings, const char* name, const char* va
     return false;
 }
 
-// "muon|normuon|rmnp" as "muon, normuon or rmnp".
+// Returns "muon|normuon|rmnp" as "muon, normuon or rmnp".
 static const char* values_listed(const char* values) {
     const char* text = "";
     for (const char *at = values, *end; *at; at = end + (*end == '|')) {
@@ -327,8 +327,7 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('}', file);
 }
 
-// Finds the words that complete a value, of "off|auto|DIR" those in lower case. Returns whether a path is one of the
-// values.
+// Lists the words that complete a value: of "off|auto|DIR" those in lower case. Returns whether a value may be a path.
 static bool completion_values(const Option* option, char* words, size_t bytes) {
     size_t used = 0;
     bool path = false;
@@ -370,7 +369,7 @@ static void bash_completion(const OptionTable* table, FILE* file) {
         file);
 }
 
-// Text inside of single quotes and of [...] or :...: of zsh's _arguments.
+// Writes text inside single quotes and inside [...] or :...: of zsh's _arguments.
 static void write_quoted(FILE* file, const char* text, const char* special) {
     for (const char* c = text; *c; c++) {
         if (*c == '\'') {

@@ -1,5 +1,5 @@
-// One table of options drives parsing, --help, JSON and shell completion. A mistake is answered by a sentence that
-// names the option, what was found and what to type.
+// One table of options drives parsing, --help, JSON and shell completion. The error message for a mistake names the
+// option, what was found and what to type.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -7,7 +7,7 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
-#define OPTION_AUTO (-1)  // an INT or REAL that was left to the program, typed "auto"
+#define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it
 
 typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG, OPTION_SIZE } OptionType;
 
@@ -15,20 +15,20 @@ typedef struct {
     const char* name;  // without the dashes
     OptionType type;
     size_t offset;         // of the value in the fields: int64_t, double, const char*, const char*, bool, int64_t
-    const char* standard;  // the default, as typed; "auto" lets the value be OPTION_AUTO
+    const char* standard;  // the default, as typed; with the default "auto", "auto" may be typed too
     double low, high;      // range of a number
-    const char* values;    // choices separated by '|', or what the value is, for --help
-    const char* group;     // for --help; "" where it is that of the row before
+    const char* values;    // choices separated by '|', or a name for the value in --help
+    const char* group;     // for --help; "": the same as in the row before
     const char* help;
 } Option;
 
-// Names that other programs have for something: lower case, '-' between words and a space between names.
+// Option names of other programs: lower case, '-' between words and a space between names.
 typedef struct {
     const char* names;
     const char* answer;  // the rest of a sentence that begins "unknown option --NAME; "
 } OptionSynonym;
 
-// Options that change nothing unless another option has one of some values.
+// Options that have no effect unless another option has one of these values.
 typedef struct {
     const char* names;   // of the options, with a space between two
     const char* other;   // the option that they need
@@ -44,7 +44,7 @@ typedef struct {
 } OptionTable;
 
 const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
-// Returns where the value of an option in the table is, which has the option's type.
+// Returns the address of an option's value, which has the option's type.
 void* option_value(const OptionTable* table, const void* fields, const char* name);
 const char* option_group(const OptionTable* table, const Option* option);
 // Sets one value from text; texts are copied and live as long as the program.
@@ -55,21 +55,21 @@ bool options_defaults(const OptionTable* table, void* fields, char* error);
 // --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
 bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
 bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
-// False with a sentence if both options were typed, of which one is done instead of the other.
+// Refuses two options that exclude each other if both were typed.
 bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
-// False with a sentence if an option was typed, with another value than its default, that lacks what it needs, also
-// among the words NAME=VALUE of `settings`.
+// Refuses an option that was typed, with another value than its default, if it has no effect: neither the other option
+// nor a word NAME=VALUE of `settings` (--override) has a value that it needs.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
-// Writes {"name": value, ...} without flags and what is done instead of training. Values are texts; with `typed`,
-// numbers are numbers.
+// Writes {"name": value, ...}, without flags and the options of "instead of training". Values are strings; with
+// `typed`, numbers are JSON numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
 bool options_print(const OptionTable* table, const void* fields, FILE* file);
 
-// These return numbers for people, kept as by text_kept: 124475904 as "124M", 3725 seconds as "1h02m".
+// These return readable numbers, kept as by text_kept: 124475904 as "124M", 3725 seconds as "1h02m".
 const char* text_count(double n);
 const char* text_duration(double seconds);
-// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024 and whole KiB; false: `text` is none.
+// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024, rounded to KiB; false if `text` is not a size.
 bool size_parse(const char* text, int64_t* bytes);
 // Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);

@@ -51,7 +51,7 @@ try:
 
     import eval_files
     import vocabulary
-    from vocabulary import END, SPACE_MOST
+    from vocabulary import END, MAX_SPACE
 except ImportError as missing:
     print(f"prepare: error: {missing}; type `make venv`, and .venv/bin/python data/prepare.py instead", file=sys.stderr)
     sys.exit(2)
@@ -78,7 +78,7 @@ CORPORA = {  # name: (training files, validation files)
     "fineweb-edu-10B": ([f"{FINEWEB}{i:03d}_00000.parquet" for i in range(14)], []),
 }
 BPE_BYTES = 1 << 30  # --train-bpe reads this much of the training text
-BPE_LEAST = 258  # tokens: 256 bytes, a merge, <|endoftext|>
+BPE_MIN = 258  # tokens: 256 bytes, a merge, <|endoftext|>
 
 
 # A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("json"), one element of a .json
@@ -427,11 +427,11 @@ class Encoder:
         self.end = self.vocabulary.end
 
     def tokens(self, text, piece, strict, notes):
-        """The tokens of a text. White space for which tiktoken has no stack is encoded in pieces of SPACE_MOST."""
+        """The tokens of a text. White space for which tiktoken has no stack is encoded in pieces of MAX_SPACE."""
         try:
             return self.vocabulary.encode(text)
         except ValueError as error:
-            cuts = [0, *(match.end() for match in re.finditer(rf"\s{{{SPACE_MOST}}}", text)), len(text)]
+            cuts = [0, *(match.end() for match in re.finditer(rf"\s{{{MAX_SPACE}}}", text)), len(text)]
             if strict or len(cuts) == 2:
                 advice = "; leave --strict out to encode it in pieces" if len(cuts) > 2 else ""
                 raise Problem(f"{place_of(piece)}: the text cannot be encoded ({error}){advice}") from None
@@ -597,8 +597,8 @@ def count(text):
 def bpe_size(text):
     """The tokens of a vocabulary to train."""
     size = number_of(text)
-    if not BPE_LEAST <= size <= vocabulary.VOCABULARY_MOST or size != int(size):
-        bounds = f"{BPE_LEAST} to {vocabulary.VOCABULARY_MOST}"
+    if not BPE_MIN <= size <= vocabulary.MAX_VOCABULARY or size != int(size):
+        bounds = f"{BPE_MIN} to {vocabulary.MAX_VOCABULARY}"
         raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from {bounds}, such as 8192")
     return int(size)
 

@@ -27,29 +27,14 @@ static void report_data(RunFolder* run, const Dataset* train, const Dataset* val
     }
 }
 
-static long long whole(const RunFolder* run, const char* option) {
-    return run_whole(run, option);
-}
-
-void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V) {
-    const MemoryPlan* memory = &plan->memory;
-    const bool several = *plan->ranks, constant = strcmp(run_text(run, "schedule"), "constant") == 0;
-    const long long sequences = whole(run, "tokens-per-step") / whole(run, "seq"),
-                    micro = sequences / whole(run, "batch") / plan->world;
-    const char* ranks = several ? text_kept("%d ranks x ", plan->world) : "";
-    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", run_text(run, "model"),
-            whole(run, "layers"), whole(run, "channels"), whole(run, "heads"), (long long)plan->parameters);
-    run_say(run, " device   %s\n", plan->device);
-    if (several) {
-        run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
-                plan->ranks, run_text(run, "shard"),
-                run_text(run, strcmp(run_text(run, "comm"), "grads") == 0 ? "grads" : "comm"));
-    }
-    report_data(run, train, val, (int)whole(run, "seq"), whole(run, "val-tokens"), V);
-    const double epochs = (double)whole(run, "steps") * (double)sequences / (double)plan->windows;
-    run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n",
-            whole(run, "batch"), whole(run, "seq"), ranks, micro, micro == 1 ? "" : "es", whole(run, "tokens-per-step"),
-            whole(run, "steps"), epochs);
+// Says how much is trained, and warns of too many epochs or of a name that does not fit bytes.
+static void report_batch(RunFolder* run, const PlanReport* plan, int V) {
+    const long long tokens = run_int(run, "tokens-per-step"), batch = run_int(run, "batch"), seq = run_int(run, "seq"),
+                    steps = run_int(run, "steps"), sequences = tokens / seq, micro = sequences / batch / plan->world;
+    const char* ranks = plan->world > 1 ? text_kept("%d ranks x ", plan->world) : "";
+    const double epochs = (double)steps * (double)sequences / (double)plan->windows;
+    run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n", batch,
+            seq, ranks, micro, micro == 1 ? "" : "es", tokens, steps, epochs);
     if (epochs >= 1000) {
         run_say(run,
                 " notice   each text is read %.0f times, so the model will learn it by heart; give more --data or "
@@ -62,8 +47,10 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
                 "tokens come with --data of data/prepare.py\n",
                 run_text(run, "model"));
     }
-    run_say(run, " optim    %s\n", plan->optim);
-    if (strcmp(run_text(run, "override"), "none") != 0) run_say(run, " override %s\n", run_text(run, "override"));
+}
+
+static void report_schedule(RunFolder* run, const PlanReport* plan) {
+    const bool constant = strcmp(run_text(run, "schedule"), "constant") == 0;
     const double lr = run_real(run, "lr"), usual = plan->usual_lr;
     const char* rate = "";
     if (plan->trained && lr == usual / 10) {
@@ -72,9 +59,13 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
         rate = text_format(", usual for %s", run_text(run, "rule"));
     }
     run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", lr, rate,
-            run_text(run, "schedule"), constant ? 1.0 : run_real(run, "final-lr"), whole(run, "warmup"),
+            run_text(run, "schedule"), constant ? 1.0 : run_real(run, "final-lr"), run_int(run, "warmup"),
             run_real(run, "clip"), run_real(run, "weight-decay"));
-    const bool large = memory->total >= (1ll << 30);
+}
+
+static void report_memory(RunFolder* run, const PlanReport* plan) {
+    const MemoryPlan* memory = &plan->memory;
+    const bool several = plan->world > 1, large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
             several ? "of rank 0: " : "", (double)memory->weights * unit, (double)memory->states * unit,
@@ -87,6 +78,23 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
             large ? "GiB" : "MiB", (double)plan->available / (1 << 30), run_text(run, "matmul"),
             run_text(run, "recompute"), each);
+}
+
+void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V) {
+    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", run_text(run, "model"),
+            run_int(run, "layers"), run_int(run, "channels"), run_int(run, "heads"), (long long)plan->parameters);
+    run_say(run, " device   %s\n", plan->device);
+    if (plan->world > 1) {
+        run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
+                plan->transport, run_text(run, "shard"),
+                run_text(run, strcmp(run_text(run, "comm"), "grads") == 0 ? "grads" : "comm"));
+    }
+    report_data(run, train, val, (int)run_int(run, "seq"), run_int(run, "val-tokens"), V);
+    report_batch(run, plan, V);
+    run_say(run, " optim    %s\n", plan->optim);
+    if (strcmp(run_text(run, "override"), "none") != 0) run_say(run, " override %s\n", run_text(run, "override"));
+    report_schedule(run, plan);
+    report_memory(run, plan);
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
 }
 
@@ -94,7 +102,7 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
                 const Planner* planner, int64_t memory, bool first) {
     const int64_t batch = plan_largest_batch(planner, 512, false, memory - planner->plan(planner, 1, false).taken);
     const MemoryPlan plan = planner->plan(planner, batch > 0 ? batch : 1, false);
-    const char* most = batch > 0 ? text_kept("%lld", (long long)batch) : "-";
+    const char* largest = batch > 0 ? text_kept("%lld", (long long)batch) : "-";
     const double unit = 1.0 / (1 << 30);
     if (first) {
         printf(
@@ -104,7 +112,7 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
             "activations", "other", "total");
         plan.host > 0 ? printf(" %8s\n", "host") : printf("\n");
     }
-    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, most,
+    printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, largest,
            (double)plan.weights * unit, (double)plan.states * unit, (double)plan.grads * unit,
            (double)plan.activations * unit, (double)(plan.other + plan.taken) * unit, (double)plan.total * unit);
     plan.host > 0 ? printf(" %8.2f\n", (double)plan.host * unit) : printf("\n");
@@ -137,9 +145,9 @@ const char* report_weights_differ(const RunFolder* run) {
 }
 
 bool report_already_done(RunFolder* run, const char* checkpoint) {
-    if (run->state.step < whole(run, "steps")) return false;
+    if (run->state.step < run_int(run, "steps")) return false;
     run_say(run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint,
-            (long long)run->state.step, whole(run, "steps"));
+            (long long)run->state.step, run_int(run, "steps"));
     return true;
 }
 
@@ -152,7 +160,7 @@ void report_new_weights(RunFolder* run, const char* model) {
 static bool step_log(RunFolder* run, const StepReport* step) {
     const RunState* state = &run->state;
     const char* names[8] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped"};
-    const double rate = (double)whole(run, "tokens-per-step") / step->seconds;
+    const double rate = (double)run_int(run, "tokens-per-step") / step->seconds;
     const double loss = state->skipped_last > 0 ? NAN : step->loss;
     double values[8] = {loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped};
     int count = 6;
@@ -165,8 +173,8 @@ static bool step_log(RunFolder* run, const StepReport* step) {
 
 static void step_say(RunFolder* run, const StepReport* step) {
     const RunState* state = &run->state;
-    const long long steps = whole(run, "steps");
-    const double rate = (double)whole(run, "tokens-per-step") / step->seconds;
+    const long long steps = run_int(run, "steps");
+    const double rate = (double)run_int(run, "tokens-per-step") / step->seconds;
     const char* mfu = step->peak > 0 ? text_kept("%.1f%%", 100 * rate * step->flops / step->peak) : "-";
     const char* left = step->eta >= 0 ? text_duration(step->eta) : "-";
     const bool small = step->memory < (1ll << 30);
@@ -205,7 +213,7 @@ double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
 
 bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer) {
     RunState* state = &run->state;
-    const int64_t tokens = whole(run, "tokens-per-step"), steps = whole(run, "steps");
+    const int64_t tokens = run_int(run, "tokens-per-step"), steps = run_int(run, "steps");
     const double now = seconds_now();
     state->step++;
     const double takes = step_timed(timer, state->step, begin, now);
@@ -213,7 +221,7 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer*
     step->first = state->step == timer->first + 1, step->last = state->step == steps;
     // The first step on a GPU is slower than those to come, so it gives no estimate.
     step->eta = step->gpu && step->first && !step->last ? -1 : takes * (double)(steps - state->step);
-    state->sequences += tokens / whole(run, "seq"), state->tokens += tokens;
+    state->sequences += tokens / run_int(run, "seq"), state->tokens += tokens;
     state->skipped += step->skipped;
     if (step->saturated > 0) state->saturated += (int64_t)step->saturated;
     state->skipped_last = step->skipped ? state->skipped_last + 1 : 0;
@@ -226,7 +234,7 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer*
     }
     if (!step_log(run, step)) return false;
     if (step->skipped) return step_skipped(run, step);
-    if (step->first || step->last || state->step % whole(run, "print-every") == 0) step_say(run, step);
+    if (step->first || step->last || state->step % run_int(run, "print-every") == 0) step_say(run, step);
     return true;
 }
 
@@ -245,7 +253,7 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 
 void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     RunFolder* run = context;
-    const int count = run->prompts.count * (int)whole(run, "samples");
+    const int count = run->prompts.count * (int)run_int(run, "samples");
     SCOPED char *shown, *members;
     size_t length, members_length;
     FILE* memory = text_stream(&shown, &length);
@@ -278,7 +286,7 @@ bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool
     const char* how = stopped ? "stopped" : "done   ";
     if (steps > 0) {
         run_say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", how, 1e3 * seconds / steps,
-                text_count(steps * (double)whole(run, "tokens-per-step") / seconds));
+                text_count(steps * (double)run_int(run, "tokens-per-step") / seconds));
     } else {
         run_say(run, "%s  at step %lld\n", how, (long long)state->step);
     }

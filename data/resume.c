@@ -19,7 +19,7 @@ bool resume_given(const Resume* resume, const char* name) {
     return option_given(resume->table, resume->given, name);
 }
 
-// Adds to `changed`, which is cut where it is full.
+// Appends to `changed`, which is cut when it is full.
 __attribute__((format(printf, 2, 3))) static void resume_changed(Resume* resume, const char* format, ...) {
     const size_t used = strlen(resume->changed);
     va_list arguments;
@@ -39,8 +39,8 @@ bool resume_words(const Resume* resume, char* error) {
     return true;
 }
 
-// True if the checkpoint's value is left alone although none was typed: the option belongs to one start of the program,
-// is merged elsewhere, comes with the preset, of which another one was typed, or would hide a typed --prompt.
+// True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, is merged
+// elsewhere, would hide a typed --prompt, or comes with the preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
     static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
                                            "gpus", "join-timeout", "override", NULL};
@@ -63,7 +63,7 @@ bool resume_options(Resume* resume, char* error) {
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
         SCOPED char* path = path_absolute(now);  // as checkpoints name data
         if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
-        // A folder that was typed as --model, as a job script does each time, is not read, for it may be gone by now.
+        // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
         if (!typed || folder) {
@@ -71,7 +71,7 @@ bool resume_options(Resume* resume, char* error) {
             continue;
         }
         if (fixed) {
-            // --size has become a model's name.
+            // gpt2_take_size has made --size the value of --model.
             const char* asked = strcmp(name, "model") == 0 && gpt2_size_check(now, error) ? "size" : name;
             return data_error(
                 error, "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
@@ -93,11 +93,11 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
     return found;
 }
 
-// Why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is not. This
-// program writes absolute paths without links, so another one, as in a downloaded checkpoint, is not its own.
+// Returns why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is
+// not. This program writes absolute paths without links, so it did not write any other path.
 static const char* format_distrust(const char* path, const char* folder) {
     struct stat info;
-    if (stat(path, &info) != 0) return NULL;  // there is no code, which another sentence says
+    if (stat(path, &info) != 0) return NULL;  // the file is missing, which is reported later
     SCOPED char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
     const size_t length = run ? strlen(run) : 0;
     if (!real || strcmp(real, path) != 0) return "its path is not one that this program writes";
@@ -107,8 +107,8 @@ static const char* format_distrust(const char* path, const char* folder) {
     return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
 }
 
-// True if the code in the --format files that only the checkpoint in `folder` names may run: it and they are this
-// user's, and lie where nobody else put them. A note on stderr says so, if `print`.
+// True if the code in --format files that only the checkpoint in `folder` names may run: checkpoint and files belong to
+// this user, and no one else can have put them there. With `print`, a note on stderr says that the code runs.
 static bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
     struct stat info;
     const char* formats = text_of(resume, "format");
@@ -147,5 +147,5 @@ void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Da
     run->state.best_val = INFINITY;
     const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
     for (int i = 0; i < count; i++) resume_changed(resume, *resume->changed ? "; %s" : " %s", changes[i]);
-    run->state.tokens = run->state.sequences * run_whole(run, "seq");
+    run->state.tokens = run->state.sequences * run_int(run, "seq");
 }

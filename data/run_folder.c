@@ -19,7 +19,7 @@ const char* run_text(const RunFolder* run, const char* option) {
     return *(const char* const*)option_value(run->table, run->fields, option);
 }
 
-int64_t run_whole(const RunFolder* run, const char* option) {
+long long run_int(const RunFolder* run, const char* option) {
     return *(const int64_t*)option_value(run->table, run->fields, option);
 }
 
@@ -31,7 +31,8 @@ bool run_saves_states(const RunFolder* run) {
     return strcmp(run_text(run, "save"), "all") == 0;
 }
 
-// May a run begin in this folder (`again`: or go on there)? Not beside a model's config.json, which it would overwrite.
+// Refuses a folder that holds a run, unless it may continue there (`again`), or a model, whose config.json a run would
+// overwrite.
 static bool run_folder_free(const char* folder, bool again, char* error) {
     static const char* const names[] = {"log.jsonl", "config.json", "model.safetensors", "state.json"};
     bool there[4];
@@ -52,7 +53,7 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error) {
     const struct timespec pause = {0, 100000000};
     const int descriptor = run->held ? -1 : open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (descriptor < 0) return true;
-    // Ranks of a run that was killed, and what the driver holds for them, are gone some seconds after it.
+    // Tries for five seconds: the ranks of a run that was killed take some time to end.
     for (int i = 0; i < 50; i++) {
         run->held = flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
         if (run->held) return true;
@@ -67,7 +68,7 @@ bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bo
     const bool again = strcmp(resume, "off") != 0;
     const char* named = *run ? run : resume;
     if (*run && !run_folder_free(run, again, error)) return false;
-    const bool checkpoint = file_exists(path_in(named, "state.json"));  // whose run is held once it is known
+    const bool checkpoint = file_exists(path_in(named, "state.json"));  // checkpoint_continue holds its run
     return !again || dry_run || checkpoint || run_folder_hold(folder, named, error);
 }
 
@@ -111,7 +112,7 @@ static bool files_make(RunFolder* run, bool again) {
     }
     if (!folder_make(run->path, error)) return data_error(error, "--run %s: %s; name another one", run->path, error);
     if (!run_folder_hold(run, run->path, error) || !run_folder_free(run->path, again, error)) return false;
-    // The file whose refusal leaves nothing that makes this the folder of a run comes first.
+    // log.txt comes first: if it cannot be opened, there is no log.jsonl yet, which would make this a run's folder.
     FILE* text = log_open(path_in(run->path, "log.txt"), error);
     if (text) run->log = log_open(path_in(run->path, "log.jsonl"), error);
     if (!run->log || !config_write(run, error)) return data_error(error, "--run %s: %s", run->path, error);
@@ -211,7 +212,7 @@ bool run_log_members(RunFolder* run, const char* type, const char* members) {
     return log_end(run);
 }
 
-// The first `bytes` bytes of a file of the system, 0 where there is none.
+// Reads up to `bytes` bytes of a file of the system, whose size is not known. Returns how many; 0: there is no file.
 static size_t system_file(const char* path, char* text, size_t bytes) {
     FILE* file = fopen(path, "r");
     const size_t count = file ? fread(text, 1, bytes, file) : 0;
@@ -219,7 +220,7 @@ static size_t system_file(const char* path, char* text, size_t bytes) {
     return count;
 }
 
-// The command that started this process, as a shell takes it.
+// Writes the command that started this process, as a shell reads it.
 static void write_command(FILE* file) {
     char words[4096];
     SCOPED char* line;
@@ -234,7 +235,7 @@ static void write_command(FILE* file) {
     json_write_text_member(file, ", ", "command", line);
 }
 
-// The version of NVIDIA's driver, as "... Kernel Module  570.124.06  ..." says it, or null.
+// Writes the version of NVIDIA's driver, found in a line such as "... Kernel Module  570.124.06  ...", or null.
 static void write_driver(FILE* file) {
     char text[512], version[32] = "";
     text[system_file("/proc/driver/nvidia/version", text, sizeof(text) - 1)] = 0;
@@ -271,7 +272,7 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     fflush(log);
 }
 
-// The folder of the checkpoint, else of the model, with whose weights this process begins; "": there is none.
+// Returns the folder of the first weights: the checkpoint's, else the model's; "": there is none.
 static const char* weights_folder(const RunFolder* run) {
     return *run->sources[0] ? run->sources[0] : run->sources[1];
 }
@@ -293,7 +294,7 @@ static bool tokenizer_take(RunFolder* run, const Json* state) {
     return run->config || !*sources[0];
 }
 
-// Opens the tokenizer, and says why there are no samples where it does not fit.
+// Opens the tokenizer, and prints why there are no samples if it does not fit.
 static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
     int token;
@@ -320,7 +321,7 @@ bool run_folder_possible(RunFolder* run, bool bytes) {
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                           run_text(run, "data"), weights, shell_word(weights));
     }
-    return (run_whole(run, "eval-every") == 0 ||
+    return (run_int(run, "eval-every") == 0 ||
             evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
            prompts_check(run_text(run, "prompt-file"), run->error);
 }
@@ -332,7 +333,7 @@ bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int voc
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
     if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;
-    if (run_whole(run, "eval-every") > 0 && !evaluation_check(run_text(run, "eval"), tokenizer, error)) return false;
+    if (run_int(run, "eval-every") > 0 && !evaluation_check(run_text(run, "eval"), tokenizer, error)) return false;
     return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), tokenizer, vocabulary,
                         error);
 }

@@ -13,7 +13,7 @@
 #include <unistd.h>
 #include "safetensors.h"
 
-enum { HEADER_MOST = 100 << 20 };
+enum { MAX_HEADER = 100 << 20 };
 
 // The types of tensors. A value is NaN or infinite where all bits of `mask` are set: the exponent's, or for types
 // without infinity those of the one NaN. It is infinity where no bit of `mantissa` is set besides.
@@ -116,7 +116,7 @@ void safetensors_abandon(SafetensorsWriter* writer) {
     free(writer->path), free(writer);
 }
 
-// Everything that goes into the file passes here.
+// Appends bytes to the file and to its checksum.
 static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
     writer->crc = crc32c(writer->crc, bytes, count);
     writer->written += count;
@@ -124,11 +124,12 @@ static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t cou
     return !writer->failed;
 }
 
-// The JSON text, without padding, into `text` (freed by the caller); *data gets the sum of the tensors' bytes.
+// Makes the header's JSON, without padding, in `text`, which the caller frees; *data gets the sum of the tensors'
+// bytes.
 static bool header_make(const char* path, const SafetensorsEntry* entries, int count, const char* metadata_format,
                         char** text, size_t* length, int64_t* data, char* error) {
     FILE* file = text_stream(text, length);
-    bool fine = true;
+    bool ok = true;
     int64_t offset = 0;
     fputc('{', file);
     if (metadata_format) {
@@ -136,14 +137,14 @@ static bool header_make(const char* path, const SafetensorsEntry* entries, int c
         json_write_string(file, metadata_format);
         fputs(count > 0 ? "}," : "}", file);
     }
-    for (int i = 0; i < count && fine; i++) {
+    for (int i = 0; i < count && ok; i++) {
         const SafetensorsEntry* entry = &entries[i];
         int64_t bytes =
             entry->dims >= 0 && entry->dims <= 4 ? tensor_bytes(entry->dtype, entry->shape, entry->dims) : -1;
         int64_t end = 0;
         if (bytes < 0 || __builtin_add_overflow(offset, bytes, &end)) {
-            fine = data_error(error, "cannot write %s: tensor %s has an unknown type %s or an impossible shape", path,
-                              entry->name, entry->dtype);
+            ok = data_error(error, "cannot write %s: tensor %s has an unknown type %s or an impossible shape", path,
+                            entry->name, entry->dtype);
             break;
         }
         json_write_string(file, entry->name);
@@ -155,7 +156,7 @@ static bool header_make(const char* path, const SafetensorsEntry* entries, int c
     fputc('}', file);
     *data = offset;
     fclose(file);
-    return fine;
+    return ok;
 }
 
 SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* entries, int count,
@@ -189,23 +190,23 @@ bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t cou
 }
 
 bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes, char* error) {
-    bool fine = !writer->failed || data_error(error, "cannot write %s: an earlier write failed", writer->path);
-    if (fine && writer->written != writer->expected) {
-        fine = data_error(error, "cannot write %s: %lld of the bytes that its header declares were not given",
-                          writer->path, (long long)(writer->expected - writer->written));
+    bool ok = !writer->failed || data_error(error, "cannot write %s: an earlier write failed", writer->path);
+    if (ok && writer->written != writer->expected) {
+        ok = data_error(error, "cannot write %s: %lld of the bytes that its header declares were not given",
+                        writer->path, (long long)(writer->expected - writer->written));
     }
-    fine = fine && file_sync(writer->descriptor, writer->path, error);
+    ok = ok && file_sync(writer->descriptor, writer->path, error);
     // A network file system may report the full disk here and nowhere else.
     int closed = close(writer->descriptor);
     writer->descriptor = -1;
-    if (fine && closed != 0) fine = data_error(error, "cannot write %s: %s", writer->path, strerror(errno));
+    if (ok && closed != 0) ok = data_error(error, "cannot write %s: %s", writer->path, strerror(errno));
     if (crc) *crc = writer->crc;
     if (bytes) *bytes = writer->written;
     safetensors_abandon(writer);
-    return fine;
+    return ok;
 }
 
-// An exact integer in [0, 2^63).
+// Reads an exact integer in [0, 2^63).
 static bool header_integer(const Json* json, int64_t* value) {
     char* end = NULL;
     if (!json || json->kind != JSON_NUMBER) return false;
@@ -214,7 +215,7 @@ static bool header_integer(const Json* json, int64_t* value) {
     return errno == 0 && *end == 0 && *value >= 0;
 }
 
-// One member of the header into one tensor. The file's part after the header begins at `data` and has `data_bytes`.
+// Reads one member of the header. The file's part after the header begins at `data` and has `data_bytes`.
 static bool header_tensor(const char* path, const Json* json, int64_t data, int64_t data_bytes,
                           SafetensorsTensor* tensor, char* error) {
     const Json* shape = json_get(json, "shape");
@@ -265,7 +266,7 @@ static int by_name(const void* a, const void* b) {
     return strcmp((*(const SafetensorsTensor* const*)a)->name, (*(const SafetensorsTensor* const*)b)->name);
 }
 
-// The tensors tile the data from its first byte to its last, and no name comes twice.
+// Checks that the tensors tile the data from its first byte to its last, and that no two have one name.
 static bool check_tiling(const Safetensors* file, int64_t data, int64_t data_bytes, char* error) {
     SCOPED const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
     for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
@@ -298,7 +299,7 @@ static bool read_header(Safetensors* file, char* error) {
     if (memcmp(&length, "version ", 8) == 0) {
         return data_error(error, "%s is the pointer of Git LFS to a file that git lfs pull would fetch", file->path);
     }
-    if (length > HEADER_MOST) {
+    if (length > MAX_HEADER) {
         return data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long",
                           file->path, (unsigned long long)length);
     }
@@ -374,7 +375,7 @@ bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor
         return data_error(error, "%s: tensor %s is of type %s; F32, BF16 and F16 can be read", file->path, tensor->name,
                           tensor->dtype);
     }
-    // The halves are read into the second half of the floats' memory, which the floats reach when it is used up.
+    // 16-bit values are read into the second half of `values`; a float is written there only after they were converted.
     const char* halves = (const char*)values + 2 * count;
     if (!safetensors_read(file, tensor, 2 * first, 2 * count, (void*)halves, error)) return false;
     for (int64_t i = 0; i < count; i++) {

@@ -44,27 +44,27 @@ bool prompts_open(Prompts* prompts, const char* text, const char* file, const To
     if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
     char* line;
     SCOPED char* text_of_file = prompt_file_read(file, &line, error);
-    bool fine = text_of_file != NULL;
-    while (fine && *line) {
+    bool ok = text_of_file != NULL;
+    while (ok && *line) {
         size_t length = strcspn(line, "\n"), used = length;
         if (used > 0 && line[used - 1] == '\r') used--;
-        if (used > 0) fine = prompts_add(prompts, line, used, tokenizer, V, error);
+        if (used > 0) ok = prompts_add(prompts, line, used, tokenizer, V, error);
         line += length + (line[length] == '\n');
     }
-    return fine;
+    return ok;
 }
 
-void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count),
-                   void* context) {
+void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, int from, void* bytes, int64_t count),
+                       void* context) {
     char ignored[DATA_ERROR_BYTES];
     int count = prompts->count;
-    share(context, 0, &count, sizeof(count));
+    broadcast(context, 0, &count, sizeof(count));
     while (prompts->count < count) prompts_add(prompts, "", 0, NULL, 0, ignored);
     for (int i = 0; i < count; i++) {
         int length = prompts->length[i];
-        share(context, 0, &length, sizeof(length));
+        broadcast(context, 0, &length, sizeof(length));
         prompts->tokens[i] = memory_grow(prompts->tokens[i], (size_t)length * sizeof(int));
-        share(context, 0, prompts->tokens[i], length * (int64_t)sizeof(int));
+        broadcast(context, 0, prompts->tokens[i], length * (int64_t)sizeof(int));
         prompts->length[i] = length;
     }
 }

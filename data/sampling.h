@@ -10,25 +10,27 @@ typedef struct {
     int count;
 } Prompts;
 
-// Opens the prompts of a file, one a line, or `text` alone if `file` is "". V: the model's vocabulary. Without a
+// Encodes the prompts of a file, one per line, or `text` alone if `file` is "". V: the model's vocabulary. Without a
 // tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V, char* error);
-// Checks before a run that prompts_open can read `file`, which is UTF-8 with a prompt in it, or "".
+// Checks before a run that `file` is UTF-8 and has a prompt, or is "".
 bool prompts_check(const char* file, char* error);
-// Gives all processes rank 0's prompts: share(context, from, bytes, count) sends bytes of rank `from` to the others.
-void prompts_share(Prompts* prompts, void (*share)(void* context, int from, void* bytes, int64_t count), void* context);
+// Gives all processes rank 0's prompts: broadcast(context, from, bytes, count) sends bytes of rank `from` to the
+// others.
+void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, int from, void* bytes, int64_t count),
+                       void* context);
 void prompts_close(Prompts* prompts);
 
 // Receives a sample: `bytes` of text that follow its prompt.
 typedef void (*SampleDone)(void* context, int index, const char* prompt, const char* text, size_t bytes);
-// The receiver of samples. It gets `each` samples of the first prompt, then of the second, and so on.
+// A receiver of samples: `each` samples of the first prompt, then of the second, and so on.
 typedef struct {
     const Prompts* prompts;
     int each;
     const Tokenizer* tokenizer;  // NULL on processes that only compute
-    bool stop;                   // at the end-of-text token
-    FILE* to;                    // where they are printed, a single one token by token; NULL: nowhere
-    SampleDone done;             // NULL: nobody asks
+    bool stop;                   // a sample ends at the end-of-text token
+    FILE* to;                    // where samples are printed, a single one token by token; NULL: nowhere
+    SampleDone done;             // receives complete samples; or NULL
     void* context;
     const void* model;  // the caller's, who draws the tokens
     struct {
@@ -37,13 +39,13 @@ typedef struct {
         double began, seconds;
     } so_far;  // zeros at first
 } Samples;
-// Takes a token of each of `count` samples; it ignores negative tokens other than `end`. Replaces the end-of-text token
-// by `end` where samples stop at it, and prints the token of a single sample. Ends the program when nobody reads on.
+// Takes the next token of each of `count` samples; it ignores negative ones other than `end`. Replaces the end-of-text
+// token by `end` if samples stop at it, and prints the token of a single sample. Exits if the reader of `to` has gone.
 void samples_next(Samples* samples, int* tokens, int count, int end);
-// Takes the complete sample `index` of `samples` (a Samples): `used` tokens, with its prompt. After the last one that
-// is printed, a line on stderr says how fast the tokens came.
+// Takes the complete sample `index` of `samples` (a Samples): `used` tokens, prompt included. After the last printed
+// sample, a line on stderr says how fast the tokens were drawn.
 void samples_done(void* samples, int index, const int* tokens, int64_t used);
-// Writes sample `index` of `count`: a line that says which one if there are several, the prompt, and the text.
+// Writes sample `index` of `count`: its number if there are several, the prompt, and the text.
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes);
 
 C_LINKAGE_END

@@ -1,19 +1,19 @@
-// The memory, the sizes and the learning rate of a run. The plan of memory is the caller's, who knows the model. A
-// function that returns false has written a sentence into `error`.
+// The batch, the memory and the learning rate of a run. The caller, who knows the model, plans the memory. A function
+// that returns false has written a sentence into `error`.
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
-// Bytes of device memory; on the CPU of this machine's.
+// Bytes of memory of the device, which is host memory on the CPU.
 typedef struct {
     int64_t weights, states, grads, activations, other;
-    int64_t taken;        // beside these: the driver's context, NCCL, and kernels that are loaded; 0 on a CPU
-    int64_t total, host;  // host: of this machine's memory, part of the total only on a CPU
+    int64_t taken;        // also in use: the driver's context, NCCL, and loaded kernels; 0 on a CPU
+    int64_t total, host;  // host: bytes of host memory, part of the total only on a CPU
 } MemoryPlan;
 
-// Plans a model for micro-batches of `batch` sequences (0: as it is); with `block`, as --recompute block alone.
+// Plans a model for micro-batches of `batch` sequences (0: its own); with `block`, for --recompute block alone.
 typedef struct Planner {
     MemoryPlan (*plan)(const struct Planner* planner, int64_t batch, bool block);
     const void *model, *config, *options;  // the caller's
@@ -21,32 +21,33 @@ typedef struct Planner {
 
 // Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
 int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int64_t available);
-// Returns NULL if the plan of a model with this batch, of `sequences` sequences a step on a rank, fits into `available`
-// bytes of `device`; otherwise what is missing and what to type, a text that lives as long as the program. `block`: the
-// model recomputes blocks already, except those of --kept-blocks.
+// Returns NULL if the plan of a model with this batch, of `sequences` sequences per step and rank, fits into
+// `available` bytes of `device`; otherwise a sentence that says what to type and lives as long as the program. `block`:
+// the model recomputes blocks already, except those of --kept-blocks.
 const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
                        const char* device);
-// The same for this machine's memory, of which --offload needs `need` bytes and `available` are free.
+// The same for host memory, of which --offload needs `need` bytes and `available` are free.
 const char* plan_host_lacks(int64_t need, int64_t available, const char* offload);
 
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step.
 typedef struct {
-    int64_t batch, tokens_per_step;  // -1: left to the program
+    int64_t batch, tokens_per_step;  // -1: to be chosen
     int64_t seq, ranks;
     int64_t unit;  // the rows of a micro-batch, batch x seq, must be a multiple of it, as --matmul fp8 wants
 } BatchSizes;
-// Chooses those left: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: a micro-batch).
+// Chooses those that are -1: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
+// micro-batch per rank).
 bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error);
 
 typedef struct {
     const char* kind;       // cosine, linear, constant or wsd
     double lr, final_lr;    // the largest rate; the last one as a share of it
     double decay_fraction;  // wsd: share of the steps in which the rate falls
-    int64_t steps, warmup;  // of the run; of linear warm-up, -1: left to the program
+    int64_t steps, warmup;  // of the run; of linear warm-up, -1: to be chosen
 } Schedule;
-// Gives the warm-up a value. One that was typed must end before the run, or before wsd's decay.
+// Chooses the warm-up if it is -1. One that was typed must end before the run does, and before wsd's decay.
 bool schedule_choose(Schedule* schedule, bool warmup_typed, char* error);
-// The learning rate of step 0, 1, ... steps-1.
+// Returns the learning rate of step 0, 1, ... steps-1.
 double learning_rate(const Schedule* schedule, int64_t step);
 
 C_LINKAGE_END

@@ -1,4 +1,4 @@
-// Signals of a run. The handlers set flags, which the run looks at between steps and while it validates or samples.
+// Signals of a run. The handlers set flags, which the run checks between steps and while it validates or samples.
 //
 //     SIGINT, SIGTERM, SIGHUP   stop: the run saves and ends, at once where there is nothing to save. SIGHUP stays
 //                               ignored where it was ignored at the start, as under nohup
@@ -19,14 +19,15 @@ extern volatile sig_atomic_t signal_stop, signal_save;
 // Installs the handlers, lets blocked signals through, and opens /dev/null in the place of closed descriptors 0 to 2,
 // so that no file of the run gets text that was meant for the terminal. Call it before anything else.
 void signals_catch(void);
-// Puts the signals that a run handles, which a parent of ranks hands on to them, into `set`.
+// Sets `set` to the signals that a run handles. The parent of ranks forwards these to them.
 void signals_handled(sigset_t* set);
-// Starts a thread that receives no signal but SIGBUS, which goes to the thread that caused it. Returns pthread_create's
-// status.
+// Starts a thread with all signals blocked except SIGBUS, which goes to the thread that caused it. Returns
+// pthread_create's status.
 int signals_thread(pthread_t* thread, void* (*run)(void*), void* argument);
-// Silences this process, which is a rank other than 0.
+// Makes the handlers print nothing, on ranks other than 0.
 void signals_quiet(void);
-// Sets what a stop waits for, a constant such as "this step" (NULL: nothing), and the seconds it may take (0: unknown).
+// Sets what a stop must wait for, a constant such as "this step" (NULL: nothing), and its expected seconds (0:
+// unknown).
 void signals_doing(const char* what, double seconds);
 
 C_LINKAGE_END

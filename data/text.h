@@ -3,8 +3,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
+#include "linkage.h"
 
-// Returns how many edits (insert, delete or replace a letter) turn a into b, of which the first 63 letters count.
+// Returns how many edits (insert, delete or replace a letter) turn a into b, of which only the first 63 letters count.
 static inline int edit_distance(const char* a, size_t a_letters, const char* b, size_t b_letters) {
     int row[64], length = (int)(b_letters < 63 ? b_letters : 63);
     for (int j = 0; j <= length; j++) row[j] = j;
@@ -29,13 +30,13 @@ static inline uint64_t text_hash(const char* text, int64_t bytes) {
     return hash;
 }
 
-// Returns what splitmix64's finalizer makes of z: every bit of it reaches every bit of the result.
+// Returns splitmix64's finalizer of z: every bit of z affects every bit of the result.
 static inline uint64_t bits_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ z >> 27) * 0x94D049BB133111EBull;
     return z ^ z >> 31;
 }
-#include "linkage.h"
+
 C_LINKAGE_BEGIN
 
 // Finds the code point at text[0..bytes). Returns its length: 1 to 4 bytes, or 0 where there is no well-formed UTF-8.
@@ -48,8 +49,8 @@ bool text_ends(const char* text, const char* end);
 bool text_among(const char* text, const char* const* list);
 // Writes the shortest decimal that reads back as the same number. Returns `text`.
 const char* number_text(double number, char* text, size_t bytes);
-// Replaces what could steer a terminal in a text that came from elsewhere (control characters, and bytes that are no
-// UTF-8) by '?'. Newlines and tabs stay when `lines` is true.
+// Replaces what could control a terminal in a text from elsewhere (control characters, and bytes that are not UTF-8) by
+// '?'. Newlines and tabs stay if `lines`.
 void text_disarm(char* text, bool lines);
 
 C_LINKAGE_END

@@ -16,7 +16,7 @@
 #include "tokenizer.h"
 #include "unicode.h"
 
-enum { VOCABULARY_MOST = 1 << 20 };
+enum { MAX_VOCABULARY = 1 << 20 };
 
 typedef enum { LETTER, DIGIT, SPACE, OTHER } CharClass;  // as numbered in unicode.h
 
@@ -142,25 +142,25 @@ static bool entries_list(Entries* entries, const Json* list, const char* path, c
 
 // Sets the sizes that all entries need, and takes the memory.
 static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
-    int64_t bytes = 0, largest = -1, most = -1;
+    int64_t bytes = 0, largest = -1, max = -1;
     for (int64_t i = 0; i < entries->count; i++) {
         const Entry* entry = &entries->entry[i];
         double token = entry->number->kind == JSON_NUMBER ? entry->number->number : -1.0;
-        if (!(token >= 0.0 && token < VOCABULARY_MOST && token == (double)(int64_t)token)) {
+        if (!(token >= 0.0 && token < MAX_VOCABULARY && token == (double)(int64_t)token)) {
             return data_error(error, "%s is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", path,
-                              entry->text, VOCABULARY_MOST - 1);
+                              entry->text, MAX_VOCABULARY - 1);
         }
-        if ((int64_t)token > most) most = (int64_t)token;
+        if ((int64_t)token > max) max = (int64_t)token;
         if ((int64_t)token > largest && !entry->added) largest = (int64_t)token;
         bytes += entry->bytes;
     }
     if (largest < 0) return data_error(error, "%s is no vocabulary: it is empty", path);
     tokenizer->vocabulary = (int)largest + 1;
-    tokenizer->tokens = (int)most + 1;
+    tokenizer->tokens = (int)max + 1;
     tokenizer->slots = table_size(entries->count);
     tokenizer->text = memory_take((size_t)bytes + 1);
-    tokenizer->first = memory_zero((size_t)most + 1, sizeof(int64_t));
-    tokenizer->length = memory_zero((size_t)most + 1, sizeof(int));
+    tokenizer->first = memory_zero((size_t)max + 1, sizeof(int64_t));
+    tokenizer->length = memory_zero((size_t)max + 1, sizeof(int));
     tokenizer->slot = memory_take((size_t)tokenizer->slots * sizeof(int));
     memset(tokenizer->slot, 0xFF, (size_t)tokenizer->slots * sizeof(int));
     return true;
@@ -408,12 +408,12 @@ const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS] = {"bos_token_id", "eos_toke
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error) {
     static const char* const files[] = {"special_tokens_map.json", "tokenizer_config.json"};
     static const char* const names[SPECIAL_TOKENS] = {"bos_token", "eos_token", "pad_token"};
-    bool fine = true;
+    bool ok = true;
     for (int i = 0; i < SPECIAL_TOKENS; i++) tokens->id[i] = -1;
     for (int f = 0; f < 2 && tokenizer->slots > 0; f++) {
         const char* path = path_in(folder, files[f]);
         JSON_SCOPED Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
-        fine = fine && (json || access(path, F_OK) != 0);
+        ok = ok && (json || access(path, F_OK) != 0);
         for (int i = 0; i < SPECIAL_TOKENS && json; i++) {
             const Json* text = json_get(json, names[i]);
             if (text && text->kind == JSON_OBJECT) text = json_get(text, "content");
@@ -424,7 +424,7 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
     for (int i = 0; i < 2; i++) {
         if (tokens->id[i] < 0) tokens->id[i] = tokenizer->end;
     }
-    return fine;
+    return ok;
 }
 
 void tokenizer_close(Tokenizer* tokenizer) {
@@ -511,7 +511,7 @@ static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int6
     return count;
 }
 
-int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most) {
+int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max) {
     if (!tokenizer->encodes) return -1;
     // Two arrays for the longest word, which may be the whole text.
     SCOPED int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
@@ -522,7 +522,7 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
         for (int64_t i = 0; i < count; i++) token[i] = tokenizer->byte[(unsigned char)text[at + i]];
         at += count;
         if (tokenizer->merge) count = join_word(tokenizer, token, rank, count);
-        for (int64_t i = 0; i < count && total + i < most; i++) tokens[total + i] = token[i];
+        for (int64_t i = 0; i < count && total + i < max; i++) tokens[total + i] = token[i];
         total += count;
     }
     return (int)total;
@@ -536,10 +536,10 @@ Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
     return tokenizer_close(tokenizer), NULL;
 }
 
-int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most) {
+int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max) {
     const int end = tokenizer->end, begin = end >= 0 && end < V;
     if (begin) tokens[0] = end;
-    const int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + begin, most - begin);
+    const int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + begin, max - begin);
     if (encoded < 0) return -1;
     if (begin + encoded == 0) tokens[0] = '\n';
     return begin + encoded > 0 ? begin + encoded : 1;

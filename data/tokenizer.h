@@ -17,15 +17,15 @@ Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
 bool tokenizer_exists(const char* folder);
 // Copies MODEL_FOLDER_FILES of FROM that TO does not have yet. OpenAI's names become vocab.json and merges.txt.
 bool tokenizer_files_copy(const char* from, const char* to, char* error);
-// Returns true unless two folders both hold a vocabulary and a number stands for different tokens in them.
+// Returns false if both folders hold a vocabulary and a number stands for different tokens in them.
 bool tokenizers_agree(const char* folder, const char* other);
 void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
 // Returns <|endoftext|>'s token, or -1 for bytes.
 int tokenizer_end(const Tokenizer* tokenizer);
-// Encodes text, <|endoftext|> as its characters. Returns the number of tokens, of which at most `most` are written; -1:
+// Encodes text, <|endoftext|> as its characters. Returns the number of tokens, of which at most `max` are written; -1:
 // there are no merges.
-int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int most);
+int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max);
 // Returns the bytes of one token, without a NUL and not always whole characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
 
@@ -35,11 +35,11 @@ extern const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS];
 typedef struct {
     int id[SPECIAL_TOKENS];
 } SpecialTokens;
-// Finds them by special_tokens_map.json or tokenizer_config.json; if neither says, <|endoftext|> begins and ends a
-// text.
+// Finds them in special_tokens_map.json or tokenizer_config.json. If neither names them, <|endoftext|> begins and ends
+// a text.
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
-// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `most` tokens; -1: it cannot.
-int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int most);
+// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `max` tokens; -1: no merges.
+int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max);
 
 C_LINKAGE_END

@@ -21,8 +21,8 @@ from tiktoken_ext.openai_public import r50k_pat_str
 from input_files import VENV, Problem, damaged, download
 
 END = "<|endoftext|>"
-SPACE_MOST = 50000  # characters of white space in a row that tiktoken takes with certainty
-VOCABULARY_MOST = 1 << 16  # a shard's tokens have 16 bits
+MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
+MAX_VOCABULARY = 1 << 16  # a shard's tokens have 16 bits
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
 GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -85,8 +85,8 @@ class Vocabulary:
                 raise ValueError(merge)
             ranks[joined] = len(ranks)
             numbers.append(number)
-        if self.size > VOCABULARY_MOST:
-            raise Problem(f"{source}: {self.size} tokens do not fit in 16 bits; use one of at most {VOCABULARY_MOST}")
+        if self.size > MAX_VOCABULARY:
+            raise Problem(f"{source}: {self.size} tokens do not fit in 16 bits; use one of at most {MAX_VOCABULARY}")
         self.numbers = np.array(numbers, np.uint16)
         self.tokenizer = tiktoken.Encoding(
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END: len(ranks)}

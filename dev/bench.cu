@@ -103,7 +103,7 @@ struct Operators {
     Activations<bf16> act = activations_layout<bf16>(m, m->activations, true);
     Parameters<bf16> w = parameters_in<bf16>(m, m->arena.weights);
     Parameters<G> d = parameters_in<G>(m, m->arena.grads);
-    Input input = input_layout(m, m->input);
+    const Input& input = m->input;
     BlockActivations<bf16>* b = &act.block[0];
     BlockParameters<bf16>* p = &w.block[0];
     BlockParameters<G>* q = &d.block[0];
@@ -342,8 +342,7 @@ static float time_steps(Model* m, Feeder* feeder, int64_t micro_batches, Times* 
 
 // Every operator alone.
 static void bench_operators(Model* m, Feeder* feeder, const OptimConfig* config, int64_t micro_batches, Account* a) {
-    Input input = input_layout(m, m->input);
-    int buckets = feeder_next(feeder, &input, (int64_t)m->B * m->T);
+    int buckets = feeder_next(feeder, &m->input);
     if (m->arena.grads_bf16) Operators<bf16>{m, a, (double)micro_batches}.all(buckets);
     if (!m->arena.grads_bf16) Operators<float>{m, a, (double)micro_batches}.all(buckets);
     OptimBytes bytes = optim_bytes(m->dev, config, m->arena.tensors, m->arena.count, OPTIM_BF16);

@@ -79,7 +79,7 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
         return;
     }
     for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
-        ClassifierSum own = {CLASSIFIER_LEAST, 0.0f};
+        ClassifierSum own = {CLASSIFIER_LOWEST, 0.0f};
         for (int q = 0; q < chunks; q++) {
             barrier_wait(barriers + q * 8, parity);
             twice_take(&own, row, q * CLASSIFIER_CHUNK, q + 1 < chunks ? (q + 1) * CLASSIFIER_CHUNK : Vp);

@@ -3,8 +3,8 @@
 // and backward, with D[i] = dout[i].out[i]:
 //   dp[i][j] = dout[i].v[j],  ds = p * (dp - D),  dq = scale * ds k,  dk = scale * ds^T q,  dv = p^T dout.
 // qkv and dqkv are (B,T,3,NH,HS), out and dout (B,T,NH,HS), lse (B,NH,T). The T x T matrix is never in memory.
-// In bf16 the forward pass must move 8 B T C bytes, backward 18 B T C (4 of them for D); long before T = 1024 both are
-// bound by the tensor cores instead.
+// In bf16 the forward pass must move 8 B T C bytes, backward 18 B T C (4 of them for D); well below T = 1024 the tensor
+// cores already are the limit for both.
 // bf16: mma.sync m16n8k16 with fp32 sums (sm_80 on), tiles by cp.async into XOR-swizzled shared memory. Forward: a
 // block owns a tile of queries and walks the keys up to the diagonal. Backward: a block owns a tile of keys and walks
 // the queries from the diagonal down; scores are computed transposed (keys x queries), so that p^T and ds^T come out of
@@ -79,7 +79,7 @@ inline void attention_forward_cpu(float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*
     }
 }
 
-// One head of one sequence: query by query, each adding its share to dk and dv of the keys that it saw.
+// One head of one sequence, query by query: each adds its share to dk and dv of the keys that it attends to.
 inline void attention_backward_head_cpu(float* dq /*(T,HS), rows 3C apart; dk and dv lie C and 2C behind*/,
                                         const float* dout /*(T,HS), rows C apart*/, const float* q /*as dq*/,
                                         const float* out /*as dout*/, const float* lse /*(T)*/, int T, int C, int HS) {
@@ -116,7 +116,7 @@ inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* d
     }
 }
 
-// Scratch memory of the backward pass, known without a GPU too, for the plan of one that is not there.
+// Scratch memory of the backward pass. Its size is known without a GPU, for plans.
 
 // The parts of the backward pass's scratch memory: {ticket, flags}, D, dq_sum.
 struct AttentionScratch {
@@ -134,8 +134,8 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
     return scratch;
 }
 
-// Bytes of a block's shared memory without which the backward pass has no heads of 128: what it takes in fp32, which is
-// more than in bf16.
+// Bytes of a block's shared memory that the backward pass needs for heads of 128: those of fp32, which needs more than
+// bf16.
 constexpr int ATTENTION_WIDE_BYTES = (4 * 64 * (128 + 4) + 64 * 65) * 4;
 
 // The same on Hopper: {ticket, flags}, rows, dq_sum, column sums.
@@ -285,8 +285,8 @@ __device__ inline void pack_left(uint32_t (*a)[4] /*(N/16)*/, const float (&c)[N
     }
 }
 
-// Writes a warp's 16 rows to memory in bf16, times a factor for row g and one for row g + 8, 64 columns at a time
-// through 2 KiB of shared memory that are this warp's own, so that whole 16-byte chunks are stored.
+// Writes a warp's 16 rows to memory in bf16, times a factor for row g and one for row g + 8. Columns go, 64 at a time,
+// through 2 KiB of the warp's own shared memory, so that whole 16-byte chunks are stored.
 template <int COLS>
 __device__ inline void store_rows(bf16* to /*(16,COLS)*/, int64_t stride, int rows, uint32_t own,
                                   const float (&c)[COLS / 8][4], float factor0, float factor1) {
@@ -311,7 +311,7 @@ __device__ inline void store_rows(bf16* to /*(16,COLS)*/, int64_t stride, int ro
     __syncwarp();
 }
 
-// Running softmax of one 16 x N tile of scores: s becomes p, and what was summed so far is rescaled to the new maximum.
+// Running softmax of one 16 x N tile of scores: s becomes p, and the sums so far are rescaled to the new maximum.
 template <int N, int HS>
 __device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4], float (&largest)[2], float (&sum)[2],
                                     float scale_log2) {
@@ -337,7 +337,7 @@ __device__ inline void softmax_step(float (&s)[N / 8][4], float (&o)[HS / 8][4],
     }
 }
 
-// Takes the keys after a query out of a 16 x N tile of scores.
+// Masks the keys after each query in a 16 x N tile of scores.
 template <int N>
 __device__ inline void forward_mask(float (&s)[N / 8][4], int key, int query) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
     for (int j = 0; j < tiles; j++) {
         const uint32_t k_tile = kv_tiles + (j % 2) * 2 * Shape::KV_BYTES, v_tile = k_tile + Shape::KV_BYTES;
         copy_async_wait<0>();
-        __syncthreads();  // tile j is there, and everybody is done with tile j - 1
+        __syncthreads();  // tile j has arrived, and all threads are done with tile j - 1
         if (j == 0) left_open(left, q_tile + warp * 16 * MT * HS * 2);
         if (j + 1 < tiles) {
             const uint32_t next = kv_tiles + ((j + 1) % 2) * 2 * Shape::KV_BYTES;
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(Shape::THREADS, Shape::BLOCKS)
             uint32_t p[BN / 16][4];
             softmax_step<BN, HS>(s[m], o[m], largest[m], sum[m], scale_log2);
             pack_left<BN>(p, s[m]);
-            multiply_columns<BN, HS>(o[m], p, v_tile);  // v is read MT times, to work on while the other softmax runs
+            multiply_columns<BN, HS>(o[m], p, v_tile);  // reads v MT times, so that products overlap with softmaxes
         }
     }
 #pragma unroll
@@ -543,8 +543,8 @@ __device__ inline void backward_dq(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32
     }
 }
 
-// Adds this warp's part of dq to what the tiles of later keys left (none when `first`) and leaves the sum for the next
-// tile of keys, or writes the result where there is none.
+// Adds this warp's part of dq to the sum that the tiles of later keys left (none if `first`), and leaves the sum for
+// the next tile of keys, or writes the result if there is none.
 template <typename Shape>
 __device__ inline void backward_dq_add(uint32_t ds_tile, uint32_t k_tile, const BackwardWork& work, int m, bool first) {
     constexpr int N = Shape::DQ_COLUMNS / 8;
@@ -576,15 +576,14 @@ __device__ inline void backward_dq_add(uint32_t ds_tile, uint32_t k_tile, const 
     }
 }
 
-// One tile of keys against all queries from the diagonal on.
-// dq of a tile of queries is a sum over blocks, added in fp32 in one fixed order, nearest keys first: the block of keys
-// n waits for the flag that block n + 1 sets. Blocks that start together get there in that same order, so nobody waits
-// long. The nearest block stores without reading and block 0 writes the bf16 result, so there is neither an atomic on
-// floats nor a pass that clears or converts. Blocks take their work by ticket: the work that a block may wait for has
-// an earlier ticket, so its block is running and the wait ends.
-// There is one barrier a tile of queries: it separates the writing of ds from its reading, shows the next stage to
-// everybody, and frees the stage and the ds buffer of the tile before. It also carries the order of dq to all threads:
-// warp 1 sees the flag of tile m before it, warp 0 sets the flag of tile m - 1 after it.
+// One tile of keys against all queries from the diagonal on. dq of a tile of queries is a sum over blocks, added in
+// fp32 in one fixed order, nearest keys first: the block of keys n waits for the flag that block n + 1 sets. Blocks
+// that start together arrive in that order, so waits are short. The nearest block stores without reading and block 0
+// writes the bf16 result, so there are no float atomics and no pass that clears or converts. Blocks draw their work by
+// ticket: work that a block waits for has an earlier ticket, so its block is running and the wait ends. There is one
+// barrier per tile of queries: it separates the writing of ds from its reading, shows the next stage to all threads,
+// and frees the stage and the ds buffer of the tile before. It also orders the additions to dq: warp 1 sees the flag of
+// tile m before it, warp 0 sets the flag of tile m - 1 after it.
 template <typename Shape>
 __device__ inline void backward_block(float (&dk)[Shape::HS / 8][4], float (&dv)[Shape::HS / 8][4], char* base,
                                       const BackwardWork& work) {
@@ -723,7 +722,8 @@ void attention_forward(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
 
-// Whatever X is. fp32 needs less, the CPU none. Refuses what backward could not launch, before anything is allocated.
+// Enough for any X; fp32 needs less, the CPU none. Also refuses sizes that backward cannot launch, before anything is
+// allocated.
 inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T, int C, int NH) {
     if (!dev->gpu) return 0;
     if (C == NH * 128 && dev->shared_memory < ATTENTION_WIDE_BYTES) {
@@ -775,15 +775,15 @@ inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char
     }
 }
 
-// True if the code was built with a backward pass that writes dqkv as codes for this GPU.
+// True if the program was built with a backward pass for this GPU that writes dqkv as codes.
 template <int HS>
 bool attention_backward_codes_built(const Device* dev) {
     static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false, true>>);
     return dev->compute == 90 && built;
 }
 
-// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL. With codes->rows, dqkv
-// goes there, where attention_backward_codes_built.
+// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL. With codes->rows, dqkv is
+// written there as codes, if attention_backward_codes_built.
 template <typename X, int HS>
 inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch,
                                         const X* dout /*(B,T,C)*/, const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
@@ -844,8 +844,8 @@ inline bool attention_backward_codes([[maybe_unused]] const Device* dev, [[maybe
 }
 
 // The same, and dbias (3C) (+)= the column sums of dqkv, which the Hopper kernel takes from its registers. `scratch`
-// has room for matmul_backward_bias too. B and T at least 1. codes: what gets dqkv instead, where
-// attention_backward_codes; NULL, or with rows NULL, nothing does.
+// has room for matmul_backward_bias too. B and T at least 1. codes: dqkv is written there instead, if
+// attention_backward_codes; NULL, or with rows NULL: no codes.
 template <typename X, typename G>
 void attention_backward_bias(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* dbias, void* scratch, const X* dout,
                              const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH, bool accumulate,

@@ -6,9 +6,9 @@
 // attention_append puts the rows' own keys and values there first; several rows may belong to one sequence. Cost: the
 // keys and values that a row sees are read once, 4 C position bytes in bf16.
 //
-// GPU: a block for each head and row. Threads that together hold a key (HS / 8 of them in bf16, 16 bytes each) walk
-// over every 64th key with a running maximum, sum and output of their own, and the block merges these at the end, in
-// order. So a row's bits depend on its keys alone.
+// GPU: a block for each head and row. A group of threads that together hold a key (HS / 8 of them in bf16, 16 bytes
+// each) walks over every 64th key with its own running maximum, sum and output, and the block merges these at the end,
+// in order. So a row's bits depend on its keys alone.
 #pragma once
 #include "attention.cuh"
 
@@ -55,7 +55,7 @@ inline void attention_decode_cpu(float* out, const float* qkv, const float* cach
 
 #ifdef __CUDACC__
 constexpr int ATTENTION_DECODE_THREADS = 512;
-constexpr int ATTENTION_DECODE_AHEAD = 4;  // keys of a group of threads that are under way
+constexpr int ATTENTION_DECODE_AHEAD = 4;  // keys of a group of threads whose loads are in flight
 
 // Grid R, block any; HS a multiple of 8.
 template <typename X>

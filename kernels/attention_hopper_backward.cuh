@@ -1,37 +1,37 @@
 // The backward pass of causal attention (kernels/attention.cuh says what it computes) in bf16 on Hopper.
 //
-// The account, for a tile of scores of 128 queries x 128 keys, heads of 64. Five products of 2.1 MFLOP keep the tensor
-// cores busy for 2560 cycles, 16384 exponentials the exponential units for 1024, and operands and ds cross shared
-// memory with 288 KiB, 2300 cycles: the products are the bound when all three go on at once. A block owns a tile of
-// keys, whose dk and dv stay in registers; dq of a tile of queries is a sum over blocks. What that can cost:
-//  - a second kernel whose blocks own queries computes scores and dp again: 7 products for 5, and all exponentials;
-//  - a cluster of the blocks of a head, exchanging dq through each other's shared memory, must have all T / 128 of
-//    them running at once, which have 1 to T / 128 tiles to do: half of the multiprocessors' time;
-//  - summing in memory, as here, costs no product and sends 32 KiB of fp32 a tile to the L2 cache, 0.9 GB at (B 64,
-//    NH 12, T 1024): measured, 0.4 to 0.6 us a tile of 2.6. Additions cost what plain stores would; to read, add and
-//    store costs more.
+// Cost of a tile of scores of 128 queries x 128 keys, heads of 64: five products of 2.1 MFLOP keep the tensor cores
+// busy for 2560 cycles, 16384 exponentials take the exponential units 1024 cycles, and 288 KiB of operands and ds take
+// shared memory 2300 cycles. If all three overlap, the products are the limit. A block owns a tile of keys, whose dk
+// and dv stay in registers; dq of a tile of queries is a sum over blocks. There are three ways to compute that sum:
+//  - a second kernel, whose blocks own queries, computes scores and dp again: 7 products instead of 5, and twice the
+//    exponentials;
+//  - a cluster of all blocks of a head exchanges dq through shared memory: its T / 128 blocks, which have 1 to T / 128
+//    tiles to do, must all run at once, which wastes half of the multiprocessors' time;
+//  - summing in memory, as here, costs no product and sends 32 KiB of fp32 per tile to the L2 cache, 0.9 GB at (B 64,
+//    NH 12, T 1024): measured, 0.4 to 0.6 us of a tile's 2.6. An addition in the cache costs as much as a plain store;
+//    to read, add and store costs more.
 //
-// A block stays on its multiprocessor and draws tiles of keys until there are none. Three warpgroups, for heads of 64
-// (attention_hopper_backward_wide.cuh has the four of heads of 128):
+// A block stays on its multiprocessor and draws tiles of keys until there are none. For heads of 64 it has three
+// warpgroups (for heads of 128 four, see attention_hopper_backward_wide.cuh):
 //  - two compute. Each owns 64 of the 128 keys and takes the scores transposed: s^T = k q^T and dp^T = v dout^T come
 //    out of wgmma in the layout in which p^T and ds^T go back in, from registers, for dv += p^T dout and dk += ds^T q.
-//    ds crosses shared memory, for dq = ds k, of which each group computes 64 queries. That product is made a tile
-//    late, when the other group has long written its half of ds, so that the groups need not go in step: while one
-//    takes exponentials, the other's products keep the tensor cores busy.
-//  - one fetches (one thread: k and v of two tiles of keys, q and dout of two tiles of queries, by the copy engine) and
+//    ds goes through shared memory, for dq = ds k, of which each group computes 64 queries. That product is made a tile
+//    late, when the other group has long written its half of ds, so that the groups need not run in lockstep: while one
+//    computes exponentials, the other's products keep the tensor cores busy.
+//  - one loads (one thread: k and v of two tiles of keys, q and dout of two tiles of queries, by the copy engine) and
 //    keeps the order of dq (a warp for each computing group, see hopper_backward_order).
-// The order of dq, which makes it deterministic, is kept by flags: of the tiles of keys that a tile of queries sees,
-// the first in the order stores its share, the others add theirs when the flag says that it is their turn, and the last
-// one reads the sum and writes the bf16 result, so there is no pass that clears or converts. Tiles of keys are drawn by
-// ticket so that whoever waits has a later ticket than those it waits for, and the wait ends (hopper_backward_work).
-// q, dout and sums of the heads that are under way together fit in the L2 cache. Two directions are possible, see
-// HopperBackwardShape.
+// Flags keep the order of dq, which makes it deterministic: of the tiles of keys that a tile of queries sees, the first
+// in the order stores its share, the others add theirs when the flag says that it is their turn, and the last one reads
+// the sum and writes the bf16 result, so there is no pass that clears or converts. Tiles of keys are drawn by ticket,
+// so that a block waits only for blocks with earlier tickets, and the wait ends (hopper_backward_work). q, dout and the
+// sums of all heads in flight fit in the L2 cache together. Two directions are possible, see HopperBackwardShape.
 //
-// The linear layer below wants the column sums of dqkv for its bias. A warp takes those of its 16 rows from registers,
-// as the rows leave, and writes 64 floats beside 16 x 64 results; a kernel of its own would read all of dqkv again.
+// The bias of the linear layer below needs the column sums of dqkv. A warp sums its 16 rows in registers when it stores
+// them, and writes 64 floats beside 16 x 64 results; a separate kernel would read all of dqkv again.
 //
-// Registers, of 240 a thread: s and dp 64 each (p and ds take their place in bf16), dk and dv 32 each, dq 32 where dp
-// was.
+// Registers, of 240 per thread: s and dp 64 each (p and ds replace them in bf16), dk and dv 32 each, dq 32 in dp's
+// place.
 #pragma once
 
 #include "attention_hopper_backward_parts.cuh"
@@ -78,8 +78,8 @@ __device__ __forceinline__ void hopper_backward_keys_start(float (&dk)[Shape::HS
     wgmma_commit();
 }
 
-// dq of a tile is there: frees its ds and, after the last tile, its k, and adds it to the sum when it is its turn, or
-// writes the result.
+// Ends a tile's dq: frees its ds and, after the last tile, its k, and adds dq to the sum when it is its turn, or writes
+// the result.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_COLUMNS / 8][4],
                                                         HopperBackwardShared<Shape>& shared, int buffer,
@@ -103,10 +103,10 @@ __device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_CO
     group_arrive(DONE_BARRIER + group, ORDER_THREADS);
 }
 
-// One of the two groups that compute. A tile's products are under way while the tile before gives its dq; the scores
-// of the next tile while dk and dv of a finished tile of keys leave. After the last tile there is one more round, whose
-// scores are of whatever is there and not used: the compiler makes products wait for each other when a loop can be
-// left while some are under way. So is dq of the first round.
+// One of the two groups that compute. A tile's products overlap with the end of the last tile's dq; the next tile's
+// scores overlap with the stores of dk and dv of a finished tile of keys. After the last tile there is one more round,
+// whose scores are not used: the compiler makes products wait for each other if a loop can be left while some are in
+// flight. For the same reason the first round computes a dq that is not used.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                         const CUtensorMap* dqkv, const HopperBackwardArguments& a,
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
 #endif
 }
 
-// rows (B*NH, ceil(T/BM), {lse * log2(e), D = dout . out}, BM), infinity and 0 for rows past T; and zeros the flags.
+// Writes rows (B*NH, ceil(T/BM), {lse * log2(e), D = dout . out}, BM), infinity and 0 past T, and zeros the flags.
 // A warp has 32 tokens of one head, HS / 8 lanes a token; the warps of a block have neighbouring heads. grid (ceil(B *
 // padded * NH / 256)), block 256; deterministic.
 template <int HS, int BM>
@@ -280,9 +280,9 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
     check_launch();
 }
 
-// Writes every element of dqkv, or with CODES of codes; C = NH * HS. `scratch` has hopper_backward_scratch's bytes,
-// contents irrelevant.
-// With `columns`, returns the column sums of dqkv: (hopper_backward_strips, 3C), in scratch; otherwise NULL.
+// Writes every element of dqkv, or with CODES of the codes; C = NH * HS. `scratch` has hopper_backward_scratch's bytes,
+// contents irrelevant. With `columns`, returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch;
+// otherwise NULL.
 template <typename Shape>
 inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
                                         const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
@@ -298,8 +298,8 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
     a.T = T, a.NH = NH, a.heads = B * NH, a.codes = codes, a.dqkv = dqkv;
     const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
     const int64_t groups = ceil_div(a.heads, group < 1 ? 1 : group);
-    a.group = (int)ceil_div(a.heads, groups);  // groups of one size, lest the last be too few to share out
-    // Along diagonals as many heads are under way as a group has. Heads of 64 keep to groups: they walk up, so that the
+    a.group = (int)ceil_div(a.heads, groups);  // groups of equal size, so that the last one is not too small
+    // Along diagonals as many heads are in flight as a group has. Heads of 64 keep to groups: they walk up, so that the
     // longest walks of a diagonal would come last.
     a.shift = Shape::WIDE ? (int)(group / ceil_div(T, Shape::BN)) : 0;
     a.key_tiles = (int)ceil_div(T, Shape::BN), a.query_tiles = (int)ceil_div(T, Shape::BM);

@@ -1,6 +1,6 @@
-// The two forms of attention's backward pass on Hopper (attention_hopper_backward.cuh, which has the account, and
-// attention_hopper_backward_wide.cuh for heads of 128) share this: tiles and their order, the warps that fetch and keep
-// the order, products, and how results leave.
+// The parts that the two forms of attention's backward pass on Hopper share (attention_hopper_backward.cuh, which
+// explains both, and attention_hopper_backward_wide.cuh for heads of 128): tiles and their order, the warps that load
+// and keep the order, products, and the stores of results.
 #pragma once
 
 #include "attention_parts.cuh"
@@ -8,9 +8,10 @@
 #include "hopper.cuh"
 
 // BM queries by 128 keys. UP: a block walks from its diagonal to the last queries, and dq is summed from the nearest
-// tile of keys on, so that walks which start together meet no one at a tile. Else it walks back to its diagonal, and dq
-// is summed from the first tile of keys on, so that the longest walks come first and all multiprocessors end together.
-// UNEVEN is for the test of the order: every other tile of keys is slow. With CODES, dqkv leaves as fp8 codes.
+// tile of keys on, so that blocks that start together do not meet at a tile. Otherwise it walks back to its diagonal,
+// and dq is summed from the first tile of keys on, so that the longest walks come first and all multiprocessors end
+// together. UNEVEN is for the test of the order: every other tile of keys is slow. With CODES, dqkv is written as fp8
+// codes.
 template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false, bool CODES_ = false>
 struct HopperBackwardShape {
     static constexpr int HS = HS_, BM = BM_, BN = 128;
@@ -19,7 +20,7 @@ struct HopperBackwardShape {
     static constexpr int THREADS = WIDE ? 512 : 384, V_SLOTS = WIDE ? 1 : 2;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
-    static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, on their way out
+    static constexpr int OUT_BYTES = 16 * PANEL_ROW_BYTES;  // 16 rows of 64 results of a warp, to be stored
     // Offsets into shared memory: k of two tiles of keys, v of V_SLOTS, two stages {q, dout}, two tiles
     // of ds, two places of each warp for results.
     static constexpr int V = 2 * KEY_BYTES, RING = V + V_SLOTS * KEY_BYTES, DS = RING + 2 * 2 * QUERY_BYTES;
@@ -85,7 +86,7 @@ __device__ __forceinline__ bool hopper_backward_final(int key_tile, int query_ti
     return Shape::UP ? key_tile == 0 : query_tile * Shape::BM / Shape::BN == key_tile;
 }
 
-// The first tile of the next tile of keys, once it is there; false when there is none.
+// Waits for the next tile of keys and sets `tile` to its first tile; false when there is none.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, HopperBackwardShared<Shape>& shared,
                                                      const HopperBackwardArguments& a, int sequence) {
@@ -98,15 +99,15 @@ __device__ __forceinline__ bool hopper_backward_take(HopperBackwardTile& tile, H
     return true;
 }
 
-// One arrival a warp, after all of its threads, where only wgmma reads or stmatrix writes what the barrier is about.
-// Each thread gives back what it has loaded itself (lse, D, `drawn`), since racecheck does not follow a __syncwarp to
-// an arrival.
+// Arrives once per warp, after all of its threads, at barriers of data that only wgmma reads or stmatrix writes. For
+// data that threads load themselves (lse, D, `drawn`) each thread arrives, since racecheck does not follow a __syncwarp
+// to an arrival.
 __device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(shared_offset(barrier));
 }
 
-// ROWS rows of HS columns, 64 rows a copy.
+// Starts to load ROWS rows of HS columns, 64 rows per copy.
 template <int ROWS, int HS>
 __device__ __forceinline__ void hopper_backward_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column,
                                                      int row, int batch) {
@@ -129,10 +130,10 @@ __device__ __forceinline__ void flag_wait(const int* flag, int value, [[maybe_un
 #endif
 }
 
-// {bh, tile of keys} of a ticket, -1 past the last one; false when the ticket has none. Level 0 is the tile of keys
-// that comes first in the order of dq. With a shift, tickets go along diagonals: level l of head h stands with level 0
-// of head h + l shift. So walks that start together are of all lengths and none has just begun where another follows
-// it. Else they go level by level in groups of heads.
+// Finds {bh, tile of keys} of a ticket, -1 past the last one; false if the ticket has none. Level 0 is the tile of keys
+// that comes first in the order of dq. With a shift, tickets go along diagonals: level l of head h is drawn with level
+// 0 of head h + l shift. So walks that start together have all lengths, and no tile waits for one that has just begun.
+// Without a shift they go level by level in groups of heads.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_work(int2& drawn, const HopperBackwardArguments& a, int ticket) {
     int level = ticket % a.key_tiles, diagonal = ticket / a.key_tiles;
@@ -149,7 +150,7 @@ __device__ __forceinline__ bool hopper_backward_work(int2& drawn, const HopperBa
     return true;
 }
 
-// Draws a tile of keys into a slot of k, and has k fetched; x < 0 when there is none.
+// Draws a tile of keys for a slot of k, and starts to load k; x < 0 when there is none.
 template <typename Shape>
 __device__ __forceinline__ int2 hopper_backward_draw(HopperBackwardShared<Shape>& shared, uint32_t memory, int slot,
                                                      const HopperBackwardArguments& a, const CUtensorMap* qkv) {
@@ -169,7 +170,7 @@ __device__ __forceinline__ int2 hopper_backward_draw(HopperBackwardShared<Shape>
     return drawn;
 }
 
-// One thread: draws tiles of keys and has fetched what they need.
+// One thread: draws tiles of keys and loads what they need.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                         const HopperBackwardArguments& a, const CUtensorMap* qkv,
@@ -206,8 +207,8 @@ __device__ __forceinline__ void hopper_backward_produce(HopperBackwardShared<Sha
 }
 
 // One warp for each group that computes dq: waits until the tiles of keys before have added their share, lets the group
-// add its own, and says so. The release orders the whole group's additions before the flag, since the barrier came
-// between.
+// add its own, and sets the flag. The release orders the whole group's additions before the flag, since a barrier
+// separates them.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape>& shared,
                                                       const HopperBackwardArguments& a, int group) {
@@ -231,8 +232,8 @@ __device__ __forceinline__ void hopper_backward_order(HopperBackwardShared<Shape
     }
 }
 
-// A descriptor in the form in which its steps cost one addition (operand_step). The compiler does not see by itself
-// that those of the wide kernel are the same in all threads.
+// Returns a descriptor whose steps cost one addition each (operand_step). In the wide kernel the compiler does not see
+// by itself that it is the same in all threads.
 template <typename Shape>
 __device__ __forceinline__ uint64_t hopper_backward_operand(uint64_t operand) {
     return Shape::WIDE ? uniform_operand(operand) : operand;
@@ -322,8 +323,7 @@ __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
                  : "memory");
 }
 
-// The place in shared memory through which a warp's results leave, 16 rows of 64 at a time; `turn` alternates between
-// two of them.
+// The shared memory through which a warp stores results, 16 rows of 64 at a time; `turn` alternates between two places.
 struct HopperBackwardExit {
     const CUtensorMap* map;  // of dqkv, in boxes of 16 rows
     uint32_t place;
@@ -379,7 +379,7 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
 #pragma unroll
     for (int panel = 0; panel < COLUMNS / 64; panel++) {
         const uint32_t place = out.place + out.turn * 16 * PANEL_ROW_BYTES;
-        if (!DIRECT && !Shape::CODES && lane == 0) store_wait_read<1>();  // what left from here the last time
+        if (!DIRECT && !Shape::CODES && lane == 0) store_wait_read<1>();  // the last store from this place
         __syncwarp();
         float sum[8];  // of the thread's columns among 32
         [[maybe_unused]] uint32_t upper[2], lower[2], above[4], below[4];
@@ -499,7 +499,7 @@ __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape
     hopper_backward_store<Shape, Shape::HS>(out, a, dv, 1.0f, column + a.NH * Shape::HS, key, tile.bh / a.NH);
 }
 
-// Shares ds of a tile through shared memory, once those who read it are done with the tile before the last.
+// Shares ds of a tile through shared memory, once the tile before the last has been read.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_share(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                       const uint32_t (&ds)[Shape::BM / 16][4], int count, int part) {

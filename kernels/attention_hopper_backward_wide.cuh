@@ -1,19 +1,19 @@
-// Attention's backward pass on Hopper for heads of 128: four warpgroups (attention_hopper_backward.cuh has the account
-// and the kernel).
+// Attention's backward pass on Hopper for heads of 128, with four warpgroups (attention_hopper_backward.cuh explains
+// the method and has the kernel).
 //
-// Tiles are 64 queries x 128 keys. dk and dv of 64 keys take 128 registers a thread, so two groups that also had dq, s,
-// dp, p and ds would fill theirs, wait for each product, and for dq's turn in between. Here
-//  - two compute dk and dv. s and dp take turns in 32 registers: s gives way to p, rounded, which dv needs anyway and
-//    from which ds is made. dv begins while ds is made, dk when ds is there, the next s after that; the other groups'
-//    products fill the gaps. 208 registers.
-//  - one computes dq, 64 queries x 64 columns at a time, and sends it. Whoever waits for dq's turn is not who computes
-//    the next tile, unless it is two tiles behind. 72 registers.
-//  - one fetches and keeps the order, as with heads of 64. 24 registers.
-// That is 512 registers a lane, all there are.
+// Tiles are 64 queries x 128 keys. dk and dv of 64 keys take 128 registers per thread. Two groups that also held dq, s,
+// dp, p and ds would fill their registers and wait for each product, and for dq's turn in between. Instead
+//  - two groups compute dk and dv. s and dp take turns in 32 registers: p, rounded, replaces s; dv needs it and ds is
+//    made from it. dv begins while ds is made, then dk, then the next s; the other groups' products fill the gaps. 208
+//    registers.
+//  - one computes dq, 64 queries x 64 columns at a time, and adds it. So waiting for dq's turn does not delay the other
+//    groups' next tile, unless this group is two tiles behind. 72 registers.
+//  - one loads and keeps the order, as with heads of 64. 24 registers.
+// That is 512 registers per lane, all there are.
 //
-// In the tile of the first queries of a tile of keys, 64 later keys are out of sight, so their group goes on to the
-// next tile of keys, and the halves of the keys change places from one tile of keys to the next, so that neither group
-// does all of that work: of 72 tiles of a head at T 1024 it is 4.
+// At the first queries of a tile of keys, the later 64 keys are masked, so their group goes on to its next tile. The
+// groups exchange the halves of the keys from one tile of keys to the next, so that both save this work: 4 of 72 tiles
+// of a head at T 1024.
 #pragma once
 
 #include "attention_hopper_backward_parts.cuh"
@@ -29,8 +29,8 @@ __device__ __forceinline__ int hopper_backward_part(int group, int sequence) {
     return group ^ (sequence & 1);
 }
 
-// dq = or += ds k of half its columns. A whole product in each branch: the compiler makes products wait for each other
-// that are under way across one.
+// dq = or += ds k, for half its columns. Each branch has a whole product, since the compiler makes products that are in
+// flight across a branch wait for each other.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_dq(float (&dq)[Shape::DQ_COLUMNS / 8][4], uint32_t ds_tile,
                                                         uint32_t k_tile, const HopperBackwardTile& tile, int part,
@@ -50,8 +50,8 @@ __device__ __forceinline__ void hopper_backward_wide_dq(float (&dq)[Shape::DQ_CO
     }
 }
 
-// The group that computes dq. The last tile of keys in the order of a tile of queries starts from the sum of those
-// before, so it has its turn before its product.
+// The group that computes dq. The last tile of keys that adds to a tile of queries starts from the sum of the others,
+// so it waits for its turn before its product.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_queries(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                              const HopperBackwardArguments& a) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void hopper_backward_wide_round(uint32_t (&p)[Shape::
         for (int r = 0; r < 2; r++) p[n / 2][n % 2 * 2 + r] = pack_bf16(s[n][r * 2], s[n][r * 2 + 1]);
 }
 
-// ds = p (dp - D), where p has been rounded. dv, which is under way, reads p too; nobody writes it until dv is done.
+// ds = p (dp - D), from the rounded p. The product for dv, in flight, reads p too, so p must stay until dv is done.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_ds(uint32_t (&ds)[Shape::BM / 16][4],
                                                         const uint32_t (&p)[Shape::BM / 16][4],
@@ -117,7 +117,7 @@ __device__ __forceinline__ void hopper_backward_wide_ds(uint32_t (&ds)[Shape::BM
     }
 }
 
-// Gives back what belongs to a tile whose keys this group does not see from there, as if it had computed it.
+// Releases the buffers of a tile whose keys are masked for this group, as if it had computed it.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_pass(HopperBackwardShared<Shape>& shared,
                                                           const HopperBackwardArguments& a,
@@ -131,8 +131,8 @@ __device__ __forceinline__ void hopper_backward_wide_pass(HopperBackwardShared<S
     barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
 }
 
-// Moves on to a group's next tile, the next of the block's or, past one whose keys are out of sight, the one after it.
-// False when there is none.
+// Moves on to a group's next tile: the block's next one or, if its keys are masked, the one after it. False when there
+// is none.
 template <typename Shape>
 __device__ __forceinline__ bool hopper_backward_wide_advance(HopperBackwardTile& tile, int& count,
                                                              HopperBackwardShared<Shape>& shared,
@@ -168,9 +168,9 @@ __device__ __forceinline__ void hopper_backward_sum_start(float (&c)[Shape::HS /
     wgmma_commit();
 }
 
-// One of the two groups that compute dk and dv. The scores of the next tile are under way while dk and dv of a finished
-// tile of keys leave. After the last tile there is one more round, whose scores are of whatever is there and not used:
-// the compiler makes products wait for each other when a loop can be left while some are under way.
+// One of the two groups that compute dk and dv. The scores of the next tile overlap with the stores of dk and dv of a
+// finished tile of keys. After the last tile there is one more round, whose scores are not used: the compiler makes
+// products wait for each other if a loop can be left while some are in flight.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                           const CUtensorMap* dqkv, const HopperBackwardArguments& a,

@@ -1,29 +1,27 @@
 // The forward pass of causal attention (kernels/attention.cuh says what it computes) in bf16 on Hopper.
 //
 // A block stays on its multiprocessor and draws pieces of work, a head's tile of 64 * CONSUMERS queries, until there
-// are none. One thread is the producer: it draws, and has the copy engine bring q, one piece ahead, and tiles of BN
-// keys and values into two rings of STAGES each. CONSUMERS warpgroups of 128 threads own 64 queries each and walk the
-// keys from the diagonal back to the first, so that the tile that needs a mask comes first and alone. Scores S = q k^T,
+// are none. One thread is the producer: it draws pieces, and loads q, one piece ahead, and tiles of BN keys and values
+// by the copy engine into two rings of STAGES each. CONSUMERS warpgroups of 128 threads own 64 queries each and walk
+// the keys from the diagonal back to the first, so that only the first tile needs a mask. Scores S = q k^T,
 // probabilities P and the sums O stay in registers: wgmma leaves S in the layout in which P goes back in.
 //
 // A 64 x 128 tile of a head of 64 keeps the tensor cores busy for 512 cycles, and its 8192 exponentials keep the
 // multiprocessor's 16 exponential units busy for 512 as well, so the speed is in doing both at once and little else:
-//  - in a warpgroup: while it takes the exponentials of one tile, O += P V of the tile before is under way (OVERLAP);
-//  - between warpgroups: each has its own tile under way; TURNS makes them issue products in turn;
-//  - at the end of a piece: the first scores of the next one are under way while O is divided and stored;
-//  - HALF: of the first tile, where only its first 64 keys are in sight, only their exponentials are taken;
-//  - KEEP: a row subtracts the largest score of its first tile from all its scores, whatever larger ones come. P in
-//  bf16
-//    and the sums have the exponents of fp32, so only an overflow would do harm. When the P of a thread's part of a
-//    tile add up to KEEP_BELOW, 64 powers of two, which is rare, the warp computes the tile's scores again and raises
-//    what it subtracts. To search each tile for its largest score, and to multiply O, would be a third of all
-//    instructions.
+//  - in a warpgroup: O += P V of one tile is in flight while it computes the exponentials of the next (OVERLAP);
+//  - between warpgroups: each works on its own tile; TURNS makes them issue products in turn;
+//  - at the end of a piece: the first scores of the next one are in flight while O is divided and stored;
+//  - HALF: if only the first 64 keys of a first tile are not masked, only their exponentials are computed;
+//  - KEEP: a row subtracts the largest score of its first tile from all its scores, even if larger ones follow. P in
+//    bf16 and the sums have the exponents of fp32, so only an overflow would matter. If the P of a thread's part of a
+//    tile add up to KEEP_BELOW = 2^64, which is rare, the warp computes the tile's scores again and raises what it
+//    subtracts. To search each tile for its largest score, and to rescale O, would be a third of all instructions.
 //
-// Pieces lie back from the last query, so that a first tile, the shortest, is the one that is not full. T need not be a
-// multiple of anything: the copy engine reads zeros and writes nothing outside a sequence, and whatever keys lie past
-// the end, the mask hides from the queries that count.
-// Registers: 65536 / (128 * (CONSUMERS + 1)) a thread at the start; the producer's warpgroup keeps 32 or 40 and the
-// consumers share the rest: BN / 2 of S, BN / 4 of P and HS / 2 of O, of 232 (two warpgroups) or 160 (three).
+// Pieces are counted back from the last query, so that the first piece, the shortest, is the one that is not full. T
+// need not be a multiple of anything: the copy engine reads zeros and writes nothing outside a sequence, and keys past
+// the end are masked. Registers: 65536 / (128 * (CONSUMERS + 1)) per thread at the start; the producer's warpgroup
+// keeps 32 or 40 and the consumers share the rest: BN / 2 of S, BN / 4 of P and HS / 2 of O, of 232 (two warpgroups) or
+// 160 (three).
 #pragma once
 
 #include <math.h>
@@ -31,7 +29,7 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// Parts of the method that a bench can leave out, to see what each gives.
+// Parts of the method that a bench can leave out, to measure what each gains.
 enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, HALF = 4, KEEP = 8 };
 
 template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_>
@@ -56,7 +54,7 @@ using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | TURNS | HA
 
 struct HopperForwardPiece {
     int head, batch;
-    int last_block;  // of 64 queries: the last one of the piece; -1: there is no more work
+    int last_block;  // the last block of 64 queries of the piece; -1: there is no more work
 };
 
 // Barriers of the 2 slots of q and of the stages of k and v: filled, emptied.
@@ -120,7 +118,7 @@ __device__ __forceinline__ void hopper_forward_produce(HopperForwardShared<Shape
         const uint32_t full = shared_offset(&shared.q_full[n % 2]);
         if (index >= pieces) {
             shared.piece[n % 4].last_block = -1;
-            if (drawn == pieces - 1) *a.ticket = 0;  // this was the last draw: a block draws until it gets nothing
+            if (drawn == pieces - 1) *a.ticket = 0;  // the last draw, since every block draws until there is nothing
             barrier_arrive(full);
             break;
         }
@@ -153,7 +151,7 @@ struct HopperRows {
 
 constexpr float KEEP_BELOW = 18446744073709551616.0f;
 
-// Raises the references to the largest of N * 8 scores of each row; factor is by what sums with the old ones shrink.
+// Raises the references to the largest of N * 8 scores of each row. The old sums must be multiplied by `factor`.
 template <int N>
 __device__ __forceinline__ void hopper_raise(const float (&s)[N][4], HopperRows& rows, float (&factor)[2],
                                              float scale_log2) {
@@ -175,7 +173,7 @@ __device__ __forceinline__ void hopper_raise(const float (&s)[N][4], HopperRows&
     }
 }
 
-// From scores to P, in place, and the sums of what the thread has of it.
+// Turns scores into P, in place, and sums the thread's part of it.
 template <int N>
 __device__ __forceinline__ void hopper_exponentials(float (&s)[N][4], float (&total)[2], const HopperRows& rows,
                                                     float scale_log2) {
@@ -208,7 +206,7 @@ __device__ __forceinline__ void hopper_pack(uint32_t (&p)[N / 2][4], const float
         for (int i = 0; i < 4; i++) p[k][i] = pack_bf16(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-// The first tile of a piece, the one that the diagonal crosses.
+// The first tile of a piece, which the diagonal crosses.
 template <typename Shape>
 __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], float (&s)[Shape::BN / 8][4],
                                              HopperRows& rows, float scale_log2, int diagonal) {
@@ -256,7 +254,7 @@ __device__ __forceinline__ void hopper_scores_again(float (&s)[Shape::BN / 8][4]
     }
 }
 
-// s = q k^T and o += p v: issued and counted as one group each, to be waited for.
+// s = q k^T and o += p v, each issued as one group of products, to be waited for.
 template <typename Shape>
 __device__ __forceinline__ void hopper_scores(float (&s)[Shape::BN / 8][4], uint32_t q, uint32_t k) {
     const uint64_t left = uniform_operand(operand_k_major<64>(q, 0));
@@ -281,8 +279,8 @@ __device__ __forceinline__ void hopper_values(float (&o)[Shape::HS / 8][4], cons
     wgmma_commit();
 }
 
-// Divides and stores O and lse of a piece's 64 queries of a warpgroup, which may lie before the sequence. Each warp
-// sends its 16 rows through shared memory of its own. The store is under way on return.
+// Divides and stores O and lse of a warpgroup's 64 queries of a piece, some of which may lie before the sequence. Each
+// warp stores its 16 rows through its own shared memory. The store is in flight on return.
 template <typename Shape>
 __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4], const HopperRows& rows,
                                              uint32_t memory, const CUtensorMap* out_map,
@@ -302,7 +300,7 @@ __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4],
             a.lse[((int64_t)piece.batch * a.NH + piece.head) * a.T + row] =
                 (rows.reference[r] + fast_log2(sum)) * (1.0f / LOG2_OF_E);
     }
-    if (lane == 0) store_wait_read<0>();  // the last piece's O has left
+    if (lane == 0) store_wait_read<0>();  // the store of the last piece's O has read it
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < HS / 16; k++)
@@ -321,14 +319,14 @@ __device__ __forceinline__ void hopper_store(const float (&o)[Shape::HS / 8][4],
     }
 }
 
-// O after its references were raised.
+// Rescales O after its references were raised.
 template <int N>
 __device__ __forceinline__ void hopper_shrink(float (&o)[N][4], const float (&factor)[2]) {
 #pragma unroll
     for (int i = 0; i < N * 4; i++) o[i / 4][i % 4] *= factor[i / 2 % 2];
 }
 
-// 0, for sums of exponentials; but the compiler must have computed them to know.
+// Returns 0 for sums of exponentials, but the compiler must compute them first to know.
 __device__ __forceinline__ uint32_t zero_after(float x, float y) {
     return x < 0.0f || y < 0.0f;
 }
@@ -336,7 +334,7 @@ __device__ __forceinline__ uint32_t zero_after(float x, float y) {
 // A warpgroup's way through a piece.
 struct HopperForwardWalk {
     int first;     // the tile of keys that the diagonal crosses; -1: there is no piece
-    int skipped;   // tiles after it, that only other warpgroups need
+    int skipped;   // tiles after it that only other warpgroups need
     int diagonal;  // the first query's column in it
 };
 
@@ -373,7 +371,7 @@ struct HopperConsumer {
     __device__ __forceinline__ uint32_t queries() const {
         return memory + (n % 2 * CONSUMERS + warpgroup) * Shape::Q_BYTES;
     }
-    // The next piece, once its queries are there.
+    // Waits for the next piece's queries.
     __device__ __forceinline__ HopperForwardWalk open() {
         barrier_wait(shared_offset(&shared.q_full[n % 2]), n / 2 & 1, 400 + warpgroup);
         const int last_block = shared.piece[n % 4].last_block;
@@ -381,7 +379,7 @@ struct HopperConsumer {
         const int row0 = (last_block + 1 - CONSUMERS + warpgroup) * 64, first = max(row0, 0) / Shape::BN;
         return {first, last_block * 64 / Shape::BN - first, row0 - first * Shape::BN};
     }
-    // Products are issued between these two, by one warpgroup after the other, as often by each.
+    // Between these two, one warpgroup after the other issues products, each as often as the others.
     __device__ __forceinline__ void turn() {
         if constexpr ((Shape::OPTIONS & TURNS) != 0) group_sync(8 + warpgroup, 256);
     }
@@ -390,7 +388,7 @@ struct HopperConsumer {
     }
 };
 
-// The tiles of keys of a piece that only other warpgroups need; on return the first of its own is there.
+// Passes the tiles of keys that only other warpgroups need, and waits for the first one that this warpgroup needs.
 template <typename Shape>
 __device__ __forceinline__ void hopper_skip_keys(HopperConsumer<Shape>& c, int tiles) {
     for (int i = 0; i < tiles; i++) {
@@ -402,7 +400,7 @@ __device__ __forceinline__ void hopper_skip_keys(HopperConsumer<Shape>& c, int t
     c.keys_ready();
 }
 
-// S was taken against references that are too small: computes it and P again.
+// Computes S and P again, since the references were too small.
 template <typename Shape>
 __device__ __forceinline__ void hopper_again(float (&s)[Shape::BN / 8][4], float (&o)[Shape::HS / 8][4],
                                              HopperRows& rows, uint32_t q, uint32_t k, float scale_log2) {
@@ -414,7 +412,7 @@ __device__ __forceinline__ void hopper_again(float (&s)[Shape::BN / 8][4], float
     rows.sum[0] = rows.sum[0] * factor[0] + total[0], rows.sum[1] = rows.sum[1] * factor[1] + total[1];
 }
 
-// O += P V of one tile and P of the next, a whole one. Ends with the next tile's values there.
+// Computes O += P V of one tile, and P of the next, which has no mask. On return the next tile's values have arrived.
 template <typename Shape>
 __device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)[Shape::BN / 8][4],
                                             uint32_t (&p)[Shape::BN / 16][4], float (&o)[Shape::HS / 8][4],
@@ -436,7 +434,7 @@ __device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)
     const float sum[2] = {rows.sum[0] + total[0], rows.sum[1] + total[1]};
     const uint32_t empty = shared_offset(&c.shared.v_empty[c.v.slot()]);
     c.v.step();
-    c.values_ready(zero_after(sum[0], sum[1]));  // or the exponentials are put behind the wait for O
+    c.values_ready(zero_after(sum[0], sum[1]));  // otherwise the compiler moves the exponentials behind the wait for O
     wgmma_wait<0>();
     wgmma_hold(o);
     c.release(empty);

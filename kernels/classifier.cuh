@@ -11,13 +11,13 @@
 // copy engine to write a chunk back as soon as its gradient is there, and then to bring that chunk of the block's next
 // row. Other rows take a block each, which reads them a second time, from the L2 cache.
 //
-// At an H200's copy rate a multiprocessor has 8 logits a nanosecond to do. That is 16 instructions a logit at 1 GHz, or
-// 2 exponentials (MUFU, 16 a cycle); in a training step the card is at its power limit and runs at 1.4 GHz. Hence one
-// exponential a logit: the first pass leaves it in the logit's place as fp16, by 2^15 over the largest that the warp
-// has seen, and the second multiplies. So kept, an exponential has 11 bits, 3 more than the gradient, down to 2^-29 of
-// the largest, and is 0 below 2^-40 of it. In all 10 instructions a logit.
+// At an H200's copy rate a multiprocessor must process 8 logits per nanosecond. At 1 GHz that leaves 16 instructions
+// per logit, or 2 exponentials (MUFU, 16 per cycle); in a training step the card is at its power limit and runs at 1.4
+// GHz. Hence one exponential per logit: the first pass stores it in the logit's place as fp16, scaled so that the
+// largest one that the warp has seen is near 2^15, and the second pass multiplies. An exponential then has 11 bits, 3
+// more than the gradient, down to 2^-29 of the largest, and is 0 below 2^-40 of it. In all, 10 instructions per logit.
 //
-// With --head fp8 the kernel writes the gradient as codes of e5m2 (fp8_codes.cuh) instead of in place in bf16.
+// With --head fp8 the kernel writes the gradient as e5m2 codes (fp8_codes.cuh) instead of in place in bf16.
 #pragma once
 #include <assert.h>
 
@@ -147,7 +147,7 @@ struct ClassifierSum {
 };
 
 // Below every logit, so that a difference of two maxima is never one of infinities.
-constexpr float CLASSIFIER_LEAST = -1e30f;
+constexpr float CLASSIFIER_LOWEST = -1e30f;
 
 // A whole number, so that exponentials by another one differ by a power of two, less what makes the largest of them
 // 2^15 to within a factor of 1.42: the most that fp16 holds.
@@ -160,11 +160,11 @@ __device__ inline uint32_t classifier_mask(uint32_t pair, int v, int V) {
     return v + 1 < V ? pair : v < V ? (pair & 0xffffu) | 0xff800000u : 0xff80ff80u;
 }
 
-// The largest bf16 of the warp's pairs, at least CLASSIFIER_LEAST; NaN is ignored. Floats order like integers once the
+// The largest bf16 of the warp's pairs, at least CLASSIFIER_LOWEST; NaN is ignored. Floats order like integers once the
 // negative ones have all bits but the sign flipped.
 __device__ inline float classifier_warp_max(__nv_bfloat162 pair) {
     float2 value = pair_floats(*(uint32_t*)&pair);
-    int bits = __float_as_int(fmaxf(fmaxf(value.x, value.y), CLASSIFIER_LEAST));
+    int bits = __float_as_int(fmaxf(fmaxf(value.x, value.y), CLASSIFIER_LOWEST));
     bits = __reduce_max_sync(0xffffffffu, bits ^ (bits >> 31 & 0x7fffffff));
     return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
 }
@@ -242,7 +242,7 @@ __device__ inline ClassifierSum classifier_block_sum(ClassifierSum own, Classifi
     own.sum = warp_sum(own.sum);
     if (lane == 0) parts[threadIdx.x / 32] = own;
     group_sync(1, CLASSIFIER_RESIDENT_THREADS);
-    ClassifierSum part = {CLASSIFIER_LEAST, 0.0f};
+    ClassifierSum part = {CLASSIFIER_LOWEST, 0.0f};
     if (lane < CLASSIFIER_RESIDENT_THREADS / 32) part = parts[lane];
     float maximum = warp_max(part.maximum);
     return {maximum, warp_sum(part.sum * fast_exp2(classifier_offset(part.maximum) - classifier_offset(maximum)))};
@@ -316,8 +316,8 @@ __global__ static void __launch_bounds__(CLASSIFIER_RESIDENT_THREADS + 32, 2)
     const float unit = codes.rows ? *codes.scale : 1.0f;
     for (int64_t i = blockIdx.x; i < N; i += gridDim.x, parity ^= 1) {
         int next_target = i + gridDim.x < N ? targets[i + gridDim.x] : 0;
-        float target_logit = to_float(logits[i * Vp + target]);  // in shared memory it will not stay
-        ClassifierSum own = {CLASSIFIER_LEAST, 0.0f};
+        float target_logit = to_float(logits[i * Vp + target]);  // shared memory will be overwritten
+        ClassifierSum own = {CLASSIFIER_LOWEST, 0.0f};
         float offset = 0.0f;  // of the warp's exponentials of chunk `lane`
         for (int q = 0; q < chunks; q++) {
             barrier_wait(barriers + q * 8, parity);
@@ -370,8 +370,8 @@ __global__ static void __launch_bounds__(1024)
 }
 #endif
 
-// losses: (N); logits: (N, Vp), dlogits on return when backward; targets: (N), each in [0, V). codes: what gets dlogits
-// instead, on a GPU in bf16, by a scale under which nothing saturates; NULL, or with rows NULL, nothing does.
+// losses: (N); logits: (N, Vp), dlogits on return when backward; targets: (N), each in [0, V). codes: dlogits are
+// written there instead, on a GPU in bf16, by a scale under which nothing saturates; NULL, or with rows NULL: no codes.
 template <typename X>
 void classifier(const Device* dev, float* losses, X* logits, const int* targets, float dloss, bool backward, int64_t N,
                 int V, int Vp, [[maybe_unused]] const Fp8Codes* codes = nullptr) {

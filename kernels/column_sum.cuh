@@ -2,8 +2,8 @@
 //
 // On the GPU it is the second stage of such sums. The first stages (layernorm's weight and bias gradients, matmul's
 // bias gradient) leave one row of partial sums per block in scratch memory, so that no float atomic is needed and equal
-// inputs give equal bits. A few MB, read from the L2 cache. A row may hold up to three vectors one after the other
-// (weight, bias, columns): one launch then finishes all.
+// inputs give equal bits. It reads a few MB from the L2 cache. A row may hold up to three vectors, one after the other
+// (weight, bias, columns), which one launch finishes.
 #pragma once
 #include "common.cuh"
 

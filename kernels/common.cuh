@@ -34,22 +34,17 @@
 
 typedef __nv_bfloat16 bf16;
 
-// Errors. A failed library call is nobody's typing mistake: print everything and exit 1. A user's mistake is one
-// sentence (what was asked, what was found, what to type) and exit 2.
-
-// The rank of this process for messages: what the launcher put into the environment, 0 when there is none.
-inline int process_rank() {
-    const char* rank = getenv("RANK");
-    return rank ? atoi(rank) : 0;
-}
+// Errors. A failed library call prints all details and exits with code 1. A user's mistake is answered by one sentence
+// (what was asked, what was found, what to type) and exit code 2.
 
 [[noreturn]] inline void check_failed(const char* library, const char* name, const char* text, const char* expression,
                                       const char* file, int line) {
     char message[4096];
+    const char* rank = getenv("RANK");  // as the launcher or launch_join has set it
     int device = -1;
     if (cudaGetDevice(&device) != cudaSuccess) device = -1;
     snprintf(message, sizeof(message), "%s error %s: %s\n  %s\n  at %s:%d, rank %d, device %d\n", library, name, text,
-             expression, file, line, process_rank(), device);
+             expression, file, line, rank ? atoi(rank) : 0, device);
     launch_failed(EXIT_FAILURE, message);
     fputs(message, stderr);
     exit(EXIT_FAILURE);
@@ -75,7 +70,7 @@ inline void check_status(CUresult status, const char* expression, const char* fi
 // One check for every library: another library adds an overload of check_status beside its first use.
 #define check(expression) check_status((expression), #expression, __FILE__, __LINE__)
 
-// The driver's function of this name, as CUDA 12.0 has it; false where the driver has none.
+// Finds the driver's function of this name, in CUDA 12.0's version; false if the driver has none.
 template <typename Function>
 bool driver_bind(const char* name, Function* function) {
     void* found = nullptr;
@@ -104,12 +99,12 @@ bool driver_bind(const char* name, Function* function) {
     exit(2);
 }
 
-// Ends the program with the sentence in `error` unless all is well.
+// Ends the program with the sentence in `error` unless `ok`.
 inline void require(bool ok, const char* error) {
     if (!ok) user_error("%s", error);
 }
 
-// Ends the program if what it was asked to print cannot be written: without a message if the reader has gone.
+// Ends the program if stdout cannot be written: without a message if the reader of the pipe has gone.
 inline void require_stdout() {
     struct pollfd out = {1, POLLOUT, 0};
     if (fflush(stdout) == 0 && !ferror(stdout)) return;
@@ -119,10 +114,10 @@ inline void require_stdout() {
 
 // The device: a GPU, or this machine's cores.
 
-// Starts the program again with OpenMP's threads sleeping while they wait, unless the user has chosen. By default
-// libgomp spins, and where another program takes a core each of the plain C versions' short loops then waits for a time
-// slice: a step of the default run on two cores with other work took 473 ms spinning and 33 ms sleeping. libgomp reads
-// the variable before main, so it cannot be set later. Call it first in main.
+// Restarts the program with OMP_WAIT_POLICY=passive, unless the user has set how OpenMP's threads wait. By default they
+// spin; if another program uses a core, each short loop of the plain C versions then waits for a time slice: a step of
+// the default run on two cores with other work took 473 ms spinning and 33 ms sleeping. libgomp reads the variable
+// before main, so it cannot be set later. Call it first in main.
 inline void openmp_wait_asleep(char** argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT")) return;
     setenv("OMP_WAIT_POLICY", "passive", 1);
@@ -139,8 +134,8 @@ inline void* openmp_wait(void* gate) {
     return nullptr;
 }
 
-// Starts OpenMP's threads, which stay: libgomp ends the process without a sentence of ours where it cannot start them.
-// So as many threads as it will ask for are made here first, and exist at the same time, with a megabyte to spare.
+// Starts OpenMP's threads, which then stay. If libgomp cannot start them, it ends the process without our error
+// message, so this function first starts as many threads at the same time, with a megabyte to spare.
 inline void openmp_start() {
     int want = omp_get_max_threads() - 1, made = 0;
     pthread_t* thread = (pthread_t*)memory_zero((size_t)want, sizeof(pthread_t));
@@ -176,7 +171,7 @@ struct MatmulPlans {
 
 struct Device {
     bool gpu;           // false: the plain C versions run, and "device memory" is host memory
-    bool imagined;      // a GPU that need not be here: memory is planned for it, and nothing runs
+    bool imagined;      // only a plan is made, for a GPU that need not be here
     char name[256];     // "NVIDIA H200", or the CPU's
     int sm_count;       // multiprocessors; 0 on the CPU
     int compute;        // compute capability times 10: 90 for sm_90; 0 on the CPU
@@ -184,18 +179,18 @@ struct Device {
     int shared_memory;  // bytes that a block can ask for
     cudaStream_t stream;
     cublasLtHandle_t cublaslt;
-    int64_t context;            // bytes in use once the driver's context was there: it, and what other processes have
-    bool profile;               // kernels/profile.h: what is queued is named
-    bool rehearsal;             // no memory holds anything yet: what runs may overwrite its inputs
+    int64_t context;            // bytes in use after the driver's context was made: its own and other processes'
+    bool profile;               // kernels/profile.h: kernels get names
+    bool rehearsal;             // memory has no values yet, so that operators may overwrite their inputs
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
-    int* ticket;                // device, 0: blocks of a kernel that draw work draw it here, and leave 0
+    int* ticket;                // device: the counter by which a kernel's blocks draw work; 0 between kernels
     MatmulPlans* matmul_plans;  // what kernels/matmul_plan.cuh has chosen so far on this device
 };
 
 constexpr int64_t WORKSPACE_BYTES = 32 << 20;  // cuBLASLt's advice for Hopper; its best algorithms need it
 constexpr int64_t MODULE_BYTES = 16 << 20;     // kernels, ours and cuBLASLt's, that are loaded when they are first used
 
-// Bytes of the GPU's memory that are taken, by whomever.
+// Returns the bytes of the GPU's memory that all processes use.
 inline int64_t memory_used(const Device* dev) {
     size_t available = 0, total = 0;
     if (dev->gpu) check(cudaMemGetInfo(&available, &total));
@@ -211,8 +206,8 @@ inline void device_open(Device* dev, bool gpu, int index) {
         return;
     }
     check(cudaSetDevice(index));
-    // Local memory for functions whose need the compiler does not know; here it knows them all. The driver's 1024 bytes
-    // for every thread that the GPU can hold are 264 MiB on an H200.
+    // The stack of functions whose needs the compiler does not know; we have none. The driver's default of 1024 bytes
+    // for every thread that the GPU can hold takes 264 MiB on an H200.
     check(cudaDeviceSetLimit(cudaLimitStackSize, 256));
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, index));
@@ -230,10 +225,10 @@ inline void device_open(Device* dev, bool gpu, int index) {
     dev->matmul_plans = (MatmulPlans*)memory_zero(1, sizeof(MatmulPlans));
 }
 
-constexpr int64_t ASSUMED_CONTEXT_BYTES = 512 << 20;  // of the driver; a real card is asked (device_open)
+constexpr int64_t ASSUMED_CONTEXT_BYTES = 512 << 20;  // of the driver, on a card that is not here
 
-// Makes a GPU with `memory` bytes for plans on a machine without one. It has the multiprocessors and the shared memory
-// of an H100 or H200, by which the sizes of some scratch buffers go.
+// Makes a GPU with `memory` bytes for plans on a machine without one. Its multiprocessors and shared memory, which
+// determine the sizes of some scratch buffers, are those of an H100 or H200.
 inline void device_imagine(Device* dev, int64_t memory) {
     memset(dev, 0, sizeof(*dev));
     dev->gpu = dev->imagined = true;
@@ -252,19 +247,26 @@ inline void device_close(Device* dev) {
     check(cudaStreamDestroy(dev->stream));
 }
 
-// The bytes that device_alloc takes for `bytes`.
+// Returns the bytes that device_alloc takes for `bytes`.
 inline int64_t aligned_bytes(int64_t bytes) {
     return (bytes + 255) / 256 * 256;
 }
 
-// Takes `bytes` of a block of device memory, of which `used` are taken: returns where they begin, 256-byte aligned.
-inline int64_t arena_take(int64_t* used, int64_t bytes) {
-    const int64_t offset = *used;
-    *used = aligned_bytes(*used + bytes);
-    return offset;
+// Device memory from which arrays are taken one after another. With base NULL it only counts their bytes.
+struct Layout {
+    char* base;
+    int64_t used;
+};
+
+// Returns the next array of n elements, 256-byte aligned.
+template <typename T>
+T* layout_take(Layout* layout, int64_t n) {
+    T* array = (T*)(layout->base + layout->used);
+    layout->used = aligned_bytes(layout->used + n * (int64_t)sizeof(T));
+    return array;
 }
 
-// Device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
+// Returns device memory, 256-byte aligned, not initialised. The caller frees it with device_free.
 inline void* device_alloc(const Device* dev, int64_t bytes) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
@@ -285,8 +287,8 @@ inline void device_free(const Device* dev, void* pointer) {
     }
 }
 
-// Memory of the host for `what`, which the copy engines of a GPU stream from and to, 256-byte aligned, not initialised.
-// The caller frees it with host_free.
+// Returns pinned host memory for `what` (for the error message), 256-byte aligned, not initialised. The caller frees it
+// with host_free.
 inline void* host_alloc(const Device* dev, int64_t bytes, const char* what) {
     void* pointer = nullptr;
     bytes = aligned_bytes(bytes);
@@ -320,8 +322,8 @@ inline void device_sync(const Device* dev) {
     if (dev->gpu) check(cudaStreamSynchronize(dev->stream));
 }
 
-// Host <-> device, ordered on the stream and complete on return. "Device memory" may be pinned host memory, where an
-// optimizer's states are (optim/offload.h), so the addresses decide which way it goes.
+// Copies between host and device, ordered on the stream and complete on return. "Device memory" may be pinned host
+// memory, where an optimizer's states are (optim/offload.h), so the addresses decide the direction.
 inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {
@@ -333,16 +335,10 @@ inline void copy_to_device(const Device* dev, void* device, const void* host, in
 }
 
 inline void copy_to_host(const Device* dev, void* host, const void* device, int64_t bytes) {
-    if (bytes == 0) return;
-    if (dev->gpu) {
-        check(cudaMemcpyAsync(host, device, (size_t)bytes, cudaMemcpyDefault, dev->stream));
-        device_sync(dev);
-    } else {
-        memcpy(host, device, (size_t)bytes);
-    }
+    copy_to_device(dev, host, device, bytes);
 }
 
-// The number that follows `name` in a line of one of the kernel's files; -1 where there is none.
+// Returns the number that follows `name` in a line of a file of the kernel's; -1 if there is none.
 inline int64_t number_in(const char* path, const char* name) {
     FILE* file = fopen(path, "r");
     char line[256];
@@ -354,7 +350,7 @@ inline int64_t number_in(const char* path, const char* name) {
     return number;
 }
 
-// Bytes that can be allocated now: the GPU's free memory, or what the kernel calls available on this machine.
+// Returns the bytes that can be allocated now: the GPU's free memory, or this machine's available memory.
 inline int64_t memory_available(const Device* dev) {
     if (dev->imagined) return dev->memory - dev->context - WORKSPACE_BYTES;
     if (dev->gpu) {
@@ -364,7 +360,7 @@ inline int64_t memory_available(const Device* dev) {
     }
     const int64_t kilobytes = number_in("/proc/meminfo", "MemAvailable:");
     const int64_t available = kilobytes > 0 ? kilobytes * 1024 : INT64_MAX;
-    // A container's limit is lower than the machine's. What it uses includes files in the page cache, which make way.
+    // A container's limit may be lower. Its current use includes files in the page cache, which can be evicted.
     const int64_t limit = number_in("/sys/fs/cgroup/memory.max", ""),
                   current = number_in("/sys/fs/cgroup/memory.current", "");
     if (limit < 0 || current < 0) return available;
@@ -374,7 +370,7 @@ inline int64_t memory_available(const Device* dev) {
     return left < available ? left : available;
 }
 
-// Dense peak of the device in FLOP/s by its vendor's figures, 0 when unknown: then MFU is shown as "-".
+// Returns the dense peak of the device in FLOP/s by its vendor's figures; 0: unknown, and MFU is shown as "-".
 inline double device_peak(const Device* dev, bool fp32) {
     struct Peak {
         const char* name;
@@ -389,7 +385,7 @@ inline double device_peak(const Device* dev, bool fp32) {
     return 0;
 }
 
-// One line for the banner.
+// Describes the device in one line, for the banner.
 inline void device_describe(const Device* dev, bool fp32, char* line, size_t bytes) {
     if (!dev->gpu) {
         snprintf(line, bytes, "CPU, %ld cores: the plain C versions, fp32", sysconf(_SC_NPROCESSORS_ONLN));
@@ -409,7 +405,7 @@ inline void device_describe(const Device* dev, bool fp32, char* line, size_t byt
     if (peak > 0) snprintf(line + used, bytes - used, "  peak %.0f TFLOP/s %s", peak * 1e-12, fp32 ? "fp32" : "bf16");
 }
 
-// After every kernel launch: launch errors (bad grid, no kernel image) show here, at the launch.
+// To be called after every kernel launch, so that launch errors (bad grid, no kernel image) show there.
 #define check_launch() check(cudaGetLastError())
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
@@ -481,8 +477,8 @@ __device__ inline float2 pair_floats(uint32_t pair) {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-// to_float of a vector. Where its lanes are taken one by one, nvcc moves most of them to a register of their own first,
-// and keeps all of them so if the vector was loaded under a condition.
+// to_float of a vector. It unpacks whole words: if lanes are taken one by one, nvcc first moves most of them to
+// registers of their own, and keeps them there if the vector was loaded under a condition.
 template <typename T>
 __device__ inline void vec_floats(float* value, Vec<T> vec) {
     const uint4 words = *reinterpret_cast<const uint4*>(&vec);
@@ -498,11 +494,11 @@ __device__ inline void vec_floats(float* value, Vec<T> vec) {
     }
 }
 
-// One instruction each, good to 2 units of fp32's last place. Where a result is rounded to bf16 after it, that is the
-// right one of two neighbours except within 2 of 65536 parts of the middle between them.
+// One instruction each, with an error of up to 2 fp32 units in the last place. A result that is then rounded to bf16 is
+// the nearest one, unless it lies within these 2 units of the middle between two.
 constexpr float LOG2_OF_E = 1.44269504088896341f;
 
-// 2^x, 0 where that is below 2^-126.
+// 2^x, or 0 if that is below 2^-126.
 __device__ inline float fast_exp2(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
@@ -516,8 +512,8 @@ __device__ inline float fast_reciprocal(float x) {
     return result;
 }
 
-// Copies of 16 bytes from global to shared memory that run on while the thread does other work. A thread that waits
-// sees what it asked for itself; what other threads asked for, after a barrier.
+// Asynchronous copies of 16 bytes from global to shared memory. After copy_async_wait a thread sees the data of its own
+// copies; after a barrier, also that of other threads.
 
 __device__ inline void copy_async(void* shared, const void* global) {
     unsigned to = (unsigned)__cvta_generic_to_shared(shared);
@@ -534,7 +530,7 @@ __device__ inline void copy_async_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `pending` of the last groups are under way.
+// Waits until at most the last `pending` groups are in flight.
 template <int pending>
 __device__ inline void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");

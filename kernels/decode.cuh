@@ -1,17 +1,17 @@
 // Sampling from a GPT-2: tokens one after another, with the keys and values of all earlier tokens in a cache.
 //
 // One pass computes up to DECODE_ROWS rows, each a token at its place in one of S sequences: the next token of every
-// sequence, or a piece of a prompt. Its operators are the forward pass's own where these serve few rows, and those of
+// sequence, or a piece of a prompt. Its operators are those of the forward pass that suit few rows, and those of
 // matmul_rows.cuh, attention_decode.cuh and draw.cuh. In all of them a row's bits depend on its own sequence alone, so
-// a text is the same with the cache and with all of its tokens computed again for each new one, and whatever is sampled
-// beside it. On the CPU the logits also have the same bits as those of the training forward pass.
+// a text is the same with or without the cache, and with any other texts beside it. On the CPU the logits have the bits
+// of the training forward pass.
 //
 // Cost of a step on a GPU: reading the weights once for all sequences, and each one's keys and values. It has 8 L + 4
 // kernels that each take a few microseconds, so their launches are recorded once as a CUDA graph.
 //
-// Past the context length: positions are learned, so the cache of a window that moves is of no use. When a window of T
-// tokens is full, its older half is dropped and the rest computed again; so a text goes on with T / 2 to T tokens of
-// context, at the cost of two passes a token. The same rule shortens a prompt that is longer than the context.
+// Past the context length: positions are learned, so the cache is useless once the window moves. When a window of T
+// tokens is full, its older half is dropped and the rest computed again; so a text continues with T / 2 to T tokens of
+// context, at the cost of two passes per token. The same rule shortens a prompt that is longer than the context.
 #pragma once
 #include "attention_decode.cuh"
 #include "common.cuh"
@@ -34,14 +34,15 @@ enum DecodeTensor { LN1W, LN1B, QKVW, QKVB, PROJW, PROJB, LN2W, LN2B, FCW, FCB, 
 // The caller's part of the work, as functions.
 struct DecodeCalls {
     void* context;
-    // Part `part` of the weights is used next: a layer, or L, the embeddings, or L + 1, the last layernorm. A layer and
-    // the one after it are there together, and so are the last layer and L + 1. NULL: all weights are always there.
+    // Is called before a part of the weights is used: a layer, or L, the embeddings, or L + 1, the last layernorm. A
+    // layer and the next one must be there together, and so must the last layer and L + 1. NULL: all weights are always
+    // there.
     void (*need)(void* context, int part);
-    // Each of `count` texts got a token, DECODE_END if it had ended before, DRAW_NOT_FINITE if its logits are not
-    // finite, which ends all. The function may end a text by writing DECODE_END, and ends all by returning false.
+    // Is called when each of `count` texts has a new token: DECODE_END if it had ended before, DRAW_NOT_FINITE if its
+    // logits are not finite, which ends all. It may end a text by writing DECODE_END, and ends all by returning false.
     bool (*next)(void* context, int* tokens, int count);
-    // Text `index` of decode_prompts is complete: `used` tokens, with its prompt. Not called once logits were not
-    // finite.
+    // Is called when text `index` of decode_prompts is complete: `used` tokens, with its prompt. Not after logits that
+    // are not finite.
     void (*done)(void* context, int index, const int* tokens, int64_t used);
 };
 
@@ -83,20 +84,21 @@ struct Decoder {
 #endif
 };
 
-// Pointers into `base`; returns the bytes that it needs, with base NULL nothing else.
+// Sets the pointers into `base`, and returns the bytes that they need.
 inline int64_t decode_layout(Decoder* d, char* base) {
     const DecodeShape* s = &d->shape;
     const int64_t R = DECODE_ROWS, C = s->C, element = d->fp32 ? 4 : 2;
-    int64_t used = 0;
-    auto take = [&](int64_t bytes) { return base + arena_take(&used, bytes); };
-    d->residual = take(R * C * element), d->normed = take(R * C * element);
-    d->attention = take(R * C * element), d->branch = take(R * C * element);
-    d->qkv = take(R * 3 * C * element), d->wide = take(R * 4 * C * element);
-    d->mean = (float*)take(R * 4), d->rstd = (float*)take(R * 4);
-    d->logits = (float*)take((int64_t)d->S * s->Vp * 4);
-    d->numbers = (int*)take(5 * R * 4), d->drawn = (int*)take(R * 4);
-    d->cache = take(s->L * attention_cache_elements(d->S, s->T, s->C) * element);
-    return used;
+    Layout layout = {base, 0};
+    for (void** rows : {&d->residual, &d->normed, &d->attention, &d->branch}) {
+        *rows = layout_take<char>(&layout, R * C * element);
+    }
+    d->qkv = layout_take<char>(&layout, R * 3 * C * element);
+    d->wide = layout_take<char>(&layout, R * 4 * C * element);
+    d->mean = layout_take<float>(&layout, R), d->rstd = layout_take<float>(&layout, R);
+    d->logits = layout_take<float>(&layout, (int64_t)d->S * s->Vp);
+    d->numbers = layout_take<int>(&layout, 5 * R), d->drawn = layout_take<int>(&layout, R);
+    d->cache = layout_take<char>(&layout, s->L * attention_cache_elements(d->S, s->T, s->C) * element);
+    return layout.used;
 }
 
 inline int64_t decode_bytes(const DecodeShape* shape, bool fp32, int S) {
@@ -105,7 +107,7 @@ inline int64_t decode_bytes(const DecodeShape* shape, bool fp32, int S) {
     return decode_layout(&d, nullptr);
 }
 
-// The most sequences, up to `max` and DECODE_ROWS, whose decoder takes no more than `bytes`; 0 where not even one does.
+// Returns how many sequences, at most `max` and DECODE_ROWS, a decoder in `bytes` can have; 0: not even one.
 inline int decode_sequences(const DecodeShape* shape, bool fp32, int64_t max, int64_t bytes) {
     int S = (int)(max < DECODE_ROWS ? max : DECODE_ROWS);
     while (S > 0 && decode_bytes(shape, fp32, S) > bytes) S--;
@@ -120,8 +122,8 @@ inline void decode_need(const Decoder* d, int part) {
     if (d->calls.need) d->calls.need(d->calls.context, part);
 }
 
-// Packs tensor `i` (rows, cols) for single rows, see matmul_rows.cuh, or copies it if it is a vector or wpe. Weights
-// that are not always there are only read here, once.
+// Packs tensor `i` (rows, cols) for single rows, see matmul_rows.cuh, or copies it if it is a vector or wpe. After
+// that, weights that are not always there are not read again.
 inline void decode_keep(Decoder* d, int i, int64_t rows, int64_t cols) {
     const float* values = (const float*)d->tensor[i];
     if (rows > 1 && i != 1) d->packed[i] = packed_matrix(values, rows, cols);
@@ -150,8 +152,8 @@ inline void decode_keep_all(Decoder* d) {
     d->calls.need = nullptr;
 }
 
-// tensors: the model's list, copied; memory: decode_bytes(shape, fp32, S) on the device, which stay the caller's, or
-// NULL to allocate them. On the CPU this packs a copy of the weights, and then calls->need is not called any more.
+// tensors: the model's list, copied; memory: decode_bytes(shape, fp32, S) on the device, which the caller keeps and
+// frees, or NULL to allocate them. On the CPU this packs a copy of the weights; after that calls->need is not called.
 inline void decode_open(Decoder* d, const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                         int S, const DrawOptions* draw, const DecodeCalls* calls, void* memory) {
     *d = {};
@@ -229,7 +231,8 @@ void decode_layernorm(const Decoder* d, int at, int R) {
                                   d->shape.C);
 }
 
-// The numbers of R rows to `normed`, the output of the last layernorm, and their keys and values into the cache.
+// Computes `normed`, the output of the last layernorm, of the R rows that `numbers` describes, and caches their keys
+// and values.
 template <typename X>
 void decode_rows(const Decoder* d, int R) {
     const DecodeShape* s = &d->shape;
@@ -302,7 +305,7 @@ inline void decode_set(Decoder* d, int r, const DecodeText* text, int sequence, 
     for (int i = 0; i < 5; i++) d->host[i][r] = numbers[i];
 }
 
-// All tokens of a text but the last into the cache, after its window has been moved where it is full.
+// Moves a text's window if it is full, and caches all tokens but the last.
 inline void decode_fill(Decoder* d, DecodeText* text, int sequence) {
     const int T = d->shape.T;
     if (text->used - text->begin > T) text->begin = text->used - (T - T / 2), text->cached = 0;
@@ -316,8 +319,8 @@ inline void decode_fill(Decoder* d, DecodeText* text, int sequence) {
     text->cached = text->used - text->begin;
 }
 
-// Adds up to `length` tokens to each of `count` texts, at most d->S. False where calls.next ended all, or logits that
-// are not finite did, which clear d->finite.
+// Adds up to `length` tokens to each of `count` texts, at most d->S. False if calls.next ended all, or logits that are
+// not finite did, which also clear d->finite.
 inline bool decode_texts(Decoder* d, DecodeText* texts, int count, int64_t length) {
     int drawn[DECODE_ROWS];
     bool goes_on = true, all_ended = false;

@@ -2,14 +2,12 @@
 //
 // A token of the k likeliest has the probability softmax(logit / temperature). It is drawn by Gumbel's trick: the token
 // with the largest logit / temperature + g is taken, where g = -log(-log(u)) and u is uniform, a function of the seed,
-// the sample, the place in its text and the token. So nothing has to be summed or sorted, a row is drawn in two passes
-// over it whatever computes them, and equal logits and numbers give the same token. Of equal scores the first wins.
-// Temperature 0 takes the likeliest token, and so does one that is as good as 0. A row with a value that is not finite
-// gives DRAW_NOT_FINITE.
+// the sample, the place in its text and the token. So nothing is summed or sorted, a row is drawn in two passes over
+// it, and equal logits and numbers give the same token on any device. Of equal scores the first wins. Temperature 0, or
+// one below DRAW_COLD, takes the likeliest token. A row with a value that is not finite gives DRAW_NOT_FINITE.
 //
-// The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for it
-// goes by the bits of the logits, as numbers that order as the logits do: the CPU fixes 8 bits a round by counting, the
-// GPU one bit.
+// The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for that
+// logit uses integers that have the order of the logits: the CPU finds 8 bits per round by counting, the GPU one bit.
 //
 // GPU: a block for each row reads it twice. First each thread finds the largest of its logits. The k-th largest of
 // these is not above the k-th largest of all, since k different logits reach it; so only the logits that reach it, not
@@ -24,7 +22,7 @@
 
 constexpr int DRAW_NOT_FINITE = -2;
 constexpr int DRAW_THREADS = 1024;
-constexpr int DRAW_SHORT = 512;  // the largest k for which what may be one of the k likeliest usually fits the threads
+constexpr int DRAW_SHORT = 512;  // up to this k, the tokens that may be among the k likeliest usually fit the threads
 constexpr double DRAW_COLD = 1e-200;  // below it g is lost beside logit / temperature, which might overflow
 
 struct DrawOptions {

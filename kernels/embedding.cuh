@@ -1,15 +1,15 @@
 // Token and position embedding: out[b][t][c] = wte[tokens[b][t]][c] + wpe[t][c].
 //
 // Backward: dwpe[t] (+)= sum over b of dout[b][t], and dwte_sum[v] += sum of dout over the positions that hold token v.
-// The table is tied to the head, whose gradient is already in dwte_sum, always the running fp32 sum over the
-// micro-batches. When G is float, dwte is dwte_sum itself; when G is bf16, all of it is rounded to dwte once more, so
-// of several micro-batches the last one's counts.
+// The table is tied to the head, whose gradient is already in dwte_sum, the fp32 sum over the micro-batches so far.
+// When G is float, dwte is dwte_sum itself; when G is bf16, each call rounds all of dwte_sum to dwte, so the call of
+// the last micro-batch leaves the result.
 //
-// The scatter is turned round, so that it needs no atomics and has one result: the loader sorts the positions by token
-// (`order`), and `bucket` says where each token's run of them begins. A bucket's positions are summed in a fixed order.
+// The scatter is done as a gather, so that it needs no atomics and is deterministic: the loader sorts the positions by
+// token (`order`), and `bucket` says where each token's run of positions begins. These are summed in a fixed order.
 // Text is Zipf-distributed: most buckets have a handful of positions and a few have thousands, so a warp takes a small
 // bucket alone and a whole block takes a large one. A block works on 128 bytes of channels; neighbouring tokens, which
-// are often large together, go to different blocks. Bytes: dout is read twice, once for each table.
+// often both have large buckets, go to different blocks. Bytes: dout is read twice, once for each table.
 #pragma once
 #include <assert.h>
 

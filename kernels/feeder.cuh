@@ -3,14 +3,20 @@
 #include "../data/loader.h"
 #include "common.cuh"
 
-// A micro-batch on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in data/loader.h.
+// A micro-batch of N tokens on the device: tokens, targets, order (N each) and buckets (2 * (N + 1)): see Batch in
+// data/loader.h. One block of memory, which begins at `tokens`, holds all of them.
 struct Input {
     int *tokens, *targets, *order, *bucket;
-    int64_t bytes;
+    int64_t N;
 };
 
-inline Input input_at(int* base, int64_t N) {
-    return {base, base + N, base + 2 * N, base + 3 * N, (5 * N + 2) * (int64_t)sizeof(int)};
+inline int64_t input_bytes(int64_t N) {
+    return (5 * N + 2) * (int64_t)sizeof(int);
+}
+
+inline Input input_alloc(const Device* dev, int64_t N) {
+    int* base = (int*)device_alloc(dev, input_bytes(N));
+    return {base, base + N, base + 2 * N, base + 3 * N, N};
 }
 
 inline void* pinned_alloc(size_t bytes) {
@@ -23,8 +29,8 @@ inline void pinned_free(void* pointer) {
     check(cudaFreeHost(pointer));
 }
 
-// The loader's memory is used again two batches later, so before the batch after next is asked for, the copy of the
-// present one must be over: an event each, waited for a whole micro-batch later, by which time it has long passed.
+// The loader reuses a batch's memory two batches later. So each copy has an event, which is waited for before the batch
+// after the next is requested: a whole micro-batch later, when it has long passed.
 struct Feeder {
     const Device* dev;
     Loader* loader;
@@ -43,8 +49,8 @@ inline void feeder_open(Feeder* feeder, const Device* dev, const Dataset* data, 
     for (int i = 0; i < 2 && dev->gpu; i++) check(cudaEventCreateWithFlags(&feeder->copied[i], cudaEventDisableTiming));
 }
 
-// The next micro-batch into `input`; returns the number of its distinct tokens, -1 with feeder->error on bad data.
-inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
+// Copies the next micro-batch to `input`. Returns the number of its distinct tokens; -1 with feeder->error on bad data.
+inline int feeder_next(Feeder* feeder, const Input* input) {
     const Device* dev = feeder->dev;
     cudaEvent_t event = feeder->copied[feeder->fed % 2];
     if (dev->gpu && feeder->fed >= 2) check(cudaEventSynchronize(event));
@@ -54,7 +60,7 @@ inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
     const int* from[] = {batch->tokens, batch->targets, batch->order, batch->bucket};
     int* to[] = {input->tokens, input->targets, input->order, input->bucket};
     for (int i = 0; i < 4; i++) {
-        size_t bytes = (i < 3 ? N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
+        size_t bytes = (i < 3 ? input->N : 2 * ((int64_t)batch->buckets + 1)) * sizeof(int);
         if (dev->gpu) {
             check(cudaMemcpyAsync(to[i], from[i], bytes, cudaMemcpyHostToDevice, dev->stream));
         } else {
@@ -65,10 +71,10 @@ inline int feeder_next(Feeder* feeder, const Input* input, int64_t N) {
     return batch->buckets;
 }
 
-// A micro-batch of token 0 alone, in place of one that could not be read; returns the number of its distinct tokens.
-inline int input_blank(const Device* dev, const Input* input, int64_t N) {
-    int bucket[4] = {0, 0, -1, (int)N};
-    device_zero(dev, input->tokens, input->bytes);
+// Writes a micro-batch of token 0 alone, for one that could not be read. Returns the number of its distinct tokens.
+inline int input_blank(const Device* dev, const Input* input) {
+    int bucket[4] = {0, 0, -1, (int)input->N};
+    device_zero(dev, input->tokens, input_bytes(input->N));
     copy_to_device(dev, input->bucket, bucket, sizeof(bucket));
     return 1;
 }

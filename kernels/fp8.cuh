@@ -1,4 +1,4 @@
-// Operands of matrix products in fp8: how values become codes of 8 bits, and how large a code's unit is.
+// Operands of matrix products in fp8: casts of values to codes of 8 bits, and the scales of codes.
 //
 // A tensor has one scale, a power of two: code = round(value * scale), value ~ code / scale. e4m3 (4 bits of exponent,
 // 3 of mantissa, up to 448) is for activations, weights and gradients; e5m2 (2 of mantissa, up to 57344), which spreads
@@ -6,18 +6,17 @@
 // Rounding is to nearest even. What lies beyond the largest code becomes the largest code and is counted; NaN and
 // infinity become NaN, so that the loss or the norm of the gradient shows them.
 //
-// The scale of a step comes from the largest magnitudes of the FP8_HISTORY steps before it (delayed scaling), with one
-// binade to spare: so a tensor is read once, and its own largest magnitude is a by-product. In the first step, which
-// has no history, each tensor is read twice and scaled by its own largest magnitude so far. Magnitudes of a step are
-// those of all micro-batches and ranks. They are part of a checkpoint. Weights that are stored as codes (linear.cuh)
-// have the scale that they are stored with.
+// The scale of a step comes from the largest magnitudes of the FP8_HISTORY steps before it (delayed scaling), with a
+// factor of 2 to spare. So a tensor is read once, and its own largest magnitude is a by-product. In the first step,
+// which has no history, each tensor is read twice and scaled by its own largest magnitude so far. The magnitudes of a
+// step are maxima over all micro-batches and ranks, and belong to a checkpoint. Weights that are stored as codes
+// (linear.cuh) keep the scale that they are stored with.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
 // columns, dy^T x reads both by columns. Kernels that make a tensor write its codes by rows themselves (fp8_codes.cuh),
-// and fp8_by_columns transposes them: 2 bytes an element. For tensors that no kernel makes codes of there is a cast: it
-// writes an operand by rows, by columns, or both, 2 bytes read and up to 2 written an element. It can compute GELU or
-// GELU's gradient on the way, and leaves a linear layer's bias gradient, the column sums of the values before they are
-// rounded.
+// and fp8_by_columns transposes them: 2 bytes per element. Other tensors are cast: the cast writes an operand by rows,
+// by columns, or both, with 2 bytes read and up to 2 written per element. It can compute GELU or GELU's gradient too,
+// and a linear layer's bias gradient, the column sums of the values before they are rounded.
 //
 // On the CPU the same codes go through the plain C product, decoded.
 #pragma once
@@ -42,8 +41,8 @@ enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
 struct Fp8 {
     int slots;
     Fp8Type gradients;
-    bool current;          // this step scales by what it finds, since there is no history
-    int64_t first;         // number of the first step that did; 0: none has
+    bool current;          // this step has no history, and scales by the magnitudes that it finds
+    int64_t first;         // number of the first such step; 0: there was none
     float* history;        // (slots, FP8_HISTORY) largest magnitudes, the last step's first; 0: unknown
     float* scale;          // (slots)
     float* inverse;        // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
@@ -140,7 +139,7 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
                             bool accumulate) {
     float* x = (float*)memory_take(rows * depth * sizeof(float));
     float* y = (float*)memory_take(cols * depth * sizeof(float));
-    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];  // a power of two: it rounds nothing
+    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];  // a power of two: exact
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * inverse;
 #pragma omp parallel for schedule(static)
@@ -153,9 +152,9 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
     free(x), free(y);
 }
 
-// Scales of a step, from the history; nothing has been found yet. A tensor that is stored as codes has their scale. The
-// largest magnitude that such codes can hold stands for its own: any rank can compute the scale from that (fp8_agree),
-// and so can a run that resumes with another storage.
+// Sets the scales of a step from the history, and clears what it will find. A tensor that is stored as codes has their
+// scale; its magnitude is the largest that such codes can hold, so that any rank (fp8_agree), and a run that resumes
+// with another storage, can compute the scale from it.
 inline void fp8_begin_cpu(Fp8* f, int slot) {
     const Fp8Type type = slot % 3 == 2 ? f->gradients : FP8_E4M3;
     float most = 0.0f;
@@ -171,7 +170,7 @@ inline void fp8_begin_cpu(Fp8* f, int slot) {
     f->found[slot] = 0;
 }
 
-// The history after a step. A magnitude that is not finite, or that nobody looked for, leaves it as it is.
+// Adds the step's magnitude to the history, unless it is not finite or was not measured.
 inline void fp8_end_cpu(Fp8* f, int slot) {
     float* history = f->history + slot * FP8_HISTORY;
     float magnitude;
@@ -190,8 +189,8 @@ __device__ inline void fp8_transpose(uint32_t (&column)[4], uint32_t a, uint32_t
     column[2] = __byte_perm(ab2, cd2, 0x5410), column[3] = __byte_perm(ab2, cd2, 0x7632);
 }
 
-// The place of the codes of column c, rows 4g to 4g + 3 of a tile. It is permuted so that neither the threads that
-// write (16 eights of columns, two g) nor those that read (all g of a column) meet in a bank.
+// Returns the place of the codes of column c, rows 4g to 4g + 3 of a tile. Places are permuted so that neither the
+// threads that write (16 times eight columns, two g) nor those that read (all g of a column) have bank conflicts.
 __device__ inline int fp8_place(int c, int g) {
     return c * 32 + (g ^ (2 * (c / 8)));
 }
@@ -449,7 +448,7 @@ inline void fp8_by_columns(const Device* dev, uint8_t* columns, const uint8_t* r
 #endif
 }
 
-// A scale that is known beforehand, for values of at most `magnitude`.
+// Sets a scale that is known beforehand, for values of at most `magnitude`.
 inline void fp8_fix(const Device* dev, Fp8* f, int slot, float magnitude, Fp8Type type) {
     const float scale = fp8_scale(magnitude, type, 0), inverse = 1.0f / scale;
     if (!dev->gpu) f->scale[slot] = scale, f->inverse[4 * slot] = inverse;
@@ -486,8 +485,8 @@ inline int64_t fp8_bytes(int slots) {
     return (int64_t)slots * ((FP8_HISTORY + 6) * (int64_t)sizeof(float) + (int64_t)sizeof(float*)) + 256;
 }
 
-// Before the first micro-batch of a step. Numbers of steps count those that changed something, so a first step that was
-// skipped comes again, and again without a history.
+// To be called before the first micro-batch of a step. `step` does not count skipped steps, so a first step that was
+// skipped comes again, again without a history.
 inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     if (f->first == 0) f->first = step;
     f->current = f->current && step == f->first;
@@ -502,8 +501,8 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
 #endif
 }
 
-// Between fp8_begin and the first micro-batch, where each rank has the scales of some stored tensors and all ranks now
-// have the same `found`: sets the scales of these tensors, which are powers of two.
+// To be called between fp8_begin and the first micro-batch, if each rank has the scales of some stored tensors alone:
+// sets these scales, powers of two, from `found`, which has been all-reduced.
 inline void fp8_agree(const Device* dev, Fp8* f) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots; slot++) {
@@ -521,8 +520,8 @@ inline void fp8_agree(const Device* dev, Fp8* f) {
 #endif
 }
 
-// After the update, unless `factor` says that the step changed nothing; `saturated` gets the number of elements that
-// were too large for their codes.
+// To be called after the update: updates the history unless `factor` says that the step changed nothing. `saturated` is
+// set to the number of elements that were too large for their codes.
 inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* saturated) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots && isfinite(*factor); slot++) fp8_end_cpu(f, slot);
@@ -535,8 +534,8 @@ inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* satur
 #endif
 }
 
-// True if a step before this one has left a magnitude in one of `count` slots from `first` on: one that was skipped has
-// not, nor has one that multiplied these tensors in bf16.
+// True if an earlier step has left a magnitude in one of `count` slots from `first` on. A skipped step leaves none, nor
+// does one that multiplied these tensors in bf16.
 inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int count) {
     const int64_t bytes = (int64_t)count * FP8_HISTORY * (int64_t)sizeof(float);
     float* history = (float*)memory_take(bytes);
@@ -547,7 +546,7 @@ inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int coun
     return has;
 }
 
-// `memory`: fp8_bytes of device memory, set to zero. Its `stored` is for the caller to fill.
+// `memory`: fp8_bytes of device memory, set to zero. The caller sets `stored`.
 inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
     float *inverse = (float*)memory, *history = inverse + (int64_t)slots * 4;
     const float** stored = (const float**)(history + (int64_t)slots * FP8_HISTORY);

@@ -1,9 +1,9 @@
-// Codes of fp8 as the kernels that make a tensor write them, so that no pass only rounds: what such a kernel is told,
-// how eight values become codes, how the fragments of a product's accumulators become rows of codes, and how a block
-// tells what it has seen of the tensor. fp8.cuh says what codes and scales are.
+// How kernels write the tensors that they make as fp8 codes, so that no separate pass rounds them: where the codes go,
+// conversion of eight values, of a product's accumulators to rows of codes, and the update of the tensor's counters.
+// fp8.cuh explains codes and scales.
 //
-// A kernel rounds a value to bf16 before it makes the code, as it would store it. So the codes are those that a cast
-// of the stored tensor would give, to the bit.
+// A kernel rounds a value to bf16 before it makes the code. So the codes equal, to the bit, those that a cast of the
+// tensor in bf16 would give.
 #pragma once
 #include "common.cuh"
 #ifdef __CUDACC__
@@ -39,8 +39,8 @@ struct Fp8Seen {
     uint32_t saturated;
 };
 
-// Eight values to four pairs of codes: scaled, rounded, saturated. Only where one of them is beyond the largest code
-// are they looked at one by one: counted, and made NaN if infinite (x - x is 0, or NaN for what is not finite).
+// Eight values to four pairs of codes: scaled, rounded, saturated. Only if one is beyond the largest code are they
+// examined one by one: counted, and made NaN if infinite (x - x is 0, or NaN if x is not finite).
 __device__ __forceinline__ void fp8_pairs(uint32_t (&pair)[4], const float (&value)[8], float scale, float largest,
                                           bool e5m2, Fp8Seen* seen) {
     float most = 0.0f;
@@ -64,8 +64,8 @@ __device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float la
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
-// Tells the tensor's counters what a thread or a warp has seen. Bits of floats that are not negative are ordered as the
-// floats are. Most have nothing to add.
+// Updates the tensor's counters with what a thread or a warp has seen; most have nothing to add. Bits of floats that
+// are not negative have the order of the floats.
 __device__ inline void fp8_add_seen(uint32_t* found, uint32_t* saturated, uint32_t bits, uint32_t count) {
     if (count > 0) atomicAdd(saturated, count);
     if (bits > *(volatile uint32_t*)found) atomicMax(found, bits);

@@ -1,14 +1,14 @@
-// The instructions of sm_90a that the attention kernels, the classifier, layer norm's backward pass and the products
-// next to GELU are made of, besides those of ptx.cuh: the copy engine's copies of tensors (TMA), the matrix product of
-// a warpgroup of 128 threads (wgmma) and barriers of some of a block's warps. One function an instruction; what each
-// does and which layout it wants is said at its declaration, with the section of NVIDIA's PTX ISA that defines it (by
-// title: the numbers move from one edition to the next).
+// Wrappers of sm_90a's instructions, besides those of ptx.cuh, for the attention kernels, the classifier, layernorm's
+// backward pass and the products next to GELU: copies of tensors by the copy engine (TMA), the matrix product of a
+// warpgroup of 128 threads (wgmma) and barriers of some of a block's warps. Each instruction is a function, whose
+// comment says what it does, which layout it needs, and which section of NVIDIA's PTX ISA defines it (by title, since
+// the numbers change between editions).
 //
 // Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
 // after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
 // chunks are permuted by the 128-byte swizzle: chunk c of row r is at chunk c ^ (r % 8) of that row, so that eight rows
-// of one column lie in different banks. The copy engine writes and reads panels in this form, one order a panel, and
-// wgmma reads them. Wherever a tile is read the same function of ROWS gives the descriptor:
+// of one column lie in different banks. The copy engine writes and reads panels in this form, one copy per panel, and
+// wgmma reads them. Two functions of ROWS give the descriptors:
 //   operand_k_major    the tile's rows are the operand's M or N, and the product sums along a row  (q, k of q k^T)
 //   operand_mn_major   the product sums down the tile's rows                                      (v of p v)
 #pragma once
@@ -51,7 +51,7 @@ inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows
     return map;
 }
 
-// True if a kernel was built for sm_90a: otherwise it is empty and needs few registers.
+// True if a kernel was built for sm_90a: otherwise it is empty and uses few registers.
 template <typename Kernel>
 bool hopper_kernel_is_built(Kernel* kernel) {
     cudaFuncAttributes attributes;
@@ -67,8 +67,8 @@ __device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
     return (uint32_t)(row * PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4));
 }
 
-// The thread that made the barriers calls this before the __syncthreads() after which others, and the copy engine, use
-// them.
+// The thread that initialised barriers calls this before the __syncthreads() after which other threads and the copy
+// engine use them.
 __device__ __forceinline__ void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();
@@ -123,9 +123,9 @@ __device__ __forceinline__ void group_arrive(int number, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// Lets the blocks of the next launch in the stream begin where this one's leave room, and waits until the last launch
-// has ended and its results are visible, which comes before any access to memory (PTX ISA, Parallel Synchronization:
-// griddepcontrol).
+// launch_next lets blocks of the next launch in the stream begin as soon as there is room. wait_for_last waits until
+// the last launch has ended and its results are visible; it must come before any access to memory (PTX ISA, Parallel
+// Synchronization: griddepcontrol).
 __device__ __forceinline__ void launch_next() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -133,10 +133,10 @@ __device__ __forceinline__ void wait_for_last() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread gives the order. Coordinates are column,
-// row, batch of the box's first element.
+// The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread starts a copy. Coordinates are column, row
+// and batch of the box's first element.
 
-// The barrier counts the box's bytes, those past the tensor's end too.
+// The barrier counts all bytes of the box, also those past the tensor's end.
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,
                                             int batch) {
     asm volatile(
@@ -169,8 +169,8 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, uint32_t 
                  : "memory");
 }
 
-// sum[v] of a thread, over the 8 lanes with the same lane % 4: lane 4 v + t returns that of its v. With sum[2 n + e] of
-// accumulators' column 8 n + 2 t + e (below), that is the sum of 32 columns, of which a lane has lane_column's.
+// Sums sum[v] over the 8 lanes with the same lane % 4: lane 4 v + t returns the sum for v. If sum[2 n + e] belongs to
+// column 8 n + 2 t + e of accumulators (below), these are sums of 32 columns, and each lane has that of lane_column.
 __device__ __forceinline__ float sum_lanes(const float (&sum)[8], int lane) {
     float half[4], quarter[2];
 #pragma unroll
@@ -205,13 +205,13 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until at most the newest N groups of products are under way.
+// Waits until at most the newest N groups of products are in flight.
 template <int N>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-// The compiler takes a product to be done where it is issued; this keeps it from moving uses across the wait.
+// The compiler assumes that a product is done where it is issued; this keeps it from moving uses across the wait.
 template <int N>
 __device__ __forceinline__ void wgmma_hold(float (&c)[N][4]) {
 #pragma unroll
@@ -241,8 +241,8 @@ __device__ __forceinline__ uint64_t operand_mn_major(uint32_t tile, int k) {
     return operand(tile + (uint32_t)(k * 16 * PANEL_ROW_BYTES), ROWS * PANEL_ROW_BYTES, 8 * PANEL_ROW_BYTES);
 }
 
-// The operand `bytes` further on in the tile, a constant. Steps of a descriptor whose own address the compiler sees to
-// be the same in all threads of the warp (uniform_operand) cost one instruction, not a computation and two moves each.
+// Returns the operand `bytes`, a constant, further on in the tile. If the compiler knows that a descriptor is the same
+// in all threads of the warp (uniform_operand), a step costs one instruction, not a computation and two moves.
 __device__ __forceinline__ uint64_t operand_step(uint64_t operand, int bytes) {
     return (operand & 0xffffffff00000000ull) | ((uint32_t)operand + (uint32_t)(bytes >> 4));
 }

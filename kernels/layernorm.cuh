@@ -1,29 +1,32 @@
 // Layer normalisation over the last axis, alone or fused with the residual addition before it. For each row of C:
 //     x = inp1 + inp2 (stored as `residual`), mean = sum(x) / C, rstd = 1 / sqrt(sum((x - mean)^2) / C + 1e-5),
 //     out = (x - mean) * rstd * weight + bias.
-// The statistics are centred (two passes over values that are at hand), since E[x^2] - E[x]^2 cancels. In bf16 they are
-// those of the rounded x, so that backward, which reads the stored x, sees what forward used.
+// The variance takes a second pass over values in registers or cache, since E[x^2] - E[x]^2 cancels. In bf16 the
+// statistics are those of the rounded x, which backward reads.
 //
 // Backward, with norm = (x - mean) * rstd and d = dout * weight:
 //     dinp += rstd * (d - sum(d) / C - norm * sum(d * norm) / C)     (the residual branch's gradient is already there)
 //     dweight (+)= sum over rows of dout * norm,   dbias (+)= sum over rows of dout.
 //
-// All of it is memory-bound. Bytes per element of (N, C): forward 2 accesses, residual + forward 4, backward 4 (dout,
-// inp, dinp twice). Forward: a warp holds a row in registers up to 8 vectors a lane; longer rows take a block, which
-// reads them again from the cache. Backward: a block walks over rows; a thread owns the same channels in all of them,
-// so dweight, dbias and dcolumns stay in its registers. A row's way from memory is a ring in shared memory: while one
-// row is worked on, the next is under way, asked for by one thread as three runs of bytes (sm_90; before, each thread
-// asks for its own vectors). A row needs its two sums before it can be written, one barrier; between the passes norm
-// and dinp + rstd * d stay in registers, so that nothing is read or converted twice: 11 arithmetic instructions and 4.5
-// conversions an element, 29 with those that a row costs. With at most 80 registers a thread, of which it takes 72, 24
-// warps of a multiprocessor, in blocks as small as a row lets them be, wait for their barriers at different times. Each
-// block leaves its partial sums in scratch memory, and column_sum.cuh adds these up.
+// All of it is memory-bound. Accesses per element of (N, C): forward 2, residual + forward 4, backward 4 (dout, inp,
+// dinp twice).
 //
-// The gradient that backward leaves in dinp is the output's gradient of the linear layer below, whose bias wants its
-// column sums: `dcolumns` gets them, of the values as stored, while they are in registers.
+// Forward: a warp holds a row in registers, up to 8 vectors per lane; a longer row takes a block, which reads it again
+// from the cache.
 //
-// With --matmul fp8 a linear layer reads both results as codes of 8 bits: forward's `out`, and the dinp that backward
-// leaves. Forward then writes codes instead of `out`, and backward writes both (fp8_codes.cuh), so no pass only rounds.
+// Backward: a block walks over rows. A thread has the same channels of every row, so its parts of dweight, dbias and
+// dcolumns stay in registers. Rows come through a ring in shared memory: while one is computed, the next is loaded, on
+// sm_90 by one thread as three bulk copies, before sm_90 by each thread for its own vectors. A row is written after its
+// two sums are complete, which takes one barrier; until then norm and dinp + rstd * d stay in registers, so that
+// nothing is read or converted twice: 11 arithmetic instructions and 4.5 conversions per element, 29 with those for
+// each row. At 72 registers per thread, of at most 80, a multiprocessor runs 24 warps; small blocks keep them from
+// waiting at the same time. Each block leaves partial sums in scratch memory, which column_sum.cuh adds up.
+//
+// The dinp that backward leaves is also the output gradient of the linear layer below. `dcolumns`, the column sums of
+// the stored values, is that layer's bias gradient.
+//
+// With --matmul fp8 a linear layer reads forward's `out` and backward's dinp as codes of 8 bits. Forward then writes
+// codes instead of `out`, and backward writes both (fp8_codes.cuh), so that no separate pass rounds them.
 #pragma once
 #include <assert.h>
 
@@ -237,14 +240,15 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     if (CODES) fp8_tell(codes.found, codes.saturated, seen);
 }
 
-// The column in which vector v of a thread of the backward kernel begins: its vectors are a block's width apart.
+// Returns the first column of vector v of a thread of the backward kernel. Its vectors are a block's width apart.
 template <typename X>
 __device__ inline int layernorm_column(int v) {
     return (threadIdx.x + v * blockDim.x) * Vec<X>::size;
 }
 
-// Asks for a row of dout, inp and dinp, which `slot` gets in this order: one thread asks the copy engine, which
-// arrives at `barrier`; before sm_90 each thread asks for its own vectors. All threads have read what the slot held.
+// Starts to copy a row of dout, inp and dinp to `slot`, in this order. On sm_90 one thread starts the copy engine,
+// which arrives at `barrier`; before sm_90 each thread copies its own vectors. All threads must have read the slot's
+// last row.
 template <typename X, int VECS>
 __device__ inline void layernorm_ask(X* slot, uint64_t* barrier, const X* dout, const X* inp, const X* dinp, int C,
                                      bool wanted) {
@@ -270,7 +274,7 @@ __device__ inline void layernorm_ask(X* slot, uint64_t* barrier, const X* dout, 
 #endif
 }
 
-// The thread's vectors of a slot have come, that of the ring's `stages` which was asked for first.
+// Waits until the oldest of the ring's `stages` copies has arrived.
 __device__ inline void layernorm_wait(uint64_t* barrier, uint32_t parity, int stages) {
 #if __CUDA_ARCH__ >= 900
     (void)stages;
@@ -284,9 +288,9 @@ __device__ inline void layernorm_wait(uint64_t* barrier, uint32_t parity, int st
 #endif
 }
 
-// Sums of x and of y over the block, the same in every thread. `partial` has two places for each of 16 warps, those of
-// warps that are not there zero, and is not that of the call just before, as a slow thread may still be reading it.
-// Half a warp adds x, half y; then every warp adds up all warps' sums, with a lane for each.
+// Returns the sums of x and of y over the block, in every thread. `partial` has two places for each of 16 warps, zero
+// for warps that the block lacks; successive calls take turns at two arrays, since slow threads may still read the last
+// one. Half a warp adds x, half y; then every warp adds up all warps' sums, one per lane.
 __device__ inline float2 layernorm_block_sums(float2 value, float* partial) {
     bool upper = threadIdx.x & 16;
     float own = upper ? value.y : value.x;
@@ -308,8 +312,8 @@ struct alignas(16) LayernormSums {
     float dweight[COLUMNS], dbias[COLUMNS], dcolumns[COLUMNS];
 };
 
-// The thread's part of sum(d) and sum(d * norm) of a row. What the second pass needs stays in registers: norm, and
-// value = dinp + rstd * d. dinp is used here, and not first behind the barrier after which its slot is filled again.
+// Returns the thread's part of sum(d) and sum(d * norm) of a row. What the second pass needs stays in registers: norm,
+// and value = dinp + rstd * d. dinp is read here, since its slot is filled again after the barrier.
 template <typename X, int COLUMNS>
 __device__ inline float2 layernorm_backward_sums(LayernormSums<COLUMNS>* total, float (&norm)[COLUMNS],
                                                  float (&value)[COLUMNS], const X* slot, const float (&w)[COLUMNS],
@@ -339,7 +343,8 @@ __device__ inline float2 layernorm_backward_sums(LayernormSums<COLUMNS>* total, 
     return sum;
 }
 
-// A row of dinp from the two averages times rstd, and its column sums; with CODES its codes too, to `codes`.
+// Writes a row of dinp from the two averages times rstd, and adds it to the column sums; with CODES it writes codes
+// too.
 template <typename X, int COLUMNS, bool CODES>
 __device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X* dinp, const float (&norm)[COLUMNS],
                                                 float (&value)[COLUMNS], float average, float average_norm, int C,
@@ -410,7 +415,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         layernorm_wait(barrier + stage, parity, stages);
         float2 sum = layernorm_backward_sums<X>(&total, norm, value, ring + stage * 3 * C, w, m, r, C);
 #if __CUDA_ARCH__ >= 900
-        fence_async();  // this thread's reads of the stage come before what the copy engine writes there next
+        fence_async();  // orders this thread's reads of the stage before the copy engine's next writes to it
 #endif
         sum = layernorm_block_sums(sum, sums[row % 2]);
         ask(stage, at + stages * stride, row + stages < rows);
@@ -432,8 +437,8 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
 }
 #endif
 
-// The backward kernel's launch: channels a thread, threads of a block, blocks, stages of a block's ring, its bytes of
-// shared memory. Where a thread has 8 channels there are as many blocks as find room at once.
+// The backward kernel's launch: channels per thread, threads per block, blocks, stages of a block's ring, its bytes of
+// shared memory. With 8 channels per thread, there are as many blocks as fit on the GPU at once.
 struct LayernormShape {
     int columns, threads, blocks, stages, bytes;
 };
@@ -467,8 +472,7 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
     int vecs = C / Vec<X>::size;
     if (N == 0) return;
     if (vecs <= 32 * 8) {
-        // The kernel is chosen by the vectors of a lane, since registers that a shorter row does not need would keep
-        // other warps out.
+        // Each number of vectors per lane has its own kernel, since unused registers would keep other warps out.
         int lane_vecs = (int)ceil_div(vecs, 32);
         auto kernel = lane_vecs <= 3   ? layernorm_forward_kernel<X, 3, CODES>
                       : lane_vecs == 4 ? layernorm_forward_kernel<X, 4, CODES>
@@ -499,8 +503,8 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
 }
 #endif
 
-// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). codes: what gets the result as codes, on a GPU in bf16, and
-// then out is not written; NULL, or with rows NULL, nothing does.
+// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). codes: the result is written there as codes instead of to out,
+// on a GPU in bf16; NULL, or with rows NULL: no codes.
 template <typename X>
 void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, const X* inp, const X* weight,
                        const X* bias, int64_t N, int C, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
@@ -532,7 +536,7 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
 #endif
 }
 
-// Refuses what backward would, before anything is allocated.
+// Also refuses a C that is too large for backward, before anything is allocated.
 template <typename X>
 int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
     return dev->gpu ? (int64_t)layernorm_backward_shape<X>(dev, C).blocks * 3 * C * sizeof(float) : 0;
@@ -567,8 +571,8 @@ int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const 
 #endif
 
 // dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
-// layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288. codes: what gets
-// the codes of dinp as well, on a GPU in bf16; NULL, or with rows NULL, nothing does.
+// layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288. codes: dinp is
+// written there as codes as well, on a GPU in bf16; NULL, or with rows NULL: no codes.
 template <typename X, typename G>
 void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dcolumns, float* scratch, const X* dout,
                         const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,

@@ -1,16 +1,19 @@
-// Linear layers as the trainer uses them: their products are those of matmul.cuh, of the activations' type, or of fp8
-// codes (fp8.cuh). Every function does one of the two; which, is what `use` says.
+// Linear layers as the trainer uses them. Every function multiplies either as matmul.cuh does, in the activations'
+// type, or with fp8 codes (fp8.cuh); `use` says which.
 //
-// With fp8, a layer's input has codes by rows for the forward product and by columns for the gradient of the weights,
-// which are what is kept for the backward pass (1 byte an element instead of 2); the output's gradient has both. Who
-// makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the classifier), and here they
-// are transposed, for 2 bytes an element; the products next to GELU (matmul_gelu_fp8.cuh) write both; what no kernel
-// makes codes of is cast, for 4. In the first step, which finds its scales itself, everything is cast. The weights are
-// cast in both passes, for 3 each; but weights that the optimizer stores as codes of e4m3 with one scale a tensor are
-// read as they are stored, and transposed for the backward pass, for 2. Their scale comes from the optimizer
-// (fp8_begin) and nothing is rounded a second time. GELU and its gradient happen inside a cast where there is no
-// product of our own. Products of the forward pass use fast sums, those of the backward pass sums of full length
-// (matmul_gelu_fp8.cuh's apart): their depth is up to the rows of a micro-batch.
+// With fp8, a layer's input has codes by rows for the forward product, and by columns for the gradient of the weights.
+// The latter are kept for the backward pass (1 byte per element instead of 2). The output's gradient has both kinds.
+// The kernel that makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the
+// classifier), and they are transposed here, for 2 bytes per element; the products next to GELU (matmul_gelu_fp8.cuh)
+// write both kinds; other tensors are cast, for 4. The first step, which finds its scales itself, casts everything.
+//
+// Weights are cast in both passes, for 3 bytes per element each. Weights that the optimizer stores as e4m3 codes with
+// one scale per tensor are read as they are stored, with the optimizer's scale (fp8_begin), and transposed for the
+// backward pass, for 2; nothing is rounded a second time.
+//
+// GELU and its gradient are computed inside a cast if no product of our own does it. Products of the forward pass use
+// fast sums; those of the backward pass, except matmul_gelu_fp8.cuh's, use sums of full length, since they run over up
+// to all rows of a micro-batch.
 #pragma once
 #include "fp8.cuh"
 #include "matmul.cuh"
@@ -18,7 +21,7 @@
 #include "matmul_gelu_fp8.cuh"
 #endif
 
-// The codes that are in use, which lie in device memory of the activations. scales NULL: no fp8.
+// The codes in use, in the activations' device memory. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
     bool made;                  // kernels write the codes of what they make
@@ -31,25 +34,25 @@ struct Fp8Use {
     uint8_t *dhead, *dhead_columns;   // (logit_rows, Vp), (Vp, logit_rows) the gradient of the logits
 };
 
-// A layer's weights: (OC, C) `values`; with fp8 their codes instead, by rows, if they are stored as such.
+// A layer's weights: (OC, C) `values`; or, with fp8, `codes` by rows if they are stored as codes.
 template <typename X>
 struct LinearWeight {
     const X* values;
     const uint8_t* codes;  // NULL: codes are made of the values
 };
 
-// A layer has three slots among the scales: those of its input, its weights and its output's gradient, in this order.
-// In the functions that a layer has, `slot` is the number of the first.
+// A layer has three slots among the scales: for its input, its weights and its output's gradient, in this order. In the
+// functions below, `slot` is the number of the first.
 constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
 
-// Tells the kernel that makes the tensor of slot `own` where its codes go, if it is to write any.
+// Returns where the kernel that makes the tensor of slot `own` writes its codes, if it does (`made`).
 inline Fp8Codes linear_codes(const Fp8Use* use, int own, uint8_t* rows, Fp8Type type, bool made) {
     if (!made) return {};
     const Fp8* f = use->scales;
     return {rows, f->scale + own, f->found + own, f->found + f->slots, type};
 }
 
-// The same for a layer's input, its output's gradient, and the gradient of the logits.
+// The same for a layer's input, for its output's gradient, and for the gradient of the logits.
 inline Fp8Codes linear_input_codes(const Fp8Use* use, int slot) {
     return linear_codes(use, slot, use->rows, FP8_E4M3, use->made);
 }
@@ -67,7 +70,7 @@ void linear_cast_input(const Device* dev, const Fp8Use* use, int slot, Fp8Op op,
     fp8_cast<X>(dev, use->scales, &to, op, inp, (const X*)nullptr, (float*)nullptr, nullptr, N, C, false);
 }
 
-// Returns the codes of weight: (OC, C), by rows or by columns: those that are stored, or else use->weight.
+// Returns the codes of weight: (OC, C), by rows or by columns: those that are stored, or codes made in use->weight.
 template <typename X>
 const uint8_t* linear_weight_codes(const Device* dev, const Fp8Use* use, int slot, LinearWeight<X> weight, bool columns,
                                    int C, int OC) {
@@ -92,7 +95,7 @@ void linear_product_fp8(const Device* dev, const Fp8Use* use, int slot, X* out, 
                    true, false);
 }
 
-// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: those by rows are there.
+// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: codes by rows exist already.
 template <typename X>
 void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, bool made, Fp8Op op, X* out, const X* inp,
                         uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
@@ -101,7 +104,7 @@ void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, bool mad
     linear_product_fp8(dev, use, slot, out, use->rows, weight, bias, N, C, OC);
 }
 
-// True if a layer of (N, C) before GELU, with OC outputs, and the one behind it have products of our own.
+// True if the layer before GELU, from (N, C) to OC outputs, and the one after GELU have products of our own.
 inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]] int64_t N, [[maybe_unused]] int C,
                              [[maybe_unused]] int OC) {
 #ifdef __CUDACC__
@@ -110,9 +113,28 @@ inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]
     return false;
 }
 
+// Takes room for the codes of a layer's input and weights, and sets which kernels write codes of what they make. A plan
+// (without memory) asks no kernel, since the GPU may not be here. attention_made is the caller's to set.
+inline Fp8Use linear_use(Layout* layout, const Device* dev, const Fp8* scales, int64_t N, int C) {
+    Fp8Use use = {};
+    use.scales = (Fp8*)scales;
+    use.rows = layout_take<uint8_t>(layout, N * 4 * C), use.weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
+    use.made = layout->base && dev->gpu && !scales->current;
+    use.gelu_made = use.made && linear_gelu_fits(dev, N, C, 4 * C);
+    return use;
+}
+
+// Takes room for the codes of the head, which is then in fp8.
+inline void linear_use_head(Layout* layout, Fp8Use* use, int64_t logit_rows, int64_t C, int64_t Vp) {
+    for (uint8_t*& weight : use->head) weight = layout_take<uint8_t>(layout, Vp * C);
+    use->head_columns = layout_take<uint8_t>(layout, logit_rows * C);
+    use->dhead = layout_take<uint8_t>(layout, logit_rows * Vp);
+    use->dhead_columns = layout_take<uint8_t>(layout, logit_rows * Vp);
+}
+
 #ifdef __CUDACC__
-// For the products next to GELU: the place for the codes of the result, which is slot `to`, and the scales of the
-// operands, which are slots `left` and `right`.
+// For the products next to GELU: the place for the codes of the result, slot `to`, and the scales of the operands,
+// slots `left` and `right`.
 inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* rows, uint8_t* transposed, Fp8Type type,
                                          int left, int right) {
     const Fp8* f = use->scales;
@@ -136,8 +158,8 @@ inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_
 #endif
 }
 
-// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, if fp8 is used; made:
-// whoever made inp wrote linear_input_codes instead.
+// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, with fp8; made: the
+// kernel that made inp wrote linear_input_codes instead.
 template <typename X>
 void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool made, X* out, const X* inp, uint8_t* columns,
                     LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
@@ -146,8 +168,8 @@ void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool made, X
     matmul_forward<X>(dev, out, nullptr, inp, weight.values, bias, N, C, OC);
 }
 
-// A layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, out = gelu(pre_gelu), which fp8 leaves to the next
-// layer, or of which it makes the codes that are kept: gelu_columns (OC, N).
+// The layer before GELU: pre_gelu: (N, OC) = inp weight^T + bias, out = gelu(pre_gelu). With fp8, out is not written:
+// the product makes the codes of gelu that are kept, gelu_columns (OC, N), or the next layer does.
 template <typename X>
 void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, X* pre_gelu, const X* inp,
                                 uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns, LinearWeight<X> weight,
@@ -160,8 +182,8 @@ void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, 
     matmul_forward<X>(dev, out, pre_gelu, inp, weight.values, bias, N, C, OC);
 }
 
-// The layer after GELU: out: (N, OC) = gelu weight^T + bias. gelu: (N, C) is gelu(pre_gelu), which fp8 computes here
-// where its codes are not made yet.
+// The layer after GELU: out: (N, OC) = gelu weight^T + bias. gelu: (N, C) is gelu(pre_gelu), whose codes are made here,
+// with fp8, if the layer before did not make them.
 template <typename X>
 void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, const X* gelu, const X* pre_gelu,
                                uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
@@ -171,7 +193,7 @@ void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X
     matmul_forward<X>(dev, out, nullptr, gelu, weight.values, bias, N, C, OC);
 }
 
-// gelu: (N, C) or its codes again, from pre_gelu, where a run keeps neither.
+// Recomputes gelu: (N, C), or its codes, from pre_gelu.
 template <typename X>
 void linear_gelu_again(const Device* dev, const Fp8Use* use, int slot, X* gelu, const X* pre_gelu, uint8_t* columns,
                        int64_t N, int C) {
@@ -181,7 +203,7 @@ void linear_gelu_again(const Device* dev, const Fp8Use* use, int slot, X* gelu, 
 
 // Backward. The functions of a layer are called in this order: linear_gradient; then dinp, dweight.
 
-// The codes of the output's gradient; made: whoever made dout wrote linear_gradient_codes.
+// Makes the codes of the output's gradient; made: the kernel that made dout wrote linear_gradient_codes.
 template <typename X>
 void linear_gradient(const Device* dev, const Fp8Use* use, int slot, bool made, const X* dout, int64_t N, int OC) {
     if (!use->scales) return;
@@ -216,8 +238,8 @@ void linear_backward_weight(const Device* dev, const Fp8Use* use, int slot, G* d
                    FP8_E4M3, (const G*)nullptr, OC, C, N, false, accumulate);
 }
 
-// Returns what the backward pass of the layer before GELU uses: linear_backward_gelu has left the codes of its output's
-// gradient elsewhere. dwide: (N, OC), as that was given it.
+// Returns `use` for the backward pass of the layer before GELU, with the places where linear_backward_gelu left the
+// codes of its output's gradient. dwide: (N, OC), the dinp of that call.
 template <typename X>
 Fp8Use linear_use_before_gelu(const Fp8Use* use, X* dwide) {
     Fp8Use own = *use;
@@ -241,9 +263,9 @@ void linear_backward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused
 #endif
 }
 
-// Back through the layer after GELU to GELU's input: dinp: (N, C) = (dout weight) * gelu'(pre_gelu), and to the bias
-// before it: dbias: (C) (+)= its column sums. In fp8 either its codes are left in use->rows and, by columns,
-// where dinp is, or dinp is without GELU's part, which linear_gradient_gelu adds.
+// The backward pass of the layer after GELU, down to GELU's input: dinp: (N, C) = (dout weight) * gelu'(pre_gelu), and
+// dbias: (C), the gradient of the bias before GELU, (+)= its column sums. With fp8, either codes of dinp are left in
+// use->rows and, by columns, in dinp's memory; or dinp is dout weight, and linear_gradient_gelu does the rest.
 template <typename X, typename G>
 void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* dinp, G* dbias, float* scratch,
                           const X* dout, LinearWeight<X> weight, const X* pre_gelu, int64_t N, int C, int OC,
@@ -257,8 +279,8 @@ void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* din
     matmul_backward_gelu<X, G>(dev, dinp, dbias, scratch, dout, weight.values, pre_gelu, N, C, OC, accumulate);
 }
 
-// The codes of dout * gelu'(pre_gelu), the output's gradient of the layer before GELU, and dbias: (OC) (+)= its column
-// sums. Does nothing without fp8, where linear_backward_gelu did it.
+// Makes the codes of dout * gelu'(pre_gelu), the output gradient of the layer before GELU, and dbias: (OC) (+)= its
+// column sums, unless linear_backward_gelu has done it.
 template <typename X, typename G>
 void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const X* dout, G* dbias, float* scratch,
                           const X* pre_gelu, int64_t N, int OC, bool accumulate) {
@@ -268,10 +290,10 @@ void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const 
     fp8_cast<X, G>(dev, use->scales, &to, FP8_GELU_BACKWARD, dout, pre_gelu, dbias, scratch, N, OC, accumulate);
 }
 
-// The head is a layer without a bias whose rows are taken a few at a time. It is in fp8 if use->head[0] is not NULL.
+// The head is a layer without a bias. Its rows are taken in pieces. It is in fp8 if use->head[0] is not NULL.
 
-// Before the first rows: the codes of the weights (Vp, C), and the scale of the logits' gradient, which is at most
-// dloss.
+// To be called before the first rows: makes the codes of the weights (Vp, C), and sets the scale of the logits'
+// gradient, which is at most dloss.
 template <typename X>
 void linear_head_begin(const Device* dev, const Fp8Use* use, int slot, const X* weight, float dloss, int C, int Vp) {
     if (!use->head[0]) return;

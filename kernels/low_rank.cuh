@@ -322,7 +322,7 @@ struct LowStore {
     __device__ void take(int row, int column, float4 x, Old) const { *(float4*)(low + row * cols + column) = x; }
 };
 
-// True if the device runs a kernel that was compiled with clusters; from PTX of sm_80 a newer one has a kernel without.
+// True if the device runs a kernel that was compiled with clusters; one compiled from sm_80's PTX has none.
 template <typename Kernel>
 bool low_has_clusters(Kernel* kernel) {
     cudaFuncAttributes attributes;
@@ -330,8 +330,8 @@ bool low_has_clusters(Kernel* kernel) {
     return attributes.ptxVersion >= 90;
 }
 
-// The number of blocks that share a tile of a projection, if blocks can: the one that keeps the multiprocessors, which
-// have room for two blocks each, busiest.
+// Returns how many blocks share a tile of a projection: the number that keeps the multiprocessors, which have room for
+// two blocks each, busiest.
 inline int low_slices(const Device* dev, int64_t tiles, int64_t steps) {
     int best = 1;
     double least = INFINITY;

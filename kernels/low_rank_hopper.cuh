@@ -1,5 +1,5 @@
-// This file has what the kernels for sm_90a of low_rank.cuh's two products share. The copy engine brings their
-// operands, and warpgroups multiply them (wgmma):
+// The parts that the sm_90a kernels of low_rank.cuh's two products share. The copy engine loads their operands, and
+// warpgroups multiply them (wgmma):
 //     low_rank_project.cuh  the first product, in fp32
 //     low_rank_back.cuh     the second one and the weights' update, in bf16
 #pragma once

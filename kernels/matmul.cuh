@@ -56,8 +56,8 @@ inline void matmul_backward_weight_cpu(float* dweight, const float* dout, const 
     cpu_gemm(&gemm);
 }
 
-// The columns of dout that a block of matmul_backward_bias_kernel takes, the blocks that a multiprocessor has room for,
-// and the rows of partial sums: no more blocks than there is room for, since one block more would run alone.
+// For matmul_backward_bias_kernel: the columns of dout per block, the blocks that fit on a multiprocessor, and the rows
+// of partial sums. All blocks fit on the GPU at once, since one more would run alone.
 template <typename X>
 constexpr int matmul_bias_columns = 32 * Vec<X>::size;
 
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(256, MATMUL_BIAS_BLOCKS)
             vec_floats(x, d);
             for (int j = 0; j < size; j++) sum[j] += x[j];
         };
-        for (; n + 3 * step < N; n += 4 * step) {  // four loads, then the sums: of a plain loop one would be under way
+        for (; n + 3 * step < N; n += 4 * step) {  // four loads are in flight; in a plain loop it would be one
             Vec<X> d[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) d[i] = load_vec(dout + (n + i * step) * OC + column);

@@ -34,7 +34,7 @@ constexpr int MG_EXTRA = MG_SLOTS + 16 * MG_SLOT_BYTES;  // 1 KB a warpgroup, fo
 constexpr int MG_BARRIERS = MG_EXTRA + 2048;             // full and empty of each stage, one a warp for pre
 constexpr int MG_SHARED_BYTES = MG_BARRIERS + (2 * MG_STAGES + 8) * 8;
 constexpr int MG_CHUNKS = MG_COLUMNS / 32;  // one between two steps, so a tile's product has as many steps
-constexpr int MG_LEAST_DEPTH = (MG_CHUNKS - 1) * MG_DEPTH + 1;
+constexpr int MG_MIN_DEPTH = (MG_CHUNKS - 1) * MG_DEPTH + 1;
 
 struct MatmulGeluMaps {
     CUtensorMap a, b, out, pre;
@@ -378,7 +378,7 @@ __device__ __forceinline__ void mg_barriers(uint32_t shared) {
 #endif
 
 // Grid at most the tiles, block 384, shared memory MG_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// MG_LEAST_DEPTH, any rows. bias (columns): forward. partial (ceil(rows / 64), columns): backward. Deterministic.
+// MG_MIN_DEPTH, any rows. bias (columns): forward. partial (ceil(rows / 64), columns): backward. Deterministic.
 template <bool BACKWARD>
 __global__ void __launch_bounds__(384, 1) matmul_gelu_kernel(const __grid_constant__ MatmulGeluMaps maps,
                                                              MatmulGeluShape shape, const bf16* bias, float* partial) {
@@ -413,7 +413,7 @@ inline bool matmul_gelu_fits(const Device* dev, int64_t rows, int columns, int d
         return false;
     static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
     return built && dev->shared_memory >= MG_SHARED_BYTES && columns % 8 == 0 && depth % 8 == 0 &&
-           depth >= MG_LEAST_DEPTH;
+           depth >= MG_MIN_DEPTH;
 }
 
 template <bool BACKWARD>

@@ -5,12 +5,11 @@
 // magnitude and how many saturated. That replaces a product and a cast (fp8.cuh), which computes the same: the product
 // is rounded to bf16 before GELU or gelu' is taken of it, and the codes are those of the cast to the bit.
 //
-// Bytes an element of the result: forward writes 2 + 1 + 1, backward reads 2 and writes 1 + 1; product and cast move 6
-// and
-// 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups only multiply, and
-// two take GELU, make codes and transpose them, 4 x 8 elements a thread at a time. The tile passes between them through
-// shared memory in four panels of 64 columns, each with barriers of its own, so that both sides work all the time. The
-// two that make codes take turns with the panels: while one computes, the other stores.
+// Bytes per element of the result: forward writes 2 + 1 + 1, backward reads 2 and writes 1 + 1; a product and a cast
+// move 6 and 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups only
+// multiply, and two compute GELU, make codes and transpose them, 4 x 8 elements per thread at a time. The tile passes
+// between them through shared memory in four panels of 64 columns, each with its own barriers, so that both sides
+// always work. The two that make codes take turns at the panels: while one computes, the other stores.
 //
 // Tile 128 x 256, 64 rows a multiplying warpgroup, in two products of 128 columns: one of 256 would need more registers
 // than a block of this size can be compiled with. Shared memory, 226 KB: 3 stages of A (128 x 128 codes) and B (256 x

@@ -1,13 +1,13 @@
-// Calls of cuBLASLt: a plan (descriptors and algorithm) is made at the first call of a shape and kept, so that
-// afterwards a call is one launch. Algorithms that add up by atomics are excluded, and so are those that add up in the
-// output's type, which would round partial sums to bf16; the rest give equal bits for equal inputs.
+// Calls of cuBLASLt. The first call of a shape makes a plan (descriptors and algorithm), which is kept, so that later
+// calls are one launch. Algorithms that sum by atomics are excluded, and so are those that sum in the output's type,
+// which would round partial sums to bf16; the rest give equal bits for equal inputs.
 //
 // Which algorithm: cuBLASLt's first proposal is up to a tenth slower than its best, so all proposals for a large
-// product are timed once, on random operands, when its plan is made: about 50 ms a shape. A clock must not decide over
-// bits (the same command twice, or a run and its resumption, give the same losses to the last bit), so only proposals
-// take part whose result has every bit of the first one's, which is also what runs where there is no search. Operands
-// and bias are random because a run's may be zeros, in whose sums all algorithms agree. Proposals with those bits are
-// most of them: without a split of k, each sum runs over k in the same order whatever the tile.
+// product are timed once, on random operands, when its plan is made: about 50 ms per shape. Timing must not change bits
+// (the same command twice, or a run and its resumption, give the same losses to the last bit), so only proposals whose
+// result equals the first one's bit by bit take part. The first one runs where there is no search. Operands and bias
+// are random because a run's may be zeros, for which all algorithms agree. Most proposals agree with the first: without
+// a split of k, each sum runs over k in the same order, whatever the tile.
 #pragma once
 #include "common.cuh"
 
@@ -85,7 +85,7 @@ inline int matmul_candidates(const Device* dev, const MatmulPlan* plan, cublasLt
     int proposed = 0, count = 0;
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(dev->cublaslt, plan->desc, plan->a, plan->b, plan->d,
                                                            plan->d, preference, most, result, &proposed);
-    // These two are answers (no algorithm; no such epilogue for these types), anything else is an error.
+    // These two mean that there is no algorithm, or no such epilogue for these types; any other status is an error.
     bool none = status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
     if (!none) check(status);
     for (int i = 0; i < proposed && !none; i++)
@@ -132,12 +132,12 @@ __global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_
     atomicAdd(sum, own);
 }
 
-// Operands to try algorithms on: random, so that algorithms that add up in different orders differ in bits. In a
-// rehearsal (dev->rehearsal) they are those of the product itself. Otherwise they are in one piece of device memory
-// that is free again after the search. The product that is wanted overwrites its output unless it accumulates, so the
-// trial writes there, and into GELU's input when that is an output. What remains is large where an operand is: about
-// 0.9 GB for the gradient of the head's weights from 8192 rows of logits. Without room for it there is no search, which
-// changes the speed but no bits, and a line on stderr says so.
+// Operands to try algorithms on: random, so that algorithms that sum in different orders differ in bits. In a rehearsal
+// (dev->rehearsal) they overwrite the product's own operands. Otherwise they are in device memory that is freed after
+// the search, except the output, and GELU's input if it is an output: the product overwrites these unless it
+// accumulates, so the trial writes there. That memory is as large as the operands: about 0.9 GB for the gradient of the
+// head's weights from 8192 rows of logits. If it cannot be allocated there is no search, which changes the speed but no
+// bits, and a line on stderr says so.
 struct MatmulTrial {
     char* memory;
     MatmulPointers pointers;
@@ -146,10 +146,6 @@ struct MatmulTrial {
     int64_t aux_bytes;  // of GELU's input where it is an output, otherwise 0
     bool sums;          // also with beta = 1, as a weight's gradient is added to
 };
-
-inline bool matmul_writes_aux(cublasLtEpilogue_t epilogue) {
-    return epilogue == CUBLASLT_EPILOGUE_GELU_AUX || epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-}
 
 inline void matmul_fill(const Device* dev, bf16* values, int64_t n, float scale, uint32_t seed) {
     matmul_fill_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, dev->stream>>>(values, n, scale, seed);
@@ -165,7 +161,8 @@ inline void matmul_fill_fp8(const Device* dev, void* codes, int64_t n, uint32_t 
 inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
                               MatmulTrial* trial) {
     const MatmulShape* s = &plan->shape;
-    bool writes_aux = matmul_writes_aux(s->epilogue), own = !dev->rehearsal;
+    const bool own = !dev->rehearsal,
+               writes_aux = s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     bool own_output = (own && accumulate) || used->d == used->aux;
     int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;
     // a, b, d, bias (fp32 pairs of bf16 are numbers of that size too), aux
@@ -271,8 +268,8 @@ inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMat
     check(cudaEventDestroy(event[1]));
 }
 
-// Takes cuBLASLt's first proposal, or for a large product the best that a search finds. The proposals asked for are as
-// many with a search as without: the first of 16 need not be the only one of 1.
+// Takes cuBLASLt's first proposal, or for a large product the best that a search finds. It asks for as many proposals
+// without a search as with one, since the first of 16 may differ from the only one of 1.
 inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPointers* pointers, bool accumulate) {
     const MatmulShape* s = &plan->shape;
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];

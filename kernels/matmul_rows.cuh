@@ -208,9 +208,9 @@ void matmul_rows_launch(const Device* dev, D* out, const bf16* inp, const bf16* 
     check_launch();
 }
 
-// The one place that chooses a variant. One row is a matter of loads under way. Up to 64 rows are read by every block
-// that computes outputs of them, through the L2 cache: few rows a block keep all multiprocessors busy, and where the
-// outputs suffice for that (the head) many rows and outputs a block read least.
+// Chooses a variant. The speed of one row depends on the loads in flight. Up to 64 rows are read, through the L2 cache,
+// by every block that computes outputs of them: few rows per block keep all multiprocessors busy; if there are enough
+// outputs for that (the head), many rows and outputs per block read least.
 template <typename D>
 void matmul_rows_choose(const Device* dev, D* out, const bf16* inp, const bf16* weight, const bf16* bias, bool gelu,
                         int N, int C, int OC) {

@@ -112,12 +112,12 @@ constexpr int SP_TILES = SP_PANELS + 4 * SP_PANEL_BYTES;  // a SymmetricTask for
 constexpr int SP_ORDERS = SP_TILES + SP_STAGES * 32;      // and for each warpgroup's panels
 constexpr int SP_BARRIERS = SP_ORDERS + 2 * 32;           // full and empty of each stage
 constexpr int SP_SHARED_BYTES = SP_BARRIERS + SP_STAGES * 16;
-constexpr int SP_LEAST_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
+constexpr int SP_MIN_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
 
 // A product's kind says which of its operands have rows that do not lie along K.
 enum SymmetricKind { SP_NONE_MN, SP_B_MN, SP_BOTH_MN };
 
-// This is one of the products that a launch makes.
+// One of the products that a launch computes.
 struct SymmetricItem {
     SymmetricShape shape;
     float alpha, beta, gamma;
@@ -129,12 +129,12 @@ struct SymmetricItem {
     unsigned char kind;
 };
 
-constexpr int SP_MOST_MAPS = 40, SP_MOST_ITEMS = 64;
+constexpr int SP_MAX_MAPS = 40, SP_MAX_ITEMS = 64;
 
 // The kernel's argument. Arguments of more than 4 KB need CUDA 12.1 and driver 530, and this code needs newer ones.
 struct SymmetricLaunch {
-    CUtensorMap map[SP_MOST_MAPS];
-    SymmetricItem item[SP_MOST_ITEMS];
+    CUtensorMap map[SP_MAX_MAPS];
+    SymmetricItem item[SP_MAX_ITEMS];
     int maps, items, tiles;
     int* counts;   // the next ticket; then each matrix's count of parts of tiles, 64 rows each, that memory has
     int counters;  // matrices with counts
@@ -142,7 +142,7 @@ struct SymmetricLaunch {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// A task tells a warpgroup what to do next.
+// What a warpgroup does next.
 struct SymmetricTask {
     int item;  // number of the product whose tile comes next, SP_FLUSH or SP_END
     SymmetricTile tile;
@@ -172,7 +172,7 @@ __device__ __forceinline__ SymmetricTask sp_read(uint32_t at) {
                  : "=r"(item), "=r"(matrix), "=r"(row), "=r"(column)
                  : "r"(at)
                  : "memory");
-    // So the compiler sees that they are the same in all threads of the warp.
+    // This tells the compiler that they are the same in all threads of the warp.
     item = __shfl_sync(0xffffffffu, item, 0), matrix = __shfl_sync(0xffffffffu, matrix, 0);
     row = __shfl_sync(0xffffffffu, row, 0), column = __shfl_sync(0xffffffffu, column, 0);
     return {item, {matrix, row, column / 2, column % 2}};
@@ -517,7 +517,7 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
 #endif
 
 // Grid at most the tiles, block 384, shared memory SP_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// SP_LEAST_DEPTH; the ticket and counts are 0. Deterministic.
+// SP_MIN_DEPTH; the ticket and counts are 0. Deterministic.
 static __global__ void __launch_bounds__(384, 1)
     symmetric_product_kernel(const __grid_constant__ SymmetricLaunch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -561,12 +561,12 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
     }
 }
 
-// True if our kernel runs here. The batch has no say, since bits may not depend on it. c goes with one kind of product
-// alone, so that the others keep within their registers, and factors go with c. The kernel counts in ints.
+// True if our kernel runs here. The batch does not matter, since bits must not depend on it. Only one kind of product
+// may have c, and with it factors, so that the others do not need more registers. The kernel counts in ints.
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
     static const bool built = hopper_kernel_is_built(symmetric_product_kernel);
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
-           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_LEAST_DEPTH && p->depth < 1 << 20 &&
+           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_MIN_DEPTH && p->depth < 1 << 20 &&
            p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
            !(p->transpose_a && p->transpose_b) &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
@@ -583,7 +583,7 @@ inline void symmetric_product_library(const Device* dev, const SymmetricProduct*
     check_launch();
 }
 
-// A caller describes a product of a chain by this.
+// A product of a chain, as callers describe it.
 struct SymmetricCall {
     SymmetricProduct product;
     __half* d;  // differs from a, b and c
@@ -613,14 +613,14 @@ inline unsigned char symmetric_map(SymmetricLaunch* launch, const __half* addres
     return (unsigned char)i;
 }
 
-// Adds a product to a launch, which begins as zeros and `counts`, room for an int more than there are counters. It
-// comes after those whose results it takes, and writes nothing that one of other matrices reads. A full launch is
-// launched first, and so is one before a product of the library's. Dimensions are multiples of 8.
+// Adds a product to a launch, which is zeros at first, except `counts`, which has an int more than there are counters.
+// A product is added after those whose results it reads, and writes nothing that a product of other matrices reads. A
+// full launch is launched first, and so is a launch before a product of the library's. Dimensions are multiples of 8.
 inline void symmetric_add(const Device* dev, SymmetricLaunch* launch, const SymmetricCall* call) {
     const SymmetricProduct* p = &call->product;
     if (p->batch == 0) return;
     const bool fits = symmetric_product_fits(dev, p);
-    if (!fits || launch->items == SP_MOST_ITEMS || launch->maps + 3 > SP_MOST_MAPS) symmetric_launch(dev, launch);
+    if (!fits || launch->items == SP_MAX_ITEMS || launch->maps + 3 > SP_MAX_MAPS) symmetric_launch(dev, launch);
     if (!fits) return symmetric_product_library(dev, p, call->d, call->a, call->b, call->c);
     SymmetricItem item = {};
     item.shape = symmetric_shape(p);

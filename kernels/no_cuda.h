@@ -1,7 +1,6 @@
-// The C++ compiler's stand-in for CUDA's headers where there is no toolkit: the types that structs hold, bf16 on the
-// host, and the calls that only a run on a GPU makes. The files' CUDA halves stand in #ifdef
-// __CUDACC__. The program first asks how many GPUs there are; here that fails, so none of the other calls is ever
-// reached.
+// A stand-in for CUDA's headers where there is no toolkit: the types that structs hold, bf16 on the host, and the calls
+// that only a run on a GPU makes. The files' CUDA halves are in #ifdef __CUDACC__. The program first asks how many GPUs
+// there are; here that fails, so none of the other calls is ever reached.
 #pragma once
 #include <math.h>
 #include <stdint.h>

@@ -1,16 +1,16 @@
 // The clip factors of a part of the model (a layer, the embeddings, the last layernorm) from its own gradients, for
-// steps that are taken part by part: inside the backward pass nobody knows the norm of all gradients yet.
+// updates inside the backward pass, where the norm of all gradients is not known yet.
 //
 //     square_t = sum of g^2 over tensor t            norm_t = sqrt(square_t)        part = sqrt(sum of square_t)
 //     by tensor:  factor_t = clip / norm_t where norm_t > clip, otherwise 1
-//     by last:    factor = min(1, clip / last, clip / part), where `last` is the norm of all gradients one step ago,
-//                 so that neither the usual scale nor a sudden outlier passes; `last` 0: there was none
+//     by last:    factor = min(1, clip / last, clip / part), where `last` is the norm of all gradients one step ago (0:
+//                 none), so that both the usual scale and a sudden outlier are clipped
 //     clip 0:     1
 //
 // Every factor is NaN, which makes the optimizer leave the part alone, if the loss or the part's norm is not finite.
 //
-// If a step takes the gradients of its micro-batches one by one (release.h), the part's square is the sum of theirs, so
-// that a part that was not finite once is left alone for the rest of the step.
+// If a step updates with the gradients of each micro-batch (release.h), the part's square is the sum of theirs, so that
+// a part that was not finite once is left alone for the rest of the step.
 //
 // G is float or bf16; a tensor begins at 16 bytes. Bytes: reads the gradients once, at the speed of a copy for large
 // tensors. Sums are made of fixed pieces in a fixed order, so they do not depend on where the gradients lie.

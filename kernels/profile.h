@@ -1,7 +1,7 @@
-// --profile: named ranges for NVIDIA's profilers (NVTX). Each step is a range; in it, one range follows another for
-// what the host queues, under the names of `make bench`'s rows; nsys shows beside them the kernels that belong to each.
-// The run ends after PROFILE_STEPS such steps. NVTX is a header of the CUDA toolkit; without the header the option is
-// there and the ranges are not. A range costs nothing unless a profiler listens, and nothing at all without --profile.
+// --profile: named ranges for NVIDIA's profilers (NVTX). Each step is a range that contains one range after another for
+// the work that the host queues, with the names of `make bench`'s rows; nsys shows the kernels of each. The run ends
+// after PROFILE_STEPS such steps. NVTX is a header of the CUDA toolkit; without it --profile makes no ranges. A range
+// costs nothing unless a profiler is attached.
 #pragma once
 #include "common.cuh"
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -29,15 +29,15 @@ inline void profile_end() {
 #endif
 }
 
-// Gives what is queued from here on a name, until the next call. Returns `dev`, so that it can stand in the call of the
-// operator that it names.
+// Names the work that is queued until the next call. Returns `dev`, so that the call can be an argument of the operator
+// that it names.
 inline const Device* named(const Device* dev, const char* name) {
     if (dev->profile) profile_end(), profile_begin(name);
     return dev;
 }
 
-// The profilers that were told to wait for it (nsys --capture-range=cudaProfilerApi, ncu --profile-from-start off)
-// record.
+// Switches the recording of profilers that wait for it on or off (nsys --capture-range=cudaProfilerApi, ncu
+// --profile-from-start off).
 inline void profile_record(Device* dev, bool on) {
     dev->profile = on;
 #ifdef __CUDACC__
@@ -45,8 +45,8 @@ inline void profile_record(Device* dev, bool on) {
 #endif
 }
 
-// Before each step of a run with --profile, of which `done` are over: ends the range of the last one and begins
-// another. False when the run is to end.
+// To be called before each step of a run with --profile, after `done` steps: ends the last step's range and begins the
+// next. False when the run must end.
 inline bool profile_step(Device* dev, int64_t done) {
     if (dev->profile) profile_end(), profile_end();
     if (done == PROFILE_AFTER) profile_record(dev, true);

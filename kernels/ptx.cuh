@@ -29,8 +29,8 @@ __device__ __forceinline__ uint32_t shared_offset(const void* pointer) {
     return (uint32_t)__cvta_generic_to_shared(pointer);
 }
 
-// True in one thread of a warp. The compiler knows that a thread chosen like this runs alone; otherwise it wraps each
-// order to the copy engine, which takes its addresses from registers of the warp, in a loop over the warp's threads.
+// True in one thread of a warp. The compiler knows that a thread chosen like this runs alone. Otherwise it puts each
+// call of the copy engine, which reads addresses from registers of the warp, into a loop over the warp's threads.
 __device__ __forceinline__ bool is_elected() {
     uint32_t elected;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
@@ -38,12 +38,12 @@ __device__ __forceinline__ bool is_elected() {
 }
 
 // Barriers in shared memory, 8 bytes each [Parallel Synchronization: mbarrier]. A phase ends when `arrivals` threads
-// have arrived and all the bytes announced have come; the barrier then counts the next phase. A wait names the phase by
-// its parity. The first phase has parity 0, so a wait for parity 1 on a fresh barrier passes at once.
+// have arrived and all announced bytes have been copied; then the next phase begins. A wait names the phase by its
+// parity. The first phase has parity 0, so a wait for parity 1 on a fresh barrier passes at once.
 //
-// Memory that threads read or wrote by instructions of their own is given back by an arrival of each. One arrival a
-// warp after __syncwarp, and barrier.arrive, order as much, but compute-sanitizer's racecheck (2025.3) does not follow
-// them. It does not see copies of tensors at all.
+// After threads have read or written shared memory by ordinary instructions, each of them arrives. One arrival per warp
+// after __syncwarp, or barrier.arrive, would be enough, but compute-sanitizer's racecheck (2025.3) does not follow
+// these. It does not see copies of tensors at all.
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -53,7 +53,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that the copy engine will bring in this phase.
+// Arrives, and announces bytes that the copy engine will write in this phase.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -81,19 +81,19 @@ __device__ __forceinline__ bool barrier_is_past(uint32_t barrier, uint32_t parit
     return done != 0;
 }
 
-// Makes what this thread wrote to shared memory before visible to the copy engine and to wgmma after, and has its reads
-// end before they write there; a barrier must follow [Memory Consistency Model: Proxies; membar/fence].
+// Orders this thread's earlier accesses to shared memory before later ones by the copy engine and wgmma; a barrier must
+// follow [Memory Consistency Model: Proxies; membar/fence].
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for global memory as well, and for what the releases of other threads made visible to this one.
+// The same also for global memory, and for writes of other threads that this one has acquired.
 __device__ __forceinline__ void fence_async_all() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The copy engine moves a run of bytes, addresses and size multiples of 16 [Data Movement: cp.async.bulk]. One thread
-// gives the order. A barrier counts the bytes of a load; stores are counted in groups.
+// The copy engine copies a run of bytes; addresses and size are multiples of 16 [Data Movement: cp.async.bulk]. One
+// thread starts the copy. A barrier counts the bytes of a load; stores are counted in groups.
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)

@@ -1,8 +1,8 @@
-// Scores of given tokens: for each of R places the logits (Vp), of which V count, and the token that follows:
+// Scores of given tokens, from the logits (Vp, of which V count) at each of R places and the token that follows:
 //     losses[r] = log(sum over v < V of e^(logits[r][v] - m)) - (logits[r][target] - m),   m = the row's maximum,
 //     likeliest[r] = 1 where logits[r][target] == m and no token before it has that logit, else 0.
-// Only the places that an evaluation asks for get logits: gather_rows copies their rows together first. The logits are
-// fp32 whatever the activations are, since answers are compared by small differences.
+// Logits are computed only for the places that an evaluation needs: gather_rows first copies their rows together.
+// Logits are always fp32, since answers are compared by small differences.
 #pragma once
 #include "classifier.cuh"
 #include "common.cuh"

@@ -4,8 +4,8 @@
 // Three places of device memory take turns: r(l), the stream into layer l, has place l % 3. When r(l) is complete, it
 // is copied to the host while layer l computes, and its place is written again three layers later. The last three stay.
 // In the backward pass, as soon as layer l is done, r(l - 3) comes back into its place, while layers l - 1 and l - 2
-// compute. Each direction has a stream of its own, and events put the streams in order: the host never waits. On the
-// CPU both memories are the machine's and the copies are memcpy's, in the same order. The bits are those without.
+// compute. Each direction has its own stream, and events order the streams: the host never waits. On the CPU both
+// memories are the machine's, and copies are memcpy's, in the same order. The bits are the same as without spilling.
 //
 //     host memory    (L - 2) B T C numbers of the activations' type, pinned, instead of as much device memory
 //     cost           B T C numbers a layer each way, hidden behind the layer at 12 B T C^2 multiplications and more
@@ -19,8 +19,7 @@ struct Spill {
     int layers;
     int64_t bytes;  // of one r(l)
     char* host;     // (layers + 1 - SPILL_PLACES, bytes)
-    // On a GPU: the copies' streams; what is queued on the device's stream so far; of each place, that its copy is
-    // over.
+    // On a GPU: the copies' streams; an event for the device's stream; an event for each place's last copy.
     cudaStream_t in, out;
     cudaEvent_t ready, left[SPILL_PLACES], back[SPILL_PLACES];
 };
@@ -29,7 +28,7 @@ inline int64_t spill_bytes(int layers, int64_t bytes) {
     return layers < SPILL_PLACES ? 0 : (layers + 1 - SPILL_PLACES) * bytes;
 }
 
-// Device memory has `places` for the streams into all layers and out of the last one.
+// Returns how many places device memory has for the streams into all layers and out of the last one.
 inline int spill_places(int layers) {
     return layers + 1 < SPILL_PLACES ? layers + 1 : SPILL_PLACES;
 }
@@ -69,7 +68,7 @@ inline bool spill_leaves(const Spill* s, int l) {
     return l + SPILL_PLACES <= s->layers;
 }
 
-// A copy on `stream`, after all that is queued on the device's stream so far.
+// Copies on `stream`, after the work that is queued on the device's stream so far.
 inline void spill_copy(const Spill* s, cudaStream_t stream, cudaEvent_t over, void* to, const void* from) {
     if (!s->dev->gpu) {
         memcpy(to, from, (size_t)s->bytes);
@@ -81,25 +80,25 @@ inline void spill_copy(const Spill* s, cudaStream_t stream, cudaEvent_t over, vo
     check(cudaEventRecord(over, stream));
 }
 
-// The four calls around the use of r(l), which lies at `at`; with NULL they do nothing. Before it is written:
+// The four calls around the use of r(l), which is at `at`; with NULL they do nothing. This one before r(l) is written.
 inline void spill_room(const Spill* s, int l) {
     if (!s || l < SPILL_PLACES || !s->dev->gpu) return;
     check(cudaStreamWaitEvent(s->dev->stream, s->left[l % SPILL_PLACES], 0));
 }
 
-// It is complete, and only read from here on.
+// r(l) is complete, and will not be written again.
 inline void spill_written(const Spill* s, int l, const void* at) {
     if (!s || !spill_leaves(s, l)) return;
     spill_copy(s, s->out, s->left[l % SPILL_PLACES], s->host + l * s->bytes, at);
 }
 
-// Before it is read in the backward pass, which takes the layers in falling order.
+// Before r(l) is read in the backward pass, which takes the layers in falling order.
 inline void spill_need(const Spill* s, int l) {
     if (!s || !spill_leaves(s, l) || !s->dev->gpu) return;
     check(cudaStreamWaitEvent(s->dev->stream, s->back[l % SPILL_PLACES], 0));
 }
 
-// It has been read for the last time.
+// r(l) has been read for the last time.
 inline void spill_done(const Spill* s, int l, void* at) {
     if (!s || l < SPILL_PLACES) return;
     spill_copy(s, s->in, s->back[l % SPILL_PLACES], at, s->host + (l - SPILL_PLACES) * s->bytes);

@@ -345,7 +345,7 @@ TEST(corpus_data_changed_cli) {
     const std::tuple<int, const char*, const char*, const char*, int> cases[] = {
         {-1, "", "val       6", "as many tokens", 6},
         {-1, "--data WORK/./copy.txt", "copy.txt", "tokens as before", 7},
-        {100, "--data WORK/a.txt", "the data: as many tokens as before, and others", "best loss begins", 8},
+        {100, "--data WORK/a.txt", "the data: as many tokens as before, but other ones", "best loss begins", 8},
         {-1, "", "resume", "as many tokens", 9},
         {8900, "", "the validation data, so the best loss begins anew", "as many tokens as before", 10},
         {-1, "", "resume", "begins anew", 11},

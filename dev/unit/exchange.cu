@@ -435,9 +435,9 @@ static void mini_balance(Shard* s) {
     for (int b = 0; b < MINI_LAYERS; b++) {
         const ShardRun* run = &s->bucket[b].run[0];
         const int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, others = s->comm.world - 1;
-        shard_deal_run(s, run->begin, run->end, run->at - run->begin);
+        shard_scatter_run(s, run->begin, run->end, run->at - run->begin);
         int64_t sent = sent_bytes(s);
-        shard_spread_run(s, run->begin, run->end, run->at - run->begin);
+        shard_all_gather_run(s, run->begin, run->end, run->at - run->begin);
         sent += sent_bytes(s);
         require(sent <= 2 * others * ceil_div(tiles, s->comm.world) * TILE_ELEMENTS * 4);
     }

@@ -93,14 +93,14 @@ TEST(launch_first_host) {
 static void agree_main(Launch* l) {
     double values[3] = {(double)l->rank, -1.0 * l->rank, l->rank == 2 ? NAN : 1.0}, sum = 0.1 * (l->rank + 1),
            want = 0.1;
-    launch_agree(l, values, 3, LAUNCH_MAX);
-    launch_agree(l, &sum, 1, LAUNCH_SUM);
+    launch_all_reduce(l, values, 3, LAUNCH_MAX);
+    launch_all_reduce(l, &sum, 1, LAUNCH_SUM);
     for (int r = 1; r < l->world; r++) want += 0.1 * (r + 1);  // in the order of the ranks, to the bit
     if (values[0] != l->world - 1 || values[1] != 0 || sum != want) launch_failed(7, "agreed wrongly\n");
     for (int from = 0; from < l->world; from++) {
         int64_t word[1000];
         for (int i = 0; i < 1000; i++) word[i] = l->rank * 1000 + i;
-        launch_share(l, from, word, sizeof(word));
+        launch_broadcast(l, from, word, sizeof(word));
         if (word[0] != from * 1000 || word[999] != from * 1000 + 999) launch_failed(7, "shared wrongly\n");
     }
     for (int r = 0; r < l->world; r++) {

@@ -1,6 +1,6 @@
-// Rank 0 collects what each rank of a sharded run keeps (shard.cuh), for a checkpoint, which does not depend on the
-// number of ranks. All ranks call each of these functions; those other than 0 only send their parts. Each byte crosses
-// to rank 0 once and then to the host, a staging buffer at a time.
+// Rank 0 gathers what each rank of a sharded run keeps (shard.cuh), for a checkpoint, which does not depend on the
+// number of ranks. All ranks call each of these functions; those other than 0 only send their parts. Each byte goes to
+// rank 0 once and then to the host, through a staging buffer.
 #pragma once
 #include "../../data/files.h"
 #include "shard.cuh"
@@ -41,18 +41,18 @@ inline bool shard_equal(Shard* s, const void* data, int64_t bytes) {
     }
     free(host);
     double limits[2] = {(double)crc, -(double)crc};
-    launch_agree(s->comm.launch, limits, 2, LAUNCH_MAX);
+    launch_all_reduce(s->comm.launch, limits, 2, LAUNCH_MAX);
     return limits[0] == -limits[1];
 }
 
-// Copies elements begin to begin + n of the arena to `values` on rank 0, part by part from those who keep them. `kept`:
-// this rank's part, of elements of `size` bytes, in device memory; NULL: what it has is in its own `values` already.
+// Copies elements begin to begin + n of the arena to `values` on rank 0, part by part from the ranks that keep them.
+// `kept`: this rank's part, elements of `size` bytes in device memory; NULL: its part is in its own `values` already.
 inline void shard_collect(Shard* s, void* values, int64_t begin, int64_t n, int size, const void* kept) {
-    int64_t most = shard_staging_bytes(s) / size, own = s->cut[s->comm.rank];
+    int64_t max = shard_staging_bytes(s) / size, own = s->cut[s->comm.rank];
     for (int r = 0; r < s->comm.world; r++) {
         Overlap part = shard_overlap(begin, begin + n, s->cut[r], s->cut[r + 1]);
-        for (int64_t at = part.begin; at < part.end; at += most) {
-            int64_t count = part.end - at < most ? part.end - at : most;
+        for (int64_t at = part.begin; at < part.end; at += max) {
+            int64_t count = part.end - at < max ? part.end - at : max;
             char* host = (char*)values + (at - begin) * size;
             shard_to_first(s, host, kept ? (const char*)kept + (at - own) * size : host, count * size, r, !kept);
         }
@@ -76,7 +76,7 @@ struct ShardArrays {
     const void** own;  // (count) this rank's data
 };
 
-// Lists the arrays of all ranks; `own` are this rank's, which are all if nothing is sharded. Launches stand in the
+// Lists the arrays of all ranks; `own` are this rank's, which are all if nothing is sharded. Launches are in the
 // arena's order, so an array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     assert(count <= SHARD_ARRAYS);
@@ -90,8 +90,8 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
         bool mine = !split || r == s->comm.rank;
         int64_t theirs = count;
         if (mine) memcpy(table, own, (size_t)count * sizeof(ShardArray));
-        if (split) launch_share(s->comm.launch, r, &theirs, sizeof(theirs));
-        if (split) launch_share(s->comm.launch, r, table, sizeof(table));
+        if (split) launch_broadcast(s->comm.launch, r, &theirs, sizeof(theirs));
+        if (split) launch_broadcast(s->comm.launch, r, table, sizeof(table));
         for (int i = 0; i < theirs; i++) {
             int at = 0;
             while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
@@ -105,7 +105,7 @@ inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     return all;
 }
 
-// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from those who keep them.
+// Copies bytes `at` to at + bytes of array i to `host` on rank 0, part by part from the ranks that keep them.
 inline void shard_arrays_read(Shard* s, const ShardArrays* all, int i, int64_t at, int64_t bytes, void* host) {
     const int64_t piece = shard_staging_bytes(s);
     int64_t begin = 0;

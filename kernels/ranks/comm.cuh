@@ -1,12 +1,12 @@
-// Exchange between ranks, one a GPU, on the device: bytes go from every rank to every other (comm_exchange).
-// Averaging gradients and gathering weights are made of it in shard.cuh.
+// All-to-all exchange of device memory between ranks, one per GPU: every rank sends bytes to every other
+// (comm_exchange). shard.cuh builds the reduction of gradients and the gathering of weights on it.
 //
 // GPUs of one machine that reach each other use their copy engines (peer.cuh), others NCCL's send and receive.
-// Exchanges run on a stream of their own, beside the device's. Both ways move bytes and add nothing up, so no result
-// depends on which it is, or on what NCCL chooses. Each rank's pieces go once out and once in, all at the same time.
+// Exchanges run on a stream of their own, beside the device's. Both transports only move bytes, so no result depends on
+// which one is used, or on what NCCL chooses. All pieces are in flight at the same time.
 //
-// Without GPUs, ranks of one machine exchange through a shared mapping, a stand-in for the tests (NIBBLE_STAND_IN=1).
-// It is synchronous and not fast.
+// Without GPUs, ranks of one machine exchange through shared memory, a stand-in for the tests (NIBBLE_STAND_IN=1),
+// synchronous and slow.
 #pragma once
 #include <assert.h>
 #include <dlfcn.h>
@@ -34,7 +34,7 @@ constexpr ncclResult_t ncclSuccess = 0;
 constexpr ncclDataType_t ncclUint8 = 1;
 #endif
 
-// The library is opened when several ranks need it: 200 MB that a run on one GPU does not load.
+// NCCL's functions. The library, 200 MB, is loaded only if ranks need it.
 struct NcclLibrary {
     ncclResult_t (*get_unique_id)(ncclUniqueId*);
     ncclResult_t (*init_rank)(ncclComm_t*, int, ncclUniqueId, int);
@@ -59,17 +59,17 @@ struct Comm {
     Peers* peers;  // NULL: NCCL
     NcclLibrary nccl;
     ncclComm_t communicator;
-    int64_t bytes;  // of device memory that the transport took for itself
-    double rate;    // bytes a second that the slowest rank sends while all exchange; 0 on the CPU
+    int64_t bytes;  // of device memory that the transport uses
+    double rate;    // bytes per second that the slowest rank sends while all exchange; 0 on the CPU
     StandIn* stand_in;
 };
 
 struct CommPiece {
     void* data;
-    int64_t bytes;  // 0: nothing for, or from, this rank
+    int64_t bytes;  // 0: nothing to send or receive
 };
 
-// A call's result, with the communicator that has the library's own words for it.
+// The result of a call of NCCL, with the library that can describe it.
 struct NcclStatus {
     const Comm* comm;
     ncclResult_t code;
@@ -111,12 +111,12 @@ inline void nccl_open(NcclLibrary* nccl) {
     }
 }
 
-// The stand-in: a mapping with a slot for each rank, in which a share of its bytes waits for each other.
+// The stand-in: shared memory with a slot for each rank, divided among the receivers.
 
 constexpr int64_t STAND_IN_SLOT = 1 << 17;
 
 struct StandIn {
-    pthread_barrier_t barrier;  // a rank that ends while others wait here is found by the watch of launch.h
+    pthread_barrier_t barrier;  // if a rank ends while others wait here, the watch of launch.h ends them
     int64_t rounds[64];
     alignas(64) char slot[];  // (world, STAND_IN_SLOT)
 };
@@ -130,11 +130,11 @@ inline StandIn* stand_in_open(const Launch* launch) {
     char name[64];
     int64_t bytes = (int64_t)sizeof(StandIn) + launch->world * STAND_IN_SLOT;
     if (launch->world > 64) user_error("the stand-in for NCCL has room for 64 ranks, not %d", launch->world);
-    // With the time: a rank killed before it unlinks leaves its name to the next process of its number.
+    // The name includes the time, since a rank that is killed before it unlinks leaves its mapping behind.
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     snprintf(name, sizeof(name), "/nibble_%d_%lld_%ld", (int)getpid(), (long long)now.tv_sec, now.tv_nsec);
-    launch_share(launch, 0, name, sizeof(name));
+    launch_broadcast(launch, 0, name, sizeof(name));
     name[sizeof(name) - 1] = 0;
     bool first = launch->rank == 0;
     int file = first ? shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600) : -1;
@@ -156,15 +156,15 @@ inline StandIn* stand_in_open(const Launch* launch) {
     return shared;
 }
 
-inline int64_t comm_part(int64_t bytes, int64_t at, int64_t most) {
-    return bytes - at < 0 ? 0 : bytes - at < most ? bytes - at : most;
+inline int64_t comm_part(int64_t bytes, int64_t at, int64_t max) {
+    return bytes - at < 0 ? 0 : bytes - at < max ? bytes - at : max;
 }
 
 inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
     StandIn* shared = comm->stand_in;
-    int64_t share = STAND_IN_SLOT / comm->world / 64 * 64, most = 0, rounds = 0;
-    for (int r = 0; r < comm->world; r++) most = sends[r].bytes > most && r != comm->rank ? sends[r].bytes : most;
-    shared->rounds[comm->rank] = ceil_div(most, share);
+    int64_t share = STAND_IN_SLOT / comm->world / 64 * 64, max = 0, rounds = 0;
+    for (int r = 0; r < comm->world; r++) max = sends[r].bytes > max && r != comm->rank ? sends[r].bytes : max;
+    shared->rounds[comm->rank] = ceil_div(max, share);
     pthread_barrier_wait(&shared->barrier);
     for (int r = 0; r < comm->world; r++) rounds = shared->rounds[r] > rounds ? shared->rounds[r] : rounds;
     for (int64_t round = 0; round < rounds; round++) {
@@ -187,7 +187,7 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
 
 // The copy engines.
 
-// False if NIBBLE_NCCL or NCCL_P2P_DISABLE, which says that copies between GPUs are broken, asks for NCCL.
+// False if NIBBLE_NCCL or NCCL_P2P_DISABLE (copies between GPUs are broken) asks for NCCL.
 inline bool peers_wanted() {
     const char* disabled = getenv("NCCL_P2P_DISABLE");
     return !getenv("NIBBLE_NCCL") && !(disabled && atoi(disabled) != 0);
@@ -201,14 +201,14 @@ inline void peers_part(Peers* peers, const Launch* launch) {
     free(peers);
 }
 
-// Returns NULL, on all ranks, when one cannot write to another's memory or does not want to.
+// Returns NULL, on all ranks, if one cannot write to another's memory or asks for NCCL.
 inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
     PeerCard own = peers_begin(peers, stream, launch->rank, peers_wanted() ? launch->world : 0);
     bool failed = !own.good;
     for (int r = 0; r < launch->world; r++) {
         PeerCard card = own;
-        launch_share(launch, r, &card, sizeof(card));
+        launch_broadcast(launch, r, &card, sizeof(card));
         if (r != launch->rank && !failed) failed = !peers_connect(peers, &own, &card, r);
     }
     if (!launch_any(launch, failed)) {
@@ -226,14 +226,14 @@ inline void peers_close(Peers* peers, const Launch* launch) {
 }
 
 inline void peers_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
-    int64_t most = 0;
+    int64_t max = 0;
     for (int r = 0; r < comm->world; r++) {
         if (r == comm->rank) continue;
-        most = sends[r].bytes > most ? sends[r].bytes : most;
-        most = receives[r].bytes > most ? receives[r].bytes : most;
+        max = sends[r].bytes > max ? sends[r].bytes : max;
+        max = receives[r].bytes > max ? receives[r].bytes : max;
     }
     peers_fork(comm->peers, comm->stream);
-    for (int64_t at = 0; at < most; at += PEER_PART) {
+    for (int64_t at = 0; at < max; at += PEER_PART) {
         for (int i = 1; i < comm->world; i++) {
             // Each rank begins with another, so that no receiver has all senders at once.
             int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
@@ -268,7 +268,7 @@ inline const char* comm_describe(const Comm* comm) {
     return text_format("NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100, rate);
 }
 
-// Exchanges from here on come after the work of the device's stream so far; the next function does the reverse.
+// Makes the comm's stream wait for the device's stream; the next function does the reverse.
 inline void comm_after_device(const Comm* comm) {
     if (comm->stand_in) return;
     check(cudaEventRecord(comm->event, comm->dev->stream));
@@ -281,8 +281,8 @@ inline void device_after_comm(const Comm* comm) {
     check(cudaStreamWaitEvent(comm->dev->stream, comm->event, 0));
 }
 
-// sends[r] goes to rank r, receives[r] comes from it; a rank's own are left alone. What r sends to s has as many bytes
-// as s receives from r. All ranks call it.
+// Sends sends[r] to rank r and receives receives[r] from it; the rank's own entries are ignored. What r sends to s must
+// have as many bytes as s receives from r. All ranks call it.
 inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPiece* receives) {
     if (comm->stand_in) return stand_in_exchange(comm, sends, receives);
     if (comm->peers) return peers_exchange(comm, sends, receives);
@@ -303,9 +303,9 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
     check(nccl_status(comm, comm->nccl.group_end()));
 }
 
-// Exchanges pieces of at most PEER_PART bytes that are read once. Where copy engines carry them, receives[r].data
-// becomes the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the
-// comm's stream, and then calls comm_return.
+// Exchanges pieces of at most PEER_PART bytes that are read once. With copy engines, receives[r].data is set to the
+// place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's stream,
+// and then calls comm_return.
 inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
     if (!comm->peers) return comm_exchange(comm, sends, receives);
     peers_fork(comm->peers, comm->stream);
@@ -325,13 +325,13 @@ inline void comm_return(const Comm* comm, const CommPiece* receives) {
     }
 }
 
-// Between these the exchanges are one launch of NCCL's; elsewhere it changes nothing.
+// Begins or ends a group of exchanges, which NCCL launches at once; other transports ignore it.
 inline void comm_group(const Comm* comm, bool begin) {
     if (!comm->stand_in && !comm->peers)
         check(nccl_status(comm, begin ? comm->nccl.group_begin() : comm->nccl.group_end()));
 }
 
-// Copies bytes that this rank has for itself, in the order of the exchanges.
+// Copies bytes within this rank, on the comm's stream.
 inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t bytes) {
     if (bytes == 0) return;
     if (comm->stand_in) {
@@ -343,8 +343,8 @@ inline void comm_copy(const Comm* comm, void* to, const void* from, int64_t byte
 
 // Opening.
 
-// Makes the connections by a first exchange, so that what fails fails at the start and what NCCL takes is known to the
-// memory plan, and checks that bytes arrive as they were sent.
+// Connects by a first exchange, so that failures show at the start and the memory plan knows what NCCL allocates, and
+// checks that bytes arrive as they were sent.
 inline void comm_try(const Comm* comm, double patience) {
     constexpr int PIECE = 256;
     int64_t half = (int64_t)comm->world * PIECE;
@@ -395,21 +395,21 @@ inline double comm_rate(const Comm* comm) {
     for (cudaEvent_t each : event) check(cudaEventDestroy(each));
     device_free(comm->dev, memory);
     free(pieces);
-    launch_agree(comm->launch, &seconds, 1, LAUNCH_MAX);
+    launch_all_reduce(comm->launch, &seconds, 1, LAUNCH_MAX);
     return (double)((comm->world - 1) * PIECE) / seconds;
 }
 
-// The identity of a GPU among those of all machines.
+// Identifies a GPU among those of all machines.
 struct GpuCard {
     char machine[64];
     cudaUUID_t gpu;
 };
 
-// One rank a GPU: copy engines would serve two on one, each at half the speed, and nobody would be told.
+// Refuses two ranks on one GPU, which would work at half the speed each.
 inline void comm_require_own_card(const Launch* launch, const GpuCard* own) {
     for (int r = 0; r < launch->world; r++) {
         GpuCard card = *own;
-        launch_share(launch, r, &card, sizeof(card));
+        launch_broadcast(launch, r, &card, sizeof(card));
         if (r >= launch->rank || memcmp(&card, own, sizeof(card)) != 0) continue;
         user_error(
             "ranks %d and %d have the same GPU of the same machine; start one rank a GPU, or show each its own by "
@@ -434,7 +434,7 @@ inline void nccl_join(Comm* comm) {
     check(cudaDeviceSetLimit(cudaLimitStackSize, 1024));  // as NCCL finds it elsewhere
     nccl_open(&comm->nccl);
     if (comm->rank == 0) check(nccl_status(comm, comm->nccl.get_unique_id(&id)));
-    launch_share(comm->launch, 0, &id, sizeof(id));
+    launch_broadcast(comm->launch, 0, &id, sizeof(id));
     check(nccl_status(comm, comm->nccl.init_rank(&comm->communicator, comm->world, id, comm->rank)));
 }
 
@@ -453,7 +453,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     if (!comm->peers) nccl_join(comm);
     int low, high;
     check(cudaDeviceGetStreamPriorityRange(&low, &high));
-    // Before the products that wait for multiprocessors: what is exchanged is needed soon, and takes few of them.
+    // A higher priority than that of the products: exchanges are needed soon and take few multiprocessors.
     check(cudaStreamCreateWithPriority(&comm->stream, cudaStreamNonBlocking, high));
     check(cudaEventCreateWithFlags(&comm->event, cudaEventDisableTiming));
     comm_try(comm, patience);
@@ -461,7 +461,7 @@ inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, doubl
     comm->bytes = memory_used(dev) - before;
 }
 
-// The GPU of a rank among the `gpus` that this process sees. `asked` is --gpus; `cpu`: --device cpu was typed.
+// Returns which of the `gpus` that this process sees is the rank's. `asked` is --gpus; `cpu`: --device cpu was typed.
 inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) {
     if (gpus == 0 || cpu) {
         if (stand_in_asked()) return 0;
@@ -479,7 +479,7 @@ inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) 
     return launch->local_rank;
 }
 
-// Counts the GPUs that this process may use; where CUDA_VISIBLE_DEVICES hides all of them, without starting the driver,
+// Counts the GPUs that this process may use. If CUDA_VISIBLE_DEVICES hides all of them, it does not start the driver,
 // which takes seconds.
 inline cudaError_t count_gpus(int* gpus) {
     const char* visible = getenv("CUDA_VISIBLE_DEVICES");
@@ -508,15 +508,16 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
 }
 
-// Ends the run if `text`, which says how a rank was started, is not rank 0's, or NULL: there is a sentence in `error`.
+// Ends the run if `text`, which says how a rank was started, differs from rank 0's, or is NULL (with a sentence in
+// `error`).
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);
     uint32_t self = crc32c(0, text, (int64_t)strlen(text)), first = self;
-    launch_share(launch, 0, &first, sizeof(first));
+    launch_broadcast(launch, 0, &first, sizeof(first));
     if (first != self) user_error("it has other options or other data than rank 0: %s; start all alike", text);
 }
 
-// Makes the ranks that --gpus asks for and connects all; `launch` has what the environment says.
+// Starts the ranks of --gpus and connects all; `launch` has what the environment says.
 inline void comm_launch(Launch* launch, int64_t gpus, bool cpu, int64_t timeout) {
     char error[DATA_ERROR_BYTES];
     if (gpus > 1 && cpu && !stand_in_asked()) {

@@ -1,4 +1,4 @@
-// See launch.h. First who this rank is, then --gpus, the watch, and what ranks tell each other.
+// See launch.h. First the environment, then --gpus, the watch, and messages between ranks.
 #include "launch.h"
 #include <errno.h>
 #include <omp.h>
@@ -22,13 +22,13 @@
 enum {
     MOST_RANKS = 1024,
     TEXT_BYTES = 4000,  // of a message
-    STOP_SECONDS = 5,   // that the others have to end by themselves before they are killed
+    STOP_SECONDS = 5,   // after a failure, until the other ranks are killed
     MAGIC = 0x6e69626c  // "nibl"
 };
 
 // Who this rank is.
 
-// A whole number of the environment; -1 when it is not there or none.
+// Returns a whole number in the environment; -1 if it is absent or not a number.
 static int variable(const char* name) {
     const char* text = getenv(name);
     char* end;
@@ -97,7 +97,7 @@ static bool from_open_mpi(Launch* launch) {
     return true;
 }
 
-// False in the batch script itself, where SLURM_NTASKS is set and one process runs.
+// False in the batch script itself, which is one process although SLURM_NTASKS is set.
 static bool from_slurm(Launch* launch) {
     const int step = variable("SLURM_STEP_ID"), tasks = variable("SLURM_STEP_NUM_TASKS");
     const bool one_node = variable("SLURM_STEP_NUM_NODES") == 1;
@@ -114,7 +114,8 @@ static bool from_slurm(Launch* launch) {
     return true;
 }
 
-// A launcher that has made several processes and whose variables say too little for them to find each other, or NULL.
+// Returns the name of a launcher that started several processes without the variables by which they find each other, or
+// NULL.
 static const char* incomplete_set(void) {
     if (variable("OMPI_COMM_WORLD_SIZE") > 1) return "Open MPI's OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK";
     if (variable("SLURM_STEP_NUM_TASKS") > 1 || variable("SLURM_PROCID") > 0)
@@ -124,7 +125,7 @@ static const char* incomplete_set(void) {
     return NULL;
 }
 
-// Makes the run's key from NIBBLE_SECRET, a text of any length. Without it the key is one that everybody knows.
+// Makes the run's key from NIBBLE_SECRET, a text of any length. Without it anybody can make the same key.
 static void take_secret(Launch* launch) {
     const char *secret = text_variable("NIBBLE_SECRET"), *purpose = "nibble rendezvous";
     launch->has_secret = secret[0] != 0;
@@ -137,7 +138,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     bool found = from_torchrun(launch) || from_open_mpi(launch) || from_slurm(launch);
     if (!found) *launch = alone;
     const char *rank = text_variable("RANK"), *world = text_variable("WORLD_SIZE");
-    // One rank of several that trains alone would be a surprise; one of one is alone.
+    // One rank of several must not train alone; a single rank is alone.
     if (!found && strcmp(world, "1") != 0 && (world[0] || (rank[0] && strcmp(rank, "0") != 0))) {
         return data_error(
             error,
@@ -173,7 +174,7 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
     return true;
 }
 
-// Sets the threads of the plain C parts: the ranks of a machine share its cores.
+// Sets the number of OpenMP threads: the ranks of a machine share its cores.
 static void share_cores(int local_world) {
     if (getenv("OMP_NUM_THREADS") || local_world < 2) return;
     int cores = omp_get_num_procs() / local_world;
@@ -196,7 +197,7 @@ static int rank_ended(int rank, pid_t pid, int status, bool killed, int code) {
     return 128 + WTERMSIG(status);
 }
 
-// Waits for the ranks and hands signals on. After the first failure the others have STOP_SECONDS.
+// Waits for the ranks and forwards signals to them. After the first failure the others have STOP_SECONDS to end.
 static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
     int left = count, code = 0;
     double failed = 0;
@@ -226,7 +227,7 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
     if (getrandom(launch->key, sizeof(launch->key), 0) != sizeof(launch->key)) {
         return data_error(error, "--gpus %d: the system gives no random numbers: %s", gpus, strerror(errno));
     }
-    launch->has_secret = true;  // which the ranks inherit in memory alone
+    launch->has_secret = true;  // the ranks inherit it in memory, not in the environment
     if (!rendezvous_listen(launch, 1, error)) return false;
     snprintf(launch->job, sizeof(launch->job), "fork %d", (int)getpid());
     signals_handled(&signals);
@@ -241,7 +242,7 @@ bool launch_fork(Launch* launch, int gpus, char* error) {
             return data_error(error, "--gpus %d: rank %d cannot be started: %s", gpus, rank, strerror(errno));
         }
         if (ranks[rank] > 0) continue;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);  // no orphans, however the parent ends
+        prctl(PR_SET_PDEATHSIG, SIGKILL);  // this process ends with its parent
         if (getppid() != parent) _exit(1);
         if (rank > 0) signals_quiet();
         sigprocmask(SIG_SETMASK, &before, NULL);
@@ -262,10 +263,10 @@ typedef enum { BEAT, FAILED, BYE } Kind;
 
 typedef struct {
     uint32_t magic;
-    int32_t bytes;  // that are sent: up to the end of the text
+    int32_t bytes;  // of the message, up to the end of the text
     int32_t kind, code, patience;
     int64_t progress;
-    char text[TEXT_BYTES];  // of FAILED; of BEAT what it is about
+    char text[TEXT_BYTES];  // of FAILED, the message; of BEAT, what the rank does
 } Message;
 
 enum { MESSAGE_HEAD = offsetof(Message, text) };
@@ -273,17 +274,17 @@ enum { MESSAGE_HEAD = offsetof(Message, text) };
 struct LaunchWatch {
     int rank, world, local_rank, silence;
     bool forked;
-    Peer* peers;  // (world); on rank 0 all others are there, elsewhere peers[0] alone
+    Peer* peers;  // (world); rank 0 is connected to all others, they to peers[0] alone
     pthread_t thread;
     pthread_mutex_t sending;
     atomic_bool failing, leaving;
-    atomic_int patience;  // seconds in which this rank must make progress; 0: it rests
+    atomic_int patience;  // seconds in which this rank must make progress; 0: no limit
     atomic_llong progress;
     _Atomic(const char*) what;
     // The thread's own, of each peer.
     struct Heard {
         Message message;
-        size_t bytes;  // of the message that have come
+        size_t bytes;  // received of the message
         bool left;
         double at, moved;  // when it was last heard, and last made progress
         int64_t progress;
@@ -292,7 +293,7 @@ struct LaunchWatch {
     } * heard;
 };
 
-static LaunchWatch* watching;  // a handle: launch_failed is called from where nothing is known of ranks
+static LaunchWatch* watching;  // global, since callers of launch_failed know nothing of ranks
 
 static bool is_peer(const LaunchWatch* watch, int r) {
     return r != watch->rank && (watch->rank == 0 || r == 0) && watch->peers[r].socket[CONTROL] >= 0;
@@ -306,7 +307,7 @@ static void send_message(LaunchWatch* watch, Kind kind, int code, const char* te
     message.bytes = MESSAGE_HEAD + (int32_t)strlen(message.text);
     pthread_mutex_lock(&watch->sending);
     for (int r = 0; r < watch->world; r++) {
-        // One that does not read is found silent long before its beats fill what the system buffers.
+        // A rank that does not read is found silent long before its heartbeats fill the system's buffers.
         if (is_peer(watch, r)) {
             (void)!send(watch->peers[r].socket[CONTROL], &message, (size_t)message.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
         }
@@ -329,7 +330,7 @@ static void drain(LaunchWatch* watch, double limit) {
     }
 }
 
-// Ends this process and, from rank 0, all of them. `spoken`: someone has printed it already.
+// Ends this process, and on rank 0 all ranks. `spoken`: the message has been printed already.
 __attribute__((noreturn, format(printf, 4, 5))) static void end_all(LaunchWatch* watch, int code, bool spoken,
                                                                     const char* format, ...) {
     char text[DATA_ERROR_BYTES + 256];
@@ -339,7 +340,7 @@ __attribute__((noreturn, format(printf, 4, 5))) static void end_all(LaunchWatch*
     va_end(arguments);
     if (code < 1 || code > 255) code = 1;  // what another rank sent must not look like success
     if (atomic_exchange(&watch->failing, true)) {
-        for (;;) sleep_ms(1000);  // another thread of this process is at it
+        for (;;) sleep_ms(1000);  // another thread is already ending the process
     }
     if (!spoken) fputs(text, stderr), fflush(stderr);
     send_message(watch, FAILED, code, text);
@@ -352,14 +353,14 @@ void launch_failed(int code, const char* text) {
     LaunchWatch* watch = watching;
     if (!watch) return;
     if (watch->rank == 0) end_all(watch, code, false, "%s", text);
-    // A mistake that all ranks make is best told by rank 0, which then ends this process too.
+    // If all ranks make the same mistake, rank 0 should report it; it then ends this process too.
     sleep_ms(500);
     send_message(watch, FAILED, code, text);
     sleep_ms(5000);
     end_all(watch, code, false, "%s", text);
 }
 
-// Ends all ranks, on rank 0, since another rank has told why it ends.
+// Ends all ranks, on rank 0, after another rank has reported its failure.
 static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
     const char *prefix = "train: error: ", *rest = message->text;
     if (strncmp(rest, prefix, strlen(prefix)) == 0) rest += strlen(prefix);
@@ -368,7 +369,7 @@ static void peer_failed(LaunchWatch* watch, int r, const Message* message) {
 
 static void peer_lost(LaunchWatch* watch, int r, const char* how) {
     const Peer* peer = &watch->peers[r];
-    // If --gpus made the rank, the process that waits for it tells how it ended; if rank 0 is gone, the first one does.
+    // If --gpus started the rank, its parent reports how it ended; if rank 0 is gone, the first rank to notice does.
     bool ended = strncmp(how, "has ended", 9) == 0;
     bool other = watch->rank > 1 && watch->local_rank > 0;
     end_all(watch, 1, other || (ended && watch->forked),
@@ -419,18 +420,18 @@ static void read_peer(LaunchWatch* watch, int r) {
     }
 }
 
-// Ends all if nobody has moved for a while and nobody has an excuse; the rank that is furthest behind is at fault.
+// Ends all ranks if none has made progress within its patience. The rank that is furthest behind is at fault.
 static void check_progress(LaunchWatch* watch, double now) {
-    int64_t least = INT64_MAX, most = -1;
+    int64_t min = INT64_MAX, max = -1;
     int behind = 0;
     for (int r = 0; r < watch->world; r++) {
         const struct Heard* heard = &watch->heard[r];
         if (heard->left || heard->patience == 0 || now - heard->moved < heard->patience) return;
-        if (heard->progress < least) least = heard->progress, behind = r;
-        if (heard->progress > most) most = heard->progress;
+        if (heard->progress < min) min = heard->progress, behind = r;
+        if (heard->progress > max) max = heard->progress;
     }
     const struct Heard* last = &watch->heard[behind];
-    if (least == most) {
+    if (min == max) {
         end_all(watch, 1, false, "train: error: no rank has made progress for %d s (%s); all ranks stop\n",
                 last->patience, last->what);
     }
@@ -466,7 +467,7 @@ static void* watch_thread(void* argument) {
         }
         poll(polled, (nfds_t)count, 200);
         double now = seconds_now();
-        // After a pause of the whole process (Ctrl-Z, a suspended machine) nobody is to blame for the silence.
+        // After a pause of this process (Ctrl-Z, a suspended machine), the other ranks have not been silent.
         for (int r = 0; r < watch->world && now - before > 3; r++) watch->heard[r].at = watch->heard[r].moved = now;
         before = now;
         for (int i = 0; i < count; i++) {
@@ -480,16 +481,16 @@ static void* watch_thread(void* argument) {
 
 bool launch_join(Launch* launch, int64_t limit, char* error) {
     if (launch->world == 1) return true;
-    set_variable("RANK", launch->rank);  // for messages, whoever launched
+    set_variable("RANK", launch->rank);  // for error messages, with any launcher
     share_cores(launch->local_world);
     Peer* peers = memory_zero((size_t)launch->world, sizeof(Peer));
     for (int r = 0; r < launch->world; r++) {
         peers[r].socket[TALK] = peers[r].socket[CONTROL] = -1;
         if (r == 0) snprintf(peers[r].host, sizeof(peers[r].host), "%.60s", launch->host);
     }
-    bool fine = launch->rank == 0 ? rendezvous_gather(launch, peers, limit, error)
-                                  : rendezvous_reach(launch, &peers[0], limit, error);
-    if (!fine) return false;
+    bool ok = launch->rank == 0 ? rendezvous_gather(launch, peers, limit, error)
+                                : rendezvous_reach(launch, &peers[0], limit, error);
+    if (!ok) return false;
     for (int r = 0; r < launch->world; r++) {
         if (peers[r].socket[TALK] >= 0) set_time_limit(peers[r].socket[TALK], 0);
     }
@@ -510,7 +511,7 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
 
 // Messages between ranks.
 
-// The other side has ended; the watch says so and ends this process, unless that one had said good-bye.
+// Waits for the watch to report that the other side has ended and to end this process.
 __attribute__((noreturn)) static void wait_for_end(void) {
     sleep_ms(5000);
     end_all(watching, 1, false, "train: error: a rank has ended for which others still wait; all ranks stop\n");
@@ -524,7 +525,7 @@ static void take_bytes(const Launch* launch, int from, void* bytes, size_t count
     if (!receive_all(launch->watch->peers[from].socket[TALK], bytes, count)) wait_for_end();
 }
 
-void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {
+void launch_broadcast(const Launch* launch, int from, void* bytes, int64_t count) {
     if (launch->world == 1) return;
     if (from > 0 && launch->rank == 0) take_bytes(launch, from, bytes, (size_t)count);
     if (from > 0 && launch->rank == from) give_bytes(launch, 0, bytes, (size_t)count);
@@ -532,7 +533,7 @@ void launch_share(const Launch* launch, int from, void* bytes, int64_t count) {
     for (int r = 1; r < launch->world && launch->rank == 0; r++) give_bytes(launch, r, bytes, (size_t)count);
 }
 
-void launch_agree(const Launch* launch, double* values, int count, LaunchAgree how) {
+void launch_all_reduce(const Launch* launch, double* values, int count, LaunchReduction how) {
     if (launch->world == 1) return;
     size_t bytes = (size_t)count * sizeof(double);
     SCOPED double* others = memory_take(bytes);
@@ -544,12 +545,12 @@ void launch_agree(const Launch* launch, double* values, int count, LaunchAgree h
             if (how == LAUNCH_MAX && !(values[i] >= others[i])) values[i] = others[i];
         }
     }
-    launch_share(launch, 0, values, (int64_t)bytes);
+    launch_broadcast(launch, 0, values, (int64_t)bytes);
 }
 
 bool launch_any(const Launch* launch, bool flag) {
     double value = flag;
-    launch_agree(launch, &value, 1, LAUNCH_MAX);
+    launch_all_reduce(launch, &value, 1, LAUNCH_MAX);
     return value > 0;
 }
 
@@ -569,7 +570,7 @@ void launch_leave(Launch* launch) {
     LaunchWatch* watch = launch->watch;
     if (!watch) return;
     launch_rest(launch);
-    launch_any(launch, false);  // all are here
+    launch_any(launch, false);  // waits for all ranks
     send_message(watch, BYE, 0, "");
     launch_any(launch, false);
     watching = NULL;

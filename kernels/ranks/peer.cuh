@@ -1,33 +1,33 @@
-// Bytes between ranks on one machine by the GPUs' copy engines, which cost matrix products some memory bandwidth; a
-// kernel that waits for another GPU, as NCCL's do, would take multiprocessors away from these products.
+// Exchange between ranks of one machine by the GPUs' copy engines. They cost matrix products some memory bandwidth, but
+// no multiprocessors, which kernels that wait for another GPU, as NCCL's do, would take from them.
 //
-// Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counts. A sender copies a
-// part into its slot at the receiver and raises the receiver's `arrived`; the receiver reads it there, or copies it to
-// its place, and raises the sender's `taken`. Streams wait for these counts, the host does not. Memory: 2 * PEER_PART
-// for every other.
+// Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counters. A sender copies
+// a part into its slot at the receiver and increments the receiver's `arrived`; the receiver reads it there, or copies
+// it to its destination, and increments the sender's `taken`. Streams wait for these counters, the host does not.
+// Memory: 2 * PEER_PART for every other rank.
 #pragma once
 #include "../common.cuh"
 
 constexpr int64_t PEER_PART = 16 << 20;  // bytes that are sent at a time
 constexpr int PEER_SLOTS = 2;
-constexpr int PEER_MOST = 64;  // ranks of a machine
+constexpr int PEER_MAX = 64;  // ranks of a machine
 
 struct PeerCounts {
-    uint32_t arrived[PEER_MOST], taken[PEER_MOST];  // parts, by the other rank
+    uint32_t arrived[PEER_MAX], taken[PEER_MAX];  // parts, by the other rank
 };
 
 struct Peers {
     int rank, world;
-    char* mailbox[PEER_MOST];  // as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
-    uint32_t sent[PEER_MOST], received[PEER_MOST];  // parts that this rank has queued
-    cudaStream_t out;                               // what is sent; what is received is on the caller's stream
+    char* mailbox[PEER_MAX];  // as this rank sees them: counts, then slots (world - 1, PEER_SLOTS, PEER_PART)
+    uint32_t sent[PEER_MAX], received[PEER_MAX];  // parts that this rank has queued
+    cudaStream_t out;                             // what is sent; what is received is on the caller's stream
     cudaEvent_t event;
     unsigned wait_flags;  // of wait_value
     CUresult (*wait_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
     CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 };
 
-// A rank's message to the others about its mailbox.
+// What a rank tells the others about its mailbox.
 struct PeerCard {
     char machine[64];
     cudaIpcMemHandle_t handle;
@@ -42,23 +42,24 @@ inline PeerCounts* peer_counts(const Peers* peers, int rank) {
     return (PeerCounts*)peers->mailbox[rank];
 }
 
-// Slot of the part `count` from rank `from` in the mailbox of rank `at`, another.
+// Returns the slot for part number `count` from rank `from` in the mailbox of another rank `at`.
 inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     int other = (from - at + peers->world) % peers->world - 1;
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-// Work that is queued on the stream after this call reads what the sender wrote before it raised the count. The wait
-// flushes where the GPU can; elsewhere the fence in the sender's write_value orders the two writes.
-inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t least) {
-    check(peers->wait_value(stream, (CUdeviceptr)count, least, peers->wait_flags));
+// Makes the stream wait until *count is at least `min`. Work that is queued later reads what the sender wrote before it
+// raised the counter: the wait flushes if the GPU can; otherwise the fence in the sender's write_value orders the
+// writes.
+inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t min) {
+    check(peers->wait_value(stream, (CUdeviceptr)count, min, peers->wait_flags));
 }
 
 inline void peer_raise(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t value) {
     check(peers->write_value(stream, (CUdeviceptr)count, value, 0));
 }
 
-// Sends from here on come after the work of the stream so far. From peers_join on the stream waits until they are over.
+// Sends after peers_fork wait for the work of the stream so far; after peers_join the stream waits for these sends.
 inline void peers_fork(const Peers* peers, cudaStream_t stream) {
     check(cudaEventRecord(peers->event, stream));
     check(cudaStreamWaitEvent(peers->out, peers->event, 0));
@@ -69,7 +70,7 @@ inline void peers_join(const Peers* peers, cudaStream_t stream) {
     check(cudaStreamWaitEvent(stream, peers->event, 0));
 }
 
-// Sends the part that begins at byte `at` to rank `to`; it does nothing beyond their end.
+// Sends the part of `data` that begins at byte `at` to rank `to`; beyond the end it does nothing.
 inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at, int to) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
@@ -81,7 +82,7 @@ inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at,
     peer_raise(peers, peers->out, &peer_counts(peers, to)->arrived[peers->rank], count + 1);
 }
 
-// Returns the next part from a rank, in its slot. What is queued on the stream until peer_give_back may read it.
+// Returns the slot with the next part from a rank. Work that is queued on the stream before peer_give_back may read it.
 inline char* peer_take(Peers* peers, cudaStream_t stream, int from) {
     const uint32_t count = peers->received[from]++;
     peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
@@ -105,7 +106,7 @@ inline bool peers_bind(Peers* peers) {
            driver_bind("cuStreamWriteValue32", &peers->write_value);
 }
 
-// True if a stream may write and wait for counts, which older drivers and some virtual GPUs refuse. `count` stays 0.
+// True if a stream can write and wait for counters, which older drivers and some virtual GPUs refuse. `count` stays 0.
 inline bool peers_probe(const Peers* peers, cudaStream_t stream, const uint32_t* count) {
     return peers->write_value(stream, (CUdeviceptr)count, 0, 0) == CUDA_SUCCESS &&
            peers->wait_value(stream, (CUdeviceptr)count, 0, peers->wait_flags) == CUDA_SUCCESS;
@@ -115,7 +116,7 @@ inline unsigned peers_wait_flags(int can_flush) {
     return CU_STREAM_WAIT_VALUE_GEQ | (can_flush ? (unsigned)CU_STREAM_WAIT_VALUE_FLUSH : 0u);
 }
 
-// Writes the identity of this machine since it was started.
+// Writes an identity of this machine that changes when it boots.
 inline void peer_machine(char (&text)[64]) {
     memset(text, 0, sizeof(text));
     FILE* file = fopen("/proc/sys/kernel/random/boot_id", "r");
@@ -131,7 +132,7 @@ inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int wor
     check(cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
     *peers = {};
     peers->wait_flags = peers_wait_flags(can_flush);
-    peers->rank = rank, peers->world = world <= PEER_MOST ? world : 0;
+    peers->rank = rank, peers->world = world <= PEER_MAX ? world : 0;
     peer_machine(card.machine);
     card.good = peers->world > 0 && card.machine[0] && peers_bind(peers) &&
                 cudaMalloc((void**)&peers->mailbox[rank], (size_t)peer_bytes(world)) == cudaSuccess &&
@@ -139,7 +140,7 @@ inline PeerCard peers_begin(Peers* peers, cudaStream_t stream, int rank, int wor
     if (card.good) check(cudaMemsetAsync(peers->mailbox[rank], 0, sizeof(PeerCounts), stream));
     card.good = card.good && peers_probe(peers, stream, peer_counts(peers, rank)->arrived);
     if (card.good) check(cudaStreamSynchronize(stream));
-    cudaGetLastError();  // a refusal has been noted
+    cudaGetLastError();  // clears the error of a refused call
     return card;
 }
 
@@ -160,7 +161,7 @@ inline void peers_ready(Peers* peers) {
     check(cudaEventCreateWithFlags(&peers->event, cudaEventDisableTiming));
 }
 
-// Closes the mailboxes of the others, before any rank frees its own.
+// Closes the mailboxes of the other ranks. All ranks must have done so before any of them calls peers_end.
 inline void peers_disconnect(Peers* peers) {
     for (int r = 0; r < peers->world; r++) {
         if (r != peers->rank && peers->mailbox[r]) check(cudaIpcCloseMemHandle(peers->mailbox[r]));

@@ -30,7 +30,7 @@ void rendezvous_close(Launch* launch) {
     launch->listeners = 0;
 }
 
-// True if the list has this address before it, as some files of hosts give one twice.
+// True if the list has the same address before `one`, as some hosts files cause.
 static bool is_repeated(const struct addrinfo* list, const struct addrinfo* one) {
     for (const struct addrinfo* at = list; at != one; at = at->ai_next) {
         if (at->ai_addrlen == one->ai_addrlen && memcmp(at->ai_addr, one->ai_addr, one->ai_addrlen) == 0) return true;
@@ -38,8 +38,8 @@ static bool is_repeated(const struct addrinfo* list, const struct addrinfo* one)
     return false;
 }
 
-// Listens at this port of every address of this machine in the list. False, with errno, when there is none
-// (EADDRNOTAVAIL) or the port is taken at one of them.
+// Listens at this port of every address in the list that this machine has. False, with errno, if it has none
+// (EADDRNOTAVAIL) or if the port is taken at one of them.
 static bool listen_at(Launch* launch, struct addrinfo* list, int port) {
     for (struct addrinfo* at = list; at && launch->listeners < LAUNCH_LISTENERS; at = at->ai_next) {
         int yes = 1;
@@ -98,17 +98,18 @@ bool rendezvous_listen(Launch* launch, int ports, char* error) {
                           launch->host, gai_strerror(unknown));
     }
     bool own = is_own_name(launch, list);
-    bool fine = !own && listen_at_ports(launch, list, ports);
+    bool ok = !own && listen_at_ports(launch, list, ports);
     int reason = errno;
-    // An address that only others know, as behind a gateway, is no reason to be open to anybody: that takes a secret.
-    bool foreign = !own && !fine && reason == EADDRNOTAVAIL;
-    if (!fine && (own || (foreign && launch->has_secret)) && getaddrinfo(NULL, "0", &hints, &all) == 0) {
-        fine = listen_at_ports(launch, all, ports);
+    // If the host has an address that this machine does not know, as behind a gateway, listening at all addresses would
+    // admit anybody, so it takes a secret.
+    bool foreign = !own && !ok && reason == EADDRNOTAVAIL;
+    if (!ok && (own || (foreign && launch->has_secret)) && getaddrinfo(NULL, "0", &hints, &all) == 0) {
+        ok = listen_at_ports(launch, all, ports);
         reason = errno;
         freeaddrinfo(all);
     }
     freeaddrinfo(list);
-    if (fine) return true;
+    if (ok) return true;
     if (foreign && !launch->has_secret) {
         return data_error(error,
                           "rank 0 cannot listen at %s, which is no address of its machine; set MASTER_ADDR to one, or "
@@ -164,7 +165,7 @@ void set_time_limit(int socket, int limit) {
     setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes));
 }
 
-// True if the other side, which has nothing to say now, has closed the connection: it gave up waiting.
+// True if the other side, which must not send anything now, has closed the connection: it gave up waiting.
 static bool is_closed(int socket) {
     char byte;
     ssize_t got = recv(socket, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
@@ -202,11 +203,11 @@ static bool draw_random(unsigned char random[HMAC_BYTES]) {
 
 // Rank 0.
 
-// A connection that has not proven yet that it belongs to this run.
+// A connection whose other side has not yet proven that it belongs to this run.
 typedef struct {
     int socket;  // -1: this place is free
     double since;
-    size_t bytes;     // that have come of the hello or, after the challenge, of the proof
+    size_t bytes;     // received of the hello or, after the challenge, of the proof
     bool challenged;  // the challenge has been sent
     Hello hello;
     Challenge challenge;
@@ -216,9 +217,9 @@ typedef struct {
 typedef struct {
     const Launch* launch;
     Peer* peers;
-    int came;         // channels that are connected
-    bool told_of[2];  // notes of refuse_stranger that have been printed
-    bool fine;        // false: the run cannot go on, and `error` says why
+    int came;         // connected channels
+    bool told_of[2];  // refuse_stranger has printed its note, by kind
+    bool ok;          // false: the run cannot go on, and `error` says why
     char* error;
     Greeting greeting[GREETINGS];
 } Door;
@@ -230,7 +231,7 @@ static void end_greeting(Greeting* greeting) {
 
 typedef enum { OTHER_VERSION, OTHER_SECRET } Stranger;
 
-// Says once of each kind that somebody is not let in, who may be a rank that was started wrongly.
+// Prints, once for each kind, that a connection was refused, since it may be from a rank that was started wrongly.
 static void refuse_stranger(Door* door, const Greeting* greeting, Stranger kind) {
     struct sockaddr_storage address;
     socklen_t bytes = sizeof(address);
@@ -249,7 +250,7 @@ static void refuse_stranger(Door* door, const Greeting* greeting, Stranger kind)
     fprintf(stderr, "train: note: a process at %s that %s\n", from, what);
 }
 
-// Answers a whole hello. False when the connection is of no more use.
+// Answers a complete hello. False if the connection is to be closed.
 static bool challenge(Door* door, Greeting* greeting) {
     Challenge* out = &greeting->challenge;
     *out = (Challenge){.magic = RENDEZVOUS_MAGIC, .version = RENDEZVOUS_VERSION};
@@ -257,11 +258,11 @@ static bool challenge(Door* door, Greeting* greeting) {
     out->accepted = ours && draw_random(out->random);
     greeting->challenged = true;
     greeting->bytes = 0;
-    // This message fits into the buffer of a new connection; if it does not, the other side is of no use.
+    // This message fits into the buffers of a new connection, so sending it does not wait.
     return send_all(greeting->socket, out, sizeof(*out)) && out->accepted;
 }
 
-// Takes in a rank that has proven itself, or ends the run, when that rank cannot be part of it.
+// Admits a rank that has proven itself, or ends the run if that rank does not fit.
 static bool admit(Door* door, Greeting* greeting) {
     const Launch* launch = door->launch;
     const Hello* hello = &greeting->hello;
@@ -274,18 +275,18 @@ static bool admit(Door* door, Greeting* greeting) {
     int* known = fits ? &peer->socket[hello->channel] : NULL;
     if (known && *known >= 0 && is_closed(*known)) close(*known), *known = -1, door->came--;
     if (!fits) {
-        door->fine = data_error(door->error,
-                                "rank %d of %d came from %s and this run has %d ranks; start all with the same number",
-                                hello->rank, hello->world, host, launch->world);
+        door->ok = data_error(door->error,
+                              "rank %d of %d came from %s and this run has %d ranks; start all with the same number",
+                              hello->rank, hello->world, host, launch->world);
     } else if (*known >= 0) {
-        door->fine = data_error(door->error,
-                                "two processes say that they are rank %d: on %s and on %s; give each a rank of its own",
-                                hello->rank, peer->host, host);
+        door->ok = data_error(door->error,
+                              "two processes say that they are rank %d: on %s and on %s; give each a rank of its own",
+                              hello->rank, peer->host, host);
     }
-    welcome.accepted = door->fine;
-    if (!door->fine) snprintf(welcome.error, sizeof(welcome.error), "%.500s", door->error);
+    welcome.accepted = door->ok;
+    if (!door->ok) snprintf(welcome.error, sizeof(welcome.error), "%.500s", door->error);
     rendezvous_prove(launch->key, "rank 0", launch->port, hello, &greeting->challenge, &welcome, welcome.proof);
-    if (!send_all(greeting->socket, &welcome, sizeof(welcome)) || !door->fine) return false;
+    if (!send_all(greeting->socket, &welcome, sizeof(welcome)) || !door->ok) return false;
     fcntl(greeting->socket, F_SETFL, fcntl(greeting->socket, F_GETFL) & ~O_NONBLOCK);
     *known = greeting->socket;
     greeting->socket = -1;
@@ -295,7 +296,7 @@ static bool admit(Door* door, Greeting* greeting) {
     return true;
 }
 
-// Answers a whole proof. False when the connection is of no more use.
+// Checks a complete proof. False if the connection is to be closed.
 static bool judge(Door* door, Greeting* greeting) {
     const Launch* launch = door->launch;
     Welcome none = {.magic = RENDEZVOUS_MAGIC};
@@ -308,7 +309,7 @@ static bool judge(Door* door, Greeting* greeting) {
     return false;
 }
 
-// Reads what has come, and answers it. False when the connection is of no more use.
+// Reads what has arrived, and answers it. False if the connection is to be closed.
 static bool hear(Door* door, Greeting* greeting) {
     while (greeting->socket >= 0) {
         char* to = greeting->challenged ? (char*)greeting->proof : (char*)&greeting->hello;
@@ -331,7 +332,7 @@ static bool hear(Door* door, Greeting* greeting) {
     return true;
 }
 
-// Takes a waiting connection into a free place.
+// Accepts a waiting connection if a place is free.
 static void open_greeting(Door* door, int listener) {
     Greeting* place = NULL;
     for (int i = 0; i < GREETINGS && !place; i++) {
@@ -342,8 +343,8 @@ static void open_greeting(Door* door, int listener) {
     if (one < 0 && place && errno != EAGAIN) sleep_ms(20);  // no more files may be opened: wait for some to be closed
 }
 
-// Hears everybody who knocks or speaks within `wait` seconds. Those who have had their time are given up; when all
-// places are taken, a quarter of a second is enough.
+// Handles connections and messages that arrive within `wait` seconds. Closes greetings that take longer than
+// GREETING_SECONDS, or, when all places are taken, a quarter of a second.
 static void serve(Door* door, double wait) {
     struct pollfd polled[LAUNCH_LISTENERS + GREETINGS];
     Greeting* of[LAUNCH_LISTENERS + GREETINGS];
@@ -364,14 +365,14 @@ static void serve(Door* door, double wait) {
     }
     if (wait > 0.25) wait = 0.25;
     if (poll(polled, (nfds_t)count, (int)(wait * 1000) + 1) <= 0) return;
-    for (int i = 0; i < count && door->fine; i++) {
+    for (int i = 0; i < count && door->ok; i++) {
         if (!polled[i].revents) continue;
         if (!of[i]) open_greeting(door, polled[i].fd);
         if (of[i] && !hear(door, of[i])) end_greeting(of[i]);
     }
 }
 
-// "1, 3 and 5"; at most some of them.
+// Lists missing ranks, such as "1, 3 and 5", but not too many.
 static const char* list_missing(const Launch* launch, const Peer* peers) {
     int listed = 0;
     const char* text = "";
@@ -383,10 +384,10 @@ static const char* list_missing(const Launch* launch, const Peer* peers) {
     return listed > 16 ? text_kept("%s and %d more", text, listed - 16) : text;
 }
 
-// Tells every other rank whether all have come.
-static void tell_all(const Launch* launch, const Peer* peers, bool fine, const char* error) {
-    Welcome word = {.magic = RENDEZVOUS_MAGIC, .accepted = fine};
-    if (!fine) snprintf(word.error, sizeof(word.error), "%.500s", error);
+// Tells every other rank whether all are connected.
+static void tell_all(const Launch* launch, const Peer* peers, bool ok, const char* error) {
+    Welcome word = {.magic = RENDEZVOUS_MAGIC, .accepted = ok};
+    if (!ok) snprintf(word.error, sizeof(word.error), "%.500s", error);
     for (int r = 1; r < launch->world; r++) {
         if (peers[r].socket[TALK] >= 0) send_all(peers[r].socket[TALK], &word, sizeof(word));
     }
@@ -410,41 +411,40 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
     const int want = CHANNELS * (launch->world - 1);
     const double deadline = seconds_now() + (double)limit;
     static const Greeting none = {.socket = -1};
-    Door door = {.launch = launch, .peers = peers, .fine = true, .error = error};
+    Door door = {.launch = launch, .peers = peers, .ok = true, .error = error};
     for (int i = 0; i < GREETINGS; i++) door.greeting[i] = none;
     if (launch->listeners == 0 && !rendezvous_listen(launch, PORTS, error)) return false;
     if (!launch->has_secret) warn_of_no_secret(launch);
-    while (door.came < want && door.fine) {
+    while (door.came < want && door.ok) {
         double left = deadline - seconds_now();
         if (left > 0) {
             serve(&door, left);
             continue;
         }
-        door.fine =
-            data_error(error,
-                       "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
-                       "they say, or give them longer with --join-timeout",
-                       (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers));
+        door.ok = data_error(error,
+                             "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what "
+                             "they say, or give them longer with --join-timeout",
+                             (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers));
     }
-    tell_all(launch, peers, door.fine, error);
+    tell_all(launch, peers, door.ok, error);
     for (int i = 0; i < GREETINGS; i++) {
         if (door.greeting[i].socket >= 0) end_greeting(&door.greeting[i]);
     }
     rendezvous_close(launch);
-    return door.fine;
+    return door.ok;
 }
 
 // The other ranks.
 
-// A rank's experience on its way to rank 0.
+// What a rank has met while it looked for rank 0.
 typedef struct {
-    double deadline;     // of all its tries
+    double deadline;     // of all tries
     int unknown;         // what getaddrinfo last said of the host; 0: it has an address
-    bool other_version;  // somebody answered who has another version,
-    bool other_secret;   // or another secret
+    bool other_version;  // a program of another version answered
+    bool other_secret;   // a program with another secret answered
 } Met;
 
-// Returns a connection that is made within a second, or -1.
+// Connects within a second; -1 if that fails.
 static int connect_to(const char* host, int port, int* unknown) {
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
     *unknown = getaddrinfo(host, text_kept("%d", port), &hints, &found);
@@ -462,7 +462,7 @@ static int connect_to(const char* host, int port, int* unknown) {
     return made;
 }
 
-// Says once what is wrong with somebody who answers, and is this run's rank 0 if anything was set wrongly.
+// Prints once why an answer was refused, since it may come from this run's rank 0 with a wrong setting.
 static void note_false_first(const Launch* launch, int port, bool* told, const char* what) {
     if (!*told) {
         fprintf(stderr, "train: note: rank %d: who answers at %s:%d %s\n", launch->rank, launch->host, port, what);
@@ -470,7 +470,7 @@ static void note_false_first(const Launch* launch, int port, bool* told, const c
     *told = true;
 }
 
-// The greeting, from a rank's side. Fills `welcome` and returns true if the other side is rank 0 of this run.
+// A rank's side of the greeting. Fills `welcome` and returns true if the other side is rank 0 of this run.
 static bool greet(const Launch* launch, int socket, int port, const Hello* hello, Welcome* welcome, Met* met) {
     Challenge challenge;
     unsigned char proof[HMAC_BYTES];
@@ -494,7 +494,7 @@ static bool greet(const Launch* launch, int socket, int port, const Hello* hello
     return false;
 }
 
-// Connects one channel to rank 0. False: the caller tries again, or, if there is a sentence, gives up.
+// Connects one channel to rank 0. False: the caller tries again or, if `error` has a sentence, gives up.
 static bool knock(const Launch* launch, int port, int channel, Peer* first, Met* met, char* error) {
     Hello hello = {.magic = RENDEZVOUS_MAGIC, .version = RENDEZVOUS_VERSION};
     Welcome welcome;

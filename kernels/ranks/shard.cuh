@@ -1,28 +1,30 @@
-// Data parallel training: the sum of all ranks' gradients, and who keeps which part of gradients, states and weights.
+// Data parallel training: the sum of all ranks' gradients, and which rank keeps which part of gradients, states and
+// weights.
 //
-//     none     every rank keeps all (the states are the same everywhere, and computed everywhere)
-//     states   rank r keeps states, master weights and the update of its part of the arena          (ZeRO-1)
-//     grads    and of the gradients, beyond a layer or two in flight                                (ZeRO-2)
-//     weights  and of the weights, likewise                                                         (ZeRO-3)
+//     none     every rank keeps everything and computes the whole update
+//     states   rank r keeps the states and master weights of its part of the arena, and updates it  (ZeRO-1)
+//     grads    it also keeps the gradients of that part alone, besides one or two layers in flight  (ZeRO-2)
+//     weights  and the weights of that part alone, besides two layers in use                        (ZeRO-3)
 //
 // Parts are equal runs of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses.
-// Embeddings and the last layernorm are always whole where the matmuls read them.
+// The embeddings and the last layernorm that the matmuls read are whole on every rank.
 //
 // If steps are taken inside the backward pass (optim/release.h), gradients are packed in every mode and two layers take
-// turns. The sums lie there too, and a layer is stepped when its room is wanted.
+// turns. Their sums overwrite them, and a layer is updated when its memory is needed again.
 //
-// The gradients of a layer, called a bucket, are summed while the backward pass is at the layer before: in pieces of at
-// most `chunk` tiles, of which every rank sums a slice. Each sends every other its slice (n (W-1)/W elements out, and
-// in), adds the W contributions up in the order of the ranks, in fp32, rounds once to the gradients' type, and sends
-// the sum to those who keep it: all (none) or the owners of the part (n (W-1)/W again). So the sum's order is defined
-// here, by rank, and the CPU and the GPU get the same bits from equal gradients. Every mode gets the same where a step
-// has one micro-batch a rank; of several, `none` and `states` sum over the micro-batches first, `grads` and `weights`
-// over the ranks. A sum of k micro-batches on each of W ranks differs from one of k W on one rank by at most (k W - 1)
-// 2^-23 of the sum of the magnitudes. Gradients may be rounded to nearest bf16 before they are sent: then an element is
-// off by at most 2^-8 of its magnitude, and what arrived is summed in fp32.
+// A bucket, the gradients of a layer, is reduced while the backward pass computes the layer before: in chunks of at
+// most `chunk` tiles, of which every rank sums a slice. Each rank sends every other its slice (reduce-scatter: n
+// (W-1)/W elements out, and in), adds up the W contributions in the order of the ranks, in fp32, rounds once to the
+// gradients' type, and sends the sum to the ranks that keep it: all (none), or the owners of the part (n (W-1)/W
+// again). So the order of the sum is defined here, by rank, and the CPU and the GPU get the same bits from equal
+// gradients. All modes get the same bits if a step has one micro-batch per rank; of several, `none` and `states` sum
+// over the micro-batches first, `grads` and `weights` over the ranks. A sum of k micro-batches on each of W ranks
+// differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes. With --comm bf16,
+// gradients are rounded to bf16 before they are sent, which changes an element by at most 2^-8 of its magnitude, and
+// are still summed in fp32.
 //
-// This costs 1 to 3 % of a step on two H200s with copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more the
-// modes that keep whole gradients are faster after the backward pass in one go: `late` (dev/LOG.md has the figures).
+// This costs 1 to 3 % of a step on two H200s with copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more, modes
+// that keep whole gradients reduce them faster at once, after the backward pass: `late` (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
@@ -35,7 +37,7 @@ constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 enum CommFormat { COMM_AS_IS, COMM_BF16 };
 
-// A run of the arena, in elements; `at`: where it stands in packed memory; `stays`: nothing takes turns with it there.
+// A run of the arena, in elements; `at`: its place in packed memory; `stays`: it does not share that place.
 struct ShardRun {
     int64_t begin, end, at;
     bool stays;
@@ -46,7 +48,7 @@ struct ShardBucket {
     int runs;
 };
 
-// The device scalars of a step, which ranks agree upon.
+// The device scalars of a step. All ranks get the same values.
 enum {
     SCALAR_LOSS,
     SCALAR_NORM,
@@ -76,11 +78,11 @@ struct Shard {
     int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
     ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
     int layers;
-    int64_t* place;  // (tensors): first element in packed memory: two layers that take turns, then the rest
+    int64_t* place;  // (tensors): first element in packed memory, which holds two layers in turn, then the rest
     int64_t packed;  // its elements
     int64_t chunk;   // tiles of a bucket that are exchanged at a time; a slice of them has at most PEER_PART bytes
     int gradient_bytes, weight_bytes;  // of an element
-    char *outgoing, *incoming;         // slices on their way, where they are encoded or copied; chunk tiles each
+    char *outgoing, *incoming;         // buffers of `chunk` tiles each for slices that are encoded or copied
     void* grads;                       // the trainer's: arena, or packed
     void* kept_grads;                  // sums of the part, from cut[rank] on
     void* weights;                     // in the matmuls' type: arena, packed, or the optimizer's
@@ -89,17 +91,17 @@ struct Shard {
     Overlap* into;                // (world)
     int64_t* tile_cut;            // (world + 1) of the norm that is being computed
     float* gathered;              // (world, SCALARS)
-    float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD; the host's
-    bool late;                    // gradients are exchanged after the backward pass, not beside it
-    bool releases;                // gradients are packed in every mode, and their sums lie there, too
+    float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD, in host memory
+    bool late;                    // gradients are exchanged after the backward pass, not during it
+    bool releases;                // gradients are packed in every mode, and their sums overwrite them
     bool first, last;             // micro-batch of the step
-    double micro_batch_seconds;   // of the last step; 0 before it: then patience is 600 s
+    double micro_batch_seconds;   // in the last step; 0: unknown
     bool stop;                    // all ranks have agreed to end
-    int held[2];                  // which layers' weights are in packed memory; -1: none
+    int held[2];                  // layers whose weights are in packed memory; -1: none
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
 };
 
-// Connects the ranks; --shard and --comm name what is spread, and what gradients are sent as. NULL: there is one rank.
+// Connects the ranks. `shard` and `comm` are the values of --shard and --comm. NULL: there is one rank.
 inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard, const char* comm) {
     const char* const modes[] = {"none", "states", "grads", "weights"};  // as ShardMode numbers them
     if (launch->world == 1) return nullptr;
@@ -117,7 +119,7 @@ inline bool shard_splits(const Shard* s, ShardMode mode) {
     return s && s->mode >= mode;
 }
 
-// True if this memory, of gradients or weights, is the packed one.
+// True if `memory`, of gradients or weights, is packed.
 inline bool shard_is_packed(const Shard* s, const void* memory) {
     return s && memory &&
            ((memory == s->grads && (s->mode >= SHARD_GRADS || s->releases)) ||
@@ -140,7 +142,7 @@ inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
             begin + slice_begin(tiles, r + 1, s->comm.world) * TILE_ELEMENTS};
 }
 
-// Gradients on their way, in plain C: encode, and the sum in the order of the ranks.
+// The exchange of gradients in plain C: encoding, and the sum in the order of the ranks.
 
 // One tile of gradients as it is sent in bf16.
 inline void shard_encode_tile_cpu(char* out, const float* grads) {
@@ -160,7 +162,7 @@ struct Contributions {
     const char *mine, *others;
     int64_t stride, tile_bytes;
     int rank, world;
-    const char* from[PEER_MOST] = {};
+    const char* from[PEER_MAX] = {};
 };
 
 __host__ __device__ inline const char* contribution(const Contributions& c, int r, int64_t tile) {
@@ -195,7 +197,7 @@ inline void shard_squares_cpu(double* parts, const float* grads, int64_t tiles) 
     }
 }
 
-// The loss and the flags of all ranks, from the row that each has sent.
+// Sums the loss and combines the flags of all ranks, from the row that each has sent.
 __host__ __device__ inline void shard_agree(float* scalars, const float* gathered, int world) {
     float loss = 0.0f, flag[SCALARS] = {};
     for (int r = 0; r < world; r++) {
@@ -206,9 +208,9 @@ __host__ __device__ inline void shard_agree(float* scalars, const float* gathere
     scalars[SCALAR_LOSS] = flag[SCALAR_BAD] > 0.0f ? NAN : loss;  // then the step changes nothing
 }
 
-// Value i of all ranks, from (world, n) values of which this rank's is `own`: their sum or the largest.
-__host__ __device__ inline uint32_t shard_joined(uint32_t own, const uint32_t* all, int world, int rank, int n, int i,
-                                                 bool sum) {
+// Reduces value i over the ranks: all (world, n) has the others' values, `own` is this rank's. Sum or maximum.
+__host__ __device__ inline uint32_t shard_reduced(uint32_t own, const uint32_t* all, int world, int rank, int n, int i,
+                                                  bool sum) {
     for (int r = 0; r < world; r++) {
         if (r == rank) continue;
         const uint32_t other = all[(int64_t)r * n + i];
@@ -218,8 +220,8 @@ __host__ __device__ inline uint32_t shard_joined(uint32_t own, const uint32_t* a
 }
 
 #ifdef __CUDACC__
-// The same on the device. A tile is a block of TILE_ELEMENTS / 8 threads, 8 elements each; nothing here is far from the
-// speed of a copy. All are deterministic.
+// The same on the device. A block of TILE_ELEMENTS / 8 threads takes a tile, 8 elements per thread. All kernels run
+// near the speed of a copy and are deterministic.
 
 constexpr int SHARD_THREADS = TILE_ELEMENTS / 8;
 
@@ -305,10 +307,10 @@ __global__ static void shard_agree_kernel(float* scalars, const float* gathered,
 }
 
 // all: (world, maxima + sums), of which this rank's row is `own`. Grid ceil((maxima + sums) / 256), block 256.
-__global__ static void shard_join_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
-                                         int sums) {
+__global__ static void shard_all_reduce_kernel(uint32_t* own, const uint32_t* all, int world, int rank, int maxima,
+                                               int sums) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x, n = maxima + sums;
-    if (i < n) own[i] = shard_joined(own[i], all, world, rank, n, i, i >= maxima);
+    if (i < n) own[i] = shard_reduced(own[i], all, world, rank, n, i, i >= maxima);
 }
 #endif
 
@@ -374,8 +376,8 @@ struct ShardTensor {
     bool stays = false;        // it has room of its own in packed memory, as the rest has
 };
 
-// Sets where tensors stand in packed memory. Those of a layer that take turns stand in their order, whatever the
-// arena's; every layer has the same.
+// Sets the tensors' places in packed memory. Tensors of a layer that shares its place are in the order of the list, not
+// of the arena, and equal for every layer.
 inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int layers) {
     int64_t of_layer = 0;
     for (int b = 0; s->bucket && b <= layers; b++) free(s->bucket[b].run);
@@ -426,7 +428,7 @@ inline int64_t shard_kept(const Shard* s) {
     return s->cut[s->comm.rank + 1] - s->cut[s->comm.rank];
 }
 
-// The weights that the matmuls read, where they are beside the optimizer's.
+// Bytes of the weights that the matmuls read, if they are not the optimizer's own.
 inline int64_t shard_gathered_bytes(const Shard* s) {
     if (!shard_splits(s, SHARD_STATES)) return 0;
     return (s->mode >= SHARD_WEIGHTS ? s->packed : s->cut[s->comm.world]) * s->weight_bytes;
@@ -487,7 +489,7 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
         receives[r] = {s->incoming + r * stride, mine_tiles * tile_bytes};
     }
     comm_borrow(&s->comm, sends, receives);
-    const bool many = world > PEER_MOST;
+    const bool many = world > PEER_MAX;
     Contributions c = {codes + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
     for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
     shard_sum<G, FORMAT>(dev, s->comm.stream, local + begin + mine * TILE_ELEMENTS, c, mine_tiles);
@@ -496,7 +498,7 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 
 // Sends the sums of the slices to all ranks.
 template <typename G>
-void shard_spread_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
+void shard_all_gather_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     const auto piece = [&](int r) {
         const Overlap slice = shard_slice(s, begin, end, r);
         return CommPiece{local + slice.begin, (slice.end - slice.begin) * (int64_t)sizeof(G)};
@@ -540,15 +542,15 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
         shard_sum_chunk<G, COMM_AS_IS>(s, local, begin, end);
     }
     if (s->mode == SHARD_NONE) {
-        shard_spread_chunk<G>(s, local, begin, end);
+        shard_all_gather_chunk<G>(s, local, begin, end);
     } else {
         shard_keep_chunk<G>(s, local, begin, end, s->mode >= SHARD_GRADS && !s->first && !s->releases);
     }
 }
 
-// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all of them (launch_hurry).
-// The host is at most three micro-batches ahead of the device, so it is back here within six of the last one's time;
-// the first step, whose kernels are loaded or compiled, gets ten minutes.
+// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all ranks (launch_hurry).
+// The host is at most three micro-batches ahead of the device, so it returns here within the time of six; the first
+// step, in which kernels are loaded or compiled, gets ten minutes.
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
@@ -560,14 +562,14 @@ inline void shard_micro_batch(Shard* s, bool first, bool last) {
 template <typename G>
 void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += s->chunk * TILE_ELEMENTS) {
-        int64_t most = at + s->chunk * TILE_ELEMENTS;
-        shard_reduce_chunk<G>(s, local, at, most < end ? most : end);
+        int64_t max = at + s->chunk * TILE_ELEMENTS;
+        shard_reduce_chunk<G>(s, local, at, max < end ? max : end);
     }
 }
 
-// Begins to sum a bucket, whose gradients are complete on the device's stream, over the ranks beside it: after the last
-// micro-batch or, where no rank keeps all gradients, after each. Of released gradients only those that take turns are
-// summed after each. Late, it waits for the last bucket.
+// Begins to reduce a bucket whose gradients are complete on the device's stream, on the comm's stream: after the last
+// micro-batch or, if no rank keeps all gradients, after each one. With `releases`, only gradients that share their
+// place are reduced after each one. With `late`, all are reduced at the last bucket.
 template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s || (!s->last && s->mode < SHARD_GRADS && !s->releases)) return;
@@ -584,19 +586,19 @@ void shard_reduce(Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
 
-// Makes what is queued on the device's stream from here on wait for the sums of a bucket.
+// Makes the device's stream wait for the sums of a bucket.
 inline void shard_summed(const Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[bucket], 0));
 }
 
-// Makes the device's stream wait until the gradients that stood where a bucket's will be written are summed.
+// Makes the device's stream wait until the gradients that a bucket's will overwrite have been reduced.
 inline void shard_grads_free(const Shard* s, int bucket) {
     if (!shard_splits(s, SHARD_GRADS) || s->comm.stand_in) return;
     int before = bucket == s->layers ? bucket : bucket + 2 < s->layers ? bucket + 2 : bucket % 2;
     check(cudaStreamWaitEvent(s->comm.dev->stream, s->summed[before], 0));
 }
 
-// Writes loss and flags of this rank into its row of `gathered` and sends that row to all, beside the device's stream.
+// Writes loss and flags of this rank into its row of `gathered`, and sends that row to all on the comm's stream.
 inline void shard_send_scalars(Shard* s, float* scalars) {
     const Device* dev = s->comm.dev;
     float* own = s->gathered + s->comm.rank * SCALARS;
@@ -619,7 +621,7 @@ inline void shard_send_scalars(Shard* s, float* scalars) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Turns what the ranks have sent into the step's loss, NaN where a rank has bad data, and flags, the same on all ranks.
+// Computes the step's loss, NaN if a rank has bad data, and flags from the rows that all ranks have sent.
 inline void shard_join_scalars(Shard* s, float* scalars) {
     device_after_comm(&s->comm);
 #ifdef __CUDACC__
@@ -632,7 +634,7 @@ inline void shard_join_scalars(Shard* s, float* scalars) {
     shard_agree(scalars, s->gathered, s->comm.world);
 }
 
-// Sends to all ranks the squares of tiles, of which rank r has parts[cut[r]] to parts[cut[r + 1]]. cut: (world + 1)
+// All-gathers the squares of tiles: rank r has parts[cut[r]] to parts[cut[r + 1]]. cut: (world + 1)
 inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
     const int me = s->comm.rank;
     for (int r = 0; r < s->comm.world; r++) {
@@ -657,7 +659,8 @@ void shard_squares(const Device* dev, double* parts, const G* grads, int64_t til
     shard_squares_cpu(parts, (const float*)grads, tiles);
 }
 
-// Puts loss and flags of all ranks, the norm of all gradients and the clip factor into `scalars`. parts: one a tile.
+// Sets `scalars` to the loss and flags of all ranks, the norm of all gradients and the clip factor. parts: one per
+// tile.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
@@ -685,9 +688,9 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
 }
 
-// The squares of each tensor of a part of the model that is stepped by itself, from the sums that the ranks keep, and
-// its clip factors. grads[i] is where the sums of tensor i begin, at element offset[i] of the arena, in rising order;
-// parts: a double for each tile of the part. The device's stream waits for the other ranks.
+// Computes the clip factors of a part of the model that is updated by itself, from the sums that the ranks keep. The
+// sums of tensor i begin at part.grads[i], which is element offset[i] of the arena, in rising order; parts: a double
+// for each tile of the part. The device's stream waits for the other ranks.
 template <typename G>
 void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, const int64_t* offset, double* parts) {
     const Device* dev = s->comm.dev;
@@ -713,8 +716,8 @@ void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, cons
     part_norm_of_tiles(dev, clip, part.count, parts, first);
 }
 
-// Makes values (maxima + sums) on the device the same on all ranks: the largest or the sum of each. All ranks call it.
-inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
+// All-reduces values (maxima + sums) on the device: the first by maximum, the others by sum. All ranks call it.
+inline void shard_all_reduce(Shard* s, uint32_t* values, int maxima, int sums) {
     if (!s) return;
     const Comm* c = &s->comm;
     const int n = maxima + sums;
@@ -727,18 +730,18 @@ inline void shard_join(Shard* s, uint32_t* values, int maxima, int sums) {
     device_after_comm(c);
 #ifdef __CUDACC__
     if (c->dev->gpu) {
-        shard_join_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(values, (const uint32_t*)s->incoming,
-                                                                                  c->world, c->rank, maxima, sums);
+        shard_all_reduce_kernel<<<(unsigned)ceil_div(n, 256), 256, 0, c->dev->stream>>>(
+            values, (const uint32_t*)s->incoming, c->world, c->rank, maxima, sums);
         check_launch();
         return;
     }
 #endif
     for (int i = 0; i < n; i++) {
-        values[i] = shard_joined(values[i], (const uint32_t*)s->incoming, c->world, c->rank, n, i, i >= maxima);
+        values[i] = shard_reduced(values[i], (const uint32_t*)s->incoming, c->world, c->rank, n, i, i >= maxima);
     }
 }
 
-// Takes note of what the ranks have agreed upon, after a step whose scalars the host has.
+// Ends a step whose scalars the host has read.
 inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seconds) {
     if (!s) return;
     launch_rest(s->comm.launch);
@@ -746,16 +749,16 @@ inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seco
     s->stop = s->stop || scalars[SCALAR_STOP] > 0;
 }
 
-// Returns the least of what the ranks have; alone, what this one has.
-inline int64_t shard_least(const Shard* s, int64_t count) {
-    double most = -(double)count;
-    if (s) launch_agree(s->comm.launch, &most, 1, LAUNCH_MAX);
-    return (int64_t)-most;
+// Returns the minimum over all ranks.
+inline int64_t shard_min(const Shard* s, int64_t count) {
+    double max = -(double)count;
+    if (s) launch_all_reduce(s->comm.launch, &max, 1, LAUNCH_MAX);
+    return (int64_t)-max;
 }
 
 // Sends rank 0's bytes to all.
-inline void shard_share(const Shard* s, void* bytes, int64_t count) {
-    if (s) launch_share(s->comm.launch, 0, bytes, count);
+inline void shard_broadcast(const Shard* s, void* bytes, int64_t count) {
+    if (s) launch_broadcast(s->comm.launch, 0, bytes, count);
 }
 
 // Sums the ranks' shares of a validation's mean loss, each in scalars[SCALAR_LOSS].
@@ -764,18 +767,18 @@ inline void shard_loss(Shard* s, float* scalars) {
     float value;
     copy_to_host(dev, &value, scalars, sizeof(value));
     double loss = value;
-    launch_agree(s->comm.launch, &loss, 1, LAUNCH_SUM);
+    launch_all_reduce(s->comm.launch, &loss, 1, LAUNCH_SUM);
     value = (float)loss;
     copy_to_device(dev, scalars, &value, sizeof(value));
 }
 
 // Weights.
 
-// The weights of a run of the arena, element x to weights[x + shift], go from those who keep them to all in two
-// exchanges, since most layers lie in the part of one rank, whose link alone would carry (W-1) n elements: the owners
-// deal the run out, slice r to rank r; then each rank sends its slice to those who do not own it. No rank sends more
-// than 2 n (W-1)/W elements.
-inline void shard_deal_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+// The weights of a run of the arena, element x to weights[x + shift], go from the ranks that keep them to all ranks in
+// two exchanges: the owners scatter the run, slice r to rank r, and then each rank sends its slice to those that do not
+// own it. No rank sends more than 2 n (W-1)/W elements; with one exchange, the owner of a whole layer would send (W-1)
+// n.
+inline void shard_scatter_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
     const int64_t size = s->weight_bytes, me = s->comm.rank;
     const char* kept = (const char*)s->kept_weights - s->cut[me] * size;
     char* weights = (char*)s->weights + shift * size;
@@ -792,7 +795,7 @@ inline void shard_deal_run(Shard* s, int64_t begin, int64_t end, int64_t shift) 
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-inline void shard_spread_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+inline void shard_all_gather_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
     const int64_t size = s->weight_bytes;
     char* weights = (char*)s->weights + shift * size;
     const auto piece = [&](int of, int to) {
@@ -805,10 +808,10 @@ inline void shard_spread_run(Shard* s, int64_t begin, int64_t end, int64_t shift
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Sends a bucket's weights from those who keep them to all, beside the device's stream.
+// Gathers a bucket's weights on all ranks, on the comm's stream.
 inline void shard_gather(Shard* s, int bucket) {
     const ShardBucket* b = &s->bucket[bucket];
-    for (const auto gather : {shard_deal_run, shard_spread_run}) {
+    for (const auto gather : {shard_scatter_run, shard_all_gather_run}) {
         comm_group(&s->comm, true);
         for (int i = 0; i < b->runs; i++) {
             const ShardRun* run = &b->run[i];
@@ -819,14 +822,14 @@ inline void shard_gather(Shard* s, int bucket) {
     if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
 }
 
-// The optimizer has new weights: begins to hand them round, in the order in which the forward pass needs them.
+// Begins to gather the weights that the optimizer has updated, in the order in which the forward pass needs them.
 inline void shard_publish(Shard* s) {
     if (!shard_splits(s, SHARD_STATES)) return;
     comm_after_device(&s->comm);
     s->held[0] = s->held[1] = -1;
     if (s->late && s->mode < SHARD_WEIGHTS) {
-        shard_deal_run(s, 0, s->cut[s->comm.world], 0);
-        shard_spread_run(s, 0, s->cut[s->comm.world], 0);
+        shard_scatter_run(s, 0, s->cut[s->comm.world], 0);
+        shard_all_gather_run(s, 0, s->cut[s->comm.world], 0);
         device_after_comm(&s->comm);
         return;
     }
@@ -834,7 +837,7 @@ inline void shard_publish(Shard* s) {
     for (int l = 0; l < s->layers && s->mode < SHARD_WEIGHTS; l++) shard_gather(s, l);
 }
 
-// Begins to gather the weights of a layer that will be needed. They take the place of the layer two away.
+// Begins to gather the weights of a layer ahead of their use. They evict the layer two away.
 inline void shard_prefetch(Shard* s, int layer) {
     if (!shard_splits(s, SHARD_WEIGHTS) || layer < 0 || layer >= s->layers || s->held[layer % 2] == layer) return;
     comm_after_device(&s->comm);
@@ -842,7 +845,7 @@ inline void shard_prefetch(Shard* s, int layer) {
     s->held[layer % 2] = layer;
 }
 
-// Makes the device's stream wait for the weights of this bucket; those of layer `next` are gathered meanwhile.
+// Makes the device's stream wait for the weights of this bucket, and begins to gather those of layer `next`.
 inline void shard_need(Shard* s, int bucket, int next = -1) {
     if (!shard_splits(s, SHARD_STATES)) return;
     if (bucket < s->layers) shard_prefetch(s, bucket);

@@ -7,8 +7,8 @@
 #include "../each.cuh"
 #include "../rules/muon.cuh"
 
-constexpr int MOST_MATRICES = 65535;  // of a chunk, since a grid has no more rows
-constexpr int SLICES = 16;            // of a matrix, whose sums of squares are added in order
+constexpr int MAX_MATRICES = 65535;  // of a chunk, since a grid has no more rows
+constexpr int SLICES = 16;           // of a matrix, whose sums of squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
 // Dimensions are padded with zeros, which stay zero, to what products in fp16 want.
@@ -33,11 +33,12 @@ static int64_t larger(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-// Sorts a chunk's matrices, from number `first` on, into batches.
-static void chunk_close(const Device* dev, MatrixPlan* plan, int first) {
+// Sorts the last chunk's matrices into batches.
+static void chunk_close(const Device* dev, MatrixPlan* plan) {
     MatrixChunk* chunk = &plan->chunk[plan->chunks - 1];
+    const int first = chunk->matrix;
     qsort(plan->matrix + first, plan->matrices - first, sizeof(Matrix), compare_shapes);
-    chunk->matrix = first, chunk->matrices = plan->matrices - first;
+    chunk->matrices = plan->matrices - first;
     chunk->batch = plan->batches;
     plan->low = larger(plan->low, (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float));
     int64_t work = (chunk->matrices + 1) * (int64_t)sizeof(int), sums = 0;  // the counts of newton_schulz_gpu
@@ -84,57 +85,69 @@ void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, i
     }
 }
 
+// Begins a chunk with tensor t, behind the last chunk.
+static void chunk_open(const Plan* plan, int index, int t, int64_t begin, MatrixPlan* its) {
+    MatrixChunk* chunk = &its->chunk[its->chunks++];
+    chunk->begin = begin;
+    if (its->chunks > 1) chunk->tile = chunk[-1].tile + chunk[-1].tiles;
+    chunk->matrix = its->matrices;
+    chunk->low_begin = chunk->low_end = plan->kept[t][SLOT_M].offset;
+    chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
+}
+
+// Adds tensor t to the last chunk.
+static void chunk_add(const Plan* plan, int index, int t, const OptimTensor* tensor, bool low, MatrixPlan* its) {
+    MatrixChunk* chunk = &its->chunk[its->chunks - 1];
+    const OptimTensor* moments = &plan->kept[t][SLOT_M];
+    const int64_t rows = tensor->rows / tensor->parts;
+    const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
+    for (int part = 0; part < tensor->parts; part++) {
+        Matrix* matrix = &its->matrix[its->matrices++];
+        matrix->element = tensor->offset + part * rows * tensor->cols;
+        matrix->at = matrix->element - chunk->begin;
+        matrix->row = row + part * rows;
+        matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
+        matrix->tensor = t;
+        matrix->group = plan->group_of[t];
+        if (low) low_place(plan, index, t, part, chunk, matrix, its);
+    }
+    if (low) chunk->low_end = moments->offset + tensor_padded(moments);
+    chunk->end = tensor->offset + tensor_padded(tensor);
+    chunk->tiles += tensor_padded(tensor) / TILE_ELEMENTS;
+}
+
+// True if sides and ranks of all matrices of a launch, those of other processes too, are multiples of 8.
+static bool low_by_eights(const Plan* plan, int index, const OptimTensor* tensors, int count) {
+    for (int t = 0; t < count; t++) {
+        if (tensors[t].cols == 0 || plan->launch_of[t] != index) continue;
+        const int64_t rows = tensors[t].rows / tensors[t].parts, cols = tensors[t].cols;
+        if ((rows | cols | low_shape(&plan->launch[index].config, rows, cols).rank) % 8 != 0) return false;
+    }
+    return true;
+}
+
 MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const OptimTensor* tensors, int count) {
     MatrixPlan its = {};
-    int64_t matrices = 1, tile = 0;
+    int64_t matrices = 1;
     const OptimConfig* config = &plan->launch[index].config;
     const bool low = is_low_rank(rule_of(config));
     for (int t = 0; t < count; t++) matrices += tensors[t].parts;
     its.matrix = (Matrix*)memory_zero((size_t)matrices, sizeof(Matrix));
     its.batch = (MatrixBatch*)memory_zero((size_t)matrices, sizeof(MatrixBatch));
     its.chunk = (MatrixChunk*)memory_zero((size_t)count + 1, sizeof(MatrixChunk));
-    int first = 0;  // matrix of the chunk
-    its.by_eights = true;
+    its.by_eights = !low || low_by_eights(plan, index, tensors, count);
     for (int t = 0; t < count; t++) {
         const OptimTensor* tensor = &tensors[t];
-        if (tensor->cols == 0) continue;  // another process has it
-        if (low && plan->launch_of[t] == index) {
-            const int64_t rows = tensor->rows / tensor->parts, cols = tensor->cols;
-            const int64_t rank = low_shape(config, rows, cols).rank;
-            its.by_eights = its.by_eights && rows % 8 == 0 && cols % 8 == 0 && rank % 8 == 0;
-        }
-        const int64_t begin = tensor->offset, elements = tensor_padded(tensor), end = begin + elements;
-        if (plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
-        MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
-        const bool full = its.matrices - first + tensor->parts > MOST_MATRICES;
-        if (!chunk || full || end - chunk->begin > config->matrix_chunk) {
-            if (chunk) chunk_close(dev, &its, first);
-            first = its.matrices;
-            chunk = &its.chunk[its.chunks++];
-            *chunk = {};
-            chunk->begin = begin, chunk->tile = tile;
-            chunk->low_begin = plan->kept[t][SLOT_M].offset;
-            chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
-        }
-        const int64_t rows = tensor->rows / tensor->parts;
-        const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
-        for (int part = 0; part < tensor->parts; part++) {
-            Matrix* matrix = &its.matrix[its.matrices++];
-            matrix->at = begin - chunk->begin + part * rows * tensor->cols;
-            matrix->row = row + part * rows;
-            matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
-            matrix->tensor = t;
-            matrix->element = begin + part * rows * tensor->cols;
-            matrix->group = plan->group_of[t];
-            if (low) low_place(plan, index, t, part, chunk, matrix, &its);
-        }
-        const OptimTensor* moments = &plan->kept[t][SLOT_M];
-        chunk->low_end = low ? moments->offset + tensor_padded(moments) : chunk->low_begin;
-        chunk->end = end;
-        chunk->tiles += elements / TILE_ELEMENTS;
-        tile += elements / TILE_ELEMENTS;
+        const int64_t begin = tensor->offset, end = begin + tensor_padded(tensor);
+        if (tensor->cols == 0 || plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
+        const MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
+        const bool full = chunk && (its.matrices - chunk->matrix + tensor->parts > MAX_MATRICES ||
+                                    end - chunk->begin > config->matrix_chunk);
+        if (full) chunk_close(dev, &its);
+        if (full || !chunk) chunk_open(plan, index, t, begin, &its);
+        chunk_add(plan, index, t, tensor, low, &its);
     }
-    if (its.chunks) chunk_close(dev, &its, first);
+    if (its.chunks) chunk_close(dev, &its);
     const ArenaRun* moments = &plan->launch[index].kept[SLOT_M];
     if (low) its.low_tiles = (moments->end - moments->begin) / TILE_ELEMENTS * (int64_t)sizeof(Tile);
     return its;
