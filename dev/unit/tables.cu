@@ -20,7 +20,7 @@ static const FormatRow* state_row(const char* name) {
     return find_row(state_table(), table_config("", "fp32", "fp32", name).v);
 }
 
-// The second element of a tile of ones becomes this; the others stay finite.
+// The second element of a tile of ones becomes this; the others stay near one, and finite beside infinity.
 static float becomes(Test* test, const FormatRow* format, uint32_t slot, float strange) {
     static float codes[TILE_ELEMENTS], extra[TILE_ELEMENTS], more[TILE_ELEMENTS], x[TILE_ELEMENTS], back[TILE_ELEMENTS];
     void* table = malloc((size_t)format->table_bytes + 1);
@@ -31,8 +31,8 @@ static float becomes(Test* test, const FormatRow* format, uint32_t slot, float s
     format->store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 7, slot});
     format->load(streams, 0, back, TILE_ELEMENTS, NoiseKey{5, 8, slot});
     for (int i = 0; i < TILE_ELEMENTS; i++) {
-        expect(i == 1 || (isfinite(back[i]) && back[i] >= 0.0f), "%s: beside %g a one became %g", format->name,
-               (double)strange, (double)back[i]);
+        const bool stays = isinf(strange) ? isfinite(back[i]) && back[i] >= 0.0f : back[i] > 0.5f && back[i] < 1.5f;
+        expect(i == 1 || stays, "%s: beside %g a one became %g", format->name, (double)strange, (double)back[i]);
     }
     return back[1];
 }
@@ -111,7 +111,6 @@ TEST(tables_banner_says_what_is_allocated) {
     note(test, "%d rows", rows);
 }
 
-// The output of --list-formats or --list-presets.
 static char* list_text(Test* test, bool presets) {
     char* text = printed([=](FILE* file) { presets ? optim_list_presets(file) : optim_list_formats(file); });
     for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n')
