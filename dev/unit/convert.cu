@@ -265,7 +265,6 @@ TEST(convert_refuses_other_arrays) {
     expect_refused(run_load(&to, &from, &context, 0, error), error, "no array m of U8");
 }
 
-// The same loads into an optimizer on the GPU give the same bytes.
 TEST(convert_equal_gpu) {
     const char* const formats[][3] = {{"bf16:sr", "dyn8", "udyn8"},
                                       {"bf16+16", "de4", "sqrt4"},

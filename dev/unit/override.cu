@@ -53,7 +53,6 @@ static const OptimTensor model[NAMED] = {{"wpe.weight", 1, LENGTH, true, 0},
                                          {"h.0.attn.c_attn.bias", 1, LENGTH, false, 0},
                                          {"ln_f.weight", 1, LENGTH, true, 0}};
 
-// Five steps from the same start.
 static void named_run(Run* run, const OptimConfig* config, float rate, OptimType compute) {
     const Steps how = {rate, 1.0f, false, false};
     run_open(run, config, model, NAMED, compute);
@@ -137,17 +136,4 @@ TEST(override_weights_do_what_whole_runs_do) {
             expect(weights == 3 && masters == 1, "%s: %d formats of weights, %d masters", base, weights, masters);
         }
     }
-}
-
-// Arrays are named by the override that asked for them.
-TEST(override_names) {
-    OptimConfig config = make_config("adamw", "bf16:sr", "fp32");
-    config.overrides = "ln*: weights=lin8:sr; ln_1: m=bf16";
-    Run run;
-    named_run(&run, &config, 0.01f, OPTIM_FP32);
-    const char* const names[] = {"weights",   "m",         "v",        "weights.1[ln*]", "weights.1[ln*].scales",
-                                 "m.1[ln_1]", "v.1[ln_1]", "m.2[ln*]", "v.2[ln*]"};
-    expect(optim_stream_count(run.optim) == 9, "%d streams", optim_stream_count(run.optim));
-    for (int s = 0; s < 9; s++)
-        expect(is(optim_stream(run.optim, s).name, names[s]), "%s", optim_stream(run.optim, s).name);
 }

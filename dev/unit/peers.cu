@@ -46,10 +46,7 @@ static const Safetensors* peers() {
     return &file;
 }
 
-static const SafetensorsTensor* peers_find(const char* a, const char* b = "", const char* c = "", int step = 0) {
-    char name[192];
-    int used = snprintf(name, sizeof(name), "%s%s%s", a, b, c);
-    if (step) snprintf(name + used, sizeof(name) - (size_t)used, ".%d", step);
+static const SafetensorsTensor* peers_find(const char* name) {
     const SafetensorsTensor* tensor = safetensors_find(peers(), name);
     if (!tensor) printf("    %s holds no %s\n", PEERS, name), exit(1);
     return tensor;
@@ -125,7 +122,8 @@ static Codes peers_stored(const Format* format, const SafetensorsTensor* codes, 
 // The peer decodes each of our codes to these numbers with scale 1.
 static Floats peers_map(const Format* format) {
     bool theirs = !strcmp(format->peer, "bitsandbytes") && format->bits == 8;
-    Floats raw = peers_floats(peers_find("map.", format->name, theirs ? ".bitsandbytes" : "")), map = raw;
+    Floats raw = peers_floats(peers_find(formatted("map.%s%s", format->name, theirs ? ".bitsandbytes" : ""))),
+           map = raw;
     for (int64_t code = 0; code < raw.n; code++) map.x[(code + format->shift) % raw.n] = raw.x[code];
     return map;
 }
@@ -216,7 +214,6 @@ static double least_scale(const Format* format) {
     return !strcmp(format->peer, "bitsandbytes") ? 0.0 : 1e-12;
 }
 
-// A comparison of two programs' codes of the same numbers.
 struct Comparison {
     int differ;  // by a level, the number being as near to the bound as rounding can tell
     int zeros;   // of theirs in v, where ours is the least level
@@ -300,9 +297,10 @@ static void check_scales(Test* test, const char* what, const Format* format, con
 
 static Comparison compare_input(Test* test, const Format* format, const char* set) {
     const char* what = formatted("%s.%s.%s", format->peer, format->name, set);
-    Floats inputs = peers_floats(peers_find("input.", set)), map = peers_map(format);
+    Floats inputs = peers_floats(peers_find(formatted("input.%s", set))), map = peers_map(format);
     Codes ours = store_ours(format, &inputs);
-    Codes theirs = peers_stored(format, peers_find(what, ".codes"), peers_find(what, ".scales"));
+    Codes theirs =
+        peers_stored(format, peers_find(formatted("%s.codes", what)), peers_find(formatted("%s.scales", what)));
     double x[MOST];
     for (int64_t i = 0; i < inputs.n; i++)
         x[i] = format->moment_v ? (double)(inputs.x[i] * inputs.x[i]) : (double)inputs.x[i];
@@ -440,14 +438,13 @@ static void dequantise(const Format* format, const Codes* stored, Floats* x) {
 }
 
 static Codes peers_state(const Case* c, const Format* format, const char* moment, int step) {
-    char codes[96], scales[96];
-    snprintf(codes, sizeof(codes), "%s.%s.codes", c->peer, moment);
-    snprintf(scales, sizeof(scales), "%s.%s.scales", c->peer, moment);
-    return peers_stored(format, peers_find("run.", codes, "", step), peers_find("run.", scales, "", step));
+    const char* stored = formatted("run.%s.%s", c->peer, moment);
+    return peers_stored(format, peers_find(formatted("%s.codes.%d", stored, step)),
+                        peers_find(formatted("%s.scales.%d", stored, step)));
 }
 
 static Floats peers_run_floats(const Case* c, const char* stream, int step) {
-    return peers_floats(peers_find("run.", c->peer, stream, step));
+    return peers_floats(peers_find(formatted("run.%s%s.%d", c->peer, stream, step)));
 }
 
 static State state_before(const Case* c, int step) {

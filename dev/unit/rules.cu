@@ -9,17 +9,13 @@ static const OptimTensor model[2] = {{"tensor", 1, 2321, true, 0}, {"tensor", 1,
 
 static const Steps plain = {0.01f, 0.5f, false, false};
 
-static void rule_open(Run* run, const OptimConfig* config, OptimType compute) {
-    run_open(run, config, model, 2, compute);
-}
-
 static void check_rule(Test* test, const char* rule, const char* decay_mode) {
     if (find_row(rule_table(), rule)->by_rows) return;
     OptimConfig config = make_config(rule, "fp32", "fp32");
     config.decay_mode = decay_mode;
     config.lr_max = 0.25f;
     Run run;
-    rule_open(&run, &config, OPTIM_FP32);
+    run_open(&run, &config, model, OPTIM_FP32);
     run_steps(&run, 1, 20, plain);
     const char* const names[] = {"weights", "m", "v", "slow"};
     const float* got[4];  // NULL where the rule keeps none
@@ -287,7 +283,6 @@ TEST(rules_fp8_split_stochastic_counts) {
     }
 }
 
-// One tensor of a tile, with these weights.
 static void tile_open(Run* run, const OptimConfig& config, OptimType compute, const float* values) {
     const OptimTensor tensor = {"tensor", 1, TILE_ELEMENTS, true, 0};
     run_open(run, &config, &tensor, 1, compute);
