@@ -134,10 +134,8 @@ struct GpuCase : Room {
         return values;
     }
 
-    // The plain C version's out and lse.
     void solve() { attention_forward_cpu(out, lse, qkv, B, T, C, NH); }
 
-    // Copies what solve() has computed to the device.
     void hand_over() {
         d_out = rounded(out, n);
         copy_to_device(dev, d_lse, lse, rows * 4);

@@ -578,8 +578,6 @@ TEST(fp8_gelu_products_gpu) {
 
 #endif
 
-// Runs of ./train.
-
 constexpr const char* RUN =
     "--layers 3 --channels 64 --heads 1 --seq 32 --batch 4 --tokens-per-step 256 --steps 30 --lr 3e-3 "
     "--val-every 30 --val-tokens 512 --sample-every 0 --warmup 2";

@@ -165,13 +165,9 @@ static int identity(int64_t i) {
     return (int)i;
 }
 
-static int sparse_token(int64_t i) {
-    return i % 3 ? (int)(i * i % 50257) : 50256;
-}
-
 DATA_TEST(data_loader_buckets) {
     enum { T = 32, B = 8, N = B * T };
-    put_shard(joined(folder, "x.bin"), 0, 10000, sparse_token);
+    put_shard(joined(folder, "x.bin"), 0, 10000, [](int64_t i) { return i % 3 ? (int)(i * i % 50257) : 50256; });
     const Dataset data = open_data(test, joined(folder, "x.bin"), DATASET_WHOLE, 0, T);
     Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
