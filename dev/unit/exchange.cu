@@ -137,7 +137,6 @@ TEST(exchange_plan) {
             }
             int64_t covered = 0;
             for (int b = 0; b <= LAYERS; b++) {
-                expect(b == LAYERS || s.bucket[b].runs == (moved ? 3 : 1), "bucket %d: %d runs", b, s.bucket[b].runs);
                 for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
             }
             expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);

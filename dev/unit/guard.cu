@@ -90,22 +90,8 @@ FOLDER_TEST(guard_diverging_run) {
     train_well("--resume %s/step_00000002 --run %s/again --steps 3 --device cpu", run, work);
 }
 
-// Waits until ./train has its signal handlers: before that a signal ends any process.
-static void wait_for_handlers(const Child* child) {
-    const char* path = formatted("/proc/%d/status", (int)child->pid);
-    comes_true(5, 1, [path] {
-        char line[256];
-        unsigned long long caught = 0;
-        FILE* file = fopen(path, "r");
-        while (file && fgets(line, sizeof(line), file)) sscanf(line, "SigCgt: %llx", &caught);
-        if (file) fclose(file);
-        return caught >> (SIGTERM - 1) & 1;
-    });
-}
-
 // Sends a signal and expects the exit code 0 or `other`.
 static void signalled(Test* test, Child* child, int number, int other) {
-    wait_for_handlers(child);
     kill(child->pid, number);
     finish(child);
     expect(child->code == 0 || child->code == other, "signal %d: exit code %d: %s", number, child->code, ERR(*child));

@@ -92,12 +92,10 @@ TEST(tables_signs) {
 }
 
 TEST(tables_banner_says_what_is_allocated) {
-    int rows = 0;
     const auto check_row = [&](const char* name, const OptimConfig& config, double more) {
         const Cost cost = cost_of(test, &config);
         expect(says(cost.banner, cost.weights + cost.states, more), "%s: %g bytes, allocated %g", name, cost.banner,
                cost.weights + cost.states);
-        rows++;
     };
     for (const char* name : state_names) {
         const bool m = serves_m(name);
@@ -108,7 +106,6 @@ TEST(tables_banner_says_what_is_allocated) {
         const OptimConfig config = table_config(name, "", "", "");
         check_row(name, config, more_of(config.weights));
     }
-    note(test, "%d rows", rows);
 }
 
 static char* list_text(Test* test, bool presets) {
@@ -305,7 +302,6 @@ TEST(tables_strange_is_as_recorded) {
 
 // Blocks of other lengths and other scales do the same as the default: a zero, a NaN, a sign stays what it is.
 TEST(tables_strange_is_the_same_in_every_block) {
-    int rows = 0;
     for (int i = 0; i < STATES; i++) {
         const char* name = state_names[i];
         char base[64], suffix[16] = "";
@@ -321,7 +317,5 @@ TEST(tables_strange_is_the_same_in_every_block) {
                 expect(same, "%s: %g becomes %g, in %s %g", name, (double)strange, x, base, y);
             }
         }
-        rows++;
     }
-    note(test, "%d rows", rows);
 }
