@@ -134,10 +134,8 @@ struct GpuCase : Room {
         return values;
     }
 
-    // The plain C version's out and lse.
     void solve() { attention_forward_cpu(out, lse, qkv, B, T, C, NH); }
 
-    // Copies what solve() has computed to the device.
     void hand_over() {
         d_out = rounded(out, n);
         copy_to_device(dev, d_lse, lse, rows * 4);
@@ -510,56 +508,17 @@ TEST(attention_hopper_uneven_blocks_gpu) {
         check_uneven_hopper<128, 64, true>(test, &dev, B, T);
     }
 }
-#endif
 
 // For `make sanitize`, whose race checker is slow: attention alone, several tiles, a ragged last one, on a GPU that is
-// said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again. The
-// second run takes the bias gradient along, which is the sum of dqkv's rows but for the rounding of each.
-template <typename X>
-static void attention_twice(Test* test, const Device* dev, int T, int C, int NH) {
-    int64_t n = (int64_t)2 * T * C, bytes;
-    Room room(dev);
-    X* host = room.host<X>(3 * n);
-    for (int64_t i = 0; i < 3 * n; i++) host[i] = from_float<X>(test_uniform(6, i));
-    X *qkv = room.to_device(host, 3 * n), *dout = room.to_device(host, n);
-    X *dqkv = room.device<X>(3 * n), *out = room.device<X>(n), *dbias = room.device<X>(3 * C), *result[2];
-    float* lse = room.device<float>((int64_t)2 * NH * T);
-    void* scratch = backward_scratch(&room, 2, T, C, NH, &bytes);
-    for (int run = 0; run < 2; run++) {
-        attention_forward<X>(dev, out, lse, qkv, 2, T, C, NH);
-        if (run == 0) attention_backward<X>(dev, dqkv, scratch, dout, qkv, out, lse, 2, T, C, NH);
-        if (run == 1) attention_backward_bias(dev, dqkv, dbias, scratch, dout, qkv, out, lse, 2, T, C, NH, false);
-        result[run] = room.host<X>(4 * n);
-        copy_to_host(dev, result[run], dqkv, 3 * n * sizeof(X));
-        copy_to_host(dev, result[run] + 3 * n, out, n * sizeof(X));
-    }
-    const X* bias = room.to_host(dbias, 3 * C);
-    for (int64_t c = 0; c < 3 * C; c++) {
-        double sum = 0.0, size = 0.0, unit = sizeof(X) == 2 ? 0x1p-8 : 0x1p-16;
-        for (int64_t t = 0; t < 2 * T; t++) {
-            sum += to_float(result[1][t * 3 * C + c]);
-            size += fabs(to_float(result[1][t * 3 * C + c]));
-        }
-        // The key's bias has no gradient: all that is left of it is rounding, and the bound is of the terms.
-        expect(fabs(to_float(bias[c]) - sum) <= unit * size, "T %d: bias %lld is %g, not %g", T, (long long)c,
-               to_float(bias[c]), sum);
-    }
-    expect(memcmp(result[0], result[1], 4 * n * sizeof(X)) == 0, "T %d, heads of %d: other bits", T, C / NH);
-    for (int64_t i = 0; i < 4 * n; i++) {
-        if (!isfinite(to_float(result[0][i]))) {
-            expect(false, "T %d: element %lld is not finite", T, (long long)i);
-            break;
-        }
-    }
-}
-
+// said to have two multiprocessors, so that blocks draw several tiles and use all of their shared memory again.
 TEST(attention_race_gpu) {
     Device dev = test_device(true);
     dev.sm_count = 2;
     const int computes[] = {dev.compute, 80};  // the kernels of this GPU, and those of older ones
     for (int compute : computes) {
         dev.compute = compute;
-        for (int HS = 64; HS <= 128; HS *= 2) attention_twice<bf16>(test, &dev, 200, 2 * HS, 2);
+        for (int HS : {64, 128}) check_gpu<bf16>(test, &dev, HS, true, {200});
     }
-    for (int HS = 64; HS <= 128; HS *= 2) attention_twice<float>(test, &dev, 70, 2 * HS, 2);
+    for (int HS : {64, 128}) check_gpu<float>(test, &dev, HS, true, {70});
 }
+#endif

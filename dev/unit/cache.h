@@ -61,7 +61,6 @@ inline const char* cache_path(const char* expression, const char* architecture, 
     return jit_cache_path(expression, architecture, path, sizeof(path), source) ? strdup(path) : "";
 }
 
-// Expects that NVRTC makes a kernel of an expression.
 inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {
     JitImage image;
     const bool good = jit_compile(expression, architecture, &image, error);
@@ -98,7 +97,6 @@ int in_processes(Test* test, int count, Body body) {
     return bad;
 }
 
-// True if a format of states may be given to --m.
 inline bool serves_m(const char* name) {
     OptimConfig config = {"", "adamw", "fp32", "fp32", name, "fp32", 0.9f, 0.95f, 1e-8f, 0.1f, 1};
     bool serves = optim_resolve(&config, error);

@@ -2,40 +2,6 @@
 // its helpers are known.
 #pragma once
 
-// A file of transformers' orientation and names holds element (i, j) of each matrix where transformers looks for it.
-TEST(model_file_orientation) {
-    Device dev = test_device(false);
-    Setup setup = INITIAL;
-    setup.config.V = 250, setup.config.Vp = 256;
-    const char *folder = new_folder(), *path = joined(folder, "step_00000000/model.safetensors");
-    TestModel m;
-    const Floats values = initial_weights(&m, &dev, &setup, 4);
-    Run* run = run_of(&m, &setup, folder);
-    expect(checkpoint_write(run, seconds_now(), true), "%s", run->folder.error);
-    Safetensors file;
-    expect(safetensors_open(&file, path, error), "%s", error);
-    struct {
-        const char* name;
-        int64_t in, out;
-    } matrices[] = {
-        {"attn.c_attn", 128, 384}, {"attn.c_proj", 128, 128}, {"mlp.c_fc", 128, 512}, {"mlp.c_proj", 512, 128}};
-    for (int k = 0; k < 4; k++) {
-        const char* name = formatted("transformer.h.1.%s.weight", matrices[k].name);
-        const SafetensorsTensor* tensor = safetensors_find(&file, name);
-        int64_t in = matrices[k].in, out = matrices[k].out, wrong = 0;
-        bool shaped = tensor && tensor->dims == 2 && tensor->shape[0] == in && tensor->shape[1] == out;
-        expect(shaped, "%s is not of shape (in, out) = (%lld, %lld)", name, (long long)in, (long long)out);
-        const float* ours =
-            &values[m.arena.tensors[FIRST_BLOCK + BLOCK_TENSORS + 2 + (k < 2 ? 2 * k : 2 * k + 2)].offset];
-        const float* data = shaped ? (const float*)tensor_data(&file, tensor) : nullptr;
-        for (int64_t i = 0; shaped && i < in * out; i++) wrong += data[i] != ours[i % out * in + i / out];
-        expect(wrong == 0, "%s: %lld elements at the wrong place", name, (long long)wrong);
-    }
-    const SafetensorsTensor* wte = safetensors_find(&file, "transformer.wte.weight");
-    expect(wte && wte->shape[0] == 250 && wte->shape[1] == 128, "wte is stored without its padding");
-    expect(wte && memcmp(tensor_data(&file, wte), &values[m.arena.tensors[WTE].offset], 250 * 128 * 4) == 0, "wte");
-}
-
 // Names as OpenAI's own upload has them, without "transformer.", and values in another type.
 TEST(model_file_names) {
     Device dev = test_device(false);

@@ -112,24 +112,18 @@ void classifier_gpu_case(Test* test, double* worst, const Device* dev, int64_t N
 #ifdef __CUDACC__
 // Rows that stay in shared memory, several a block: of two chunks, GPT-2's with and without padding, and so long that a
 // multiprocessor has one block.
-TEST(classifier_resident_rows_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(classifier_resident_rows_gpu) {
     const int shapes[][3] = {{1100, 20000, 20032}, {1000, 50257, 50304}, {600, 50304, 50304}, {600, 100277, 100352}};
     if (!classifier_resident_fits(&dev, 50304)) skip("needs compute capability 9.0 and a build for it");
     for (auto& s : shapes) classifier_gpu_case<bf16>(test, &worst, &dev, s[0], s[1], s[2]);
     classifier_gpu_case<bf16>(test, &worst, &dev, 600, 50257, 50304, wide_logit);
-    note_worst(test, worst);
 }
 
 // For `make sanitize`, whose race checker is slow: two blocks, which take five rows of three chunks in turn.
-TEST(classifier_race_gpu) {
-    Device dev = test_device(true);
+OPERATOR_TEST(classifier_race_gpu) {
     dev.sm_count = 1;
-    double worst = 0.0;
     if (!classifier_resident_fits(&dev, 30016)) skip("needs compute capability 9.0 and a build for it");
     classifier_gpu_case<bf16>(test, &worst, &dev, 5, 30000, 30016);
-    note_worst(test, worst);
 }
 #endif
 

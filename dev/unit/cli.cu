@@ -1,19 +1,6 @@
 // Tests of the command line: what runs, what is refused and how, same bits (cli.h says how they run it).
 #include "cli.h"
 
-// These cases run to their end.
-
-static void check_run_folder(Test* test, const char* run, const char* out) {
-    const Json* config = json_read(joined(run, "config.json"), error);
-    expect(config && strcmp(json_string(config, "layers", ""), "1") == 0, "config.json");
-    const char* text = contents(run, "log.txt");
-    expect(text && strcmp(text, out) == 0, "log.txt is not what the terminal showed");
-    const char* checkpoint = checkpoint_of(run, 60);
-    for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"})
-        expect(exists(checkpoint, name), "%s/%s is not there", checkpoint, name);
-    expect(checkpoint_verify(checkpoint, false, error), "%s", error);
-}
-
 TEST(cli_run) {
     static Losses losses;
     const char* work = work_folder();
@@ -25,7 +12,14 @@ TEST(cli_run) {
                               "eta", "memory ", "--sample \"...\" --model"}) {
         expect(words[1] == ' ' || strstr(OUT(child), words), "the output has no '%s'", words + (words[0] == '\n'));
     }
-    check_run_folder(test, run, OUT(child));
+    const Json* config = json_read(joined(run, "config.json"), error);
+    expect(config && strcmp(json_string(config, "layers", ""), "1") == 0, "config.json");
+    const char* text = contents(run, "log.txt");
+    expect(text && strcmp(text, OUT(child)) == 0, "log.txt is not what the terminal showed");
+    const char* checkpoint = checkpoint_of(run, 60);
+    for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"})
+        expect(exists(checkpoint, name), "%s/%s is not there", checkpoint, name);
+    expect(checkpoint_verify(checkpoint, false, error), "%s", error);
     read_losses(test, run, &losses);
     expect(losses.lines == 60, "%d training lines", losses.lines);
     double first = atof(losses.text[1]), last = atof(losses.text[60]);
@@ -204,6 +198,7 @@ static const Bad BAD_OPTIONS[] = {
     {NOTHING, "--sample hello --model @/nowhere", "nowhere", "a folder's path"},
 };
 
+// loader.cu and corpus.cu have more files that are refused.
 static const Bad BAD_DATA[] = {
     {ALL, "--prompt-file @/missing.txt", "--prompt-file: cannot open @/missing.txt", "name a file of prompts"},
     {ALL, "--prompt-file @/folder", "not a regular file", "name a file of prompts"},
@@ -213,15 +208,9 @@ static const Bad BAD_DATA[] = {
     {ALL, "--prompt-file @/nul.txt", "--prompt-file @/nul.txt is no UTF-8 text", "write prompts as UTF-8"},
     {ALL, "--prompt-file @/latin.txt", "--prompt-file @/latin.txt is no UTF-8 text", "write prompts as UTF-8"},
     {ALL, "--data @/missing.txt", "--data", "missing.txt"},
-    {ALL, "--data @/empty.txt", "--data", "empty"},
-    {ALL, "--data @/short.txt", "--data", "short.txt"},
-    {ALL, "--data /dev/null", "--data", "/dev/null"},
-    {ALL, "--data @/nothing_*.bin", "no file matches @/nothing_*.bin", "name files that are there"},
     {ALL, "--data @/folder", "--data", "prepare.py"},
-    {ALL, "--data @/s2", "@/s2/meta.json is not valid JSON", "prepare the folder again"},
     {ALL, "--data @/s3", "@/s3/meta.json: it is not a regular file", "prepare the folder again"},
     {ALL, "--data @/s4", "cannot open @/s4/train_0.bin: No such file", "name files with text or tokens in them"},
-    {ALL, "--data @/s/few_*.bin", "few_1.bin has 20 tokens", "too few"},
     {ALL, "--data @/token.bin --val @/good.bin", "token.bin", "token 300"},
     {ALL, "--data @/good.bin --val @/missing.bin", "--val", "missing.bin"},
     {ALL, "--data @/good.bin --val @/short.txt", "--val", "short.txt"},
@@ -243,7 +232,6 @@ static const Bad BAD_FOLDERS[] = {
     {DATA_AND_RUN, "--model @/begun", "--model @/begun is a run without a whole checkpoint", "let it save one"},
     {NOTHING, "--sample a --model @/begun", "--model @/begun is a run without a whole checkpoint", "let it save one"},
     {DATA_AND_RUN, "--model @/text", "has n_layer \"1\"", "whole numbers from 1 to 256"},
-    {DATA_AND_RUN, "--model @/half", "has n_layer 1.5", "whole numbers from 1 to 256"},
     {DATA_AND_RUN, "--model @/twice", "h.1.", "give a whole model"},
     {NOTHING, "--sample a --model @/twice", "h.1.", "give a whole model"},
     {NOTHING, "--sample a --model @/pointer", "is the pointer of Git LFS", "fetch the model again"},
@@ -256,7 +244,6 @@ static const Bad BAD_FOLDERS[] = {
     {DATA_AND_RUN, "--model @/used/step_00000001 --layers 2", "--model", "--layers"},
     {DATA_AND_RUN, "--model @/used/step_00000001 --data @/good.bin --seq 32", "is a model of bytes", "by --data"},
     {NOTHING, "--sample a --model @/truncated", "truncated/model.safetensors", ""},
-    {NOTHING, "--sample a --model @/llama", "--model", "llama"},
 };
 
 static void make_bad_data(const char* work) {
@@ -266,23 +253,17 @@ static void make_bad_data(const char* work) {
     write_text(work, "latin.txt", "caf\xE9\n");
     write_bytes(work, "nul.txt", "a\0b\n", 4);
     write_text(work, "meta.json", "{\"vocabulary\": 300}");
-    write_shard(work, "good.bin", 20240520, 1, 500, 500, 299);
-    write_shard(work, "token.bin", 20240520, 1, 65, 65, 300);
+    write_shard(work, "good.bin", 500, 299);
+    write_shard(work, "token.bin", 65, 300);
     mkdir(joined(work, "folder"), 0755);
-    for (const char* name : {"s2", "s3", "s4"}) {
+    for (const char* name : {"s3", "s4"}) {
         const char* folder = joined(work, name);
         mkdir(folder, 0755);
-        write_shard(folder, "val_0.bin", 20240520, 1, 500, 500, 1);
-        if (name[1] != '4') write_shard(folder, "train_0.bin", 20240520, 1, 500, 500, 1);
+        write_shard(folder, "val_0.bin", 500, 1);
+        if (name[1] != '4') write_shard(folder, "train_0.bin", 500, 1);
     }
-    write_text(work, "s2/meta.json", "{bad");
     if (mkdir(joined(work, "s3/meta.json"), 0755) != 0) abort();
     if (symlink("nowhere", joined(work, "s4/train_0.bin")) != 0) abort();
-    const char* folder = joined(work, "s");
-    mkdir(folder, 0755);
-    write_shard(folder, "few_0.bin", 20240520, 1, 9, 9, 1);
-    write_shard(folder, "few_1.bin", 20240520, 1, 20, 20, 1);
-    write_shard(folder, "few_2.bin", 20240520, 1, 7, 7, 1);
 }
 
 static void make_bad_models(Test* test, const char* work) {
@@ -295,7 +276,6 @@ static void make_bad_models(Test* test, const char* work) {
     make_model(work, "missing", from, "\"n_layer\": 1", "\"n_layer\": 2", 1);
     make_model(work, "truncated", from, "gelu_new", "gelu_new", 0.7);
     make_model(work, "text", from, "\"n_layer\": 1", "\"n_layer\": \"1\"", 1);
-    make_model(work, "half", from, "\"n_layer\": 1", "\"n_layer\": 1.5", 1);
     make_model(work, "twice", from, "\"n_layer\": 1", "\"n_layer\": 1, \"n_layer\": 2", 1);
     make_model(work, "pointer", from, "gelu_new", "gelu_new", 0);
     write_text(joined(work, "pointer"), "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid x\n");
@@ -465,9 +445,9 @@ TEST(cli_shards) {
     static Losses losses;
     const char* work = work_folder();
     write_text(work, "meta.json", "{\"vocabulary\": 300}");
-    write_shard(work, "train_000000.bin", 20240520, 1, 3000, 3000, 299);
-    write_shard(work, "train_000001.bin", 20240520, 1, 1000, 1000, 3);
-    write_shard(work, "val_000000.bin", 20240520, 1, 400, 400, 3);
+    write_shard(work, "train_000000.bin", 3000, 299);
+    write_shard(work, "train_000001.bin", 1000, 3);
+    write_shard(work, "val_000000.bin", 400, 3);
     const char* run = joined(work, "run");
     run_well(child, SHAPE " --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-tokens 256", work,
              run);

@@ -145,7 +145,6 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
     start(&child, __VA_ARGS__);             \
     finish(&child)
 
-// Does the same where this program runs.
 #define run_train(child, ...) run_in(child, nullptr, __VA_ARGS__)
 
 // Does the same and expects success.
@@ -167,7 +166,6 @@ inline Child new_child(bool gpu = false, const char* folder = nullptr) {
         run_well(child, __VA_ARGS__); \
     } while (0)
 
-// Calls body(name) for each name in --list-presets.
 template <class Body>
 void for_presets(Test* test, Body body) {
     run_well(list, "--list-presets");
@@ -182,7 +180,6 @@ void for_presets(Test* test, Body body) {
     note(test, "%d presets", presets);
 }
 
-// Writes sentences of a few words.
 inline void write_words(const char* folder, const char* name, int sentences) {
     static const char* const words[] = {"the", "fox", "sees", "a", "dog", "and", "the", "quick", "bird", "sleeps"};
     write_text(folder, name, printed([&](FILE* file) {
@@ -191,7 +188,6 @@ inline void write_words(const char* folder, const char* name, int sentences) {
                }));
 }
 
-// Returns a new folder that has text.txt in it.
 inline const char* work_folder() {
     const char* path = new_folder();
     write_words(path, "text.txt", 500);
@@ -201,10 +197,9 @@ inline const char* work_folder() {
 #define FOLDER_TEST(NAME) TEST_IN(NAME, work, work_folder())
 
 // Writes llm.c's shard of `tokens` tokens, which repeat with a period of 7 but for the last one, `last`.
-inline void write_shard(const char* folder, const char* name, int magic, int version, int claimed, int tokens,
-                        int last) {
+inline void write_shard(const char* folder, const char* name, int tokens, int last) {
     const auto token = [=](int64_t i) { return i == tokens - 1 ? last : (int)(40 * (i % 7) + 3); };
-    put_shard(joined(folder, name), 0, tokens, token, claimed, magic, version);
+    put_shard(joined(folder, name), 0, tokens, token);
 }
 
 // A small tokenizer has these tokens: all bytes, "th", "the" and <|endoftext|>.
@@ -315,7 +310,6 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
     free(log);
 }
 
-// Expects that two runs saved the same weights and states at a step.
 inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
     for (const char* file : {"model.safetensors", "optimizer.safetensors"})
         expect_equal_files(test, checkpoint_of(a, step), checkpoint_of(b, step), file);
@@ -362,7 +356,6 @@ inline int checkpoints(const char* run, int64_t* newest = nullptr) {
     return count;
 }
 
-// Expects that a run has so many checkpoints, the last one of step `want`.
 inline void expect_checkpoints(Test* test, const char* run, int count, int64_t want) {
     int64_t newest;
     const int there = checkpoints(run, &newest);
@@ -411,7 +404,6 @@ inline void expect_error(Test* test, const Child* child, const char* what, const
            needle, needle2, error);
 }
 
-// Runs ./train to the end and expects that.
 #define refused(what, needle, needle2, ...)                \
     do {                                                   \
         run_train(child, __VA_ARGS__);                     \

@@ -103,8 +103,6 @@ FOLDER_TEST(cli_resume_without_first_folder) {
     }
 }
 
-// Run folders.
-
 // The automatic name of a run is taken: another gets a number, and of several at once each its own.
 FOLDER_TEST(cli_run_names) {
     make_folder(work, "runs");
@@ -132,8 +130,6 @@ FOLDER_TEST(cli_run_names) {
         expect(exists(work, name), "no %s", name);
     }
 }
-
-// The text that the program prints.
 
 static double seconds_of(const char* text) {
     int a = 0, b = 0;

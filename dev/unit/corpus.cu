@@ -260,7 +260,7 @@ DATA_TEST(corpus_short_shards) {
     for (auto& item : cases) {
         for (int i = 0; i < 4; i++) {
             const char* name = formatted("s%d.bin", i);
-            write_shard(folder, name, 20240520, 1, item.tokens[i], item.tokens[i], 3);
+            write_shard(folder, name, item.tokens[i], 3);
         }
         Dataset data;
         const char* path = joined(folder, "*.bin");
@@ -304,14 +304,14 @@ TEST(corpus_fingerprint) {
     expect(dataset_fingerprint(&memory, error) && memory.crc == val, "%08x of memory, %08x", memory.crc, val);
     // A folder, its files by a pattern, and the same tokens under other names.
     for (int i = 0; i < 2; i++) {
-        write_shard(folder, i ? "train_1.bin" : "train_0.bin", 20240520, 1, 200, 200, i);
-        write_shard(folder, i ? "same_b.bin" : "same_a.bin", 20240520, 1, 200, 200, i);
+        write_shard(folder, i ? "train_1.bin" : "train_0.bin", 200, i);
+        write_shard(folder, i ? "same_b.bin" : "same_a.bin", 200, i);
     }
-    write_shard(folder, "val_0.bin", 20240520, 1, 50, 50, 1);
+    write_shard(folder, "val_0.bin", 50, 1);
     const uint32_t shards = fingerprint(test, folder, DATASET_TRAIN);
     expect(fingerprint(test, joined(folder, "train_*.bin"), DATASET_WHOLE) == shards, "as a pattern");
     expect(fingerprint(test, joined(folder, "same_*.bin"), DATASET_WHOLE) == shards, "under other names");
-    write_shard(folder, "train_1.bin", 20240520, 1, 200, 200, 7);
+    write_shard(folder, "train_1.bin", 200, 7);
     expect(fingerprint(test, folder, DATASET_TRAIN) != shards, "with another token");
     // A file over 256 MiB (a sparse one) is read in blocks: the first and the last are among them.
     const char* large = joined(folder, "large");
@@ -370,19 +370,16 @@ FOLDER_TEST(corpus_cli) {
     write_bytes(work, "packed.gz", "\x1F\x8B\x08\x00\x00\x00\x00\x00\x00\x03 and so on, for a window or two", 44);
     const std::tuple<const char*, const char*, int> cases[] = {
         {"--data-format nanogpt --data WORK/nanogpt", "validation reads 64 of 500  vocabulary 61\n", 0},
-        {"--data WORK/nanogpt", "add --data-format nanogpt", 2},
-        {"--data WORK/nanogpt/train.bin", "--data-format nanogpt", 2},
         {"--data WORK/packed.gz", "packed.gz is gzip data; type make venv && .venv/bin/python data/prepare.py ", 2},
         {"--data WORK/text.txt --val WORK/packed.gz", "packed.gz is gzip data", 2},
         {"--data WORK/text.txt --val WORK/packed.gz --data-format bytes --seq 16", "reads 32 of 44", 0},
         {"--data WORK/text.txt --val WORK/same.txt", "notice   the validation data is trained on", 0},
         {"--data WORK/s?.bin --val WORK/s0.bin", "notice   the validation data is trained on", 0},
-        {"--data WORK/text.txt --data-format tokens", "auto|bytes|shards|nanogpt", 2},
         {"--data WORK/s?.bin", "notice   1 file of the data, shorter than a window of 33 tokens, is left out: 20 token",
          0},
     };
     if (symlink(joined(work, "text.txt"), joined(work, "same.txt")) != 0) abort();
-    write_shard(work, "s0.bin", 20240520, 1, 500, 500, 3), write_shard(work, "s1.bin", 20240520, 1, 20, 20, 3);
+    write_shard(work, "s0.bin", 500, 3), write_shard(work, "s1.bin", 20, 3);
     for (const auto& [arguments, said, code] : cases) {
         run_train(child, "--dry-run " TRAIN_QUICKLY " %s", replaced(arguments, "WORK", work));
         expect_code(child, code);

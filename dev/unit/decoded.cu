@@ -37,7 +37,6 @@ static void step_by_parts(void*, Run* run, const void* given, const float* scale
     }
 }
 
-// Does a part, as it is now, have the copy's bits?
 static void expect_part(Test* test, const Run* copy, const Run* run, const Decoded* decoded, int number) {
     const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
     for (int t = 0; t < COUNT; t++) {
@@ -53,9 +52,9 @@ static OptimConfig open_both(Run* copy, Run* run, const char* weights, const cha
                              bool gpu) {
     OptimConfig config = make_config("adamw", weights, "fp32");
     config.overrides = overrides;
-    run_open(copy, &config, model, COUNT, compute, gpu);
+    run_open(copy, &config, model, compute, gpu);
     config.keeps_copy = false;
-    run_open(run, &config, model, COUNT, compute, gpu);
+    run_open(run, &config, model, compute, gpu);
     return config;
 }
 

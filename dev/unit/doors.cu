@@ -16,7 +16,6 @@ static Launch door_launch(int rank, int world, int port, const char* secret, con
     return launch;
 }
 
-// This is a rank in a process of its own.
 struct Rank : Ended {
     Apart child;
     double took;

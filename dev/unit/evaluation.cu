@@ -273,8 +273,6 @@ OPERATOR_TEST(evaluation_scores_gpu) {
                  [&] { score_logits<bf16>(&dev, logits.device, inp.device, wte.device, R, C, Vp); });
 }
 
-// ./train --eval.
-
 #define EVALUATED "--layers 2 --channels 64 --heads 1 --seq 16 --device cpu"
 
 // The scores are the same alone, in a run, on several ranks and with sharded weights; --eval-out writes each.

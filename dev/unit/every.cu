@@ -77,10 +77,6 @@ static Configs* every_config() {
     return &all;
 }
 
-static void every_open(Run* run, const OptimConfig* config, OptimType compute, bool gpu) {
-    run_open(run, config, model, COUNT, compute, gpu);
-}
-
 static bool can_run(const OptimConfig* config, bool gpu) {
     return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
 }
@@ -159,9 +155,9 @@ static void skip_and_resume(Test* test, bool gpu, Part part) {
         OptimConfig reseeded = *config;
         Run whole, first, second, other;
         reseeded.seed++;
-        for (Run* run : {&whole, &first}) every_open(run, config, compute, false);
-        every_open(&second, config, compute, gpu);
-        every_open(&other, &reseeded, compute, false);
+        for (Run* run : {&whole, &first}) run_open(run, config, model, compute);
+        run_open(&second, config, model, compute, gpu);
+        run_open(&other, &reseeded, model, compute);
         expect_planned(test, &whole, describe(config));
         run_steps(&whole, 1, 5), run_steps(&first, 1, 3), run_steps(&other, 1, 5);
         expect_load(test, &second, &first);
@@ -195,7 +191,7 @@ TEST(every_padding_and_threads) {
     const int threads = omp_get_max_threads();
     for_every(test, false, false, ALL, [&](const OptimConfig* config, int) {
         Run fresh, run;
-        every_open(&run, config, OPTIM_FP32, false), every_open(&fresh, config, OPTIM_FP32, false);
+        run_open(&run, config, model, OPTIM_FP32), run_open(&fresh, config, model, OPTIM_FP32);
         omp_set_num_threads(1), run_steps(&run, 1, 3);
         for (int s = 0; s < optim_stream_count(run.optim); s++) {
             OptimStream stream = optim_stream(run.optim, s), begin = optim_stream(fresh.optim, s);
@@ -231,7 +227,7 @@ TEST_BOTH(every_shard) {
     for_every(test, gpu, gpu, ALL, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
         Run whole, shard[6];
-        every_open(&whole, config, compute, false);
+        run_open(&whole, config, model, compute);
         run_steps(&whole, 1, 3);
         const char* names = formatted("%s %s %s %s", config->weights, config->m, config->v, config->overrides);
         const bool whole_tensors = in_spans(names);
@@ -247,7 +243,7 @@ TEST_BOTH(every_shard) {
                 if (cut[i] == cut[i + 1] && i < 4) continue;
                 OptimConfig part = *config;
                 part.begin = cut[i], part.end = cut[i + 1];
-                every_open(&shard[count], &part, compute, gpu);
+                run_open(&shard[count], &part, model, compute, gpu);
                 run_steps(&shard[count++], 1, 3);
             }
             expect_joined(test, &whole, shard, count, describe(config));
@@ -255,8 +251,6 @@ TEST_BOTH(every_shard) {
         }
     });
 }
-
-// The CPU and the GPU.
 
 static void compare_all(Test* test, const Configs* all, Part part, bool wild) {
     Steps wildly;
@@ -377,7 +371,7 @@ CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
             int files[2];
             for (int jit = 0; jit < 2; jit++) {
                 if (jit) setenv("NIBBLE_JIT", "1", 1);
-                every_open(&run[jit], &config, OPTIM_BF16, true);
+                run_open(&run[jit], &config, model, OPTIM_BF16, true);
                 run_steps(&run[jit], 1, 20);
                 files[jit] = folder_files(getenv("NIBBLE_CACHE"), false);
             }

@@ -29,26 +29,15 @@ struct BlocksRow {
     void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
 };
 
-struct ExampleRule {
-    const char *name, *note;
-    int slower;
-    bool keeps_v, decoupled;
-};
-
 namespace example {
 #define ROW(NAME, NOTE, ...) {NAME, __VA_ARGS__::store, __VA_ARGS__::load},
 static const BlocksRow format_rows[] = {FORMAT_LINE};
 static const BlocksRow same_rows[] = {OPTIM_BLOCKS(ROW, "lin8", "", Lin8, 64)};
 #undef ROW
-#define ROW(NAME, NOTE, SLOWER, TYPE) {NAME, NOTE, SLOWER, TYPE::KEEPS_V, TYPE::DECOUPLED},
-static const ExampleRule rule_rows[] = {RULE_LINE};
+#define ROW(NAME, NOTE, SLOWER, TYPE) TYPE::KEEPS_V&& TYPE::DECOUPLED
+static_assert(RULE_LINE, "the rule's row");
 #undef ROW
 }  // namespace example
-
-TEST(examples_rule_row) {
-    const ExampleRule* row = example::rule_rows;
-    expect(is(row->name, "my-rule") && row->slower == 1 && row->keeps_v && row->decoupled, "%s", row->name);
-}
 
 // Stores a tile in a row's arrays and reads it from them again, as m and as v.
 static void store_row(const BlocksRow* row, uint32_t slot, unsigned char* codes, unsigned char* scales, float* back) {
@@ -129,20 +118,15 @@ JIT_TEST(examples_rule_compiles) {
     }
 }
 
-static OptimConfig preset_config(Test* test, const PresetRow* row) {
-    OptimConfig config = make_config("adamw", "fp32", "fp32");
-    config.rule = row->rule, config.weights = row->weights, config.m = row->m, config.v = row->v, config.grads = "fp32";
-    expect(optim_resolve(&config, error), "%s", error);
-    // A preset gives names in full.
-    expect(is(config.rule, row->rule) && is(config.weights, row->weights), "%s %s", config.rule, config.weights);
-    expect(is(config.m, row->m) && is(config.v, row->v), "%s %s", config.m, config.v);
-    return config;
-}
-
 // It names a rule and formats, of which every.cu tests all combinations.
 TEST(examples_preset) {
     for (const PresetRow& row : presets) {
-        OptimConfig config = preset_config(test, &row);
+        OptimConfig config = make_config("adamw", "fp32", "fp32");
+        config.rule = row.rule, config.weights = row.weights, config.m = row.m, config.v = row.v, config.grads = "fp32";
+        expect(optim_resolve(&config, error), "%s", error);
+        // A preset gives names in full.
+        expect(is(config.rule, row.rule) && is(config.weights, row.weights), "%s %s", config.rule, config.weights);
+        expect(is(config.m, row.m) && is(config.v, row.v), "%s %s", config.m, config.v);
         double bytes = 0.0, told = atof(row.note);
         const char* said = strstr(described(config), row.v);
         expect(said && sscanf(said + strlen(row.v), "%lf", &bytes) == 1 && fabs(bytes - told) < 0.1,

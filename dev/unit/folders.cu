@@ -1,7 +1,6 @@
 // Tests of what is found on the disk: model folders as other programs write them, damaged and special files, links, and
 // what a checkpoint keeps of the model that a run began with (cli.h says how ./train is run).
 #include "../../data/gpt2_config.h"
-#include "../../data/loader.h"
 #include "../../data/model_folder.h"
 #include "../../data/tokenizer.h"
 #include "cli.h"
@@ -26,8 +25,8 @@ static const char BYTE_LEVEL[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\"
 static const char* train_shards(Test* test, const char* work) {
     const char* data = joined(work, "data");
     mkdir(data, 0755);
-    write_shard(data, "train_000.bin", 20240520, 1, 4000, 4000, 7);
-    write_shard(data, "val_000.bin", 20240520, 1, 400, 400, 7);
+    write_shard(data, "train_000.bin", 4000, 7);
+    write_shard(data, "val_000.bin", 400, 7);
     write_text(data, "meta.json", "{\"vocabulary\": 259}");
     write_tokenizer(data);
     train_well(SHAPE " " QUICK " --data %s --run %s/used --steps 1", data, work);
@@ -44,8 +43,6 @@ static void flip_bit(const char* path, double share) {
     if (stat(path, &status) != 0) abort();
     change_byte(path, (int64_t)((double)status.st_size * share), 1);
 }
-
-// Damage.
 
 // Returns a command with a folder, a file and the work folder in the places of @1, @2 and @3.
 static const char* filled(const char* command, const char* folder, const char* file, const char* work) {
@@ -89,11 +86,10 @@ FOLDER_TEST(folders_state_names) {
     }
 }
 
-// A file that becomes shorter while it is in use is an error and no signal.
+// A file that becomes shorter while it is in use is an error and no signal. (Data: cli_data_is_cut.)
 FOLDER_TEST(folders_cut_while_read) {
     const char* path = joined(work, "x.safetensors");
     static float values[1 << 16];
-    static int tokens[64], targets[64];
     SafetensorsEntry entry = {"x", "BF16", {1 << 16}, 1};
     SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, nullptr, error);
     expect(safetensors_write(writer, values, 2 << 16, error) && safetensors_finish(writer, nullptr, nullptr, error),
@@ -105,13 +101,6 @@ FOLDER_TEST(folders_cut_while_read) {
     expect(!safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error) && strstr(error, "cut short"), "%s",
            error);
     safetensors_close(&file);
-    write_shard(work, "x.bin", 20240520, 1, 60000, 60000, 7);
-    Dataset data;
-    expect(dataset_open(&data, joined(work, "x.bin"), DATA_AUTO, DATASET_WHOLE, 0, 64, error), "%s", error);
-    expect(dataset_window(&data, 64, 900, tokens, targets, error), "%s", error);
-    if (truncate(joined(work, "x.bin"), 5000) != 0) abort();
-    expect(!dataset_window(&data, 64, 900, tokens, targets, error) && strstr(error, "cut short"), "%s", error);
-    expect(dataset_window(&data, 64, 3, tokens, targets, error), "%s", error);
 }
 
 // A file of 3 TiB in the place of one that the program reads whole: it says so at once and ends with code 2.
@@ -141,8 +130,6 @@ FOLDER_TEST(folders_huge_files) {
     }
 }
 
-// Links.
-
 static void make_link(const char* to, const char* at) {
     if (symlink(to, at) != 0) abort();
 }
@@ -169,9 +156,6 @@ FOLDER_TEST(folders_linked_back) {
     train_well("--sample a --sample-tokens 2 --model %s", linked);
 }
 
-// Model folders of others.
-
-// This is a tensor to add to a model file.
 struct Added {
     const char *name, *dtype;
     int64_t shape[4];
@@ -464,7 +448,7 @@ FOLDER_TEST(folders_special_tokens) {
     // Without a tokenizer nobody knows, whatever the vocabulary's size.
     const char* bare = joined(work, "bare");
     mkdir(bare, 0755);
-    write_shard(bare, "train_000.bin", 20240520, 1, 4000, 4000, 7);
+    write_shard(bare, "train_000.bin", 4000, 7);
     train_well(SHAPE " " QUICK " --data %s/train_000.bin --run %s/none --steps 0", bare, work);
     Json* none = saved_config(test, joined(work, "none"), 0);
     expect_ids(test, none, -1, -1, -1);

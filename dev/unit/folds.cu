@@ -90,9 +90,9 @@ static void fold_by_hand(const Run* run, void* m, int64_t elements, int step, in
 static void check_formula(Test* test, const Case* c, bool gpu) {
     OptimConfig config = folds_config(c);
     Run folded, plain;
-    run_open(&folded, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&folded, &config, model, OPTIM_BF16, gpu);
     config.folds = false;
-    run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&plain, &config, model, OPTIM_BF16, gpu);
     expect_planned(test, &folded, c->rule);
     const OptimStream m = optim_stream_named(folded.optim, "m");
     expect(m.data, "%s keeps no m", c->rule);
@@ -121,9 +121,9 @@ static void check_matrices(Test* test, const char* rule, const char* state, bool
     config.m = state, config.nesterov = false, config.momentum = 0.95f, config.folds = true;
     config = resolved(config);
     Run folded, plain;
-    run_open(&folded, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&folded, &config, model, OPTIM_BF16, gpu);
     config.folds = false;
-    run_open(&plain, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&plain, &config, model, OPTIM_BF16, gpu);
     expect_planned(test, &folded, rule);
     const OptimStream m = optim_stream_named(folded.optim, "m"), its = optim_stream_named(plain.optim, "m");
     expect(m.data && folded.tensor[2].offset == 0, "%s: matrices come first", rule);
@@ -162,9 +162,9 @@ JIT_BOTH(folds_of_shards) {
     const Case c = {"sgd", "bf16:sr", "bf16:sr", "fp32"};
     Run whole, shard;
     OptimConfig config = folds_config(&c);
-    run_open(&whole, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&whole, &config, model, OPTIM_BF16, gpu);
     config.begin = TILE_ELEMENTS, config.end = 7 * TILE_ELEMENTS;
-    run_open(&shard, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&shard, &config, model, OPTIM_BF16, gpu);
     for (Run* run : {&whole, &shard}) {
         for (int micro = 1; micro < MICRO; micro++) fold(run, 1, micro);
     }
@@ -180,7 +180,7 @@ JIT_BOTH(folds_round_apart_and_may_be_left_out) {
     const Case c = {"sgd", "bf16:sr", "bf16:sr", "fp32"};
     const OptimConfig config = folds_config(&c);
     Run run[2];
-    for (Run& each : run) run_open(&each, &config, model, COUNT, OPTIM_BF16, gpu), fold(&each, 1, 1);
+    for (Run& each : run) run_open(&each, &config, model, OPTIM_BF16, gpu), fold(&each, 1, 1);
     expect(!difference(&run[0], &run[1]), "the same call differs");
     for (float factor : {NAN, INFINITY}) fold(&run[1], 1, 2, factor);
     expect(!difference(&run[0], &run[1]), "a factor that is not finite is taken");
@@ -193,7 +193,7 @@ JIT_BOTH(folds_round_apart_and_may_be_left_out) {
     // If m begins at 0, only the noise of two micro-batches can make a difference.
     Run again;
     int64_t apart = 0;
-    run_open(&again, &config, model, COUNT, OPTIM_BF16, gpu);
+    run_open(&again, &config, model, OPTIM_BF16, gpu);
     const float one = 0.7f, *scale = again.room.to_device(&one, 1);
     const void* grads = micro_gradients(&run[0], 1, 1);
     uint16_t* m[2];

@@ -559,9 +559,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
            "largest magnitude %g, the cast's %g", magnitude[0], magnitude[1]);
 }
 
-TEST(fp8_gelu_products_gpu) {
-    Device dev = test_device(true);
-    double worst = 0;
+OPERATOR_TEST(fp8_gelu_products_gpu) {
     if (!matmul_gelu_fp8_fits(&dev, 4096, 3072, 768)) skip("needs compute capability 9.0 and a build for it");
     check_forward_gelu(test, &worst, &dev, 2048, 400, 2304);
     check_forward_gelu(test, &worst, &dev, 4096, 80, 1536);
@@ -573,12 +571,9 @@ TEST(fp8_gelu_products_gpu) {
         check_backward_gelu(test, &worst, &dev, 4096, 768, 3072, type);
         check_backward_gelu(test, &worst, &dev, 2048, 1600, 6400, type);
     }
-    note_worst(test, worst);
 }
 
 #endif
-
-// Runs of ./train.
 
 constexpr const char* RUN =
     "--layers 3 --channels 64 --heads 1 --seq 32 --batch 4 --tokens-per-step 256 --steps 30 --lr 3e-3 "

@@ -90,49 +90,24 @@ FOLDER_TEST(guard_diverging_run) {
     train_well("--resume %s/step_00000002 --run %s/again --steps 3 --device cpu", run, work);
 }
 
-// Waits until ./train has its signal handlers: before that a signal ends any process.
-static void wait_for_handlers(const Child* child) {
-    const char* path = formatted("/proc/%d/status", (int)child->pid);
-    comes_true(5, 1, [path] {
-        char line[256];
-        unsigned long long caught = 0;
-        FILE* file = fopen(path, "r");
-        while (file && fgets(line, sizeof(line), file)) sscanf(line, "SigCgt: %llx", &caught);
-        if (file) fclose(file);
-        return caught >> (SIGTERM - 1) & 1;
-    });
-}
-
-// Sends a signal some time after the start and expects the exit code 0 or `other`.
-static void signalled(Test* test, Child* child, int number, double ms, int other) {
-    wait_for_handlers(child);
-    pause_ms(ms);
+// Sends a signal and expects the exit code 0 or `other`.
+static void signalled(Test* test, Child* child, int number, int other) {
     kill(child->pid, number);
     finish(child);
-    expect(child->code == 0 || child->code == other, "signal %d after %g ms: exit code %d; stderr: %s", number, ms,
-           child->code, ERR(*child));
+    expect(child->code == 0 || child->code == other, "signal %d: exit code %d: %s", number, child->code, ERR(*child));
 }
 
 #define LONG_RUN SHAPE " " QUICK " --device cpu --steps 100000 --save-every 0 --data %s/text.txt --run %s"
 
-TEST(guard_stop_in_every_phase) {
+// dev/faults.py sends signals at any moment.
+TEST(guard_signals) {
     signal(SIGHUP, SIG_DFL);  // the tests themselves may run under nohup
     const char* work = work_folder();
     int number = 0;
-    for (int signal : {SIGINT, SIGTERM, SIGHUP}) {
-        for (double ms : {5.0, 20.0, 50.0, 100.0, 300.0}) {
-            Child child = new_child();
-            start(&child, LONG_RUN "/run%d", work, work, number++);
-            signalled(test, &child, signal, ms, 128 + signal);
-            bool saved = child.code == 0, told = strstr(ERR(child), "stopp");
-            expect(told, "signal %d after %g ms is not answered: %s", signal, ms, ERR(child));
-            if (saved) expect(strstr(ERR(child), "press again to quit without saving"), "%s", ERR(child));
-        }
-    }
     // A run whose parent left signals blocked hears them; what a CPU limit and timers send saves too, however often.
     sigset_t all, before;
     sigfillset(&all);
-    for (int signal : {SIGTERM, SIGXCPU, SIGALRM, SIGPWR, SIGPROF}) {
+    for (int signal : {SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGPWR, SIGPROF}) {
         Child child = new_child();
         const char* run = formatted("%s/run%d", work, number++);
         sigprocmask(SIG_BLOCK, &all, &before);
@@ -140,7 +115,8 @@ TEST(guard_stop_in_every_phase) {
         sigprocmask(SIG_SETMASK, &before, nullptr);
         expect(wait_for_step(&child, run, 1), "it does not start");
         for (int i = 0; i < 3 && signal == SIGXCPU; i++) kill(child.pid, signal), pause_ms(10);
-        signalled(test, &child, signal, 0, 0);
+        signalled(test, &child, signal, 0);
+        expect(strstr(ERR(child), "press again to quit without saving"), "signal %d: %s", signal, ERR(child));
     }
     // A second Ctrl-C ends a run at once; SIGHUP that is ignored at the start, as under nohup, stays ignored.
     const char* run = joined(work, "nohup");
@@ -149,7 +125,7 @@ TEST(guard_stop_in_every_phase) {
     pause_ms(700);
     kill(twice.pid, SIGINT);
     pause_ms(600);
-    signalled(test, &twice, SIGINT, 0, 130);
+    signalled(test, &twice, SIGINT, 130);
     signal(SIGHUP, SIG_IGN);
     start(&nohup, BRIEF " --device cpu --steps 400", work, run);
     expect(wait_for_step(&nohup, run, 5), "it does not start");

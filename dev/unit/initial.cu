@@ -2,7 +2,7 @@
 // that are set from the device, in pieces, have those that are set from the host.
 #include "../../kernels/initial.cuh"
 #include "../room.h"
-#include "rules.h"
+#include "steps.h"
 
 // The definition, apart from the shared functions.
 static float want_normal(uint64_t seed, uint64_t tensor, uint64_t element) {
@@ -71,32 +71,22 @@ TEST(initial_doubts) {
 
 // Pieces of a tensor on the device against the whole of it from the host, for a tail that is no whole tile.
 static void check_set(Test* test, const char* weights, int64_t begin, int64_t end, bool gpu) {
-    constexpr int64_t ROWS = 61, COLS = 203, N = ROWS * COLS, PIECE = 2 * TILE_ELEMENTS;
-    static float values[N];
+    constexpr int64_t ROWS = 61, COLS = 203, N = ROWS * COLS, PIECE = 3 * TILE_ELEMENTS;
+    const OptimTensor tensors[] = {{"wte.weight", 30, 100, true, 0}, {"h.0.mlp.c_fc.weight", ROWS, COLS, true, 0}};
     OptimConfig config = make_config("adamw", weights, "fp32");
-    OptimTensor tensor[2] = {{"wte.weight", 30, 100, true, 0}, {"h.0.mlp.c_fc.weight", ROWS, COLS, true, 0}};
-    const Device dev = test_device(gpu);
-    Room room(&dev);
-    Optim* optim[2];
-    optim_layout(tensor, 2, &config);
+    Run run[2];
     config.begin = begin, config.end = end;
+    for (Run& each : run) run_open(&each, &config, tensors, OPTIM_BF16, gpu);
+    float* values = run[0].room.host<float>(N);
     for (int64_t i = 0; i < N; i++) values[i] = start(i);
-    const float* on_device = room.to_device(values, N);
+    const float* on_device = run[1].room.to_device(values, N);
     bool set = true;
-    for (int k = 0; k < 2; k++) {
-        optim[k] = optim_create(&dev, &config, tensor, 2, OPTIM_BF16);
-        if (k == 0) optim_set_weights(optim[0], 1, values);
-        for (int64_t at = 0; k == 1 && at < N; at += PIECE)
-            set = optim_set_part(optim[1], 1, at, N - at < PIECE ? N - at : PIECE, on_device + at);
-    }
+    optim_set_weights(run[0].optim, 1, values);
+    for (int64_t at = 0; at < N; at += PIECE)
+        set = optim_set_part(run[1].optim, 1, at, N - at < PIECE ? N - at : PIECE, on_device + at);
     expect(set == !in_spans(weights), "%s: %s", weights, set ? "set" : "refused");
-    for (int i = 0; set && i < optim_stream_count(optim[0]); i++) {
-        const OptimStream a = optim_stream(optim[0], i), b = optim_stream(optim[1], i);
-        const int64_t bytes = a.elements * a.element_bytes;
-        const char *want = room.to_host((char*)a.data, bytes), *got = room.to_host((char*)b.data, bytes);
-        expect(memcmp(want, got, (size_t)bytes) == 0, "%s: %s, shard from %lld on", weights, a.name, (long long)begin);
-    }
-    for (Optim* each : optim) optim_free(each);
+    for (Run& each : run) optim_decode(each.optim);
+    if (set) expect_same(test, &run[0], &run[1], formatted("%s, shard from %lld on", weights, (long long)begin));
 }
 
 TEST_BOTH(initial_set_part) {

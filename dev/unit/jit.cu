@@ -1,4 +1,4 @@
-// Tests of the run-time compiler, none of which needs a GPU but those named so: the embedded source, the cache under
+// Tests of the run-time compiler, none of which needs a GPU but those named so: the compiler, the cache under
 // all that can happen to a file (damage, truncation, a folder that is read-only or full, a process killed as it writes,
 // eight at once), what happens without NVRTC, and how long it takes. That combinations compile is tested in every.cu.
 #include <errno.h>
@@ -54,29 +54,6 @@ static void expect_lines(Test* test, int lines, const char* what, Body body) {
     expect(its.code == 0 && lines_of(its.text) == lines, "%s: code %d, %s", what, its.code, its.text);
 }
 
-// The source and the compiler.
-
-TEST(jit_source_is_device_code_alone) {
-    int64_t bytes, more;
-    char* source = jit_source(&bytes);
-    char* followed = jit_source(&more, "\nstruct Own {};\n");
-    expect(bytes == (int64_t)strlen(source), "%lld", (long long)bytes);
-    expect(more == bytes + 16 && strncmp(followed, source, (size_t)bytes) == 0, "%lld", (long long)more);
-    // Every header of the kernel stands once, nothing that only the host needs is read by NVRTC.
-    const char* const once[] = {
-        "struct NoiseKey {",   "struct Blocks\n",        "struct Levels : ", "struct AdamW ",
-        "struct AdEMAMix ",    "struct BlockSplit : ",   "struct Kahan : ",  "optim_step_kernel(const",
-        "struct StreamInfo {", "void optim_fill_kernel("};
-    for (const char* text : once) {
-        const char* at = strstr(source, text);
-        expect(at && !strstr(at + 1, text), "\"%s\" stands %s", text, at ? "twice" : "nowhere");
-    }
-    const char* const never[] = {"\n#include \"", "\n#pragma once", "OPTIM_STATES",
-                                 "PRESETS",       "hyper_create",   "FormatRow"};
-    for (const char* text : never) expect(!strstr(source, text), "\"%s\" is in it", text);
-    note(test, "%lld bytes", (long long)bytes);
-}
-
 JIT_TEST(jit_compiles_where_there_is_no_device) {
     char architecture[32];
     expect(jit_architecture(90, architecture, sizeof(architecture), error), "%s", error);
@@ -128,8 +105,6 @@ TEST(jit_key_names_all_that_decides) {
     expect(strcmp(again, key[0]) == 0, "%s", again);
 }
 
-// The cache.
-
 JIT_TEST(jit_cache) {
     Cached cached(test);
     const char* path = cache_path(cached.expression, "sm_90");
@@ -159,25 +134,17 @@ JIT_TEST(jit_cache) {
     rmdir(nested);
 }
 
-// The file of another version of NVRTC stays where it is and is not taken, although it is whole.
+// A kernel's address is that of one version of NVRTC, so that another version's file is never taken.
 JIT_TEST(jit_toolkit_upgrade) {
-    Cached cached(test);
+    CacheFolder folder;
     char key[JIT_KEY_BYTES];
-    const char *path = cache_path(cached.expression, "sm_90"), *older = "";
-    expect(!fetch(test, cached, "empty"), "an empty folder had it");
+    const char *expression = small_expression(), *path = cache_path(expression, "sm_90");
     int found = 0;
     for (int version = 0; version < 10 * 100; version++) {
-        jit_key(cached.expression, "sm_90", "", 10 + version / 100, version % 100, key);
-        older = formatted("%s/%s.kernel", cached.folder.path, key);
-        found += strcmp(older, path) == 0;
+        jit_key(expression, "sm_90", "", 10 + version / 100, version % 100, key);
+        found += strcmp(formatted("%s/%s.kernel", folder.path, key), path) == 0;
     }
     expect(found == 1, "of 1000 versions %d have this one's address", found);
-    jit_key(cached.expression, "sm_90", "", 11, 8, key);
-    older = formatted("%s/%s.kernel", cached.folder.path, key);
-    expect(rename(path, older) == 0, "%s", strerror(errno));
-    expect(!fetch(test, cached, "upgraded"), "another version's was taken");
-    expect(fetch(test, cached, "kept"), "it was not kept");
-    expect(access(older, R_OK) == 0 && folder_files(cached.folder.path, false) == 2, "the other version's has gone");
 }
 
 JIT_TEST(jit_cache_that_cannot_be_written) {
@@ -284,8 +251,6 @@ JIT_TEST(jit_eight_processes_at_once) {
     expect(fetch(test, cached, "after"), "what they left is not whole");
 }
 
-// Without NVRTC.
-
 // True if a text is one sentence that names the library and what to install.
 static bool says_what_is_missing(const char* text) {
     return strstr(text, "/nowhere/libnvrtc.so") && strstr(text, "install cuda-nvrtc") && !strchr(text, '\n');
@@ -325,8 +290,6 @@ TEST(jit_without_nvrtc_presets_train_gpu) {
         expect(says_what_is_missing(said), "%s", said);
     }
 }
-
-// Time.
 
 static double cpu_ms() {
     struct timespec time;

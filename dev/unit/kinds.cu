@@ -7,9 +7,9 @@ static void check_rules_mixed(Test* test, const char* overrides, const char* oth
     mixed.overrides = overrides;
     alone.overrides = "none";  // even if the rule leaves some tensors to adamw
     Run run[3];
-    kind_open(&run[0], &plain, gpu);
-    kind_open(&run[1], &alone, gpu);
-    kind_open(&run[2], &mixed, gpu);
+    run_open(&run[0], &plain, model, OPTIM_FP32, gpu);
+    run_open(&run[1], &alone, model, OPTIM_FP32, gpu);
+    run_open(&run[2], &mixed, model, OPTIM_FP32, gpu);
     for (Run& each : run) run_steps(&each, 1, 5, plain_steps());
     for (int t = 0; t < TENSORS; t++) {
         const bool its = strncmp(model[t].name, "h.0", 3) == 0;

@@ -9,7 +9,3 @@ inline const OptimTensor model[TENSORS] = {{"wte.weight", 37, 129, true, 0},
                                            {"h.0.mlp.c_fc.weight", 129, 37, true, 0},
                                            {"h.0.mlp.c_proj.weight", 140, 520, true, 0},
                                            {"ln_f.weight", 1, 2500, false, 0}};
-
-inline void kind_open(Run* run, const OptimConfig* config, bool gpu) {
-    run_open(run, config, model, TENSORS, OPTIM_FP32, gpu);
-}

@@ -112,21 +112,17 @@ TEST(launch_agrees) {
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
 }
 
-// A rank may take longer than the others wait, if it says so.
-static void rest_main(Launch* l) {
-    launch_hurry(l, "working", 0);
-    if (l->rank == 1) launch_rest(l), sleep(4);
-    launch_any(l, false);
-}
-
-// An error that all ranks find at once is printed once, without the number of a rank.
-static void all_fail_main(Launch*) {
-    launch_failed(2, "train: error: the same everywhere\n");
-}
-
 // Ranks that hang, fail or end alone: exchange_patience, multi_failures, doors_messages_of_a_rank.
 TEST(launch_rests_and_fails_together) {
-    expect_ended(test, run_ranks(3, rest_main), 0);
-    const Ended its = run_ranks(4, all_fail_main);
+    // A rank may take longer than the others wait, if it says so.
+    const auto rests = [](Launch* l) {
+        launch_hurry(l, "working", 0);
+        if (l->rank == 1) launch_rest(l), sleep(4);
+        launch_any(l, false);
+    };
+    // An error that all ranks find at once is printed once, without the number of a rank.
+    const auto fails = [](Launch*) { launch_failed(2, "train: error: the same everywhere\n"); };
+    expect_ended(test, run_ranks(3, rests), 0);
+    const Ended its = run_ranks(4, fails);
     expect(its.code == 2 && strcmp(its.text, "train: error: the same everywhere\n") == 0, "%d, %s", its.code, its.text);
 }

@@ -165,13 +165,9 @@ static int identity(int64_t i) {
     return (int)i;
 }
 
-static int sparse_token(int64_t i) {
-    return i % 3 ? (int)(i * i % 50257) : 50256;
-}
-
 DATA_TEST(data_loader_buckets) {
     enum { T = 32, B = 8, N = B * T };
-    put_shard(joined(folder, "x.bin"), 0, 10000, sparse_token);
+    put_shard(joined(folder, "x.bin"), 0, 10000, [](int64_t i) { return i % 3 ? (int)(i * i % 50257) : 50256; });
     const Dataset data = open_data(test, joined(folder, "x.bin"), DATASET_WHOLE, 0, T);
     Loader* loader = loader_open(&data, B, T, 1, true, 0, {0, 0}, malloc, free, error);
     expect(loader, "%s", error);
@@ -193,32 +189,6 @@ DATA_TEST(data_loader_buckets) {
         expect(batch->bucket[2 * distinct] == -1 && batch->bucket[2 * distinct + 1] == N, "the last row");
     }
     loader_close(loader);
-}
-
-DATA_TEST(data_loader_bytes) {
-    enum { T = 4 };
-    const char* text = "abcdefghijklmnopqrs\xFFtuvwxyz";  // 27 bytes
-    put_text(joined(folder, "x.txt"), text);
-    Dataset data = open_data(test, joined(folder, "x.txt"), DATASET_WHOLE, 0, T);
-    expect(data.bytes && data.vocabulary == 256 && data.bytes_per_token == 1.0 && !data.tokenizer[0], "bytes");
-    expect(dataset_windows(&data, T) == 6 && data.tokens == 27, "27 bytes make 6 windows of 4 and a target each");
-    int tokens[T], targets[T];
-    for (int w = 0; w < 6; w++) {
-        expect(dataset_window(&data, T, w, tokens, targets, error), "%s", error);
-        for (int t = 0; t < T; t++) {
-            bool same = tokens[t] == (unsigned char)text[w * T + t] && targets[t] == (unsigned char)text[w * T + t + 1];
-            expect(same, "window %d position %d", w, t);
-        }
-    }
-    expect_refused(dataset_window(&data, T, 6, tokens, targets, error), error, "no window 6");
-    expect_refused(dataset_window(&data, T, -1, tokens, targets, error), error, "no window -1");
-    expect_refused(loader_open(&data, 1, 27, 1, true, 0, {0, 0}, malloc, free, error), error, "no window of T = 27");
-    expect_refused(loader_open(&data, 0, T, 1, true, 0, {0, 0}, malloc, free, error), error, "impossible");
-    dataset_close(&data);
-    // The last target needs a token of its own: 24 bytes make 5 windows and not 6.
-    expect(dataset_open_memory(&data, text, 24, DATASET_WHOLE, 0, T, error), "%s", error);
-    expect(dataset_windows(&data, T) == 5, "%lld windows", (long long)dataset_windows(&data, T));
-    expect_refused(dataset_window(&data, T, 5, tokens, targets, error), error, "no window 5");
 }
 
 // The parts of one file share no token, and together they are the file.
@@ -256,6 +226,15 @@ DATA_TEST(data_loader_split) {
     expect_not_opened(test, path, DATASET_TRAIN, 1.5, T, "not between 0 and 1");
     expect_not_opened(test, path, DATASET_TRAIN, NAN, T, "not between 0 and 1");
     expect_not_opened(test, path, DATASET_WHOLE, 0, 0, "T = 0");
+    // The last target needs a token of its own: 30 bytes make 2 windows of 10 and not 3.
+    text[5] = '\xFF';
+    expect(dataset_open_memory(&train, text, 30, DATASET_WHOLE, 0, T, error), "%s", error);
+    expect(train.bytes && train.bytes_per_token == 1.0 && dataset_windows(&train, T) == 2, "windows of bytes");
+    expect(dataset_window(&train, T, 0, tokens, targets, error) && tokens[5] == 255 && targets[4] == 255, "%s", error);
+    expect_refused(dataset_window(&train, T, 2, tokens, targets, error), error, "no window 2");
+    expect_refused(dataset_window(&train, T, -1, tokens, targets, error), error, "no window -1");
+    expect_refused(loader_open(&train, 1, 30, 1, true, 0, {0, 0}, malloc, free, error), error, "no window of T = 30");
+    expect_refused(loader_open(&train, 0, T, 1, true, 0, {0, 0}, malloc, free, error), error, "impossible");
 }
 
 // Expects the first token of every window, which tells which files were taken and in which order.

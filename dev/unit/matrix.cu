@@ -30,10 +30,6 @@ static Steps matrix_steps(int bad = 0) {
     return how;
 }
 
-static void matrix_open(Run* run, const OptimConfig* config, bool gpu) {
-    run_open(run, config, model, TENSORS, OPTIM_FP32, gpu);
-}
-
 // The update U of direction x, and a bound on its error (0 with `rounds`: the plain form's bound stands for both);
 // NorMuon's v and the bound on it are kept in `v` and `v_error`.
 static double reference_update(const OptimConfig* config, Dense* x, double* v, double* v_error, double unit,
@@ -94,7 +90,7 @@ static void check_against_double(Test* test, const OptimConfig* config, bool gpu
     static Dense p, rounded;
     static float got[MOST];
     Run run;
-    matrix_open(&run, config, gpu);
+    run_open(&run, config, model, OPTIM_FP32, gpu);
     run_steps(&run, 1, STEPS, matrix_steps());
     double worst = 0.0, share = 0.0;
     for (int t = 2; t < TENSORS; t++) {
@@ -229,11 +225,11 @@ JIT_BOTH(matrix_chunks) {
         if (*overrides) config.overrides = overrides, config.rank = 8;
         config.rank_gap = 2;
         Run whole, parts;
-        matrix_open(&whole, &config, gpu);
+        run_open(&whole, &config, model, OPTIM_FP32, gpu);
         run_steps(&whole, 1, STEPS, matrix_steps(3));
         for (const int64_t tiles : {1, 4}) {
             config.matrix_chunk = tiles * TILE_ELEMENTS;
-            matrix_open(&parts, &config, gpu);
+            run_open(&parts, &config, model, OPTIM_FP32, gpu);
             run_steps(&parts, 1, STEPS, matrix_steps(3));
             expect_same(test, &whole, &parts, formatted("%s, m %s, chunks of %d tiles", rule, m, (int)tiles));
             const MatrixWork* work = optim_matrix_work(parts.optim, 0);
@@ -287,7 +283,7 @@ JIT_TEST(matrix_moments_equal_cpu_gpu) {
         OptimConfig config = matrix_config("muon", "bf16:sr", m);
         Run run[2];
         for (int gpu = 0; gpu < 2; gpu++) {
-            matrix_open(&run[gpu], &config, gpu == 1);
+            run_open(&run[gpu], &config, model, OPTIM_FP32, gpu == 1);
             run_steps(&run[gpu], 1, 4, matrix_steps(3));
         }
         for (int t = 0; t < 2; t++) expect(same_tensor(&run[0], &run[1], t), "m %s: %s", m, model[t].name);
@@ -301,10 +297,6 @@ JIT_TEST(matrix_moments_equal_cpu_gpu) {
 
 constexpr int PART = 32 * 64;
 
-static float part_gradient(int64_t, int t, int64_t i) {
-    return test_uniform(4, t * PART + i);
-}
-
 // A tensor of three matrices is as three tensors are.
 TEST(matrix_parts_are_matrices) {
     const OptimConfig config = matrix_config("muon", "fp32", "fp32");
@@ -314,7 +306,7 @@ TEST(matrix_parts_are_matrices) {
         OptimTensor tensor[3];
         Run run;
         Steps how;
-        how.lr = 1.0f, how.given = part_gradient;
+        how.lr = 1.0f, how.given = [](int64_t, int t, int64_t i) { return test_uniform(4, t * PART + i); };
         for (OptimTensor& each : tensor) each = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};
         run_open(&run, &config, tensor, count, OPTIM_FP32);
         for (int t = 0; t < count; t++) optim_set_weights(run.optim, t, zeros);

@@ -40,14 +40,13 @@ TEST(memory_missing_names_the_last_checkpoint) {
 
 static pthread_barrier_t all_ready;
 
-static void* ask_too_much(void*) {
-    pthread_barrier_wait(&all_ready);
-    sink = (char*)memory_take(TOO_MUCH);
-    return nullptr;
-}
-
 TEST(memory_missing_in_threads_is_one_sentence) {
-    auto body = [] {
+    const auto ask_too_much = [](void*) -> void* {
+        pthread_barrier_wait(&all_ready);
+        sink = (char*)memory_take(TOO_MUCH);
+        return nullptr;
+    };
+    auto body = [&] {
         pthread_t thread[16];
         pthread_barrier_init(&all_ready, nullptr, 16);
         for (pthread_t& one : thread) pthread_create(&one, nullptr, ask_too_much, nullptr);

@@ -18,7 +18,6 @@ static int ranks_on_gpus() {
     return test_gpus() < 4 ? 2 : test_gpus() < 8 ? 4 : 8;
 }
 
-// Defines a case on `ranks` GPUs.
 #define GPUS_TEST(NAME)                                                \
     static void on_gpus_##NAME(Test* test, int ranks);                 \
     TEST(NAME) {                                                       \
@@ -41,7 +40,6 @@ static int ranks_on_gpus() {
     }                                                             \
     static void on_ranks_##NAME(Test* test, bool gpu, [[maybe_unused]] int ranks)
 
-// Waits for the child, which must succeed.
 static void finish_well(Test* test, Child* child) {
     finish(child);
     expect_code(*child, 0);
@@ -77,14 +75,12 @@ static int take_turn(bool gpu, int ranks) {
     start_ranks(&child, on_gpu, ranks, __VA_ARGS__); \
     finish_well(test, &child)
 
-// Does the same and expects an empty standard error too.
 #define train_ranks(on_gpu, ranks, ...)                                   \
     do {                                                                  \
         ranks_well(ranks_child, on_gpu, ranks, __VA_ARGS__);              \
         expect(ERR(ranks_child)[0] == 0, "stderr: %s", ERR(ranks_child)); \
     } while (0)
 
-// Runs ./train with `ranks` ranks and expects a refusal.
 #define refused_ranks(what, needle, needle2, on_gpu, ranks, ...) \
     do {                                                         \
         Child ranks_child = new_child();                         \
@@ -474,8 +470,6 @@ RANKS_TEST(multi_comm, 2) {
     }
 }
 
-// Launchers.
-
 static const Variable open_mpi[] = {
     {"OMPI_COMM_WORLD_RANK", "rank"},       {"OMPI_COMM_WORLD_SIZE", "ranks"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "local"},
     {"OMPI_COMM_WORLD_LOCAL_SIZE", "half"}, {"PMIX_NAMESPACE", "port"},        {"MASTER_ADDR", "127.0.0.1"}};
@@ -511,8 +505,8 @@ FOLDER_TEST(multi_launchers) {
 FOLDER_TEST(multi_no_shared_folder) {
     Child child[2];
     write_tokenizer(work);
-    write_shard(work, "train_0.bin", 20240520, 1, 2000, 2000, 7);
-    write_shard(work, "val_0.bin", 20240520, 1, 2000, 2000, 7);
+    write_shard(work, "train_0.bin", 2000, 7);
+    write_shard(work, "val_0.bin", 2000, 7);
     const char* words = formatted(
         "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 2 --sample-tokens 4 --warmup 1 "
         "--data %s --run run --batch 1 --tokens-per-step 32 --steps 2 --shard weights",
@@ -526,14 +520,10 @@ FOLDER_TEST(multi_no_shared_folder) {
     expect(strstr(OUT(child[0]), "sample ---") && !strstr(OUT(child[0]), " notice "), "%s", OUT(child[0]));
 }
 
-// Who does not come is named, and so is where rank 0 was looked for.
+// It is named where rank 0 was looked for. (Ranks that do not come to it: doors_deadline_holds.)
 FOLDER_TEST(multi_missing) {
-    Child child[4];
+    Child child[2];
     const char* words = formatted(SEVERAL "/run --join-timeout 2", work, work);
-    for (int rank : {0, 2}) start_launched(&child[rank], VARIABLES(torchrun), rank, 4, own_port(4), words);
-    for (int rank : {0, 2}) finish(&child[rank]);
-    expect_error(test, &child[0], "rank 0", "have not come to rank 0", ": 1, 3;");
-    expect(child[2].code == 2 && ERR(child[2])[0] == 0, "rank 2: %d, %s", child[2].code, ERR(child[2]));
     start_launched(&child[1], VARIABLES(torchrun), 1, 4, own_port(5), words);
     finish(&child[1]);
     expect_error(test, &child[1], "rank 1", "no answer from rank 0 at localhost:", "MASTER_ADDR");
@@ -625,8 +615,6 @@ TEST(multi_refused_gpu) {
                   formatted("type --gpus %d", test_gpus()), true, test_gpus() + 1, "--steps 1 --run %s/run", work);
 }
 
-// Ranks that end.
-
 // Starts `count` ranks that would train for long, and waits for their fifth step.
 static void start_long(Test* test, Child* child, const char* work, const char* name, pid_t* ranks, bool gpu = false,
                        int count = 3, const char* silence = "5") {
@@ -639,10 +627,9 @@ static void start_long(Test* test, Child* child, const char* work, const char* n
     expect(ranks_of(child, ranks, count) == count, "%s: not %d ranks", name, count);
 }
 
-// Sends a signal to a rank, or to their parent (-1), and expects that all end and say so. Returns how many seconds it
-// took.
-static double check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
-                          bool gpu = false, int count = 3, const char* silence = "5") {
+// Sends a signal to a rank, or to their parent (-1), and expects that all end within half a minute and say so.
+static void check_death(Test* test, const char* name, int rank, int signal, const char* says, const char* also,
+                        bool gpu = false, int count = 3, const char* silence = "5") {
     const char* work = work_folder();
     pid_t ranks[8] = {};
     Child child;
@@ -655,13 +642,6 @@ static double check_death(Test* test, const char* name, int rank, int signal, co
     expect(strstr(ERR(child), says) && strstr(ERR(child), also), "%s: '%s' or '%s' is missing: %s", name, says, also,
            ERR(child));
     expect(gone(ranks, count), "%s: a rank lives on", name);
-    return took;
-}
-
-// With the patience that users have, all have ended within half a minute.
-TEST(multi_stopped_rank) {
-    double took = check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 20 s", false, 3, "0");
-    note(test, "%.1f s of 30", took);
 }
 
 TEST(multi_dead_ranks) {
@@ -670,6 +650,8 @@ TEST(multi_dead_ranks) {
     check_death(test, "aborted", 2, SIGABRT, "rank 2 (process ", "ended by signal 6");
     check_death(test, "first_stopped", 0, SIGSTOP, "rank 0 on ", "has been silent for 5 s");
     check_death(test, "parent_killed", -1, SIGKILL, "", "");
+    // With the patience that users have.
+    check_death(test, "stopped", 1, SIGSTOP, "rank 1 on ", "has been silent for 20 s", false, 3, "0");
 }
 
 GPUS_TEST(multi_dead_ranks_gpu) {
@@ -750,7 +732,7 @@ TEST(multi_signals_between_steps) {
 // One rank reads a bad token: all save the good steps before it, then that rank tells.
 static void check_bad_token(Test* test, bool gpu, int ranks) {
     const char* work = work_folder();
-    write_shard(work, "bad.bin", 20240520, 1, 321, 321, 60000);
+    write_shard(work, "bad.bin", 321, 60000);
     const char* run = joined(work, "token");
     refused_ranks("bad token", "holds token 60000", "last checkpoint is ", gpu, ranks,
                   "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --data %s/bad.bin --val "
@@ -769,13 +751,11 @@ GPUS_TEST(multi_bad_token_gpu) {
 
 // A fault that one rank finds first ends all, with one sentence and no deadlock.
 FOLDER_TEST(multi_failures) {
-    // A full disk.
     Child disk = new_child();
     disk.file_limit = 1000000;
     start_ranks(&disk, false, 3, SEVERAL "/full --batch 1 --tokens-per-step 48 --steps 3 --shard grads", work, work);
     finish(&disk);
     expect_error(test, &disk, "full disk", "checkpoint of step 3", "free space");
-    // Weights that make every loss NaN.
     train_well(SEVERAL "/used --batch 1 --steps 2", work, work);
     const char *from = joined(work, "used/step_00000002"), *bad = joined(work, "bad");
     make_overflowing_model(work, from);

@@ -180,9 +180,7 @@ static void check_symmetric_product(Test* test, const Device* dev, const Symmetr
     close_to(test, worst, what, got, want, n, sums, 1.0 / 2048 + 4.0 * EPS32);
 }
 
-TEST(symmetric_product_gpu) {
-    Device dev = test_device(true);
-    double worst = 0.0;
+OPERATOR_TEST(symmetric_product_gpu) {
     const int64_t sizes[][2] = {{768, 768}, {520, 1288}, {1288, 520}, {456, 456}, {64, 512}, {776, 1024}};
     for (const auto& size : sizes) {
         const bool tall = size[0] > size[1];
@@ -200,7 +198,6 @@ TEST(symmetric_product_gpu) {
         for (const Device* on : {(const Device*)&dev, (const Device*)&small})
             for (const SymmetricProduct& p : products) check_symmetric_product(test, on, &p, &worst);
     }
-    note_worst(test, worst);
 }
 
 // Shapes whose products one launch makes, or several, or the library in part: results have the bits of a launch for

@@ -42,23 +42,22 @@ static void pair_open(Pair* pair, const Case* c, const int* order, bool gpu) {
         OptimConfig config = make_config(c->rule, c->weights, c->state);
         config.overrides = c->overrides, config.offload = k == 1, config.limit_growth = c->limit_growth;
         config.begin = c->begin * TILE_ELEMENTS, config.end = c->end * TILE_ELEMENTS;
-        run_open(&pair->run[k], &config, model, COUNT, OPTIM_BF16, gpu);
+        run_open(&pair->run[k], &config, model, OPTIM_BF16, gpu);
     }
     Run* run = &pair->run[1];
     pair->parts = {run->tensor, part, nullptr, COUNT, LAYERS, OPTIM_BF16};
     pair->offload = offload_open(run->optim, &pair->parts, order);
 }
 
-static void step_offloaded(void* offload, Run* run, const void* grads, const float* scale, float lr, int step) {
-    offload_step((Offload*)offload, grads, scale, lr, step);
-    device_sync(&run->dev);
-}
-
 // Steps of both; the factor of one is NaN, which changes nothing.
 static void pair_steps(Pair* pair) {
     Steps how = plain_steps(2);
     run_steps(&pair->run[0], 1, STEPS, how);
-    how.take = step_offloaded, how.context = pair->offload;
+    how.context = pair->offload;
+    how.take = [](void* offload, Run* run, const void* grads, const float* scale, float lr, int step) {
+        offload_step((Offload*)offload, grads, scale, lr, step);
+        device_sync(&run->dev);
+    };
     run_steps(&pair->run[1], 1, STEPS, how);
     offload_settle(pair->offload);
 }

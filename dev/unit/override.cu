@@ -53,7 +53,6 @@ static const OptimTensor model[NAMED] = {{"wpe.weight", 1, LENGTH, true, 0},
                                          {"h.0.attn.c_attn.bias", 1, LENGTH, false, 0},
                                          {"ln_f.weight", 1, LENGTH, true, 0}};
 
-// Five steps from the same start.
 static void named_run(Run* run, const OptimConfig* config, float rate, OptimType compute) {
     const Steps how = {rate, 1.0f, false, false};
     run_open(run, config, model, NAMED, compute);
@@ -89,23 +88,6 @@ TEST(override_do_what_whole_runs_do) {
     expect(optim_stream_named(run[0].optim, "m.1[wpe|ln*]").elements == 3 * padded, "the wide moments");
 }
 
-// The matmuls see the stored values of a tensor, rounded to their type.
-static void expect_seen(Test* test, const Run* run, OptimType compute) {
-    static float want[LENGTH];
-    for (int t = 0; t < NAMED; t++) {
-        optim_get_weights(run->optim, t, want);
-        for (int i = 0; i < LENGTH; i++) {
-            int64_t at = run->tensor[t].offset + i;
-            float seen = compute == OPTIM_FP32 ? ((const float*)optim_weights(run->optim))[at]
-                                               : to_float(((const bf16*)optim_weights(run->optim))[at]);
-            float rounded = compute == OPTIM_FP32 ? want[i] : to_float(from_float<bf16>(want[i]));
-            if (seen == rounded) continue;
-            expect(false, "%s, element %d: %g is seen of %g", model[t].name, i, (double)seen, (double)want[i]);
-            break;
-        }
-    }
-}
-
 // Weights of two more formats, one of them with a master. Formats that round to nearest, as above.
 TEST(override_weights_do_what_whole_runs_do) {
     for (OptimType compute : {OPTIM_FP32, OPTIM_BF16}) {
@@ -116,10 +98,7 @@ TEST(override_weights_do_what_whole_runs_do) {
             config[1].weights = "bf16+fp32";
             config[2].weights = "bf16+8", config[2].m = "bf16";
             Run run[4];
-            for (int r = 0; r < 4; r++) {
-                named_run(&run[r], &config[r], 0.01f, compute);
-                expect_seen(test, &run[r], compute);
-            }
+            for (int r = 0; r < 4; r++) named_run(&run[r], &config[r], 0.01f, compute);
             for (int t = 0; t < 3; t++) {
                 const int same[] = {2, 1, 3};  // which run a tensor of the mixed one equals
                 for (int r = 1; r < 4; r++) {
@@ -137,17 +116,4 @@ TEST(override_weights_do_what_whole_runs_do) {
             expect(weights == 3 && masters == 1, "%s: %d formats of weights, %d masters", base, weights, masters);
         }
     }
-}
-
-// Arrays are named by the override that asked for them.
-TEST(override_names) {
-    OptimConfig config = make_config("adamw", "bf16:sr", "fp32");
-    config.overrides = "ln*: weights=lin8:sr; ln_1: m=bf16";
-    Run run;
-    named_run(&run, &config, 0.01f, OPTIM_FP32);
-    const char* const names[] = {"weights",   "m",         "v",        "weights.1[ln*]", "weights.1[ln*].scales",
-                                 "m.1[ln_1]", "v.1[ln_1]", "m.2[ln*]", "v.2[ln*]"};
-    expect(optim_stream_count(run.optim) == 9, "%d streams", optim_stream_count(run.optim));
-    for (int s = 0; s < 9; s++)
-        expect(is(optim_stream(run.optim, s).name, names[s]), "%s", optim_stream(run.optim, s).name);
 }

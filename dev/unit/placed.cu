@@ -214,16 +214,13 @@ static bool compare_case(Test* test, const Case* its, OptimType compute, const c
 
 TEST_BOTH(placed_same_as_arenas) {
     constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]), OWN = sizeof(cases) / sizeof(cases[0]);
-    int compared = 0;
     for (int i = 0; i < PRESET_COUNT + OWN; i++) {
         const Case preset = {PRESETS[i < PRESET_COUNT ? i : 0].name, "", "", "", "", ""};
         const Case* its = i < PRESET_COUNT ? &preset : &cases[i - PRESET_COUNT];
         // Weights of fp32, which overrides of weights do not leave alone.
         const bool fp32 = i % 3 == 2 && !strstr(its->overrides, "weights=");
         compare_case(test, its, fp32 ? OPTIM_FP32 : OPTIM_BF16, i % 2 ? "fp32" : "bf16", i % 4 == 3 ? 1 : 0, gpu);
-        compared++;
     }
-    snprintf(test->note, sizeof(test->note), "%d combinations", compared);
 }
 
 // A GPU takes galore's fused way (matrix/low_rank.h) without c_proj, whose sides are no multiples of 8. It writes

@@ -20,7 +20,6 @@ inline Ended run_ranks(int ranks, void (*rank_main)(Launch*)) {
     });
 }
 
-// Expects that they end with this code, and say so.
 inline void expect_ranks(Test* test, int ranks, void (*rank_main)(Launch*), int code = 0, const char* says = "") {
     const Ended its = run_ranks(ranks, rank_main);
     expect(its.code == code && strstr(its.text, says), "%d ranks: code %d, want %d and '%s': %s", ranks, its.code, code,

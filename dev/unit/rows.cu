@@ -36,7 +36,6 @@ static OptimConfig case_config(const RowCase* c, const char* weights, const char
     return resolved(config);
 }
 
-// A tensor in double precision.
 struct Exact {
     double p[MODEL_MAX], m[MODEL_MAX], v[MODEL_MAX], u[MODEL_MAX], g[MODEL_MAX];
     double row[2][2600], col[2][2600];  // averages of squares, and those of came's confidence
@@ -170,7 +169,7 @@ static void check_case(Test* test, const RowCase* c) {
     const OptimConfig config = case_config(c, "fp32", "fp32");
     constexpr int STEPS = 6;
     Run run;
-    kind_open(&run, &config, false);
+    run_open(&run, &config, model, OPTIM_FP32);
     run_steps(&run, 1, STEPS, plain_steps());
     memset(e, 0, sizeof(e));
     double worst = 0.0;
@@ -202,7 +201,7 @@ TEST(rows_numbers_kept) {
         const RowCase c = {rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
         Run run;
-        kind_open(&run, &config, false);
+        run_open(&run, &config, model, OPTIM_FP32);
         int64_t want = 0, found = optim_stream_named(run.optim, "v").elements;
         for (const OptimTensor& t : model) want += each_row * t.rows + each_column * t.cols;
         expect(found == want, "%s: %lld numbers, %lld wanted", rule, (long long)found, (long long)want);
@@ -243,7 +242,7 @@ TEST(rows_convert_v) {
     const OptimConfig config[] = {case_config(&adamw, "fp32", "fp32"), case_config(&adafactor, "fp32", "fp32"),
                                   case_config(&mini, "fp32", "fp32")};
     Run run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
-    for (int k = 0; k < 4; k++) kind_open(&run[k], &config[k % 3], false);
+    for (int k = 0; k < 4; k++) run_open(&run[k], &config[k % 3], model, OPTIM_FP32);
     run_steps(&run[0], 1, 3, plain_steps());
     for (int k = 1; k < 3; k++) expect(load(&run[0], &run[k], error), "%s", error);
     expect(load(&run[1], &run[3], error), "%s", error);
@@ -292,7 +291,7 @@ TEST(rows_convert_refusals) {
         for (int k = 0; k < 2; k++) {
             const RowCase c = {k ? to : from, "fp32"};
             const OptimConfig config = case_config(&c, "fp32", "fp32");
-            kind_open(&run[k], &config, false);
+            run_open(&run[k], &config, model, OPTIM_FP32);
         }
         run_steps(&run[0], 1, 1, plain_steps());
         error[0] = 0;
@@ -308,8 +307,8 @@ TEST(limit_growth_resumes) {
     for (int from = 0; from < 2; from++) {
         for (int to = 0; to < 2; to++) {
             Run run[2];
-            kind_open(&run[0], &config[from], false);
-            kind_open(&run[1], &config[to], false);
+            run_open(&run[0], &config[from], model, OPTIM_FP32);
+            run_open(&run[1], &config[to], model, OPTIM_FP32);
             run_steps(&run[0], 1, 3, plain_steps());
             expect(load(&run[0], &run[1], error), "%s", error);
             for (Run& each : run) run_steps(&each, 4, 6, plain_steps());
@@ -363,7 +362,7 @@ CACHE_TEST(JIT_TEST, rows_of_many_tensors_equal_cpu_gpu) {
     }
 }
 
-// Each thread of a warp finds the numbers of its 16 columns in four places, which all threads' fill without gaps.
+// Each thread of a warp finds the numbers of its 8 or 16 columns.
 TEST(rows_columns_lie_as_they_are_loaded) {
     static float numbers[2 * READY_COLS];
     for (uint32_t col = 0; col < 2 * READY_COLS; col++) numbers[ready_place(col)] = (float)col;
@@ -373,18 +372,6 @@ TEST(rows_columns_lie_as_they_are_loaded) {
             ready_load(numbers, col, x, n);
             for (int i = 0; i < n; i++) expect(x[i] == (float)(col + (uint32_t)i), "%d of columns from %u on", n, col);
         }
-    }
-    for (uint32_t col = 0; col < 2 * READY_COLS; col++) {
-        const uint32_t thread = col % READY_COLS / 16, load = col % 16 / 4;
-        const uint32_t place = col / READY_COLS * READY_COLS + load * 128 + thread * 4 + col % 4;
-        expect(ready_place(col) == place, "column %u at %u, expected %u", col, ready_place(col), place);
-    }
-    const struct {
-        int64_t rows, cols, numbers;
-    } shapes[] = {{1, 1, 32 + 512}, {32, 512, 32 + 512}, {33, 513, 64 + 1024}};
-    for (const auto& shape : shapes) {
-        expect(ready_pair(shape.rows, shape.cols) == shape.numbers, "%lld x %lld: %lld numbers", (long long)shape.rows,
-               (long long)shape.cols, (long long)ready_pair(shape.rows, shape.cols));
     }
 }
 

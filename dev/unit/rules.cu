@@ -9,17 +9,13 @@ static const OptimTensor model[2] = {{"tensor", 1, 2321, true, 0}, {"tensor", 1,
 
 static const Steps plain = {0.01f, 0.5f, false, false};
 
-static void rule_open(Run* run, const OptimConfig* config, OptimType compute) {
-    run_open(run, config, model, 2, compute);
-}
-
 static void check_rule(Test* test, const char* rule, const char* decay_mode) {
     if (find_row(rule_table(), rule)->by_rows) return;
     OptimConfig config = make_config(rule, "fp32", "fp32");
     config.decay_mode = decay_mode;
     config.lr_max = 0.25f;
     Run run;
-    rule_open(&run, &config, OPTIM_FP32);
+    run_open(&run, &config, model, OPTIM_FP32);
     run_steps(&run, 1, 20, plain);
     const char* const names[] = {"weights", "m", "v", "slow"};
     const float* got[4];  // NULL where the rule keeps none
@@ -107,25 +103,32 @@ static float pattern(int64_t i) {
     return bits_float((uint32_t)(i / 32) * 4 << 16 | (uint32_t)(i / 32 >> 14) << 16 | low[i / 2 % 16]);
 }
 
-TEST(rules_split_16_loses_nothing) {
-    float x[8], back[8], seen[8];
-    alignas(16) uint16_t high[8];
-    alignas(16) int16_t low[8];
-    Streams streams = {high, low};
+// Sets each pattern as a weight of a storage and loads it again. Calls body(i, x, back) with its place in the streams.
+template <class Storage, class Body>
+static void for_patterns(const Streams& streams, Body body) {
+    float x[8], back[8];
     for (int64_t at = 0; at < PATTERNS; at += 8) {
         for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
-        Split<int16_t, NEAREST>::set(streams, 0, x, 8);
-        Split<int16_t, NEAREST>::load(streams, 0, back, 8, NoiseKey{});
-        Split<int16_t, NEAREST>::view(streams, 0, seen, 8);
-        for (int i = 0; i < 8; i++) {
-            uint32_t bits = float_bits(x[i]), want = isnan(x[i]) ? 0x7fc00000u : bits;
-            expect(float_bits(back[i]) == want, "%08x comes back as %08x", bits, float_bits(back[i]));
-            // The copy is the nearest bf16: Bf16's own rounding, but for ties, which go away from zero.
-            uint32_t nearest = isnan(x[i]) ? 0x7fc0 : Bf16::encode(x[i]);
-            if (!isnan(x[i]) && (bits & 0xffff) == 0x8000) nearest = (bits >> 16) + 1;
-            expect(high[i] == nearest && float_bits(seen[i]) == nearest << 16, "%08x is seen as %04x", bits, high[i]);
-        }
+        Storage::set(streams, 0, x, 8);
+        Storage::load(streams, 0, back, 8, NoiseKey{});
+        for (int i = 0; i < 8; i++) body(i, x[i], back[i]);
     }
+}
+
+TEST(rules_split_16_loses_nothing) {
+    float seen[8];
+    alignas(16) uint16_t high[8];
+    alignas(16) int16_t low[8];
+    const Streams streams = {high, low};
+    for_patterns<Split<int16_t, NEAREST>>(streams, [&](int i, float x, float back) {
+        if (i == 0) Split<int16_t, NEAREST>::view(streams, 0, seen, 8);
+        uint32_t bits = float_bits(x), want = isnan(x) ? 0x7fc00000u : bits;
+        expect(float_bits(back) == want, "%08x comes back as %08x", bits, float_bits(back));
+        // The copy is the nearest bf16: Bf16's own rounding, but for ties, which go away from zero.
+        uint32_t nearest = isnan(x) ? 0x7fc0 : Bf16::encode(x);
+        if (!isnan(x) && (bits & 0xffff) == 0x8000) nearest = (bits >> 16) + 1;
+        expect(high[i] == nearest && float_bits(seen[i]) == nearest << 16, "%08x is seen as %04x", bits, high[i]);
+    });
 }
 
 // |x| = f * 2^e with f in [1, 2); of subnormals the exponent of the smallest normal number.
@@ -136,33 +139,26 @@ static int exponent_of(float x) {
 }
 
 TEST(rules_split_8_is_within_its_bound) {
-    float x[8], back[8];
     alignas(16) uint16_t high[8];
     alignas(8) int8_t low[8];
-    Streams streams = {high, low};
+    const Streams streams = {high, low};
     double worst = 0.0;
-    for (int64_t at = 0; at < PATTERNS; at += 8) {
-        for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
-        Split<int8_t, NEAREST>::set(streams, 0, x, 8);
-        Split<int8_t, NEAREST>::load(streams, 0, back, 8, NoiseKey{});
-        for (int i = 0; i < 8; i++) {
-            if (!isfinite(x[i]) || !isfinite(back[i])) {
-                bool overflow = isfinite(x[i]) && fabsf(x[i]) >= 0x1.ffffp127f && isinf(back[i]);
-                expect(isnan(x[i]) ? isnan(back[i]) : x[i] == back[i] || overflow, "%a becomes %a", x[i], back[i]);
-                continue;
-            }
-            double bound = ldexp(1.0, exponent_of(x[i]) - 16), error = fabs((double)back[i] - (double)x[i]);
-            if (!(error / bound <= worst)) worst = error / bound;
-            // It is the nearest of its neighbours, the even one of two equally near.
-            for (int side = -256; side <= 256; side += 512) {
-                double other = fabs((double)bits_float(float_bits(back[i]) + (uint32_t)side) - (double)x[i]);
-                if (!isfinite(other)) continue;
-                expect(error < other || (error == other && !(float_bits(back[i]) & 256)), "%a becomes %a", x[i],
-                       back[i]);
-            }
-            expect(high[i] == (uint16_t)((float_bits(back[i]) + 0x8000) >> 16), "%a: bf16 %04x", x[i], high[i]);
+    for_patterns<Split<int8_t, NEAREST>>(streams, [&](int i, float x, float back) {
+        if (!isfinite(x) || !isfinite(back)) {
+            bool overflow = isfinite(x) && fabsf(x) >= 0x1.ffffp127f && isinf(back);
+            expect(isnan(x) ? isnan(back) : x == back || overflow, "%a becomes %a", x, back);
+            return;
         }
-    }
+        double bound = ldexp(1.0, exponent_of(x) - 16), error = fabs((double)back - (double)x);
+        if (!(error / bound <= worst)) worst = error / bound;
+        // It is the nearest of its neighbours, the even one of two equally near.
+        for (int side = -256; side <= 256; side += 512) {
+            double other = fabs((double)bits_float(float_bits(back) + (uint32_t)side) - (double)x);
+            if (!isfinite(other)) continue;
+            expect(error < other || (error == other && !(float_bits(back) & 256)), "%a becomes %a", x, back);
+        }
+        expect(high[i] == (uint16_t)((float_bits(back) + 0x8000) >> 16), "%a: bf16 %04x", x, high[i]);
+    });
     note(test, "%.3f of 1/512 of a step of bf16", worst);
     expect(worst == 1.0, "ties are at the bound: %g", worst);
 }
@@ -184,32 +180,25 @@ TEST(rules_split_8_stochastic_counts) {
 }
 
 TEST(rules_kahan_is_within_its_bound) {
-    float x[8], back[8];
     alignas(16) uint16_t weight[8], compensation[8];
-    Streams streams = {weight, compensation};
+    const Streams streams = {weight, compensation};
     double worst = 0.0;
-    for (int64_t at = 0; at < PATTERNS; at += 8) {
-        for (int i = 0; i < 8; i++) x[i] = pattern(at + i);
-        Kahan<Bf16>::set(streams, 0, x, 8);
-        Kahan<Bf16>::load(streams, 0, back, 8, NoiseKey{});
-        for (int i = 0; i < 8; i++) {
-            expect(weight[i] == Bf16::encode(x[i]), "%a: %04x", x[i], weight[i]);
-            double w = Bf16::decode(weight[i]), k = Bf16::decode(compensation[i]);
-            if (!isfinite(w)) {
-                expect(k == 0.0 && (isnan(x[i]) ? isnan(back[i]) : (double)back[i] == w), "%a becomes %a", x[i],
-                       back[i]);
-                continue;
-            }
-            // Half a step of k, whose own subnormals begin at 2^-126; then load rounds to fp32.
-            double rest = fabs((double)x[i] - w), bound = ldexp(1.0, exponent_of((float)rest) - 8);
-            double error = fabs(w + k - (double)x[i]);
-            if (!(error / bound <= worst)) worst = error / bound;
-            // The error is at most 2^-17 of x; of the smallest, where k is subnormal, half of 2^-133.
-            double of_x = fmax(ldexp(1.0, exponent_of(x[i]) - 17), ldexp(1.0, -134));
-            expect(error <= of_x, "%a: error %a", x[i], error);
-            expect(back[i] == (float)(w + k), "%a comes back as %a", x[i], back[i]);
+    for_patterns<Kahan<Bf16>>(streams, [&](int i, float x, float back) {
+        expect(weight[i] == Bf16::encode(x), "%a: %04x", x, weight[i]);
+        double w = Bf16::decode(weight[i]), k = Bf16::decode(compensation[i]);
+        if (!isfinite(w)) {
+            expect(k == 0.0 && (isnan(x) ? isnan(back) : (double)back == w), "%a becomes %a", x, back);
+            return;
         }
-    }
+        // Half a step of k, whose own subnormals begin at 2^-126; then load rounds to fp32.
+        double rest = fabs((double)x - w), bound = ldexp(1.0, exponent_of((float)rest) - 8);
+        double error = fabs(w + k - (double)x);
+        if (!(error / bound <= worst)) worst = error / bound;
+        // The error is at most 2^-17 of x; of the smallest, where k is subnormal, half of 2^-133.
+        double of_x = fmax(ldexp(1.0, exponent_of(x) - 17), ldexp(1.0, -134));
+        expect(error <= of_x, "%a: error %a", x, error);
+        expect(back == (float)(w + k), "%a comes back as %a", x, back);
+    });
     note(test, "%.3f of half a step of the compensation", worst);
     expect(worst <= 1.0 && worst > 0.99, "%g", worst);
 }
@@ -296,7 +285,6 @@ TEST(rules_fp8_split_stochastic_counts) {
     }
 }
 
-// One tensor of a tile, with these weights.
 static void tile_open(Run* run, const OptimConfig& config, OptimType compute, const float* values) {
     const OptimTensor tensor = {"tensor", 1, TILE_ELEMENTS, true, 0};
     run_open(run, &config, &tensor, 1, compute);

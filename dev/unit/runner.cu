@@ -111,8 +111,6 @@ static void run_here(Test** cases, int count, Counts* counts) {
     }
 }
 
-// A process that runs one case.
-
 struct Ending {  // in memory that both processes see
     bool reached;
     bool skipped;
@@ -175,7 +173,6 @@ static void worker_start(Worker* worker, Test* test, int number, int gpus, int t
     setpgid(worker->pid, worker->pid);  // whoever comes first
 }
 
-// The text that it has written by now.
 static void worker_read(Worker* worker) {
     char piece[4096];
     ssize_t got = 0;

@@ -285,8 +285,6 @@ TEST(sampling_texts_are_independent) {
     expect_same_texts(test, &dev, &SMALL, true, 0);
 }
 
-// The draw.
-
 // Checks how often each token is drawn, against its probability, within five standard deviations.
 void expect_draws(Test* test, const float* logits, int V, double temperature, int64_t k, const double* want) {
     constexpr int DRAWS = 40000;
@@ -343,8 +341,6 @@ TEST(sampling_top_k) {
     }
     expect(draw_threshold_cpu(logits, V, 0) == 0 && draw_threshold_cpu(logits, V, V) == 0, "all");
 }
-
-// GPU.
 
 template <typename X>
 void matmul_rows_case(Test* test, double* worst, const Device* dev, int N, int C, int OC, bool gelu) {

@@ -2,7 +2,6 @@
 // known.
 #pragma once
 
-// Micro-batch `step` of random tokens.
 static void feed_random(const Model* m, int step) {
     const int n = m->B * m->T;
     std::vector<int> tokens(2 * n);
@@ -10,7 +9,6 @@ static void feed_random(const Model* m, int step) {
     feed(m, &tokens[0], &tokens[n], true, 1.0f);
 }
 
-// Faults of a step.
 enum Poison { GRADIENT_NAN, GRADIENT_INFINITE, GRADIENT_HUGE, LOSS_NAN, LOSS_INFINITE, POISONS };
 
 static void poison(const Model* m, Poison kind) {

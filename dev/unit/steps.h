@@ -34,7 +34,6 @@ struct Run {
     }
 };
 
-// The ways of taking steps.
 struct Steps {
     float lr = 1e-2f, factor = 0.5f;  // factor: what every gradient is multiplied by
     bool wild = false;                // the gradients of step 2 hold NaN, infinities and the ends of fp32
@@ -50,7 +49,6 @@ inline float run_start(int t, int64_t i) {
     return start(t * 1000000 + i);
 }
 
-// The gradient of element `i` of tensor `t`.
 inline float run_gradient(const OptimTensor* tensor, int64_t step, int t, int64_t i, const Steps& how) {
     const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-40f, -0.0f};
     if (how.given) return how.given(step, t, i);
@@ -90,6 +88,12 @@ inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* ten
         optim_set_weights(run->optim, t, values);
     }
     optim_decode(run->optim);
+}
+
+template <int COUNT>
+void run_open(Run* run, const OptimConfig* config, const OptimTensor (&tensors)[COUNT], OptimType compute,
+              bool gpu = false) {
+    run_open(run, config, tensors, COUNT, compute, gpu);
 }
 
 // Takes the steps `first` to `last`. Padding has gradients of zero, as the trainer leaves it.
@@ -151,7 +155,6 @@ inline const char* difference(const Run* a, const Run* b) {
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
 
-// Expects that the runs are equal, and names the first array in which they differ.
 inline void expect_same(Test* test, const Run* a, const Run* b, const char* what) {
     const char* where = difference(a, b);
     expect(!where, "%s: %s", what, where);
@@ -223,7 +226,6 @@ inline Steps plain_steps(int bad = 0) {
     return how;
 }
 
-// A configuration in words.
 inline const char* describe(const OptimConfig* config) {
     return formatted("%s, grads %s%s%s%s", described(*config), config->grads, *config->overrides ? ", " : "",
                      config->overrides, config->begin || config->end ? ", a shard" : "");

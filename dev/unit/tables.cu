@@ -20,7 +20,7 @@ static const FormatRow* state_row(const char* name) {
     return find_row(state_table(), table_config("", "fp32", "fp32", name).v);
 }
 
-// The second element of a tile of ones becomes this; the others stay finite.
+// The second element of a tile of ones becomes this; the others stay near one, and finite beside infinity.
 static float becomes(Test* test, const FormatRow* format, uint32_t slot, float strange) {
     static float codes[TILE_ELEMENTS], extra[TILE_ELEMENTS], more[TILE_ELEMENTS], x[TILE_ELEMENTS], back[TILE_ELEMENTS];
     void* table = malloc((size_t)format->table_bytes + 1);
@@ -31,8 +31,8 @@ static float becomes(Test* test, const FormatRow* format, uint32_t slot, float s
     format->store(streams, 0, x, TILE_ELEMENTS, NoiseKey{5, 7, slot});
     format->load(streams, 0, back, TILE_ELEMENTS, NoiseKey{5, 8, slot});
     for (int i = 0; i < TILE_ELEMENTS; i++) {
-        expect(i == 1 || (isfinite(back[i]) && back[i] >= 0.0f), "%s: beside %g a one became %g", format->name,
-               (double)strange, (double)back[i]);
+        const bool stays = isinf(strange) ? isfinite(back[i]) && back[i] >= 0.0f : back[i] > 0.5f && back[i] < 1.5f;
+        expect(i == 1 || stays, "%s: beside %g a one became %g", format->name, (double)strange, (double)back[i]);
     }
     return back[1];
 }
@@ -92,12 +92,10 @@ TEST(tables_signs) {
 }
 
 TEST(tables_banner_says_what_is_allocated) {
-    int rows = 0;
     const auto check_row = [&](const char* name, const OptimConfig& config, double more) {
         const Cost cost = cost_of(test, &config);
         expect(says(cost.banner, cost.weights + cost.states, more), "%s: %g bytes, allocated %g", name, cost.banner,
                cost.weights + cost.states);
-        rows++;
     };
     for (const char* name : state_names) {
         const bool m = serves_m(name);
@@ -108,10 +106,8 @@ TEST(tables_banner_says_what_is_allocated) {
         const OptimConfig config = table_config(name, "", "", "");
         check_row(name, config, more_of(config.weights));
     }
-    note(test, "%d rows", rows);
 }
 
-// The output of --list-formats or --list-presets.
 static char* list_text(Test* test, bool presets) {
     char* text = printed([=](FILE* file) { presets ? optim_list_presets(file) : optim_list_formats(file); });
     for (const char* line = text; *line; line += strcspn(line, "\n"), line += *line == '\n')
@@ -306,7 +302,6 @@ TEST(tables_strange_is_as_recorded) {
 
 // Blocks of other lengths and other scales do the same as the default: a zero, a NaN, a sign stays what it is.
 TEST(tables_strange_is_the_same_in_every_block) {
-    int rows = 0;
     for (int i = 0; i < STATES; i++) {
         const char* name = state_names[i];
         char base[64], suffix[16] = "";
@@ -322,7 +317,5 @@ TEST(tables_strange_is_the_same_in_every_block) {
                 expect(same, "%s: %g becomes %g, in %s %g", name, (double)strange, x, base, y);
             }
         }
-        rows++;
     }
-    note(test, "%d rows", rows);
 }

@@ -15,7 +15,6 @@ static OptimConfig asked(const char* formats, const char* m, const char* v) {
     return config;
 }
 
-// Resolves or fails the case.
 static bool resolve(Test* test, OptimConfig* config) {
     bool good = optim_resolve(config, error);
     expect(good, "%s", error);
@@ -47,16 +46,6 @@ static void for_equals(Body body) {
     for (const auto& row : equals) body(strlen(row[0]) > 1 ? example() : tables, row[0], row[1], row[2], row[3]);
 }
 
-static void expect_same_sizes(Test* test, const OptimConfig* config, const OptimConfig* same) {
-    OptimTensor tensor = {"tensor", 1000, 77, true, 0};
-    optim_layout(&tensor, 1, config);
-    const Device cpu = {};
-    OptimBytes own = optim_bytes(&cpu, config, &tensor, 1, OPTIM_BF16),
-               want = optim_bytes(&cpu, same, &tensor, 1, OPTIM_BF16);
-    expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
-           (long long)want.states);
-}
-
 // Returns what the optimizer gives NVRTC behind its own source for a configuration.
 static const char* source_of(const OptimConfig* config) {
     const Rows rows = config_rows(config);
@@ -86,7 +75,14 @@ CACHE_TEST(JIT_TEST, user_format_example) {
 CACHE_TEST(JIT_TEST, user_format_sizes) {
     for_equals([&](const char* files, const char* m, const char* v, const char* built_in_m, const char* built_in_v) {
         OptimConfig config = asked(files, m, v), same = asked("", built_in_m, built_in_v);
-        if (resolve(test, &config) && resolve(test, &same)) expect_same_sizes(test, &config, &same);
+        if (!resolve(test, &config) || !resolve(test, &same)) return;
+        OptimTensor tensor = {"tensor", 1000, 77, true, 0};
+        optim_layout(&tensor, 1, &config);
+        const Device cpu = {};
+        OptimBytes own = optim_bytes(&cpu, &config, &tensor, 1, OPTIM_BF16),
+                   want = optim_bytes(&cpu, &same, &tensor, 1, OPTIM_BF16);
+        expect(memcmp(&own, &want, sizeof(own)) == 0, "states of %lld bytes, %lld are right", (long long)own.states,
+               (long long)want.states);
     });
 }
 
@@ -235,10 +231,6 @@ CACHE_TEST(JIT_TEST, user_format_sums) {
     expect(!*sums, "%s, and none is used", sums);
 }
 
-static const void* zeros(void* context, const char*, const char*, int64_t) {
-    return context;
-}
-
 // A checkpoint whose m is in a format of the user's own, loaded by a run on the CPU that has another m.
 static void expect_load_refused(Test* test, const OptimConfig* written, const char* sums, const char* holds) {
     Device cpu = {};
@@ -249,6 +241,7 @@ static void expect_load_refused(Test* test, const OptimConfig* written, const ch
     optim_layout(&tensor, 1, &config);
     Optim* optim = optim_create(&cpu, &config, &tensor, 1, OPTIM_FP32);
     float nothing[16] = {};
+    const auto zeros = [](void* context, const char*, const char*, int64_t) -> const void* { return context; };
     OptimStored stored = {*written, 3, zeros, stored_read, nullptr, nullptr, nothing, sums};
     stored.config.weights = "fp32";
     expect_refused(optim_load(optim, &stored, error), error, holds);
@@ -315,8 +308,6 @@ CACHE_TEST(TEST, user_format_on_the_cpu) {
         for (const FormatRun& run : runs) expect_run(test, run);
     }
 }
-
-// On a GPU.
 
 // Six steps on a GPU with moments of these formats leave the bytes that the built-in ones leave.
 static void expect_equal_runs(Test* test, const char* formats, const char* m, const char* v, const char* built_in_m,
