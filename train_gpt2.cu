@@ -1244,8 +1244,7 @@ static int fit_main(const Options* asked, const bool* given) {
         report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, &planner, dev.memory, rows++ == 0);
     }
     if (rows == 0) user_error("--fit lists nothing: %s", why[0]);
-    require_stdout();
-    return 0;
+    return require_stdout();
 }
 
 // Resuming.
@@ -1550,10 +1549,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     const bool saves = !run.dev.imagined && launch->rank == 0 && !o->profile;
     require(!saves || checkpoint_possible(&run.folder, bytes, run.resume.state), run.folder.error);
     require(run.dev.imagined || run_folder_possible(&run.folder, run.train_data.bytes), run.folder.error);
-    if (o->dry_run) {
-        require_stdout();
-        return 0;
-    }
+    if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
     end(&run);
@@ -1578,10 +1574,7 @@ int main(int argc, char** argv) {
     bool printed = options_print(&TABLE, &options, stdout);
     if (options.list_formats) optim_list_formats(stdout, options.formats), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
-    if (printed) {
-        require_stdout();
-        return 0;
-    }
+    if (printed) return require_stdout();
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
     require(gpt2_take_size(&TABLE, &options, given, error), error);
     if (options.fit > 0) return fit_main(&options, given);

@@ -104,10 +104,11 @@ inline void require(bool ok, const char* error) {
     if (!ok) user_error("%s", error);
 }
 
-// Ends the program if stdout cannot be written: without a message if the reader of the pipe has gone.
-inline void require_stdout() {
+// Ends the program if stdout cannot be written: without a message if the reader of the pipe has gone. Returns 0, the
+// exit code of a program that has only printed.
+inline int require_stdout() {
     struct pollfd out = {1, POLLOUT, 0};
-    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 0;
     if (poll(&out, 1, 0) == 1 && (out.revents & POLLERR)) exit(0);
     user_error("standard output cannot be written; free space, or name another file");
 }
