@@ -7,7 +7,7 @@
 # Without nvcc (or with `make NVCC=`) the C++ compiler alone builds the same program for the CPU: what is in #ifdef
 # __CUDACC__ is left out and kernels/no_cuda.h stands in for CUDA's headers. Its objects have a folder of their own.
 
-NVCC := $(or $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc)),$(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))
+NVCC := $(or $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc)),$(if $(filter command,$(origin CUDA_HOME)),,$(or $(shell command -v nvcc 2>/dev/null),$(wildcard /usr/local/cuda/bin/nvcc))))
 BUILD := $(if $(NVCC),build,build/cpu)
 ifneq ($(filter-out clean help venv format format-check loc,$(or $(MAKECMDGOALS),all)),)
 ifeq ($(NVCC),)

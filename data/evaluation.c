@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include "clock.h"
 #include "files.h"
 #include "json.h"
@@ -150,12 +151,26 @@ bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error
     return true;
 }
 
+// Refuses to write scores to a file that cannot be written, or that is to be scored and would be lost.
+static bool scores_possible(const char* names, const char* out, char* error) {
+    struct stat one, other;
+    SCOPED char* list = text_copy(names);
+    char* rest = list;
+    bool same = false;
+    for (char* name; !same && (name = strsep(&rest, ","));) {
+        same =
+            stat(name, &one) == 0 && stat(out, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
+    }
+    if (!same && output_possible(out, error)) return true;
+    if (same) data_error(error, "%s is scored by --eval; name a file that is not", out);
+    return data_error(error, "--eval-out: %s", error);
+}
+
 bool evaluation_possible(const char* names, bool bytes, const char* out, char* error) {
     Tokenizer* tokenizer = bytes ? tokenizer_open(NULL, error) : NULL;
     const bool ok = evaluation_check(names, tokenizer, error);
     tokenizer_close(tokenizer);
-    if (!ok || !*out || output_possible(out, error)) return ok;
-    return data_error(error, "--eval-out: %s", error);
+    return ok && (!*out || scores_possible(names, out, error));
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
@@ -372,6 +387,7 @@ static bool evaluation_one(const Evaluator* by, const char* name, const Tokenize
 }
 
 bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
+    if (*out && by->rank == 0 && !scores_possible(names, out, error)) return false;
     FILE* file = *out && by->rank == 0 ? output_open(out, error) : NULL;
     if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", error);
     bool ok = true, stopped = false;

@@ -296,6 +296,7 @@ FOLDER_TEST(evaluation_command) {
     const char* const outs[][2] = {{link, "is a link, which is not followed"},
                                    {pipe, "is a pipe or a device"},
                                    {work, "is a folder"},
+                                   {joined(work, "four.eval"), "is scored by --eval"},
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
         for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"})

@@ -4,6 +4,7 @@
 // Inputs are uniform in [-scale, scale). A bound is epsilon of the output's format times the value (its rounding) plus
 // epsilon of fp32 times the length of the sum times its terms' size (the order of the sum).
 #pragma once
+#include <assert.h>
 #include <memory>
 #include <utility>
 
@@ -118,6 +119,7 @@ struct Array {
 
     // Writes the values (rounded to T, in `host` too), or NaN where values is NULL, and the guard.
     void set(const float* values) {
+        assert(n >= 0);
         int64_t bytes = (n + GUARD) * sizeof(T);
         T* staged = (T*)malloc(bytes);
         memset((void*)staged, 0xff, bytes);
