@@ -30,7 +30,7 @@ static void greet_first(FuzzInput input, bool proves) {
     memset(peers, -1, sizeof(peers));
     const size_t first = input.count < sizeof(Hello) ? input.count : sizeof(Hello);
     connect_pair((FuzzInput){input.bytes, first});
-    door = (Door){.launch = &launch, .peers = peers, .fine = true, .error = error};
+    door = (Door){.launch = &launch, .peers = peers, .ok = true, .error = error};
     Greeting* greeting = &door.greeting[0];
     *greeting = (Greeting){.socket = ends[0]};
     bool going = hear(&door, greeting);
@@ -42,7 +42,7 @@ static void greet_first(FuzzInput input, bool proves) {
         shutdown(ends[1], SHUT_WR);
     }
     if (going) hear(&door, greeting);
-    demand(door.fine || error[0]);
+    demand(door.ok || error[0]);
     demand(memchr(peers[1].host, 0, sizeof(peers[1].host)) || peers[1].socket[TALK] < 0);
 }
 
