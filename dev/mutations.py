@@ -48,14 +48,14 @@ ROWS = [
     ("data/tokenizer.c", "if (merge->joined < 0) *merge =", "if (merge->joined >= 0) *merge =", "tokenizer",
      ["data/tokenizer"]),
     ("data/safetensors.c", "if (!pair || begin > end) {", "if (!pair) {", "data_safetensors_bad", ["data/safetensors"]),
-    ("data/files.c", "if (fine && rename(name, path) != 0) {", "if (fine && link(name, path) != 0) {", "data_files",
+    ("data/files.c", "if (ok && rename(name, path) != 0) {", "if (ok && link(name, path) != 0) {", "data_files",
      ["data/files"]),
     # the trainer
     ("train_gpt2.cu", "loss_mean(m->dev, m->scalars, m->losses, N, !first, share / (float)N);",
      "loss_mean(m->dev, m->scalars, m->losses, N, false, share / (float)N);", "model_", ["test_gpt2"]),
     ("train_gpt2.cu", "if (l < m->recomputed) {", "if (l + 1 < m->recomputed) {", "model_same_result", ["test_gpt2"]),
-    ("train_gpt2.cu", "gpt2_backward<X, G>(m, &a, input, buckets, B, m->T, first);",
-     "gpt2_backward<X, G>(m, &a, input, buckets, B, m->T, true);", "model_", ["test_gpt2"]),
+    ("train_gpt2.cu", "gpt2_backward<X, G>(m, &a, buckets, B, m->T, first);",
+     "gpt2_backward<X, G>(m, &a, buckets, B, m->T, true);", "model_", ["test_gpt2"]),
 ]
 
 
