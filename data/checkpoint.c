@@ -273,7 +273,7 @@ static bool checkpoint_commit(const char* folder, char* error) {
     struct stat status;
     bool there = lstat(folder, &status) == 0;
     bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // On a file system that cannot exchange two names, the old one is kept beside until the new one is in place.
+    // A file system that cannot exchange two names keeps the old folder beside until the new one is in place.
     if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
         return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
     }

@@ -1,5 +1,5 @@
 // The run folder: its name, its lock, log.txt (all that is printed), log.jsonl, config.json and the tokenizer's files.
-// On ranks other than 0 `quiet` is true and nothing is printed or written. A function that returns false has written a
+// Ranks other than 0 have `quiet` set, and print and write nothing. A function that returns false has written a
 // sentence into `error`.
 #pragma once
 #include "json.h"

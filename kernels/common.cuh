@@ -406,7 +406,7 @@ inline void device_describe(const Device* dev, bool fp32, char* line, size_t byt
     if (peak > 0) snprintf(line + used, bytes - used, "  peak %.0f TFLOP/s %s", peak * 1e-12, fp32 ? "fp32" : "bf16");
 }
 
-// To be called after every kernel launch, so that launch errors (bad grid, no kernel image) show there.
+// Every kernel launch is followed by this call, so that launch errors (bad grid, no kernel image) show there.
 #define check_launch() check(cudaGetLastError())
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {

@@ -485,8 +485,8 @@ inline int64_t fp8_bytes(int slots) {
     return (int64_t)slots * ((FP8_HISTORY + 6) * (int64_t)sizeof(float) + (int64_t)sizeof(float*)) + 256;
 }
 
-// To be called before the first micro-batch of a step. `step` does not count skipped steps, so a first step that was
-// skipped comes again, again without a history.
+// The trainer calls this before the first micro-batch of a step. `step` does not count skipped steps, so a first step
+// that was skipped is repeated, again without a history.
 inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     if (f->first == 0) f->first = step;
     f->current = f->current && step == f->first;
@@ -501,8 +501,8 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
 #endif
 }
 
-// To be called between fp8_begin and the first micro-batch, if each rank has the scales of some stored tensors alone:
-// sets these scales, powers of two, from `found`, which has been all-reduced.
+// If each rank has the scales of some stored tensors alone, the trainer calls this after fp8_begin. It sets these
+// scales, powers of two, from `found`, which has been all-reduced.
 inline void fp8_agree(const Device* dev, Fp8* f) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots; slot++) {
@@ -520,8 +520,8 @@ inline void fp8_agree(const Device* dev, Fp8* f) {
 #endif
 }
 
-// To be called after the update: updates the history unless `factor` says that the step changed nothing. `saturated` is
-// set to the number of elements that were too large for their codes.
+// The trainer calls this after the update. It updates the history unless `factor` says that the step changed nothing,
+// and sets `saturated` to the number of elements that were too large for their codes.
 inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* saturated) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots && isfinite(*factor); slot++) fp8_end_cpu(f, slot);

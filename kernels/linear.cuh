@@ -292,8 +292,8 @@ void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const 
 
 // The head is a layer without a bias. Its rows are taken in pieces. It is in fp8 if use->head[0] is not NULL.
 
-// To be called before the first rows: makes the codes of the weights (Vp, C), and sets the scale of the logits'
-// gradient, which is at most dloss.
+// The trainer calls this before the head's first rows. It makes the codes of the weights (Vp, C), and sets the scale of
+// the logits' gradient, which is at most dloss.
 template <typename X>
 void linear_head_begin(const Device* dev, const Fp8Use* use, int slot, const X* weight, float dloss, int C, int Vp) {
     if (!use->head[0]) return;

@@ -142,7 +142,7 @@ struct SymmetricLaunch {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// What a warpgroup does next.
+// A task tells a warpgroup what to do next.
 struct SymmetricTask {
     int item;  // number of the product whose tile comes next, SP_FLUSH or SP_END
     SymmetricTile tile;

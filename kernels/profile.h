@@ -45,8 +45,8 @@ inline void profile_record(Device* dev, bool on) {
 #endif
 }
 
-// To be called before each step of a run with --profile, after `done` steps: ends the last step's range and begins the
-// next. False when the run must end.
+// The trainer calls this before each step of a run with --profile, after `done` steps. It ends the last step's range
+// and begins the next. It returns false when the run must end.
 inline bool profile_step(Device* dev, int64_t done) {
     if (dev->profile) profile_end(), profile_end();
     if (done == PROFILE_AFTER) profile_record(dev, true);

@@ -19,7 +19,7 @@ struct Spill {
     int layers;
     int64_t bytes;  // of one r(l)
     char* host;     // (layers + 1 - SPILL_PLACES, bytes)
-    // On a GPU: the copies' streams; an event for the device's stream; an event for each place's last copy.
+    // A GPU has streams for the copies, an event for the device's stream, and one for each place's last copy.
     cudaStream_t in, out;
     cudaEvent_t ready, left[SPILL_PLACES], back[SPILL_PLACES];
 };

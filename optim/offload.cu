@@ -26,7 +26,7 @@ struct Offload {
     char* slot[2];  // device memory
     int there[2];   // the part whose states a slot has or is about to have; -1: none
     int turn;       // the slot that was taken last
-    // On a GPU: the copies' streams; a slot's part has come, has been stepped, has gone back.
+    // A GPU has streams for the copies, and events: a slot's part has come, has been stepped, has gone back.
     cudaStream_t in, out;
     cudaEvent_t fetched[2], stepped[2], returned[2];
 };

@@ -27,7 +27,7 @@ struct Peers {
     CUresult (*write_value)(CUstream, CUdeviceptr, cuuint32_t, unsigned);
 };
 
-// What a rank tells the others about its mailbox.
+// A rank sends this card to the others, so that they can open its mailbox.
 struct PeerCard {
     char machine[64];
     cudaIpcMemHandle_t handle;

@@ -436,7 +436,7 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
 
 // The other ranks.
 
-// What a rank has met while it looked for rank 0.
+// A rank that looks for rank 0 counts here what it has met; the error message follows from it.
 typedef struct {
     double deadline;     // of all tries
     int unknown;         // what getaddrinfo last said of the host; 0: it has an address

@@ -54,7 +54,7 @@ typedef struct {
     unsigned char proof[HMAC_BYTES];
 } Welcome;
 
-// What this rank knows of another.
+// A Peer is another rank as this rank knows it.
 typedef struct {
     int socket[CHANNELS];  // -1: not connected
     char host[64];
