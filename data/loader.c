@@ -165,8 +165,7 @@ static bool list_nanogpt(FileList* list, FileList* validation, const char* path,
     if (folder && !folder_has(path, "train.bin")) {
         return data_error(error,
                           "the folder %s holds no train.bin, which nanoGPT's data begins with; name one that does, or "
-                          "type --data-format "
-                          "auto",
+                          "type --data-format auto",
                           path);
     }
     list_add(list, train);
