@@ -70,7 +70,9 @@ const char* path_in(const char* folder, const char* name) {
 
 char* path_absolute(const char* path) {
     SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
-    return folder ? text_format("%s/%s", folder, path) : text_copy(path);
+    const bool pattern = strpbrk(path, "*?[") && folder && strpbrk(folder, "*?[");
+    const bool joins = folder && !pattern && text_is_utf8(folder, (int64_t)strlen(folder));
+    return joins ? text_format("%s/%s", folder, path) : text_copy(path);
 }
 
 char* paths_absolute(const char* list) {

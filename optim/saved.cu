@@ -181,6 +181,7 @@ static void resume_rule(OptimResume* resume) {
     }
     if (!tried(resume, "none", &config)) return;
     const char* before = json_string(resume->options, "rule", config.rule);
+    resume->other_rule = strcmp(before, config.rule) != 0;
     double old = optim_usual_lr(before, resume->channels), usual = optim_usual_lr(config.rule, resume->channels);
     if (resume->lr == old / 10) old /= 10, usual /= 10;  // of trained weights
     if (resume->lr_typed || old == usual || resume->lr == usual) return;

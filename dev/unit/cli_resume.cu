@@ -258,6 +258,9 @@ FOLDER_TEST(cli_resume_rules) {
         expect(row[2] ? rate && strncmp(rate, row[2], strlen(row[2])) == 0 : !rate, "%s: %s", row[0], OUT(child));
         remove_tree(other);
     }
+    train_well("--resume %s --run %s/longer --steps 60 --rule ademamix --device cpu", run, work);
+    const char* longer = contents(joined(work, "longer"), "config.json");
+    expect(longer && strstr(longer, "\"beta3\": \"0.95\"") && strstr(longer, "\"ramp\": \"60\""), "%s", longer);
     check_rate_stays(test, run, work);
     train_well(BRIEF "/lion --steps 4 --rule lion", work, work);
     train_well(BRIEF "/muon --steps 4 --preset muon8", work, work);
