@@ -417,6 +417,9 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
         return data_error(
             error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
     }
+    if (!automatic && access(named, R_OK | X_OK) != 0) {
+        return data_error(error, "--resume %s: %s; give a folder that you may read", named, strerror(errno));
+    }
     *named_itself = !automatic && file_exists(path_in(named, "state.json"));
     if (*named_itself) {
         snprintf(folder, bytes, "%s", named);
