@@ -171,8 +171,8 @@ bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error
     return true;
 }
 
-bool evaluation_possible(const char* names, bool bytes, const char* out, char* error) {
-    Tokenizer* tokenizer = bytes ? tokenizer_open(NULL, error) : NULL;
+bool evaluation_possible(const char* names, const char* folder, const char* out, char* error) {
+    Tokenizer* tokenizer = !folder || *folder ? tokenizer_open(folder, error) : NULL;
     const bool ok = evaluation_check(names, tokenizer, error);
     tokenizer_close(tokenizer);
     return ok && (!*out || output_possible(out, SCORES, error) || data_error(error, "--eval-out: %s", error));

@@ -38,8 +38,9 @@ void evaluation_close(Evaluation* evaluation);
 const char* evaluation_paths(const char* names);
 // Returns whether all these tasks can be opened.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
-// Does the same before a run, on bytes or other tokens. It also checks that --eval-out ("": none) can be written.
-bool evaluation_possible(const char* names, bool bytes, const char* out, char* error);
+// Does the same before a run, with the tokenizer in `folder` (NULL: bytes; "": unknown). It also checks that --eval-out
+// ("": none) can be written.
+bool evaluation_possible(const char* names, const char* folder, const char* out, char* error);
 
 // A batch of B sequences of T tokens holds the rows [first, first + count) of `order`; count is at most B.
 typedef struct {

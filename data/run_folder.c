@@ -313,8 +313,9 @@ bool run_folder_possible(RunFolder* run, bool bytes) {
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                           run_text(run, "data"), weights, shell_word(weights));
     }
+    const char* folder = *weights && tokenizer_exists(weights) ? weights : run->sources[2];
     return (run_int(run, "eval-every") == 0 ||
-            evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
+            evaluation_possible(run_text(run, "eval"), bytes ? NULL : folder, run_text(run, "eval-out"), run->error)) &&
            prompts_check(run_text(run, "prompt-file"), run->error);
 }
 
@@ -325,7 +326,6 @@ bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int voc
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
     if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;
-    if (run_int(run, "eval-every") > 0 && !evaluation_check(run_text(run, "eval"), tokenizer, error)) return false;
     return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), tokenizer, vocabulary,
                         error);
 }

@@ -355,6 +355,14 @@ FOLDER_TEST(evaluation_bad_input) {
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
         remove_tree(joined(work, "new"));
     }
+    const char* tokens = joined(work, "tokens");
+    mkdir(tokens, 0755);
+    write_tokenizer(tokens), write_text(tokens, "meta.json", "{\"vocabulary\": 260}");
+    for (const char* name : {"train_0.bin", "val_0.bin"}) write_shard(tokens, name, 500, 1);
+    refused("a file for bytes", "another vocabulary", "--tokenizer DIR",
+            EVALUATED " --batch 2 --data %s --run %s/new --steps 1 --eval %s/four.eval --eval-every 1", tokens, work,
+            work);
+    expect(!exists(work, "new"), "a run folder was made before the evaluation was refused");
     refused("a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing",
             "--eval nothing --model %s/run --device cpu", work);
     refused("no model", "--model", "", "--eval four --device cpu%s", "");
