@@ -1070,8 +1070,12 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
 
 static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
     Model m = *(const Model*)p->model;
+    const Options* o = (const Options*)p->options;
+    const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
+    if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
+    if (several && strcmp(o->release, "auto") == 0) m.arena.releases = false;
     if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
-    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for((const Options*)p->options, &m);
+    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
     return memory_plan(&m, (const OptimConfig*)p->config);
 }
 
@@ -1549,7 +1553,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && report_already_done(&run.folder, run.resume.from)) return 0;
-    const Planner planner = {plan_of, run.model, &run.config, o};
+    const Planner planner = {plan_of, run.model, &run.config, &run.asked};
     const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
     const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
                                    available_to(run.model), run.dev.name);

@@ -363,6 +363,18 @@ FOLDER_TEST(cli_fit) {
             expect((notice != nullptr) == (more == 1), "%s, batch %lld: %s", recompute, batch + more, OUT(plan));
         }
     }
+    // The batch that a plan says to type fits, although it makes several micro-batches a step.
+    for (int size = 900; size < 1600; size += 50) {
+        long long batch = 64;
+        for (int typed = 0; typed < 2; typed++) {
+            run_well(plan,
+                     "--dry-run --memory %dM --model gpt2 --data %s/text.txt %s --batch %lld --tokens-per-step %d",
+                     size, work, shape, batch, 64 * 512);
+            const char* type = strstr(OUT(plan), "; type --batch ");
+            expect((type != nullptr) == (typed == 0), "%d MiB, batch %lld: %s", size, batch, OUT(plan));
+            if (type) sscanf(type, "; type --batch %lld", &batch);
+        }
+    }
     // Presets that do not go with another option are left out; released gradients take turns.
     run_well(rule, "--fit 24G --model gpt2 --recompute none --rule muon");
     expect(strstr(OUT(rule), "adamw8 ") && !strstr(OUT(rule), "adamw8e ") && strstr(OUT(rule), "muon4 "), "%s",

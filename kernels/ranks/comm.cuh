@@ -536,6 +536,5 @@ inline void comm_launch(Launch* launch, int64_t gpus, bool cpu, int64_t timeout)
                    (long long)gpus);
     }
     require(gpus <= 1 || launch_fork(launch, (int)gpus, error), error);
-    if (launch->rank > 0) signals_quiet();
     require(launch_join(launch, timeout, error), error);
 }
