@@ -328,8 +328,10 @@ struct OptimResume {
     const struct Json *options, *formats;  // of the checkpoint
     char* changed;                         // what is not as it was is added here, for the banner
     size_t changed_bytes;
-    const char*
-        asked;  // set: overrides as the user asked for them, for the next checkpoint; "" where the run keeps its
+    // Set: overrides as the user asked for them, for the next checkpoint ("" where the run keeps its), and whether the
+    // rule is not the checkpoint's.
+    const char* asked;
+    bool other_rule;
 };
 void optim_resume(OptimResume* resume);
 

@@ -86,7 +86,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     }
     if (row->matrix && vector) {
         user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
-                   tensor->name, tensor->name);
+                   tensor->name, MATRIX_REST);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
     plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name,

@@ -146,6 +146,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--nesterov off", "goes with --rule muon, normuon, rmnp or normuon-lite", "leave --nesterov out"},
     {ALL, "--rule fira --rank-basis bf16", "--rank-basis bf16 goes with --rule galore", "leave --rank-basis out"},
     {ALL, "--decay-fraction 0.5", "--decay-fraction 0.5 goes with --schedule wsd", "leave --decay-fraction out"},
+    {ALL, "--schedule constant --final-lr 0.5", "goes with --schedule cosine, linear or wsd", "leave --final-lr out"},
     {ALL, "--override *.bias:rule=lion --momentum 0.5", "--momentum 0.5 goes with --rule muon", "leave --momentum out"},
     {ALL, "--device tpu", "--device", "auto|gpu|cpu"},
     {ALL, "--device gpu", "--device gpu", "--device cpu, or --dry-run --memory 24G"},
@@ -160,7 +161,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--override ****************************************z:m=bf16", "*z\"", "wte, wpe, ln*"},
     {ALL, "--grads bf16", "--grads bf16", "--grads fp32"},
     {ALL, "--warmup 9 --steps 4", "--warmup 9", "--warmup 4"},
-    {ALL, "--tokens-per-step 100", "--tokens-per-step 100", "--tokens-per-step 96"},
+    {ALL, "--tokens-per-step 100", "--tokens-per-step 100", "--tokens-per-step 64"},
     {ALL, "--tokens-per-step 192 --batch 4", "--tokens-per-step 192", "--batch 3"},
     {ALL, "--channels 256 --heads 1", "256", "--heads 4"},
     {ALL, "--channels 100 --heads 1", "100", "--channels 128"},
@@ -360,6 +361,18 @@ FOLDER_TEST(cli_fit) {
                      work, shape, recompute, batch + more, 512 * (batch + more));
             const char* notice = strstr(OUT(plan), " notice   --batch ");
             expect((notice != nullptr) == (more == 1), "%s, batch %lld: %s", recompute, batch + more, OUT(plan));
+        }
+    }
+    // The batch that a plan says to type fits, although it makes several micro-batches a step.
+    for (int size = 900; size < 1600; size += 50) {
+        long long batch = 64;
+        for (int typed = 0; typed < 2; typed++) {
+            run_well(plan,
+                     "--dry-run --memory %dM --model gpt2 --data %s/text.txt %s --batch %lld --tokens-per-step %d",
+                     size, work, shape, batch, 64 * 512);
+            const char* type = strstr(OUT(plan), "; type --batch ");
+            expect((type != nullptr) == (typed == 0), "%d MiB, batch %lld: %s", size, batch, OUT(plan));
+            if (type) sscanf(type, "; type --batch %lld", &batch);
         }
     }
     // Presets that do not go with another option are left out; released gradients take turns.

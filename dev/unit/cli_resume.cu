@@ -258,11 +258,20 @@ FOLDER_TEST(cli_resume_rules) {
         expect(row[2] ? rate && strncmp(rate, row[2], strlen(row[2])) == 0 : !rate, "%s: %s", row[0], OUT(child));
         remove_tree(other);
     }
+    train_well("--resume %s --run %s/longer --steps 60 --rule ademamix --device cpu", run, work);
+    const char* longer = contents(joined(work, "longer"), "config.json");
+    expect(longer && strstr(longer, "\"beta3\": \"0.95\"") && strstr(longer, "\"ramp\": \"60\""), "%s", longer);
     check_rate_stays(test, run, work);
     train_well(BRIEF "/lion --steps 4 --rule lion", work, work);
-    refused("lion to adamw", "lion keeps no second moment", "--model",
-            "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
-    expect(!exists(work, "other"), "a run folder is left");
+    train_well(BRIEF "/muon --steps 4 --preset muon8", work, work);
+    const char* const none[][3] = {{"lion", "--preset adamw8", "lion keeps no second moment"},
+                                   {"lion", "--rule muon", "lion keeps no second moment"},
+                                   {"muon", "--rule adamw", "muon keeps no second moment"}};
+    for (const auto& row : none) {
+        refused(row[1], row[2], "--model", "--resume %s/%s --run %s/other --steps 8 %s --device cpu", work, row[0],
+                work, row[1]);
+        expect(!exists(work, "other"), "a run folder is left");
+    }
 }
 
 #define LONG SHAPE " " QUICK " --steps 1500 --keep 1000 --data %s/text.txt"
@@ -382,15 +391,21 @@ FOLDER_TEST(cli_data_is_cut) {
     expect(checkpoints(run, &newest) == 1 && newest >= 40, "what was there is not saved: %lld", (long long)newest);
 }
 
-// A job script's command may be typed again: --model names the folder that the run began with.
+// A job script's command may be typed again: --model names the folder that the run began with. The rate that --lr auto
+// chooses stays a tenth, also after another rule was taken.
 FOLDER_TEST(cli_resume_model_folder) {
     train_well(BRIEF "/first --steps 2", work, work);
     for (const char* model : {"first/step_00000002", "first/", "first"}) {
         for (int i = 0; i < 2; i++) {
             Child child = new_child(false, work);
-            train_as(&child, QUICK " --data text.txt --model %s --run again --resume auto --steps %d", model,
+            train_as(&child, QUICK " --data text.txt --model %s --run again --resume auto --lr auto --steps %d", model,
                      2 + 2 * i);
+            expect(strstr(OUT(child), "schedule lr 0.0003 (a tenth"), "%s", OUT(child));
         }
+        run_well(lion, "--resume %s/again --device cpu --steps 6 --rule lion", work);
+        expect(strstr(OUT(lion), "--lr 6e-05, usual for lion (was 0.0003, for adamw)"), "%s", OUT(lion));
+        run_well(typed, "--resume %s/again --device cpu --steps 8 --lr 0.001", work);
+        expect(strstr(OUT(typed), "--lr 0.001 (was 6e-05)"), "%s", OUT(typed));
         remove_tree(joined(work, "again"));
     }
 }

@@ -240,7 +240,7 @@ DATA_TEST(corpus_nanogpt) {
     expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "type --data-format auto");
     int32_t header[512] = {20240520, 1, 512};
     put(joined(folder, "train.bin"), header, 2048);
-    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin without --data-format");
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin --data-format auto");
     expect_refused(opens(folder, DATA_AUTO, DATASET_TRAIN, T, error), error, "name its files");
 }
 

@@ -296,7 +296,7 @@ FOLDER_TEST(evaluation_command) {
     const char* const outs[][2] = {{link, "is a link, which is not followed"},
                                    {pipe, "is a pipe or a device"},
                                    {work, "is a folder"},
-                                   {joined(work, "four.eval"), "is scored by --eval"},
+                                   {joined(work, "four.eval"), "holds something else already"},
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
         for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"})
@@ -304,6 +304,15 @@ FOLDER_TEST(evaluation_command) {
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
     expect(strcmp(contents(work, "victim"), "kept") == 0, "a link was followed");
+    // A run that names its files from where it began finds them again from elsewhere.
+    Child here = new_child(false, work), there = new_child(false, run);
+    train_as(&here,
+             "--model run --batch 2 --data text.txt --run b --steps 1 --val-every 0 --sample-every 0 --device "
+             "cpu --eval four.eval --eval-every 1 --eval-out b.jsonl");
+    train_as(&there, "--resume ../b/ --steps 2 --device cpu");
+    expect(strstr(OUT(there), "resume   ../b/step_00000001") && strstr(OUT(there), "eval      2  four"), "%s",
+           OUT(there));
+    expect(!exists(run, "b.jsonl"), "the scores went elsewhere");
     run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
              work);
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
@@ -346,6 +355,14 @@ FOLDER_TEST(evaluation_bad_input) {
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
         remove_tree(joined(work, "new"));
     }
+    const char* tokens = joined(work, "tokens");
+    mkdir(tokens, 0755);
+    write_tokenizer(tokens), write_text(tokens, "meta.json", "{\"vocabulary\": 260}");
+    for (const char* name : {"train_0.bin", "val_0.bin"}) write_shard(tokens, name, 500, 1);
+    refused("a file for bytes", "another vocabulary", "--tokenizer DIR",
+            EVALUATED " --batch 2 --data %s --run %s/new --steps 1 --eval %s/four.eval --eval-every 1", tokens, work,
+            work);
+    expect(!exists(work, "new"), "a run folder was made before the evaluation was refused");
     refused("a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing",
             "--eval nothing --model %s/run --device cpu", work);
     refused("no model", "--model", "", "--eval four --device cpu%s", "");

@@ -540,7 +540,7 @@ FOLDER_TEST(multi_missing) {
     for (int rank : {0, 1})
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
     for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
+    expect_error(test, &child[0], "other options", "rank 1 on ", ": --lr 0.5, and rank 0 --lr 0.003; start all alike");
     expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
     expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
     // So are ranks whose files differ: one machine's copy was cut short.
@@ -553,7 +553,7 @@ FOLDER_TEST(multi_missing) {
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), words);
     }
     for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
+    expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data than rank 0: --data of ");
 }
 
 // Returns whether a socket of this machine has a port and is in a state. It does not knock there.
