@@ -16,7 +16,7 @@ TEST(cli_run) {
     expect(config && strcmp(json_string(config, "layers", ""), "1") == 0, "config.json");
     const char* text = contents(run, "log.txt");
     expect(text && strcmp(text, OUT(child)) == 0, "log.txt is not what the terminal showed");
-    const char* checkpoint = checkpoint_of(run, 60);
+    const char* checkpoint = checkpoint_name(run, 60);
     for (const char* name : {"model.safetensors", "optimizer.safetensors", "config.json", "state.json"})
         expect(exists(checkpoint, name), "%s/%s is not there", checkpoint, name);
     expect(checkpoint_verify(checkpoint, false, error), "%s", error);

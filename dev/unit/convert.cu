@@ -241,11 +241,6 @@ TEST(convert_rules) {
             for (int64_t i = 0; i < to.tensor[t].cols; i++) expect(values[i] == 0.0f, "%g", values[i]);
         }
     }
-    Run from, to;
-    Stored context;
-    model_open(&from, &lion, 3000);
-    model_open(&to, &adamw, 3000);
-    expect_refused(run_load(&to, &from, &context, 0, error), error, "lion keeps no second moment");
 }
 
 TEST(convert_refuses_other_arrays) {

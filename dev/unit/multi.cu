@@ -203,7 +203,7 @@ static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, con
     read_losses(test, first, &folded), read_losses(test, run, &kept);
     const double a = atof(folded.text[6]), b = atof(kept.text[6]);
     expect(fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
-    expect(!equal_files(test, checkpoint_of(first, 6), checkpoint_of(run, 6), "model.safetensors"),
+    expect(!equal_files(test, checkpoint_name(first, 6), checkpoint_name(run, 6), "model.safetensors"),
            "%s: with and without release the weights are the same, so no gradient went into m", options);
     note(test, "off by %.1g", fabs(a - b) / b);
     train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, again, offload);
