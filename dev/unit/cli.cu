@@ -441,24 +441,6 @@ FOLDER_TEST(cli_same_bits) {
     expect(strcmp(first.text[1], second.text[1]) != 0, "--seed changes nothing");
 }
 
-TEST(cli_shards) {
-    static Losses losses;
-    const char* work = work_folder();
-    write_text(work, "meta.json", "{\"vocabulary\": 300}");
-    write_shard(work, "train_000000.bin", 3000, 299);
-    write_shard(work, "train_000001.bin", 1000, 3);
-    write_shard(work, "val_000000.bin", 400, 3);
-    const char* run = joined(work, "run");
-    run_well(child, SHAPE " --data %s/train_*.bin --run %s --steps 60 --batch 4 --lr 0.003 --val-tokens 256", work,
-             run);
-    expect(strstr(OUT(child), "2 files") && strstr(OUT(child), "vocabulary 300"), "the banner: %.600s", OUT(child));
-    read_losses(test, run, &losses);
-    double first = atof(losses.text[1]), last = atof(losses.text[60]);
-    expect(first > 5.5 && first < 5.9 && last < 1.0, "tokens that repeat: the loss goes from %g to %g", first, last);
-    // The folder itself, as data/prepare.py writes one.
-    run_well(folder, SHAPE " " QUICK " --data %s --run %s/second --steps 2", work, work);
-}
-
 FOLDER_TEST(cli_sample) {
     char* text[6];
     train_well(BRIEF "/run --steps 30", work, work);

@@ -312,7 +312,7 @@ inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, i
 
 // Expects that two runs did the steps from `first` to `steps` with the same losses to the last bit, and ended in the
 // same weights and states.
-inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int first, int steps) {
+inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps, int first = 1) {
     static Losses of_a, of_b;
     read_losses(test, a, &of_a), read_losses(test, b, &of_b);
     expect(of_a.last == steps && of_b.last == steps, "%d and %d steps, want %d", of_a.last, of_b.last, steps);
@@ -322,10 +322,6 @@ inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int
         break;
     }
     expect_equal_checkpoints(test, a, b, steps);
-}
-
-inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps) {
-    expect_equal_runs_from(test, a, b, 1, steps);
 }
 
 // Waits until the run's log has a training line of this step. Returns false when the child ended before.

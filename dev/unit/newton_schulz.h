@@ -75,8 +75,8 @@ inline void normalise(Dense* x) {
 }
 
 // The plain form, of x divided by its norm. Returns the bound for an arithmetic that rounds what it stores by `unit` of
-// itself and what it adds up, over K terms, by sqrt(K) 2^-24, as independent roundings do. The head of this file has the
-// formula.
+// itself and what it adds up, over K terms, by sqrt(K) 2^-24, as independent roundings do. The head of this file has
+// the formula.
 inline double reference_polar(const OptimConfig* config, Dense* x, double unit) {
     static Dense gram, square, b, product;
     const bool tall = x->rows > x->cols;
