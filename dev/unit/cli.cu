@@ -424,17 +424,16 @@ TEST(cli_too_little_memory_gpu) {
     expect(!exists(work, "run"), "a run folder is left");
 }
 
-// The same command has the same bits again, and with other numbers of threads.
+// The same command has the same bits again, with another number of threads too.
 FOLDER_TEST(cli_same_bits) {
-    const char* run[3];
-    for (int i = 0; i < 3; i++) {
+    const char* run[2];
+    for (int i = 0; i < 2; i++) {
         run[i] = formatted("%s/run_%d", work, i);
         Child child = new_child();
-        child.threads = i == 2 ? 3 : 1;
+        child.threads = i == 1 ? 3 : 1;
         train_as(&child, BRIEF " --steps 20 --layers 2 --channels 128 --heads 2", work, run[i]);
     }
     expect_equal_runs(test, run[0], run[1], 20);
-    expect_equal_runs(test, run[0], run[2], 20);
     run_train(other, BRIEF "/other --steps 2 --seed 2", work, work);
     static Losses first, second;
     read_losses(test, run[0], &first), read_losses(test, joined(work, "other"), &second);

@@ -80,7 +80,7 @@ static bool can_run(const OptimConfig* config, bool gpu) {
     return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
 }
 
-// The type that the matmuls read beside configuration k.
+// Returns the type that the matmuls read beside configuration k.
 static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
 }

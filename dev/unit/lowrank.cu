@@ -15,7 +15,7 @@ struct Shape {
 };
 static const Shape shapes[] = {{64, 24}, {24, 64}, {32, 32}};
 
-// A gradient of rank 4 and a tenth of noise.
+// Returns element i of a gradient of rank 4 with a tenth of noise.
 static double low_gradient(int step, const Shape& s, int i) {
     double sum = 0.1 * (double)test_uniform(50 + (uint64_t)step, i);
     for (int k = 0; k < 4; k++) {
@@ -74,7 +74,7 @@ static void low_run(LowRun* run, const char* rule, const Shape& s, bool gpu, con
     low_steps(run, s, gpu);
 }
 
-// Element (i, j) of the random directions, as low_rank.h describes them.
+// Returns element (i, j) of the random directions, as low_rank.h describes them.
 static double random_basis(uint64_t seed, int64_t element, int64_t rank) {
     Noise noise = philox4x32({{(uint32_t)element, 0, 8, 0}}, (uint32_t)seed, 0, NOISE_ROUNDS);
     double sum = 0.0;
