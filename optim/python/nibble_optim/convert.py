@@ -1,4 +1,4 @@
-"""Between a torch optimizer's states and ./train's optimizer.safetensors, to the bit, both ways. Formats, rule and
+"""Converts between a torch optimizer's states and ./train's optimizer.safetensors, to the bit. Formats, rule and
 overrides must be the same on both sides; names and shapes say which tensor is which."""
 import json
 import struct
@@ -12,7 +12,7 @@ SAFETENSORS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float1
 
 
 def _read(path):
-    """The arrays of a safetensors file as bytes: {name: (dtype, tensor)}."""
+    """Returns the arrays of a safetensors file as bytes: {name: (dtype, tensor)}."""
     with open(path, "rb") as file:
         size = struct.unpack("<Q", file.read(8))[0]
         header = json.loads(file.read(size))

@@ -1,5 +1,5 @@
-"""libnibble_optim.so by ctypes; ../../nibble_optim.h says what each function does. This file needs neither torch nor
-NumPy: tensors are addresses. A status that is not 0 becomes a Python exception with the library's sentence."""
+"""Calls libnibble_optim.so by ctypes; ../../nibble_optim.h says what each function does. This file needs no torch and
+no NumPy: tensors are addresses. A status that is not 0 becomes a Python exception with the library's sentence."""
 import ctypes
 import glob
 import os
@@ -34,7 +34,7 @@ ALLOCATE = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64)
 
 
 def _find():
-    """The library: named by NIBBLE_OPTIM_LIBRARY, inside the package, or built in the repository around it."""
+    """Returns the library's path: NIBBLE_OPTIM_LIBRARY, inside the package, or built in the repository around it."""
     here = os.path.dirname(os.path.abspath(__file__))
     built = os.path.join(here, "..", "..", "..", "build")
     places = [os.environ.get("NIBBLE_OPTIM_LIBRARY"), os.path.join(here, "libnibble_optim.so"),
@@ -87,7 +87,7 @@ _library = None
 
 
 def library():
-    """The library, opened at the first call."""
+    """Returns the library, which the first call opens."""
     global _library
     if _library is None:
         _load("libnvrtc", "cuda_nvrtc")
@@ -96,7 +96,7 @@ def library():
 
 
 def as_arguments(sentence):
-    """A sentence of the library, which names ./train's options, with arguments in their place."""
+    """Replaces ./train's options in a sentence of the library by arguments."""
     names = {"override": "overrides", "format": "formats", "beta1": "betas", "beta2": "betas"}
 
     def argument(option):
@@ -159,13 +159,13 @@ class Handle:
             check(status, self.error)
 
     def clock(self, stream=None):
-        """The number of the last step, those of replayed graphs included; waits for the stream."""
+        """Returns the number of the last step, also of replayed graphs. Waits for the stream."""
         step = c_int64()
         check(self.library.nibble_optim_clock(self.handle, ctypes.byref(step), stream, self.error), self.error)
         return step.value
 
     def states(self, tensor):
-        """The states of a tensor: (name, dtype, address, bytes, run, bits) each."""
+        """Returns the states of a tensor: (name, dtype, address, bytes, run, bits) each."""
         for index in range(self.library.nibble_optim_states(self.handle, tensor)):
             state = State()
             check(self.library.nibble_optim_state(self.handle, tensor, index, ctypes.byref(state), self.error),
@@ -173,7 +173,7 @@ class Handle:
             yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes, state.run, state.bits
 
     def arrays(self):
-        """The same of whole arrays: (name, dtype, address, bytes)."""
+        """Returns the whole arrays: (name, dtype, address, bytes) each."""
         for index in range(self.library.nibble_optim_arrays(self.handle)):
             state = State()
             check(self.library.nibble_optim_array(self.handle, index, ctypes.byref(state), self.error), self.error)
@@ -197,11 +197,11 @@ class Handle:
         return self.library.nibble_optim_element(self.handle, tensor)
 
     def owner(self, tensor):
-        """The number of a tensor's owner (the setting share), or -1."""
+        """Returns the number of a tensor's owner (the setting share), or -1."""
         return self.library.nibble_optim_owner(self.handle, tensor)
 
     def together(self, tensor):
-        """The number of the set of which a step takes all tensors or none, or -1."""
+        """Returns the number of the set of which a step takes all tensors or none, or -1."""
         return self.library.nibble_optim_together(self.handle, tensor)
 
     @property
@@ -217,5 +217,5 @@ class Handle:
 
 
 def gpus():
-    """How many GPUs the library can use."""
+    """Returns how many GPUs the library can use."""
     return library().nibble_optim_gpus()

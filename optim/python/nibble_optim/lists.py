@@ -35,7 +35,7 @@ def same_addresses(tensors, known, numbers):
 
 
 class Layout:
-    """Types, devices, shapes and strides of tensors, without the tensors."""
+    """Holds types, devices, shapes and strides of tensors, without the tensors."""
 
     def __init__(self, guards, tensors):
         self.count = len(tensors)
@@ -55,7 +55,7 @@ class Layout:
 
 
 def _trusted(guards):
-    """The class if it tells two tensors from others that differ in one respect."""
+    """Returns the class if it tells two tensors from others that differ in one respect."""
     one, two = torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)
     layout = Layout(guards, [one, two])
     others = [torch.zeros(3, 2).t(), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(6),

@@ -55,7 +55,7 @@ def _local(tensor):
 
 
 def _part_of_whole(param):
-    """The first element, in the order of rows, and the number of elements of a DTensor that lie here."""
+    """Returns the first element of a DTensor that lies here, in the order of rows, and how many do."""
     if not _is_dtensor(param):
         return 0, -1
     cut = [p for p in param.placements if not p.is_replicate()]
@@ -72,7 +72,7 @@ def _part_of_whole(param):
 
 
 def _order(param):
-    """The order of dimensions in which the parameter is contiguous; None as it is. One that is in none is refused."""
+    """Returns the order of dimensions in which the parameter is contiguous; None: as it is. Refuses it without one."""
     local = _local(param)
     if local.is_contiguous():
         return None
@@ -84,7 +84,7 @@ def _order(param):
 
 
 def _address(grad, param, dtype, order):
-    """The gradient as a contiguous tensor of this type; most often it is one already."""
+    """Returns the gradient as a contiguous tensor of this type; most often it is one already."""
     if grad.layout is not torch.strided:
         raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
     if grad.device != param.device:
@@ -104,7 +104,7 @@ def _missing(grads):
 
 
 class _Known:
-    """Gradients that could be used as they were: the layout of those that are not missing, and their last addresses. In
+    """Remembers gradients that could be used as they were: their layout, without missing ones, and their addresses. In
     most steps nothing but addresses has changed."""
 
     def __init__(self, grads, missing, addresses):
@@ -118,7 +118,7 @@ class _Known:
         return grads if self.there is None else [grads[t] for t in self.there]
 
     def find(self, grads):
-        """The addresses as an array, 0 for a missing one; None if the others' layout has changed."""
+        """Returns the addresses as an array, 0 for a missing one, or None if the others' layout has changed."""
         its = self._its(grads)
         if self.layout is None or not self.layout.same(its):
             return None
@@ -134,7 +134,7 @@ class _Known:
 
 
 class _Part:
-    """Parameters of one type, device and formats: one optimizer of the library, and the memory of its states."""
+    """Holds parameters of one type, device and formats: an optimizer of the library, and the memory of its states."""
 
     def __init__(self, owner, params, settings, grads, element):
         first = params[0]
@@ -209,13 +209,13 @@ class _Part:
             raise
 
     def _states(self, tensor):
-        """The library's states of a parameter; none of one that another rank owns."""
+        """Returns the library's states of a parameter, and none if another rank owns it."""
         if tensor not in self.owned:
             return self.handle.states(tensor)
         return self.shares.handle.states(tensor) if self.shares.handle else ()
 
     def spread(self):
-        """The states of parameters with owners, as DTensors; none if there are none."""
+        """Returns the states of parameters with owners as DTensors, or none."""
         if not self.shares:
             return {}
         mine = [t for t in self.owned if self.shares.owners[t] == self.shares.ranks.here]
@@ -227,7 +227,7 @@ class _Part:
                 handle.loaded()
 
     def place(self, groups, places, whole):
-        """The parameters' groups, and their places among all the optimizer's; `whole`: there are no others."""
+        """Sets the parameters' groups, and their places among all the optimizer's; `whole`: there are no others."""
         self.groups, self.places, self.whole = groups, places, whole
         self.used = sorted(set(groups))
         self.group_of = array.array("i", [self.used.index(g) for g in groups])
@@ -244,7 +244,7 @@ class _Part:
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.gpu else None
 
     def _views(self, tensor):
-        """The states of a tensor. One number for each element has the parameter's shape; codes in blocks are bytes."""
+        """Returns the states of a tensor. One number per element has the parameter's shape; codes in blocks are bytes."""
         name, rows, cols, first, count = self.tensors[tensor]
         states, shape = list(self._states(tensor)), self.kept_shapes[tensor]
         alone = {n.split(".")[0] for n, *_ in states if "." in n}
@@ -267,7 +267,7 @@ class _Part:
             yield name, view
 
     def _row_bytes(self, tensor, run, bits):
-        """Bytes of a state for each index of a cut parameter's first dimension: these belong to one rank. 0 if the
+        """Returns bytes of a state for each index of a cut parameter's first dimension, which one rank holds. 0 if the
         parameter is not cut, or if numbers may be shared between ranks."""
         param, count = self.params[tensor], self.tensors[tensor][-1]
         row = math.prod(param.shape[1:])
@@ -329,7 +329,7 @@ class _Part:
         return kept is None or torch.equal(kept.to(self.dtype), self.locals[tensor])
 
     def find_grads(self, grads):
-        """The gradients' addresses, 0 where there is none; and tensors to keep alive until the step is under way."""
+        """Returns the gradients' addresses, 0 for a missing one, and tensors to keep until the step is queued."""
         if self.sharded:
             grads = [grad if grad is None else _local(grad) for grad in grads]
         found = self.known[()].find(grads) if not self.last_missing and () in self.known else None
@@ -360,7 +360,7 @@ class _Part:
         return found, kept
 
     def constants(self, groups, missing, all_together, captured):
-        """What each group's tensors share, a group for each age as well; and the group of each tensor."""
+        """Returns what each group's tensors share, with a group for each age, and the group of each tensor."""
         if all_together:
             age = self.age[0] + 1
             return [self._constants(groups[g], age, captured) for g in self.used], self.group_of
@@ -447,7 +447,7 @@ class _Part:
                                "sharded and have owners; step outside of the graph")
 
     def _step_shares(self, grads, group_of, constants, step):
-        """The step of the parameters that have owners. All ranks have gradients of the same ones."""
+        """Takes the step of the parameters that have owners. All ranks have gradients of the same ones."""
         values, slopes = {}, {}
         for t in self.owned:
             if grads[t] is None:
@@ -792,7 +792,7 @@ class Optimizer(torch.optim.Optimizer):
     # States.
 
     def state_dict(self):
-        """The states. With FSDP2 all ranks call it together."""
+        """Returns the states. With FSDP2 all ranks call it together."""
         self._catch_up()
         states = super().state_dict()
         if self._flat is None:
@@ -908,5 +908,5 @@ class Optimizer(torch.optim.Optimizer):
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def describe(self):
-        """One line for each part: rule, formats and bytes a parameter."""
+        """Returns one line for each part: rule, formats and bytes per parameter."""
         return [part.handle.describe() for part in self._parts]

@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes at which the library takes tensors in place
 
 
 def _cut_dimensions(param):
-    """The dimensions of a DTensor's mesh by which its rows are cut."""
+    """Returns the dimensions of a DTensor's mesh by which its rows are cut."""
     return [d for d, p in enumerate(getattr(param, "placements", ())) if not p.is_replicate()]
 
 
@@ -63,7 +63,7 @@ class Shares:
         return [(begin, end - begin) for begin, end in zip(begins, begins[1:])], False
 
     def _sends(self, t, rank):
-        """How many elements the rank has to send to a parameter's owner."""
+        """Returns how many elements the rank has to send to a parameter's owner."""
         pieces, everywhere = self.pieces[t]
         return pieces[rank][1] if not everywhere or rank == self.owners[t] else 0
 
@@ -124,7 +124,7 @@ class Shares:
         self.scatter(these, values, weights)
 
     def any(self, value):
-        """The first rank's value that is not None, if there is one. All ranks call this together."""
+        """Returns the first rank's value that is not None, if there is one. All ranks call this together."""
         values = [None] * self.ranks.count
         torch.distributed.all_gather_object(values, value, group=self.ranks.group)
         return next((its for its in values if its is not None), None)

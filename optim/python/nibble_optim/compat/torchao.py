@@ -4,7 +4,7 @@ from ..optimizer import Optimizer
 
 
 def _make(name, rule, m, v, block, decay):
-    """The class `name`; m and v are formats, whose block is `block` unless the caller says otherwise."""
+    """Makes the class `name`. m and v are formats, whose block is `block` unless the caller says otherwise."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay, amsgrad=False, *,
                  block_size=block, bf16_stochastic_round=False, seed=0):
