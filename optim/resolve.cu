@@ -1,5 +1,5 @@
-// optim_resolve: the names and values of a configuration, checked, with defaults filled in. A mistake is one sentence
-// that names the option, what was found and what to type.
+// Implements optim_resolve: checks the names and values of a configuration and fills in defaults. A mistake is reported
+// by one sentence that names the option, what was found and what to type.
 #include "matrix/matrix.h"
 #include "storage.h"
 #include "optim.h"
@@ -7,7 +7,7 @@
 #include "table.cuh"
 #include "user.h"
 
-static const char NONE[] = "none";  // a state that a rule does not keep
+static const char NONE[] = "none";  // the format of a state that a rule does not keep
 
 const char* optim_preset(int i) {
     return i < preset_table().count ? preset_table().row[i].name : nullptr;
@@ -23,7 +23,7 @@ bool optim_name_is_taken(const char* name) {
            strcmp(name, NONE) == 0;
 }
 
-// Looks a name up and completes it; if it is unknown, the sentence lists the known ones and suggests the nearest.
+// Looks a name up and completes it. If it is unknown, the sentence lists the known names and suggests the nearest.
 template <class Row>
 static bool resolve_name(const Table<Row>& table, const char* option, const char** name, char* error) {
     const Row* row = find_row(table, *name);
@@ -31,7 +31,7 @@ static bool resolve_name(const Table<Row>& table, const char* option, const char
     return row || name_unknown(table, option, *name, error);
 }
 
-// Does the same for a moment, which may be in one of the user's own formats.
+// Does the same for a moment, which may have one of the user's own formats.
 static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error) {
     const FormatRow* row = find_state(config, *name);
     if (!row || row == none_row()) {
@@ -44,7 +44,7 @@ static bool resolve_state(const OptimConfig* config, const char* option, const c
     return true;
 }
 
-// Reads the files of --format. Their rows live as long as the process, as do the options that name them.
+// Reads the files of --format. Their rows live as long as the process, like the options that name them.
 static bool resolve_formats(OptimConfig* config, char* error) {
     UserFormats* files;
     if (config->user_formats || !config->formats || !*config->formats) return true;
@@ -53,7 +53,7 @@ static bool resolve_formats(OptimConfig* config, char* error) {
     return true;
 }
 
-// Does the same for weights. Weights are set and read on the host too, where the user's own formats have no functions.
+// Resolves weights. They are set and read on the host, too, where the user's own formats have no functions.
 static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error) {
     const UserFormats* user = config->user_formats;
     if (!user || !find_row(Table<UserRow>{user->row, user->count}, *name)) {
@@ -71,6 +71,7 @@ static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
 
+// Returns the part of a sentence that says what a rule keeps in place of v.
 static const char* kept_by_rows(const RuleRow* rule) {
     const Span span = rule->by_rows ? format_span(numbers_row(rule)) : SPAN_RUN;
     if (span == SPAN_FACTORS || span == SPAN_PAIRS) return " but fp32 numbers by row and column";
@@ -94,7 +95,7 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
     return resolve_state(config, "--v", &config->v, error);
 }
 
-// Resolves m, which only adafactor can do without.
+// Resolves m, which only adafactor can leave out.
 static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
     const RuleRow* rule = rule_of(config);
     if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error);
@@ -110,7 +111,7 @@ static bool resolve_sign(const OptimConfig* config, const char* option, const ch
                       option, m);
 }
 
-// An m takes the weights' rounding error if the update divides it by the root of v, if it is stored in one pass, and if
+// m can take the weights' rounding error if the update divides m by the root of v, if m is stored in one pass, and if
 // it can hold the error, which 4 bits cannot (optim/README.md has figures).
 bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error) {
     const Rows rows = config_rows(config);
@@ -186,9 +187,10 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     return true;
 }
 
-// Rules of matrices, rmnp and normuon-lite leave some tensors to adamw: as the preset says if it has such a rule and
-// its formats are used, else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else
-// what the preset says, unless that begins so already or is "none".
+// Puts the override MATRIX_REST first, since rules of matrices, rmnp and normuon-lite leave some tensors to adamw. The
+// preset's override is taken if the preset has such a rule and its formats are used (`its`); otherwise adamw gets the
+// preset's moments, or fp32 if the preset keeps no v. The typed overrides follow, or else the preset's. Nothing is
+// added if these begin with MATRIX_REST already or are "none".
 static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
     const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->leaves_rest;
     const char* more = config->overrides && *config->overrides ? config->overrides
@@ -199,15 +201,16 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
     const double slower = rule_of(config)->slower;
     const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
                               has_v ? preset->v : "fp32");
-    if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // as adamw alone would have
+    if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // gives adamw its usual rate
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
     const size_t bytes = strlen(rest) + strlen(more) + 3;
-    char* both = (char*)memory_take(bytes);  // lives as long as the process, as the options do
+    char* both = (char*)memory_take(bytes);  // lives as long as the process, like the options
     snprintf(both, bytes, "%s%s%s", rest, *more ? "; " : "", more);
     config->overrides = both;
 }
 
-// A preset's overrides go with its formats; a checkpoint has only those that it names.
+// Takes the preset's overrides if its formats are used, and checks the overrides. A checkpoint has only overrides that
+// it names.
 static bool resolve_overrides(OptimConfig* config, char* error) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
@@ -218,14 +221,14 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error)) return false;
-    bool rules = false;  // some override names a rule; then optim_rule_fits looks at each combination
+    bool rules = false;  // an override names a rule; then optim_rule_fits checks v for each combination
     if (count == 0) config->overrides = "none";  // so that resolving again does not take the preset's
     for (int i = 0; i < count; i++) {
         const char *rule = overrides[i].rule, *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
         if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error)) return false;
         rules = rules || *rule;
         if (*weights && !resolve_weights(config, "--override weights", &weights, error)) return false;
-        const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits looks at it
+        const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits checks it
         if (*m && !no_m && !resolve_state(config, "--override m", &m, error)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error)) return false;
@@ -266,7 +269,8 @@ static bool resolve_matrix(const OptimConfig* config, char* error) {
 
 double optim_usual_lr(const char* rule, int64_t channels) {
     const RuleRow* row = find_row(rule_table(), rule);
-    // Small models' by trial, GPT-3's from 768 channels on, whose table has 2560, 4096, 5140 and 12288.
+    // Rates of small models were found by trial; from 768 channels on they are GPT-3's, whose table has 2560, 4096,
+    // 5140 and 12288 channels.
     constexpr struct {
         int64_t channels;
         double lr;

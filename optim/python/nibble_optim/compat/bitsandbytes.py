@@ -1,12 +1,12 @@
-"""bitsandbytes.optim: 8-bit and 32-bit states. min_8bit_size counts the elements of the whole tensor. The Paged classes
-are there by name; their states stay on the GPU."""
+"""Optimizers of bitsandbytes.optim with 8-bit and 32-bit states. min_8bit_size counts the elements of the whole tensor.
+The Paged classes exist for their names; their states stay on the GPU."""
 import sys
 
 from ..optimizer import Optimizer
 
 
 def _make(name, rule, bits, lr, betas, decay, keeps_v=True):
-    """The class `name` with states of 8 or 32 bits; bits 0 leaves the choice to the argument optim_bits."""
+    """Returns the class `name` with states of 8 or 32 bits; bits 0 leaves the choice to the argument optim_bits."""
 
     def __init__(self, params, lr=lr, betas=betas, eps=1e-8, weight_decay=decay, amsgrad=False, optim_bits=bits or 32,
                  args=None, min_8bit_size=4096, percentile_clipping=100, block_wise=True, is_paged=False, *, alpha=5.0,
