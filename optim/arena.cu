@@ -87,7 +87,7 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
         return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : type);
     }
     if (clip > 0 && folds) {
-        return data_error(why, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
+        return data_error(why, "%snothing has the norm that --clip %g needs; type --clip 0", when, clip);
     }
     if (clip <= 0 || by_parts) return true;
     return data_error(why, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);

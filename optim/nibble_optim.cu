@@ -526,7 +526,7 @@ static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
         const RuleRow* rule = rule_of(&plan->launch[i].config);
         if (rule->decoupled || plan->launch[i].tiles == 0) continue;
-        user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
+        user_error("limit_growth: %s adds the decay to the gradient, which the limit does not see; take adamw, say",
                    rule->name);
     }
 }
@@ -667,7 +667,7 @@ static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
 // Refuses to read a parameter's value during a capture, since each replay would read it again.
 static void require_no_capture(const NibbleOptim* optim, int tensor) {
     if (!is_capturing(&optim->dev)) return;
-    user_error("%s is new to the optimizer, or others have written it; take a step before the capture",
+    user_error("%s is new to the optimizer or was written by others; take a step before the capture",
                optim->tensor[tensor].name);
 }
 

@@ -69,7 +69,7 @@ static bool setting_parse(Override* rule, const char* word, char* error) {
     bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
     if (format) {
         if (copy_word(format, sizeof(rule->m), value, value + strlen(value))) return true;
-        return data_error(error, "--override: \"%s\" names no %s; --list-formats has those that there are", word,
+        return data_error(error, "--override: \"%s\" names no %s; type --list-formats for a list", word,
                           format == rule->rule ? "rule" : "format");
     }
     if (is_lr || is_wd) {
@@ -104,9 +104,10 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
     }
     if (rule->patterns[strspn(rule->patterns,
                               "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-*?|")]) {
-        return data_error(error,
-                          "--override: \"%s\" is no pattern; it is letters, digits, . _ - * ? and | between patterns",
-                          rule->patterns);
+        return data_error(
+            error,
+            "--override: \"%s\" is no pattern; a pattern has letters, digits, . _ - * and ?, and | between patterns",
+            rule->patterns);
     }
     int settings = 0;
     for (const char* at = colon + 1; at < end; settings++) {

@@ -534,13 +534,13 @@ static void require_replays(const PlacedTables* tables) {
         if (optim_replays(tables->optim, tables->run[i].launch)) continue;
         if (is_low_rank(rule_of(config))) {
             user_error(
-                "%s projects gradients, and when it does so anew the host decides, which no CUDA graph repeats; step "
-                "outside of the graph, or take another rule",
+                "%s projects gradients, and the host decides when it takes new directions, which a CUDA graph cannot "
+                "repeat; step outside of the graph, or take another rule",
                 config->rule);
         }
         user_error(
-            "%s with weights %s, m %s and v %s has scales of whole tensors, which no CUDA graph takes here; step "
-            "outside of the graph, or take formats in blocks",
+            "%s with weights %s, m %s and v %s has scales of whole tensors, which cannot be captured in a CUDA graph; "
+            "step outside of the graph, or take formats in blocks",
             config->rule, config->weights, config->m, config->v);
     }
 }

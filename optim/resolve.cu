@@ -59,7 +59,7 @@ static bool resolve_weights(const OptimConfig* config, const char* option, const
     if (!user || !find_row(Table<UserRow>{user->row, user->count}, *name)) {
         return resolve_name(weights_table(), option, name, error);
     }
-    return data_error(error, "%s: \"%s\" was found, and a format of --format serves --m and --v only", option, *name);
+    return data_error(error, "%s: \"%s\" was found, but a format of --format is for --m and --v only", option, *name);
 }
 
 static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error) {
@@ -120,7 +120,7 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     char why[256];
     if (config->limit_growth > 0.0f) {
         type = "--limit-growth 0";
-        snprintf(why, sizeof(why), "--limit-growth makes updates smaller than m is told");
+        snprintf(why, sizeof(why), "--limit-growth cuts the updates that give the errors back");
     } else if (rows.rule->matrix) {
         type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s's m passes through products of whole matrices", config->rule);
@@ -129,17 +129,17 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
         type = "--beta1 0.9";
-        snprintf(why, sizeof(why), "with --beta1 0 no m lasts");
+        snprintf(why, sizeof(why), "with --beta1 0 m keeps nothing");
     } else if (format_span(rows.m) != SPAN_RUN) {
         snprintf(why, sizeof(why), "m \"%s\" has scales of more than a block", config->m);
     } else if (rows.m->stream[0].bits <= 4) {
-        snprintf(why, sizeof(why), "m \"%s\" has 4 bits, which lose more than they are given", config->m);
+        snprintf(why, sizeof(why), "m \"%s\" has 4 bits, too few for the errors", config->m);
     } else {
         return true;
     }
     int base = (int)strcspn(config->weights, ":");
     return data_error(error,
-                      "%s: weights \"%s\" were found, whose rounding errors m takes, and %s; type %s, or %s%.*s:sr",
+                      "%s: weights \"%s\" were found, whose rounding errors go into m, but %s; type %s, or %s%.*s:sr",
                       overridden ? "--override" : "--weights", config->weights, why, type,
                       overridden ? "weights=" : "--weights ", base, config->weights);
 }
@@ -165,12 +165,13 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     }
     if (launch->limit_growth > 0.0f && rule->matrix) {
         return data_error(
-            error, "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take --rule adamw",
+            error,
+            "--limit-growth: %s sets the norm of its updates itself; type --limit-growth 0, or take --rule adamw",
             rule->name);
     }
     if (rule->keeps_v && !has_v) {
         return data_error(error,
-                          "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps "
+                          "--override: \"rule=%s\" was found, which keeps a second moment, but the run's %s keeps "
                           "none; add v=fp32, say",
                           rule->name, run->rule);
     }
@@ -180,8 +181,8 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     }
     if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
         return data_error(error,
-                          "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go "
-                          "with --decay-mode independent; type --decay-mode coupled",
+                          "--override: \"rule=%s\" was found, but it adds the decay to the gradient, which excludes "
+                          "--decay-mode independent; type --decay-mode coupled",
                           rule->name);
     }
     return true;
@@ -261,7 +262,7 @@ static bool resolve_matrix(const OptimConfig* config, char* error) {
     const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
     return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error) &&
            resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error) &&
-           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number above 0", error) &&
+           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number from 0 on", error) &&
            resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
                           error) &&
            resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error);
