@@ -128,11 +128,12 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
     return newest != 0;
 }
 
-// The headers' own includes are blanked, since the included text precedes them already.
-char* jit_source(int64_t* bytes, const char* user_source) {
-    int64_t own = __stop_optim_sources - __start_optim_sources, count = own + (int64_t)strlen(user_source);
-    char* source = (char*)memory_take((size_t)count + 1);
-    memcpy(source, __start_optim_sources, (size_t)own);
+// Returns the source that is compiled: all of the optimizer's device code, then `user_source`. The caller frees it. The
+// headers' own includes are blanked, since the included text precedes them already.
+static char* jit_source(const char* user_source) {
+    const size_t own = (size_t)(__stop_optim_sources - __start_optim_sources);
+    char* source = (char*)memory_take(own + strlen(user_source) + 1);
+    memcpy(source, __start_optim_sources, own);
     strcpy(source + own, user_source);
     for (char* line = source; *line;) {
         char* end = strchr(line, '\n');
@@ -142,7 +143,6 @@ char* jit_source(int64_t* bytes, const char* user_source) {
         }
         line = *end ? end + 1 : end;
     }
-    *bytes = count;
     return source;
 }
 
@@ -184,8 +184,7 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     Nvrtc nvrtc;
     memset(image, 0, sizeof(*image));
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
-    int64_t source_bytes;
-    char* source = jit_source(&source_bytes, user_source);
+    char* source = jit_source(user_source);
     char option_arch[64];
     // The "a" allows instructions that only Hopper has, which kernel.cuh uses if it may.
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
@@ -434,7 +433,9 @@ bool jit_get(const char* expression, const char* architecture, JitImage* image, 
     return true;
 }
 
-bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
+// Loads an image into the current device, where it stays until the process ends. Returns false with a sentence if the
+// driver refuses it.
+static bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     CUresult (*module_load)(CUmodule * module, const void* image);
     CUresult (*module_function)(CUfunction * function, CUmodule module, const char* name);
     CUmodule module = nullptr;

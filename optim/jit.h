@@ -32,9 +32,6 @@ struct JitImage {
     bool cached;  // true if it was read from the cache
 };
 
-// Returns the source that is compiled: all of the optimizer's device code, then `user_source`. The caller frees it.
-char* jit_source(int64_t* bytes, const char* user_source = "");
-
 // Opens a library of CUDA's, such as "libnvrtc", and returns its handle or null. It opens the path in the environment
 // variable `variable` or, if that is not set, one of the usual names. With `loaded`, it prefers a library that the
 // process has loaded already, such as torch's.
@@ -84,9 +81,6 @@ struct Kernel {
     int threads, shared_bytes;
 };
 
-// Loads an image into the current device, where it stays until the process ends. Returns false with a sentence if the
-// driver refuses it.
-bool jit_load(const JitImage* image, JitKernel* kernel, char* error);
 // Compiles a kernel through the cache and loads it, for a device of compute capability `compute`. Exits with a sentence
 // if that fails.
 void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel);

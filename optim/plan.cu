@@ -418,15 +418,11 @@ int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
     return stream.span != SPAN_RUN ? 0 : ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
 }
 
-int64_t span_bytes(const ArenaRun* run, Span span) {
-    return run->numbers[span] * (int64_t)sizeof(float);
-}
-
 int64_t next_bytes(const ArenaRun* run, Span span) {
-    return is_by_rows(span) ? run->ready * (int64_t)sizeof(float) : span_bytes(run, span);
+    return (is_by_rows(span) ? run->ready : run->numbers[span]) * (int64_t)sizeof(float);
 }
 
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {
-    if (stream.span != SPAN_RUN) return stream.bits ? span_bytes(run, stream.span) : 0;
+    if (stream.span != SPAN_RUN) return stream.bits ? run->numbers[stream.span] * (int64_t)sizeof(float) : 0;
     return stream_bytes(stream, run->end - run->begin);
 }

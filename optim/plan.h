@@ -109,8 +109,6 @@ inline Streams row_tile(const FormatRow* format, const Streams& streams, int64_t
 // Returns the bytes of one of the arrays of a run.
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream);
 
-// Returns the bytes of the numbers of a run's tensors.
-int64_t span_bytes(const ArenaRun* run, Span span);
 // Returns the bytes of Streams::next for a run: the new numbers that replace the old ones, or the numbers that the step
 // reads (rows.cuh).
 int64_t next_bytes(const ArenaRun* run, Span span);

@@ -57,7 +57,6 @@ Table<FormatRow> weights_table();
 Table<FormatRow> grads_table();
 Table<FormatRow> state_table();
 Table<PresetRow> preset_table();
-const RuleRow* matrix_apply_row();                  // the second step of rules that read matrices
 const FormatRow* none_row();                        // of a state that the rule does not keep
 const FormatRow* numbers_row(const RuleRow* rule);  // the v of rules that read rows
 const FormatRow* norms_row();                       // the norms that --limit-growth keeps

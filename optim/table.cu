@@ -80,7 +80,7 @@ Table<PresetRow> preset_table() {
     return table_of(PRESETS);
 }
 
-const RuleRow* matrix_apply_row() {
+static const RuleRow* matrix_apply_row() {
     static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
     return &row;
 }

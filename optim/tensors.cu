@@ -78,12 +78,12 @@ static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char
         const char* option = strcmp(launch->m, run->m) == 0 ? "--m " : "m=";
         data_error(error, "m takes the gradients, but %s would lose small ones; type %sbf16:sr", m, option);
     } else if (launch_fold(&plain) > 0.0f) {
-        data_error(error, "%s with --nesterov on reads the gradients not only through m; type --nesterov off", rule);
+        data_error(error, "%s with --nesterov on needs more of the gradients than m keeps; type --nesterov off", rule);
     } else if (launch_fold(&moves) > 0.0f) {
-        data_error(error, "m takes the gradients, but %s's m forgets them, since its decay is 0", rule);
+        data_error(error, "m takes the gradients, but %s's m forgets all of them, since its decay is 0", rule);
     } else {
         data_error(error,
-                   "%s reads the gradients not only through m, unlike sgd, lion with --beta1 as --beta2, and rmnp, "
+                   "%s needs more of the gradients than m keeps, unlike sgd, lion with --beta1 as --beta2, and rmnp, "
                    "normuon-lite, muon and normuon with --nesterov off",
                    rule);
     }
