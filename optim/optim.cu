@@ -695,9 +695,9 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     const OptimConfig* config = &launch->plan->config;
     const Streams* v = &launch->kept[SLOT_V];
     const RowRule rule = launch->rows.rule->rows;
-    const bool scaled = config->scale_by_rms && rule == ROWS_ADAFACTOR;
+    const bool by_rms = config->scale_by_rms && rule == ROWS_ADAFACTOR;
     SumArguments sums = {
-        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, scaled, work->parts, v->next};
+        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, by_rms, work->parts, v->next};
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
@@ -712,7 +712,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
     settle.grad_scale = arguments->grad_scale;
-    settle.sum = sum, settle.rule = rule, settle.scaled = scaled;
+    settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
     settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].extra;
     settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;

@@ -120,7 +120,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
         slow[shift + i] = number_at(span, numbers + ready_pair(tensor->rows, tensor->cols), tensor->rows, row, col + i);
     }
     if (sums->sum == SUM_STEP) {
-        if (sums->scaled) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
+        if (sums->by_rms) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
         hyper.decay = 0.0f;
         rows->rule->update(hyper, p + shift, g + shift, m + shift, v + shift, slow + shift, root, held);
         memcpy(x, p + shift, (size_t)held * sizeof(float));

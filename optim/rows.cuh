@@ -81,7 +81,7 @@ struct SumArguments {
     int64_t tensors, blocks;
     int64_t first_block;  // of the first tensor
     Sum sum;
-    bool scaled;           // step.factor holds the RMS of the weights (SUM_WEIGHTS)
+    bool by_rms;           // step.factor holds the RMS of the weights (SUM_WEIGHTS)
     float* parts;          // partial sums: at row_parts (panels, rows), at col_parts (slabs, cols)
     const float* numbers;  // the numbers that the step reads as v
 };
@@ -218,7 +218,7 @@ struct SettleArguments {
     float *parts, *kept, *ready;  // `kept` and `ready` are Streams::extra and next of v
     float* factor;                // (tiles of the arena) factors of the step's update
     float* norms;                 // (tensors)
-    bool scaled;                  // as in SumArguments
+    bool by_rms;                  // as in SumArguments
     float rest2, root2, rest3, root3;
     float clip, growth;     // --clip-update, or infinity; --limit-growth
     const float* changing;  // device memory: rest2, root2 and root3 of a step in a CUDA graph; null: those above
@@ -339,7 +339,7 @@ OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int
 OPTIM_INLINE void settle_tile(const SettleArguments& a, const SumTensor& t, int64_t k, float whole) {
     float* factor = a.factor + t.offset / TILE_ELEMENTS + k;
     if (a.sum == SUM_WEIGHTS) *factor = whole;
-    if (a.sum == SUM_STEP) *factor = a.scaled ? exact_mul(*factor, whole) : whole;
+    if (a.sum == SUM_STEP) *factor = a.by_rms ? exact_mul(*factor, whole) : whole;
 }
 
 // Keeps the norm of a tensor's update, after the limit, for --limit-growth.

@@ -161,7 +161,7 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
         if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
     }
     if constexpr (SUM == SUM_STEP) {
-        Hyper hyper = sums.scaled ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
+        Hyper hyper = sums.by_rms ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
         if (decays) {
 #pragma unroll
             for (int i = 0; i < 8; i++) g[i] = exact_fma(hyper.decay, p[i], g[i]), p[i] = 0.0f;
