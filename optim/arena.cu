@@ -20,7 +20,7 @@ ModelParts arena_parts(const Arena* a) {
     return {a->tensors, a->part, a->slot, a->count, a->layers, a->type};
 }
 
-// The tensors as ranks exchange them; the caller frees them.
+// Returns the tensors as ranks exchange them; the caller frees the array.
 static ShardTensor* shard_tensors(const Arena* a) {
     ShardTensor* tensors = (ShardTensor*)memory_take(a->count * sizeof(ShardTensor));
     for (int t = 0; t < a->count; t++) {
@@ -32,7 +32,7 @@ static ShardTensor* shard_tensors(const Arena* a) {
     return tensors;
 }
 
-// Plans which part of the arena is this rank's.
+// Plans which part of the arena this rank keeps.
 static void spread_ranks(const Arena* a, OptimConfig* config) {
     Shard* s = a->shard;
     if (!s) return;
@@ -59,7 +59,8 @@ void arena_spread(Arena* a, OptimConfig* config) {
     a->scales_apart = config->keeps_copy && lent > 0;
 }
 
-// Can m of the matrices of layers take the gradients of micro-batches?
+// Returns true if the gradients of micro-batches can be added to m of the layers' matrices; otherwise false with a
+// reason.
 static bool may_fold(const Arena* a, const OptimConfig* config, char* reason) {
     bool* turns = (bool*)memory_take((size_t)a->count + 1);
     for (int t = 0; t < a->count; t++) turns[t] = release_turns(&a->tensors[t], a->part[t], a->layers, true);
@@ -78,7 +79,7 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
         user_error("--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
     }
     const bool folds = several || together;
-    if (folds && !asked) return false;  // it changes roundings
+    if (folds && !asked) return false;  // it changes how numbers are rounded
     if (folds && !may_fold(a, config, reason)) {
         char type[64] = "type --release off";
         if (!together) snprintf(type, sizeof(type), "type --tokens-per-step %lld", (long long)micro);
@@ -86,7 +87,7 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
         return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : type);
     }
     if (clip > 0 && folds) {
-        return data_error(why, "%sthe norm that --clip %g needs is not known; type --clip 0", when, clip);
+        return data_error(why, "%snothing has the norm that --clip %g needs; type --clip 0", when, clip);
     }
     if (clip <= 0 || by_parts) return true;
     return data_error(why, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
@@ -113,12 +114,12 @@ bool arena_plan_release(Arena* a, OptimConfig* config, double clip, bool on, cha
     return true;
 }
 
-// True if steps are taken part by part.
+// Returns true if steps are taken part by part.
 static bool takes_parts(const Arena* a) {
     return a->releases || a->clip_by != CLIP_STEP;
 }
 
-// Gradients are whole, or packed with the sums that this rank keeps, or take turns.
+// Gradients are those of the whole arena, or packed with the sums that this rank keeps, or take turns.
 int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_kept(a->shard);
@@ -143,8 +144,8 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
             (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, &model) : 0), optim.host};
 }
 
-// Opens the states in host memory. A step takes the parts in the order of the backward pass if that takes the step,
-// else of the arena. Several ranks sum the last layernorm with the embeddings.
+// Opens the states in host memory. If the backward pass takes the step, the parts are stepped in its order, otherwise
+// in the arena's. Several ranks sum the last layernorm with the embeddings, and step it after them.
 static Offload* arena_offload(const Arena* a) {
     const int final = decoded_final(a->layers), embeddings = decoded_embeddings(a->layers);
     int* order = (int*)memory_take((size_t)(a->layers + 2) * sizeof(int));
@@ -177,7 +178,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
     if (config->offload) a->offload = arena_offload(a);
     if (!takes_parts(a)) return;
-    // The sums that a rank keeps beside packed gradients lie behind them.
+    // The sums that a rank keeps lie after the packed gradients.
     const Shard* shard = a->shard;
     const int64_t kept = shard_splits(shard, SHARD_GRADS) ? shard->packed - shard->cut[shard->comm.rank] : 0;
     for (int t = 0; t < a->count; t++) {
@@ -241,8 +242,8 @@ void arena_set(Arena* a, int t, const float* values) {
     free(rounded);
 }
 
-// Sets elements `start` to start + n from values in device memory (optim_set_part). False, and nothing is set, where
-// only whole tensors can be.
+// Sets elements `start` to start + n - 1 of a tensor from values in device memory (optim_set_part). Returns false, and
+// sets nothing, if the tensor can only be set as a whole.
 static bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
     if (a->decoded) decoded_forget(a->decoded);
     return a->optim && optim_set_part(a->optim, t, start, n, values);
@@ -256,16 +257,16 @@ void arena_fill(Arena* a, int t, float value) {
     free(values);
 }
 
-// The device draws, a piece at a time, and each piece goes from there to where it is stored. Only formats with scales
-// of whole tensors need the host's memory.
+// The device draws the numbers a piece at a time, and each piece is stored from device memory. Only formats with scales
+// of whole tensors need host memory.
 void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float deviation, void* memory, int64_t bytes) {
-    constexpr int64_t most = 1 << 24;  // elements of a piece
+    constexpr int64_t max = 1 << 24;  // elements of a piece
     const int64_t n = a->tensors[t].rows * a->tensors[t].cols, used = rows * a->tensors[t].cols;
     const int64_t room = bytes - NORMAL_LIST_BYTES, few = TILE_ELEMENTS * 4;
     void* own = room < few ? device_alloc(a->dev, NORMAL_LIST_BYTES + few) : nullptr;
     uint32_t* list = (uint32_t*)(own ? own : memory);
     float *drawn = (float*)((char*)list + NORMAL_LIST_BYTES), *whole = nullptr;
-    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < most ? fit : most;
+    const int64_t fit = (own ? few : room) / few * TILE_ELEMENTS, piece = fit < max ? fit : max;
     for (int64_t start = 0; start < n; start += piece) {
         const int64_t count = n - start < piece ? n - start : piece, left = used - start;
         const int64_t normal = left < 0 ? 0 : left < count ? left : count;
@@ -316,21 +317,21 @@ static void arena_step_part(const Arena* a, int part) {
     release_part(a->release, part, a->grads, a->place, &a->step);
 }
 
-// Makes several ranks agree on the loss of the step, before they step the first part.
+// Makes all ranks agree on the loss of the step before they step the first part.
 static void arena_agree(const Arena* a) {
     if (!a->shard) return;
     shard_send_scalars(a->shard, a->scalars);
     shard_join_scalars(a->shard, a->scalars);
 }
 
-// Steps what this rank keeps of a layer or the rest, whose gradients are summed meanwhile.
+// Waits for the sums of a part's gradients, and steps what this rank keeps of the part.
 static void arena_step_sums(const Arena* a, int part) {
     if (part <= a->layers) shard_summed(a->shard, part);
     arena_step_part(a, part);
 }
 
-// The gradients of a part are complete. Their sum over the ranks takes its time, so a layer is stepped when its room is
-// wanted, or at the end. The last layernorm is summed with the embeddings.
+// Does arena_done for several ranks. The sum over the ranks takes some time, so a layer is stepped only when its room
+// is needed again, or at the end. The last layernorm is summed with the embeddings.
 static void arena_done_ranks(const Arena* a, int part) {
     const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
     if (part == final && a->step.last) arena_agree(a);
@@ -361,7 +362,7 @@ static void arena_norm(Arena* a, float* scalars, void* scratch) {
 
 void arena_step(Arena* a, float* scalars, void* scratch) {
     if (a->release) {
-        if (!a->stepping) arena_agree(a);  // which also waits for the last sums
+        if (!a->stepping) arena_agree(a);  // also waits for the last sums
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) arena_step_part(a, part);
         release_end(a->release, scalars, SCALAR_LEFT, &a->step);
         optim_step_end(a->optim);

@@ -1,7 +1,7 @@
-// The kernels that are compiled ahead of time: those of the presets, of the tensors that a preset overrides, and of
-// both kinds of gradient; with weights in spans, the pass before the step as well. All of it follows from the rows of
-// PRESETS (table.cuh). NVRTC compiles what else is asked for when it is first used: other combinations, steps that keep
-// a copy of the weights, and all of them on a GPU that this file was not compiled for.
+// The kernels that are compiled ahead of time: those of the presets and of the tensors that a preset overrides, for
+// both types of gradients; for weights in spans, also the measuring pass. They all follow from the rows of PRESETS
+// (table.cuh). NVRTC compiles all other kernels on first use: other combinations, steps that write a copy of the
+// weights, and on a GPU for which this file was not compiled, all of them.
 #include <tuple>
 #include <utility>
 
@@ -10,25 +10,25 @@
 #include "storage.h"
 #include "table.cuh"
 
-// The types of the tables' rows in order; the last one is of a state that the rule does not keep.
+// The types of the tables' rows in order, followed by None, the type of a state that a rule does not keep.
 #define RULE_TYPE(NAME, NOTE, SLOWER, ...) __VA_ARGS__,
 #define STORAGE_TYPE(NAME, NOTE, ...) __VA_ARGS__,
 typedef std::tuple<OPTIM_ALL_RULES(RULE_TYPE) None> RuleTypes;
 typedef std::tuple<OPTIM_WEIGHTS(STORAGE_TYPE) None> WeightsTypes;
 typedef std::tuple<OPTIM_STATES(STORAGE_TYPE) None> StateTypes;
 
-// The type of row INDEX, or for -1 the last one.
+// The type of row INDEX, or for -1 the last type.
 template <class Types, int INDEX>
 using TypeOf =
     typename std::tuple_element<(size_t)(INDEX >= 0 ? INDEX : (int)std::tuple_size<Types>::value - 1), Types>::type;
 
-// Compares `name` with a text up to its end, a space or a semicolon.
+// Returns true if a text, up to its end, a space or a semicolon, is `name`.
 constexpr bool same_name(const char* name, const char* text) {
     while (*name && *name == *text) name++, text++;
     return !*name && (!*text || *text == ' ' || *text == ';');
 }
 
-// The index of a name in a table; -1 if there is none.
+// Returns the index of a name in a table; -1 if there is none.
 template <int COUNT>
 constexpr int name_index(const char* const (&names)[COUNT], const char* text) {
     for (int i = 0; i < COUNT; i++) {
@@ -37,7 +37,7 @@ constexpr int name_index(const char* const (&names)[COUNT], const char* text) {
     return -1;
 }
 
-// Returns the text behind "weights=" in the overrides of a preset; null if they do not name weights.
+// Returns the text after "weights=" in the overrides of a preset; null if they do not name weights.
 constexpr const char* overriding_weights(const char* overrides) {
     const char key[] = "weights=";
     for (const char* at = overrides; *at; at++) {
@@ -48,7 +48,7 @@ constexpr const char* overriding_weights(const char* overrides) {
     return nullptr;
 }
 
-// The rows and types of a preset, or of the tensors that its overrides name.
+// The rows and types of a preset or, if OVERRIDDEN, of the tensors that its overrides name.
 template <int PRESET, bool OVERRIDDEN>
 struct PresetTypes {
     static constexpr PresetRow ROW = PRESETS[PRESET];
@@ -73,7 +73,8 @@ struct BuiltInRow {
 typedef Elementwise<Fp32, NEAREST> Fp32s;
 typedef Elementwise<Bf16, NEAREST> Bf16s;
 
-// The address of a kernel; without CUDA something in its place, so that the same combinations count as built in.
+// Returns the address of a kernel. Without CUDA, returns another address, so that the same combinations count as built
+// in.
 template <class Rule, class Weights, class M, class V, class Grads>
 const void* step_kernel() {
 #ifdef __CUDACC__
@@ -83,7 +84,7 @@ const void* step_kernel() {
 #endif
 }
 
-// The pass before the step; null for weights without spans.
+// Returns the kernel of the measuring pass; null for weights without spans.
 template <class Types, class Grads>
 const void* measure_kernel() {
     if constexpr (!Types::Weights::HAS_SPANS) return nullptr;
@@ -96,8 +97,8 @@ const void* measure_kernel() {
     return PRESETS;
 }
 
-// A preset whose rule reads matrices has the kernels of its two steps (moment_rows, apply_rows). The tensors that its
-// overrides give another rule have the kernel of another preset.
+// Returns the row of a preset. A preset whose rule reads matrices has two rows, for its two steps (moment_rows and, as
+// OVERRIDDEN, apply_rows). The tensors to which its overrides give another rule have the kernel of another preset.
 template <int PRESET, bool OVERRIDDEN>
 static BuiltInRow built_in_row() {
     typedef PresetTypes<PRESET, OVERRIDDEN> Types;
@@ -125,7 +126,7 @@ static BuiltInRow built_in_row() {
     }
 }
 
-// The index of a row in its table; -1 if it is in none.
+// Returns the index of a row in a table; -1 if it is not in the table.
 template <class Row>
 static int row_index(const Table<Row>& table, const Row* row) {
     for (int i = 0; i < table.count; i++) {

@@ -1,16 +1,17 @@
-// The constants of a step (rules/hyper.cuh): bias corrections, schedulers, decay. The host computes them in double with
-// operations that IEEE 754 defines and rounds once, so that every machine finds the same. In a CUDA graph the device
-// does (placed.h).
+// Computes the constants of a step (rules/hyper.cuh): bias corrections, schedulers, decay. The host computes them in
+// double with operations that IEEE 754 defines, and rounds once, so that every machine gets the same bits. For a step
+// in a CUDA graph, the device runs the same functions (placed.cu). Cost: some hundred operations for each group.
 #pragma once
 #include "optim.h"
 #include "rules/hyper.cuh"
 #include "storage.h"
 
 struct Settings {
-    double lr, decay;  // factor on the step's learning rate; weight decay
+    double lr, decay;  // a factor on the step's learning rate; the weight decay
 };
 
-// base^exponent by squaring: products alone, so the same bits on every machine, which a library's pow does not promise.
+// Returns base^exponent by squaring. It uses products only, so every machine gets the same bits, which pow of a library
+// does not promise.
 OPTIM_INLINE double power(double base, int64_t exponent) {
     double result = 1.0;
     for (; exponent > 0; exponent /= 2, base *= base) {
@@ -19,7 +20,8 @@ OPTIM_INLINE double power(double base, int64_t exponent) {
     return result;
 }
 
-// ln(x) for 0 < x < 1, and exp(y), by their series, for the same reason. The logarithm's wants an argument near 1.
+// Return ln(x) for 0 < x < 1, and exp(y), by their series, for the same reason. The series of the logarithm needs an
+// argument near 1.
 OPTIM_INLINE double logarithm(double x) {
     int halvings = 0;
     for (; x < 0.75; x *= 2.0) halvings++;
@@ -49,8 +51,8 @@ struct HyperSource {
     int64_t ramp;
     Settings settings;
     bool independent, adafactor;
-    bool keeps_m;   // only adafactor can do without
-    bool nesterov;  // the direction looks ahead
+    bool keeps_m;   // false: adafactor without m
+    bool nesterov;  // the direction is g + beta1 (m - g); false: it is m
 };
 
 inline HyperSource hyper_source(const OptimConfig* config, const Settings* settings) {
@@ -62,7 +64,8 @@ inline HyperSource hyper_source(const OptimConfig* config, const Settings* setti
             config->ramp,  *settings,     independent,   adafactor,     keeps_m,     config->nesterov};
 }
 
-// AdEMAMix's schedulers: alpha rises linearly, beta3 from beta1 so that 1 / ln(beta3) does, which is its half-life.
+// Applies AdEMAMix's schedulers up to step `ramp`: alpha rises linearly from 0, and beta3 rises from beta1 so that 1 /
+// ln(beta3), which is proportional to its half-life, is linear.
 OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* beta3, double* alpha) {
     *beta3 = from.beta3, *alpha = from.alpha;
     if (step >= from.ramp) return;
@@ -73,22 +76,23 @@ OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* bet
     *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(from.beta3)));
 }
 
-// 1 - beta of an average of squares. It stays below 1: a + 1 * (x^2 - a) is 0, not x^2, where x^2 is far below a.
+// Returns 1 - beta of an average of squares. It stays below 1: a + 1 * (x^2 - a) is 0, not x^2, if x^2 is far below a.
 OPTIM_INLINE float square_rest(double beta) {
     const double rest = 1.0 - beta, max = 1.0 - 0x1p-24;
     return (float)(rest < max ? rest : max);
 }
 
-// 1 / sqrt(1 - beta^step), by which the root of an average that began at 0 is multiplied.
+// Returns 1 / sqrt(1 - beta^step), the bias correction for the root of an average that began at 0.
 OPTIM_INLINE double bias_root(double beta, int64_t step) {
     return 1.0 / sqrt(1.0 - power(beta, step));
 }
 
-// Adafactor's 1 - beta2: step^-0.8.
+// Returns Adafactor's 1 - beta2, which is step^-0.8.
 OPTIM_INLINE double adafactor_rest(int64_t step) {
     return step > 1 ? exponential(0.8 * logarithm(1.0 / (double)step)) : 1.0;
 }
 
+// Returns the constants of step number `step` (from 1) for the learning rate `rate`.
 OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t step) {
     double beta1 = from.beta1, beta2 = from.beta2, beta3, alpha;
     double bias1 = 1.0 - power(beta1, step), lr = rate * from.settings.lr;
@@ -109,9 +113,10 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
-    // lr / bias1 of the next steps together, if the learning rate rises from 0 in proportion. Less than all of the
-    // error of the first tens of steps comes back, since their bias1 is smaller than that of later steps. The lower
-    // limit is for rates that end near 0: without it m would hold errors that no later step can pay back.
+    // `ahead` estimates the size of the steps that give the error back: lr / bias1, larger in a warm-up in which the
+    // learning rate rises in proportion from 0. The first tens of steps get back less than all of their error, since
+    // their bias1 is smaller than that of later steps. The lower limit is for rates that end near 0; without it, m
+    // would hold errors that no later step can give back.
     double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step)),
            min = 0.01 * from.lr_max * from.settings.lr;
     ahead = ahead > min ? ahead : min;
@@ -128,7 +133,7 @@ inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, d
     return hyper_create(hyper_source(config, settings), rate, step);
 }
 
-// The factor with which m of a launch takes gradients before the step (rules/fold.cuh); 0: it does not.
+// Returns the factor of gradients that are added to a launch's m before the step (rules/fold.cuh); 0: none may be.
 inline float launch_fold(const OptimConfig* launch) {
     const Settings settings = {1.0, 0.0};
     return rule_of(launch)->fold(hyper_create(launch, &settings, 1.0, 1));

@@ -1,8 +1,8 @@
 // Moves weights and moments between an optimizer and host memory: as fp32 values, or from a checkpoint's arrays in the
-// same or other formats (optim_load). Each tensor goes through pieces of 2^19 elements, whole tiles, so that no block
-// is cut. The tables' functions encode and decode on the host's cores, whatever the device. A shard touches only its
-// parts of the tensors. Formats in spans need two passes over a tensor, the first one for its maxima. Cost: the arrays
-// are read and written once; a piece has some 10 MB.
+// same or other formats (optim_load). Each tensor goes through pieces of 2^19 elements, which are whole tiles, so that
+// no block is cut. The tables' functions encode and decode on the host's cores, for any device. A shard touches only
+// its parts of the tensors. Formats in spans need two passes over a tensor, the first one for its maxima. Cost: the
+// arrays are read and written once; a piece takes about 10 MB.
 #include "plan.h"
 #include "user.h"
 
@@ -10,12 +10,13 @@ constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
 struct Piece {
     float* values;    // (PIECE_ELEMENTS)
-    Streams streams;  // the piece as stored; numbers of spans are those of the whole tensor and begin at 0
+    Streams streams;  // the piece as stored; numbers of spans are those of the whole tensor
     Span span;
     int64_t number_bytes;
     SpanTile place;
 };
 
+// Allocates a piece for a tensor in a format; piece_free frees it.
 static Piece piece_create(const FormatRow* format, const OptimTensor* tensor) {
     Span span = format_span(format);
     const int64_t number = (int64_t)sizeof(float), numbers = span_numbers(span, tensor) * number;
@@ -54,13 +55,13 @@ static void piece_tiles(int64_t n, Function function) {
     for (int tile = 0; tile < n; tile += TILE_ELEMENTS) function(tile);
 }
 
-// A key that draws no noise; its stream decides what a zero becomes.
+// Returns a key for rounding to nearest; its stream decides how a zero is stored.
 static NoiseKey piece_key(Slot slot) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW, NOISE_SLOW, NOISE_SLOW};
     return {0, 0, noise[slot]};
 }
 
-// `format` rounds to nearest.
+// Encodes the piece's values. `format` rounds to nearest.
 static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n, Slot slot) {
     piece_tiles(n, [&](int tile) {
         const float* values = piece->values + tile;
@@ -69,18 +70,18 @@ static void piece_encode(const FormatRow* format, const Piece* piece, int64_t n,
     });
 }
 
-// Copies `given` values of a tensor into the piece and sets the padding to zero.
+// Copies `given` values of a tensor into the piece of n elements, and sets the rest to zero.
 static void piece_values(Piece* piece, const float* values, int64_t given, int64_t n) {
     given = given < 0 ? 0 : given < n ? given : n;
     if (given > 0) memcpy(piece->values, values, (size_t)given * sizeof(float));
     memset(piece->values + given, 0, (size_t)(n - given) * sizeof(float));
 }
 
-// A tensor's weights or moment in the arrays of an optimizer.
+// A slot of a tensor in the arrays of an optimizer.
 struct Kept {
     const Optim* optim;
     const Device* dev;
-    const OptimTensor* tensor;  // as the slot keeps it
+    const OptimTensor* tensor;  // the shape in which the slot keeps it
     Place place;
     int64_t elements;    // of the tensor, without padding
     int64_t begin, end;  // those that lie in the arrays, with padding
@@ -107,7 +108,8 @@ OptimStream place_stream(const Optim* optim, const Place* place, const StreamInf
     return info.bits > 0 ? optim_stream_named(optim, name) : OptimStream{};
 }
 
-// The address of element `start` of the tensor in array i, or of its numbers of spans; null if there is no such array.
+// Returns the address of element `start` of the tensor in array i, or of its numbers of spans; null if there is no such
+// array.
 static char* kept_at(const Kept* kept, int i, int64_t start) {
     const StreamInfo& info = kept->place.format->stream[i];
     char* array = (char*)place_stream(kept->optim, &kept->place, info).data;
@@ -124,7 +126,7 @@ static void kept_pieces(const Kept* kept, Function function) {
     }
 }
 
-// Writes a piece as stored into the arrays, from element `start` of the tensor on.
+// Writes a stored piece to the arrays, from element `start` of the tensor on.
 static void kept_write(const Kept* kept, int64_t start, int64_t n, const Piece* piece) {
     for (int i = 0; i < 3; i++) {
         char* array = kept_at(kept, i, start);
@@ -134,12 +136,12 @@ static void kept_write(const Kept* kept, int64_t start, int64_t n, const Piece* 
     }
 }
 
-// Writes the numbers of spans of the tensor, if it has some.
+// Writes the tensor's numbers of spans, if it has any.
 static void kept_write_numbers(const Kept* kept, const Piece* piece, const void* numbers) {
     if (piece->span) copy_to_device(kept->dev, kept_at(kept, 1, 0), numbers, piece->number_bytes);
 }
 
-// Stores, rounded to nearest, the values that fill(start, n, piece) puts into pieces.
+// Stores the values that fill(start, n, piece) puts into pieces, rounded to nearest.
 template <class Fill>
 static void kept_encode(const Kept* kept, Slot slot, Fill fill) {
     const FormatRow* format = kept->place.nearest;
@@ -216,13 +218,15 @@ void optim_get_weights(const Optim* optim, int index, float* values) {
 
 // Checkpoints.
 
-constexpr int CHANGES = SLOTS * LAUNCHES * LAUNCHES;  // an upper bound
+constexpr int CHANGES = SLOTS * LAUNCHES * LAUNCHES;  // at most
+
+// A change of format, for a notice.
 
 struct Change {
     Slot slot;
     const char *from, *to;
-    const char *old_rule, *rule;  // of the first of the tensors
-    int tensors;
+    const char *old_rule, *rule;  // of the first tensor that changes so
+    int tensors;                  // how many do
 };
 
 struct Conversion {
@@ -230,31 +234,32 @@ struct Conversion {
     const OptimStored* stored;
     OptimParts to;
     OptimConfig from;      // the checkpoint's, of the whole arena
-    OptimTensor* tensors;  // (to.count), laid out as the checkpoint was
+    OptimTensor* tensors;  // (to.count) with the offsets that they had in the checkpoint's arena
     Plan* from_plan;
     Change change[CHANGES];
     int changes;
 };
 
-// True if the model file holds this array of the weights.
+// Returns true if the model file holds this array of the weights.
 static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
     return slot == SLOT_WEIGHTS && index == 0 && optim_model_dtype(info.dtype);
 }
 
+// Returns the checkpoint's array for a stream of a place; null if there is none.
 static const void* stored_array(const Conversion* c, const Place* place, const StreamInfo& info) {
     char name[256];
     stream_name(place->array, info, name, sizeof(name));
     return c->stored->array(c->stored->context, name, info.dtype, run_bytes(place->run, info));
 }
 
-// Checks that the checkpoint holds all arrays that its formats need, and no others.
+// Checks that the checkpoint holds all arrays that its formats need, and no others. Otherwise writes a sentence.
 static bool arrays_complete(const Conversion* c, char* error) {
     int arrays = 0;
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
             Place place = plan_place(c->from_plan, t, (Slot)slot);
-            if (!place.format || place.run->begin != c->from_plan->kept[t][slot].offset)
-                continue;  // once an array, at its first tensor
+            // An array is checked once, at its first tensor.
+            if (!place.format || place.run->begin != c->from_plan->kept[t][slot].offset) continue;
             for (int i = 0; i < 3; i++) {
                 const StreamInfo& info = place.format->stream[i];
                 if (info.bits == 0 || in_model_file((Slot)slot, i, info)) continue;
@@ -272,14 +277,14 @@ static bool arrays_complete(const Conversion* c, char* error) {
                       c->stored->config.weights, c->stored->config.m, c->stored->config.v, arrays);
 }
 
-// A slot of a tensor, as the checkpoint and the optimizer have it.
+// A slot of a tensor in the checkpoint and in the optimizer.
 struct Pair {
     Slot slot;
     int tensor;
     Place from, to;
 };
 
-// Asks `fits` about each slot of each tensor.
+// Returns true if `fits` accepts each slot of each tensor.
 static bool all_fit(const Conversion* c, bool (*fits)(const Conversion*, const Pair*, char*), char* error) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
@@ -291,6 +296,7 @@ static bool all_fit(const Conversion* c, bool (*fits)(const Conversion*, const P
     return true;
 }
 
+// Refuses a rule that needs a v where the checkpoint has none.
 static bool rule_fits(const Conversion*, const Pair* its, char* error) {
     if (its->slot != SLOT_V || !its->to.format || its->from.format) return true;
     return data_error(
@@ -300,26 +306,27 @@ static bool rule_fits(const Conversion*, const Pair* its, char* error) {
         its->to.rule, its->from.rule);
 }
 
-// True if a tensor's arrays are taken as they are. Rows of --format are read anew for each configuration, so these are
-// compared by name.
+// Returns true if a tensor's arrays can be copied unchanged. Each configuration has its own rows of --format, so these
+// are compared by name.
 static bool same_storage(const Place* from, const Place* to) {
     if (from->nearest == to->nearest) return true;
     bool user = from->format && to->format && from->format->source && to->format->source;
     return user && strcmp(from->format->name, to->format->name) == 0;
 }
 
-// True if v is an average of squares of gradients: of elements, or by rows and columns.
+// Returns true if v is an average of squared gradients: of elements, or by rows and columns.
 static bool averages_gradients(const char* name) {
     const RuleRow* rule = find_row(rule_table(), name);
     const RowRule rows = rule->rows;
     return rule->keeps_v || rows == ROWS_ADAM_MINI || rows == ROWS_ADAFACTOR || rows == ROWS_CAME;
 }
 
+// Returns true if v is made of numbers of rows and columns.
 static bool by_numbers(const FormatRow* format) {
     return format_span(format) >= SPAN_ROWS && format_span(format) <= SPAN_PAIRS;
 }
 
-// Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart.
+// Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart in other rules.
 static bool rows_convert(const Conversion*, const Pair* its, char* error) {
     const Place *from = &its->from, *to = &its->to;
     if (its->slot != SLOT_V || !to->format || from->format == to->format) return true;
@@ -332,7 +339,7 @@ static bool rows_convert(const Conversion*, const Pair* its, char* error) {
                       to->rule, by_numbers(to->format) ? "is by rows" : "is of elements", from->rule);
 }
 
-// Refuses moments of another shape: those of a projected gradient, of another rank or of none.
+// Refuses moments of another shape: those of a gradient that is projected to another rank, or not at all.
 static bool shapes_convert(const Conversion* c, const Pair* its, char* error) {
     const int t = its->tensor;
     const bool had = its->from.format, has = its->to.format;
@@ -346,7 +353,7 @@ static bool shapes_convert(const Conversion* c, const Pair* its, char* error) {
                       its->to.rule, slot_name(its->slot), c->to.tensors[t].name, its->from.rule);
 }
 
-// Refuses to convert the user's own formats: they exist for NVRTC only, and conversion runs on the host.
+// Refuses to convert the user's own formats, since conversion runs on the host and only NVRTC can compile them.
 static bool formats_convert(const Conversion*, const Pair* its, char* error) {
     const FormatRow *from = its->from.format, *to = its->to.format;
     if (!from || !to || !(from->source || to->source) || same_storage(&its->from, &its->to)) return true;
@@ -377,6 +384,7 @@ static bool formats_unchanged(const Conversion* c, char* error) {
     return true;
 }
 
+// Counts a change of format.
 static void note_change(Conversion* c, Slot slot, const Place* from, const Place* to) {
     const char *old = from->format ? from->format->name : nullptr, *now = to->format ? to->format->name : nullptr;
     for (int i = 0; i < c->changes; i++) {
@@ -388,7 +396,7 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
     if (c->changes < CHANGES) c->change[c->changes++] = {slot, old, now, from->rule, to->rule, 1};
 }
 
-// Reads the piece from element `start` of a tensor on, as the checkpoint has it. `values` are the model file's weights.
+// Reads a piece of the checkpoint, from element `start` of a tensor on. `values` are the model file's weights.
 static void piece_read(const Conversion* c, const Place* from, Slot slot, int tensor, const float* values,
                        int64_t start, int64_t n, Piece* piece) {
     const OptimTensor* kept = &c->from_plan->kept[tensor][slot];
@@ -407,15 +415,15 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
     }
 }
 
-// Reads the numbers of spans of a tensor.
+// Reads a tensor's numbers of spans.
 static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
     if (!piece->span) return;
     c->stored->read(c->stored->context, stored_array(c, from, from->format->stream[1]),
                     from->at * (int64_t)sizeof(float), piece->number_bytes, piece->streams.extra);
 }
 
-// Makes a checkpoint's numbers by row and column what `load` multiplies to v, laid out as the step's are: r is divided
-// by its mean. came's second numbers are overwritten, as no other rule reads them.
+// Turns a checkpoint's numbers of rows and columns into those whose products `load` returns as v: r is divided by its
+// mean, and c gets the layout of the step. It may overwrite came's second numbers, which no other rule reads.
 static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece* piece) {
     if (!is_by_columns(format_span(from->format))) return;
     float *rows = (float*)piece->streams.extra, *to = rows + ready_rows(tensor->rows);
@@ -428,7 +436,7 @@ static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece*
     for (int64_t i = 0; i < tensor->rows && mean > 0.0; i++) rows[i] = (float)((double)rows[i] / mean);
 }
 
-// Turns a v of elements, which fill(start, n, piece) puts into pieces, into one of rows and columns, or of rows alone:
+// Turns a v of elements, which fill(start, n, piece) puts into pieces, into a v of rows and columns, or only of rows:
 // the means over each.
 template <class Fill>
 static void kept_means(const Kept* kept, Fill fill) {
@@ -448,6 +456,7 @@ static void kept_means(const Kept* kept, Fill fill) {
     piece_free(&piece);
 }
 
+// Loads a slot of a tensor: copies its arrays, or converts them.
 static void slot_load(Conversion* c, int index, Slot slot) {
     const Place from = plan_place(c->from_plan, index, slot);
     const Kept to = kept_of(c->optim, index, slot);
@@ -478,6 +487,7 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     piece_free(&old);
 }
 
+// Reports all changes of formats through `notice`.
 static void tell_changes(const Conversion* c) {
     for (int i = 0; i < c->changes; i++) {
         const Change* change = &c->change[i];

@@ -10,11 +10,11 @@ struct Decoded {
     const Device* dev;
     const Optim* optim;
     ModelParts model;
-    char *room, *lent;      // lent: for operands, or NULL
-    int64_t* place;         // (count) bytes from the beginning of one of them; -1: it is read where it is stored
-    void** at;              // (count) NULL for operands
-    const uint8_t** codes;  // (count) of operands
-    bool* fills;            // (layers + 2) parts that take some of the room
+    char *room, *lent;      // lent: the room for operands, or NULL
+    int64_t* place;         // (count) byte in `room`, or for operands in `lent`; -1: the tensor is read in place
+    void** at;              // (count) address of the weights; NULL for operands
+    const uint8_t** codes;  // (count) codes of operands; NULL for others
+    bool* fills;            // (layers + 2) parts that take room
     bool* there;            // (layers + 2) parts that are decoded and up to date
 };
 
@@ -26,7 +26,7 @@ static DecodedKind decoded_kind(const Plan* plan, const ModelParts* model, int t
     return model->slot && model->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 
-// Finds the place of each tensor in the room, or in the lent one (Decoded::place). Returns the bytes of both.
+// Sets the place of each tensor in the room, or in the lent room (Decoded::place). Returns the bytes of both.
 static DecodedBytes decoded_places(const Plan* plan, const ModelParts* model, int64_t* place) {
     const int layers = model->layers;
     const int64_t element = compute_row(model->compute)->stream[0].bits / 8;
@@ -104,7 +104,7 @@ void* decoded_at(const Decoded* d, int tensor) {
     return d->lent ? d->lent + d->place[tensor] : nullptr;
 }
 
-// Parts whose room overlaps are no longer there.
+// Marks parts whose room overlaps with that of `part` as not there.
 static void decoded_evict(Decoded* d, int part) {
     const int layers = d->model.layers, embeddings = decoded_embeddings(layers);
     for (int p = 0; p <= embeddings; p++) {

@@ -1,6 +1,6 @@
-// Loops whose turns do not depend on each other. A loop is a struct with a function of one index, `at`, for which a GPU
-// runs one thread, or with a function of one index and a lane, `lane`, for which it runs a warp, on the device's
-// stream. The CPU spreads the indices over its cores.
+// Loops whose iterations are independent, on the device's stream or on the CPU's cores. A loop is a struct with a
+// function at(index), for which a GPU runs one thread, or with lane(index, lane) and end(index, sum), for which it runs
+// a warp.
 #pragma once
 #include "../kernels/common.cuh"
 #include "float.cuh"
@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(256) each_kernel(Each each, int64_t count) {
     for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += 256ll * gridDim.x) each.at(i);
 }
 
-// grid: any, block: 256, a warp an index.
+// grid: any, block: 256; a warp takes an index.
 template <class Each>
 __global__ void __launch_bounds__(256) lanes_kernel(Each each, int64_t count) {
     for (int64_t i = blockIdx.x * 8ll + threadIdx.x / 32; i < count; i += 8ll * gridDim.x) {
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(256) lanes_kernel(Each each, int64_t count) {
     }
 }
 
-// `per_block`: indices that a thread block takes at a time.
+// Launches a loop's kernel. `per_block`: indices that a thread block takes at a time.
 template <class Each>
 void each_launch(const Device* dev, void (*kernel)(Each, int64_t), const Each& each, int64_t count, int per_block) {
     const int64_t blocks = ceil_div(count, per_block);
@@ -31,7 +31,7 @@ void each_launch(const Device* dev, void (*kernel)(Each, int64_t), const Each& e
 }
 #endif
 
-// Adds N numbers by halves, as a warp or a thread block of a GPU does.
+// Returns the sum of N numbers, added by halves as a warp or a thread block of a GPU adds them; `sum` is overwritten.
 template <int N>
 float sum_by_halves(float (&sum)[N]) {
     for (int half = N / 2; half > 0; half /= 2) {
@@ -51,7 +51,7 @@ void for_each(const Device* dev, const Each& each, int64_t count) {
     for (int64_t i = 0; i < count; i++) each.at(i);
 }
 
-// Adds the partial sums each.lane(i, 0 .. 31) by halves, and calls each.end(i, sum).
+// For i from 0 to count - 1, adds the partial sums each.lane(i, 0 .. 31) by halves, and calls each.end(i, sum).
 template <class Each>
 void for_lanes(const Device* dev, const Each& each, int64_t count) {
     if (count == 0) return;

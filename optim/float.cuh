@@ -1,8 +1,8 @@
-// Arithmetic that gives the same bits on the CPU and on any GPU, whatever the compiler's flags: each operation here is
-// one that IEEE 754 defines to the last bit, and on the device it is the intrinsic that says so. Products feed sums
-// only through exact_fma, so that no compiler finds a multiply and an add to contract. NaN is the one result whose bits
-// IEEE leaves open (x86 and CUDA differ): canonical() gives it one pattern before it is stored. This file and all that
-// it is followed by is also compiled at run time by NVRTC, which has no standard headers.
+// Arithmetic that gives the same bits on the CPU and on any GPU, whatever the compiler's flags. Each operation here is
+// one that IEEE 754 defines to the last bit; on the device it is the intrinsic with that guarantee. A product is added
+// to a sum only by exact_fma, so that no compiler finds a multiply and an add to contract. IEEE leaves open only the
+// bits of NaN, and x86 and CUDA differ there, so canonical() gives NaN one pattern before it is stored. NVRTC, which
+// has no standard headers, also compiles this file and all that follow it.
 #pragma once
 
 #ifndef __CUDACC_RTC__
@@ -19,8 +19,8 @@ EMBED_SOURCE
 #define OPTIM_INLINE inline __attribute__((always_inline))
 #endif
 
-// Marks a function that only the host calls. NVRTC compiles nothing for the host; there the function is an unused one
-// for the device.
+// Marks a function that only the host calls. NVRTC compiles nothing for the host, so there it is an unused device
+// function.
 #ifdef __CUDACC_RTC__
 #define OPTIM_HOST __device__
 #else
@@ -28,7 +28,7 @@ EMBED_SOURCE
 #endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool ON_HOPPER = true;  // or later
+constexpr bool ON_HOPPER = true;  // or on a later GPU
 #else
 constexpr bool ON_HOPPER = false;
 #endif
@@ -40,7 +40,7 @@ constexpr bool ON_HOPPER = false;
 #define OPTIM_UNROLL
 #endif
 
-// The first expression on the GPU, the second on the CPU.
+// Selects the first expression on the GPU and the second on the CPU.
 #ifdef __CUDA_ARCH__
 #define OPTIM_EITHER(GPU, CPU) GPU
 #else
@@ -57,7 +57,7 @@ OPTIM_INLINE float exact_add(float a, float b) {
     return OPTIM_EITHER(__fadd_rn(a, b), a + b);
 }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 OPTIM_INLINE float exact_fma(float a, float b, float c) {
     return OPTIM_EITHER(__fmaf_rn(a, b, c), fmaf(a, b, c));
 }
@@ -70,10 +70,11 @@ OPTIM_INLINE float exact_sqrt(float a) {
     return OPTIM_EITHER(__fsqrt_rn(a), sqrtf(a));
 }
 
-// The root of a moment, correctly rounded, of max(v, 2^-100): below, an approximate start would flush to zero. A root
-// of 2^-50 under eps is nothing, and what keeps roots takes one that small for zero (blocks.cuh). NaN for infinity.
-// On a GPU this is the sequence that __fsqrt_rn uses, without its test and its branch, which cost as much as the
-// arithmetic: the approximate instruction only starts it, the last step rounds correctly. The tests try all mantissas.
+// Returns the correctly rounded root of max(v, 2^-100), for a moment v; NaN for infinity. Below 2^-100 the approximate
+// start would flush to zero. A root of 2^-50 is negligible beside eps, and formats that store roots treat one that
+// small as zero (blocks.cuh). On a GPU this is the sequence of __fsqrt_rn without its test and branch, which cost as
+// much as the arithmetic: the approximate instruction only starts it, and the last step rounds correctly. The tests try
+// all mantissas.
 constexpr float MIN_ROOT = 8.8817842e-16f;  // 2^-50
 
 OPTIM_INLINE float moment_root(float v) {
@@ -89,7 +90,8 @@ OPTIM_INLINE float moment_root(float v) {
 #endif
 }
 
-// 1 / b, correctly rounded, for 2^-126 <= |b| <= 2^125, by __frcp_rn's sequence without its test and branch.
+// Returns 1 / b, correctly rounded, for 2^-126 <= |b| <= 2^125, by the sequence of __frcp_rn without its test and
+// branch.
 OPTIM_INLINE float exact_reciprocal(float b) {
 #ifdef __CUDA_ARCH__
     float r;
@@ -128,8 +130,9 @@ OPTIM_INLINE bool is_nan(float x) {
     return x != x;
 }
 
-// x, or for NaN the pattern `nan`, of 0x7f800001 to 0x7fffffff. All arithmetic of a GPU makes NaN 0x7fffffff, the
-// largest integer of all floats' bits, so there a minimum does it; stored ones have that sign too.
+// Returns x, or for NaN the pattern `nan`, between 0x7f800001 and 0x7fffffff. A GPU's arithmetic gives NaN the bits
+// 0x7fffffff, the largest integer among the bits of all floats, so there a minimum of integers suffices; stored NaN
+// have that sign too.
 OPTIM_INLINE float one_nan(float x, uint32_t nan) {
 #ifdef __CUDA_ARCH__
     int bits = (int)__float_as_uint(x);
@@ -139,12 +142,13 @@ OPTIM_INLINE float one_nan(float x, uint32_t nan) {
 #endif
 }
 
-// The sign of x at bit 31; 0 for NaN, whose sign differs between machines: a GPU's arithmetic makes it positive.
+// Returns the sign of x at bit 31; 0 for NaN, whose sign differs between machines (a GPU's arithmetic makes it
+// positive).
 OPTIM_INLINE uint32_t sign_bits(float x) {
     return OPTIM_EITHER(float_bits(x), is_nan(x) ? 0u : float_bits(x)) & 0x80000000u;
 }
 
-// The result of an arithmetic operation, with the NaN that a GPU makes.
+// Returns the result x of an arithmetic operation; NaN gets the pattern that a GPU gives it.
 OPTIM_INLINE float one_nan(float x) {
     return OPTIM_EITHER(x, is_nan(x) ? bits_float(0x7fffffffu) : x);
 }
@@ -153,7 +157,7 @@ OPTIM_INLINE float canonical(float x) {
     return is_nan(x) ? bits_float(0x7fc00000u) : x;
 }
 
-// Comparisons with a defined result for NaN: the second operand.
+// Minimum and maximum with a defined result if `a` is NaN: b.
 OPTIM_INLINE float exact_min(float a, float b) {
     return OPTIM_EITHER(fminf(a, b), a < b ? a : b);
 }
@@ -162,7 +166,7 @@ OPTIM_INLINE float exact_max(float a, float b) {
     return OPTIM_EITHER(fmaxf(a, b), a > b ? a : b);
 }
 
-// A GPU takes the absolute value within the comparison that follows, at no cost.
+// Returns |a|. A GPU takes the absolute value as part of the comparison that follows, at no cost.
 OPTIM_INLINE float exact_abs(float a) {
     return OPTIM_EITHER(fabsf(a), bits_float(float_bits(a) & 0x7fffffffu));
 }

@@ -1,7 +1,8 @@
-// See jit.h. The source reaches the binary through EMBED_SOURCE: each header that says it is put, by the assembler,
-// into the section optim_sources, in the order in which the compiler meets the headers, so the section read from end to
-// end is one program; only its own #include lines must be blanked. Nothing but the includes below says which files
-// these are, so make's dependencies are right and a new format needs no line here.
+// See jit.h. The source is embedded in the binary by EMBED_SOURCE: for each header that has this macro, the assembler
+// puts the header's text into the section optim_sources, in the order in which the compiler meets the headers. So the
+// section, read from end to end, is one program; only the headers' own #include lines must be blanked. The includes
+// below alone decide which files are embedded. Therefore make's dependencies are right, and a new format needs no line
+// here.
 #include "../data/files.h"
 #include "../kernels/common.cuh"
 #include "jit.h"
@@ -30,7 +31,7 @@ extern "C" const char __start_optim_sources[], __stop_optim_sources[];
 
 typedef unsigned __int128 Hash;
 
-// FNV-1a in 128 bits: names files and finds damage; nobody is kept out by it.
+// FNV-1a in 128 bits. It names files and finds damage; it is no protection against attackers.
 static Hash hash_bytes(Hash hash, const void* bytes, int64_t count) {
     const Hash prime = ((Hash)1 << 88) + 0x13b;
     for (int64_t i = 0; i < count; i++) hash = (hash ^ ((const unsigned char*)bytes)[i]) * prime;
@@ -41,7 +42,8 @@ static Hash hash_start() {
     return ((Hash)0x6c62272e07bb0142ull << 64) + 0x62b821756295c58dull;
 }
 
-// The few calls of NVRTC, by hand: the library is opened at run time and its header need not be installed.
+// The calls of NVRTC that are needed, declared here since the library is opened at run time and its header need not be
+// installed.
 typedef struct NvrtcProgram_* NvrtcProgram;
 #define NVRTC_CALLS(CALL)                                                                                      \
     CALL(int, version, "nvrtcVersion", (int* major, int* minor))                                               \
@@ -81,7 +83,7 @@ void* open_library(const char* variable, const char* name, bool loaded) {
     return nullptr;
 }
 
-// Opens libnvrtc; the loader counts openings, so this may be called again and again.
+// Opens libnvrtc. The loader counts openings, so this may be called repeatedly.
 static bool nvrtc_open(Nvrtc* nvrtc) {
     void* library = open_library("NIBBLE_NVRTC", "libnvrtc", false);
     bool whole = library != nullptr;
@@ -127,11 +129,12 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
     return newest != 0;
 }
 
-// The headers' own includes are blanked, since what they name stands before them already.
-char* jit_source(int64_t* bytes, const char* user_source) {
-    int64_t own = __stop_optim_sources - __start_optim_sources, count = own + (int64_t)strlen(user_source);
-    char* source = (char*)memory_take((size_t)count + 1);
-    memcpy(source, __start_optim_sources, (size_t)own);
+// Returns the source that is compiled: all of the optimizer's device code, then `user_source`. The caller frees it. The
+// headers' own includes are blanked, since the included text precedes them already.
+static char* jit_source(const char* user_source) {
+    const size_t own = (size_t)(__stop_optim_sources - __start_optim_sources);
+    char* source = (char*)memory_take(own + strlen(user_source) + 1);
+    memcpy(source, __start_optim_sources, own);
     strcpy(source + own, user_source);
     for (char* line = source; *line;) {
         char* end = strchr(line, '\n');
@@ -141,15 +144,15 @@ char* jit_source(int64_t* bytes, const char* user_source) {
         }
         line = *end ? end + 1 : end;
     }
-    *bytes = count;
     return source;
 }
 
-// Options that decide the arithmetic are spelt out, although the source relies on none of them.
+// These options decide the arithmetic. They are spelt out, although the source does not rely on them.
 static const char* const jit_options[] = {"--std=c++17",     "-fmad=false",      "--ftz=false",
                                           "--prec-div=true", "--prec-sqrt=true", "--disable-warnings"};
 constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
 
+// Allocates an image of this size, and copies the symbol.
 static void image_set(JitImage* image, const char* symbol, int64_t image_bytes) {
     size_t length = strlen(symbol) + 1;
     image->symbol = (char*)memory_take(length + (size_t)image_bytes);
@@ -164,6 +167,7 @@ void jit_free(JitImage* image) {
     memset(image, 0, sizeof(*image));
 }
 
+// Writes NVRTC's status and log.
 static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status, const char* expression, char* error) {
     size_t log_bytes = 0;
     char* log = nullptr;
@@ -181,17 +185,16 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     Nvrtc nvrtc;
     memset(image, 0, sizeof(*image));
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
-    int64_t source_bytes;
-    char* source = jit_source(&source_bytes, user_source);
+    char* source = jit_source(user_source);
     char option_arch[64];
-    // The "a" allows what only Hopper has, which the kernel asks for where it may (kernel.cuh).
+    // The "a" allows instructions that only Hopper has, which kernel.cuh uses if it may.
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
     snprintf(option_arch, sizeof(option_arch), "--gpu-architecture=%s%s", architecture, hopper);
     const char* options[JIT_OPTIONS + 2];
     memcpy(options, jit_options, sizeof(jit_options));
     int major = 0, minor = 0, count = JIT_OPTIONS;
     options[count++] = option_arch;
-    // From 13 on NVRTC has a cache of its own, and starts the driver to find it: more time than it could save.
+    // NVRTC from 13 on has its own cache, and starts the driver to find it, which takes more time than it could save.
     if (nvrtc.version(&major, &minor) == 0 && major >= 13) options[count++] = "--no-cache";
 
     NvrtcProgram program = nullptr;
@@ -216,13 +219,13 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     return status == 0;
 }
 
-// The cache's folder; false when the environment names none.
+// Writes the cache's folder. Returns false if the environment names none or its name is too long.
 static bool cache_folder(char* folder, size_t bytes) {
     const char* own = getenv("NIBBLE_CACHE");
     const char* xdg = getenv("XDG_CACHE_HOME");
     const char* home = getenv("HOME");
     int length = own ? (int)strlen(own) : 0;
-    while (length > 1 && own[length - 1] == '/') length--;  // behind a slash a symbolic link would be followed
+    while (length > 1 && own[length - 1] == '/') length--;  // a slash at the end would follow a symbolic link
     if (own && *own) return snprintf(folder, bytes, "%.*s", length, own) < (int)bytes;
     if (xdg && *xdg) return snprintf(folder, bytes, "%s/nibble", xdg) < (int)bytes;
     if (home && *home) return snprintf(folder, bytes, "%s/.cache/nibble", home) < (int)bytes;
@@ -253,12 +256,12 @@ bool jit_cache_path(const char* expression, const char* architecture, char* path
     return length > 0 && length < (int)bytes;
 }
 
-// A file of the cache: this header, the symbol with its 0, the image.
+// A file of the cache consists of this header, the symbol with its 0, and the image.
 struct CacheHeader {
     char magic[8];
     int64_t symbol_bytes;
     int64_t image_bytes;
-    uint64_t checksum[2];  // of the sizes and all that follows the header
+    uint64_t checksum[2];  // of the sizes and of everything after the header
 };
 
 static const char cache_magic[8] = {'n', 'i', 'b', 'b', 'l', 'e', 'k', '1'};
@@ -270,9 +273,9 @@ static void cache_checksum(const CacheHeader* header, const char* payload, uint6
     checksum[1] = (uint64_t)hash;
 }
 
-// Opens the cache's folder or, inside `folder`, one of its files, without following a symbolic link or waiting for a
-// FIFO. Returns -1 when there is none. Returns -1 with a reason when others than this user and root could have put
-// there what it holds.
+// Opens the cache's folder (`folder` is AT_FDCWD) or one of the files in `folder`, without following a symbolic link or
+// waiting for a FIFO. Returns -1 if there is none. Returns -1 with a reason if others than this user and root could
+// have written its contents.
 static int cache_open(int folder, const char* name, const char** reason) {
     const bool is_folder = folder == AT_FDCWD;
     struct stat info;
@@ -298,7 +301,7 @@ static int cache_open(int folder, const char* name, const char** reason) {
     return -1;
 }
 
-// One sentence for a process, and of the ranks of a machine only from the first, since they share the cache.
+// Prints at most one notice in a process, and only on the first rank of a machine, since its ranks share the cache.
 __attribute__((format(printf, 1, 2))) static void cache_notice(const char* format, ...) {
     static bool told;
     const char* rank = getenv("LOCAL_RANK");
@@ -312,7 +315,7 @@ __attribute__((format(printf, 1, 2))) static void cache_notice(const char* forma
     notice(text);
 }
 
-// False when the file is not whole.
+// Reads an image from a file. Returns false if the file is damaged.
 static bool cache_read(int file, JitImage* image) {
     CacheHeader header;
     struct stat info;
@@ -339,18 +342,19 @@ static bool cache_read(int file, JitImage* image) {
     return good;
 }
 
+// Creates the folders of a path.
 static void folders_make(const char* path) {
     char folder[4352];
     snprintf(folder, sizeof(folder), "%s", path);
     for (char* slash = strchr(folder + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
         *slash = 0;
-        // A failure shows when the file is opened. The mode is set again since a umask may have taken bits from it.
+        // A failure will show when the file is opened. The mode is set again, since a umask may have removed bits.
         if (mkdir(folder, 0700) == 0 && chmod(folder, 0700) != 0) return;
         *slash = '/';
     }
 }
 
-// Removes the temporary files of processes that were killed while they wrote: those that nobody can be writing still.
+// Removes temporary files that are an hour old: those of processes that were killed while they wrote.
 static void cache_sweep(const char* path) {
     char folder[4352], file[4700];
     snprintf(folder, sizeof(folder), "%.*s", (int)(strrchr(path, '/') - path), path);
@@ -367,6 +371,7 @@ static void cache_sweep(const char* path) {
     closedir(entries);
 }
 
+// Writes an image to the cache. Returns false with errno if it cannot.
 static bool cache_write(const char* path, const JitImage* image) {
     CacheHeader header;
     memset(&header, 0, sizeof(header));
@@ -391,14 +396,14 @@ static bool cache_write(const char* path, const JitImage* image) {
     return good;
 }
 
-// Reads a file of the cache. False when there is none, or none that may be used, which a notice says. *usable: the
-// folder may be used, or is not there yet.
+// Reads an image from the cache. Returns false if there is no file, or none that may be used, which a notice says.
+// *usable becomes true if the folder may be used or does not exist yet.
 static bool cache_find(const char* path, JitImage* image, bool* usable) {
     const char *reason, *name = strrchr(path, '/') + 1;
     char folder[4352];
     bool found = false;
     snprintf(folder, sizeof(folder), "%.*s/", (int)(name - path) - 1, path);
-    if (folder[1]) folder[strlen(folder) - 1] = 0;  // all but "/" itself
+    if (folder[1]) folder[strlen(folder) - 1] = 0;  // no slash at the end, except of "/"
     int at = cache_open(AT_FDCWD, folder, &reason);
     *usable = !reason;
     if (reason) {
@@ -429,7 +434,9 @@ bool jit_get(const char* expression, const char* architecture, JitImage* image, 
     return true;
 }
 
-bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
+// Loads an image into the current device, where it stays until the process ends. Returns false with a sentence if the
+// driver refuses it.
+static bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     CUresult (*module_load)(CUmodule * module, const void* image);
     CUresult (*module_function)(CUfunction * function, CUmodule module, const char* name);
     CUmodule module = nullptr;

@@ -1,19 +1,19 @@
-// Kernels compiled at run time by NVRTC from the source that is embedded in the binary, and kept in a folder:
+// Compiles kernels at run time with NVRTC, from the source that is embedded in the binary, and caches them in a folder:
 // $NIBBLE_CACHE, else $XDG_CACHE_HOME/nibble, else ~/.cache/nibble. Compiling needs neither a GPU nor the toolkit's
-// headers; it needs libnvrtc, which is opened when it is first wanted: $NIBBLE_NVRTC if that is set (the path of a
-// library that the loader does not find by itself, such as pip's), else by its usual names.
+// headers, but libnvrtc, which is opened on first use: $NIBBLE_NVRTC if that is set (the path of a library that the
+// loader does not find by itself, such as pip's), else its usual names.
 //
-// A file of the cache is named by a hash of all that decides its contents (source, options, architecture, NVRTC's
-// version, the kernel asked for) and carries a checksum. It is written under a temporary name, synced and renamed, so
-// several processes and crashes cannot damage it; one that is damaged all the same is compiled again. Temporary files
-// of killed processes are removed when they are an hour old. A folder that cannot be written costs a second at each
-// start and one line that says so. What fails to compile is never kept.
+// A file of the cache is named by a hash of everything that decides its contents (source, options, architecture,
+// NVRTC's version, the kernel's name) and carries a checksum. It is written under a temporary name, synced and renamed,
+// so that neither several processes nor crashes can damage it; a damaged file is compiled again. Temporary files of
+// killed processes are removed after an hour. If the folder cannot be written, each start compiles again, and one line
+// says so. A kernel that fails to compile is never cached.
 //
-// Code that is read from the cache runs on the GPU. So a folder or file that others than this user and root own or may
-// write, a symbolic link and what is no regular file are not used, and one line says so. Folders are created as 0700
-// and files as 0600, whatever the umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
+// Code from the cache runs on the GPU. So a folder or file that others than this user and root own or may write, a
+// symbolic link, and anything but a regular file are not used, and one line says so. Folders are created with mode 0700
+// and files with 0600, for any umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
 //
-// A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer, and one from the cache 7 ms.
+// A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer; reading the cache takes 7 ms.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -29,26 +29,25 @@ struct JitImage {
     char* symbol;  // the kernel's mangled name
     char* image;   // cubin or PTX; allocated together with symbol, freed by jit_free
     int64_t image_bytes;
-    bool cached;  // read from the cache
+    bool cached;  // true if it was read from the cache
 };
 
-// The source that is compiled, caller frees: all of the optimizer's device code, then `user_source`.
-char* jit_source(int64_t* bytes, const char* user_source = "");
-
-// Opens a library of CUDA's, such as "libnvrtc": the one that the environment variable names or, if it names none, one
-// that is found under the usual names; with `loaded` rather one that the process has loaded (torch's, say).
+// Opens a library of CUDA's, such as "libnvrtc", and returns its handle or null. It opens the path in the environment
+// variable `variable` or, if that is not set, one of the usual names. With `loaded`, it prefers a library that the
+// process has loaded already, such as torch's.
 void* open_library(const char* variable, const char* name, bool loaded);
 
-// True if libnvrtc can be opened.
+// Returns true if libnvrtc can be opened.
 bool jit_available();
 
-// The architecture to compile for, on a device of compute capability `compute` (90 for 9.0): "sm_90", or the newest PTX
-// that NVRTC knows ("compute_90") when it does not know the device.
+// Writes the architecture to compile for on a device of compute capability `compute` (90 for 9.0): "sm_90", or the
+// newest PTX that NVRTC knows ("compute_90") if it does not know the device. Returns false with a sentence if there is
+// no libnvrtc or it knows neither.
 bool jit_architecture(int compute, char* architecture, size_t bytes, char* error);
 
-// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>"; "" names none, and the
-// image then has what variables the source defines. False with NVRTC's log in `error`, cut to DATA_ERROR_BYTES.
-// `user_source` is what the optimizer's source is followed by: formats of the user's own (user.cuh).
+// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>"; with "" it compiles only
+// the variables that the source defines. `user_source`, the user's own formats (user.cuh), follows the optimizer's
+// source. Returns false with NVRTC's log in `error`, cut to DATA_ERROR_BYTES. jit_free frees the image.
 bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error,
                  const char* user_source = "");
 
@@ -57,12 +56,13 @@ bool jit_get(const char* expression, const char* architecture, JitImage* image, 
              const char* user_source = "");
 void jit_free(JitImage* image);
 
-// The content address of a kernel compiled by NVRTC of a version: 32 hexadecimal digits.
+// Writes the hash that names a kernel's file in the cache, for a version of NVRTC: 32 hexadecimal digits.
 constexpr size_t JIT_KEY_BYTES = 33;
 void jit_key(const char* expression, const char* architecture, const char* user_source, int nvrtc_major,
              int nvrtc_minor, char key[JIT_KEY_BYTES]);
 
-// The path of the cache's file for an expression; false when no folder is named by the environment.
+// Writes the path of the cache's file for an expression. Returns false if the environment names no folder, or if there
+// is no libnvrtc.
 bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes,
                     const char* user_source = "");
 
@@ -76,18 +76,16 @@ struct JitKernel {
 
 // A kernel that was compiled ahead of time or by NVRTC.
 struct Kernel {
-    const void* built_in;  // or null: then jit
+    const void* built_in;  // null: `jit` is the kernel
     JitKernel jit;
     int threads, shared_bytes;
 };
 
-// Loads an image into the current device, where it stays until the process ends; false and a sentence when the driver
-// refuses it. A launch's arguments are as cudaLaunchKernel takes them.
-bool jit_load(const JitImage* image, JitKernel* kernel, char* error);
-// Makes a kernel through the cache and loads it, for a device of compute capability `compute`; ends the process with a
-// sentence if it cannot.
+// Compiles a kernel through the cache and loads it, for a device of compute capability `compute`. Exits with a sentence
+// if that fails.
 void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel);
-// Lets launches ask for as much dynamic shared memory.
+// Allows launches with up to `bytes` bytes of dynamic shared memory.
 void jit_shared_bytes(const JitKernel* kernel, int bytes);
+// Launches a kernel; `arguments` is as for cudaLaunchKernel.
 void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,
                 cudaStream_t stream);

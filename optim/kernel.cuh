@@ -1,16 +1,17 @@
-// The step, one template for every combination of rule and storages. This file begins with the life of one element,
+// The step: one template for every combination of rule and storages. This file begins with the life of one element,
 //     load -> dequantise -> update in fp32 -> quantise -> store
-// and goes on with the machinery: how threads store together, how a thread block is laid out, how tiles travel through
-// shared memory, and the kernels.
+// and continues with how the threads of a group store together, how a thread block is laid out, how tiles travel
+// through shared memory, and the kernels.
 //
-// Arenas hold all tensors of the model one after another. A table cuts them into tiles of 2048 elements, each with the
-// group of its tensor (decay or not). No tile spans two tensors: zeros pad a tensor to whole tiles. One launch covers
-// the table. Each byte of weights, gradients and states is read once, and each byte of weights and states written once;
-// for bf16 throughout these are 14 bytes a parameter, and moving them is all the time that a step should take. If the
-// matmuls read another type than the weights are stored in, the step writes that copy in the same pass.
+// Arenas hold all tensors of the model one after another. A table cuts them into tiles of 2048 elements, each with its
+// tensor's group of constants (learning rate and decay). No tile spans two tensors, since zeros pad each tensor to
+// whole tiles. One launch covers the table. Each byte of weights, gradients and states is read once, and each byte of
+// weights and states is written once. With bf16 throughout these are 14 bytes a parameter, and a step should take no
+// longer than copying them does. If the matmuls read another type than the weights are stored in, the step writes a
+// copy of that type in the same pass.
 //
-// The template takes its storages as objects. On the GPU they are empty structs of static functions and vanish; on the
-// CPU they may be rows of tables of function pointers, so any combination runs without being instantiated.
+// The template takes its storages as objects. On the GPU they are empty structs of static functions and cost nothing.
+// On the CPU they may be table rows of function pointers, so that any combination runs without being instantiated.
 #pragma once
 #include "../kernels/ptx.cuh"
 #include "formats/bf16.cuh"
@@ -22,36 +23,36 @@
 
 EMBED_SOURCE
 
-constexpr int STEP_GROUPS = 8;  // tensors without and with weight decay, and those of overrides
+constexpr int STEP_GROUPS = 8;  // at most: tensors without and with weight decay, and those of overrides
 
 struct alignas(8) Tile {
     uint32_t index;  // its first element is index * TILE_ELEMENTS of the arena
     uint32_t group;
 };
 
-// TilePlace says where a tile's weights and gradients lie in tensors of the caller's own (placed.h).
+// The place of a tile's weights and gradients in tensors of the caller's own (placed.h).
 struct TilePlace {
-    void* weights;  // in the type that the matmuls read: the stored codes, or the copy beside them
+    void* weights;  // in the type that the matmuls read: the stored codes, or a copy of the stored weights
     const void* grads;
-    int64_t element;  // the tile's first element of the model, which its noise is counted by
+    int64_t element;  // number of the tile's first element in the model, for its noise
 };
 
 struct StepArguments {
     Streams weights, grads, m, v;
     Streams slow;             // the third state of a rule that keeps one, in m's format
-    Streams copy;             // the weights in the type that the matmuls read, if that is another
+    Streams copy;             // the copy of the weights in the type that the matmuls read, or null
     const float* grad_scale;  // device scalar
-    const float* factor;      // (tiles of the arena) of the update, for Scaled rules; on the CPU null for others
+    const float* factor;      // (tiles of the arena) factor of the update for Scaled rules; on the CPU null for others
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;       // below 2^31
     uint32_t* next_tile;      // device scalar, 0 before a launch and after
     NoiseSeed seed;
     uint32_t step;
     Hyper group[STEP_GROUPS];
-    const TilePlace* places;  // (tile_count), or null: weights and gradients lie in arenas
+    const TilePlace* places;  // (tile_count); null: weights and gradients lie in arenas
 };
 
-// A storage of gradients that tells the step's kernel to read `places`.
+// Marks a storage of gradients, so that the step's kernel reads `places`.
 template <class Storage>
 struct Placed : Storage {
     static constexpr bool PLACED = true;
@@ -62,8 +63,8 @@ struct TileStreams {
     Streams weights, grads, m, v, slow, copy;
 };
 
-// A STORE pass stores the new values. A MEASURE pass comes before it if a scale reaches further than a tile, and only
-// raises the maxima that the scales are made of (formats/spans.cuh).
+// A STORE pass stores the new values. If a scale reaches further than a tile, a MEASURE pass comes before it; it only
+// raises the maxima from which the scales are computed (formats/spans.cuh).
 enum Pass { STORE, MEASURE };
 
 // The noise of the weights, m, v and the slow average.
@@ -82,7 +83,8 @@ OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int 
              {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
 }
 
-// True if threads with COUNT elements take halves of them in an order of their own (elementwise.cuh).
+// Returns true if threads with COUNT elements may take the second half of them first (element_order in
+// elementwise.cuh).
 template <int COUNT, class Weights, class Grads, class M, class V>
 OPTIM_INLINE constexpr bool step_ordered() {
     constexpr bool able = Weights::TAKES_ORDER && Grads::TAKES_ORDER && M::TAKES_ORDER && V::TAKES_ORDER;
@@ -94,8 +96,9 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
                                  const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
                                  float* v, float* slow, float* root, const NoiseKey* key);
 
-// One step for n elements (n <= MAX) from `first` on of the tile that begins at `element` of the arena. `turn` is 0 and
-// 1 by turns from tile to tile. `seen`, unless null, receives the new weights as the model sees them, in pairs of bf16.
+// Takes one step for n elements (n <= MAX) from element `first` on of a tile that begins at `element` of the arena.
+// `turn` alternates between 0 and 1 from tile to tile of a thread. `seen`, unless null, receives the new weights as the
+// model sees them, in pairs of bf16.
 template <int MAX, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
 OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
                                   const V& state_v, const StepArguments& step, const TileStreams& tile,
@@ -136,8 +139,8 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     }
 }
 
-// Storing. A thread stores its arrays together, in parts if their storages have parts (HAS_TOP, formats/blocks.cuh):
-// the largest magnitude of each block, a cut of rare values that are too large, then the codes.
+// Storing. A thread stores its arrays together. If their storages have HAS_TOP (formats/blocks.cuh), it does so in
+// steps: find the largest magnitude of each block, cut rare values that are too large, then write the codes.
 
 #ifdef __CUDACC__
 template <int COUNT, class Storage>
@@ -157,7 +160,8 @@ __device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
     if constexpr (Storage::HAS_TOP) Storage::template cut<COUNT>(x, top);
 }
 
-// Finds the largest of a tile, of `top` of all threads of a group, for each array that is `wanted`, with one barrier.
+// Finds the maximum of `top` over all threads of a group, that is over a tile, for each array that is `wanted`. It
+// takes one barrier.
 template <int COUNT>
 __device__ __forceinline__ void tile_max(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* max) {
 #pragma unroll
@@ -202,12 +206,12 @@ __device__ __forceinline__ void store_all(const Weights& weights, const M& state
     if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], max[3], rare, key[3]);
 }
 
-// Stores a thread's values. All exchanges between threads come first, so that they wait at the same time; then one test
-// decides for all arrays and a whole warp whether any value is rare. x and key belong to the weights, m, v and, unless
-// x[3] is null, the slow average; of v they are the roots where V::OF_ROOTS.
-// APART compiles a path for common values and another for rare ones: a jump and some moves less to run, a fifth to two
-// fifths more to compile. STORES_APART of m or v says where it pays (dev/LOG.md); with errors fed back it does not, and
-// with a third state compiling would take half as long again.
+// Stores a thread's values. All exchanges between threads come first, so that their waits overlap. Then one test
+// decides for all arrays and a whole warp if any value is rare. x and key belong to the weights, m, v and, unless x[3]
+// is null, the slow average; x[2] has the roots of v if V::OF_ROOTS.
+// APART compiles one path for common values and another for rare ones. This saves a jump and some moves at run time,
+// and takes a fifth to two fifths more compile time. STORES_APART of m or v says where it pays (dev/LOG.md). It does
+// not pay when errors are fed back, and with a third state compiling would take half as long again.
 template <int COUNT, bool APART, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
                                              const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
@@ -232,8 +236,8 @@ __device__ __forceinline__ void store_thread(const Weights& weights, const M& st
 }
 #endif
 
-// Stores new weights p and adds to m what their rounding has changed (formats/feedback.cuh). The encoder leaves what it
-// stored in registers where it can; otherwise it is loaded again.
+// Stores new weights p, and adds their rounding errors to m (formats/feedback.cuh). Where the encoder can, it leaves
+// the stored values in registers; otherwise they are loaded again.
 template <int MAX, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
@@ -251,7 +255,7 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
         __syncwarp();  // a neighbour has written the scale
 #endif
         Streams now = streams;
-        if (Weights::HAS_SPANS && now.next) now.extra = now.next;  // the scales that it was stored with
+        if (Weights::HAS_SPANS && now.next) now.extra = now.next;  // the scales with which they were stored
         weights.load(now, first, stored, n, key);
     }
     OPTIM_UNROLL
@@ -262,7 +266,7 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
 }
 
 // Stores the new values of n elements; `root` has the roots of v if the rule is adaptive. On the CPU the storages may
-// be rows of tables, of which only the member feeds_back says whether errors are fed back.
+// be table rows, whose member feeds_back says if errors are fed back.
 template <int MAX, class Rule, class Weights, class M, class V>
 OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
                                  const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
@@ -292,19 +296,18 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 #endif
 }
 
-// The layout of a step's kernel. The host computes the same from the rows of its tables.
+// The layout of a step's kernel. The host computes the same layout from the rows of its tables.
 //
-// On a GPU a tile is updated by a group of threads, each of which takes 16 consecutive elements (8 if a moment has more
-// than 8 bits). From Hopper on, tiles travel through shared memory: the copy engine (TMA) brings all arrays of a tile
-// into one of the group's 2 to 4 stages while the group computes on another, the update writes in place, and the copy
-// engine takes the stage back. Each group has a warp, its courier, that gives the engine its orders, so its threads do
-// not wait for memory, spend no registers on loads in flight and compute no addresses. The next tile of the table goes
-// to the first group that has room for it: multiprocessors differ in speed, so with fixed shares the tiles under way
-// would drift apart in memory. Older GPUs run the same code on memory directly; a CPU core takes a
-// whole tile.
+// On a GPU a group of threads updates a tile; each thread takes 16 consecutive elements (8 if a moment has more than 8
+// bits). From Hopper on, tiles travel through shared memory. The copy engine (TMA) loads all arrays of a tile into one
+// of the group's 2 to 4 stages while the group computes on another one, the update writes in place, and the copy engine
+// stores the stage. Each group has a courier, a warp that issues the copies, so the group's threads do not wait for
+// memory, spend no registers on loads in flight and compute no addresses. The next tile of the table goes to the first
+// group that has a free stage, since multiprocessors differ in speed: with fixed shares, the tiles in flight would
+// drift apart in memory. Older GPUs run the same code on memory directly; a CPU core takes a whole tile.
 //
-// Blocks that share a scale are runs of at most 2048 elements from a tensor's first one on, so they lie in one tile and
-// a thread can reduce over its neighbours, which always run together.
+// A block that shares a scale is a run of at most 2048 elements, counted from the tensor's first one, so it lies in one
+// tile, and its threads, which always run together, can reduce over it.
 
 // The arrays of a step, in the order in which a stage holds them: three of the weights, the gradients, three each of m,
 // v and slow, and the copy.
@@ -317,21 +320,21 @@ struct StepArrays {
 struct StepShape {
     int elements;             // of a thread
     int threads;              // of a group
-    int groups;               // of a thread block; a multiprocessor has one block
+    int groups;               // of a thread block; a multiprocessor runs one thread block
     int couriers;             // warps: one for each group, rounded up to a multiple of 4
     int block_threads;        // groups and couriers together
     int stages;               // of a group
     int bytes[STEP_ARRAYS];   // of a tile; 0 if the array does not exist
     int offset[STEP_ARRAYS];  // in a stage
     int stage_bytes;
-    int load_bytes;
+    int load_bytes;           // of a tile that the copy engine loads
     int table_bytes;          // of both moments' tables, which lie before the stages
-    unsigned loaded, stored;  // bits: the arrays that a stage receives, and gives back
-    unsigned small;           // bits: arrays that the copy engine does not take; couriers carry them
+    unsigned loaded, stored;  // bit a: array a is loaded into a stage, and stored from it
+    unsigned small;           // bit a: array a is too small for the copy engine; couriers copy it
 };
 
-// Multiprocessors that have a copy engine and 227 KB of shared memory: Hopper's and the large ones of Blackwell, of
-// compute capability 9.0 to 11.x.
+// Returns true for multiprocessors with a copy engine and 227 KB of shared memory: Hopper's and the large ones of
+// Blackwell, of compute capability 9.0 to 11.x.
 OPTIM_INLINE constexpr bool has_stages(int compute) {
     return compute >= 90 && compute < 120;
 }
@@ -340,10 +343,10 @@ OPTIM_INLINE constexpr bool has_stages(int compute) {
 #endif
 
 constexpr int STAGE_LINE = 128;         // of shared memory, for the copy engine
-constexpr int SHARED_MAX = 224 * 1024;  // of a thread block on Hopper, less what barriers and exchanges take
+constexpr int SHARED_MAX = 224 * 1024;  // of a thread block on Hopper, without room for barriers and exchanges
 
-// Arrays of whole lines come first, so that each begins a line, as every stage does: the engine is slower if lines of
-// memory and lines of a stage do not match.
+// Places the arrays in a stage. Arrays of whole lines come first, so that each begins at a line, as every stage does;
+// the copy engine is slower if lines of memory and of a stage do not match.
 OPTIM_INLINE constexpr void stage_layout(StepShape* shape) {
     for (int part = 0; part < 2; part++) {
         for (int a = 0; a < STEP_ARRAYS; a++) {
@@ -357,7 +360,7 @@ OPTIM_INLINE constexpr void stage_layout(StepShape* shape) {
 
 OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_bytes) {
     StepShape shape = {};
-    bool rank1 = false, waits = false;  // for another warp of the group
+    bool rank1 = false, waits = false;  // waits: threads wait for other warps of their group
     shape.table_bytes = (table_bytes + STAGE_LINE - 1) / STAGE_LINE * STAGE_LINE;
     shape.elements = arrays.array[4].bits <= 8 && arrays.array[7].bits <= 8 ? 16 : 8;
     shape.threads = TILE_ELEMENTS / shape.elements;
@@ -376,10 +379,10 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     }
     stage_layout(&shape);
     // Fewer threads would hide less of the arithmetic's latency, and more would leave less room for stages and
-    // registers. On an H200 three stages each were better than a third or fourth group, and a fifth helped where a
-    // group waits for its own threads.
+    // registers. On an H200, three stages for each group were faster than a third or fourth group, and a fifth group
+    // helped where a group waits for its own threads.
     shape.groups = (shape.elements == 8 ? 768 : waits ? 640 : 512) / shape.threads;
-    if (rank1) shape.groups = 256 / shape.threads;  // whose arithmetic takes more registers
+    if (rank1) shape.groups = 256 / shape.threads;  // rank-1 scales take more registers
     int max = SHARED_MAX - shape.table_bytes;
     while (shape.groups > 2 && max / (shape.groups * shape.stage_bytes) < 3) shape.groups--;
     while (shape.groups > 1 && max / (shape.groups * shape.stage_bytes) < 2) shape.groups--;
@@ -392,12 +395,12 @@ OPTIM_INLINE constexpr StepShape step_shape(const StepArrays& arrays, int table_
     return shape;
 }
 
-// Bytes of dynamic shared memory: the moments' tables and, if there is a copy engine, the stages.
+// Returns the bytes of dynamic shared memory: the moments' tables and, if there is a copy engine, the stages.
 OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape, int compute) {
     return shape.table_bytes + (has_stages(compute) ? shape.groups * shape.stages * shape.stage_bytes : 0);
 }
 
-// The arrays of the tile `index`, among arrays that begin at the arena's first element.
+// Returns the arrays of tile `index`, given arrays that begin at the arena's first element.
 OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
                              const Streams& whole, int64_t index) {
     return {(char*)whole.codes + index * tile_bytes(codes),
@@ -426,17 +429,17 @@ struct StepLayout {
                                            V::STREAM[2], SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
                                            SLOW ? M::STREAM[2] : NOTHING, Copy::STREAM[0]}};
     static constexpr StepShape SHAPE = step_shape(ARRAYS, M::TABLE_BYTES + V::TABLE_BYTES);
-    // The array that lies where TilePlace.weights says.
+    // PLACED_ARRAY is the array at TilePlace.weights.
     static constexpr bool PLACED = Grads::PLACED;
     static constexpr int PLACED_ARRAY = !PLACED ? -1 : Copy::STREAM[0].bits > 0 ? COPY_ARRAY : 0;
 
-    // The place of tile number t of the table.
+    // Returns the place of tile number t of the table.
     static __device__ __forceinline__ TilePlace place_of(const StepArguments& step, int64_t t) {
         if constexpr (PLACED) return step.places[t];
         return {};
     }
 
-    // The address of array A of a tile in memory.
+    // Returns the address of array `a` of a tile in memory.
     static __device__ __forceinline__ void* in_memory(int a, void* base, int bytes, const Tile& tile,
                                                       const TilePlace& place) {
         if (PLACED && a == PLACED_ARRAY) return place.weights;
@@ -444,7 +447,7 @@ struct StepLayout {
         return (char*)base + (int64_t)tile.index * bytes;
     }
 
-    // The address of array A of a tile: in the stage, or in memory if there is none.
+    // Returns the address of array A of a tile: in the stage, or in memory if there are no stages.
     template <int A>
     static __device__ __forceinline__ void* at(void* base, const Tile& tile, const TilePlace& place,
                                                unsigned char* stage) {
@@ -480,7 +483,8 @@ struct StepLayout {
                 {at<COPY_ARRAY>(step.copy.codes, tile, place, stage), nullptr}};
     }
 
-    // Calls transfer(array in memory, array in the stage, bytes, index) for the arrays of a tile in the set.
+    // Calls transfer(address in memory, address in the stage, bytes, index) for each array of a tile whose bit is in
+    // `set`.
     template <class Transfer>
     static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, const TilePlace& place,
                                                 unsigned char* stage, unsigned set, Transfer transfer) {
@@ -515,13 +519,13 @@ __device__ __forceinline__ void* shared_pointer(uint32_t address) {
     return __cvta_shared_to_generic(address);
 }
 
-// x in a register, which the compiler, left to itself, computes again wherever it is used.
+// Returns x, and makes the compiler keep it in a register; it would otherwise recompute x wherever it is used.
 __device__ __forceinline__ uint32_t register_kept(uint32_t x) {
     asm("" : "+r"(x));
     return x;
 }
 
-// Copies the moments' tables into shared memory. All threads of the thread block call it, and synchronise after it.
+// Copies the moments' tables into shared memory. All threads of the thread block call it and synchronise afterwards.
 template <class M, class V>
 __device__ __forceinline__ void tables_prepare(const StepArguments& step, unsigned char* memory) {
     if constexpr (M::TABLE_BYTES != 0) M::prepare(step.m, memory);
@@ -534,7 +538,8 @@ __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned 
     streams->v.table = memory + M::TABLE_BYTES;
 }
 
-// Updates a thread's elements of a tile. `span` is the tile's place among the numbers of rows, if that is in a stage.
+// Updates a thread's elements of a tile. `span`, unless null, is the stage's copy of the tile's place among the numbers
+// of rows.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const TilePlace& place,
                                             const SpanTile* span, const unsigned char* tables, unsigned char* stage,
@@ -563,7 +568,7 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         key.order = element_order(first);
         store_ordered<COUNT>(streams.copy.codes, first, codes, key);
     } else if constexpr (COPIES) {
-        // Waits for scales that neighbours write.
+        // Wait for the scales that other threads write.
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
         float seen[COUNT];
@@ -574,8 +579,8 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
 }
 
 #ifdef OPTIM_STAGES
-// Shared memory of the couriers and the groups, beside the stages.
-constexpr uint32_t NO_TILE = 0xffffffffu;  // the index of what comes after a group's last tile
+// The couriers and the groups share this memory beside the stages.
+constexpr uint32_t NO_TILE = 0xffffffffu;  // this index follows a group's last tile
 
 template <int GROUPS, int STAGES>
 struct Couriers {
@@ -583,7 +588,7 @@ struct Couriers {
     uint64_t done[GROUPS][STAGES];  // all threads of the group have computed it
     Tile tile[GROUPS][STAGES];
 
-    // The other members of a stage, by the address of its `full`.
+    // Return the other members of a stage, given the address of its `full`.
     static_assert(sizeof(Tile) == sizeof(uint64_t), "three arrays of the same layout");
     __device__ __forceinline__ uint64_t* done_of(uint64_t* stage) const { return stage + GROUPS * STAGES; }
     __device__ __forceinline__ const Tile& tile_of(uint64_t* stage) const {
@@ -591,11 +596,11 @@ struct Couriers {
     }
 };
 
-// The stages hold this beside a tile's arrays: the tile's place, or the places of a rule's numbers by rows. It is empty
-// unless it is THERE. A group that looked the places of the numbers up itself would wait for memory twice.
+// A value of each stage beside the tile's arrays: the tile's place, or its place among a rule's numbers by rows. It is
+// empty unless THERE. A group that loaded the place of its numbers itself would wait for memory twice.
 template <class T, bool THERE, int GROUPS, int STAGES>
 struct Staged {
-    static constexpr int BYTES = sizeof(T);  // that a stage receives
+    static constexpr int BYTES = sizeof(T);  // of a stage
     T value[GROUPS][STAGES];
     __device__ __forceinline__ T* at(int group, int s) { return &value[group][s]; }
     __device__ __forceinline__ T get(int group, int s) const { return value[group][s]; }
@@ -608,7 +613,7 @@ struct Staged<T, false, GROUPS, STAGES> {
     __device__ __forceinline__ T get(int, int) const { return {}; }
 };
 
-// A courier gives the copy engine its orders for one group.
+// A courier issues the copies of one group.
 template <class Layout, class Shared, class PlacesOf, class SpansOf>
 struct Courier {
     static constexpr StepShape SHAPE = Layout::SHAPE;
@@ -621,9 +626,9 @@ struct Courier {
     int group;
     uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
 
-    // Returns the next tile that no group has, or a number beyond the last. The first tiles are given without asking.
-    // Each group asks until there are no more, so the number of calls is known, and after the last one the counter is 0
-    // again.
+    // Returns the number of the next tile that no group has, or a number beyond the last. The first tiles of each group
+    // are fixed. Each group calls this until there are no more tiles, so the number of calls is known, and the last
+    // call sets the counter back to 0.
     __device__ __forceinline__ uint32_t next_tile() const {
         const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
         const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
@@ -656,10 +661,10 @@ struct Courier {
         barrier_arrive(shared_offset(&shared->full[group][s]));
     }
 
-    // Takes a stage back once the group has computed it.
+    // Stores a stage to memory once the group has computed it.
     __device__ __forceinline__ void take_back(int s, uint32_t parity) {
         while (!barrier_passed(shared_offset(&shared->done[group][s]), parity))
-            __nanosleep(100);  // looking costs the others slots
+            __nanosleep(100);  // polling takes issue slots from other warps
         const Tile tile = shared->tile[group][s];
         const TilePlace place = places->get(group, s);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
@@ -672,8 +677,8 @@ struct Courier {
     }
 };
 
-// Runs in one thread. It fills its group's stages; then, as the group computes them one after another, it takes a stage
-// back and fills the one before it, whose way back began a turn ago, with the next tile.
+// Runs a courier, in one thread. It fills its group's stages. Then, as the group computes one stage after another, it
+// begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next tile.
 template <class Layout, class Shared, class PlacesOf, class SpansOf>
 __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, PlacesOf* places, SpansOf* spans,
                                             unsigned char* memory, int group) {
@@ -694,7 +699,7 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
     uint32_t parity = 0;
     for (; filled > 0; filled--) {
         const bool comes = before >= 0 && next < count;
-        const Tile coming = comes ? step.tiles[next] : Tile{};  // on its way during the wait, as is the next number
+        const Tile coming = comes ? step.tiles[next] : Tile{};  // both loads are in flight during the wait
         const TilePlace place = comes ? Layout::place_of(step, next) : TilePlace{};
         if (comes) next = courier.next_tile();
         if (comes) courier.read(coming);
@@ -710,8 +715,8 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
 #endif
 
 #ifdef OPTIM_STAGES
-// A thread block has 64k registers, given to threads by eights. All threads start with the same number; then the
-// couriers give up what they do not need and the groups take it, which saves spills.
+// A thread block has 64k registers, which threads get in multiples of eight. All threads start with the same number.
+// Then the couriers release registers that they do not need and the groups take them, which avoids spills.
 constexpr int COURIER_REGISTERS = 32;
 
 OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
@@ -721,7 +726,7 @@ OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
 OPTIM_INLINE constexpr int registers_of_groups(const StepShape& shape) {
     int max = 32 * shape.couriers * COURIER_REGISTERS;
     max = (registers_at_start(shape) * shape.block_threads - max) / (shape.groups * shape.threads) / 8 * 8;
-    return max > 128 ? 0 : max;  // enough as it is
+    return max > 128 ? 0 : max;  // 0: the groups have enough registers from the start
 }
 
 template <int REGISTERS, bool MORE>
@@ -801,7 +806,7 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
 #endif
 }
 
-// grid: a thread block a multiprocessor, or fewer; block: SHAPE.block_threads; shared memory: step_shared_bytes;
+// grid: at most a thread block for each multiprocessor; block: SHAPE.block_threads; shared memory: step_shared_bytes;
 // deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
@@ -809,14 +814,14 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     step_run<Rule, Weights, M, V, Copy, Grads>(step);
 }
 
-// Does the same with arguments from device memory, which a CUDA graph changes from replay to replay (placed.h).
+// Does the same with arguments in device memory, which a CUDA graph changes from replay to replay (placed.h).
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_replayed_kernel(const StepArguments* step) {
     step_run<Rule, Weights, M, V, Copy, Grads>(*step);
 }
 
-// The weights as the model sees them, rounded to nearest into the type that the matmuls read.
+// Decodes the weights as the model sees them, rounded to nearest to the type that the matmuls read.
 // grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
 template <class Weights, class Copy>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_kernel(Streams weights, Streams copy) {
@@ -829,7 +834,7 @@ __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS) optim_decode_
     Copy::set({(char*)copy.codes + (int64_t)blockIdx.x * tile_bytes(to), nullptr}, first, x, DECODE_ELEMENTS);
 }
 
-// Sets weights, rounded to nearest, from `count` values; behind these they become zero.
+// Sets weights, rounded to nearest, from `count` values; the weights behind these become zero.
 // grid: a thread block a tile, block: TILE_ELEMENTS / DECODE_ELEMENTS; deterministic.
 template <class Weights>
 __global__ void __launch_bounds__(TILE_ELEMENTS / DECODE_ELEMENTS)

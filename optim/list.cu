@@ -1,4 +1,4 @@
-// Prints the tables: --list-formats, --list-presets and the banner's line.
+// Prints the tables for --list-formats and --list-presets, and writes the banner's line.
 #include "plan.h"
 #include "table.cuh"
 #include "user.h"
@@ -71,7 +71,7 @@ void optim_list_formats(FILE* file, const char* formats) {
     user_formats_free(user);
 }
 
-// Bytes for each parameter: "stored" is what a checkpoint has; "held" adds the gradients of a run with bf16 ones. The
+// The columns are bytes for each parameter: "B/param" counts what a checkpoint stores; "held" adds bf16 gradients. The
 // room for decoded layers, which depends on the model's shape, is in the banner.
 void optim_list_presets(FILE* file) {
     fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",

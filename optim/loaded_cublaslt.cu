@@ -1,5 +1,5 @@
-// See loaded_cublaslt.h. This looks for libcublasLt at NIBBLE_CUBLASLT, or else takes the one that the process has
-// loaded (torch's, say), or else one that is found under the usual names.
+// See loaded_cublaslt.h. It opens libcublasLt at the path NIBBLE_CUBLASLT, else the one that the process has loaded
+// (such as torch's), else one under its usual names.
 #include "loaded_cublaslt.h"
 
 #include "jit.h"
@@ -7,7 +7,7 @@
 #ifdef __CUDACC__
 #include <dlfcn.h>
 
-// The functions that products call: what they return, their names, parameters and arguments.
+// The functions that matrix products call: return type, name, parameters and arguments.
 #define CUBLASLT_FUNCTIONS(X)                                                                                      \
     X(cublasStatus_t, cublasLtCreate, (cublasLtHandle_t * handle), (handle))                                       \
     X(cublasStatus_t, cublasLtDestroy, (cublasLtHandle_t handle), (handle))                                        \
@@ -51,7 +51,7 @@ struct Cublaslt {
     CUBLASLT_FUNCTIONS(MEMBER)
 };
 
-// Loads the functions. The result has no library if there is none or it lacks one of them.
+// Loads the functions. `library` of the result is null if there is no library or if it lacks a function.
 static Cublaslt cublaslt_load() {
     Cublaslt its = {};
     its.library = open_library("NIBBLE_CUBLASLT", "libcublasLt", true);

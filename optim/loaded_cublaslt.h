@@ -1,10 +1,11 @@
-// cuBLASLt for the library, which does not link it: rules that read matrices open it when an optimizer on a GPU has
-// one. The kernels call cuBLASLt by its own names; the functions of these names in loaded_cublaslt.cu pass the calls
-// on.
+// Loads cuBLASLt for libnibble_optim, which does not link it. The library opens it when an optimizer on a GPU has a
+// rule that reads matrices. The kernels call cuBLASLt by its own names; loaded_cublaslt.cu defines functions of these
+// names that pass the calls on.
 #pragma once
 #include "../kernels/common.cuh"
 
-// Gives a GPU what products of matrices need: cuBLASLt, its workspace (32 MB of device memory) and room for plans. Does
-// nothing for the CPU, or if the device has it. Reports through user_error, for `rule`, if cuBLASLt is not there.
+// Gives a device what matrix products need: a handle of cuBLASLt, its workspace (32 MB of device memory) and room for
+// plans. products_close frees them. It does nothing for the CPU, or if the device has them already. Reports through
+// user_error, naming `rule`, if cuBLASLt cannot be opened.
 void products_open(Device* dev, const char* rule);
 void products_close(Device* dev);

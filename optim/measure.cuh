@@ -1,6 +1,6 @@
 // The first pass of a step whose storages have scales that reach further than a tile (formats/spans.cuh). It computes
-// the update as the step will, and keeps only the maxima. Bytes: all that the step loads, once more. Threads read
-// memory directly, since this pass need not be fast.
+// the update as the step will, and keeps only the maxima. It reads once more all bytes that the step loads. Threads
+// read memory directly, since this pass is rare and need not be fast.
 #pragma once
 #include "kernel.cuh"
 #include "formats/spans.cuh"
@@ -8,8 +8,8 @@
 EMBED_SOURCE
 
 #ifdef __CUDACC__
-// grid: any, block: StepLayout::SHAPE.threads, which take a tile together; shared memory: SHAPE.table_bytes;
-// deterministic, since its atomics are maxima.
+// grid: any, block: StepLayout::SHAPE.threads, which share a tile; shared memory: SHAPE.table_bytes; deterministic,
+// since its only atomics are maxima.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.threads))
     optim_measure_kernel(const __grid_constant__ StepArguments step) {
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     constexpr StepArrays arrays = Layout::ARRAYS;
     constexpr int COUNT = Layout::SHAPE.elements;
     const float grad_scale = *step.grad_scale;
-    if (!is_finite(grad_scale)) return;  // changes nothing
+    if (!is_finite(grad_scale)) return;  // the step changes nothing
     extern __shared__ __align__(128) unsigned char step_memory[];
     tables_prepare<M, V>(step, step_memory);
     __syncthreads();

@@ -1,4 +1,4 @@
-// Rows of tables by name: the row that a name means, and the sentence if it means none. A row has `name` and `note`.
+// Finds the row of a table by its name, and writes the sentence for an unknown name. A row has `name` and `note`.
 #pragma once
 #include <stdio.h>
 #include <string.h>
@@ -11,7 +11,7 @@ struct Table {
     int count;
 };
 
-// True if `name` leaves out the block of a row's name: "dyn8:sr" is the first row of "dyn8/...:sr".
+// Returns true if `name` is the row's name without its block: "dyn8:sr" is short for "dyn8/256:sr".
 inline bool name_is_short_for(const char* full, const char* name) {
     if (!*name || strchr(name, '/')) return false;
     size_t length = strcspn(name, ":@");
@@ -19,7 +19,8 @@ inline bool name_is_short_for(const char* full, const char* name) {
     return same && strcmp(full + strcspn(full, ":@"), name + length) == 0;
 }
 
-// The row that a name means; null if there is none.
+// Returns the row that a name means; null if there is none. A name without a block means the first row that it is short
+// for.
 template <class Row>
 const Row* find_row(const Table<Row>& table, const char* name) {
     for (int i = 0; name && i < table.count; i++) {
@@ -31,8 +32,9 @@ const Row* find_row(const Table<Row>& table, const char* name) {
     return nullptr;
 }
 
-// The distance of what was typed from a row's name. The names before block, scale and rounding count first, since block
-// and rounding are most of the letters of "dyn9/256:sr". The row's block does not count if none was typed.
+// Returns the distance between a typed name and a row's name. The part before block, scale and rounding counts 1000
+// times as much, since block and rounding are most of the letters of "dyn9/256:sr". The row's block does not count if
+// none was typed.
 inline int name_distance(const char* typed, const char* name) {
     char shorter[64];
     size_t base = strcspn(name, "/:@");
@@ -42,8 +44,8 @@ inline int name_distance(const char* typed, const char* name) {
     return 1000 * bases + edit_distance(typed, strlen(typed), whole, strlen(whole));
 }
 
-// Returns false with "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)", and `more`: rows without a note
-// are found but not listed.
+// Writes a sentence such as "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)", followed by `more`, and
+// returns false. Rows without a note may be suggested but are not listed.
 template <class Row>
 bool name_unknown(const Table<Row>& table, const char* option, const char* name, char* error, const char* more = "") {
     const char* nearest = table.row[0].name;
@@ -54,8 +56,8 @@ bool name_unknown(const Table<Row>& table, const char* option, const char* name,
         if (table.row[i].note[0]) snprintf(known + used, sizeof(known) - used, "%s%s", used ? ", " : "", other);
         if (name_distance(name, other) < name_distance(name, nearest)) nearest = other;
     }
-    // A guess is one character off, in all or before block, scale and rounding, or has two letters of four or more
-    // exchanged.
+    // A suggestion is at most one character off, in the whole or before block, scale and rounding, or has two letters
+    // exchanged in a name of four or more.
     char guess[80] = "";
     const size_t letters = strcspn(name, "/:@"), its = strcspn(nearest, "/:@");
     const int distance = name_distance(name, nearest), wrong = distance / 1000;

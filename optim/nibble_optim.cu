@@ -1,9 +1,9 @@
-// The library behind nibble_optim.h: settings as text, errors as text, and an optimizer of optim.h whose weights and
-// gradients are the caller's (placed.h).
+// Implements nibble_optim.h: it reads settings, reports errors as text, and runs an optimizer of optim.h over the
+// caller's weights and gradients (placed.h).
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
-// call the launch_failed below, which returns to the library's function by longjmp, with the sentence. So what a
-// function makes that may meet a mistake belongs to the optimizer from the start, and is freed with it.
+// call launch_failed below, which returns to the library's function by longjmp with the sentence. So whatever a
+// function makes before it may meet a mistake belongs to the optimizer from the start, and is freed with it.
 #include "nibble_optim.h"
 
 #include <ctype.h>
@@ -38,8 +38,8 @@ static thread_local Failure* failure;  // of the call that this thread is in
     longjmp(failure->jump, 1);
 }
 
-// These replace the weak functions of data/errors.c. They return to the caller from its own thread only, which is
-// enough: no parallel region here allocates or reports mistakes.
+// These replace the weak functions of data/errors.c. They can return only from the thread that called the library,
+// which is enough, since no parallel region here allocates or reports mistakes.
 void launch_failed(int code, const char* text) {
     if (!failure) return;
     const bool memory = strstr(text, "cudaErrorMemoryAllocation") != nullptr;
@@ -55,7 +55,7 @@ void memory_failed(const char* text) {
 
 void notice(const char*) {}
 
-// No kernel is built in: those of ./train take arenas.
+// No kernel is built in, since those of ./train take arenas.
 const void* built_in_kernel(const Rows*) {
     return nullptr;
 }
@@ -64,7 +64,7 @@ const void* built_in_measure(const Rows*) {
     return nullptr;
 }
 
-// CUDA keeps an error until it is asked for it, and the check of the next launch would take it for that launch's.
+// Clears CUDA's error, which the check of the next launch would otherwise report.
 static void error_forget() {
 #ifdef __CUDACC__
     cudaGetLastError();
@@ -99,11 +99,11 @@ struct NibbleOptim {
     OptimTensor* whole;    // (count) all tensors as they lie in the model
     Plan* plan;            // one that is being made, or null
     PlacedTensor* placed;  // (count)
-    bool* stale;           // (count): what is kept beside the parameter has to be made from it
+    bool* stale;           // (count) the weights kept beside a parameter must be made from it again
     int count;
-    int share, shares;    // what is kept of tensors that have owners, -1: the rest; 0 shares: all are kept
-    int* owner;           // (count): the share that has a tensor, or -1
-    bool releases;        // each tensor is an optimizer of its own, stepped in the backward pass
+    int share, shares;    // the share that is kept here, -1: tensors without owners; 0 shares: all tensors
+    int* owner;           // (count) the share that has a tensor, or -1
+    bool releases;        // each tensor has its own optimizer and is stepped in the backward pass
     const char* stacked;  // of the settings, or null
     int64_t element, end;
     char* text[64];  // the settings' values, which the configuration points to
@@ -113,7 +113,8 @@ struct NibbleOptim {
     char describe[256];
 };
 
-// Makes the optimizer's device the current one, and its stream the caller's; returns the device to go back to.
+// Makes the optimizer's device the current one, and sets its stream to the caller's. Returns the device to restore, or
+// -1.
 static int device_enter(const NibbleOptim* optim, void* stream) {
     int before = -1;
     ((NibbleOptim*)optim)->dev.stream = (cudaStream_t)stream;
@@ -127,6 +128,7 @@ static void device_leave(const NibbleOptim* optim, int before) {
     if (optim->dev.gpu && before >= 0 && before != optim->gpu && cudaSetDevice(before) != cudaSuccess) return;
 }
 
+// Calls the function with the optimizer's device and the caller's stream, as guarded() does.
 template <class Function>
 static NibbleStatus on_device(const NibbleOptim* optim, void* stream, char* error, Function function) {
     int before = -1;
@@ -177,7 +179,7 @@ static uint64_t setting_count(const char* key, const char* value, uint64_t most)
     return number;
 }
 
-// Sets what is kept of tensors that have owners, from I/N or rest/N.
+// Sets share and shares from I/N or rest/N.
 static void setting_share(NibbleOptim* optim, const char* value) {
     const char* slash = strchr(value, '/');
     const bool rest = strncmp(value, "rest/", 5) == 0;
@@ -190,7 +192,7 @@ static void setting_share(NibbleOptim* optim, const char* value) {
     optim->share = (int)share, optim->shares = (int)shares;
 }
 
-// The kind of a setting says how its value is read. SWITCH is a number, and true above 0; ON_OFF is a word.
+// How the value of a setting is read. SWITCH is a number, true above 0; ON_OFF is a word.
 enum SettingKind { TEXT, NUMBER, COUNT, SEED, SWITCH, DEVICE, PARAMETERS, ON_OFF, SHARE };
 
 struct Setting {
@@ -248,7 +250,7 @@ static void setting_device(NibbleOptim* optim, const char* value) {
     optim->gpu = numbered ? (int)setting_count("device", value + 5, INT32_MAX) : 0;
 }
 
-// True if the value is the first of two words, false if it is the second.
+// Returns true if the value is the first of two words, false if it is the second. Other values are refused.
 static bool setting_word(const char* key, const char* value, const char* first, const char* second) {
     const bool is_first = strcmp(value, first) == 0;
     if (!is_first && strcmp(value, second) != 0) {
@@ -317,7 +319,7 @@ static void require_weights(const NibbleOptim* optim, const Plan* plan) {
 
 // Tensors.
 
-// The tensor, or its part that lies here, as the optimizer sees it.
+// Returns the tensor, or its part that lies here, as the optimizer sees it.
 static OptimTensor tensor_local(const NibbleTensor* tensor) {
     const int64_t elements = tensor->rows * tensor->cols, head = tensor->first % TILE_ELEMENTS;
     OptimTensor local = {tensor->name, tensor->rows, tensor->cols, true, 0};
@@ -337,7 +339,7 @@ static bool is_cut(const NibbleTensor* tensor) {
     return tensor->count >= 0 && tensor->count < tensor->rows * tensor->cols;
 }
 
-// True if another optimizer has the tensor (the setting share).
+// Returns true if another optimizer has the tensor (the setting `share`).
 static bool is_elsewhere(const NibbleOptim* optim, int tensor) {
     return optim->shares > 0 && optim->owner[tensor] != optim->share;
 }
@@ -352,8 +354,8 @@ static int compare_owned(const void* a, const void* b) {
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-// True if a cut tensor's rows do not hold whole blocks and bytes of states. Where the cuts are does not matter, so that
-// the states are the same for any number of processes. A vector's rows are its elements.
+// Returns true if a cut tensor's rows do not hold whole blocks and bytes of states. The position of the cuts does not
+// matter, so that the states are the same for any number of processes. A vector's rows are its elements.
 static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
     const Rows rows = config_rows(config);
     const int64_t row = tensor->rows == 1 ? 1 : tensor->cols;
@@ -367,8 +369,9 @@ static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
     return split && tensor->count >= 0;
 }
 
-// Finds the tensors that need owners, since they are read whole or cuts split blocks, and divides them into shares of
-// about equal size. A share is a run of the arena, since a plan keeps one run. It has the tensors whose middle it has.
+// Finds the tensors that need owners, because they are read whole or cuts split blocks, and divides them into shares of
+// about equal size. A share is a run of the arena, since a plan keeps one run; a tensor belongs to the share that
+// contains its middle.
 static void owners_find(NibbleOptim* optim, const Plan* plan) {
     OwnedTensor* owned = (OwnedTensor*)memory_zero((size_t)optim->count + 1, sizeof(OwnedTensor));
     int count = 0;
@@ -412,7 +415,7 @@ static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
                parts);
 }
 
-// Sets what lies here of each tensor.
+// Sets the part of each tensor that lies here.
 static void tensors_place(NibbleOptim* optim) {
     for (int t = 0; t < optim->count; t++) {
         NibbleTensor* tensor = &optim->tensor[t];
@@ -431,8 +434,8 @@ static void tensors_place(NibbleOptim* optim) {
     }
 }
 
-// Lays out the arena. It begins where its tensors do in the model, so that no two have the same noise. A share of the
-// tensors that have owners is kept in a run of the model's own arena.
+// Lays out the arena. It begins where its tensors do in the model, so that no two tensors have the same noise. A share
+// of tensors with owners is a run of the model's arena.
 static void arena_place(NibbleOptim* optim) {
     OptimConfig* config = &optim->config;
     const OptimTensor* whole = optim->whole;
@@ -452,7 +455,8 @@ static void arena_place(NibbleOptim* optim) {
     for (int t = 0; t < optim->count; t++) optim->local[t].offset += optim->element;
 }
 
-// Refuses cuts through what a rule or a format needs whole. An empty part of a tensor is no cut that they could see.
+// Refuses cuts through tensors that a rule or a format reads whole. An empty part of a tensor is not read, so it is no
+// such cut.
 static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
@@ -491,8 +495,9 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     }
 }
 
-constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits, and padding takes some
+constexpr double MAX_ELEMENTS = (double)((int64_t)1 << 42);  // a tile's number has 32 bits; padding needs some
 
+// Copies and checks the caller's tensors, and lays out the arena.
 static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     const size_t count = (size_t)optim->count;
     optim->tensor = (NibbleTensor*)memory_zero(count, sizeof(NibbleTensor));
@@ -521,12 +526,12 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     arena_place(optim);
 }
 
-// Refuses limits on updates that the decay, which each step's groups bring, is a part of.
+// Refuses limit_growth for rules that add the decay to the gradient, since each step's groups bring the decay.
 static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
         const RuleRow* rule = rule_of(&plan->launch[i].config);
         if (rule->decoupled || plan->launch[i].tiles == 0) continue;
-        user_error("limit_growth: %s adds the decay to the gradient, which here is not limited; take adamw, say",
+        user_error("limit_growth: %s adds the decay to the gradient, which the limit does not see; take adamw, say",
                    rule->name);
     }
 }
@@ -541,7 +546,7 @@ static void* states_allocate(void* context, int64_t bytes) {
     return memory;
 }
 
-// `before` receives the device to go back to, also from a mistake.
+// Makes the optimizer. `before` receives the device to restore, also if it fails.
 static void optim_make(NibbleOptim* optim, const char* const* settings, const NibbleTensor* tensors,
                        void* (*allocate)(void* context, int64_t bytes), void* context, void* stream, int* before) {
     if (optim->count < 0) user_error("%d tensors were named", optim->count);
@@ -553,7 +558,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     if (optim->releases && !optim_releases(config, optim->local, optim->count, why)) {
         user_error("%s; step after the backward pass", why);
     }
-    config->weight_decay = -1.0f;  // a step's groups say
+    config->weight_decay = -1.0f;  // each step's groups bring it
     config->allocate = allocate ? states_allocate : nullptr;
     config->allocator = optim;
     optim->allocate = allocate;
@@ -613,14 +618,16 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
     return status;
 }
 
-// Weights that are kept beside the parameters.
+// Weights that are kept beside parameters.
 
+// Returns true if the optimizer keeps codes or a master of a parameter.
 static bool keeps_weights(const NibbleOptim* optim, int tensor) {
     const FormatRow* row = plan_place(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
     return strcmp(row->stream[0].dtype, optim->compute == OPTIM_FP32 ? "F32" : "BF16") != 0 ||
            row->stream[1].bits > 0 || row->stream[2].bits > 0;
 }
 
+// Makes the weights that are kept beside a parameter from its value.
 static void weights_take(NibbleOptim* optim, int tensor, const void* weights) {
     const PlacedTensor* placed = &optim->placed[tensor];
     const int bytes = optim->compute == OPTIM_FP32 ? 4 : 2;
@@ -642,7 +649,7 @@ NIBBLE_API void nibble_optim_loaded(NibbleOptim* optim) {
     for (int t = 0; t < optim->count; t++) optim->stale[t] = false;
 }
 
-// Refuses constants that no ./train would take, and a parameter without an address.
+// Refuses constants that ./train would refuse, and a parameter without an address.
 static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
     if (step->step < 1) user_error("step: %lld was found; steps count from 1", (long long)step->step);
     for (int t = 0; t < optim->count; t++) {
@@ -663,10 +670,10 @@ static void step_check(const NibbleOptim* optim, const NibbleStep* step) {
     }
 }
 
-// Refuses to take over a parameter's value in a CUDA graph, which would do so in each replay.
+// Refuses to read a parameter's value during a capture, since each replay would read it again.
 static void require_no_capture(const NibbleOptim* optim, int tensor) {
     if (!is_capturing(&optim->dev)) return;
-    user_error("%s is new to the optimizer, or others have written it; take a step before the capture",
+    user_error("%s is new to the optimizer or was written by others; take a step before the capture",
                optim->tensor[tensor].name);
 }
 
@@ -702,7 +709,7 @@ NIBBLE_API NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, 
     });
 }
 
-// Finds state number `index` of a tensor; returns how many states precede it, that is `index` unless there are fewer.
+// Finds state number `index` of a tensor and returns `index`. If there is none, returns the number of states.
 static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
     const OptimTensor* local = &optim->local[tensor];
     const Plan* plan = optim_parts(optim->optim).plan;
@@ -714,7 +721,7 @@ static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleSta
             const StreamInfo& info = place.format->stream[i];
             const OptimStream stream = place_stream(optim->optim, &place, info);
             if (!stream.data || number++ != index) continue;
-            const OptimTensor* kept = &plan->kept[tensor][slot];  // of another shape with projected gradients
+            const OptimTensor* kept = &plan->kept[tensor][slot];  // has another shape with projected gradients
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
             const int64_t at = run ? stream_bytes(info, kept->offset - place.run->begin) : place.at * 4,
                           bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
@@ -744,9 +751,9 @@ NIBBLE_API NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor,
 // nibble_optim_save writes this before the arrays.
 struct StatesHeader {
     char magic[16];
-    char text[1000];   // the settings that the arrays' meaning depends on
+    char text[1000];   // the settings on which the meaning of the arrays depends
     uint64_t tensors;  // a checksum of names and shapes
-    int64_t bytes;     // of all arrays, and of NibbleOptim::stale, which follow
+    int64_t bytes;     // of all arrays and of NibbleOptim::stale, which follow the header
 };
 
 // Calls function(array, its bytes) for each array of the states.

@@ -1,9 +1,10 @@
-// The optimizer as a library, libnibble_optim.so (`make lib`): AdamW, Lion and others with weights and states in any
-// format from fp32 to 4 bits, one launch a step, on a GPU or on the CPU. optim/README.md lists rules and formats.
+// The optimizer as a C library, libnibble_optim.so (`make lib`): AdamW, Lion and other rules, with weights and states
+// in any format from fp32 to 4 bits, one launch a step, on a GPU or on the CPU. optim/README.md lists rules and
+// formats.
 //
-// Parameters and gradients stay in the caller's own tensors; each step is given their addresses. The optimizer keeps
-// the states, and the codes of weights that a parameter cannot hold. A step's result depends only on the tensors, their
-// order, the settings and the step's number: the CPU, any GPU and ./train give the same bits.
+// Parameters and gradients stay in the caller's tensors; the caller passes their addresses to each step. The optimizer
+// keeps the states, and the codes of weights that a parameter cannot hold. A step's result depends only on the tensors,
+// their order, the settings and the step's number: the CPU, any GPU and ./train give the same bits.
 //
 // No function prints or ends the process. A function that can fail returns a status and writes one sentence into
 // `error`, which is NIBBLE_ERROR_BYTES long or null. A step that returns NIBBLE_MISTAKE has changed nothing. Optimizers
@@ -27,42 +28,43 @@ typedef enum {
 
 typedef struct NibbleOptim NibbleOptim;
 
-// A parameter. If other processes hold parts of it, elements `first` to `first` + `count` - 1 (row by row) lie here;
-// a whole parameter has first 0 and count -1. Blocks of a format begin at the whole tensor's first element, and noise
-// is counted over the whole model, so a part gets the bits that the whole tensor would get there. The exception is a
-// block that is cut: each of its parts has a scale of its own. Rules that read rows or matrices take no part, except
-// adam-mini (cuts at rows); the setting share is for them. Without it, whole matrices that come behind parts of other
-// tensors have the noise of another place.
+// A parameter. A whole parameter has first 0 and count -1. If other processes hold parts of it, elements `first` to
+// `first` + `count` - 1, counted row by row, lie here. Blocks of a format begin at the whole tensor's first element,
+// and noise is counted over the whole model, so a part gets the bits that the whole tensor would get there, except that
+// each part of a cut block has its own scale. Rules that read rows or matrices refuse parts, except adam-mini if it is
+// cut at rows; the setting `share` is for them. Without it, whole matrices that follow parts of other tensors draw the
+// noise of another place.
 typedef struct {
     const char* name;    // for overrides and messages
     int64_t rows, cols;  // of the whole tensor; 1 row for a vector
     int64_t first, count;
 } NibbleTensor;
 
-// Makes an optimizer. `settings` ends with a null and has texts "key=value", whose values are those of ./train's
-// options, by which sentences name them; without beta3, it is 0.9999:
-//     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
+// Makes an optimizer. `settings` is a list of texts "key=value" that ends with a null; values are those of ./train's
+// options, and errors name these options. Without beta3, it is 0.9999:
+//     device      cpu, cuda or cuda:N        parameters  fp32 or bf16: the type of the caller's weights
 //     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
-//     grads       fp32 or bf16; the parameters' type unless it is named
-//     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); 0 unless it is named
-//     share       for N processes that hold parts of some tensors, whose cuts are at rows. Tensors that a rule, a
-//                 format or limit_growth reads whole get owners, as do cut tensors whose rows (elements of vectors)
-//                 do not hold whole blocks of states. I/N: this optimizer has the tensors that process I (from 0)
-//                 owns, whole, and no others; rest/N: it has all but those of any owner. Both are given the same
-//                 tensors; nibble_optim_owner tells the owners, to whom the caller brings the others' rows
-//     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is there, and
-//                 wants rules refused that take matrices together and need buffers for them
-//     stacked     for rules that read matrices, how many equal matrices a tensor's rows are stacked from, by name:
-//                 "c_attn.weight:3" for queries, keys and values (./train's GPT-2 has this); 1 for others.
-//                 A pattern that matches none of these tensors is ignored: it may be meant for another group's
-//     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the tensors before
-//                 them
-// Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: NIBBLE_CUBLASLT, or one that the loader finds.
-// They update matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias" have adamw already).
-// Without `weights`, parameters of fp32 are stored as they are and those of bf16 as the preset says. `tensors` are
-// copied. `allocate` may be null. Otherwise it returns device memory for the states, aligned to 16 bytes, or null if
-// there is none; this memory stays the caller's and must outlive the optimizer. `stream` is a CUDA stream, or null.
+//     grads       fp32 or bf16; by default the parameters' type
+//     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); by default 0
+//     share       for N processes that hold parts of some tensors, cut at rows. Tensors that a rule, a format or
+//                 limit_growth reads whole get owners; so do cut tensors whose rows (elements of vectors) do not
+//                 hold whole blocks of states. I/N: this optimizer has the tensors that process I (from 0) owns,
+//                 whole, and no others; rest/N: it has all tensors without owners. Both get the same list of
+//                 tensors; nibble_optim_owner tells the owners, to whom the caller brings the other processes' rows
+//     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is complete;
+//                 rules that take matrices together and need buffers for them are then refused
+//     stacked     for rules that read matrices, the number of equal matrices that a tensor's rows are stacked from,
+//                 by name: "c_attn.weight:3" for queries, keys and values (as ./train's GPT-2 has them); by default
+//                 1. A pattern that matches no tensor is ignored, since it may be meant for another optimizer's
+//     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the optimizer with
+//                 the tensors before them
+// Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: the path in NIBBLE_CUBLASLT, or one that the
+// loader finds. They update only matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias"
+// have adamw already). Without the setting `weights`, parameters of fp32 are stored as they are and those of bf16 as
+// the preset says. `tensors` are copied. `allocate` may be null. Otherwise it returns device memory for the states,
+// aligned to 16 bytes, or null if there is none; this memory stays the caller's and must outlive the optimizer.
+// `stream` is a CUDA stream, or null. nibble_optim_free frees the optimizer.
 NibbleStatus nibble_optim_create(NibbleOptim** optim, const char* const* settings, const NibbleTensor* tensors,
                                  int count, void* (*allocate)(void* context, int64_t bytes), void* context,
                                  void* stream, char* error);
@@ -72,79 +74,82 @@ void nibble_optim_free(NibbleOptim* optim);
 typedef struct {
     double lr, weight_decay;
     float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place
-    int64_t step;             // of these tensors, from 1, for bias corrections and for galore's and fira's directions:
-                              // leave out steps that changed nothing, or these two may wait rank_gap steps to move
-    const float* lr_at;       // on the device: a captured step reads lr here in each replay; null: lr as it is now
+    int64_t step;             // number of these tensors' step, from 1, for bias corrections and new directions. Do not
+                              // count steps that changed nothing: galore and fira could then miss their first
+                              // directions and not move for rank_gap steps
+    const float* lr_at;       // on the device: a captured step reads lr here in each replay; null: it keeps `lr`
 } NibbleGroup;
 
 typedef struct {
     void* const* weights;      // (count) addresses on the device, contiguous elements of the type `parameters`
-    const void* const* grads;  // (count) of the type `grads`; null: the step leaves the tensor alone
+    const void* const* grads;  // (count) of the type `grads`; null: the step does not change the tensor
     const int* group_of;       // (count) or null: all tensors are in the first group
     const NibbleGroup* group;
     const float* grad_scale;  // on the device: multiplies every gradient; null: 1. NaN or infinite: nothing changes
     const float* found_inf;   // on the device: unless it is 0, nothing changes; null: 0
-    int64_t step;             // from 1, for the noise
-    void* stream;             // a CUDA stream; the call returns before the GPU is done
+    int64_t step;             // number of the step, from 1, for the noise
+    void* stream;             // a CUDA stream or null; the call returns before the GPU is done
 } NibbleStep;
 
+// Takes one step. If it returns NIBBLE_MISTAKE, nothing has changed.
 NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char* error);
 
-// With the setting capturable=1, a step may be captured in a CUDA graph once a step with the same tensors and groups
-// has been taken. Each replay is the step after the last one: the optimizer counts them on the device, for the noise
-// and the bias corrections. Gradients and parameters are those of the capture, and so are the groups' constants, but
-// for lr_at. nibble_optim_clock waits for the stream and returns the number of the last step, with which the caller
-// goes on counting after replays. Rules that project gradients (galore, fira, apollo) and scales of whole tensors are
-// refused. A graph cannot be replayed after nibble_optim_free.
+// nibble_optim_clock waits for the stream and returns the number of the last step, replays of CUDA graphs included,
+// from which the caller continues to count. With the setting capturable=1, a step may be captured in a CUDA graph once
+// a step with the same tensors and groups has been taken. Each replay takes the next step; the optimizer counts steps
+// on the device, for the noise and the bias corrections. Gradients, parameters and the groups' constants are those of
+// the capture, except the rate at lr_at. Rules that project gradients (galore, fira, apollo) and scales of whole
+// tensors are refused. A graph cannot be replayed after nibble_optim_free.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
 // Tells the optimizer that the caller has written to a parameter, or gives the next step another tensor in its place.
-// That step makes what it keeps beside the parameter (a master, codes) from the new values.
+// That step makes the master or codes that it keeps beside the parameter from the new values.
 void nibble_optim_weights_changed(NibbleOptim* optim, int tensor);
 
 // An array of the states, or a tensor's part of one, in whole tiles of 2048 elements. Names and types are those of
 // ./train's optimizer.safetensors.
 typedef struct {
-    char name[160];     // "m", "m.scales", "v", "master", ...; of an array with the override that asked for it
+    char name[160];     // "m", "m.scales", "v", "master", ...; an array's name includes its override's pattern
     const char* dtype;  // safetensors' name: "U8", "BF16", "F32", ...
     void* data;         // device memory
     int64_t bytes;
     int64_t run;  // elements that share a number; 0: the numbers belong to whole rows, columns, tensors or projections
-    int bits;     // of a number; 4: two to a byte, the first in the upper half. 0 with arrays, which have no run
+    int bits;     // of a number; 4: two to a byte, the first in the upper half. Whole arrays have run 0 and bits 0
 } NibbleState;
 
+// Return the number of arrays, and array `index`; the number of states of a tensor, and state `index` of a tensor.
 int nibble_optim_arrays(const NibbleOptim* optim);
 NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, NibbleState* state, char* error);
 int nibble_optim_states(const NibbleOptim* optim, int tensor);
 NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state, char* error);
 
-// Copies all states to host memory of nibble_optim_bytes, and back into an optimizer with the same settings and
+// Copy all states to host memory of nibble_optim_bytes bytes, and back into an optimizer with the same settings and
 // tensors.
 int64_t nibble_optim_bytes(const NibbleOptim* optim);
 NibbleStatus nibble_optim_save(const NibbleOptim* optim, void* to, void* stream, char* error);
 NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t bytes, void* stream, char* error);
-// Tells the optimizer that the caller has written the states through their addresses. The next step uses them as they
+// Tells the optimizer that the caller has written all states through their addresses. The next step uses them as they
 // are.
 void nibble_optim_loaded(NibbleOptim* optim);
 
-// Returns the number of a tensor's owner (the setting share), or -1: the rest has it.
+// Returns the number of a tensor's owner (the setting `share`); -1: the tensor has no owner.
 int nibble_optim_owner(const NibbleOptim* optim, int tensor);
 
-// Returns the number of the set that a tensor is in, of which a step takes all tensors or none (of one rule that reads
-// rows or matrices, say), or -1: it may have a gradient or not.
+// Returns the number of the set that a tensor belongs to, if a step takes all tensors of a set or none, such as those
+// of a rule that reads rows or matrices. -1: the tensor may have a gradient or not.
 int nibble_optim_together(const NibbleOptim* optim, int tensor);
 
 // Return where a tensor's first element lies in the model, and where the last tensor ends.
 int64_t nibble_optim_element(const NibbleOptim* optim, int tensor);
 int64_t nibble_optim_end(const NibbleOptim* optim);
 
-// "adamw  weights bf16:sr  grads bf16  m dyn8/256  v udyn8/256  4.03 B/param"
+// Returns a line such as "adamw  weights bf16:sr  grads bf16  m dyn8/256  v udyn8/256  4.03 B/param"
 const char* nibble_optim_describe(const NibbleOptim* optim);
-// The value of a setting after defaults, such as "weights"; null if there is none of this name.
+// Returns the value of a text setting, such as "weights", with defaults filled in; null if there is no such setting.
 const char* nibble_optim_setting(const NibbleOptim* optim, const char* key);
 // Returns how many GPUs the library can use; 0 if it was built without CUDA.
 int nibble_optim_gpus(void);
-// The version of this header that the library was built with.
+// Returns the version of this header that the library was built with.
 int nibble_optim_version(void);
 
 #ifdef __cplusplus

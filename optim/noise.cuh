@@ -1,28 +1,28 @@
-// Noise for stochastic rounding: random bits that are a function of (seed, step, stream, element) and of nothing else,
-// so that the CPU, any number of GPUs, any launch shape and a resumed run draw the same ones.
+// Noise for stochastic rounding: random bits that depend only on (seed, step, stream, element), so that the CPU, any
+// number of GPUs, any launch shape and a resumed run draw the same bits.
 // The generator is Philox4x32-7 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
 // with 7 rounds it passes all of BigCrush). One call serves 16 consecutive elements; `element` is the index in the
 // arena, counted over the whole model.
 //     key = (seed low, seed high), counter = (element / 16 low, element / 16 high, stream, step)
 //     noise = 256 * byte of the element + shared byte          16 bits, in 65536ths of a step
-// An element has a byte of the 128 bits for itself and below it one that all 16 share, the exclusive or of four bytes.
-// So each noise is uniform over 65536 values: 8 bits alone would lose what moves a value by less than 1/256 of a step.
-// Two elements of the 16 are not independent, since the shared byte decides where an element's own byte is the one that
-// its fraction begins with. The covariance of their rounding up is at most 2^-18: as a correlation 2^-16 near the
-// middle of a step, and up to 1/256 for two fractions below 1/256 of a step. Independent 16 bits for each would take
+// Each element has its own byte of the 128 bits; the lower byte, the exclusive or of four bytes, is shared by all 16.
+// So each noise is uniform over 65536 values; 8 bits alone would lose updates of less than 1/256 of a step. Two
+// elements of the 16 are not independent, since the shared byte decides where an element's own byte equals the upper
+// byte of its fraction. The covariance of their rounding up is at most 2^-18: a correlation of 2^-16 near the middle of
+// a step, and up to 1/256 for two fractions below 1/256 of a step. Independent 16 bits for each element would take
 // twice the calls.
 #pragma once
 #include "float.cuh"
 
 EMBED_SOURCE
 
-constexpr int NOISE_ELEMENTS = 16;  // served by one call
+constexpr int NOISE_ELEMENTS = 16;  // one call serves this many
 constexpr int NOISE_ROUNDS = 7;
-constexpr uint32_t NOISE_STEP0 = 0x9E3779B9u, NOISE_STEP1 = 0xBB67AE85u;  // from one round's key to the next one's
+constexpr uint32_t NOISE_STEP0 = 0x9E3779B9u, NOISE_STEP1 = 0xBB67AE85u;  // difference between the keys of two rounds
 
 enum NoiseStream { NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW };
 
-// A seed and the keys of its rounds, which a kernel's argument keeps where an instruction can take them from.
+// A seed and the keys of its rounds. In a kernel's arguments, instructions can read the keys as constant operands.
 struct NoiseSeed {
     uint64_t seed;
     uint32_t round[2 * NOISE_ROUNDS];
@@ -40,26 +40,26 @@ struct NoiseKey {
     uint64_t seed;
     uint32_t step;
     uint32_t stream;
-    int64_t element = 0;              // index in the arena of what the storage's functions call element 0
-    const float* roots = nullptr;     // on a GPU: the roots of the values to store, where the update has taken them
-    int turn = 0;                     // on a GPU: 0 and 1 in turns, from tile to tile of a group of threads
-    uint32_t* seen = nullptr;         // on a GPU: receives what the model will see, in pairs of bf16 (GIVES_SEEN)
-    const uint32_t* round = nullptr;  // on a GPU: the keys of the rounds, if they are at hand
+    int64_t element = 0;              // index in the arena of the storage functions' element 0
+    const float* roots = nullptr;     // on a GPU: the roots of the values to store, if the update computed them
+    int turn = 0;                     // on a GPU: alternates between 0 and 1 from tile to tile of a group of threads
+    uint32_t* seen = nullptr;         // on a GPU: receives the weights as the model sees them, in pairs of bf16
+    const uint32_t* round = nullptr;  // on a GPU: the keys of the rounds (NoiseSeed), or null
     bool ordered = false;             // on a GPU: x[i] is the element first + (i ^ order) (elementwise.cuh)
     int order = 0;
 };
 
 struct Noise {
     uint32_t word[4];
-    uint32_t shared = 0;  // bytes, from the upper: NOISE_FLOAT, 0, the shared one, 0x80
+    uint32_t shared = 0;  // bytes, from the upper: NOISE_FLOAT, 0, the shared byte, 0x80
 };
 
 constexpr uint32_t NOISE_FLOAT = 0x43;  // the upper byte of 128.0f
 
-// a * b: its upper 32 bits and, in *low, the lower ones.
+// Returns the upper 32 bits of a * b, and the lower ones in *low.
 OPTIM_INLINE uint32_t product_halves(uint32_t a, uint32_t b, uint32_t* low) {
 #ifdef __CUDA_ARCH__
-    uint32_t high;  // in words: of a shifted 64-bit product the compiler makes an addition of zero
+    uint32_t high;  // moved as a word, since the compiler turns a shifted 64-bit product into an addition of zero
     asm("{.reg .u64 product; mul.wide.u32 product, %2, %3; mov.b64 {%0, %1}, product;}"
         : "=r"(*low), "=r"(high)
         : "r"(a), "r"(b));
@@ -71,8 +71,8 @@ OPTIM_INLINE uint32_t product_halves(uint32_t a, uint32_t b, uint32_t* low) {
 #endif
 }
 
-// A round: each half of the counter is multiplied, and the products' upper halves are mixed with the other's rest and
-// the key.
+// One round of Philox: words 0 and 2 of the counter are multiplied by constants, and each product's upper half is mixed
+// with another word and the key.
 OPTIM_INLINE void philox_round(uint32_t* c, uint32_t key0, uint32_t key1) {
     uint32_t low0, high0 = product_halves(0xD2511F53u, c[0], &low0);
     uint32_t low1, high1 = product_halves(0xCD9E8D57u, c[2], &low1);
@@ -82,7 +82,7 @@ OPTIM_INLINE void philox_round(uint32_t* c, uint32_t key0, uint32_t key1) {
     c[3] = low0;
 }
 
-// All rounds; the key steps by constants.
+// Runs all rounds; the key grows by constants.
 OPTIM_INLINE Noise philox4x32(Noise counter, uint32_t key0, uint32_t key1, int rounds) {
     OPTIM_UNROLL
     for (int i = 0; i < rounds; i++) {
@@ -93,16 +93,16 @@ OPTIM_INLINE Noise philox4x32(Noise counter, uint32_t key0, uint32_t key1, int r
     return counter;
 }
 
-// The same, with the keys of the rounds given.
+// Does the same with the keys of the rounds given.
 OPTIM_INLINE Noise philox4x32(Noise counter, const uint32_t* round) {
     OPTIM_UNROLL
     for (int i = 0; i < NOISE_ROUNDS; i++) philox_round(counter.word, round[2 * i], round[2 * i + 1]);
     return counter;
 }
 
-// Draws the noise of the elements from `first` on: of 16 if `first` is a multiple of 16, else of 8.
+// Draws the noise of the elements from `first` on: of 16 elements if `first` is a multiple of 16, else of 8.
 OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
-    // On a GPU key.element begins a tile, of 2048 elements, and `first` lies in it.
+    // On a GPU key.element is the first element of a tile, and `first` lies in the tile.
     const uint64_t begin = (uint64_t)key.element / NOISE_ELEMENTS;
     const uint64_t call = ON_GPU ? begin | (uint32_t)first / NOISE_ELEMENTS : begin + (uint64_t)first / NOISE_ELEMENTS;
     Noise counter = {{(uint32_t)call, (uint32_t)(call >> 32), key.stream, key.step}};
@@ -119,8 +119,8 @@ OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
     return noise;
 }
 
-// The noise of lane 0 .. 15 in three forms, in one instruction each: its 16 bits n; 256 n + 128, the middle of n as 24
-// bits; the bits of the float 128 + n / 65536.
+// Return the noise of lane 0 .. 15 in three forms, in one instruction each: noise_lane its 16 bits n;
+// noise_middle 256 n + 128, the middle of n as 24 bits; noise_float the bits of the float 128 + n / 65536.
 OPTIM_INLINE uint32_t noise_lane(const Noise& noise, int lane) {
     return OPTIM_EITHER(__byte_perm(noise.word[lane / 4], noise.shared, 0x6605 + (lane % 4 << 4)),
                         (noise.word[lane / 4] >> lane % 4 * 8 & 0xffu) << 8 | (noise.shared >> 8 & 0xffu));

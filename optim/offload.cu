@@ -8,7 +8,7 @@
 
 constexpr int KEPT = OPTIM_KEPT, ARRAYS = 3;  // states of a launch; arrays of a state
 
-// The share that each launch of the optimizer has in a part: a run of the arena, possibly empty.
+// What each launch of the optimizer has of a part: a run of the arena, possibly empty.
 struct PartRuns {
     struct {
         int64_t begin, end;
@@ -21,17 +21,19 @@ struct Offload {
     const Plan* plan;
     ModelParts model;
     PartRuns* run;      // (parts)
-    int *order, *next;  // (used) the parts with states here as a step takes them; (parts) which one follows
+    int *order, *next;  // (used) the parts with states here, in the order of a step; (parts) the part that follows
     int used;
     char* slot[2];  // device memory
-    int there[2];   // the part whose states a slot has or is about to have; -1: none
-    int turn;       // the slot that was taken last
-    // A GPU has streams for the copies, and events: a slot's part has come, has been stepped, has gone back.
+    int there[2];   // the part whose states a slot has or is about to get; -1: none
+    int turn;       // the slot that was used last
+    // On a GPU: the streams of the copies, and for each slot the events that its part was fetched, stepped and
+    // returned.
     cudaStream_t in, out;
     cudaEvent_t fetched[2], stepped[2], returned[2];
 };
 
-// The runs of each part (parts). Tensors of a part and a launch follow each other in the arena.
+// Returns the runs of each part (parts); the caller frees them. Tensors of a part and a launch follow each other in the
+// arena.
 static PartRuns* part_runs(const Plan* plan, const ModelParts* model) {
     PartRuns* run = (PartRuns*)memory_zero((size_t)model->layers + 2, sizeof(PartRuns));
     for (int t = 0; t < model->count; t++) {
@@ -54,12 +56,13 @@ static bool is_empty(const PartRuns* run) {
     return true;
 }
 
-// The format of a launch's state; none_row() if there is no such state.
+// Returns the format of a launch's state; none_row() if there is no such state.
 static const FormatRow* kept_format(const Plan* plan, int launch, int k) {
     return slot_format(&plan->launch[launch].config, (Slot)(SLOT_M + k));
 }
 
-// Calls function(launch, state, array, what it is, bytes) for each array of a part's states, in a slot's order.
+// Calls function(launch, state, array, its StreamInfo, bytes) for each array of a part's states, in the order of a
+// slot.
 template <class Function>
 static void each_array(const Plan* plan, const PartRuns* run, Function function) {
     for (int l = 0; l < plan->launches; l++) {
@@ -73,7 +76,7 @@ static void each_array(const Plan* plan, const PartRuns* run, Function function)
     }
 }
 
-// The bytes of a slot: those of the largest part.
+// Returns the bytes of a slot: those of the largest part.
 static int64_t slot_bytes(const Plan* plan, const PartRuns* run, int parts) {
     int64_t most = 0;
     for (int p = 0; p < parts; p++) {
@@ -161,24 +164,25 @@ static void part_copy(const Offload* o, int part, int slot, Way way) {
     });
 }
 
-// Brings a part into a slot, as soon as what was there has gone back.
+// Fetches a part into a slot, once the slot's previous part has been returned.
 static void fetch(Offload* o, int part, int slot) {
-    // Whatever else goes back at present began earlier than the slot's own, so this part's states are home, too.
+    // Other parts that are being returned began earlier than the slot's own, so this part's states are in host memory,
+    // too.
     if (o->dev->gpu && o->there[slot] >= 0) check(cudaStreamWaitEvent(o->in, o->returned[slot], 0));
     part_copy(o, part, slot, FETCH);
     if (o->dev->gpu) check(cudaEventRecord(o->fetched[slot], o->in));
     o->there[slot] = part;
 }
 
-// Tells the optimizer where the states of a part are. A step counts tiles from the arena's first, so each array's
-// address is that of an array which begins there.
+// Tells the optimizer where the states of a part are. A step counts tiles from the arena's first one, so each array
+// gets the address that it would have if it began there.
 static void part_point(const Offload* o, int part, char* slot) {
     const Plan* plan = o->plan;
     const PartRuns* run = &o->run[part];
     Streams at[LAUNCHES][KEPT];
     for (int l = 0; l < plan->launches; l++) {
         for (int k = 0; k < KEPT; k++) {
-            const Streams* kept = &optim_kept(o->optim, l)[k];  // whose numbers of spans stay where they are
+            const Streams* kept = &optim_kept(o->optim, l)[k];  // numbers of spans stay on the device
             at[l][k] = row_tile(kept_format(plan, l, k), *kept, -plan->launch[l].run.begin / TILE_ELEMENTS);
         }
     }
@@ -194,7 +198,7 @@ static void part_point(const Offload* o, int part, char* slot) {
 
 void offload_take(Offload* o, int part) {
     if (!o || is_empty(&o->run[part])) return;
-    if (o->there[0] != part && o->there[1] != part) fetch(o, part, 1 - o->turn);  // the first of all
+    if (o->there[0] != part && o->there[1] != part) fetch(o, part, 1 - o->turn);  // the first call
     o->turn = o->there[0] == part ? 0 : 1;
     if (o->there[1 - o->turn] < 0 && o->used > 1) fetch(o, o->next[part], 1 - o->turn);
     if (o->dev->gpu) check(cudaStreamWaitEvent(o->dev->stream, o->fetched[o->turn], 0));

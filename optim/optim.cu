@@ -1,8 +1,8 @@
-// The optimizer behind optim.h: rows of the tables, arrays by the plan (plan.h), the tile table, and the step, which is
-// one kernel launch for each combination of formats (built in, or compiled by NVRTC when first asked for) or, on the
-// CPU, the same template over the tables' function pointers, a core a tile (build with -fno-math-errno: a square root
-// is then one instruction, and the update some four times faster; the bits are the same). Bytes a parameter: what the
-// storages' STREAM say, and 8 bytes of tile table every 2048 elements.
+// Implements optim.h: the arrays of an optimizer by its plan (plan.h), the tile table, and the step. On a GPU a step is
+// one kernel launch for each combination of rule and formats; the kernel is built in, or NVRTC compiles it in
+// optim_create. On the CPU the same template runs over the tables' function pointers, and each core takes a tile (build
+// with -fno-math-errno: a square root is then one instruction, and the update about four times faster; the bits are the
+// same). Bytes a parameter: those of the storages' STREAM, and 8 bytes of tile table every 2048 elements.
 #include "optim.h"
 
 #include <assert.h>
@@ -20,8 +20,8 @@
 
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
-// The copy that a step on a GPU writes beside the weights: bf16 or none. An fp32 copy, which only --matmul fp32 needs,
-// is made by a separate kernel, so that the built-in kernels serve there too.
+// Returns the format of the copy that a step on a GPU writes beside the weights: bf16 or none. A separate kernel writes
+// an fp32 copy, which only --matmul fp32 needs, so that the built-in kernels can be used with it.
 static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* weights, OptimType compute) {
     const bool copies = config->keeps_copy && compute == OPTIM_BF16 && !serves_directly(weights, compute);
     return copies ? compute_row(OPTIM_BF16) : none_row();
@@ -32,35 +32,35 @@ static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* we
 // The weights of all tensors that are stored in one format.
 struct Weights {
     const FormatRow* row;
-    const ArenaRun* run;  // what these arrays hold
+    const ArenaRun* run;  // of these arrays
     Streams streams;
-    bool are_seen;  // the matmuls read the codes as they are; with a copy of the others they lie among these
+    bool are_seen;  // the matmuls read the codes as stored; the codes then lie in Optim.seen if there is one
 };
 
-// A kernel of the step, for these rows.
+// A kernel of the step for these rows, and its measuring pass.
 struct StepKernel {
     Rows rows;
     int64_t grid;
     Kernel step;
-    Kernel replayed;  // with arguments in device memory, of steps that may be captured
-    bool measures;    // a pass comes before it, for formats in spans
+    Kernel replayed;  // the same with arguments in device memory, for steps that may be captured in a CUDA graph
+    bool measures;    // the measuring pass comes first, for formats in spans
     Kernel measure;
 };
 
-// One kernel launch, for all tensors that have this rule and are stored in these formats; with a rule that reads
-// matrices, two for each chunk of them.
+// The tensors that have the same rule and formats. Their step is one kernel launch or, with a rule that reads matrices,
+// two for each chunk of matrices.
 struct Launch {
     const LaunchPlan* plan;
     Rows rows;
     const Weights* weights;
-    Streams kept[SLOTS];     // the states; the weights' place is empty
-    Streams at[OPTIM_KEPT];  // of m, v and slow, as if they began at the arena's first element: where steps find them
+    Streams kept[SLOTS];     // the states; kept[SLOT_WEIGHTS] is empty
+    Streams at[OPTIM_KEPT];  // where steps find m, v and slow: addresses as if they began at the arena's first element
     const Tile* tiles;       // (plan->tiles)
     uint32_t* next_tile;
-    StepKernel kernel;  // of a rule that reads matrices: from the gradients to the directions
-    StepKernel apply;   // and from the updates to the weights
+    StepKernel kernel;  // with a rule that reads matrices: from gradients to directions
+    StepKernel apply;   // with such a rule: from updates to weights
     MatrixWork matrix;
-    StepKernel fold;  // before the step: gradients into m
+    StepKernel fold;  // adds gradients to m before the step
     RowWork passes;   // before the step, of a rule that reads rows and of --limit-growth
 };
 
@@ -71,14 +71,14 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     Plan* plan;
-    void* seen;                 // all weights in the compute type, as stored or as copies; NULL: no copy is kept
+    void* seen;                 // all weights in the compute type, stored or copied; NULL: no copy is kept
     Weights weights[LAUNCHES];  // as many as the plan has
     Launch launch[LAUNCHES];    // as many as the plan has
-    float* factors;             // device memory: of the update in each tile, or null
-    Tile* tiles;                // device memory: the tiles of one launch after another, then a counter for each launch
+    float* factors;             // device memory: factor of the update in each tile, or null
+    Tile* tiles;                // device memory: the tiles of each launch, then a counter for each launch
     OptimBytes allocated;
-    bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made, `allocated` alone is summed up
-    OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights, and of each launch's m, v and slow
+    bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made; only `allocated` is summed up
+    OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights and of each launch's states
     char stream_name[OPTIM_STREAMS][ARRAY_NAME_BYTES];
     int stream_count;
     Settle settle[4 * LAUNCHES];
@@ -86,6 +86,7 @@ struct Optim {
     const Replay* replay;  // of the step that is captured in a CUDA graph, or null
 };
 
+// Allocates zeroed device memory and adds its size to *total.
 static void* allocate_zero(const Optim* optim, int64_t bytes, int64_t* total) {
     *total += aligned_bytes(bytes);
     if (optim->counts) return nullptr;
@@ -94,18 +95,17 @@ static void* allocate_zero(const Optim* optim, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-// Fills device memory from the host's.
+// Copies host memory to device memory.
 static void upload(const Optim* optim, void* to, const void* from, int64_t bytes) {
     if (!optim->counts) copy_to_device(optim->dev, to, from, bytes);
 }
 
-// With `offload` the arrays of codes, scales and the like are in host memory, where tiles of them are streamed from;
-// the numbers of whole tensors are not.
+// Returns true if an array of states is in host memory: with `offload`, all but the numbers of whole tensors are.
 static bool on_host(bool offload, const StreamInfo& stream) {
     return offload && stream.span == SPAN_RUN;
 }
 
-// Makes the constants that a format looks up; null if there are none.
+// Allocates and fills the constants that a format looks up; returns null if there are none.
 static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
     void* table = allocate_zero(optim, format->table_bytes, &optim->allocated.tables);
@@ -121,13 +121,13 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     return table;
 }
 
-// Makes what formats in spans keep beside the arrays of a run of the arena.
+// Makes the table and the next numbers of a format in spans, for a run of the arena.
 static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* format, Streams* streams) {
     Span span = format_span(format);
     if (span == SPAN_RUN) return;
     int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, bytes = tiles * (int64_t)sizeof(SpanTile);
     SpanTile* device = (SpanTile*)allocate_zero(optim, bytes, &optim->allocated.tables);
-    streams->span = device;  // what is allocated belongs to the optimizer at once
+    streams->span = device;  // set at once, so that optim_free finds it if a later allocation fails
     streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
     if (optim->counts) return;
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
@@ -145,7 +145,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
 
-// Allocates an array that checkpoints write.
+// Allocates a zeroed array that checkpoints write, in the memory that `total` counts.
 static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     const OptimConfig* config = &optim->config;
     const bool host = total == &optim->allocated.host;
@@ -164,8 +164,8 @@ static void* allocate_stream(Optim* optim, int64_t bytes, int64_t* total) {
     return memory;
 }
 
-// Allocates the arrays of a run of the arena, of weights or states, from number `first` on; `codes` is the first one if
-// that exists already. An array belongs to the optimizer at once, which frees it if the next one fails.
+// Allocates the arrays of weights or states for a run of the arena, from array `first` on; with first 1, `codes` is
+// array 0. Each address is stored at once, so that optim_free frees the array if a later allocation fails.
 static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow* format, int first, void* codes,
                              bool states, Streams* streams) {
     OptimBytes* all = &optim->allocated;
@@ -187,7 +187,7 @@ static void list_streams(Optim* optim, const char* array, const FormatRow* forma
         const StreamInfo& info = format->stream[i];
         void* data = stream_data(streams, i);
         if (info.bits == 0 || run->begin == run->end) continue;
-        if (i == 0 && is_weights && !data) continue;  // they are the caller's
+        if (i == 0 && is_weights && !data) continue;  // the caller has these weights
         int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
         char* name = optim->stream_name[index];
         stream_name(array, info, name, sizeof(optim->stream_name[index]));
@@ -207,9 +207,10 @@ static void free_streams(const Optim* optim, const FormatRow* format, Streams* s
     device_free(dev, streams->next), device_free(dev, (void*)streams->span);
 }
 
+// Makes the tile tables of all launches, and their counters.
 static void tiles_create(Optim* optim) {
     const Plan* plan = optim->plan;
-    const bool placed = optim->config.placed;  // each step then has tiles of its own
+    const bool placed = optim->config.placed;  // placed.cu then makes a table of its own
     int64_t count = placed ? 0 : (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile),
             t = 0;
     const int64_t counters = LAUNCHES * (int64_t)sizeof(uint32_t);
@@ -233,7 +234,7 @@ static void tiles_create(Optim* optim) {
     free(tiles);
 }
 
-// The copy of the weights that a kernel writes: a direction, in the weights' place, has none.
+// Returns the format of the copy that a kernel writes. A direction, in the weights' place, has no copy.
 static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, OptimType compute) {
     return rows->rule->matrix || rows->weights == none_row() ? none_row() : step_copy(config, rows->weights, compute);
 }
@@ -242,14 +243,14 @@ const char* user_source(const Rows* rows) {
     return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
 }
 
-// The kernel of the step, or of the pass before it, if it was compiled ahead of time.
+// Returns the kernel of the step, or of the measuring pass, if it was compiled ahead of time; otherwise null.
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute, Pass pass) {
     if (config->placed || config_scaled(config)) return nullptr;
     if (pass == MEASURE) return built_in_measure(rows);
     return rows_copy(config, rows, compute) == none_row() ? built_in_kernel(rows) : nullptr;
 }
 
-// The rows of the first kernel of a step, which is the only one but with rules that read matrices.
+// Returns the rows of the first kernel of a step, which is the only one except with rules that read matrices.
 static Rows first_rows(const OptimConfig* config) {
     Rows rows = config_rows(config);
     return rows.rule->matrix ? moment_rows(&rows) : rows;
@@ -261,6 +262,7 @@ bool optim_built_in(const OptimConfig* config, OptimType compute) {
            (!all.rule->matrix || rows_kernel(config, &apply, compute, STORE));
 }
 
+// Writes the C++ expression that names a kernel for NVRTC.
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
     // The first kernel of a rule that reads matrices takes an arena of gradients and writes one of directions.
@@ -275,7 +277,7 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
     kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-// Makes a kernel: the one that is built in, or one from NVRTC if this GPU has none or NIBBLE_JIT=1 asks for it.
+// Makes a kernel: the built-in one, or one from NVRTC if none is built in for this GPU or NIBBLE_JIT=1 asks for it.
 static void kernel_make(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
                         const char* name, const void* built_in, int threads, int shared_bytes, Kernel* kernel) {
     const char* always = getenv("NIBBLE_JIT");
@@ -288,7 +290,7 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
             return;
         }
         kernel->built_in = nullptr;
-        cudaGetLastError();  // CUDA keeps the error until it is asked for it
+        cudaGetLastError();  // clears the error, which CUDA would report at the next check
     }
     char expression[2100];
     kernel_expression(name, config, rows, compute, expression, sizeof(expression));
@@ -296,7 +298,6 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     jit_shared_bytes(&kernel->jit, shared_bytes);
 }
 
-// Launches a kernel.
 static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, int shared_bytes, void** arguments) {
     if (kernel->built_in) {
         check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), arguments,
@@ -311,8 +312,8 @@ static void step_launch(const Device* dev, const Kernel* kernel, int64_t blocks,
     kernel_launch(dev, kernel, blocks, kernel->shared_bytes, &argument);
 }
 
-// Makes a kernel of the step for `tiles` tiles: one thread block a multiprocessor, with threads and shared memory as
-// kernel.cuh says.
+// Makes a kernel of the step for up to `tiles` tiles: at most one thread block for each multiprocessor, with the
+// threads and shared memory of step_shape.
 static void kernel_create(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
                           const Rows* rows, int64_t tiles) {
     kernel->rows = *rows;
@@ -339,7 +340,7 @@ static void kernel_create(const Device* dev, const OptimConfig* config, OptimTyp
                 shape.threads, shape.table_bytes, &kernel->measure);
 }
 
-// Refuses the user's own formats on the CPU: they exist for NVRTC only.
+// Refuses the user's own formats on the CPU, since only NVRTC can compile them.
 static void require_gpu(const Device* dev, const Rows* rows) {
     const FormatRow* user = rows->m->source ? rows->m : rows->v;
     if (dev->gpu || !user->source) return;
@@ -348,7 +349,7 @@ static void require_gpu(const Device* dev, const Rows* rows) {
         user->name);
 }
 
-// Allocates and names the weights number `index` of the plan.
+// Allocates and lists the arrays of weights number `index` of the plan.
 static void weights_create(Optim* optim, int index) {
     const Plan* plan = optim->plan;
     const ArenaRun* run = &plan->weights[index].run;
@@ -368,7 +369,7 @@ static void weights_create(Optim* optim, int index) {
     list_streams(optim, array, format, &weights->streams, run, true);
 }
 
-// Makes the tables and the kernel of the passes before the step.
+// Makes the tables and the kernels of the passes before the step.
 static void rows_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
     const Device* dev = optim->dev;
@@ -394,7 +395,7 @@ static void rows_free(const Device* dev, RowWork* work) {
     row_plan_free(&work->plan);
 }
 
-// The tiles that kernels of a launch are made for.
+// Returns the number of tiles for which a launch's kernels are made; 0 if none is to be made.
 static int64_t kernel_tiles(const Optim* optim, const LaunchPlan* plan) {
     return optim->counts ? 0 : plan->tiles;
 }
@@ -432,12 +433,13 @@ static void matrix_free(const Device* dev, MatrixWork* work) {
     matrix_plan_free(&work->plan);
 }
 
-// The address of arrays that begin at element `begin` of the arena, as if they began at its first.
+// Returns the addresses that arrays, which begin at element `begin` of the arena, would have if they began at its first
+// element.
 static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
     return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
-// Makes the kernels for steps in CUDA graphs, of launches whose steps can be captured.
+// Makes the kernels for steps in CUDA graphs, if the launch's steps can be captured.
 static void replayed_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
     const Device* dev = optim->dev;
@@ -452,7 +454,7 @@ static void replayed_create(Optim* optim, int index) {
     }
 }
 
-// Allocates and names the moments of launch `index`, and gets its kernel.
+// Allocates and lists the states of launch `index`, and makes its kernels.
 static void launch_create(Optim* optim, int index) {
     Launch* launch = &optim->launch[index];
     const LaunchPlan* planned = &optim->plan->launch[index];
@@ -476,7 +478,7 @@ static void launch_create(Optim* optim, int index) {
     Rows first = first_rows(&config);
     if (folds && first.rule->matrix) first.grads = none_row();
     kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, kernel_tiles(optim, planned));
-    config.limit_growth = 0.0f;  // of the update, which a fold does not make
+    config.limit_growth = 0.0f;  // a fold makes no update that could be limited
     if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, kernel_tiles(optim, planned));
     rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
@@ -495,10 +497,10 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
         optim->tensors[i].name = name;
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
-    int64_t none = 0;  // weights_create counts these bytes
+    int64_t none = 0;  // not counted here, since weights_create counts these bytes
     int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
     optim->seen = config->keeps_copy && !config->placed ? allocate_zero(optim, bytes, &none) : nullptr;
-    // Streams are listed in the arena's order, so that a shard lists a part of what the whole does.
+    // Streams are listed in the arena's order, so that a shard lists some of the streams of the whole arena.
     for (int w = 0; w < plan->weights_count; w++) {
         weights_create(optim, w);
         for (int i = 0; i < plan->launches; i++) {
@@ -535,12 +537,12 @@ OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const Optim
     optim_make(optim, tensors, count, compute);
     const OptimBytes bytes = optim->allocated;
     const Device host = {};
-    optim->dev = &host;  // nothing is on the device, which may not even be there (--fit)
+    optim->dev = &host;  // nothing was allocated on the device, which need not exist (--fit)
     optim_free(optim);
     return bytes;
 }
 
-// One that was not made completely has no plan yet, or not all of what it names.
+// An optimizer that was not made completely has no plan yet, or lacks some of the plan's weights and launches.
 void optim_free(Optim* optim) {
     if (!optim) return;
     const int weights = optim->plan ? optim->plan->weights_count : 0,
@@ -583,10 +585,6 @@ static const Weights* weights_of(const Optim* optim, int tensor) {
     return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
 }
 
-Streams weights_arrays(const Optim* optim, int tensor) {
-    return weights_of(optim, tensor)->streams;
-}
-
 OptimStream optim_weights_stream(const Optim* optim, int tensor) {
     const Weights* weights = weights_of(optim, tensor);
     const StreamInfo& info = weights->row->stream[0];
@@ -602,11 +600,12 @@ void* optim_weights(const Optim* optim) {
     return optim->seen;
 }
 
+// Returns the array of weights in the compute type, as if it began at the arena's first element.
 static Streams seen_streams(const Optim* optim) {
     return from_begin(compute_row(optim->compute), {optim->seen, nullptr}, optim->plan->begin);
 }
 
-// Decodes `tiles` tiles of weights, the first of which is number `first` of their arrays, to the beginning of `to`.
+// Decodes `tiles` tiles of weights, from tile `first` of their arrays on, to `to`.
 static void decode_tiles(const Optim* optim, const Weights* weights, int64_t first, int64_t tiles, void* to) {
     const FormatRow *format = weights->row, *seen = compute_row(optim->compute);
     const Streams from = row_tile(format, weights->streams, first), decoded = {to, nullptr};
@@ -660,7 +659,7 @@ void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
 
 template <Pass PASS>
 static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArguments* arguments) {
-    if (!is_finite(*arguments->grad_scale)) return;  // changes nothing
+    if (!is_finite(*arguments->grad_scale)) return;  // the step changes nothing
     const FormatRow* weights = rows->weights;
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < arguments->tile_count; t++) {
@@ -688,7 +687,7 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
     }
 }
 
-// Runs one pass of step number `step`. `arguments` has the arrays and the constants that the pass needs.
+// Runs one pass before step number `step`, and its end. `arguments` has the arrays and constants that the pass needs.
 static void pass_run(const Optim* optim, const Launch* launch, RowRange range, Sum sum, StepArguments* arguments,
                      const Replay* replay, int64_t step) {
     const Device* dev = optim->dev;
@@ -696,9 +695,9 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     const OptimConfig* config = &launch->plan->config;
     const Streams* v = &launch->kept[SLOT_V];
     const RowRule rule = launch->rows.rule->rows;
-    const bool scaled = config->scale_by_rms && rule == ROWS_ADAFACTOR;
+    const bool by_rms = config->scale_by_rms && rule == ROWS_ADAFACTOR;
     SumArguments sums = {
-        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, scaled, work->parts, v->next};
+        work->tensor + range.first, range.tensors, range.blocks, range.first_block, sum, by_rms, work->parts, v->next};
     const StepArguments* at = replay ? &replay->to->step : nullptr;
     if (dev->gpu) {
         void* pointers[] = {replay ? (void*)&at : arguments, &sums};
@@ -713,7 +712,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
     settle.grad_scale = arguments->grad_scale;
-    settle.sum = sum, settle.rule = rule, settle.scaled = scaled;
+    settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
     settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].extra;
     settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
@@ -723,8 +722,8 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     rows_settle(dev, &settle);
 }
 
-// The passes before step number `step`. That for --limit-growth computes the update for a learning rate of 1.
-// They take the tensors that lie in tiles `tile` to `tile_end` of the launch's list. `config` has the step's betas.
+// Runs the passes before step number `step`, for the tensors in tiles `tile` to `tile_end` - 1 of the launch's list.
+// `config` has the step's betas. The pass for --limit-growth computes the update for a learning rate of 1.
 static void launch_passes(const Optim* optim, const Launch* launch, const OptimConfig* config, int64_t tile,
                           int64_t tile_end, const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
@@ -743,7 +742,7 @@ static void launch_passes(const Optim* optim, const Launch* launch, const OptimC
     }
 }
 
-// Runs a kernel of the step, or the same on the CPU, on the tiles that the arguments name.
+// Runs a kernel of the step, or its CPU version, on the tiles of the arguments.
 static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArguments* arguments) {
     if (!optim->dev->gpu) {
         const FormatRow* copy = compute_row(optim->compute);
@@ -762,14 +761,14 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     step_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
-// Makes the arguments name the tiles of a chunk alone.
+// Restricts the arguments to the tiles of a chunk.
 static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
     arguments->tiles += chunk->tile;
     arguments->tile_count = chunk->tiles;
     if (arguments->places) arguments->places += chunk->tile;
 }
 
-// Sets the arguments of a chunk's first kernel, which turns gradients, or their projection, into directions.
+// Sets the arguments of a chunk's first kernel, which turns gradients, or their projections, into directions.
 static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, const LowStep* low,
                              StepArguments* moment) {
     const MatrixWork* work = &launch->matrix;
@@ -779,8 +778,8 @@ static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, con
         moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
         moment->grads = from_begin(rows->grads, {work->low, nullptr}, chunk->low_begin);
         moment->weights = from_begin(rows->weights, {work->direction, nullptr}, chunk->low_begin);
-        if (!low->fused) moment->grad_scale = work->unit;  // the scratch has the factor
-        const Settings rate = {1.0, 0.0};                  // of the direction; the learning rate comes with the update
+        if (!low->fused) moment->grad_scale = work->unit;  // the scratch includes the factor
+        const Settings rate = {1.0, 0.0};  // a direction has learning rate 1; the update has the real one
         for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
     } else {
         chunk_tiles(chunk, moment);
@@ -790,8 +789,8 @@ static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, con
     moment->places = nullptr;
 }
 
-// The step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk of them at a time. The arguments name
-// all of the launch's tiles.
+// Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have all
+// tiles of the launch.
 static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
                             const LaunchStep* its) {
     const MatrixWork* work = &launch->matrix;
@@ -827,28 +826,29 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
     }
 }
 
-// Sets the arrays of a launch's step besides the gradients.
+// Sets the arrays of a launch's step, except the gradients.
 static void launch_arrays(const Optim* optim, const Launch* launch, StepArguments* arguments) {
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
-    if (optim->config.placed && !weights->are_seen) arguments->copy = weights->streams;  // some: the places say where
+    // For placed weights with a copy, this is only not null; the places have the address.
+    if (optim->config.placed && !weights->are_seen) arguments->copy = weights->streams;
     arguments->m = launch->at[0], arguments->v = launch->at[1], arguments->slow = launch->at[2];
     const bool scaled = config_scaled(&launch->plan->config);
     arguments->factor = scaled ? optim->factors - optim->plan->begin / TILE_ELEMENTS : nullptr;
     arguments->next_tile = launch->next_tile;
 }
 
-// Updates the tiles that the arguments name, after the passes.
+// Updates the tiles of the arguments, after the passes.
 static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments, const LaunchStep* its) {
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
     if (launch->rows.rule->by_rows)
-        arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes have made
+        arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes computed
     kernel_run(optim, &launch->kernel, arguments);
 }
 
-// Steps `count` tiles of a launch from tile `first` of its list on, which are all with a rule that reads matrices.
-// `arguments` has the gradients and the constants.
+// Steps `count` tiles of a launch, from tile `first` of its list on; with a rule that reads matrices, these must be all
+// its tiles. `arguments` has the gradients and the constants.
 static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
                         StepArguments* arguments, int64_t step) {
     if (count == 0) return;
@@ -860,7 +860,8 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
     launch_tiles(optim, launch, arguments, &its);
 }
 
-// Sets the arrays of a launch whose gradients begin where the plan does, unless they are null.
+// Returns a launch, and sets the arrays of its step. `grads` begins where the plan's part of the arena does; if it is
+// null, the gradients are not set.
 static const Launch* launch_begin(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
     const Launch* its = &optim->launch[launch];
     if (grads) arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
@@ -912,7 +913,7 @@ StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t st
     return arguments;
 }
 
-// The constants of a launch's step.
+// Returns the arguments of a launch's step, with its constants but without arrays.
 static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
                                     int64_t step) {
     StepArguments arguments = step_begin(optim, grad_scale, step);
@@ -937,7 +938,7 @@ void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_
     StepArguments arguments = step_arguments(optim, launch, grad_scale, 0.0f, step);
     for (Hyper& hyper : arguments.group) hyper.lr = launch_fold(&launch->plan->config);
     launch_arrays(optim, launch, &arguments);
-    arguments.seed = optim->config.seed + ((uint64_t)number << 53);  // seeds of the trainer are smaller
+    arguments.seed = optim->config.seed + ((uint64_t)number << 53);  // the trainer's seeds are below 2^53
     arguments.grads = run->grads, arguments.copy = {nullptr, nullptr}, arguments.factor = nullptr;
     arguments.tiles = launch->tiles + run->first, arguments.tile_count = run->tiles;
     if (run->tiles > 0) kernel_run(optim, &launch->fold, &arguments);
@@ -955,7 +956,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 }
 
 void optim_step_end(Optim* optim) {
-    // On a GPU a bf16 copy is written by the step itself.
+    // On a GPU the step itself writes a bf16 copy.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
 

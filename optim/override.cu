@@ -1,4 +1,4 @@
-// See override.h.
+// See override.h. Parsing takes time in the length of the text; a match takes at most the product of both lengths.
 #include "override.h"
 
 #include <ctype.h>
@@ -9,8 +9,8 @@
 
 #include "../data/errors.h"
 
-// True if the pattern [p, end) matches `name` from its first character up to its end or to a dot. Where it does not,
-// the last star takes one character more.
+// Returns true if the pattern [p, end) matches `name` from its first character up to its end or to a dot. On a
+// mismatch, the last star takes one more character.
 static bool matches_here(const char* p, const char* end, const char* name) {
     const char *star = nullptr, *taken = nullptr;
     for (;;) {
@@ -44,7 +44,7 @@ bool override_matches(const Override* rule, const char* name) {
     return false;
 }
 
-// Copies [begin, end) without its spaces; false when it is empty or does not fit.
+// Copies [begin, end) without its spaces. Returns false if nothing is left or it does not fit.
 static bool copy_word(char* out, size_t bytes, const char* begin, const char* end) {
     size_t used = 0;
     for (; begin < end; begin++) {
@@ -56,7 +56,7 @@ static bool copy_word(char* out, size_t bytes, const char* begin, const char* en
     return used > 0;
 }
 
-// One "key=value".
+// Parses one setting, "key=value".
 static bool setting_parse(Override* rule, const char* word, char* error) {
     char* rest;
     const char* value = strchr(word, '=');
@@ -69,7 +69,7 @@ static bool setting_parse(Override* rule, const char* word, char* error) {
     bool is_lr = key == 2 && strncmp(word, "lr", 2) == 0, is_wd = key == 2 && strncmp(word, "wd", 2) == 0;
     if (format) {
         if (copy_word(format, sizeof(rule->m), value, value + strlen(value))) return true;
-        return data_error(error, "--override: \"%s\" names no %s; --list-formats has those that there are", word,
+        return data_error(error, "--override: \"%s\" names no %s; type --list-formats for a list", word,
                           format == rule->rule ? "rule" : "format");
     }
     if (is_lr || is_wd) {
@@ -85,7 +85,7 @@ static bool setting_parse(Override* rule, const char* word, char* error) {
                       word);
 }
 
-// One override, [begin, end).
+// Parses one override, [begin, end).
 static bool override_parse(Override* rule, const char* begin, const char* end, char* error) {
     const char* colon = begin;
     while (colon < end && *colon != ':') colon++;
@@ -104,9 +104,10 @@ static bool override_parse(Override* rule, const char* begin, const char* end, c
     }
     if (rule->patterns[strspn(rule->patterns,
                               "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-*?|")]) {
-        return data_error(error,
-                          "--override: \"%s\" is no pattern; it is letters, digits, . _ - * ? and | between patterns",
-                          rule->patterns);
+        return data_error(
+            error,
+            "--override: \"%s\" is no pattern; a pattern has letters, digits, . _ - * and ?, and | between patterns",
+            rule->patterns);
     }
     int settings = 0;
     for (const char* at = colon + 1; at < end; settings++) {

@@ -6,14 +6,14 @@
 #include "each.cuh"
 #include "rows.h"
 
-// One tile of the table: which part of which tensor it is.
+// One tile of the table: the tensor and the elements that it covers.
 struct PlacedTile {
     int64_t from;     // the tile's first element, counted in the caller's tensor; below 0 in a cut tensor's first tile
-    int64_t element;  // counted over the model
+    int64_t element;  // the same, counted over the model
     uint32_t tensor;
-    int32_t weights_slot, grads_slot;  // of the arena beside, or -1: in place
-    uint16_t begin, end;               // the tile's elements that the caller's tensor has
-    const void* update;                // what the kernel takes for its gradient, of a rule that reads matrices
+    int32_t weights_slot, grads_slot;  // its tiles in the arenas beside; -1: it is read in place
+    uint16_t begin, end;               // the elements of the tile that the caller's tensor has
+    const void* update;                // with a rule that reads matrices: the update, in the gradient's place
 };
 
 struct PlacedPointers {
@@ -21,16 +21,16 @@ struct PlacedPointers {
     const void* grads;
 };
 
-// A tensor, as the last step had it and as the tables have it.
+// A tensor in the last step, and in the tables.
 struct PlacedState {
     PlacedTensor its;
     int group;                    // the caller's; -1: no gradient
-    bool weights_off, grads_off;  // do not begin at a multiple of 16 bytes
-    int32_t first_slot;           // of the weights of its first tile, or -1
+    bool weights_off, grads_off;  // true if they do not begin at a multiple of 16 bytes
+    int32_t first_slot;           // weights_slot of its first tile
     int number;                   // of its constants among those of its run; -1: none yet
 };
 
-// Tiles with the same constants: one launch.
+// Tiles of a launch that share a list of at most STEP_GROUPS constants: one launch of the kernel.
 struct PlacedRun {
     int launch;
     bool has_passes, matrix;  // the launch has passes before its step, or its rule reads matrices
@@ -44,8 +44,8 @@ struct PlacedView {
     PlacedTile* tile;          // (tiles)
     PlacedPointers* pointers;  // (tensors)
     TilePlace* places;         // (tiles)
-    uint32_t* beside;          // (staged) numbers of the tiles that have a slot
-    char *weights, *grads;     // the arenas beside
+    uint32_t* beside;          // (staged) numbers of the tiles with a slot in an arena beside
+    char *weights, *grads;     // the arenas beside the tensors
     int weight_bytes, grad_bytes;
 };
 
@@ -68,15 +68,14 @@ struct PlacedTables {
     int runs;
     int64_t tiles, staged;
     Tile* step_tiles;            // device memory (tiles)
-    int64_t whole_at[LAUNCHES];  // where the gradients of a rule that reads rows or matrices begin, in tiles of the
-                                 // arena beside
+    int64_t whole_at[LAUNCHES];  // first tile, in the arena beside, of the gradients of rows or matrices
     float* scalars;              // device: 1, and the scale of a step
     int64_t* clock;              // device: the number of the last step
     bool moved;                  // the device has other addresses than `pointers`
-    bool captured;               // a graph may change the places behind our back
-    bool kept;                   // and uses these tables, which others may replace
+    bool captured;               // a graph may change the places without this host code
+    bool kept;                   // a graph uses the present tables, so they are not freed when others replace them
     PlacedBuild build;
-    Replayed* replayed;  // device memory: what a graph's kernels read
+    Replayed* replayed;  // device memory: the arguments of a graph's kernels
     PlacedView view;
 };
 
@@ -100,15 +99,15 @@ struct PlaceTiles {
     }
 };
 
-// Copies one element of 2 or 4 bytes, or zero if there is none.
+// Copies one element of 2 or 4 bytes, or writes zero if it is not `there`.
 OPTIM_INLINE void placed_copy(void* to, int64_t to_index, const void* from, int64_t from_index, int bytes, bool there) {
     if (bytes == 2) ((uint16_t*)to)[to_index] = there ? ((const uint16_t*)from)[from_index] : (uint16_t)0;
     if (bytes == 4) ((uint32_t*)to)[to_index] = there ? ((const uint32_t*)from)[from_index] : 0u;
 }
 
-constexpr int MOVERS = 256;  // share the elements of a tile that is moved
+constexpr int MOVERS = 256;  // iterations that share the elements of a tile
 
-// Brings the tiles that have a slot into the arenas beside.
+// Copies the tiles with a slot into the arenas beside.
 struct BringTiles {
     PlacedView view;
 
@@ -127,7 +126,7 @@ struct BringTiles {
     }
 };
 
-// Returns their weights.
+// Copies their weights back.
 struct ReturnTiles {
     PlacedView view;
 
@@ -153,7 +152,7 @@ struct SetScale {
     }
 };
 
-// Sets the clock to the number of a step or, if that is 0, one step on.
+// Sets the clock to the number of a step or, if that is 0, to the next number.
 struct SetClock {
     int64_t *clock, step;
 
@@ -173,7 +172,7 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
     device_zero(parts.dev, tables->clock, sizeof(int64_t));
     tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
-    // This waits for the stream, also for what optim_create has queued: steps may take another one.
+    // This waits for the stream and so for the work that optim_create has queued, since steps may use another stream.
     copy_to_device(parts.dev, tables->scalars, scalars, sizeof(scalars));
     if (parts.config->replays) tables->replayed = (Replayed*)device_alloc(parts.dev, sizeof(Replayed));
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
@@ -187,6 +186,7 @@ static void build_free(PlacedBuild* build) {
     *build = {};
 }
 
+// Drops the tables for the tiles; a graph keeps those that it uses.
 static void tables_clear(PlacedTables* tables) {
     const Device* dev = tables->parts.dev;
     PlacedView* view = &tables->view;
@@ -206,7 +206,7 @@ static void tables_clear(PlacedTables* tables) {
 
 void placed_free(PlacedTables* tables) {
     if (!tables) return;
-    tables->kept = false;  // a graph has no use without the rest
+    tables->kept = false;  // a graph is unusable without the optimizer
     tables_clear(tables);
     device_free(tables->parts.dev, tables->scalars), device_free(tables->parts.dev, tables->clock);
     device_free(tables->parts.dev, tables->replayed);
@@ -216,6 +216,7 @@ void placed_free(PlacedTables* tables) {
 
 // Building the tables.
 
+// Refuses a step in which only some tensors of a launch have gradients.
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
     const OptimParts* parts = &tables->parts;
     const char *with = nullptr, *without = nullptr;
@@ -231,7 +232,8 @@ static void require_all(const PlacedTables* tables, int launch, const Rows* rows
         parts->config->limit_growth > 0.0f ? " and limit_growth" : "");
 }
 
-// The number of the tensor's constants among those of a run; -1 if the run has no room for them.
+// Returns the number of a tensor's constants among those of a run, which are added if need be; -1 if the run has no
+// room for them. `group` is the caller's, `settings` the plan's.
 static int run_group(PlacedRun* run, int group, int settings) {
     for (int i = 0; i < run->groups; i++) {
         if (run->group[i] == group && run->settings[i] == settings) return i;
@@ -242,7 +244,7 @@ static int run_group(PlacedRun* run, int group, int settings) {
     return run->groups++;
 }
 
-// True if a tensor's weights are updated as a matrix, not by tiles (the fused way of low_rank.h).
+// Returns true if a tensor's weights are updated as a matrix, not by tiles (the fused way of low_rank.h).
 static bool is_fused(const PlacedTables* tables, int t) {
     const OptimParts* parts = &tables->parts;
     const int launch = parts->plan->launch_of[t];
@@ -250,7 +252,8 @@ static bool is_fused(const PlacedTables* tables, int t) {
     return is_low_rank(rule_of(config)) && low_rank_fuses(parts->dev, config, optim_matrix_work(tables->optim, launch));
 }
 
-// The directions of a launch's tile of this number, whose place updates take; null with rules that read no matrices.
+// Returns where the updates of a launch's tile of this number will be, in the scratch of its chunk; null with rules
+// that read no matrices.
 static const float* update_of(const PlacedTables* tables, int launch, int64_t tile) {
     const MatrixWork* work = optim_matrix_work(tables->optim, launch);
     for (int i = 0; i < work->plan.chunks; i++) {
@@ -260,7 +263,8 @@ static const float* update_of(const PlacedTables* tables, int launch, int64_t ti
     return nullptr;
 }
 
-// Adds the tiles of one tensor. `whole_slot` is where the first tile of an arena of the gradients would lie.
+// Adds the tiles of one tensor. `whole_slot` is the slot of the arena's first tile if all gradients of the launch have
+// slots.
 static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int group, const PlacedRun* run,
                          int64_t whole_slot) {
     const OptimTensor* tensor = &tables->parts.tensors[t];
@@ -288,7 +292,7 @@ static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int gr
     }
 }
 
-// Adds the tiles of a launch: runs of at most STEP_GROUPS different constants each.
+// Adds the tiles of a launch, in runs with at most STEP_GROUPS different constants each.
 static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const OptimParts* parts = &tables->parts;
     const LaunchPlan* plan = &parts->plan->launch[launch];
@@ -333,6 +337,7 @@ static void* uploaded(const Device* dev, const void* host, int64_t bytes) {
     return device;
 }
 
+// Builds the tables from the state of each tensor, and uploads them.
 static void tables_build(PlacedTables* tables) {
     const OptimParts* parts = &tables->parts;
     const Device* dev = parts->dev;
@@ -355,15 +360,15 @@ static void tables_build(PlacedTables* tables) {
                   grads = (int64_t)build.grads_slots * TILE_ELEMENTS * view->grad_bytes;
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
-    device_zero(dev, view->grads, grads);  // tiles between the rows of tensors, which nothing brings
+    device_zero(dev, view->grads, grads);  // some padding is never copied
     build_free(&build);
     tables->built = true;
 }
 
 // The step.
 
-// Notes what this step says of each tensor. Builds the tables if another set of tensors, groups or alignments
-// needs them, which cannot be done during a capture.
+// Records the addresses and groups of this step. Rebuilds the tables if tensors with gradients, groups or alignments
+// have changed, which is refused during a capture.
 static void tables_update(PlacedTables* tables, const NibbleStep* step, bool capturing) {
     bool same = tables->built, moved = tables->moved || tables->captured;
     for (int t = 0; t < tables->parts.count; t++) {
@@ -404,7 +409,7 @@ __global__ void placed_pointers_kernel(const __grid_constant__ PointersPart part
     if ((int)threadIdx.x < part.count) to[part.first + threadIdx.x] = part.pointers[threadIdx.x];
 }
 
-// The addresses go into the graph itself, since the host's array changes.
+// Captures the addresses as arguments of kernels, since the host's array changes later.
 static void pointers_capture(const PlacedTables* tables) {
     const int count = tables->parts.count;
     for (int first = 0; first < count; first += POINTERS_AT_ONCE) {
@@ -426,14 +431,14 @@ static void tables_places(PlacedTables* tables, bool capturing) {
 #ifdef __CUDACC__
     if (capturing) {
         pointers_capture(tables);
-    } else if (dev->gpu) {  // from pageable memory: the call returns when the host's array may change
+    } else if (dev->gpu) {  // pageable memory: when the call returns, the host's array may change
         check(cudaMemcpyAsync(view.pointers, tables->pointers, (size_t)bytes, cudaMemcpyHostToDevice, dev->stream));
     }
 #endif
     for_each(dev, PlaceTiles{view}, tables->tiles);
 }
 
-// The device scalar that multiplies the gradients of this step.
+// Returns the device scalar that multiplies the gradients of this step.
 static const float* tables_scale(const PlacedTables* tables, const NibbleStep* step) {
     if (!step->grad_scale && !step->found_inf) return tables->scalars;
     float* scale = tables->scalars + 1;
@@ -441,7 +446,7 @@ static const float* tables_scale(const PlacedTables* tables, const NibbleStep* s
     return scale;
 }
 
-// A launch's configuration, with a group's betas.
+// Returns a launch's configuration with a group's betas and eps.
 static OptimConfig run_config(const OptimConfig* config, const NibbleGroup* group) {
     OptimConfig own = *config;
     own.beta2 = group->beta2, own.eps = group->eps;
@@ -449,12 +454,14 @@ static OptimConfig run_config(const OptimConfig* config, const NibbleGroup* grou
     return own;
 }
 
+// Returns the source of the constants of a caller's group under a plan's settings.
 static HyperSource run_source(const OptimConfig* config, const NibbleGroup* group, const Settings* settings) {
     const OptimConfig own = run_config(config, group);
     const Settings used = {settings->lr, settings->decay < 0.0 ? group->weight_decay : settings->decay};
     return hyper_source(&own, &used);
 }
 
+// Returns the number of the step of a group's tensors.
 static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
     return group->step > 0 ? group->step : step->step;
 }
@@ -464,6 +471,7 @@ static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, cons
     return hyper_create(run_source(config, group, settings), group->lr, own_step(group, step));
 }
 
+// Returns the arguments of a run's step, without arrays.
 static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step,
                                    const float* scale) {
     const Plan* plan = tables->parts.plan;
@@ -478,14 +486,15 @@ static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* 
     return arguments;
 }
 
-// The gradients of a rule that reads rows or matrices, as an arena that begins where the plan does.
+// Returns the gradients of a rule that reads rows or matrices, as an arena that begins where the plan's part does.
 static const char* whole_grads(const PlacedTables* tables, int launch) {
     const Plan* plan = tables->parts.plan;
     const int64_t first = tables->whole_at[launch] * TILE_ELEMENTS - (plan->launch[launch].run.begin - plan->begin);
     return tables->view.grads + first * tables->view.grad_bytes;
 }
 
-// Returns the places of the weights of a launch's matrices, in the order of its plan: beside, if they are not aligned.
+// Returns the places of the weights of a launch's matrices, in the order of its plan; the caller frees them. Matrices
+// that are not aligned are in the arena beside.
 static LowPlace* low_places(const PlacedTables* tables, int launch) {
     const OptimParts* parts = &tables->parts;
     const PlacedView* view = &tables->view;
@@ -493,8 +502,8 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     LowPlace* places = (LowPlace*)memory_zero((size_t)matrices->matrices + 1, sizeof(LowPlace));
     for (int i = 0; i < matrices->matrices; i++) {
         const int t = matrices->matrix[i].tensor;
-        const int64_t slot = tables->tensor[t].first_slot,
-                      before = matrices->matrix[i].element - parts->tensors[t].offset;  // parts of a stacked tensor
+        const int64_t slot = tables->tensor[t].first_slot;
+        const int64_t before = matrices->matrix[i].element - parts->tensors[t].offset;  // above 0 in a stacked tensor
         char* weights =
             slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
         places[i] = {weights + before * view->weight_bytes, tables->tensor[t].number};
@@ -503,7 +512,7 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
 }
 
 static void run_step(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
-    const NibbleGroup* group = &step->group[run->group[0]];  // of matrices all have its betas (require_same_constants)
+    const NibbleGroup* group = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
     const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
     LowPlace* places = run->matrix ? low_places(tables, run->launch) : nullptr;
@@ -524,6 +533,7 @@ bool is_capturing(const Device* dev) {
     return false;
 }
 
+// Refuses a capture if some launch cannot be captured.
 static void require_replays(const PlacedTables* tables) {
     if (!tables->parts.config->replays) {
         user_error("a step is captured in a CUDA graph, and the optimizer was made without capturable=1");
@@ -533,18 +543,18 @@ static void require_replays(const PlacedTables* tables) {
         if (optim_replays(tables->optim, tables->run[i].launch)) continue;
         if (is_low_rank(rule_of(config))) {
             user_error(
-                "%s projects gradients, and when it does so anew the host decides, which no CUDA graph repeats; step "
-                "outside of the graph, or take another rule",
+                "%s projects gradients, and the host decides when it takes new directions, which a CUDA graph cannot "
+                "repeat; step outside of the graph, or take another rule",
                 config->rule);
         }
         user_error(
-            "%s with weights %s, m %s and v %s has scales of whole tensors, which no CUDA graph takes here; step "
-            "outside of the graph, or take formats in blocks",
+            "%s with weights %s, m %s and v %s has scales of whole tensors, which cannot be captured in a CUDA graph; "
+            "step outside of the graph, or take formats in blocks",
             config->rule, config->weights, config->m, config->v);
     }
 }
 
-// Sets what one group of constants comes from.
+// Adds a group of constants to a replay.
 static void replay_group(Replay* replay, const OptimConfig* config, const NibbleStep* step, int group,
                          const Settings* settings) {
     const NibbleGroup* its = &step->group[group];
@@ -554,7 +564,7 @@ static void replay_group(Replay* replay, const OptimConfig* config, const Nibble
     replay->lag[i] = step->step - own_step(its, step);
 }
 
-// Makes the kernels of a run, or of the passes before it, take their arguments from device memory.
+// Makes the kernels of a run, or of the passes before it, read their arguments from device memory.
 static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, bool passes,
                          Replay* replay) {
     const Plan* plan = tables->parts.plan;
@@ -575,7 +585,7 @@ struct ReplayArguments {
 };
 static_assert(sizeof(ReplayArguments) <= 4096, "a kernel's arguments");
 
-// grid: 1, block: any from STEP_GROUPS on.
+// Writes the arguments of a captured kernel, with the constants of the next step. grid: 1, block: STEP_GROUPS or more.
 __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments replay) {
     const Replay& its = replay.from;
     const uint32_t* from = (const uint32_t*)&replay.step;
@@ -609,13 +619,13 @@ int64_t placed_clock(const PlacedTables* tables) {
     return clock;
 }
 
-// True if the run is the first one of a launch with passes.
-static bool run_has_passes(const PlacedTables* tables, const PlacedRun* run) {
+// Returns true if the run is the first one of a launch with passes.
+static bool begins_passes(const PlacedTables* tables, const PlacedRun* run) {
     return run->has_passes && (run == tables->run || run[-1].launch != run->launch);
 }
 
-// The passes of a launch, before its first run. They read no learning rate and no decay that a caller gives, and the
-// other constants are the same for all tensors (require_same_constants).
+// Runs the passes of a launch, before its first run. They read neither the learning rate nor the decay of a group, and
+// the other constants are the same for all tensors (require_same_constants).
 static void run_passes(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
     const Plan* plan = tables->parts.plan;
     const LaunchPlan* launch = &plan->launch[run->launch];
@@ -629,12 +639,12 @@ static void run_passes(const PlacedTables* tables, const PlacedRun* run, const N
     optim_passes(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
 }
 
-// Refuses tensors with different constants or numbers of steps where a step takes them all together.
+// Refuses different constants or numbers of steps for tensors that a step takes all together.
 static void require_same_constants(const PlacedTables* tables, const NibbleStep* step) {
     const NibbleGroup* first = nullptr;
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
-        if (run_has_passes(tables, run) || run->matrix) first = &step->group[run->group[0]];
+        if (begins_passes(tables, run) || run->matrix) first = &step->group[run->group[0]];
         for (int g = 0; g < run->groups && (run->has_passes || run->matrix); g++) {
             const NibbleGroup* group = &step->group[run->group[g]];
             const OptimConfig* config = &tables->parts.plan->launch[run->launch].config;
@@ -653,7 +663,7 @@ static void require_same_constants(const PlacedTables* tables, const NibbleStep*
     }
 }
 
-// Ends a step. The scales of tensors that were not in it stay as they are.
+// Ends a step. The scales of tensors without gradients stay unchanged.
 static void tables_settle(const PlacedTables* tables, const float* scale) {
     const int count = tables->parts.count;
     bool all = true;
@@ -668,7 +678,7 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     const Device* dev = tables->parts.dev;
     const bool capturing = is_capturing(dev);
     tables_update(tables, step, capturing);
-    optim_replay(tables->optim, nullptr);  // of a capture that failed
+    optim_replay(tables->optim, nullptr);  // after a capture that failed
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
     if (tables->moved || capturing) tables_places(tables, capturing);
@@ -682,7 +692,7 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
         const PlacedRun* run = &tables->run[i];
         Replay replay;
         if (capturing) replay_begin(tables, run, step, true, &replay);
-        if (run_has_passes(tables, run)) run_passes(tables, run, step, scale);
+        if (begins_passes(tables, run)) run_passes(tables, run, step, scale);
         if (capturing) replay_begin(tables, run, step, false, &replay);
         run_step(tables, run, step, scale);
     }

@@ -10,6 +10,7 @@ int64_t tensor_padded(const OptimTensor* tensor) {
     return ceil_div(tensor->rows * tensor->cols, TILE_ELEMENTS) * TILE_ELEMENTS;
 }
 
+// Finds or adds a format of weights, and returns its number.
 static int plan_weights(Plan* plan, const char* format, const char* pattern) {
     for (int i = 0; i < plan->weights_count; i++) {
         if (strcmp(plan->weights[i].format, format) == 0) return i;
@@ -18,8 +19,9 @@ static int plan_weights(Plan* plan, const char* format, const char* pattern) {
     return plan->weights_count++;
 }
 
-// Finds or adds a launch; at most LAUNCHES, which bounds the formats of weights too. `pattern` has the patterns of the
-// override that asked for the weights, and of the one for the moments or else for the weights.
+// Finds or adds a launch, and returns its number. LAUNCHES bounds launches and so formats of weights, too. `pattern`
+// has the patterns of the override that asked for the weights, and of the one that asked for the rule or moments, or
+// else for the weights.
 static int plan_launch(Plan* plan, const char* rule, const char* weights, const char* m, const char* v,
                        const char* const (&pattern)[2]) {
     const OptimConfig* config = &plan->launch[0].config;
@@ -46,6 +48,7 @@ static int plan_launch(Plan* plan, const char* rule, const char* weights, const 
     return plan->launches++;
 }
 
+// Finds or adds a group of constants, and returns its number.
 static int plan_group(Plan* plan, double lr, double decay) {
     for (int i = 0; i < plan->groups; i++) {
         if (plan->group[i].lr == lr && plan->group[i].decay == decay) return i;
@@ -62,7 +65,7 @@ static int plan_group(Plan* plan, double lr, double decay) {
 static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
     const char *rule = config->rule, *weights = config->weights, *m = config->m, *v = nullptr, *pattern[2] = {"", ""};
-    bool of_rest = false;  // v comes from the override that the run's rule brings for other tensors
+    bool of_rest = false;  // v comes from the override MATRIX_REST
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
@@ -77,7 +80,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     }
     if (!*pattern[1]) pattern[1] = pattern[0];
     const RuleRow* row = find_row(rule_table(), rule);
-    const bool vector = tensor->rows == 1 && tensor->cols > 0;  // without elements: other processes have them
+    const bool vector = tensor->rows == 1 && tensor->cols > 0;  // without elements here, other processes have them
     if (row->matrix && vector && config->placed) {
         user_error(
             "%s updates matrices, and %s is a vector; give vectors and embeddings a group with an adamw preset, or "
@@ -96,7 +99,8 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
 }
 
-// Refuses a pattern that matches no tensor; patterns between | are checked one by one. A preset's need not match.
+// Refuses a pattern that matches no tensor; patterns between | are checked one by one. A preset's patterns need not
+// match.
 static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int count) {
     const OptimConfig* config = &plan->launch[0].config;
     if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
@@ -114,7 +118,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     }
 }
 
-// Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
+// Makes a plan without runs of the arena (plan_ranges adds them). The tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
     if (config->planned) *config->planned = plan;
@@ -170,6 +174,7 @@ int64_t plan_clamp(const Plan* plan, int64_t element) {
     return element < plan->begin ? plan->begin : element > plan->end ? plan->end : element;
 }
 
+// Returns the length of the arena that holds these tensors.
 static int64_t arena_elements(const OptimTensor* tensors, int count) {
     int64_t elements = 0;
     for (int i = 0; i < count; i++) {
@@ -179,7 +184,7 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
     return elements;
 }
 
-// Refuses a shard that cuts a tensor with numbers of spans, since these belong to whole tensors.
+// Refuses a shard that cuts a tensor which its rule, formats or --limit-growth read whole; returns if nothing does.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
     Rows rows = config_rows(&launch->config);
     if (launch->config.limit_growth > 0.0f) {
@@ -200,10 +205,10 @@ static void require_whole(const Plan* plan, const LaunchPlan* launch, const Opti
     }
 }
 
-// Counts the numbers of spans of a launch's tensors that are kept here; `numbers` counts those of launches before it.
+// Counts the numbers of spans of a launch's tensors that are kept here. `numbers` has the counts of earlier launches.
 static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
     LaunchPlan* launch = &plan->launch[index];
-    const Span made = format_span(config_rows(&launch->config).v);
+    const Span ready = format_span(config_rows(&launch->config).v);
     memcpy(launch->run.at, numbers, sizeof(numbers));
     for (int t = 0; t < count; t++) {
         int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
@@ -216,7 +221,7 @@ static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, in
             launch->run.numbers[span] += its;
         }
         plan->ready[t] = launch->run.ready;
-        launch->run.ready += ready_numbers(made, &tensors[t]);
+        launch->run.ready += ready_numbers(ready, &tensors[t]);
     }
 }
 
@@ -239,13 +244,14 @@ void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count
         if (!config_reads_whole(&plan->launch[plan->launch_of[t]].config)) continue;
         for (int i = 0; i < cuts; i++) {
             if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
-            // A first shard that ends at 0 would be taken for the whole arena.
+            // A first shard that ends at element 0 would mean the whole arena (OptimConfig.end).
             if (i > 0 && cut[i] == 0 && begin == 0) cut[i] = end;
         }
     }
     plan_free(plan);
 }
 
+// Extends a run to contain elements `begin` to `end` - 1.
 static void run_extend(ArenaRun* run, int64_t begin, int64_t end) {
     if (run->end == 0 || begin < run->begin) run->begin = begin;
     if (end > run->end) run->end = end;
@@ -257,7 +263,8 @@ static void run_clamp(const Plan* plan, ArenaRun* run) {
     run->end = plan_clamp(plan, run->end);
 }
 
-// The moments and the basis of a tensor whose gradient is projected, from `offset` on.
+// Sets shapes and offsets of the moments and the basis of a tensor whose gradient is projected. They begin at offset[0]
+// and offset[1].
 static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const int64_t (&offset)[2],
                      OptimTensor (&kept)[SLOTS]) {
     const int64_t parts = tensor->parts;
@@ -268,7 +275,7 @@ static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const 
     kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
 }
 
-// Sets what each slot keeps. `begin` is that of the launch's run in the whole arena.
+// Sets what each slot of a launch keeps. `begin` is where the launch's run begins in the whole arena.
 static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* tensors, int count) {
     LaunchPlan* launch = &plan->launch[index];
     const Rows rows = config_rows(&launch->config);
@@ -297,7 +304,7 @@ static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* t
     }
 }
 
-// optim_layout was called with this configuration, so no run of a launch holds another launch's tensors.
+// Since optim_layout was called with this configuration, the run of a launch holds no other launch's tensors.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
     plan->begin = config->begin;
@@ -326,7 +333,7 @@ Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int cou
 OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
     OptimConfig whole = *config;
     whole.begin = whole.end = 0, whole.keeps_copy = false;
-    const Device cpu = {};  // its tables do not count
+    const Device cpu = {};  // any device will do, since tables are not counted
     const OptimBytes bytes = optim_bytes(&cpu, &whole, tensors, count, OPTIM_FP32);
     OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
     Plan* plan = plan_ranges(&whole, tensors, count);
@@ -382,7 +389,7 @@ void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BY
     snprintf(array, ARRAY_NAME_BYTES, index ? "%s.%d[%s]" : "%s", slot_name(slot), index, pattern);
 }
 
-// Writes the name of the row that stores into the same arrays and rounds to nearest.
+// Writes the name of the row with the same arrays that rounds to nearest, and returns it.
 static const char* nearest_name(const char* name, char (&nearest)[64]) {
     size_t length = strlen(name), suffix = strlen(":sr");
     const char* end = length > suffix ? name + length - suffix : "";
@@ -414,15 +421,11 @@ int64_t stream_bytes(const StreamInfo& stream, int64_t elements) {
     return stream.span != SPAN_RUN ? 0 : ceil_div(ceil_div(elements, stream.run) * stream.bits, 8);
 }
 
-int64_t span_bytes(const ArenaRun* run, Span span) {
-    return run->numbers[span] * (int64_t)sizeof(float);
-}
-
 int64_t next_bytes(const ArenaRun* run, Span span) {
-    return is_by_rows(span) ? run->ready * (int64_t)sizeof(float) : span_bytes(run, span);
+    return (is_by_rows(span) ? run->ready : run->numbers[span]) * (int64_t)sizeof(float);
 }
 
 int64_t run_bytes(const ArenaRun* run, const StreamInfo& stream) {
-    if (stream.span != SPAN_RUN) return stream.bits ? span_bytes(run, stream.span) : 0;
+    if (stream.span != SPAN_RUN) return stream.bits ? run->numbers[stream.span] * (int64_t)sizeof(float) : 0;
     return stream_bytes(stream, run->end - run->begin);
 }

@@ -15,8 +15,8 @@ struct Release {
     ClipBy by;
     bool grads_bf16;
     double* square;        // (parts) device memory
-    float *factor, *last;  // (PART_TENSORS), (2) as part_norm_end leaves them: device memory
-    void* scratch;         // of the norm; with a shard a double for each tile of the largest part
+    float *factor, *last;  // (PART_TENSORS), (2) device memory, which part_norm_end sets
+    void* scratch;         // of the norm: device memory; with a shard a double for each tile of the largest part
 };
 
 int part_tensors(const ModelParts* model, int part, int* tensor) {
@@ -40,8 +40,8 @@ int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
     const int layers = parts->layers;
     int* order = (int*)memory_zero((size_t)parts->count + 1, sizeof(int));
     int64_t layer = 0, used = 0;
-    // All layers take the order of layer 0, so that the padding between tensors, which stays zero, lies in the same
-    // places whichever layer has the room.
+    // All layers have the order of layer 0, so that the padding between tensors, which stays zero, lies in the same
+    // places for all layers that share the room.
     const int in_layer = part_tensors(parts, 0, order);
     for (int l = 0; l < layers; l++) {
         const int shift = l * in_layer;  // layers follow each other in the list of tensors
@@ -66,7 +66,7 @@ int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
     return used;
 }
 
-// Bytes of the one allocation: squares, factors, last, scratch.
+// Returns the bytes of the allocation for squares, factors and last.
 static int64_t numbers_bytes(int parts) {
     return parts * (int64_t)sizeof(double) + (PART_TENSORS + 2) * (int64_t)sizeof(float);
 }
@@ -106,7 +106,7 @@ void release_close(Release* r) {
     free(r);
 }
 
-// The norm of a part and its factors.
+// Computes the norm of a part and its factors.
 template <typename G>
 static void release_norm(Release* r, const PartClip& clip, const PartGrads& its, const int* tensor) {
     if (!r->model.shard) return part_norm<G>(r->dev, clip, its, r->scratch);
@@ -131,7 +131,7 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
         its.n[its.count++] = model->tensors[t].rows * model->tensors[t].cols;
     }
     free(all);
-    // Ranks agree on the loss before the last micro-batch's first part.
+    // Ranks agree on the loss before the first part of the last micro-batch; earlier micro-batches have none to check.
     const bool follows = part < layers && step->micro_batch > 1;
     const float* loss = step->last ? step->loss : nullptr;
     const PartClip clip = {r->by, step->clip, loss, r->last, r->square + part, r->factor, follows};
@@ -142,7 +142,7 @@ void release_part(Release* r, int part, const void* grads, const int64_t* place,
         optim_fold_tensors(r->model.optim, tensor, its.grads, its.count, r->factor, step->step, step->micro_batch);
         return offload_give(r->model.offload, part);
     }
-    // One factor for the part, or one for each tensor.
+    // The part has one factor, or each tensor has its own.
     const int each = r->by == CLIP_TENSOR ? 1 : its.count;
     for (int i = 0; i < its.count; i += each) {
         optim_step_tensors(r->model.optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);

@@ -1,5 +1,5 @@
-// optim_resolve: the names and values of a configuration, checked, with defaults filled in. A mistake is one sentence
-// that names the option, what was found and what to type.
+// Implements optim_resolve: checks the names and values of a configuration and fills in defaults. A mistake is reported
+// by one sentence that names the option, what was found and what to type.
 #include "matrix/matrix.h"
 #include "storage.h"
 #include "optim.h"
@@ -7,7 +7,7 @@
 #include "table.cuh"
 #include "user.h"
 
-static const char NONE[] = "none";  // a state that a rule does not keep
+static const char NONE[] = "none";  // the format of a state that a rule does not keep
 
 const char* optim_preset(int i) {
     return i < preset_table().count ? preset_table().row[i].name : nullptr;
@@ -23,7 +23,7 @@ bool optim_name_is_taken(const char* name) {
            strcmp(name, NONE) == 0;
 }
 
-// Looks a name up and completes it; if it is unknown, the sentence lists the known ones and suggests the nearest.
+// Looks a name up and completes it. If it is unknown, the sentence lists the known names and suggests the nearest.
 template <class Row>
 static bool resolve_name(const Table<Row>& table, const char* option, const char** name, char* error) {
     const Row* row = find_row(table, *name);
@@ -31,7 +31,7 @@ static bool resolve_name(const Table<Row>& table, const char* option, const char
     return row || name_unknown(table, option, *name, error);
 }
 
-// Does the same for a moment, which may be in one of the user's own formats.
+// Does the same for a moment, which may have one of the user's own formats.
 static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error) {
     const FormatRow* row = find_state(config, *name);
     if (!row || row == none_row()) {
@@ -53,13 +53,13 @@ static bool resolve_formats(OptimConfig* config, char* error) {
     return true;
 }
 
-// Does the same for weights. Weights are set and read on the host too, where the user's own formats have no functions.
+// Resolves weights. They are set and read on the host, too, where the user's own formats have no functions.
 static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error) {
     const UserFormats* user = config->user_formats;
     if (!user || !find_row(Table<UserRow>{user->row, user->count}, *name)) {
         return resolve_name(weights_table(), option, name, error);
     }
-    return data_error(error, "%s: \"%s\" was found, and a format of --format serves --m and --v only", option, *name);
+    return data_error(error, "%s: \"%s\" was found, but a format of --format is for --m and --v only", option, *name);
 }
 
 static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error) {
@@ -71,6 +71,7 @@ static void take_default(const char** name, const char* preset) {
     if (!*name || !**name) *name = preset;
 }
 
+// Returns the part of a sentence that says what a rule keeps in place of v.
 static const char* kept_by_rows(const RuleRow* rule) {
     const Span span = rule->by_rows ? format_span(numbers_row(rule)) : SPAN_RUN;
     if (span == SPAN_FACTORS || span == SPAN_PAIRS) return " but fp32 numbers by row and column";
@@ -94,7 +95,7 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
     return resolve_state(config, "--v", &config->v, error);
 }
 
-// Resolves m, which only adafactor can do without.
+// Resolves m, which only adafactor can leave out.
 static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
     const RuleRow* rule = rule_of(config);
     if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error);
@@ -110,7 +111,7 @@ static bool resolve_sign(const OptimConfig* config, const char* option, const ch
                       option, m);
 }
 
-// An m takes the weights' rounding error if the update divides it by the root of v, if it is stored in one pass, and if
+// m can take the weights' rounding error if the update divides m by the root of v, if m is stored in one pass, and if
 // it can hold the error, which 4 bits cannot (optim/README.md has figures).
 bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error) {
     const Rows rows = config_rows(config);
@@ -119,7 +120,7 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     char why[256];
     if (config->limit_growth > 0.0f) {
         type = "--limit-growth 0";
-        snprintf(why, sizeof(why), "--limit-growth makes updates smaller than m is told");
+        snprintf(why, sizeof(why), "--limit-growth cuts the updates that give the errors back");
     } else if (rows.rule->matrix) {
         type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s's m passes through products of whole matrices", config->rule);
@@ -128,17 +129,17 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
         type = "--beta1 0.9";
-        snprintf(why, sizeof(why), "with --beta1 0 no m lasts");
+        snprintf(why, sizeof(why), "with --beta1 0 m keeps nothing");
     } else if (format_span(rows.m) != SPAN_RUN) {
         snprintf(why, sizeof(why), "m \"%s\" has scales of more than a block", config->m);
     } else if (rows.m->stream[0].bits <= 4) {
-        snprintf(why, sizeof(why), "m \"%s\" has 4 bits, which lose more than they are given", config->m);
+        snprintf(why, sizeof(why), "m \"%s\" has 4 bits, too few for the errors", config->m);
     } else {
         return true;
     }
     int base = (int)strcspn(config->weights, ":");
     return data_error(error,
-                      "%s: weights \"%s\" were found, whose rounding errors m takes, and %s; type %s, or %s%.*s:sr",
+                      "%s: weights \"%s\" were found, whose rounding errors go into m, but %s; type %s, or %s%.*s:sr",
                       overridden ? "--override" : "--weights", config->weights, why, type,
                       overridden ? "weights=" : "--weights ", base, config->weights);
 }
@@ -164,12 +165,13 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     }
     if (launch->limit_growth > 0.0f && rule->matrix) {
         return data_error(
-            error, "--limit-growth: %s's updates have a norm of their own; type --limit-growth 0, or take --rule adamw",
+            error,
+            "--limit-growth: %s sets the norm of its updates itself; type --limit-growth 0, or take --rule adamw",
             rule->name);
     }
     if (rule->keeps_v && !has_v) {
         return data_error(error,
-                          "--override: \"rule=%s\" was found, which keeps a second moment, and the run's %s keeps "
+                          "--override: \"rule=%s\" was found, which keeps a second moment, but the run's %s keeps "
                           "none; add v=fp32, say",
                           rule->name, run->rule);
     }
@@ -179,16 +181,17 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     }
     if (!rule->decoupled && strcmp(run->decay_mode, "independent") == 0) {
         return data_error(error,
-                          "--override: \"rule=%s\" was found, which adds the decay to the gradient, and so does not go "
-                          "with --decay-mode independent; type --decay-mode coupled",
+                          "--override: \"rule=%s\" was found, but it adds the decay to the gradient, which excludes "
+                          "--decay-mode independent; type --decay-mode coupled",
                           rule->name);
     }
     return true;
 }
 
-// Rules of matrices, rmnp and normuon-lite leave some tensors to adamw: as the preset says if it has such a rule and
-// its formats are used, else with the preset's moments, or fp32 where it keeps no v. Then comes what is typed, or else
-// what the preset says, unless that begins so already or is "none".
+// Puts the override MATRIX_REST first, since rules of matrices, rmnp and normuon-lite leave some tensors to adamw. The
+// preset's override is taken if the preset has such a rule and its formats are used (`its`); otherwise adamw gets the
+// preset's moments, or fp32 if the preset keeps no v. The typed overrides follow, or else the preset's. Nothing is
+// added if these begin with MATRIX_REST already or are "none".
 static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
     const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->leaves_rest;
     const char* more = config->overrides && *config->overrides ? config->overrides
@@ -199,7 +202,7 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
     const double slower = rule_of(config)->slower;
     const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
                               has_v ? preset->v : "fp32");
-    if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // as adamw alone would have
+    if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // gives adamw its usual rate
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
     const size_t bytes = strlen(rest) + strlen(more) + 3;
     config->joined = (char*)memory_take(bytes);
@@ -207,7 +210,8 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
     config->overrides = config->joined;
 }
 
-// A preset's overrides go with its formats; a checkpoint has only those that it names.
+// Takes the preset's overrides if its formats are used, and checks the overrides. A checkpoint has only overrides that
+// it names.
 static bool resolve_overrides(OptimConfig* config, char* error) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
@@ -218,14 +222,14 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     Override overrides[OVERRIDES];
     int count;
     if (!overrides_parse(config->overrides, overrides, &count, error)) return false;
-    bool rules = false;  // some override names a rule; then optim_rule_fits looks at each combination
+    bool rules = false;  // an override names a rule; then optim_rule_fits checks v for each combination
     if (count == 0) config->overrides = "none";  // so that resolving again does not take the preset's
     for (int i = 0; i < count; i++) {
         const char *rule = overrides[i].rule, *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
         if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error)) return false;
         rules = rules || *rule;
         if (*weights && !resolve_weights(config, "--override weights", &weights, error)) return false;
-        const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits looks at it
+        const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits checks it
         if (*m && !no_m && !resolve_state(config, "--override m", &m, error)) return false;
         if (*m && !resolve_sign(config, "--override m", m, error)) return false;
         if (*v && !resolve_state(config, "--override v", &v, error)) return false;
@@ -258,7 +262,7 @@ static bool resolve_matrix(const OptimConfig* config, char* error) {
     const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
     return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error) &&
            resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error) &&
-           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number above 0", error) &&
+           resolve_number("--rank-scale", scale, scale >= 0.0f && scale < INFINITY, "a number from 0 on", error) &&
            resolve_number("--momentum", momentum, momentum >= 0.0f && momentum < 1.0f, "a number from 0 to below 1",
                           error) &&
            resolve_number("--ns-steps", steps, steps >= 1.0f && steps <= 100.0f, "a number from 1 to 100", error);
@@ -266,7 +270,8 @@ static bool resolve_matrix(const OptimConfig* config, char* error) {
 
 double optim_usual_lr(const char* rule, int64_t channels) {
     const RuleRow* row = find_row(rule_table(), rule);
-    // Small models' by trial, GPT-3's from 768 channels on, whose table has 2560, 4096, 5140 and 12288.
+    // Rates of small models were found by trial; from 768 channels on they are GPT-3's, whose table has 2560, 4096,
+    // 5140 and 12288 channels.
     constexpr struct {
         int64_t channels;
         double lr;

@@ -41,14 +41,13 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     const Span span = format_span(config_rows(&launch->config).v);
     RowPlan its = {};
     passes_add(&its, &launch->config);
-    its.scaled = config_scaled(&launch->config);
     its.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));
     bool columns = false;
     for (int i = 0; i < its.passes; i++) columns = columns || sum_has_columns(its.pass[i]);
     for (int t = 0; t < count && its.passes > 0; t++) {
         const OptimTensor* tensor = &tensors[t];
         if (plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
-        if (tensor->cols == 0) continue;  // a shard of nothing has no sums
+        if (tensor->cols == 0) continue;  // an empty part of a tensor has no sums
         SumTensor* sum = &its.tensor[its.tensors++];
         sum->offset = tensor->offset, sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
@@ -85,7 +84,7 @@ void row_plan_free(RowPlan* plan) {
 
 // Sums, in plain C.
 
-constexpr int PANEL = SUM_COLS + 32;  // with what lies around a panel in its first and last runs of 16 elements
+constexpr int PANEL = SUM_COLS + 32;  // a panel and the rest of its first and last runs of 16 elements
 
 // Loads `n` elements from `element` of the arena on, both multiples of 16.
 static void sum_load(const FormatRow* format, const Streams& whole, int64_t element, int64_t n, float* x) {
@@ -97,7 +96,7 @@ static void sum_load(const FormatRow* format, const Streams& whole, int64_t elem
     }
 }
 
-// The values that a pass squares: `held` columns from `col` on of a row.
+// Computes the values that a pass squares, for `held` columns of a row from `col` on.
 static void sum_values(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
                        int64_t row, int64_t col, int held, float* x) {
     float p[PANEL] = {}, g[PANEL] = {}, m[PANEL] = {}, v[PANEL] = {}, slow[PANEL] = {}, root[PANEL];
@@ -121,7 +120,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
         slow[shift + i] = number_at(span, numbers + ready_pair(tensor->rows, tensor->cols), tensor->rows, row, col + i);
     }
     if (sums->sum == SUM_STEP) {
-        if (sums->scaled) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
+        if (sums->by_rms) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
         hyper.decay = 0.0f;
         rows->rule->update(hyper, p + shift, g + shift, m + shift, v + shift, slow + shift, root, held);
         memcpy(x, p + shift, (size_t)held * sizeof(float));
@@ -130,7 +129,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
     for (int64_t i = shift; i < shift + held; i++) x[i - shift] = sum_value(sums->sum, hyper, p[i], g[i], m[i], v[i]);
 }
 
-// A panel's part of a row's sum; adds the squares to those of the columns.
+// Returns a panel's part of a row's sum of squares, and adds the squares to the columns' sums.
 static float row_sum(const float* x, int held, float* column) {
     float lane[32] = {};
     for (int i = 0; i < held; i++) {
@@ -140,6 +139,7 @@ static float row_sum(const float* x, int held, float* column) {
     return sum_by_halves(lane);
 }
 
+// Makes the partial sums of a slab and panel.
 static void sum_block(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
                       int64_t slab, int64_t panel) {
     float column[SUM_WARPS][SUM_COLS] = {}, x[SUM_COLS];
@@ -184,11 +184,11 @@ static void settle_cpu(const SettleArguments* a, const SumTensor* t) {
 
 #ifdef __CUDACC__
 // Three kernels do the same, so that thread blocks share the rows, columns and tiles of each tensor. A row leaves its
-// part of the tensor's sum in the place of its first part, and the tensor leaves its number in the place of the first
-// row's. A thread takes one row or column, or one row and some tiles.
+// part of the tensor's sum at its first partial sum, and the tensor leaves its number at the first row's. A thread
+// takes one row or column, or one row and some tiles.
 
-// Finds a thread's tensor and returns the thread's number among those of the tensor. The lanes of a warp look at 32
-// tensors at a time, which divide those that are left into as many parts.
+// Finds a thread's tensor, and returns the thread's number within the tensor. The lanes of a warp look at 32 tensors at
+// a time, which divide the remaining ones into 32 parts.
 __device__ __forceinline__ int64_t settle_find(const SettleArguments& a, SumTensor* t) {
     const int64_t b = a.tensor[0].settle + blockIdx.x;
     int64_t first = 0;

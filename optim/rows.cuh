@@ -1,8 +1,8 @@
-// Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares. After each,
-// the sums become a few numbers, fp32, for each row, column or tensor (rows_settle), which the step then reads in the
-// place of a v. So every format, rounding and noise of the step serves these rules too.
+// Rules that read rows, columns or whole tensors. Before the step, passes over the tensors add up squares. Each pass
+// ends by turning its sums into a few fp32 numbers for each row, column or tensor (rows_settle), which the step then
+// reads in place of v. So these rules work with every format, rounding and noise of the step.
 //
-// With g the gradient, and means over a tensor of R x C (a vector is one row), the passes and what they leave are:
+// With g the gradient, and a tensor of R x C (a vector is one row), the passes sum and leave the following:
 //     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + rest2 (mean - v_i)
 //     SUM_DIRECTION  rows of u^2 (rules/rmnp.cuh)       rmnp: a_i = s / |u_i|, s = sqrt(max(1, R / C))
 //                                                       normuon-lite: v_i as above, o_i = u_i / sqrt(v_i), and
@@ -13,7 +13,7 @@
 //     SUM_RESIDUAL   rows, columns of (a_i b_j g - m)^2   came: as SUM_MOMENTS with beta3 and 1e-16 more
 //     SUM_WEIGHTS    all of p^2                         adafactor: a factor max(1e-3, RMS) of the step's update
 //     SUM_STEP       all of the update for lr 1         every rule, by --limit-growth: limit() below
-// For a vector r_i / mean r is 1 and c_j is its own average: it is not factored, as the papers say.
+// For a vector, r_i / mean r is 1 and c_j is a v of each element: as in the papers, a vector is not factored.
 //
 // The order of each sum is fixed. A panel is 256 columns, a slab is 128 rows.
 //     row      in a panel, lane l of 32 adds its columns 8 l .. 8 l + 7 in order, each by one fused operation; lane l
@@ -21,12 +21,12 @@
 //     column   in a slab, number w of 8 adds rows w, w + 8, ... in order; then the 8 are added in order, then the slabs
 //     tensor   number l of 1024 adds rows l, l + 1024, ... in order; then l takes l + 512, l + 256, ..., l + 1
 // Sums belong to whole tensors, so a tensor is never cut between GPUs (optim_cuts), and no bit depends on the device,
-// the launch or the shards. What this costs: the embedding, 31 % of GPT-2 124M and 5 % of 1558M, has one owner.
+// the launch or the shards. In return, the embedding, 31 % of GPT-2 124M and 5 % of 1558M, has one owner.
 //
-// Bytes a parameter, beside the step's: a pass reads g (2 or 4), and m or p where its formula has them. With bf16
-// gradients and an m of 8 bits: adam-mini 2; rmnp and normuon-lite 3; adafactor 4 (its passes read no m); came 7; and
-// --limit-growth all that the step loads. Kept beside the states: parts of the sums, 4/256 bytes a parameter for rows
-// and 4/128 for columns.
+// Bytes a parameter, besides the step's: a pass reads g (2 or 4 bytes), and m or p if its formula has them. With bf16
+// gradients and an m of 8 bits, adam-mini reads 2 bytes, rmnp and normuon-lite 3, adafactor 4 (its passes read no m),
+// came 7, and --limit-growth all that the step loads. Besides the states, memory holds partial sums: 4/256 bytes a
+// parameter for rows and 4/128 for columns.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/fp32.cuh"
@@ -43,7 +43,7 @@ OPTIM_INLINE constexpr bool sum_has_columns(Sum sum) {
     return sum == SUM_MOMENTS || sum == SUM_RESIDUAL;
 }
 
-// These functions say what a pass reads besides the gradient.
+// These functions return true if a pass reads m, or v, besides the gradient.
 OPTIM_INLINE constexpr bool sum_reads_m(Sum sum) {
     return sum == SUM_DIRECTION || sum == SUM_RESIDUAL || sum == SUM_STEP;
 }
@@ -56,56 +56,56 @@ OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
 struct SumTensor {
     int64_t offset;  // of its first element in the arena
     int64_t rows, cols, panels, slabs;
-    int64_t number, ready;         // of its first number among those of v that are kept, and that the step reads
-    int64_t row_parts, col_parts;  // where its parts of sums begin
-    int64_t block;                 // of its first pair of a slab and a panel among those of the launch
-    int64_t settle, settles;       // of the first block that ends a pass for it, among those of the launch; how many
-    int64_t norm;                  // of its number for --limit-growth
-    uint32_t group;                // of constants
+    int64_t number, ready;         // where its numbers begin among the kept ones, and among those that the step reads
+    int64_t row_parts, col_parts;  // where its partial sums begin
+    int64_t block;                 // number in the launch of its first thread block, a pair of a slab and a panel
+    int64_t settle, settles;       // number in the launch of its first thread block that ends a pass; how many
+    int64_t norm;                  // index of its number for --limit-growth
+    uint32_t group;                // of constants (Plan)
 };
 
-// Thread blocks of a pass that a multiprocessor has at a time. With more of them a thread has too few registers for the
-// loads under way: SUM_DIRECTION with an m of 4 bits is fastest with 2, the other passes with 3.
+// Returns how many thread blocks of a pass a multiprocessor runs at a time. With more blocks, a thread has too few
+// registers for the loads in flight: SUM_DIRECTION with an m of 4 bits is fastest with 2, the other passes with 3.
 OPTIM_INLINE constexpr int sum_blocks(RowRule rule) {
     return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? 2 : 3;
 }
 
-// The row after a slab's last.
+// Returns the row after a slab's last one.
 OPTIM_INLINE int64_t sum_end(const SumTensor& tensor, int64_t slab) {
     const int64_t end = (slab + 1) * SUM_ROWS;
     return end < tensor.rows ? end : tensor.rows;
 }
 
 struct SumArguments {
-    const SumTensor* tensor;  // (tensors), of a launch or some of them
+    const SumTensor* tensor;  // (tensors) all or some of a launch's tensors
     int64_t tensors, blocks;
     int64_t first_block;  // of the first tensor
     Sum sum;
-    bool scaled;           // step.factor has a factor of the weights' RMS
-    float* parts;          // row_parts: panels x rows; col_parts: slabs x cols
-    const float* numbers;  // what the step reads as v
+    bool by_rms;           // step.factor holds the RMS of the weights (SUM_WEIGHTS)
+    float* parts;          // partial sums: at row_parts (panels, rows), at col_parts (slabs, cols)
+    const float* numbers;  // the numbers that the step reads as v
 };
 
-// The storages of these numbers. `extra` keeps what a checkpoint needs, and `next` has what the step reads: launch_step
-// passes it as `extra`. KEPT: something is kept. Each element of a tensor reads the number of its row, or the product
-// of those of its row and its column.
+// The storages of these numbers. `extra` has the numbers that a checkpoint keeps, and `next` those that the step reads;
+// launch_tiles passes `next` to the step as `extra`. KEPT: there are numbers to keep. Each element of a tensor reads
+// the number of its row, or the product of the numbers of its row and its column.
 //
 // The step reads a column's number for each element, so `next` has these numbers in the order in which a warp loads
-// them. In a run of READY_COLS columns each of 32 threads has 16, which it loads four at a time. The fours that the
-// threads load at the same time are neighbours, so a load is four lines of 128 bytes and not 16. The numbers of the
-// rows come first, padded to a whole line.
+// them. Of READY_COLS columns, each of 32 threads has 16, which it loads four at a time. The fours that the threads
+// load at the same time are adjacent, so a load takes four lines of 128 bytes instead of 16. The numbers of the rows
+// come first, padded to a whole line.
 constexpr int READY_ROWS = 32, READY_COLS = 512;
 
 OPTIM_INLINE constexpr int64_t ready_rows(int64_t rows) {
     return (rows + READY_ROWS - 1) / READY_ROWS * READY_ROWS;
 }
 
-// Numbers of a tensor's rows and columns.
+// Returns how many numbers the step reads for a tensor's rows and columns, padding included.
 OPTIM_INLINE constexpr int64_t ready_pair(int64_t rows, int64_t cols) {
     return ready_rows(rows) + (cols + READY_COLS - 1) / READY_COLS * READY_COLS;
 }
 
-// The place of a column among the columns.
+// Returns the place of a column's number among those of the columns.
 OPTIM_INLINE constexpr uint32_t ready_place(uint32_t col) {
     return col / READY_COLS * READY_COLS + col % 16 / 4 * (READY_COLS / 4) + col % READY_COLS / 16 * 4 + col % 4;
 }
@@ -115,7 +115,7 @@ OPTIM_INLINE float number_at(Span span, const float* numbers, int64_t rows, int6
                                : numbers[row];
 }
 
-// Loads the numbers of n columns, 8 or 16, from `col`, a multiple of n, on; `columns` are those of the tensor.
+// Loads the numbers of n columns (8 or 16) from `col` on, a multiple of n. `columns` are those of the tensor.
 OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n) {
     const float* at = columns + ready_place(col);
     OPTIM_UNROLL
@@ -132,13 +132,13 @@ struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
 
     static constexpr bool COMES_LATE = true;
 
-    // The numbers of n elements, or came's second ones, are x times what is returned, by which `finish` multiplies
-    // them: a GPU's thread does other work while they come.
+    // Begins to load the numbers of n elements, or came's second numbers: they are x times the returned factor, by
+    // which `finish` multiplies x. A GPU's thread does other work while the loads are in flight.
     static OPTIM_INLINE float start(const Streams& streams, int first, float* x, int n, bool second) {
         const SpanTile tile = *streams.span;
         const float* its = (const float*)streams.extra + tile.at + (second ? ready_pair(tile.rows, tile.cols) : 0);
         SpanWalk walk = span_start(tile, first);
-        const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // as most runs are
+        const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // true for most runs
         float row = 1.0f;
         if (ON_GPU && one_row && (!is_by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
             row = its[walk.row];
@@ -155,7 +155,7 @@ struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
         return row;
     }
 
-    // All lanes of a warp call it.
+    // Multiplies x by the factor that `start` returned. All lanes of a warp call it.
     static OPTIM_INLINE void finish(float row, float* x, int n) {
 #ifdef __CUDA_ARCH__
         __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
@@ -177,7 +177,7 @@ struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
     static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
 };
 
-// The storage of a rule's numbers.
+// Returns the span of a rule's numbers.
 OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
     return rule == ROWS_RMNP || rule == ROWS_NORMUON_LITE ? SPAN_SCALES
            : rule == ROWS_ADAFACTOR                       ? SPAN_FACTORS
@@ -188,14 +188,14 @@ OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
 template <class Rule>
 using NumbersOf = RowNumbers<numbers_span(Rule::ROWS), Rule::ROWS != ROWS_RMNP>;
 
-typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the new one, which the step reads, replaces it
+typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the step reads the new one, which replaces it
 typedef RowNumbers<SPAN_SCALES, false> RowScales;   // a factor for each row
-typedef RowNumbers<SPAN_SCALES, true> RowScaledV;   // likewise, made of a v for each row
+typedef RowNumbers<SPAN_SCALES, true> RowScaledV;   // a factor for each row, made of a v for each row
 typedef RowNumbers<SPAN_FACTORS, true> RowFactors;  // a factor for each row and column, made of r and c
-typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two of each
+typedef RowNumbers<SPAN_PAIRS, true> RowPairs;      // two factors for each row and column, made of came's r, c, R, C
 typedef RowNumbers<SPAN_NORM, true> TensorNorms;    // a norm for each tensor
 
-// The number that a pass squares; that of SUM_STEP is an update instead.
+// Returns the number of an element that a pass squares; for SUM_STEP use the rule's update instead.
 OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, float m, float v) {
     if (sum == SUM_WEIGHTS) return p;
     if (sum == SUM_UPDATE) return exact_mul(g, v);
@@ -207,19 +207,18 @@ OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, floa
     return g;
 }
 
-// The end of a pass. There is one function each for a row, a column and the tensor, and then for each row and tile
-// again.
+// The end of a pass calls one function for each row, column and tensor, and then another one for each row and tile.
 
 struct SettleArguments {
     const SumTensor* tensor;  // (tensors)
-    int64_t tensors, blocks;  // blocks: of the kernels on a GPU, beside tensor[0].settle
+    int64_t tensors, blocks;  // blocks: of the kernels on a GPU, from number tensor[0].settle on
     const float* grad_scale;
     Sum sum;
     RowRule rule;
-    float *parts, *kept, *ready;  // `kept` and `ready` are extra and next of v
-    float* factor;                // (tiles of the arena), of the step's update
+    float *parts, *kept, *ready;  // `kept` and `ready` are Streams::extra and next of v
+    float* factor;                // (tiles of the arena) factors of the step's update
     float* norms;                 // (tensors)
-    bool scaled;                  // as in SumArguments
+    bool by_rms;                  // as in SumArguments
     float rest2, root2, rest3, root3;
     float clip, growth;     // --clip-update, or infinity; --limit-growth
     const float* changing;  // device memory: rest2, root2 and root3 of a step in a CUDA graph; null: those above
@@ -227,7 +226,7 @@ struct SettleArguments {
 
 constexpr float RESIDUAL_EPS = 1e-16f, MIN_WEIGHTS = 1e-3f;
 
-// The new number of a row or column, from a sum of squares.
+// Return the new average of a row or column, from a sum of squares; `inverse` is 1 over the count of the squares.
 OPTIM_INLINE float row_moment(float v, float sum, float inverse, float rest) {
     return canonical(exact_fma(rest, exact_fma(sum, inverse, -v), v));
 }
@@ -236,16 +235,17 @@ OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest
     return canonical(exact_fma(rest, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
 }
 
-// Keeps a GPU's compiler from using a loaded number before all loads above it are under way. Lanes of a warp may come
-// on two ways, rows and columns, so only those that are here wait for each other.
+// Keeps a GPU's compiler from using a loaded number before all loads above are in flight. Lanes of a warp may be on
+// different paths, rows and columns, so only the active lanes wait for each other.
 OPTIM_INLINE void loads_begin() {
 #ifdef __CUDA_ARCH__
     __syncwarp(__activemask());
 #endif
 }
 
+// Adds up `count` partial sums, `stride` apart, in order.
 OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
-    constexpr int AHEAD = 16;  // are loaded before they are added up
+    constexpr int AHEAD = 16;  // this many are loaded before they are added up
     float sum = *part, next[AHEAD];
     int64_t left = count - 1;
     for (; left >= AHEAD; left -= AHEAD) {
@@ -256,19 +256,19 @@ OPTIM_INLINE float parts_sum(const float* part, int64_t count, int64_t stride) {
         for (int i = 0; i < AHEAD; i++) sum = exact_add(sum, next[i]);
     }
     OPTIM_UNROLL
-    for (int i = 0; i < AHEAD - 1; i++) next[i] = *(part += i < left ? stride : 0);  // the last again and again
+    for (int i = 0; i < AHEAD - 1; i++) next[i] = *(part += i < left ? stride : 0);  // past the end: the last again
     loads_begin();
     OPTIM_UNROLL
     for (int i = 0; i < AHEAD - 1; i++) sum = i < left ? exact_add(sum, next[i]) : sum;
     return sum;
 }
 
-// sqrt(max(1, R / C)), by which an update of rows of length 1 has about the same size for every shape.
+// Returns sqrt(max(1, R / C)), the factor that gives an update of rows of length 1 about the same size for every shape.
 OPTIM_INLINE float shape_scale(const SumTensor& t) {
     return t.rows > t.cols ? exact_sqrt(exact_div((float)t.rows, (float)t.cols)) : 1.0f;
 }
 
-// Returns the row's part of the tensor's sum.
+// Ends a pass for row i: stores its number, and returns its part of the tensor's sum.
 OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int64_t i) {
     const float sum = parts_sum(a.parts + t.row_parts + i, t.panels, t.rows), inverse = exact_div(1.0f, (float)t.cols);
     const int64_t at = t.number + i, second = at + t.rows + t.cols;
@@ -288,6 +288,7 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
     return sum;
 }
 
+// Ends a pass for column j: stores its average and the number that the step reads.
 OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, int64_t j) {
     const float sum = parts_sum(a.parts + t.col_parts + j, t.slabs, t.cols), inverse = exact_div(1.0f, (float)t.rows);
     const bool residual = a.sum == SUM_RESIDUAL;
@@ -299,14 +300,15 @@ OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, in
     a.ready[t.ready + place] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
 }
 
-// The norm-growth limiter of Fira (arXiv 2410.01623): a norm above `growth` times the last one is cut to that. A last
-// norm near 0, as of a tensor whose gradient was still 0, limits nothing; a norm that is not finite is left alone.
+// Returns the factor of Fira's norm-growth limiter (arXiv 2410.01623), which cuts a norm above `growth` times the last
+// one to that. If the last norm is near 0, as it is for a tensor whose gradients were 0, or the norm is not finite, the
+// factor is 1.
 OPTIM_INLINE float limit(float norm, float last, float growth) {
     const float most = exact_mul(growth, last);
     return is_finite(norm) && last > MIN_ROOT && norm > most ? exact_div(most, norm) : 1.0f;
 }
 
-// Turns the sum over a tensor into the number that the tensor keeps.
+// Returns the number of a tensor, from the sum over its rows.
 OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, float sum) {
     const float elements = (float)(t.rows * t.cols);
     if (a.sum == SUM_MOMENTS || a.sum == SUM_RESIDUAL) return moment_root(exact_div(sum, (float)t.rows));
@@ -320,6 +322,7 @@ OPTIM_INLINE float settle_tensor(const SettleArguments& a, const SumTensor& t, f
     return exact_mul(shape_scale(t), exact_div(exact_sqrt((float)t.rows), exact_sqrt(sum)));
 }
 
+// Applies the tensor's number `whole` to the number that the step reads for row i.
 OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int64_t i, float whole) {
     const int64_t at = t.number + i;
     float* ready = a.ready + t.ready + i;
@@ -332,18 +335,20 @@ OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int
     }
 }
 
-// Tile k of the tensor.
+// Applies the tensor's number `whole` to the factor of the update in tile k of the tensor.
 OPTIM_INLINE void settle_tile(const SettleArguments& a, const SumTensor& t, int64_t k, float whole) {
     float* factor = a.factor + t.offset / TILE_ELEMENTS + k;
     if (a.sum == SUM_WEIGHTS) *factor = whole;
-    if (a.sum == SUM_STEP) *factor = a.scaled ? exact_mul(*factor, whole) : whole;
+    if (a.sum == SUM_STEP) *factor = a.by_rms ? exact_mul(*factor, whole) : whole;
 }
 
+// Keeps the norm of a tensor's update, after the limit, for --limit-growth.
 OPTIM_INLINE void settle_norm(const SettleArguments& a, const SumTensor& t, float sum, float whole) {
     const float norm = exact_sqrt(sum);
     if (a.sum == SUM_STEP && is_finite(norm)) a.norms[t.norm] = exact_mul(norm, whole);
 }
 
+// Returns how many tiles settle_tile has to visit.
 OPTIM_INLINE int64_t settle_tiles(const SettleArguments& a, const SumTensor& t) {
     const bool any = a.sum == SUM_WEIGHTS || a.sum == SUM_STEP;
     return any ? (t.rows * t.cols + TILE_ELEMENTS - 1) / TILE_ELEMENTS : 0;

@@ -1,5 +1,6 @@
-// The passes before the step of a rule that reads rows, columns or tensors (rows.cuh): which there are, what they need,
-// and how one is run. optim.cu owns the memory and launches the kernel of sums.cuh, which depends on the formats.
+// The host's side of the passes before the step of rules that read rows, columns or tensors (rows.cuh): it plans the
+// passes of a launch and runs their CPU version and their ends. optim.cu owns the memory and launches the kernel of
+// sums.cuh, which depends on the formats.
 #pragma once
 #include "jit.h"
 #include "plan.h"
@@ -7,39 +8,40 @@
 
 constexpr int PASSES = 5;  // at most
 
-// The passes of a launch, and the tensors that they take.
+// The passes of a launch, and the tensors that they read.
 struct RowPlan {
     Sum pass[PASSES];
     int passes;
-    bool scaled;                              // the step's update has a factor for each tensor
-    SumTensor* tensor;                        // (tensors), those of the launch that are kept here, and one that begins
-                                              // where they end; host memory
-    int64_t tensors, blocks, settles, parts;  // settles: blocks that end a pass; parts: fp32 numbers
+    SumTensor* tensor;  // (tensors + 1) host memory: the launch's tensors that are kept here, and where they end
+    int64_t tensors, blocks;
+    int64_t settles;  // thread blocks that end a pass
+    int64_t parts;    // partial sums, fp32
 };
 
-// `index` is the launch's. Freed by row_plan_free.
+// Plans the passes of launch `index`. row_plan_free frees the plan.
 RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int count);
 void row_plan_free(RowPlan* plan);
 
-// The tensors of a launch that lie in elements `begin` to `end` of the arena, and their blocks.
+// A run of a launch's tensors and its thread blocks. row_range returns those between elements `begin` and `end` of the
+// arena.
 struct RowRange {
     int64_t first, tensors, first_block, blocks, settles;
 };
 RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end);
 
-// True if a launch's update has a factor for each tensor.
+// Returns true if a launch's update is multiplied by a factor for each tensor.
 bool config_scaled(const OptimConfig* config);
 
-// A launch's buffers, in device memory, and its kernel.
+// A launch's plan, buffers and kernels for its passes.
 struct RowWork {
     RowPlan plan;
-    SumTensor* tensor;  // plan.tensor
-    float* parts;
-    Kernel kernel, replayed;  // replayed: of steps that may be captured
+    SumTensor* tensor;        // (plan.tensors) device memory
+    float* parts;             // (plan.parts) device memory
+    Kernel kernel, replayed;  // replayed: of steps that may be captured in a CUDA graph
 };
 
-// One pass on the CPU: the parts of its sums, as optim_sums_kernel makes them.
+// Makes the partial sums of one pass on the CPU, as optim_sums_kernel does on a GPU.
 void rows_sum_cpu(const Rows* rows, const StepArguments* step, const SumArguments* sums);
 
-// The end of a pass: sums become numbers.
+// Ends a pass: turns the sums into the numbers that the step reads.
 void rows_settle(const Device* dev, const SettleArguments* settle);

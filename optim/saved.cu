@@ -1,6 +1,6 @@
-// The optimizer in a checkpoint: its arrays, which files hold unsharded, its formats as JSON, and what a run that goes
-// on from them with other options does. See optim.h. Only optim.h's own functions are used here, so this is also an
-// example of them.
+// The optimizer in a checkpoint (optim.h): its arrays, which files hold unsharded; its formats as JSON; and the options
+// of a run that resumes with other ones. This file calls only functions of optim.h, so it is also an example of their
+// use.
 #include <stdlib.h>
 #include <string.h>
 
@@ -24,7 +24,7 @@ struct OptimSaved {
     Shard* shard;
     const Device* dev;
     const OptimTensor* tensors;
-    OptimStream extra;  // behind the optimizer's, `name` NULL: none
+    OptimStream extra;  // follows the optimizer's arrays; `name` NULL: none
     ShardArrays arrays;
 };
 
@@ -127,12 +127,12 @@ static bool stored_config(OptimStored* stored, const Json* formats, char* error)
     config->v = json_string(formats, "v", "");
     config->overrides = json_string(formats, "override", "");
     config->limit_growth = strcmp(json_string(formats, "norms", "none"), "none") == 0 ? 0.0f : 1.0f;
-    config->decay_mode = "coupled";  // whatever it was: nothing is stored of it
+    config->decay_mode = "coupled";  // any mode will do, since no array depends on it
     config->stored = true;
     return optim_resolve(config, error);
 }
 
-// Reads the caller's own array, and no longer counts it among the optimizer's; false if there is none.
+// Reads the caller's array, and no longer counts it among the optimizer's. Returns false if it was not read.
 static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStream* extra) {
     const int64_t bytes = extra->elements * extra->element_bytes;
     const void* array = stored->array(stored->context, extra->name, extra->dtype, bytes);
@@ -163,7 +163,7 @@ __attribute__((format(printf, 2, 3))) static void changed(OptimResume* resume, c
     va_end(arguments);
 }
 
-// Resolves a copy of the options, with other overrides, into *config; false where there is no such optimizer.
+// Resolves a copy of the options with other overrides into *config; returns false if they are invalid.
 static bool tried(const OptimResume* resume, const char* overrides, OptimConfig* config) {
     char error[DATA_ERROR_BYTES];
     *config = resume->config;
@@ -171,8 +171,8 @@ static bool tried(const OptimResume* resume, const char* overrides, OptimConfig*
     return optim_resolve(config, error);
 }
 
-// Another rule may have no use for the saved v, or need one where there was none, and has a learning rate of its own:
-// one that was not typed is the new rule's usual one where that differs from the old rule's.
+// Adapts v and the learning rate to another rule, unless they were typed. v is dropped if the new rule cannot use it.
+// The learning rate becomes the new rule's usual one if that differs from the old rule's.
 static void resume_rule(OptimResume* resume) {
     OptimConfig config;
     for (const char* v : {"", "fp32", ""}) {
@@ -189,8 +189,9 @@ static void resume_rule(OptimResume* resume) {
     resume->lr = usual;
 }
 
-// The overrides, once the rest is known: those that are typed; else those that the user had asked for ("none" of its
-// preset only); else those that the run had, with its own preset, rule and formats; else "", the preset's.
+// Sets the overrides, once the other options are known: the typed ones; else those that the user had asked for ("none"
+// only with the same preset); else, if preset, rule and formats are the same, those that the run had; else "", the
+// preset's.
 static void resume_overrides(OptimResume* resume) {
     const char* had = json_string(resume->formats, "override", "none");
     const char *typed = resume->config.overrides, *preset = resume->config.preset;

@@ -1,11 +1,11 @@
-// The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold those of one tensor after
-// another in the order of the arena; and how a step that made new ones ends.
+// The numbers of storages in spans (formats/spans.cuh): where they lie, in arrays that hold the numbers of one tensor
+// after another in the arena's order; and the end of a step that computed new ones.
 #include "each.cuh"
 #include "formats/spans.cuh"
 #include "rows.cuh"
 #include "storage.h"
 
-// Rows and columns that scales belong to. A matrix of more than 2^31 rows or columns counts as a vector.
+// The rows and columns to which rank-1 scales belong. A matrix of more than 2^31 rows or columns counts as a vector.
 struct SpanShape {
     int64_t rows, cols;
     bool columns;
@@ -26,7 +26,7 @@ bool measured(const FormatRow* format) {
 }
 
 bool format_is_operand(const FormatRow* weights) {
-    bool alone = true;  // a master copy goes with scales that are no powers of two
+    bool alone = true;  // with a master, scales are no powers of two
     for (int i = 1; i < 3; i++) alone = alone && (weights->stream[i].bits == 0 || weights->stream[i].span != SPAN_RUN);
     return alone && strcmp(weights->stream[0].dtype, "F8_E4M3") == 0 && format_span(weights) == SPAN_TENSOR;
 }

@@ -1,10 +1,11 @@
-// The passes that add up squares before the step of a rule that reads rows (rows.cuh has the formulas and the order of
-// the sums). Threads read memory directly. A thread block takes a slab of 128 rows by a panel of 256 columns: each warp
-// every eighth row, each lane 8 columns of it, which lie in one or, where a row does not begin at a multiple of 8, two
-// runs of 8 elements. Where they lie in one, a warp loads SUM_AHEAD rows before it adds them up, so that as many loads
-// are under way, and adds up the lanes of all of them together; SUM_STEP, which needs too many registers for that, and
-// other shapes go row by row. Each pass of a rule has code of its own in the rule's kernel. A sum of squares takes 5
-// instructions an element and came's residual 16, which a GPU runs in less time than it reads the elements.
+// The kernel of the passes that add up squares before the step of a rule that reads rows (rows.cuh has the formulas and
+// the order of the sums). Threads read memory directly. A thread block takes a slab of 128 rows by a panel of 256
+// columns. Each warp takes every eighth row, and each lane 8 columns of it, which lie in one run of 8 elements or, if a
+// row does not begin at a multiple of 8, in two. If they lie in one run, a warp loads SUM_AHEAD rows before it adds
+// them up, so that all these loads are in flight together, and adds up the lanes of all rows together. SUM_STEP, which
+// needs too many registers for that, and other shapes go row by row. Each pass has its own code in the rule's kernel. A
+// sum of squares takes 5 instructions an element and came's residual 16, less time than a GPU needs to read the
+// elements.
 #pragma once
 #include "kernel.cuh"
 
@@ -13,7 +14,7 @@ EMBED_SOURCE
 #ifdef __CUDACC__
 constexpr int SUM_AHEAD = 8;  // rows
 
-// True if a rule has this pass.
+// Returns true if a rule has this pass.
 template <class Rule>
 OPTIM_INLINE constexpr bool sum_serves(Sum sum) {
     constexpr RowRule rule = Rule::ROWS;
@@ -26,13 +27,13 @@ OPTIM_INLINE constexpr bool sum_serves(Sum sum) {
                                   : factored;
 }
 
-// The address of an array's number for `element` of the arena.
+// Returns the address of an array's number for `element` of the arena.
 __device__ __forceinline__ char* sum_at(const StreamInfo& info, void* base, int64_t element) {
     const uint64_t number = (uint64_t)element / info.run;
     return (char*)base + (info.bits < 8 ? number * info.bits / 8 : number * (info.bits / 8));
 }
 
-// Loads the 8 elements of the arena from `element`, a multiple of 8, on.
+// Loads 8 elements of the arena from `element` on, a multiple of 8.
 template <class Storage>
 __device__ __forceinline__ void sum_load_run(const Streams& whole, const void* table, int64_t element, float* x) {
     constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
@@ -49,7 +50,8 @@ __device__ __forceinline__ void sum_load_run(const Streams& whole, const void* t
     }
 }
 
-// Loads the 8 elements from `element` of the arena on; `held` of them lie in the tensor.
+// Loads 8 elements of the arena from `element` on, any number; `held` of them lie in the tensor, and the others become
+// 0.
 template <class Storage>
 __device__ __forceinline__ void sum_load(const Streams& whole, const void* table, int64_t element, int held, float* x) {
     const int shift = (int)(element % 8);
@@ -60,7 +62,7 @@ __device__ __forceinline__ void sum_load(const Streams& whole, const void* table
     for (int i = 0; i < 8; i++) x[i] = i < held ? wide[shift + i] : 0.0f;
 }
 
-// A lane keeps the numbers of its 8 columns here, as every row needs them; `slow` are came's second ones.
+// The numbers of a lane's 8 columns, which every row needs; `slow` are came's second numbers.
 struct SumColumns {
     float v[SUM_LANE], slow[SUM_LANE];
 };
@@ -89,7 +91,7 @@ __device__ __forceinline__ SumColumns sum_columns(const SumArguments& sums, cons
     return columns;
 }
 
-// Fills v with the numbers that a rule by rows has in its place for 8 elements of a row, and `slow` with came's second.
+// For a rule by rows, fills v with the numbers of 8 elements of a row, and `slow` with came's second numbers.
 template <Sum SUM, class Rule, class V>
 __device__ __forceinline__ void sum_numbers(const SumArguments& sums, const SumTensor& tensor,
                                             const SumColumns& columns, int64_t row, float* v, float* slow) {
@@ -111,7 +113,8 @@ __device__ __forceinline__ void sum_load_rows(const Streams& whole, const void* 
     for (int r = 0; r < SUM_AHEAD; r++) sum_load_run<Storage>(whole, table, element + r * SUM_WARPS * cols, x[r]);
 }
 
-// Makes the values that a pass other than SUM_STEP squares, of SUM_AHEAD rows from `row` on. A lane's 8 lie in one run.
+// Computes the values that a pass other than SUM_STEP squares, for SUM_AHEAD rows from `row` on. A lane's 8 elements
+// lie in one run.
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, const SumArguments& sums,
                                                    const SumTensor& tensor, const Hyper& hyper,
@@ -135,7 +138,7 @@ __device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, co
     }
 }
 
-// The values of 8 elements that a pass squares: columns `col` to `col` + 7 of a row, of which `held` exist.
+// Computes the values that a pass squares, for columns `col` to `col` + 7 of a row, of which `held` exist.
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_values(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
                                            const SumColumns& columns, const unsigned char* tables, float grad_scale,
@@ -158,7 +161,7 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
         if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
     }
     if constexpr (SUM == SUM_STEP) {
-        Hyper hyper = sums.scaled ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
+        Hyper hyper = sums.by_rms ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
         if (decays) {
 #pragma unroll
             for (int i = 0; i < 8; i++) g[i] = exact_fma(hyper.decay, p[i], g[i]), p[i] = 0.0f;
@@ -173,7 +176,7 @@ __device__ __forceinline__ void sum_values(const StepArguments& step, const SumA
     }
 }
 
-// Adds the squares of a row's 8 values to those of their columns, and returns their sum.
+// Adds the squares of a row's 8 values to the sums of their columns, and returns the sum of the squares.
 __device__ __forceinline__ float sum_squares(const float* x, int held, float* column) {
     float sum = 0.0f;
 #pragma unroll
@@ -185,8 +188,8 @@ __device__ __forceinline__ float sum_squares(const float* x, int held, float* co
     return sum;
 }
 
-// Adds up N rows over the lanes of a warp; lanes from r * 32 / N on receive the sum of row r. While there are rows to
-// share, each half of the lanes goes on with half of them; a + b is b + a, so the sums are those of the fixed order.
+// Adds up N rows over the lanes of a warp; lanes from r * 32 / N on get the sum of row r. While several rows are left,
+// each half of the lanes continues with half of the rows. a + b is b + a, so the sums are those of the fixed order.
 template <int N>
 __device__ __forceinline__ float sum_lanes(float (&sum)[N]) {
     int rows = N;
@@ -208,8 +211,7 @@ __device__ __forceinline__ float sum_lanes(float (&sum)[N]) {
     return sum[0];
 }
 
-// The sums of a slab and panel; `parts` are those of the panel's rows. Threads leave the sums of their columns in
-// `column`.
+// Sums a slab and panel: stores the partial sums of the rows, and leaves the sums of a thread's columns in `column`.
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
 __device__ __forceinline__ void sum_block(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
                                           const unsigned char* tables, float grad_scale, int64_t slab, int64_t panel,
@@ -249,7 +251,8 @@ __device__ __forceinline__ void sum_block(const StepArguments& step, const SumAr
     }
 }
 
-// Moves t on to the tensor of block b, looking at 32 at a time, and sets `next` to the block after that tensor's last.
+// Moves *t to the tensor of thread block b, looking at 32 tensors at a time, and sets *next to the block after that
+// tensor's last one.
 __device__ __forceinline__ void sum_find(const SumArguments& sums, int64_t b, int64_t* t, int64_t* next) {
     for (;;) {
         const int64_t at = *t + 1 + threadIdx.x % 32, none = sums.first_block + sums.blocks;
@@ -307,14 +310,14 @@ __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArg
     sums_pass<SUM_STEP, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
 }
 
-// grid: any, block: 256; shared memory: the moments' tables, for a pass that reads m; deterministic.
+// grid: any, block: 256; shared memory: the moments' tables if the pass reads m; deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
     sums_run<Rule, Weights, M, V, Grads>(step, sums);
 }
 
-// Does the same with arguments from device memory, as optim_replayed_kernel.
+// Does the same with arguments in device memory, as optim_replayed_kernel.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_replayed_kernel(const StepArguments* step, const __grid_constant__ SumArguments sums) {

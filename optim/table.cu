@@ -1,4 +1,4 @@
-// The rows of the tables (table.cuh) as the host uses them: function pointers, names and what follows from a type.
+// Makes the rows of the tables (table.cuh) for the host: names, function pointers and the constants of the types.
 #include "kernel.cuh"
 #include "names.h"
 #include "storage.h"
@@ -80,7 +80,7 @@ Table<PresetRow> preset_table() {
     return table_of(PRESETS);
 }
 
-const RuleRow* matrix_apply_row() {
+static const RuleRow* matrix_apply_row() {
     static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
     return &row;
 }

@@ -1,5 +1,5 @@
-// The tables: every name that the user can type, the type that it stands for, and one line about when to use it. A row
-// here is all that the CPU path, the built-in kernels, NVRTC, --list-formats and the error messages know of a format.
+// The tables: each name that the user can type, the type that it stands for, and one line about when to use it. The CPU
+// path, the built-in kernels, NVRTC, --list-formats and the error messages know a format only by its row here.
 // ROW(name, when to use, type...); a type is last because it may hold commas.
 #pragma once
 #include "formats/elementwise.cuh"
@@ -51,8 +51,7 @@
     ROW("rmnp", "momentum (--momentum) whose rows are of one length; vectors, embeddings: adamw", 1, Rmnp)          \
     ROW("normuon-lite", "rmnp, whose rows are divided by the root of a v of each", 1, NorMuonLite)
 
-// Rules that read whole matrices. Each needs the tensors that it does not serve, vectors and embeddings, to have
-// another rule; MATRIX_REST (override.h) gives them adamw.
+// Rules that read whole matrices. Vectors and embeddings need another rule; MATRIX_REST (override.h) gives them adamw.
 #define OPTIM_MATRIX_RULES(ROW)                                                                                   \
     ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 1, Muon)       \
     ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)                   \
@@ -109,8 +108,8 @@
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \
     ROW("bf16", "half the memory; right with few micro-batches a step", Elementwise<Bf16, NEAREST>)
 
-// The rows of a format in blocks: the default block first, which the lists show; then all blocks; then other scales
-// with the default block. Each has a row to nearest and a stochastic one.
+// The rows of a format in blocks: the default block first, which the lists show, then all blocks, then other scales
+// with the default block. Each has a row for rounding to nearest and a stochastic one.
 #define OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)                       \
     ROW(NAME "/" #BLOCK, NOTE, Blocks<FORMAT, BLOCK, ScaleFp32, NEAREST>) \
     ROW(NAME "/" #BLOCK ":sr", "", Blocks<FORMAT, BLOCK, ScaleFp32, STOCHASTIC>)
@@ -134,7 +133,7 @@
     ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
     ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
 
-// Two rows each, to nearest and stochastic, of storages with other blocks: quantised scales, and logarithms.
+// Two rows, to nearest and stochastic, for storages with other blocks: quantised scales, and logarithms.
 #define OPTIM_DOUBLE(ROW, NAME, NOTE, FORMAT, BLOCK)                        \
     ROW(NAME "/" #BLOCK "@dq8", NOTE, DoubleBlocks<FORMAT, BLOCK, NEAREST>) \
     ROW(NAME "/" #BLOCK "@dq8:sr", "", DoubleBlocks<FORMAT, BLOCK, STOCHASTIC>)
@@ -186,9 +185,9 @@
     OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                              \
     OPTIM_DOUBLE(ROW, "e2m1", "", E2m1, 32)
 
-// Presets name good combinations. Everything else follows from a row: the kernels that are compiled ahead of time
-// (built_in.cu), the lists, the benches and the tests. `overrides` may change the weights of some tensors; what m and v
-// are and --grads stay what the run asks for.
+// Presets name good combinations. From a row follow the kernels that are compiled ahead of time (built_in.cu), the
+// lists, the benches and the tests. `overrides` may give some tensors other weights, or another rule whose kernel
+// belongs to another preset.
 struct PresetRow {
     const char *name, *rule, *weights, *m, *v, *note;
     const char* overrides = "";

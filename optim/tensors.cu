@@ -1,12 +1,12 @@
-// Steps of some tensors alone, whose gradients may lie anywhere (optim_step_tensors in optim.h), and what takes their
-// gradients into m before (optim_fold_tensors). Tensors that follow each other both in the arena and in their
-// gradients' memory take one launch. It moves the bytes that the same tiles take in a step of all.
+// Steps of some tensors only, whose gradients may lie anywhere (optim_step_tensors in optim.h), and additions of
+// gradients to m before a step (optim_fold_tensors). Tensors that follow each other both in the arena and in their
+// gradients' memory share a launch. It moves the same bytes that these tiles take in a step of all tensors.
 #include "plan.h"
 
-// The number of a last micro-batch that goes into m, for its noise. Others have smaller ones.
+// The number, for its noise, of a last micro-batch that is added to m. Other micro-batches have smaller ones.
 constexpr int LAST_FOLD = 2047;
 
-// The tiles of the first tensors that take one launch; *taken is how many they are.
+// Returns the tiles of the first tensors that can share a launch; *taken is the number of these tensors.
 static TileRun tensor_run(const OptimParts* parts, const int* tensor, const void* const* grads, int count, int* taken) {
     const Plan* plan = parts->plan;
     const int l = plan->launch_of[tensor[0]];
@@ -44,7 +44,7 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         int64_t step, int number) {
     const OptimParts parts = optim_parts(optim);
-    const int noise = 1 + (number - 1) % (LAST_FOLD - 1);  // 11 bits of a seed
+    const int noise = 1 + (number - 1) % (LAST_FOLD - 1);  // below LAST_FOLD, in the seed's upper 11 bits
     for (int i = 0, taken; i < count; i += taken) {
         const TileRun run = tensor_run(&parts, tensor + i, grads + i, count - i, &taken);
         optim_fold_tiles(optim, &run, grad_scale, step, noise);
@@ -63,7 +63,8 @@ void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_
     }
 }
 
-// Why m of a launch cannot take gradients, and what to type if another option lets it; "" if it can.
+// Writes why gradients cannot be added to a launch's m, and what to type if another option would allow it; "" if they
+// can.
 static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char* error) {
     const Rows rows = config_rows(launch);
     const char *rule = rows.rule->name, *m = rows.m->name;
@@ -75,16 +76,15 @@ static void fold_refusal(const OptimConfig* run, const OptimConfig* launch, char
     if (launch_fold(launch) > 0.0f && bits >= 16 && (bits > 16 || strstr(m, ":sr"))) return;
     if (launch_fold(launch) > 0.0f) {
         const char* option = strcmp(launch->m, run->m) == 0 ? "--m " : "m=";
-        data_error(error, "m takes the gradients, and %s would lose small ones; type %sbf16:sr", m, option);
+        data_error(error, "m takes the gradients, but %s would lose small ones; type %sbf16:sr", m, option);
     } else if (launch_fold(&plain) > 0.0f) {
-        data_error(error, "%s with --nesterov on needs more of the gradients than m can take; type --nesterov off",
-                   rule);
+        data_error(error, "%s with --nesterov on needs more of the gradients than m keeps; type --nesterov off", rule);
     } else if (launch_fold(&moves) > 0.0f) {
-        data_error(error, "m takes the gradients, and %s's m forgets all of them where its decay is 0", rule);
+        data_error(error, "m takes the gradients, but %s's m forgets all of them, since its decay is 0", rule);
     } else {
         data_error(error,
-                   "%s needs more of the gradients than m can take, unlike sgd, lion with --beta1 as "
-                   "--beta2, and rmnp, normuon-lite, muon and normuon with --nesterov off",
+                   "%s needs more of the gradients than m keeps, unlike sgd, lion with --beta1 as --beta2, and rmnp, "
+                   "normuon-lite, muon and normuon with --nesterov off",
                    rule);
     }
 }
@@ -94,8 +94,8 @@ bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int coun
     error[0] = 0;
     for (int t = 0; t < count && !error[0]; t++) {
         const OptimConfig* its = &plan->launch[plan->launch_of[t]].config;
-        if (!folds[t] && config_rows(its).rule->matrix == MATRIX_NONE)
-            continue;  // matrices step after the backward pass
+        // Matrices always need it, since they step after the backward pass.
+        if (!folds[t] && config_rows(its).rule->matrix == MATRIX_NONE) continue;
         fold_refusal(config, its, error);
     }
     plan_free(plan);

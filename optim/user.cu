@@ -1,4 +1,4 @@
-// See user.h. The files are compiled together, to PTX, without asking for a kernel: 0.1 s, or nothing from the cache.
+// See user.h. The files are compiled together to PTX, without a kernel, in 0.1 s; from the cache it takes no time.
 #include "user.h"
 
 #include <ctype.h>
@@ -9,17 +9,18 @@
 #include "override.h"
 #include "storage.h"
 
-// The rows in PTX: `.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, ...};`, where zeros at the end may be left
-// out. A compiler may put something before or after the name.
+// PTX has the rows as `.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, ...};`. Zeros at the end may be left out,
+// and a compiler may add text before or after the name.
 static const char row_mark[] = "optim_user_row_";
 
+// Returns true if a comment ends at `at`; `line`: it began with //.
 static bool ends_comment(const char* at, bool line) {
     return line ? *at == '\n' : at[0] == '*' && at[1] == '/';
 }
 
-// Strips a C++ text of comments and spare white space, which a file's checksum ignores: a comment becomes a space, and
-// white space in a row becomes one space, or one end of a line if there is one among it; none stays at the ends.
-// Returns the length that is left.
+// Removes comments and redundant white space from a C++ text, in place, since a file's checksum ignores them. A comment
+// becomes a space. Consecutive white space becomes one space, or one line end if it contains one; white space at both
+// ends of the text is removed. Returns the new length.
 static int64_t squeeze(char* text) {
     char *to = text, space = 0;
     for (const char* at = text; *at;) {
@@ -45,7 +46,8 @@ static int64_t squeeze(char* text) {
     return to - text;
 }
 
-// Appends one file's text to the source, with its name and lines for the compiler's messages; *sum is its checksum.
+// Appends a file's text to the source, with a #line for the compiler's messages, and sets *sum to its checksum. Returns
+// false with a sentence if the file cannot be read.
 static bool append_file(const char* path, int index, FILE* to, uint64_t* sum, char* error) {
     char reason[DATA_ERROR_BYTES];
     int64_t length = 0;
@@ -61,7 +63,7 @@ static bool append_file(const char* path, int index, FILE* to, uint64_t* sum, ch
     return true;
 }
 
-// Reads the initialiser at `text`; false if it does not read as the PTX that is known.
+// Reads the initialiser at `text`. Returns false if it is not in the expected form.
 static bool read_row(const char* text, UserRow* row) {
     const char* at = text;
     char* end;
@@ -92,7 +94,7 @@ static bool is_power(int number) {
     return number > 0 && (number & (number - 1)) == 0;
 }
 
-// Checks what the rest of the optimizer relies on.
+// Checks the properties of a row on which the rest of the optimizer relies.
 static bool row_check(const UserRow* row, const char* path, char* error) {
     if (row->too_long) {
         return data_error(error,
@@ -114,7 +116,7 @@ static bool row_check(const UserRow* row, const char* path, char* error) {
                               path, i, row->name, bit, row->run[i], (long long)TILE_ELEMENTS);
         }
     }
-    // Two of them and stages for a group of threads fit into the shared memory of any GPU that is served.
+    // Two such tables and the stages of a group of threads fit into the shared memory of every supported GPU.
     const int max = 44 * 1024;
     if (row->table_bytes > max) {
         return data_error(error, "--format: %s: the table of \"%s\" has %d bytes and may have %d", path, row->name,
@@ -123,13 +125,14 @@ static bool row_check(const UserRow* row, const char* path, char* error) {
     return true;
 }
 
+// Compiles the source, and reads the rows from its PTX.
 static bool compile_rows(UserFormats* formats, const char* paths, char* error) {
     char architecture[32], *log = (char*)memory_zero(1, DATA_ERROR_BYTES);
     JitImage image;
-    // The newest PTX that the library knows: the rows do not depend on the device.
+    // This asks for the newest PTX that the library knows, since the rows do not depend on the device.
     bool good = jit_architecture(INT32_MAX, architecture, sizeof(architecture), log) &&
                 jit_get("", architecture, &image, log, formats->source);
-    if (!good) snprintf(error, DATA_ERROR_BYTES, "--format %s: %s", paths, log);  // whose lines stay lines
+    if (!good) snprintf(error, DATA_ERROR_BYTES, "--format %s: %s", paths, log);  // keeps the lines of the log
     free(log);
     if (!good) return false;
     char* text = text_part(image.image, (size_t)image.image_bytes);
@@ -145,7 +148,7 @@ static bool compile_rows(UserFormats* formats, const char* paths, char* error) {
     return good;
 }
 
-// Checks that every file has a row, and that every row works.
+// Checks that every file has a row, and that every row is valid and has a new name.
 static bool check_rows(const UserFormats* formats, char* const* path, int files, char* error) {
     for (int file = 0; file < files; file++) {
         bool any = false;
@@ -172,7 +175,7 @@ static bool check_rows(const UserFormats* formats, char* const* path, int files,
     return true;
 }
 
-// Makes rows like those of the built-in formats, but without functions.
+// Returns rows like those of the built-in formats, but without functions; the caller frees them.
 static FormatRow* storage_create(const UserFormats* formats) {
     FormatRow* rows = (FormatRow*)memory_zero((size_t)formats->count, sizeof(FormatRow));
     for (int i = 0; i < formats->count; i++) {

@@ -1,22 +1,24 @@
-// The user's own formats (--format FILE.cuh): what such a file is, and how the host learns from NVRTC what it holds.
+// The user's own formats (--format FILE.cuh): the contents of such a file, and how the host learns from NVRTC which
+// formats it holds.
 //
-// A file is as those of formats/: a struct, and beside it one line for each name that it adds to --m and --v,
+// A file is like those of formats/. It has a struct and, for each name that it adds to --m and --v, a line
 //     OPTIM_FORMAT("my8/64", "for m: when to use it", Blocks<My8, 64, ScaleFp32, NEAREST>)
-// the type last, because it may hold commas; see dev/examples/format.cuh. It follows the optimizer's own source, so
-// nothing needs to be included; #include "..." and #pragma once, which a file in formats/ has, are ignored.
+// with the type last, because a type may hold commas; dev/examples/format.cuh is one. The file follows the optimizer's
+// own source, so it need not include anything; #include "..." and #pragma once, which a file in formats/ has, are
+// ignored.
 //
-// The host has no C++ compiler to ask for the type's STREAM, so it asks NVRTC: the line makes a constant of plain data
-// of fixed size, and the host reads the bytes of its initialiser from the PTX, whose syntax is documented and stable.
-// (Mangled names of templates could carry the numbers, but not the strings.)
+// The host has no C++ compiler to ask for the type's STREAM, so it asks NVRTC. The line defines a constant of plain
+// data of fixed size, and the host reads the bytes of its initialiser from the PTX, whose syntax is documented and
+// stable. (Mangled names of templates could carry the numbers, but not the strings.)
 #pragma once
 #include "kernel.cuh"
 
 EMBED_SOURCE
 
-// One row of a file; texts end with a 0.
+// One row of a file. Texts end with a 0.
 struct UserRow {
     int file;      // counted from 0 in the order of --format
-    int too_long;  // a text did not fit
+    int too_long;  // 1 if a text did not fit
     int table_bytes, has_sign;
     int bits[3], run[3], span[3];  // of STREAM
     char suffix[3][16], dtype[3][16];
@@ -51,14 +53,14 @@ __device__ constexpr UserRow user_row(int file, const char* name, const char* no
     return row;
 }
 
-// Makes the constants that a format looks up, for which the host has no function: a single thread does it, once a run.
-// grid: 1, block: 1; table: (TABLE_BYTES) device memory.
+// Computes the constants that a format looks up, since the host has no function for them. A single thread runs it once
+// a run. grid: 1, block: 1; table: (TABLE_BYTES) device memory.
 template <class T>
 __global__ void optim_fill_kernel(void* table) {
     T::fill(table);
 }
 
-// USER_FILE is the number of the file, defined before its text.
+// USER_FILE is the number of the file; it is defined before the file's text.
 #define USER_NAME(FILE, LINE) optim_user_row_##FILE##_##LINE
 #define USER_ROW(FILE, LINE, NAME, NOTE, ...) \
     __device__ constexpr UserRow USER_NAME(FILE, LINE) = user_row<__VA_ARGS__>(FILE, NAME, NOTE, #__VA_ARGS__);

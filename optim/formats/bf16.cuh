@@ -1,9 +1,9 @@
-// bf16: the upper 16 bits of an fp32 (sign, 8 exponent, 7 mantissa bits), 2 bytes. Written with integers, so that it is
-// the same on CPU, GPU and NVRTC and keeps subnormals.
-// Rounding to nearest, ties to even: add just under half a step, one more when the kept part is odd, and truncate.
-// Stochastic: add 16 random bits and truncate, which rounds the magnitude up with a probability equal to the fraction
-// cut off, so that the mean is x; one value in 2^16 apart is told apart. Infinities pass through and NaN becomes 0x7fff
-// in both, which is what a GPU's own conversion to nearest makes of it.
+// bf16: the upper 16 bits of an fp32 (sign, 8 exponent and 7 mantissa bits), 2 bytes. Integer arithmetic makes it the
+// same on CPU, GPU and NVRTC and keeps subnormals.
+// Rounding to nearest, ties to even: add just under half a step, one more if the kept part is odd, and truncate.
+// Stochastic: add 16 random bits and truncate. This rounds the magnitude up with a probability equal to the fraction
+// that is cut off, to 1 in 2^16, so that the mean is x. Infinities are kept, and NaN becomes 0x7fff, as in a GPU's own
+// conversion to nearest.
 #pragma once
 #include "storage.cuh"
 
@@ -27,8 +27,8 @@ struct Bf16 : FormatDefaults {
 #endif
     }
 
-    // Returns a number to which noise may be added: the lower bits of infinity and of this NaN are zero, so nothing
-    // carries out of them.
+    // Returns x, or for NaN a pattern to which noise may be added: the lower bits of infinity and of this pattern are
+    // zero, so noise carries nothing out of them.
     static OPTIM_INLINE float storable(float x) {
         return one_nan(x, 0x7fff0000u);
     }
@@ -40,14 +40,14 @@ struct Bf16 : FormatDefaults {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     static constexpr bool ENCODES_PAIRS = true;
 
-    // Two codes in a word, the first in its lower half.
+    // Returns two codes in a word, the first in its lower half.
     static __device__ __forceinline__ uint32_t encode2(float first, float second) {
         uint32_t codes;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(second), "f"(first));
         return codes;
     }
 
-    // Two infinities are right without MAY_BE_NAN too.
+    // Does the same with noise. Infinities are right without MAY_BE_NAN too.
     template <bool MAY_BE_NAN>
     static __device__ __forceinline__ uint32_t encode2(float first, float second, uint32_t noise, uint32_t noise2) {
         if (MAY_BE_NAN) first = storable(first), second = storable(second);

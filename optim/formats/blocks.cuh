@@ -1,49 +1,52 @@
-// Storage in blocks that share a scale: the machinery that all the narrow formats use.
+// Storage in blocks that share a scale, which all narrow formats use.
 //     top = max |x| over the block             (of sqrt(x) where the format keeps roots)
 //     scale = top / LARGEST                    at least 2^-126; 0 when the block is all zero; as stored, rounded up
 //     code = encode(x * (1 / scale))           one division a block, then a product: this is the definition
 //     x = decode(code, scale)
-// A block is BLOCK elements from a tensor's first one on, 32 to 2048, a power of 2; a shorter tail is filled by the
-// padding's zeros. Maxima do not round, so any order of reduction gives the same bits. On a GPU a block is BLOCK / n
-// neighbouring threads with n elements each: they reduce by shuffles, and through shared memory when they are more than
-// a warp. Bytes an element: BITS / 8 and the scale's over BLOCK.
+// A block is a run of BLOCK elements, counted from a tensor's first one; BLOCK is a power of 2 from 32 to 2048. The
+// padding's zeros fill a shorter tail. Maxima do not round, so any order of reduction gives the same bits. On a GPU a
+// block is BLOCK / n neighbouring threads with n elements each, which reduce by shuffles, and through shared memory if
+// they are more than a warp. Bytes an element: BITS / 8, and the scale's bytes over BLOCK.
 //
-// A strange value does not spoil its block: NaN does not count for the scale, and infinity and values above block_max
-// count as block_max. In v (key.stream is NOISE_V) no code that decodes to zero is ever written: the root of a zero
-// below an m that is not zero would make an update of m / eps.
+// An extreme value does not spoil its block: NaN does not count for the scale, and infinity and values above block_max
+// count as block_max. In v (key.stream is NOISE_V) no code that decodes to zero is ever written, since dividing an m
+// other than zero by the root of zero would give an update of m / eps.
 //
 // A format derives from FormatDefaults (storage.cuh) and has
 //     BITS, DTYPE, ZERO, LARGEST   bits of a code; safetensors' name; the code of zero, or -1; scale = top / LARGEST
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
-// where y = x * inverse, `bits` are 16 random ones, and no code below `lowest` may be returned for x >= 0. |y| exceeds
-// UNITS * LARGEST by rounding errors at most. It may also have
+// where y = x * inverse, `bits` are 16 random bits, and codes for x >= 0 must not be below `lowest`. |y| exceeds UNITS
+// * LARGEST by rounding errors at most. A format may also have
 //     SIGNED, ROOT           false without negative levels; true if the root of x is stored
-//     UNITS                  y counts in 1 / UNITS of the scale
-//     Table, fill(table)     what it looks up, in shared memory on a GPU
+//     UNITS                  y is counted in 1 / UNITS of the scale
+//     Table, fill(table)     constants that it looks up, in shared memory on a GPU
 //     Stochastic             the format that stores with noise: the same codes, another table
-//     BIAS                   what nearest and stochastic add to a code, above its bits, where arithmetic leaves it
+//     BIAS                   a number that nearest and stochastic add to a code, above the code's bits
 //     MAX, OF_POWERS         the limit of block_max; true if scales must be powers of two
 // and, to be faster on a GPU,
 //     IN_UPPER_BITS          nearest_word and stochastic_word, which leave codes in the upper bits of words
-//     HARDWARE, PAIRS        decode2 and nearest2; a PairTable and unit_of
-//     ALL, PACKS_NOISE       get_all and, with noise, put_all; stochastic_pack
-//     GIVES_SEEN, SEEN_IS_STORED   stochastic_pack and seen_scaled fill key.seen; those numbers are what load() returns
-//     Decoder                the format itself: it has decode_number, decode of 2^23 + code as a float
+//     HARDWARE               decode2 and nearest2
+//     PAIRS                  a PairTable and unit_of
+//     ALL                    get_all and, with noise, put_all
+//     PACKS_NOISE            stochastic_pack
+//     GIVES_SEEN             stochastic_pack and seen_scaled fill key.seen; SEEN_IS_STORED: with what load() returns
+//     Decoder                the format itself if it has decode_number, which decodes the float 2^23 + code
 #pragma once
 #include "elementwise.cuh"
 
 EMBED_SOURCE
 
 #ifdef __CUDACC__
-// The address of a thread's copy of a table in shared memory, kept in one register: the compiler, left to itself,
-// computes it again for every look-up. table_load reads constants, so it need not keep any order.
+// Returns the address of a thread's copy of a table in shared memory, and makes the compiler keep it in one register;
+// it would otherwise recompute the address for every look-up. table_load reads constants, so its loads may be
+// reordered.
 __device__ __forceinline__ uint32_t table_address(const void* pointer, uint32_t before = 0) {
     uint32_t address = (uint32_t)__cvta_generic_to_shared(pointer) - before;
     asm("" : "+r"(address));
     return address;
 }
 
-// address + index * BYTES in one instruction, which a shift of the index before it does not break up.
+// Returns address + index * BYTES, in one instruction even if `index` is the result of a shift.
 template <int BYTES>
 __device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
     uint32_t at;
@@ -51,7 +54,7 @@ __device__ __forceinline__ uint32_t table_at(uint32_t address, uint32_t index) {
     return at;
 }
 
-// address + BYTES times byte i of a word, in one instruction; BYTES is at most 128.
+// Returns address + BYTES times byte i of a word, in one instruction; BYTES is at most 128.
 template <int BYTES>
 __device__ __forceinline__ uint32_t table_at_byte(uint32_t address, uint32_t word, int i) {
     uint32_t at;
@@ -59,7 +62,7 @@ __device__ __forceinline__ uint32_t table_at_byte(uint32_t address, uint32_t wor
     return at;
 }
 
-// address + (offset >> SHIFT), in one instruction.
+// Returns address + (offset >> SHIFT), in one instruction.
 template <int SHIFT>
 __device__ __forceinline__ uint32_t table_at_shifted(uint32_t address, uint32_t offset) {
     uint32_t at;
@@ -76,7 +79,7 @@ __device__ __forceinline__ float table_load(uint32_t address) {
 }
 #endif
 
-// One look-up gives two numbers, those of a byte's two codes of 4 bits. On a GPU the table lies in shared memory in
+// A table in which one look-up gives the numbers of a byte's two codes of 4 bits. On a GPU it lies in shared memory in
 // COPIES copies side by side, one for each of the 16 lanes that are served at a time.
 struct alignas(8) FloatPair {
     float first, second;
@@ -91,7 +94,7 @@ struct PairTable {
     }
 
 #ifdef __CUDACC__
-    // Decodes COUNT codes, two a byte: the pairs times `unit`.
+    // Decodes COUNT codes, two in a byte, and multiplies them by `unit`.
     template <int COUNT>
     __device__ __forceinline__ void decode(const uint32_t* word, float unit, float* x) const {
         const uint32_t copy = table_address(pair + threadIdx.x % COPIES);
@@ -125,14 +128,14 @@ struct Either<false, A, B> {
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
 
-// The format's table: the thread block's copy on a GPU.
+// Returns the format's table; on a GPU, the thread block's copy.
 template <class Format>
 OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) {
     return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
 
-// The functions of a storage in blocks. A thread of a GPU has 8 or 16 elements; the CPU's load_run and store_run take
-// whole blocks and are not inlined, so that a row of the tables is cheap.
+// The functions of a storage in blocks. A thread of a GPU has 8 or 16 elements. On the CPU, load_run and store_run take
+// whole blocks; they are not inlined, so that a table row compiles to little code.
 template <class Storage>
 struct BlockFunctions : StorageFunctions<Storage> {
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
@@ -152,19 +155,19 @@ struct BlockFunctions : StorageFunctions<Storage> {
     }
 };
 
-// Functions of a storage, and the constants of its format.
+// Adds the constants of its format to a storage.
 template <class Functions, class Format>
 struct TableStorage : Functions {
     static constexpr bool SIGNED = Format::SIGNED;
     static constexpr int TABLE_BYTES = HAS_TABLE<Format> ? (int)sizeof(typename Format::Table) : 0;
 
-    // Makes the constants, on the host.
+    // Computes the constants on the host.
     static OPTIM_HOST void fill(void* table) {
         if constexpr (HAS_TABLE<Format>) Format::fill((typename Format::Table*)table);
     }
 
 #ifdef __CUDACC__
-    // Copies the constants into shared memory; all threads of the thread block call it, and synchronise after it.
+    // Copies the constants into shared memory. All threads of the thread block call it and synchronise afterwards.
     static __device__ __forceinline__ void prepare(const Streams& streams, void* shared) {
         static_assert(TABLE_BYTES % 16 == 0, "copied 16 bytes at a time");
         for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
@@ -174,7 +177,8 @@ struct TableStorage : Functions {
 #endif
 };
 
-// True if the format has decode_number. A format that derives from one that has may decode otherwise.
+// True if the format itself has decode_number. A format that derives from one with decode_number may decode
+// differently.
 template <class Format>
 constexpr bool DECODES_NUMBERS = SAME_TYPE<Format, typename Format::Decoder>;
 
@@ -185,11 +189,11 @@ struct Rounded {
     typedef typename Either<ROUNDING == STOCHASTIC && !SAME_TYPE<Noisy, void>, Noisy, Format>::Type Type;
 };
 
-// The scales as they are stored. Narrow ones are rounded up, so that no element of a block exceeds LARGEST by it.
+// The types of stored scales. Narrow ones round up, so that no element of a block exceeds LARGEST.
 struct ScaleFp32 {
     typedef float Code;
     static constexpr const char* DTYPE = "F32";
-    static constexpr double MAX = 4.25e37;  // under 2^125, so that the reciprocal is no subnormal
+    static constexpr double MAX = 4.25e37;  // below 2^125, so that the reciprocal is not subnormal
     static OPTIM_INLINE float encode(float scale) { return scale; }
     static OPTIM_INLINE float decode(float code) { return code; }
 };
@@ -217,12 +221,12 @@ struct ScaleE8m0 {
     static OPTIM_INLINE float decode(uint8_t code) { return bits_float((uint32_t)code << 23); }
 };
 
-// 2^23 + floor(x) for 0 <= x < 2^22, whose lower bits are the integer.
+// Returns the bits of 2^23 + floor(x) for 0 <= x < 2^22; their lower bits are the integer.
 OPTIM_INLINE uint32_t floor_bits(float x) {
     return OPTIM_EITHER(__float_as_uint(__fadd_rd(x, 8388608.0f)), 0x4b000000u + (uint32_t)x);
 }
 
-// a * b + c, rounded once, then cut to [0, 1]; NaN becomes 0.
+// Returns a * b + c, rounded once and then cut to [0, 1]; NaN becomes 0.
 OPTIM_INLINE float exact_saturated(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
     float x;
@@ -234,7 +238,7 @@ OPTIM_INLINE float exact_saturated(float a, float b, float c) {
 #endif
 }
 
-// floor_part_bits is floor_bits(x * 2^BITS) for 0 <= x <= 1; it exceeds the integer by floor_part_bias.
+// floor_part_bits returns floor(x * 2^BITS) + floor_part_bias for 0 <= x <= 1.
 template <int BITS>
 OPTIM_INLINE constexpr uint32_t floor_part_bias() {
     return 0x4b000000u - ((uint32_t)BITS << 23);
@@ -246,8 +250,8 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
                         floor_part_bias<BITS>() + (uint32_t)(x * (float)(1 << BITS)));
 }
 
-// A block's largest is cut to this: the smallest of an eighth of the largest float, or of its root where roots are
-// stored, the format's MAX, and the largest that a narrow scale holds.
+// Returns the limit to which a block's values are cut: the smallest of the format's MAX, 1.84e19 if roots are stored,
+// and LARGEST times the largest scale.
 template <class Format, class Scale>
 OPTIM_INLINE constexpr float block_max() {
     double top = Format::ROOT && Format::MAX > 1.84e19 ? 1.84e19 : Format::MAX,
@@ -255,7 +259,7 @@ OPTIM_INLINE constexpr float block_max() {
     return (float)(top < max ? top : max);
 }
 
-// top / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
+// Returns top / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
 template <class Format>
 OPTIM_INLINE float over_largest(float top) {
     if constexpr (Format::LARGEST == 1.0f) return top;
@@ -264,7 +268,7 @@ OPTIM_INLINE float over_largest(float top) {
     return exact_fma(exact_fma(-Format::LARGEST, quotient, top), inverse, quotient);
 }
 
-// The elements of one block share these while it is stored.
+// The numbers that the elements of one block share while it is stored.
 struct BlockScale {
     float scale, inverse;
 };
@@ -275,6 +279,7 @@ OPTIM_INLINE float scale_inverse(float scale) {
     return Format::UNITS == 1.0f ? inverse : exact_mul(inverse, Format::UNITS);
 }
 
+// Returns the scale of a block, as stored, and its inverse; writes the stored scale to *code.
 template <class Format, class Scale>
 OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
     top = exact_min(top, block_max<Format, Scale>());
@@ -330,6 +335,7 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     store_ordered<COUNT>(streams.codes, first, packed, key);
 }
 
+// Loads COUNT elements of one block.
 template <class Format, int COUNT>
 OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
     const auto* table = format_table<Format>(streams);
@@ -352,14 +358,15 @@ OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, floa
     }
 }
 
-// The value that is stored for x: x or its root. It is cut once the block's largest is known.
+// Returns the value that is stored for x: x or its root. Once the block's largest is known, block_cut cuts it.
 template <class Format>
 OPTIM_INLINE float block_value(float x) {
     return Format::ROOT ? moment_root(x) : x;
 }
 
-// The largest top that is not rare. Formats that fold a power of two into the inverse (minifloat.cuh) would lose its
-// last bits with a larger one; there, where no state and no weight is, values and inverse exchange a power of two.
+// Returns the largest top that is not rare. Formats that fold a power of two into the inverse (minifloat.cuh) would
+// lose bits of the inverse with a larger top. For such a top, which no usual state or weight has, block_cut and
+// block_inverse move a power of two from the values to the inverse.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE constexpr float block_usual() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
@@ -367,7 +374,7 @@ OPTIM_INLINE constexpr float block_usual() {
     return fold < max ? fold : max;
 }
 
-// block_cut cuts the values of a rare block; block_inverse is the inverse to store them with.
+// block_cut cuts the values of a rare block; block_inverse returns the inverse for storing them.
 template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_INLINE void block_cut(float top, float* value, int n) {
     constexpr float max = block_max<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
@@ -375,7 +382,7 @@ OPTIM_INLINE void block_cut(float top, float* value, int n) {
     if (!(top > fold)) return;
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) {
-        float cut = exact_max(exact_min(value[i], max), -max);  // which makes NaN a number, beyond the scale
+        float cut = exact_max(exact_min(value[i], max), -max);  // a number even for NaN
         value[i] = exact_mul(is_nan(value[i]) ? value[i] : cut, down);
     }
 }
@@ -392,7 +399,7 @@ OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
     return block_inverse<Format, Scale, ROUNDING>(top, inverse);
 }
 
-// The CPU loads and stores runs of whole blocks.
+// These load and store runs of whole blocks on the CPU.
 template <class Format, class Scale>
 OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
@@ -401,7 +408,7 @@ OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float*
     }
 }
 
-// How blocks_store stores elements whose scale is known, unless a storage has a put_scaled() of its own.
+// Stores elements whose scale is known, for blocks_store. A storage may have its own put_scaled() instead.
 template <class Format, Rounding ROUNDING>
 struct BlockPut {
     template <int COUNT>
@@ -426,24 +433,25 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
 }
 
 #ifdef __CUDACC__
-// A barrier of the THREADS threads that share a tile; a thread block has several such groups. Barrier 0 belongs to
-// __syncthreads.
+// A barrier of the THREADS threads of a group, which share a tile; a thread block has several groups. Barrier 0 belongs
+// to __syncthreads.
 template <int THREADS>
 __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
 }
 
-// Room for the numbers that the warps of a group exchange for one array: two each in neighbours_both, one in
-// group_tell, of which four are read at once. There are two rooms, used by turns from tile to tile, so that no warp has
-// to wait before it writes: all have passed the barrier of the tile between. Each array has one exchange in a tile.
+// Returns shared memory for the numbers that the warps of a group exchange for one array: two for each warp in
+// neighbours_both, one in group_tell, of which four are read at once. There are two such places, which alternate from
+// tile to tile, so that no warp has to wait before it writes: all warps have passed the barrier of the tile between.
+// Each array has one exchange in a tile.
 __device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
     __shared__ alignas(16) uint2 part[2][4][32];
     return part[key.turn][key.stream];
 }
 
-// Returns the largest a and the smallest b of the COUNT neighbouring threads of a block, the same in each; all THREADS
-// of a group call it together. It also orders memory: what they read before, such as the block's old scale, is read
-// before one of them writes the new one. Shuffles and reductions alone do not do that.
+// Returns the largest a and the smallest b among the COUNT neighbouring threads of a block, in each of them. All
+// THREADS of a group call it together. It also orders memory: earlier reads, such as of the block's old scale, complete
+// before a thread writes the new scale afterwards. Shuffles and reductions alone do not guarantee that.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
@@ -473,7 +481,7 @@ __device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const N
     return make_uint2(a, b);
 }
 
-// Does the same for the largest `top` alone, which is at least 0.
+// Does the same for the largest `top` only; top is at least 0.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
@@ -486,8 +494,8 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
     }
 }
 
-// The largest `top` of all THREADS of a group: each warp calls group_tell, then one group_sync serves for several
-// arrays, then group_told returns it.
+// These find the largest `top` of all THREADS of a group: each warp calls group_tell for one or more arrays, then all
+// threads call group_sync once, then group_told returns the maximum of an array.
 __device__ __forceinline__ void group_tell(float top, const NoiseKey& key) {
     const uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
     if (threadIdx.x % 32 == 0) ((uint32_t*)warps_parts(key))[threadIdx.x / 32] = max;
@@ -509,8 +517,9 @@ __device__ __forceinline__ float group_told(const NoiseKey& key) {
     return __uint_as_float(max);
 }
 
-// The largest magnitude of a thread's values, NaN aside, with short chains of maxima. v and its roots have no sign, so
-// their bits are compared, two values an instruction; a negative value or NaN would be the largest and is looked for.
+// Returns the largest magnitude of a thread's values except NaN, with short chains of maxima. v and its roots have no
+// sign, so their bits are compared, two values an instruction; a negative value or NaN would have the largest bits and
+// is handled by the general way.
 template <int COUNT>
 __device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
     if (!has_sign) {
@@ -543,9 +552,9 @@ struct Blocks
     typedef Blocks<Format, BLOCK, Scale, NEAREST> Nearest;
 
 #ifdef __CUDACC__
-    // A thread's store has parts: find the largest of its block; cut the values if that is above block_usual; store. So
-    // the exchanges of several arrays wait at the same time, and one test and one branch serve for all. `value` is x or
-    // its roots, whichever is stored.
+    // A thread's store has parts: find the largest value of its block, cut the values if that is above block_usual, and
+    // store. So the waits for the exchanges of several arrays overlap, and one test and one branch serve all arrays.
+    // `value` is x or its roots, whichever is stored.
     static constexpr bool HAS_TOP = true, OF_ROOTS = Format::ROOT;
     static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
 
@@ -573,7 +582,7 @@ struct Blocks
         }
     }
 
-    // All parts together.
+    // Runs all parts.
     template <int COUNT>
     static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         float value[COUNT];

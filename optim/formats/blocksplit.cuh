@@ -1,11 +1,12 @@
-// Weights as fp8 with a scale a block, and the next 8 bits of the value beside it: of y = x / scale
+// Weights as fp8 with a scale for each block, and the next 8 bits of the value beside them. With y = x / scale:
 //     wide = round(y) to the float with 8 more bits of mantissa (e4m3: e4m11)
 //     high = (wide + 128) >> 8           fp8, what the model sees; a carry runs into the exponent as it should
 //     low  = wide - (high << 8)          in [-128, 127]
-// so the update sees 12 significant bits of an e4m3 weight, and high is wide rounded to nearest, ties away from zero.
-// |error| <= 2^-12 |x| while |y| >= 2^-6, and half of 2^-17 of the scale below. To nearest, or stochastically.
-// The scale is a power of two (e8m0, the smallest whose largest level holds the block's largest weight): weights that
-// did not change are stored again as they were, which a scale that follows the largest weight would not allow.
+// So the update sees 12 significant bits of an e4m3 weight, and `high` is `wide` rounded to nearest, ties away from
+// zero. The error is at most 2^-12 |x| while |y| >= 2^-6, and below that half of 2^-17 of the scale. Rounding is to
+// nearest or stochastic.
+// The scale is a power of two (e8m0), the smallest whose largest level holds the block's largest weight. So weights
+// that did not change keep their codes, which a scale that follows the largest weight would not allow.
 // Bytes an element: 2 and 1 / BLOCK.
 #pragma once
 #include "minifloat.cuh"
@@ -13,30 +14,31 @@
 
 EMBED_SOURCE
 
-// Format with its MANTISSA bits and MIN exponent.
+// Format is a Minifloat with these MANTISSA bits and MIN exponent.
 template <class Format, int MANTISSA, int MIN, int BLOCK, Rounding ROUNDING>
 struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, ROUNDING>> {
     typedef BlockSplit<Format, MANTISSA, MIN, BLOCK, NEAREST> Nearest;
     static constexpr StreamInfo STREAM[3] = {
         {"", Format::DTYPE, 8, 1}, {".scales", "F8_E8M0", 8, BLOCK}, {".low", "I8", 8, 1}};
-    static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits: what is cut off is 16 bits
+    static constexpr int SHIFT = 16 - (23 - (MANTISSA + 8));  // of a normal number's bits; then 16 bits are cut off
 
     // True if store() fills key.seen on this GPU.
     static constexpr bool GIVES_SEEN = ON_HOPPER;
 
-    // Magnitude of the wide float in the upper half, from the bits that Minifloat's lowered() gives. `noise`: 16 random
-    // bits, unless to nearest. In subnormals y was rounded to 2^-12 of a step before.
+    // Returns a word whose upper half is the magnitude of the wide float, from the bits of Minifloat's lowered().
+    // `noise`: 16 random bits, ignored to nearest. In subnormals, lowered() has rounded y to 2^-12 of a step.
     static OPTIM_INLINE uint32_t wide_upper(uint32_t bits, uint32_t noise) {
         return (bits << SHIFT) + (ROUNDING == NEAREST ? 0x7fffu + (bits >> (16 - SHIFT) & 1u) : noise);
     }
 
-    // Sign and magnitude of y in the wide float.
+    // Returns sign and magnitude of y in the wide float.
     static OPTIM_INLINE uint32_t wide(float y, uint32_t noise) {
         uint32_t bits = Format::lowered(y, Format::folded(1.0f), 0);
         return (wide_upper(bits, noise) >> 16 & 0x7fffu) | (bits >> 16 & 0x8000u);
     }
 
-    // Two elements at a time, in halves of words: a magnitude is at most that of LARGEST, so no sum leaves its half.
+    // Stores elements whose scale is known, two at a time in halves of words. A magnitude is at most that of LARGEST,
+    // so no sum leaves its half.
     template <int COUNT>
     static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* x, float inverse,
                                         const NoiseKey& key) {
@@ -63,7 +65,7 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
         store_value(streams.more, first, low);
     }
 
-    // Magnitude bits of high where those of a bf16 LOWER times as large are.
+    // The bits of a bf16 that hold the magnitude of `high`, which is LOWER times the value.
     static constexpr uint32_t SEEN_MASK = 0x7f007f00u >> Format::SHIFT & 0x7fff7fffu;
 
     template <int COUNT>
@@ -71,13 +73,14 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
         const uint32_t scale = ((const uint8_t*)streams.extra)[first / BLOCK];
         auto high = load_value<Packed<8, COUNT>>(streams.codes, first);
         auto low = load_value<Packed<8, COUNT>>(streams.more, first);
-        // As in Minifloat, the magnitude in fp32's place is LOWER times too small, so two factors give its value.
+        // As in Minifloat, the magnitude's bits in an fp32 make LOWER times the value, so up to two factors give the
+        // value.
         const uint32_t exponent = scale + (uint32_t)(126 + MIN), max = exponent < 254 ? exponent : 254;
         const float factor = bits_float(scale > 0 ? max << 23 : 0u);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             uint32_t code = ((high.get(i) << 8 | low.get(i)) ^ 0x80u) - 0x80u;
-            int bits = (int)(code << 16) >> SHIFT;  // the sign fills what is above the exponent
+            int bits = (int)(code << 16) >> SHIFT;  // the sign fills the bits above the exponent
             x[i] = exact_mul(bits_float((uint32_t)bits & KEPT), factor);
         }
         if (exponent > 254) {  // no weights are so large

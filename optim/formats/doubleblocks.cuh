@@ -1,12 +1,12 @@
 // Blocks (blocks.cuh) whose scales are themselves quantised: 8 bits a block, and an fp32 scale every 2048 elements.
 //     second = the largest of the 2048 elements' scales
 //     code = the ratio scale / second, rounded up to 3 bits of mantissa and 5 of exponent: 2^-32 (1 + 1/4) .. 1
-//     scale = level(code) * second             0 for code 0, which a block has that is all zero and no other
-// Rounded up, so that no element exceeds the largest level: a scale is up to 1/8 of itself larger than fp32's would be.
-// Five bits of exponent, since v of rare tokens' rows is easily below 2^-16 of their neighbours'; a block below 2^-32
-// of its tile's largest is stored with that scale, as if it were a part of a longer one. For short blocks, where fp32
-// scales cost 1 bit (32 elements) or half a bit an element: then 0.27 and 0.14 bits. Bytes an element: BITS / 8, 1 /
-// BLOCK and 4 / 2048.
+//     scale = level(code) * second             0 for code 0, which only a block of zeros has
+// The ratio is rounded up, so that no element exceeds the largest level; a scale is up to an eighth larger than it
+// would be in fp32. The exponent has five bits, since v in the rows of rare tokens is easily below 2^-16 of their
+// neighbours'. A block below 2^-32 of its tile's largest is stored with that scale, as if it were part of a longer
+// block. This is for short blocks: fp32 scales would cost 1 bit an element for 32 elements and half a bit for 64; here
+// they cost 0.27 and 0.14 bits. Bytes an element: BITS / 8, 1 / BLOCK and 4 / 2048.
 #pragma once
 #include "blocks.cuh"
 
@@ -14,13 +14,13 @@ EMBED_SOURCE
 
 constexpr uint32_t DOUBLE_BASE = 0x3f800000u / (1u << 20) - 255u;  // code 255 is a ratio of 1
 
-// 1 / second, or 0.
+// Returns 1 / second, or 0 if second is 0.
 OPTIM_INLINE float double_inverse(float second) {
     return second > 0.0f ? exact_reciprocal(second) : 0.0f;
 }
 
-// The ratio's bits rounded up to those of a code, but for what three roundings may have added; at least 1 unless it is
-// zero, at most 255.
+// Returns the code of scale / second, rounded up, except that an excess which three roundings can cause does not count.
+// The code is 0 for scale 0, otherwise 1 to 255.
 OPTIM_INLINE uint32_t double_encode(float scale, float inverse) {
     uint32_t bits = float_bits(exact_min(exact_mul(scale, inverse), 1.0f));
     uint32_t code = (bits + 0xfffffu - 3u) >> 20;
@@ -34,7 +34,8 @@ OPTIM_INLINE float double_decode(uint32_t code, float second) {
     return code > 0 ? exact_max(scale, Format::UNITS * 1.17549435e-38f) : 0.0f;
 }
 
-// `second` and `inverse` are double_inverse's of the tile.
+// Returns the scale of a block with largest value `top`, its inverse and its code. `second` is the tile's, and
+// `inverse` double_inverse of it.
 template <class Format>
 OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uint32_t* code) {
     float wanted;
@@ -44,7 +45,8 @@ OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uin
     return {scale, *code > 0 ? scale_inverse<Format>(scale) : 0.0f};
 }
 
-// The CPU's functions take a run of whole tiles. They are not inlined, so that a row of the tables is cheap.
+// On the CPU, double_load and double_store take whole tiles. They are not inlined, so that a table row compiles to
+// little code.
 template <class Format>
 OPTIM_HOST void double_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
@@ -95,7 +97,7 @@ struct DoubleBlocks : Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
 
 #ifdef __CUDACC__
-    // A store has the parts of that of Blocks, but store_in_tile in the last one's place: `max` is the largest of the
+    // A store has the parts of Blocks, with store_in_tile in place of store_top; `max` is the largest value of the
     // tile.
     static constexpr bool WANTS_TILE_MAX = true;
 
@@ -128,7 +130,7 @@ struct DoubleBlocks : Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> {
     }
 
 #ifndef __CUDACC_RTC__
-    // A GPU stores in parts instead.
+    // A GPU calls the parts instead.
     static OPTIM_HOST void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         double_store<Format, ROUNDING>(BLOCK, streams, first, x, n, key);
     }

@@ -1,17 +1,18 @@
 // The dynamic exponent format of bitsandbytes and torchao (Dettmers, arXiv 1511.04561), 8 bits with a sign (dyn8) or
-// without (udyn8), block 256, scale absmax. Below 1 lie 7 decades; the levels of a decade are the middles of a uniform
-// partition of [0.1, 1) of it, twice as many in each decade up:
+// without (udyn8), block 256, scale absmax. Below 1 there are 7 decades. The levels of a decade are the middles of a
+// uniform partition of it, and each decade has twice as many levels as the one below:
 //     level = 10^(i - 6) * (0.1 + 0.9 (j + 1/2) / n),   n = 2^i (signed) or 2^(i + 1), i = 0 .. 6, j = 0 .. n - 1
-// and 0 and 1. Signed there are the negatives, but no -1: a block's largest magnitude, when negative, loses 0.7 %.
-// Codes are those libraries' where y is: they divide by the scale and this multiplies by its reciprocal, so that y may
-// differ in its last bit, and with it the code of a y within 2^-23 of a bound. Differences by intent: v's code is never
-// 0, theirs is when v < 1.6e-7 absmax, also for v = 0; bitsandbytes keeps the sign of m where it rounds to 0.
+// Further levels are 0 and 1. The signed format also has the negative levels, but no -1: a block's largest magnitude,
+// if negative, loses 0.7 %. Codes are those of these libraries for the same y. They divide by the scale and this
+// multiplies by its reciprocal, so y may differ in its last bit, and its code if y is within 2^-23 of a bound. There
+// are two intended differences: the code of v is never 0, theirs is for v < 1.6e-7 absmax and v = 0; and bitsandbytes
+// keeps the sign of an m that rounds to 0.
 #pragma once
 #include "levels.cuh"
 
 EMBED_SOURCE
 
-// The k-th positive level from the bottom, from 1 on, of a map whose lowest decade has `first` levels.
+// Returns the k-th positive level, from 1 on, of a map whose lowest decade has `first` levels.
 OPTIM_HOST inline double dynamic_level(int k, int first, int decades) {
     double power = 1.0;
     for (int i = 1; i < decades; i++) power /= 10.0;
@@ -20,7 +21,7 @@ OPTIM_HOST inline double dynamic_level(int k, int first, int decades) {
     return k >= n ? 1.0 : power * (0.1 + 0.9 * (k + 0.5) / n);
 }
 
-// The level `k` above zero, or below, of a map with both.
+// Returns the k-th level above zero, or for k < 0 below zero, of a map with a sign.
 OPTIM_HOST inline double dynamic_signed(int k, int decades) {
     double magnitude = k == 0 ? 0.0 : dynamic_level(k < 0 ? -k : k, 1, decades);
     return (double)(float)(k < 0 ? -magnitude : magnitude);

@@ -1,13 +1,13 @@
-// The storage of formats that keep one code for each element and nothing beside the codes; and how threads move codes.
-// Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1, 2 or 4
-// bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Every access is
-// 16 bytes, or all that a thread has.
+// The storage of formats that keep one code for each element and nothing else, and functions with which threads move
+// codes. Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1,
+// 2 or 4 bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Each
+// access moves 16 bytes, or all codes of a thread if they are fewer.
 #pragma once
 #include "storage.cuh"
 
 EMBED_SOURCE
 
-// 8 codes, moved 16 bytes at a time, or 8 when there are no more.
+// 8 codes, moved 16 bytes at a time, or 8 if there are no more.
 template <class Code>
 struct alignas(sizeof(Code) == 1 ? 8 : 16) Codes {
     Code lane[8];
@@ -39,8 +39,8 @@ OPTIM_INLINE void store_codes(void* base, int first, const Codes<Code>& codes) {
 #endif
 }
 
-// COUNT codes of BITS bits packed into words, moved 16 bytes at a time where there are as many. Of two 4-bit codes in a
-// byte the first is in the upper half.
+// COUNT codes of BITS bits packed into words, moved 16 bytes at a time if there are as many. Of two 4-bit codes in a
+// byte, the first is in the upper half.
 template <int BITS, int COUNT>
 struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     static constexpr int WORDS = BITS * COUNT / 32;
@@ -50,7 +50,8 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     static OPTIM_INLINE int shift(int i) { return BITS * (BITS == 4 ? i % EACH ^ 1 : i % EACH); }
     OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & ((1u << BITS) - 1u); }
 
-    // 2^23 + code i, of 8 or 16 bits, as a float: one instruction on a GPU, where the compiler makes up to three.
+    // Returns 2^23 + code i, of 8 or 16 bits, as a float. On a GPU it takes one instruction, where the compiler would
+    // use up to three.
     OPTIM_INLINE float number(int i) const {
         static_assert(BITS != 4, "bytes are picked");
 #ifdef __CUDA_ARCH__
@@ -70,7 +71,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u;
     }
 
-    // Subtracts a bias that every code was added with.
+    // Subtracts a bias with which every code was added.
     OPTIM_INLINE void subtract(uint32_t bias) {
         uint32_t all = 0;
         OPTIM_UNROLL
@@ -87,7 +88,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
     }
 
-    // Sets all codes from words that hold the code from byte BYTE on; codes of 4 bits are FIRST too large.
+    // Sets all codes from words that each hold a code from byte BYTE on; codes of 4 bits are FIRST too large there.
     template <int BYTE, uint32_t FIRST = 0>
     __device__ __forceinline__ void gather_bytes(const uint32_t* codes) {
 #pragma unroll
@@ -104,7 +105,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         }
     }
 
-    // Sets all codes from words whose upper bits they are.
+    // Sets all codes from words that each hold a code in the upper bits.
     __device__ __forceinline__ void gather(const uint32_t* codes) {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
@@ -122,7 +123,8 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 #endif
 };
 
-// Takes the bits of a where the mask has ones, else those of b: one instruction on a GPU, where the compiler makes two.
+// Returns the bits of a where the mask has ones, else those of b. On a GPU it takes one instruction, where the compiler
+// would use two.
 OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
     uint32_t result;
@@ -133,8 +135,8 @@ OPTIM_INLINE uint32_t bits_chosen(uint32_t mask, uint32_t a, uint32_t b) {
 #endif
 }
 
-// upper_halves joins the upper halves of two words, the first in the lower half; upper_bytes the upper bytes of their
-// halves, in order.
+// upper_halves joins the upper halves of two words, the first in the lower half. upper_bytes joins the upper bytes of
+// their four halves, in order.
 OPTIM_INLINE uint32_t upper_halves(uint32_t a, uint32_t b) {
     return OPTIM_EITHER(__byte_perm(a, b, 0x7632), a >> 16 | (b & 0xffff0000u));
 }
@@ -166,9 +168,10 @@ OPTIM_INLINE void store_value(void* base, int byte, const Value& value) {
 #endif
 }
 
-// In a warp whose threads have 16 consecutive elements each, threads 4, 8 or 16 apart find the first halves of their
-// codes of 16, 8 or 4 bits in the same banks of shared memory. So every second one of them takes its second half first,
-// and none waits: in all arrays its x[i] is the element first + (i ^ order), with order 8.
+// In a warp whose threads have 16 consecutive elements each, the first halves of the codes of 16, 8 or 4 bits of
+// threads 4, 8 or 16 apart are in the same banks of shared memory. So every second one of these threads takes its
+// second half first, and none waits. This function returns 8 for such a thread and else 0: in all arrays, a thread's
+// x[i] is the element first + (i ^ order).
 OPTIM_INLINE int element_order(int first) {
     return (int)(((uint32_t)first >> 3 ^ (uint32_t)first >> 4 ^ (uint32_t)first >> 5) & 8u);
 }
@@ -178,7 +181,7 @@ struct alignas(BYTES) Words {
     uint32_t word[BYTES / 4];
 };
 
-// Load and store the codes of COUNT elements, all that a thread has, in its order.
+// Load and store the codes of COUNT elements, all elements of a thread, in its order.
 template <int COUNT, class Value>
 OPTIM_INLINE Value load_ordered(const void* base, int first, const NoiseKey& key) {
     constexpr uint32_t SIZE = sizeof(Value), HALF = SIZE / 2;
@@ -220,7 +223,7 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
         OPTIM_UNROLL
         for (int c = 0; c < n; c += 8) {
             if constexpr (sizeof(Code) == 2) {
-                // By words: taking the upper half of one is then a single instruction.
+                // Codes are loaded as words, since taking the upper half of a word is a single instruction.
                 auto packed = load_value<Packed<16, 8>>(streams.codes, 2 * (first + (c ^ key.order)));
                 OPTIM_UNROLL
                 for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)packed.get(i));
@@ -247,7 +250,7 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
         }
     }
 
-    // A moment v above zero stays above zero.
+    // Returns x, raised to the format's SMALLEST if x is a v between 0 and that.
     static OPTIM_INLINE float kept(float x, const NoiseKey& key) {
         constexpr float min = Format::SMALLEST;
         return min > 0.0f && key.stream == NOISE_V && x > 0.0f && x < min ? min : x;
@@ -258,8 +261,8 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
     }
 
 #ifdef __CUDACC__
-    // A store has two parts (blocks.cuh): values are rare here if NaN is among them. As an integer NaN is the largest,
-    // so one comparison looks at two values.
+    // A store has two parts (blocks.cuh); values are rare if NaN or infinity is among them. As an integer, NaN is the
+    // largest float, so the maximum of integers finds it.
     static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && Format::ENCODES_PAIRS;
     static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is rare too
 

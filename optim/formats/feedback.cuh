@@ -2,12 +2,12 @@
 // takes no memory:
 //     w = store(x), by stochastic rounding
 //     m = m + feedback (w - x) (sqrt(v) root2 + eps),   feedback = (1 - beta1) / (beta1 step_size)
-// The error that m holds comes back over the next steps, times step_size / (sqrt(v) root2 + eps) and beta1, beta1^2, ..
-// whose sum is beta1 / (1 - beta1): exactly what was rounded off, were learning rate and v constant. So errors do not
-// add up like a random walk, as those of stochastic rounding alone do; within 1 / (1 - beta1) steps each is made good.
-// In a warm-up from 0, where later steps are larger, step_size counts (1 + 1 / (1 - beta1) / step) times, and it counts
-// as no less than a hundredth of the largest learning rate. For rules whose update is m over the root of v. kernel.cuh
-// does it, once the weights are stored.
+// m gives the error back over the next steps, times step_size / (sqrt(v) root2 + eps) and beta1, beta1^2, .., whose sum
+// is beta1 / (1 - beta1). If learning rate and v were constant, this would give back exactly the error. So errors do
+// not add up like a random walk, as with stochastic rounding alone; most of each is given back within 1 / (1 - beta1)
+// steps. In a warm-up from 0, where later steps are larger, step_size counts (1 + 1 / (1 - beta1) / step) times; and it
+// counts as at least a hundredth of the largest learning rate. This is for rules whose update is m over the root of v.
+// kernel.cuh computes it once the weights are stored.
 #pragma once
 #include "storage.cuh"
 

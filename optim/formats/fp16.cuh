@@ -1,9 +1,10 @@
-// fp16: IEEE's half precision, 5 exponent and 10 mantissa bits, 2 bytes. Three bits more than bf16 and a far smaller
-// range: steps of 2^-24 below 2^-14, and nothing above 65504. A finite value never becomes infinite: it saturates.
-// Rounding to nearest: |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in that
-// binade's: the mantissa is shifted right by 13 bits and more, ties to even. Stochastic: multiplied by 2^-112 x has
-// fp16's exponents, fp32's own subnormals in the place of fp16's, and 13 random bits are added to the 13 that are cut
-// off. A carry into the exponent comes out right by itself.
+// fp16: IEEE's half precision (5 exponent and 10 mantissa bits), 2 bytes. It has three bits more than bf16 and a far
+// smaller range: steps of 2^-24 below 2^-14, and nothing above 65504. A finite value never becomes infinite: it
+// saturates.
+// Rounding to nearest: |x| = mantissa * 2^(exponent - 23) is counted in steps of its binade, and below 2^-14 in steps
+// of 2^-24: the mantissa is shifted right by 13 bits or more, ties to even. Stochastic: x times 2^-112 has fp16's
+// exponents, with fp32's subnormals in place of fp16's, and 13 random bits are added to the 13 bits that are cut off. A
+// carry into the exponent gives the right number in both.
 #pragma once
 #include "storage.cuh"
 
@@ -14,7 +15,8 @@ struct Fp16 : FormatDefaults {
     static constexpr const char* DTYPE = "F16";
     static constexpr float SMALLEST = 5.9604645e-8f;  // 2^-24
 
-    // The magnitude's bits moved to fp32's place make a float 2^112 times too small, subnormals included.
+    // The bits of the magnitude, moved to their place in an fp32, make a float 2^112 times too small, subnormals
+    // included.
     static OPTIM_INLINE float decode(uint16_t code) {
 #ifdef __CUDA_ARCH__
         float value;
@@ -28,16 +30,18 @@ struct Fp16 : FormatDefaults {
 #endif
     }
 
-    // Mantissa of x with its leading 1, and by how much it is shifted, at most 31 bits: all of it and more.
+    // Returns the mantissa of x with its leading 1, and in *shift the number of bits to cut, at most 31, which is more
+    // than the mantissa has.
     static OPTIM_INLINE uint32_t mantissa(float x, int* shift) {
         uint32_t bits = float_bits(x) & 0x7fffffffu;
         int exponent = (int)(bits >> 23);
-        uint32_t m = exponent > 0 ? (bits & 0x7fffffu) | 0x800000u : 0u;  // fp32's subnormals are nothing here
+        uint32_t m = exponent > 0 ? (bits & 0x7fffffu) | 0x800000u : 0u;  // fp32's subnormals count as 0
         int cut = exponent < 113 ? 126 - exponent : 13, over = cut > 31 ? cut - 31 : 0;
         *shift = cut - over;
         return m >> (over > 31 ? 31 : over);
     }
 
+    // Returns the code of a magnitude of `steps` steps of x's binade, with x's sign.
     static OPTIM_INLINE uint16_t finish(float x, uint32_t steps) {
         uint32_t bits = float_bits(x) & 0x7fffffffu, exponent = bits >> 23;
         uint32_t code = steps + (exponent < 113u ? 0u : exponent - 113u) * 1024u;

@@ -1,10 +1,11 @@
-// Weights in a narrow format with what rounding cut off kept beside them, in bf16 (Kahan's compensated sum; Zamirai et
-// al., arXiv 2010.06192): updates smaller than a step of the weights gather in the compensation until they make one.
-//     x = w + k                                    what the update reads and changes
+// Weights in a narrow format, with their rounding error kept beside them in bf16 (Kahan's compensated sum; Zamirai et
+// al., arXiv 2010.06192). Updates smaller than a step of the weights add up in the compensation until they make one
+// step.
+//     x = w + k                                    the value that the update reads and changes
 //     w = nearest(x), k = bf16(x - w)              x - w is exact
-// k is at most half a step of w and has 8 bits of its own: |w + k - x| <= 2^-8 |x - w|, for a bf16 weight at most
-// 2^-17 |x| (2^-134 where k is subnormal), and far less where x is near w. An infinite w has k 0.
-// The model sees w. Bytes an element: the narrow format's and 2.
+// k is at most half a step of w and has 8 significant bits: |w + k - x| <= 2^-8 |x - w|. For a bf16 weight this is at
+// most 2^-17 |x| (2^-134 if k is subnormal), and far less if x is near w. An infinite w has k = 0. The model sees w.
+// Bytes an element: those of the narrow format, and 2.
 #pragma once
 #include "elementwise.cuh"
 #include "bf16.cuh"

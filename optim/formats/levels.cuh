@@ -1,25 +1,26 @@
-// Formats that are a list of levels with no simple formula: dynamic exponents, NF4, softsign companding. A code is the
-// index of a level; decoding looks it up. On a GPU the levels of 8 bits, and the pairs of levels of a byte of two
-// codes, lie in shared memory in COPIES copies, side by side, so that two lanes of a warp at most want the same bank:
-// one or two turns for 32 lanes, where a plain table took three and a half.
+// Formats whose levels have no simple formula: dynamic exponents, NF4, softsign companding. A code is the index of a
+// level, and decoding looks the level up. On a GPU the table lies in shared memory in COPIES copies side by side, so
+// that at most two lanes of a warp read the same bank: a look-up of 32 lanes takes one or two cycles, where a plain
+// table took three and a half. With 4 bits, one look-up gives the pair of levels of a byte.
 //
-// To nearest: encoding looks up a cell, of which there are two kinds:
-//     EVEN     y is rounded to a multiple of 2^-21 and cells are 2^-CELL_BITS wide, for maps whose bounds lie no closer
-//              to each other: 6 + y is a float in [4, 8) whose mantissa's upper bits are the cell
+// To nearest: encoding looks up the cell of y. There are two kinds of cells:
+//     EVEN     y is rounded to a multiple of 2^-21 and cells are 2^-CELL_BITS wide; 6 + y is a float in [4, 8), and
+//              the upper bits of its mantissa are the cell. For maps whose bounds lie at least a cell apart
 //     by size  the upper bits of |y| as a float are the cell: sign, BINADE_BITS of exponent (|y| below
 //              2^(1 - 2^BINADE_BITS) counts as that) and CELL_BITS of mantissa; exact
-// The bounds between levels lie so that a cell holds at most one, and its word is made such that adding the rest of the
-// float's bits carries into the code when y has passed the bound. Two operations, no branch, and exactly the search of
-// a sorted table of bounds. A bound is the middle of two levels, and y on it takes the upper level (torchao's rule).
+// A cell holds at most one bound between levels. Its word is chosen so that adding the remaining bits of the float
+// carries into the code if y has reached the bound. This takes two operations and no branch, and gives exactly the
+// result of a search in a sorted table of bounds. A bound is the middle of two levels, and a y equal to it takes the
+// upper level (torchao's rule).
 //
-// Stochastic: floor(G(y) + noise), where G is the code as a function of y, straight between neighbouring levels, so
-// that y goes up with probability (y - below) / (above - below). Over many levels in a row, a decade's for example, G
-// is one straight line; it bends where the distance of levels changes. So a few hundred cells of y, none with more than
-// one bend, describe it:
+// Stochastic: the code is floor(G(y) + noise). G is the code as a function of y, linear between neighbouring levels, so
+// that y is rounded up with probability (y - below) / (above - below). Over many levels in a row, such as those of a
+// decade, G is one straight line; it bends where the distance between levels changes. So a few hundred cells of y, each
+// with at most one bend, describe it:
 //     G(y) = start + slope y + bend max(y - from, 0)
-// One look-up, without bank conflicts, and three operations, exact to 1.5 of the noise's 65536ths; where codes are
-// looked up instead, it takes those of two levels besides. Maps with the same levels on both sides (MIRRORED) take |y|
-// and apply the sign to the codes, several at a time.
+// This takes one look-up without bank conflicts and three operations, and is exact to 1.5 of the noise's 65536ths.
+// (Looking up the code instead would also need both neighbouring levels.) Maps with the same levels on both sides
+// (MIRRORED) take |y| and apply the sign to several codes at a time.
 //
 // A Map derives from MapDefaults and has BITS, ZERO, SIGNED, EVEN, CELL_BITS, BINADE_BITS and, on the host, level(code)
 // as double. To be stochastic it has MIN, the level above zero, and Cells.
@@ -30,21 +31,22 @@ EMBED_SOURCE
 
 template <class Map>
 struct MapDefaults {
-    static constexpr bool MIRRORED = false, MINUS_ONE = false;  // MINUS_ONE: with MIRRORED, -1 is a level too
+    static constexpr bool MIRRORED = false, MINUS_ONE = false;  // MINUS_ONE: of MIRRORED maps, -1 is a level too
 
-    // The least y of code + 1.
+    // Returns the least y that is encoded as code + 1.
     static OPTIM_HOST double bound(int code) { return 0.5 * (Map::level(code) + Map::level(code + 1)); }
 };
 
-// The bits of a float >= 2^-126 next to x > 0: the smallest one that is not below x, or that is strictly above.
+// Returns the bits of the smallest float that is not below x > 0 or, if `strictly`, that is above x. The float is at
+// least 2^-126.
 OPTIM_HOST inline uint32_t bits_above(double x, bool strictly) {
     uint32_t bits = float_bits((float)x);
     double rounded = (double)bits_float(bits);
     return bits + (rounded < x || (strictly && rounded == x) ? 1u : 0u);
 }
 
-// The code of y by search: the number of bounds at or below it. A map without a sign serves v, which never takes code
-// 0.
+// Returns the code of y by search: the number of bounds at or below y. A map without a sign serves v, which never has
+// code 0.
 template <class Map>
 OPTIM_HOST int level_search(double y) {
     int code = 0;
@@ -52,7 +54,7 @@ OPTIM_HOST int level_search(double y) {
     return code == 0 && !Map::SIGNED ? 1 : code;
 }
 
-// The table of levels, which both ways of rounding share.
+// The table of levels, for both ways of rounding.
 template <class Map, int COPIES>
 struct LevelTable {
     static constexpr int BITS = Map::BITS, COUNT = 1 << BITS;
@@ -87,7 +89,7 @@ struct LevelTable {
 #endif
 };
 
-// The members that both ways of rounding share.
+// The members that the formats of both ways of rounding share.
 template <class Map>
 struct LevelFormat : FormatDefaults {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
@@ -119,7 +121,7 @@ struct Levels : LevelFormat<Map> {
     static constexpr int KEY_BITS = (EVEN ? 2 : Map::BINADE_BITS) + Map::CELL_BITS;
     static constexpr int REST_BITS = (EVEN ? 21 : 23) - Map::CELL_BITS;
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
-    static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // what there is room for beside the cells
+    static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // as many as fit beside the cells
     static constexpr float MIDDLE = 6.0f;
     static constexpr bool IN_UPPER_BITS = ON_GPU;
     typedef StochasticLevels<Map> Stochastic;
@@ -129,12 +131,12 @@ struct Levels : LevelFormat<Map> {
         uint32_t cell[CELLS];
     };
 
-    // The y that a nearest code is the nearest of.
+    // Returns y as encoding to nearest sees it: with EVEN, rounded to a multiple of 2^-21.
     static OPTIM_HOST double seen(float x, float inverse) {
         return EVEN ? (double)exact_fma(x, inverse, MIDDLE) - (double)MIDDLE : (double)exact_mul(x, inverse);
     }
 
-    // The word of the cell whose first float, 6 + y or |y|, has the bits `start`.
+    // Returns the word of the cell whose first float, 6 + y or |y|, has the bits `start`.
     static OPTIM_HOST uint32_t cell_word(uint32_t start, bool negative) {
         double sign = negative ? -1.0 : 1.0, zero = EVEN ? (double)MIDDLE : 0.0;
         uint32_t size = 1u << REST_BITS, end = start + size - 1, rest = size;
@@ -161,8 +163,8 @@ struct Levels : LevelFormat<Map> {
         }
     }
 
-    // The cell of a float by its upper bits; a negative value has all bits inverted. Without a sign no value lies
-    // outside of the cells, so nothing need be cut off.
+    // Returns the word of the cell that the upper bits of a float select; a negative value has all bits inverted.
+    // Without a sign no value lies outside of the cells, so the upper bits need no mask.
     static OPTIM_INLINE uint32_t cell_of(const Table* table, uint32_t bits) {
         constexpr bool cut = EVEN || SIGNED;
         constexpr uint32_t first = cut ? 0 : (128u - (1u << Map::BINADE_BITS)) << Map::CELL_BITS;
@@ -181,7 +183,7 @@ struct Levels : LevelFormat<Map> {
 #endif
     }
 
-    // The code of the nearest level in the upper bits of a word, with anything below.
+    // Returns a word whose upper bits are the code of the nearest level; the lower bits are arbitrary.
     static OPTIM_INLINE uint32_t nearest_word(const Table* table, float x, float inverse, int lowest) {
         uint32_t bits, negative = 0;
         if constexpr (EVEN) {
@@ -202,8 +204,9 @@ struct Levels : LevelFormat<Map> {
     }
 };
 
-// The cells of a d in [0, 1], the upper bits of the float SCALE d + OFFSET: either N steps of the same width, by
-// rounding to a whole number, or by size, BITS of mantissa from exponent LOWEST on. No cell may hold two bends.
+// The cells of d in [0, 1]: the upper bits of the float SCALE d + OFFSET. EvenCells are N steps of the same width, by
+// rounding to a whole number. FloatCells have BITS bits of mantissa, from exponent LOWEST on. No cell may hold two
+// bends.
 template <int N>
 struct EvenCells {
     static constexpr bool EVEN = true;
@@ -220,15 +223,15 @@ struct FloatCells {
     static constexpr float SCALE = 0.25f * (float)QUARTERS, OFFSET = 1.0f / (float)(1 << SMALL);
 };
 
-// G in a cell, of d below.
+// G in a cell, as a function of d: start + slope d + bend max(d - from, 0).
 struct alignas(16) Line {
     float from, slope, start, bend;
 };
 
-// The table is looked up at d, a number in [0, 1], to which the hardware cuts it at no cost (and NaN to 0):
+// The table is looked up at d, a number that the hardware cuts to [0, 1] at no cost (NaN becomes 0):
 //     |y| where MIRRORED;  y / 2 + 1/2 where there is another sign;  y less the least level in formats of v
-// G is kept as a float in [BASE, 2 BASE], whose bits, once shifted, have its integer from byte 2 on and its fraction,
-// in the noise's 65536ths, below.
+// G is a float in [BASE, 2 BASE]. Its bits, shifted by SHIFT, have its integer from byte 2 on and its fraction, in the
+// noise's 65536ths, below.
 template <class Map>
 struct StochasticLevels : LevelFormat<Map> {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
@@ -252,13 +255,13 @@ struct StochasticLevels : LevelFormat<Map> {
     // The levels at which G bends: their distances to the level below and to the one above differ.
     struct Bends {
         int count, code[COUNT + 1];
-        double at[COUNT + 1], slope[COUNT + 1];  // from at[i] on
+        double at[COUNT + 1], slope[COUNT + 1];  // slope[i] holds from at[i] on
     };
 
     static OPTIM_HOST void find_bends(Bends* bends) {
         bends->count = 0;
         double before = -1.0;
-        if (d_of(FIRST_CODE) > 0.0 && SIGNED) {  // what is below the lowest level takes that
+        if (d_of(FIRST_CODE) > 0.0 && SIGNED) {  // values below the lowest level become that
             bends->code[0] = FIRST_CODE, bends->at[0] = 0.0, bends->slope[0] = before = 0.0;
             bends->count = 1;
         }
@@ -272,7 +275,7 @@ struct StochasticLevels : LevelFormat<Map> {
             before = slope;
             if (last) break;
         }
-        // The slope of many levels in a row, whose distances are rounded, by its ends.
+        // The distances between levels are rounded, so the slope over many levels is computed from its ends.
         for (int i = 0; i + 1 < bends->count; i++) {
             bends->slope[i] = (bends->code[i + 1] - bends->code[i]) / (bends->at[i + 1] - bends->at[i]);
         }
@@ -282,18 +285,18 @@ struct StochasticLevels : LevelFormat<Map> {
         return exact_fma(line.bend, exact_saturated(d, 1.0f, -line.from), exact_fma(line.slope, d, line.start));
     }
 
-    // The line that is wanted: start + slope d from `low` to `high`, exact to the last bit at d = `pinned`, and at
-    // least that at d = `min`; the last two do not count if they are below 0.
+    // The exact line: start + slope d from `low` to `high`. Its float version must be exact to the last bit at d =
+    // `pinned`, and not below the exact line at d = `min`, unless these are below 0.
     struct Wanted {
         double slope, start, low, high, pinned, min;
     };
 
-    // The amount by which a line exceeds it.
+    // Returns by how much a line exceeds the exact one at d.
     static OPTIM_HOST double excess(const Line& line, const Wanted& wanted, double d) {
         return (double)line_at(line, (float)d) - (wanted.slope * d + wanted.start);
     }
 
-    // Returns the nearest of the lines with about that slope and start.
+    // Returns the float line nearest to the exact one, among those with about its slope and start.
     static OPTIM_HOST Line best_line(Line line, const Wanted& wanted) {
         Line best = line;
         double min = 1e30;
@@ -352,7 +355,7 @@ struct StochasticLevels : LevelFormat<Map> {
         for (int i = 0; i < Cells::COUNT * 8; i++) table->line[i] = make_line(&bends, i / 8);
     }
 
-    // Rounds numbers that are written from outside to the codes that Levels gives them.
+    // Returns the code that Levels gives a number that is written from outside.
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
         float y = Map::EVEN ? exact_add(exact_fma(x, inverse, 6.0f), -6.0f) : exact_mul(x, inverse);
         y = is_nan(y) ? 0.0f : exact_min(y, 1.0f);
@@ -363,7 +366,7 @@ struct StochasticLevels : LevelFormat<Map> {
     }
 
 #ifdef __CUDACC__
-    // Loads the line at `address`, less the bytes of the cells below the first.
+    // Loads the line at `address` less the bytes of the cells below the first one.
     static __device__ __forceinline__ Line line_load(uint32_t address) {
         Line line;
         asm("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
@@ -373,7 +376,7 @@ struct StochasticLevels : LevelFormat<Map> {
     }
 #endif
 
-    // The word with G's integer and, below it, its fraction and the noise.
+    // Returns a word with the integer of G plus noise from byte 2 on, and the fraction below it.
     static OPTIM_INLINE uint32_t word(const Table* table, float x, float inverse, uint32_t noise, int lowest) {
         float d = exact_saturated(MIRRORED ? exact_abs(x) : x, exact_mul(inverse, UNIT), ORIGIN);
         if (SIGNED && lowest > 0) d = exact_max(d, Map::MIN * UNIT + ORIGIN);
@@ -396,7 +399,7 @@ struct StochasticLevels : LevelFormat<Map> {
     }
 
 #ifdef __CUDACC__
-    // Byte 2 of four words, or bytes of the sign of all four.
+    // Returns byte 2 of four words, or with SIGN four bytes that are all ones where a word is negative.
     template <bool SIGN>
     static __device__ __forceinline__ uint32_t bytes(const uint32_t* w) {
         uint32_t low, high;
@@ -405,8 +408,8 @@ struct StochasticLevels : LevelFormat<Map> {
         return __byte_perm(low, high, 0x5410);
     }
 
-    // ZERO + k or ZERO - k, the latter not below 0: all bits of ZERO but the highest are set, so nothing carries out of
-    // a code.
+    // Stores ZERO + k or ZERO - k, the latter not below 0. All bits of ZERO but the highest are set, so nothing carries
+    // out of a code.
     template <int N>
     static __device__ __forceinline__ void put_all(const Table* table, const float* x, float inverse,
                                                    const uint32_t* noise, int lowest, Packed<BITS, N>* packed) {

@@ -1,28 +1,28 @@
-// Moments v as codes of their logarithm: levels that are equally far apart in log2, so that every one has the same
-// relative error however small it is.
+// Moments v as codes of their logarithm. The levels are equally far apart in log2, so that every v has the same
+// relative error, however small it is.
 //     adalog8   2^(k scale / 255 - 126), k = 0 .. 255, scale = 126 + log2 of the block's largest; block 2048. As
-//               adafactor8bit 0.2.4 defines it: the range always begins at 2^-126, steps are some 0.4 binades. Code 0
-//               is 2^-126, not zero, also of a block of zeros (and of a state that was never written).
+//               adafactor8bit 0.2.4 defines it: the range always begins at 2^-126, steps are about 0.4 binades. Code
+//               0 is 2^-126, not zero, also in a block of zeros (and in a state that was never written).
 //     log8      0, and 2^(low + (k - 1) step), k = 1 .. 255, step = (high - low) / 254: low and high are log2 of the
 //               block's own least, other than zero, and largest. Code 0 is zero, exactly and only where v is zero.
 //     log16     the same with 16 bits, k = 1 .. 65535
-// low and high lie on a grid of a quarter of the least step (2^-8 binades with 8 bits, 2^-12 with 16), so that what was
-// decoded is stored again as it was (adalog8's scale may move by its last bit). If the block's range is too short for
-// the least step, high is raised. Rounding to nearest is nearest in log2, the middle going up. Stochastic rounding is
-// linear in value:
+// low and high lie on a grid of a quarter of the least step (2^-8 binades with 8 bits, 2^-12 with 16), so that storing
+// decoded values again does not change them (adalog8's scale may change in its last bit). If the block's range is too
+// short for the least step, high is raised. Rounding to nearest is nearest in log2; a middle goes up. Stochastic
+// rounding is linear in value:
 //     x = level 2^(u step), 0 <= u < 1, goes up with probability (2^(u step) - 1) / (2^step - 1),
-// a polynomial of u whose coefficients are the block's, within 1e-5 for a step of 1 and 2e-8 for 0.1.
-// log2 and 2^x are polynomials in fused operations, which have the same bits everywhere: log2 within 2.3e-6 binades and
-// 2^-24 of the range; 2^x within 2^-20 of itself. A code differs from the exact one only where x is that near to a
-// bound. Limits: v is raised to 2^-126 (adalog8) or 2^-125 and cut at 2^127; NaN and what is negative count as
-// zero. No v but zero becomes zero. There is no signed one for m: the least of a block, which is next to zero, would
-// decide how far apart all its levels are. Bytes an element: BITS / 8, and 4 (adalog8) or 8 over BLOCK.
+// a polynomial of u whose coefficients are the block's, within 1e-5 for a step of 1 and 2e-8 for 0.1. log2 and 2^x are
+// polynomials in fused operations, which have the same bits everywhere: log2 is exact within 2.3e-6 binades and 2^-24
+// of the range, 2^x within 2^-20 of its value. A code differs from the exact one only if x is that near to a bound.
+// Limits: v is raised to 2^-126 (adalog8) or 2^-125 and cut at 2^127; NaN and negative values count as zero. No other v
+// becomes zero. There is no signed format for m, since the element of a block that is nearest to zero would decide how
+// far apart all levels are. Bytes an element: BITS / 8, and 4 (adalog8) or 8 bytes over BLOCK.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
 
-// A polynomial's value, coefficients from the constant one on.
+// Returns the value of a polynomial; coefficients begin with the constant one.
 template <int COUNT>
 OPTIM_INLINE float polynomial(const float (&c)[COUNT], float x) {
     float sum = c[COUNT - 1];
@@ -31,13 +31,14 @@ OPTIM_INLINE float polynomial(const float (&c)[COUNT], float x) {
     return sum;
 }
 
-// 2^23 + the exponent's bits of x > 0, in one instruction on a GPU.
+// Returns 2^23 + the exponent bits of x > 0, in one instruction on a GPU.
 OPTIM_INLINE float exponent_number(float x) {
     return OPTIM_EITHER(__uint_as_float(__funnelshift_r(__float_as_uint(x), 0x4b000000u >> 9, 23)),
                         bits_float(0x4b000000u | float_bits(x) >> 23));
 }
 
-// The mantissa, in [1, 2). With noise in one instruction; to nearest, where the compiler makes two, one was not faster.
+// Returns the mantissa of x, in [1, 2). The stochastic version takes one instruction; to nearest, one was not faster
+// than the compiler's two.
 template <Rounding ROUNDING>
 OPTIM_INLINE float mantissa_number(float x) {
     if constexpr (ROUNDING == STOCHASTIC) return bits_float(bits_chosen(0x7fffffu, float_bits(x), 0x3f800000u));
@@ -46,20 +47,20 @@ OPTIM_INLINE float mantissa_number(float x) {
 
 constexpr float EXPONENT_NUMBER = 8388608.0f + 127.0f;  // of 1
 
-// log2(1 + f) for 0 <= f < 1 is f times this; exact at both ends, so that powers of two have exact logarithms.
+// Returns log2(1 + f) / f for 0 <= f < 1. It is exact at both ends, so that powers of two have exact logarithms.
 OPTIM_INLINE float log2_factor(float f) {
     const float c[] = {1.44254494f, -0.718145251f, 0.457549185f, -0.277905345f, 0.121797912f, -0.0258414503f};
     return polynomial(c, f);
 }
 
-// log2(x) + EXPONENT_NUMBER - zero for a normal x > 0; that difference is a small integer.
+// Returns log2(x) + EXPONENT_NUMBER - zero for a normal x > 0; EXPONENT_NUMBER - zero is a small integer.
 template <Rounding ROUNDING = NEAREST>
 OPTIM_INLINE float log2_from(float x, float zero) {
     float f = exact_add(mantissa_number<ROUNDING>(x), -1.0f);
     return exact_fma(f, log2_factor(f), exact_add(exponent_number(x), -zero));
 }
 
-// log2(x) within 2e-7 and its rounding, for the range that a block keeps.
+// Returns log2(x), exact within 2e-7 and its rounding, for the range that a block keeps.
 OPTIM_INLINE float log2_precise(float x) {
     const float c[] = {1.4426949f,    -0.721337795f, 0.480722755f,   -0.359082758f, 0.280075788f,
                        -0.211591721f, 0.139265344f,  -0.0699670613f, 0.022664668f,  -0.00344407232f};
@@ -67,7 +68,7 @@ OPTIM_INLINE float log2_precise(float x) {
     return exact_fma(f, polynomial(c, f), exact_add(exponent_number(x), -EXPONENT_NUMBER));
 }
 
-// 2^(t + k) for |t| < 2^21, `magic` being 3 * 2^22 + k; the result is a normal number.
+// Returns 2^(t + k) for |t| < 2^21, given `magic` = 3 * 2^22 + k. The result must be a normal number.
 OPTIM_INLINE float exp2_scaled(float t, float magic) {
     const float c[] = {1.0f, 0.693142831f, 0.240223512f, 0.0555740036f, 0.00966628175f, 0.00111255073f};
     float whole = exact_add(t, magic), rest = exact_add(t, -exact_add(whole, -magic));
@@ -76,10 +77,10 @@ OPTIM_INLINE float exp2_scaled(float t, float magic) {
 
 constexpr float EXP2_MAGIC = 12582912.0f;
 constexpr float LOG_MIN = 1.17549435e-38f, LOG_MAX = 1.70141183e38f;  // 2^-126, 2^127
-// Limits of a block's smallest value: they leave room for a place below it and for the shortest range above.
+// Limits of a block's smallest value, which leave room for a level below it and for the shortest range above.
 constexpr float LOG_LOW_MIN = 2.3509887e-38f, LOG_LOW_MAX = 2.5961484e33f;  // 2^-125, 2^111
 
-// 8 or 16 bits; OWN: the block's own range, with a code of zero below it.
+// The codes of a format. OWN: codes span the block's own range, and a code below them is zero.
 template <int BITS_, bool OWN_>
 struct LogCodes {
     static constexpr int BITS = BITS_, FIRST = OWN_ ? 1 : 0, LAST = (1 << BITS_) - 1;
@@ -89,12 +90,12 @@ struct LogCodes {
     static constexpr float MIN_STEP = BITS == 8 ? 1.0f / 256 : 1.0f / 4096, GRID = MIN_STEP / 4;
 };
 
-// The numbers that a block keeps: log2 of the levels FIRST and LAST.
+// The range that a block keeps: log2 of the levels FIRST and LAST.
 struct LogRange {
     float low, high;
 };
 
-// x on the grid: the nearest from below, and from above. |x| < 2^21 grids.
+// Return the nearest multiple of `grid` below, and above, x. |x| < 2^21 grid.
 OPTIM_INLINE float grid_below(float x, float grid) {
     float count = exact_mul(x, 1.0f / grid), whole = (float)(int)count;
     return exact_mul(whole > count ? exact_add(whole, -1.0f) : whole, grid);
@@ -104,18 +105,19 @@ OPTIM_INLINE float grid_above(float x, float grid) {
     return -grid_below(-x, grid);
 }
 
-// The least element above zero and the largest, within what is stored; 1 and 0 when there are none.
+// The least element of a block above zero and the largest, cut to the limits; 1 and 0 if all are zero.
 struct LogEnds {
     float min, top;
-    bool cut;  // something is not
+    bool cut;  // true if an element lies outside of the limits
 };
 
-// A logarithm that misses a point of the grid by its error is on it.
+// Returns the range of a block. A logarithm that misses a point of the grid by no more than its error counts as on the
+// grid.
 template <class Codes>
 OPTIM_INLINE LogRange log_range(LogEnds ends) {
     if constexpr (!Codes::OWN) {
         float log = log2_precise(exact_max(ends.top, LOG_MIN));
-        return {-126.0f, exact_add(log, 126.0f)};  // the peer's scale
+        return {-126.0f, exact_add(log, 126.0f)};  // adafactor8bit's scale
     } else {
         if (ends.top == 0.0f) return {0.0f, 0.0f};
         constexpr float near = 1.0f / 65536;
@@ -125,14 +127,15 @@ OPTIM_INLINE LogRange log_range(LogEnds ends) {
     }
 }
 
-// The numbers that codes and levels of a block are computed with; low = whole + part.
+// The numbers from which codes and levels of a block are computed; range.low = whole + part.
 struct LogScale {
-    float step, part, magic;      // of decoding
-    float inverse, zero, offset;  // of encoding: 1 / step; the place of a logarithm of `zero` is offset
-    float rise[4];                // with noise: of u, u^2, .. in the probability of the upper level
+    float step, part, magic;      // for decoding
+    float inverse, zero, offset;  // for encoding: place = (log2 - zero) * inverse + offset
+    float rise[4];                // with noise: coefficients of u, u^2, .. in the probability of the upper level
 };
 
-// The range from the first level to the last; a block of zeros has the shortest, as in the peer.
+// Returns the distance from the first level to the last in log2. A block of zeros has the shortest one, as in
+// adafactor8bit.
 template <class Codes>
 OPTIM_INLINE float log_span(LogRange range) {
     if constexpr (!Codes::OWN) return exact_max(range.high, 1e-12f);
@@ -150,8 +153,9 @@ OPTIM_INLINE LogScale log_scale(LogRange range) {
     return s;
 }
 
-// (2^(u step) - 1) / (2^step - 1) for 0 <= u <= 1, 0 < step <= 1: the polynomial that has its values at u = 0, 1/4, ..
-// 1, those of a geometric series with the ratio 1 + d = 2^(step / 4), by its differences:
+// Computes the coefficients of (2^(u step) - 1) / (2^step - 1) for 0 <= u <= 1, 0 < step <= 1: the polynomial with the
+// same values at u = 0, 1/4, .. 1. These are sums of a geometric series with the ratio 1 + d = 2^(step / 4), so by
+// differences:
 //     (t + d t (t - 1) / 2 + d^2 t (t - 1) (t - 2) / 6 + d^3 t (t - 1) (t - 2) (t - 3) / 24) / (4 + 6 d + 4 d^2 + d^3)
 // with t = 4 u.
 OPTIM_INLINE void log_rise(float step, float* rise) {
@@ -166,8 +170,9 @@ OPTIM_INLINE void log_rise(float step, float* rise) {
     rise[3] = exact_mul(exact_mul(d, 32.0f / 3), square);
 }
 
-// Rounding to nearest counts places in 2^BITS, and cuts zeros and places below the first level's to code 0. Rounding
-// with noise counts them in steps from the first level to the last, over the number of steps.
+// Returns the numbers for encoding. Rounding to nearest counts places in units of 2^BITS steps, and maps zeros and
+// places below the first level to code 0. Rounding with noise counts places from the first level to the last, in units
+// of all steps.
 template <class Codes, Rounding ROUNDING>
 OPTIM_INLINE LogScale log_encoding(LogRange range) {
     LogScale s = log_scale<Codes>(range);
@@ -184,14 +189,14 @@ OPTIM_INLINE LogScale log_encoding(LogRange range) {
     return s;
 }
 
-// 2^23 + floor(a * b) for 0 <= a <= 1 and a whole 0 < b < 65536.
+// Returns 2^23 + floor(a * b) for 0 <= a <= 1 and a whole number 0 < b < 65536.
 OPTIM_INLINE float floor_product(float a, float b) {
     return OPTIM_EITHER(__fmaf_rd(a, b, 8388608.0f), bits_float(0x4b000000u + (uint32_t)((double)a * (double)b)));
 }
 
-// A word with the code of a value. To nearest the value may also be zero or below, and the code is in the lower bits,
-// LOG_BIAS larger. With noise, 16 random bits, it is in the upper 16, as is LOG_BIAS, above the sum of noise and
-// probability; what is below the first level takes that.
+// log_word returns a word with the code of a value. To nearest, the value may also be zero or negative, and the lower
+// bits are the code plus LOG_BIAS. With 16 random bits of noise, the upper 16 bits are the code plus the upper bits of
+// LOG_BIAS, above the sum of noise and probability; values below the first level become that level.
 template <class Codes, Rounding ROUNDING>
 constexpr uint32_t LOG_BIAS = ROUNDING == STOCHASTIC ? 0x43000000u : floor_part_bias<Codes::BITS>();
 
@@ -202,12 +207,13 @@ OPTIM_INLINE uint32_t log_word(float value, const LogScale& s, uint32_t noise) {
     float whole = floor_product(place, Codes::STEPS);
     float u = exact_fma(place, Codes::STEPS, -exact_add(whole, -8388608.0f));
     float rise = exact_fma(exact_fma(exact_fma(s.rise[3], u, s.rise[2]), u, s.rise[1]), u, s.rise[0]);
-    // 128 and more, the probability in 65536ths: the last level's is 0, so that nothing is carried out of it.
+    // The probability, in 65536ths, is added to 128. That of the last level is 0, so that nothing carries out of it.
     rise = exact_fma(rise, u, 128.0f + (float)Codes::FIRST);
     return (float_bits(whole) << 16) + (float_bits(rise) + noise);
 }
 
-// Codes of COUNT elements, none of them negative or NaN, of a block with these ends; `zeros`: there may be some.
+// Stores the codes of COUNT elements, none of them negative or NaN, of a block with these ends. `zeros`: some may be
+// zero.
 template <class Codes, Rounding ROUNDING, int COUNT>
 OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, LogEnds ends, bool zeros,
                           const LogScale& s, const NoiseKey& key) {
@@ -230,7 +236,7 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, Log
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             word[i] = log_word<Codes, ROUNDING>(value[i], s, noise_lane(noise, i));
-            if (Codes::BITS == 16) word[i] -= LOG_BIAS<Codes, ROUNDING>;  // it lies within the code's 16 bits
+            if (Codes::BITS == 16) word[i] -= LOG_BIAS<Codes, ROUNDING>;  // it overlaps the code's 16 bits
         }
 #ifdef __CUDA_ARCH__
         packed.template gather_bytes<2>(word);
@@ -245,7 +251,7 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, Log
     store_value(streams.codes, first * Codes::BITS / 8, packed);
 }
 
-// The level of 2^23 + code.
+// Returns the level of a code, given 2^23 + code.
 template <class Codes>
 OPTIM_INLINE float log_level(float number, const LogScale& s) {
     float steps = exact_add(number, -8388608.0f - (float)Codes::FIRST);
@@ -260,6 +266,7 @@ OPTIM_INLINE void log_get(const Streams& streams, int first, const LogScale& s, 
     for (int i = 0; i < COUNT; i++) x[i] = log_level<Codes>(packed.number(i), s);
 }
 
+// Load and store the range that a block keeps.
 template <class Codes>
 OPTIM_INLINE LogRange log_load(const Streams& streams, int block) {
     if constexpr (!Codes::OWN) return {-126.0f, ((const float*)streams.extra)[block]};
@@ -272,13 +279,14 @@ OPTIM_INLINE void log_keep(const Streams& streams, int block, LogRange range) {
     if constexpr (Codes::OWN) ((float*)streams.more)[block] = range.high;
 }
 
-// Reverses the order, so that a maximum finds the smallest: larger for smaller x > 0, and 0 if x is not above zero.
+// log_reversed reverses the order of x > 0, so that a maximum finds the smallest. It returns 0 if x is not above zero.
 constexpr uint32_t LOG_REVERSED = 0x7f7fffffu;
 
 OPTIM_INLINE float log_reversed(uint32_t bits_less_one) {
     return bits_less_one < LOG_REVERSED ? bits_float(LOG_REVERSED - bits_less_one) : 0.0f;
 }
 
+// Returns the ends of a block, from the largest log_reversed and the largest value.
 template <class Codes>
 OPTIM_INLINE LogEnds log_ends(float reversed, float top) {
     constexpr float bottom = Codes::OWN ? LOG_LOW_MIN : LOG_MIN;
@@ -288,12 +296,12 @@ OPTIM_INLINE LogEnds log_ends(float reversed, float top) {
     return {exact_min(exact_max(min, bottom), LOG_LOW_MAX), exact_min(exact_max(top, bottom), LOG_MAX), cut};
 }
 
-// Makes negative numbers and NaN zero.
+// Returns x, or zero for negative numbers and NaN.
 OPTIM_INLINE float log_value(float x) {
     return x > 0.0f ? x : 0.0f;
 }
 
-// The CPU loads and stores runs of whole blocks.
+// These load and store runs of whole blocks on the CPU.
 template <class Codes>
 OPTIM_HOST void log_blocks_load(int block, const Streams& streams, int first, float* x, int n) {
     for (int i = 0; i < n; i += 8) {
@@ -322,13 +330,13 @@ OPTIM_HOST void log_blocks_store(int block, const Streams& streams, int first, c
     }
 }
 
-// A tile of one block has 8 times as many elements as levels: its threads compute these once, 2 to 1 each, and look
-// them up, for a third of the instructions. Room for the groups of threads of a thread block.
+// A tile of one block has 8 times as many elements as levels. So its threads compute one or two levels each, and look
+// levels up, for a third of the instructions. There is room for this many groups of threads of a thread block.
 constexpr int LOG_GROUPS = 8;
 
 #ifdef __CUDACC__
-// log_range for neighbouring threads of a block: one of two computes the lower end and one the upper, which are the
-// same operations with another sign.
+// Does the same as log_range for neighbouring threads of a block: of two threads, one computes the lower end and one
+// the upper, with the same operations and another sign.
 template <class Codes>
 __device__ __forceinline__ LogRange log_thread_range(LogEnds ends) {
     if constexpr (!Codes::OWN) return log_range<Codes>(ends);
@@ -343,7 +351,7 @@ __device__ __forceinline__ LogRange log_thread_range(LogEnds ends) {
 template <class Codes, int BLOCK, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void log_thread_store(const Streams& streams, int first, const float* x,
                                                  const NoiseKey& key) {
-    // The order of floats from zero on is that of their bits; what is negative or NaN lies above.
+    // Floats from zero on are ordered as their bits are; negative values and NaN have larger bits.
     float value[COUNT];
     uint32_t max = 0, min = 0xffffffffu;
 #pragma unroll
@@ -354,7 +362,7 @@ __device__ __forceinline__ void log_thread_store(const Streams& streams, int fir
         min = bits < min ? bits : min;
     }
     const bool zeros = min == 0 || max > 0x7f800000u;
-    min -= 1u;  // 0 is no least
+    min -= 1u;  // so that 0 does not count as the least
     if (zeros) {
         max = 0;
 #pragma unroll
@@ -377,7 +385,7 @@ template <class Codes, Rounding ROUNDING, int COUNT>
 __device__ __forceinline__ void log_thread_load(const Streams& streams, int first, const LogScale& s, float* x) {
     constexpr int THREADS = TILE_ELEMENTS / COUNT;
     float* level = (float*)streams.table + threadIdx.x / THREADS * (Codes::LAST + 1);
-    // The last use of it is over: its tile has been stored, and its ends exchanged.
+    // No thread reads the previous levels any more: their tile has been stored, and its ends exchanged.
 #pragma unroll
     for (int code = 0; code <= Codes::LAST; code += THREADS) {
         int mine = code + first / COUNT;
@@ -389,7 +397,7 @@ __device__ __forceinline__ void log_thread_load(const Streams& streams, int firs
 #pragma unroll
         for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
     } else {
-        // 3 instructions fewer each, which is faster with noise alone.
+        // This takes 3 instructions fewer for each element; it is faster only with noise.
         const uint32_t levels = table_address(level);
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
@@ -413,11 +421,11 @@ struct LogBlocks : BlockFunctions<LogBlocks<Codes, BLOCK, ROUNDING>> {
     static constexpr StreamInfo STREAM[3] = {log_stream<Codes>(0, BLOCK), log_stream<Codes>(1, BLOCK),
                                              log_stream<Codes>(2, BLOCK)};
     static constexpr bool SIGNED = false, STORES_APART = true;
-    static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // log_thread_load
+    static constexpr bool SHARES = Codes::BITS == 8 && BLOCK == TILE_ELEMENTS;  // uses log_thread_load
     static constexpr bool LOADS_TOGETHER = SHARES;
     static constexpr int TABLE_BYTES = SHARES ? LOG_GROUPS * 4 * (Codes::LAST + 1) : 0;
 
-    // There are no constants: what TABLE_BYTES says is written by the kernel.
+    // There are no constants; the kernel itself writes the TABLE_BYTES.
     static OPTIM_HOST void fill(void* table) {
         for (int i = 0; i < TABLE_BYTES / 4; i++) ((float*)table)[i] = 0.0f;
     }

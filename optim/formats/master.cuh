@@ -1,7 +1,7 @@
-// Weights kept twice: a copy in a narrow storage that the matmuls read, and an fp32 master that the update reads and
-// writes. The copy is the master rounded to nearest, written in the same pass, so no update is ever lost; the scales of
-// an fp8 copy are those of the new master.
-// Bytes an element: the narrow storage's and 4.
+// Weights that are kept twice: a copy in a narrow storage, which the matmuls read, and an fp32 master, which the update
+// reads and writes. The same pass writes the copy, the master rounded to nearest, so no update is ever lost. The scales
+// of an fp8 copy are those of the new master.
+// Bytes an element: those of the narrow storage, and 4.
 #pragma once
 #include "elementwise.cuh"
 #include "fp32.cuh"

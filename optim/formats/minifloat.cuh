@@ -1,10 +1,11 @@
-// Small floats with a scale a block: OCP's e4m3 (largest 448) and e5m2 (57344) with 8 bits, e2m1 (6) with 4. No code
-// for infinity is written; NaN becomes NaN to nearest where there is a code (0x7f), else a zero. scale = absmax /
-// largest, as torchao has it.
-// The code is the upper bits of |y| as a float with the format's exponents, after what rounds them was added below:
-// half a step for nearest (ties to the even code with 8 bits, as hardware does, away from zero with 4) or noise, and a
-// carry runs into the exponent as it should. Both roundings are linear in value, at binades' borders and in subnormals
-// too. With noise on a GPU, 8 bits and a sign take 5 instructions an element and the bf16 that the model sees 1 more.
+// Small floats with a scale for each block: OCP's e4m3 (largest 448) and e5m2 (57344) with 8 bits, e2m1 (6) with 4. The
+// code of infinity is never written. To nearest with 8 bits, NaN has a code (0x7f); otherwise it becomes zero. scale =
+// absmax / largest, as in torchao.
+// The code is the upper bits of |y| as a float with the format's exponents, after adding half a step or noise below
+// them. To nearest, ties go to the even code with 8 bits, as in hardware, and away from zero with 4. A carry into the
+// exponent gives the right code. Both roundings are linear in value, also at the borders of binades and in subnormals.
+// With noise on a GPU, signed codes of 8 bits take 5 instructions an element, and the bf16 that the model sees takes 1
+// more.
 #pragma once
 #include "blocks.cuh"
 
@@ -17,21 +18,23 @@ struct Minifloat : FormatDefaults {
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
     static constexpr float LARGEST = (float)LARGEST_;
     static constexpr bool IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
-    static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);  // of the code in a word; of a float
+    // A code's position in a word, and the shift from a float's bits to it.
+    static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     static constexpr bool HARDWARE = BITS == 8;
 #endif
     static constexpr bool PACKS_NOISE = true, GIVES_SEEN = BITS == 8 && ON_HOPPER;
     static constexpr uint32_t SIGN = 1u << (BITS - 1);
 
-    // The magnitude's bits moved to fp32's place make a float 2^(MIN + 126) times too small (subnormals included).
+    // The bits of the magnitude, moved to their place in an fp32, make a float 2^(MIN + 126) times too small,
+    // subnormals included.
     static OPTIM_INLINE float decode(const Table*, uint32_t code, float scale) {
         float tiny = bits_float((code & SIGN) << (32 - BITS) | (code & (SIGN - 1u)) << (23 - MANTISSA));
         if (BITS == 8 && (code & (SIGN - 1u)) == SIGN - 1u) return bits_float(0x7fc00000u);
         return exact_mul(exact_mul(tiny, bits_float((uint32_t)(MIN + 253) << 23)), scale);
     }
 
-    // The table's levels are multiplied by this.
+    // Returns the factor of the table's levels.
     static OPTIM_INLINE float unit_of(float scale) {
         return scale;
     }
@@ -45,7 +48,7 @@ struct Minifloat : FormatDefaults {
     }
 
 #ifdef __CUDA_ARCH__
-    // Two at a time by the conversions that sm_89 and later have.
+    // These convert two codes at a time with the instructions of sm_89 and later.
     static __device__ __forceinline__ void decode2(uint32_t codes, float scale, float* x) {
         uint32_t halves;
         uint16_t low, high;
@@ -73,14 +76,14 @@ struct Minifloat : FormatDefaults {
     }
 #endif
 
-    // v's zero is the smallest subnormal.
+    // Raises y to the smallest subnormal if codes of zero are not allowed, as in v.
     static OPTIM_INLINE float bounded(float y, int lowest) {
         return lowest > 0 ? exact_max(y, bits_float((uint32_t)(127 + MIN - MANTISSA) << 23)) : y;
     }
 
-    // y's place among fp32's smallest numbers: multiplied by this, 2^MIN becomes the least exponent of fp32, whose
-    // own subnormals then are the format's, with 20 bits more, and the code's magnitude is the bits above CUT. The
-    // product with the block's inverse is a normal number while the block's largest is below FOLD_MAX.
+    // The factor LOWER moves y to fp32's smallest numbers: 2^MIN becomes the least exponent of fp32, fp32's subnormals
+    // become the format's with 20 bits more, and the bits above CUT are the code's magnitude. The product with the
+    // block's inverse is a normal number while the block's largest is below FOLD_MAX.
     static constexpr float LOWER = 1.0f / (float)(1ull << 63) / (float)(1ull << (63 + MIN));
     static constexpr float FOLD_MAX = LARGEST * LOWER * (float)(1ull << 63) * (float)(1ull << 62);
     static constexpr int CUT = 23 - MANTISSA;
@@ -89,26 +92,28 @@ struct Minifloat : FormatDefaults {
         return exact_mul(inverse, LOWER);
     }
 
+    // Returns the bits of y * LOWER, at least those of the smallest subnormal if `lowest` > 0.
     static OPTIM_INLINE uint32_t lowered(float x, float fold, int lowest) {
         float y = exact_mul(x, fold);
         return float_bits(one_nan(lowest > 0 ? exact_max(y, bits_float(1u << CUT)) : y));
     }
 
-    // Sign and magnitude in a word's upper bits from the magnitude there and the float's bits; v has no sign.
+    // Returns a word whose upper bits are sign and magnitude: the magnitude of `word` and the sign of the float's
+    // `bits`. v has no sign.
     static OPTIM_INLINE uint32_t signed_word(uint32_t bits, uint32_t word, int lowest) {
         return lowest > 0 ? word : (word & 0x7fffffffu) | (bits & 0x80000000u);
     }
 
-    // Rounds 4 bits to nearest. No hardware has to agree here: half a step is added, so the middle goes away from zero.
-    // Below the least exponent y is first rounded to 2^-22 of a step.
+    // Rounds to nearest. With 4 bits no hardware has to agree: half a step is added, so ties go away from zero. Below
+    // the least exponent y is first rounded to 2^-22 of a step.
     static OPTIM_INLINE uint32_t nearest_word(const Table*, float x, float inverse, int lowest) {
         if constexpr (BITS == 8) return nearest_exact(x, inverse, lowest);
         uint32_t bits = lowered(x, folded(inverse), lowest);
         return signed_word(bits, (bits << SHIFT) + (1u << (UPPER - 1)), lowest);
     }
 
-    // The noise, 256 n + 128 of noise.cuh, lies right below the code: the bits above CUT of the sum are the magnitude,
-    // and what NaN carries into is a zero.
+    // Returns the sum of the bits of lowered() and the noise (noise_middle), which lies right below the code. The bits
+    // above CUT are the magnitude; NaN carries over to zero.
     static OPTIM_INLINE uint32_t stochastic_bits(uint32_t bits, uint32_t middle) {
         return bits + (CUT >= 24 ? middle << (CUT - 24) : middle >> (24 - CUT));
     }
@@ -118,13 +123,13 @@ struct Minifloat : FormatDefaults {
         return signed_word(sum, sum << SHIFT, lowest);
     }
 
-    // Rounds 8 bits exactly as the conversion instructions do: below the least exponent the sum with a float whose
-    // last place is a step is rounded as it should.
+    // Rounds to 8 bits exactly as the conversion instructions do. Below the least exponent, adding a float whose last
+    // place is one step rounds correctly.
     static OPTIM_INLINE uint32_t nearest_exact(float x, float inverse, int lowest) {
         const uint32_t border = (uint32_t)(127 + MIN) << 23;  // the bits of 2^MIN
         const float one_step = bits_float((uint32_t)(127 + 23 + MIN - MANTISSA) << 23);
         float y = bounded(exact_mul(x, inverse), lowest), a = exact_min(exact_abs(y), LARGEST);
-        if (is_nan(y)) return (SIGN - 1u) << UPPER;  // whose sign differs between machines
+        if (is_nan(y)) return (SIGN - 1u) << UPPER;  // without a sign, which differs between machines
         uint32_t word = (float_bits(a) - border + (1u << 23)) << SHIFT;
         word += (1u << (UPPER - 1)) - 1u + (word >> UPPER & 1u);
         if (a < bits_float(border)) word = float_bits(exact_add(a, one_step)) << UPPER;
@@ -140,8 +145,8 @@ struct Minifloat : FormatDefaults {
     }
 
 #ifdef __CUDA_ARCH__
-    // Does the same for COUNT elements and their noise. `tiny`, unless null, receives the values that the codes have,
-    // times LOWER, as pairs of bf16.
+    // Does the same as stochastic for COUNT elements and their noise. `tiny`, unless null, receives the values of the
+    // codes times LOWER, as pairs of bf16.
     template <int COUNT>
     static __device__ __forceinline__ void stochastic_pack(const float* x, float inverse, const Noise& noise,
                                                            int lowest, Packed<BITS, COUNT>* packed, uint32_t* tiny) {
@@ -159,7 +164,8 @@ struct Minifloat : FormatDefaults {
         packed->gather(word);
     }
 
-    // 8 bits and a sign, which is not shifted away: upper halves of two sums, whose magnitudes are moved to it.
+    // Packs codes of 8 bits with a sign: joins the upper halves of two sums, and shifts their magnitudes next to the
+    // signs.
     template <int COUNT>
     static __device__ __forceinline__ void signed_pack(const float* x, float fold, const Noise& noise,
                                                        Packed<BITS, COUNT>* packed, uint32_t* tiny) {
@@ -182,8 +188,9 @@ struct Minifloat : FormatDefaults {
         return product;
     }
 
-    // stochastic_pack's tiny numbers times scale / LOWER, a power of two: bf16 holds them as fp32 would, rounded where
-    // they are subnormal. `scale`: its exponent, which is small enough for one factor unless the block may be `rare`.
+    // Multiplies stochastic_pack's tiny numbers by scale / LOWER, a power of two. bf16 holds the products as fp32
+    // would, rounded if they are subnormal. `scale` is the scale's exponent, which is small enough for one factor
+    // unless the block is `rare`.
     template <int COUNT>
     static __device__ __forceinline__ void seen_scaled(uint32_t scale, bool rare, uint32_t* seen) {
         const uint32_t exponent = scale + (uint32_t)(126 + MIN), max = 254;

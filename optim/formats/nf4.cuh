@@ -1,6 +1,6 @@
-// NF4: 4 bits, levels at the quantiles of a normal distribution, scaled to [-1, 1], 0 among them (QLoRA, arXiv
-// 2305.14314, appendix E, whose 16 values these are), scale absmax. Made for weights; for m it spends its levels where
-// most elements of a block are, and has none between 0 and 0.08.
+// NF4: 4 bits, scale absmax, levels at the quantiles of a normal distribution, scaled to [-1, 1], with 0 among them
+// (the 16 values of QLoRA, arXiv 2305.14314, appendix E). It was made for weights. For m it has the most levels where
+// most elements of a block are, and none between 0 and 0.08.
 #pragma once
 #include "levels.cuh"
 

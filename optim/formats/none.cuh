@@ -1,5 +1,5 @@
-// No storage, for a state that a rule does not keep, such as Lion's second moment. It reads as 0, forgets what is
-// written and has no bytes.
+// The storage of a state that a rule does not keep, such as Lion's second moment. It reads as 0, ignores stores and
+// takes no bytes.
 #pragma once
 #include "elementwise.cuh"
 

@@ -1,21 +1,22 @@
-// Storage whose scales reach further than a tile: one scale for each tensor, or rank-1 scales (lpmm, arXiv 2309.01507).
+// Storage with scales that reach further than a tile: one scale for each tensor, or rank-1 scales (lpmm, arXiv
+// 2309.01507).
 //     tensor    top = max |x| over the tensor
-//     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); a vector has blocks of
-//     128
-// Scale and code follow from top as in blocks.cuh, which also says what zeros, NaN and infinity become. Weights that
-// are updated in place have a power of two as scale (ScaleE8m0), so that those which do not change are stored as they
-// were while the largest stays in its binade, and fp8 products read their codes as they lie (kernels/linear.cuh).
+//     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); in a vector, top of
+//               each 128 elements = max |x|
+// Scale and code follow from top as in blocks.cuh, which also says how zeros, NaN and infinity are stored. Weights that
+// are updated in place have a power of two as scale (ScaleE8m0). So unchanged weights keep their codes while the
+// largest weight stays in its binade, and fp8 products can read the codes in place (kernels/linear.cuh).
 //
-// A scale must be known before the first code is written. So a step is two passes: optim_measure_kernel (measure.cuh)
-// computes the update in registers and keeps its maxima alone, in `next`; the step then loads with the maxima of the
-// last step and stores with the next ones; last, those become the current. Maxima do not round, so their order does not
-// matter: integer atomics on the bits of floats that are not negative.
-// Cost: the first pass reads all that a step reads once more, 16 bytes a parameter in place of 10 for bf16 weights and
-// 8-bit states; rank-1 scales also take a reciprocal for each element. Use spans for weights
-// that are operands, for study, and for what others have scaled like this; blocks are faster and more precise.
+// A scale must be known before the first code is written, so a step takes two passes. First optim_measure_kernel
+// (measure.cuh) computes the update in registers and keeps only its maxima, in `next`. Then the step loads with the
+// maxima of the last step and stores with the next ones, which become the current ones at the end. Maxima do not round,
+// so their order does not matter; they are integer atomics on the bits of non-negative floats. Cost: the first pass
+// reads once more all that a step reads, for bf16 weights and 8-bit states 16 bytes a parameter in place of 10; rank-1
+// scales also take a reciprocal for each element. Use spans for weights that are operands of fp8 products, for study,
+// and for states that others have scaled like this; blocks are faster and more precise.
 //
-// Kept beside the codes are, for every tensor, the largest |x|, the scale (what a code is multiplied by) and its
-// inverse, or the maxima of the rows and then of the columns, or of a vector's blocks.
+// Beside the codes, each tensor keeps the largest |x|, the scale (the factor of a code) and its inverse; or with rank-1
+// the maxima of its rows and then of its columns, or of a vector's blocks.
 #pragma once
 #include "blocks.cuh"
 
@@ -27,17 +28,17 @@ constexpr int TENSOR_NUMBERS = 3;  // top, scale, inverse
 // The place of a tile among the numbers of its tensor. A vector is a matrix of rows of SPAN_BLOCK whose columns have no
 // maxima.
 struct alignas(16) SpanTile {
-    int64_t at;           // of the tensor's first number
+    int64_t at;           // index of the tensor's first number
     uint32_t rows, cols;  // of the tensor
     uint32_t row, col;    // of the tile's first element
     uint32_t columns;     // 1 if columns have maxima
-    uint32_t begins;      // 1 if the tensor begins here
+    uint32_t begins;      // 1 if the tensor begins with this tile
 };
 
 // Sets maximum = max(maximum, top) atomically; NaN does not count.
 OPTIM_INLINE void span_raise(float* maximum, float top) {
 #ifdef __CUDA_ARCH__
-    // Most tops do not exceed the maximum that is there; a stale read of it is never too large.
+    // Most tops do not exceed the current maximum. A stale read of it is never too large, so the test is safe.
     if (top > *(volatile const float*)maximum) atomicMax((int*)maximum, __float_as_int(top));
 #else
     float seen;
@@ -48,7 +49,7 @@ OPTIM_INLINE void span_raise(float* maximum, float top) {
 #endif
 }
 
-// The row and column of one element after the other.
+// The row and column of an element, for walking over a tensor.
 struct SpanWalk {
     uint32_t row, col;
 };
@@ -58,7 +59,7 @@ OPTIM_INLINE SpanWalk span_start(const SpanTile& tile, int first) {
     return {tile.row + rows, col - rows * tile.cols};
 }
 
-// Goes to the next element; true if it begins a row.
+// Moves to the next element; returns true if it begins a row.
 OPTIM_INLINE bool span_advance(const SpanTile& tile, SpanWalk* walk) {
     walk->col++;
     if (walk->col != tile.cols) return false;
@@ -67,7 +68,7 @@ OPTIM_INLINE bool span_advance(const SpanTile& tile, SpanWalk* walk) {
     return true;
 }
 
-// The largest magnitude that an element can have; 0 in the padding.
+// Returns the top of an element, the largest magnitude that it can have; 0 in the padding.
 OPTIM_INLINE float span_top(const SpanTile& tile, const SpanWalk& walk, const float* maxima) {
     if (walk.row >= tile.rows) return 0.0f;
     float top = maxima[tile.at + walk.row];
@@ -80,7 +81,7 @@ OPTIM_INLINE BlockScale span_scale(float top) {
     return block_scale<Format, Scale>(top, &code);
 }
 
-// Scale: ScaleFp32 or ScaleE8m0, which say how the scale is rounded; it is kept in fp32.
+// Scale is ScaleFp32 or ScaleE8m0; it says how the scale is rounded. The stored scale is fp32.
 template <class Format_, Span SPAN, Rounding ROUNDING, class Scale = ScaleFp32>
 struct Spans
     : TableStorage<StorageFunctions<Spans<Format_, SPAN, ROUNDING, Scale>>, typename Rounded<Format_, ROUNDING>::Type> {
@@ -109,7 +110,7 @@ struct Spans
         }
     }
 
-    // All elements share one scale; the first thread of a tensor writes it for readers of the weights.
+    // Stores elements that share one scale. The first thread of a tensor writes the scale for readers of the weights.
     template <int COUNT>
     static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const SpanTile tile = *streams.span;
@@ -124,7 +125,7 @@ struct Spans
         streams.next[tile.at + 2] = s.inverse;
     }
 
-    // Each element has a scale of its own.
+    // Stores elements that each have their own scale.
     template <int COUNT>
     static OPTIM_INLINE void put_rank1(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const auto* table = format_table<Format>(streams);
@@ -160,7 +161,7 @@ struct Spans
         }
     }
 
-    // Raises the next maxima to those of elements that are going to be stored. On a GPU all threads of a warp call it.
+    // Raises the next maxima to include elements that are going to be stored. On a GPU all threads of a warp call it.
     static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
         const SpanTile tile = *streams.span;
         float top = 0.0f;

@@ -1,35 +1,34 @@
-// Weights as bf16, which the matmuls read, and the next 16 or 8 bits of the fp32 value beside it. With the bits of a
-// float taken as an integer:
+// Weights as bf16, which the matmuls read, and the next 16 or 8 bits of the fp32 value beside them. With the bits of a
+// float as an integer:
 //     high = (bits + half a step of bf16) >> 16     bf16, rounded to nearest, ties away from zero
 //     low  = bits - (high << 16)                    in [-half, half): a signed integer of 16 bits, or of the upper 8
 //     bits = (high << 16) + low
-// A carry runs from the mantissa into the exponent as it should, so no case is special, and with 16 bits every value
-// comes back as it was: this is fp32 with the matmul's copy inside it (apex's and TransformerEngine's remainders, whose
-// bits these are). NaN is stored with one pattern. Values that bf16 rounds to infinity come back too.
-// With 8 bits the value is first rounded to 16 significant bits: to nearest (|error| <= 2^-17 of the next power of two
-// above |x|, which is 1/512 of a step of bf16), or stochastically, which never stalls. FlashOptim's 24-bit weights
-// scale the remainder by 127 instead, for an error of 1/508 of a step.
-// The model sees the bf16. Bytes an element: 4 or 3.
+// A carry from the mantissa into the exponent gives the right number, so no case is special. With 16 bits every value
+// is restored exactly, also values that bf16 rounds to infinity: this is fp32 with the matmul's copy inside it, and has
+// the bits of apex's and TransformerEngine's remainders. NaN is stored with one pattern. With 8 bits the value is first
+// rounded to 16 significant bits: to nearest (|error| <= 2^-17 of the next power of two above |x|, which is 1/512 of a
+// step of bf16), or stochastically, which never stalls. FlashOptim's 24-bit weights scale the remainder by 127 instead,
+// for an error of 1/508 of a step. The model sees the bf16. Bytes an element: 4 or 3.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
 
-// The codes of one stream that a thread moves at a time, 8 or 16 bytes an access.
+// The codes of one stream that a thread moves at a time: 8 or 16 bytes an access.
 template <class Code, int COUNT>
 struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
     Code lane[COUNT];
 };
 
-// Low: int16_t or int8_t.
+// Low is int16_t or int8_t.
 template <class Low, Rounding ROUNDING>
 struct Split : StorageFunctions<Split<Low, ROUNDING>> {
     typedef Split<Low, NEAREST> Nearest;
     static constexpr int LOW_BITS = 8 * sizeof(Low), CUT_BITS = 16 - LOW_BITS;
     static constexpr StreamInfo STREAM[3] = {{"", "BF16", 16, 1}, {".low", LOW_BITS == 16 ? "I16" : "I8", LOW_BITS, 1}};
 
-    // The bits of x that are kept, `noise` having been added to all bits: CUT_BITS random ones, or half a step. Without
-    // bits to cut there is nothing to round, and noise is not looked at.
+    // Returns the kept bits of x after adding `noise`: CUT_BITS random bits, or half a step. If there are no bits to
+    // cut, noise is ignored.
     static OPTIM_INLINE uint32_t cut(float x, uint32_t noise) {
         uint32_t bits = float_bits(x);
         if (CUT_BITS == 0) return float_bits(canonical(x));
@@ -42,7 +41,8 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
         return cut(x, ((1u << CUT_BITS) - 1) / 2 + (float_bits(x) >> CUT_BITS & 1u));
     }
 
-    // COUNT elements of one thread: 16, which makes 16 bytes of the narrow half, and 8 where a thread has no more.
+    // These load and store COUNT elements of one thread: 16, so that the narrow half has 16 bytes, or 8 if a thread has
+    // no more.
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
         auto high = load_value<Lanes<uint16_t, COUNT>>(streams.codes, 2 * first);

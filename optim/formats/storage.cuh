@@ -1,4 +1,4 @@
-// Storages and formats: what they must define, and the default of each member that they may leave out.
+// Storages and formats: the members that they must define, and the defaults of the optional members.
 //
 // A storage keeps weights or a moment in one to three arrays. It is a struct of static functions over n elements from
 // `first` on:
@@ -6,14 +6,14 @@
 //     store(streams, first, x, n, key)   fp32 -> stored, with the step's rounding; `key` draws its noise
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: for weights written from outside
 //     view(streams, first, x, n)         stored -> fp32, as the model sees it
-// and STREAM[3], which describes the arrays. It derives from StorageDefaults or StorageFunctions. One thread of a GPU
+// and STREAM[3], which describes the arrays. It derives from StorageDefaults or StorageFunctions. A thread of a GPU
 // calls the functions with 8 or 16 elements, which lie in registers; a CPU core calls them with a whole tile, which
-// lies in L1. `first` and n are multiples of 16, or both of 8 when n is 8. `first` counts from where the streams point
-// to: the start of a tile or of an earlier one. On a GPU the streams point into shared memory (kernel.cuh), and several
-// threads share a scale, so a step writes in place.
+// lies in L1. `first` and n are multiples of 16, or of 8 if n is 8. `first` counts from the beginning of the streams:
+// the start of this tile or of an earlier one. On a GPU the streams point into shared memory (kernel.cuh), several
+// threads share a scale, and a step writes in place.
 //
-// A format says what one code means. It derives from FormatDefaults, and Elementwise (elementwise.cuh), Blocks
-// (blocks.cuh) and others make storages of it.
+// A format defines the values of single codes. It derives from FormatDefaults; Elementwise (elementwise.cuh), Blocks
+// (blocks.cuh) and others turn a format into a storage.
 #pragma once
 #include "../../kernels/tile.h"
 #include "../float.cuh"
@@ -25,16 +25,17 @@ EMBED_SOURCE
 struct Streams {
     void* codes;                  // one code for each element, in the arena's layout
     void* extra;                  // a second array, or null
-    const void* table = nullptr;  // constants that the format looks up (blocks.cuh), shared by all its arrays, or null
+    const void* table = nullptr;  // constants that the format looks up (blocks.cuh), one copy for all tiles, or null
     void* more = nullptr;         // a third array, or null
-    // Used by storages in spans only: the scales that replace `extra` after the step (spans.cuh) or the numbers that
-    // the step reads (rows.cuh), and the tile's place.
+    // Only storages in spans use these: the scales that replace `extra` after the step (spans.cuh) or the numbers that
+    // the step reads (rows.cuh), and the tile's place among them.
     float* next = nullptr;
     const struct SpanTile* span = nullptr;
 };
 
-// A number of an array covers one of these: a run of elements of the arena, or more than a tile holds (spans.cuh).
-// From SPAN_SCALES on they are made by the passes of rows.cuh, and `next` does not replace `extra` after the step.
+// The elements that share one number of an array: a run of the arena, or more than a tile holds (spans.cuh). The passes
+// of rows.cuh compute the numbers of SPAN_SCALES and the following spans, for which `next` does not replace `extra`
+// after the step.
 enum Span {
     SPAN_RUN,
     SPAN_TENSOR,
@@ -47,12 +48,12 @@ enum Span {
     SPANS
 };
 
-// True if the numbers are made of sums over rows.
+// Returns true if the numbers are made of sums over rows.
 OPTIM_INLINE constexpr bool is_by_rows(Span span) {
     return span >= SPAN_ROWS && span <= SPAN_PAIRS;
 }
 
-// True if there are numbers of rows and of columns, whose products the step reads.
+// Returns true if there are numbers of rows and of columns, whose products the step reads.
 OPTIM_INLINE constexpr bool is_by_columns(Span span) {
     return span == SPAN_FACTORS || span == SPAN_PAIRS;
 }
@@ -60,10 +61,10 @@ OPTIM_INLINE constexpr bool is_by_columns(Span span) {
 // One array. An array with 0 bits does not exist. The numbers of a `span` other than SPAN_RUN belong to tensors, not to
 // tiles; only the second array of a storage may have one.
 struct StreamInfo {
-    const char* name = "";   // a suffix of the slot's name (weights, m, v), or a name of its own without a leading dot
-    const char* dtype = "";  // safetensors' name
-    int bits = 0;            // of one number
-    int run = 1;             // elements of the arena that share one number
+    const char* name = "";      // with a leading dot a suffix of the slot's name (weights, m, v), otherwise a full name
+    const char* dtype = "";     // safetensors' name
+    int bits = 0;               // of one number
+    int run = 1;                // elements of the arena that share one number
     bool written_only = false;  // true if the update does not read the array
     Span span = SPAN_RUN;
 };
@@ -73,7 +74,7 @@ OPTIM_INLINE constexpr StreamInfo only_written(StreamInfo stream) {
     return stream;
 }
 
-// Bytes of an array that one tile has.
+// Returns the bytes of one tile in an array; 0 for numbers of spans.
 OPTIM_INLINE constexpr int tile_bytes(const StreamInfo& stream) {
     return stream.span != SPAN_RUN ? 0 : TILE_ELEMENTS / stream.run * stream.bits / 8;
 }
@@ -82,14 +83,14 @@ enum Rounding { NEAREST, STOCHASTIC };
 
 // The optional members of a storage.
 struct StorageDefaults {
-    static constexpr bool SIGNED = true;       // false: negative numbers are lost, so that it does not serve m
-    static constexpr bool COMES_LATE = false;  // load() is in two parts, start() and finish() (rows.cuh)
-    // Scales reach further than a tile, whose maxima measure() keeps (spans.cuh).
+    static constexpr bool SIGNED = true;       // false: negative numbers are lost, so it cannot store m
+    static constexpr bool COMES_LATE = false;  // load() has two parts, start() and finish() (rows.cuh)
+    // Scales reach further than a tile; measure() raises their maxima (spans.cuh).
     static constexpr bool HAS_SPANS = false;
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
-    static constexpr bool feeds_back = false;  // the same; a table row knows it at run time only
+    static constexpr bool feeds_back = false;  // the same, for table rows, which know it at run time
 
-    static constexpr bool PLACED = false;  // of gradients: they and the weights lie where StepArguments.places says
+    static constexpr bool PLACED = false;  // of gradients: these and the weights lie at StepArguments.places
 
     static OPTIM_INLINE void measure(const Streams&, int, const float*, int) {}
 
@@ -98,21 +99,22 @@ struct StorageDefaults {
     static OPTIM_HOST void fill(void*) {}
 
     // These matter on a GPU only.
-    static constexpr bool LOADS_TOGETHER = false;  // threads share what load() decodes; load_alone() does not
+    static constexpr bool LOADS_TOGETHER = false;  // threads share the decoding in load(); load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
-    static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order pays
+    static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order is faster
     static constexpr bool GIVES_SEEN = false;      // store() fills key.seen
-    static constexpr bool SEEN_IS_STORED = false;  // what it fills in is what load() would return
-    static constexpr bool STORES_APART = false;    // common and rare values get a code path each (kernel.cuh)
-    // A store in parts: top, cut, then store_top, or store_in_tile where WANTS_TILE_MAX (blocks.cuh, kernel.cuh).
+    static constexpr bool SEEN_IS_STORED = false;  // key.seen then has the numbers that load() would return
+    static constexpr bool STORES_APART = false;    // common and rare values get separate code paths (kernel.cuh)
+    // A store has parts: top(), cut(), then store_top(), or with WANTS_TILE_MAX store_in_tile() (blocks.cuh,
+    // kernel.cuh).
     static constexpr bool HAS_TOP = false, WANTS_TILE_MAX = false;
-    static constexpr bool OF_ROOTS = false;      // the parts receive the roots of what is stored
+    static constexpr bool OF_ROOTS = false;      // these parts take the roots of the values
     static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
 };
 
-// The functions that most storages have. The update's are made of get<COUNT>() and put<COUNT>(), of 16 elements at a
-// time or, when there are no more, 8. The model sees numbers as the update reads them. Numbers that are written from
-// outside are stored by Nearest, the same storage without noise.
+// The functions that most storages have. load() and store() call get<COUNT>() and put<COUNT>() for 16 elements at a
+// time, or for 8 if no more are left. view() gives the numbers that the update reads. set() stores by Nearest, the same
+// storage without noise.
 template <class Storage>
 struct StorageFunctions : StorageDefaults {
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
@@ -140,15 +142,14 @@ struct StorageFunctions : StorageDefaults {
 
 struct NoTable {};
 
-// The optional members of a format. The first three are for any storage, the others for those in blocks, whose comment
-// (blocks.cuh) explains them.
+// The optional members of a format. The first three are for any storage; blocks.cuh explains the others.
 struct FormatDefaults {
-    static constexpr bool SIGNED = true;          // there are negative levels
+    static constexpr bool SIGNED = true;          // false: there are no negative levels
     static constexpr float SMALLEST = 0.0f;       // elementwise: a v above 0 is not stored below this; 0: no limit
     static constexpr bool ENCODES_PAIRS = false;  // elementwise: encode2() encodes two at a time
 
-    typedef NoTable Table;                      // what decode and the encoders look up
-    typedef void Stochastic;                    // another format with the same codes, which stores with noise
+    typedef NoTable Table;                      // constants that decode and the encoders look up
+    typedef void Stochastic;                    // the format with the same codes that stores with noise, if another
     typedef void Decoder;                       // the format itself if it has decode_number()
     static constexpr bool ROOT = false;         // codes are of the root of x
     static constexpr float UNITS = 1.0f;        // y is counted in 1/UNITS of the scale

@@ -1,27 +1,27 @@
-// Formats whose levels are equally far apart: x = (code + FIRST) * scale, or the square of that where the root of x is
-// what is stored (with 4 bits the product of the squares). Pure arithmetic: to nearest, floor(y + 1/2), a y in the
-// middle going up; stochastic, floor(y + r) with r uniform in [0, 1).
+// Formats whose levels are equally far apart: x = (code + FIRST) * scale, or the square of that if the root of x is
+// stored (with 4 bits, the product of the squares). Encoding is arithmetic: to nearest floor(y + 1/2), so that a middle
+// goes up; stochastic floor(y + r) with r uniform in [0, 1).
 //     lin8    m, -127 .. 127 times absmax / 127       steps of 1/127 of the block's largest: small elements become 0;
 //             and weights, block 32, scales of e8m0   whose noise is a third of e4m3's; none above 2e33
-//     ulin8   v, 0 .. 255 times absmax / 255          for comparison: its floor inflates small v (0 is never used)
+//     ulin8   v, 0 .. 255 times absmax / 255          for comparison: its floor inflates small v (0 is never written)
 //     lin4    v, 1 .. 16 times absmax / 16            lpmm's and torchao's map for v: linear without zero, block 128
 //     sqrt8   v, squares of 0 .. 255 times max sqrt(v) / 255       FlashOptim's, block 32
 //     sqrt4   v, squares of 1 .. 16 times max sqrt(v) / 16         a floor of 1/256 of the largest, where lin4 has 1/16
-// Stored beside the codes of lin4 and sqrt4 is the block's largest itself, as torchao does; 1/16 of it is exact.
+// The scale of lin4 and sqrt4 is the block's largest value itself, as in torchao; 1/16 of it is exact.
 #pragma once
 #include "blocks.cuh"
 
 EMBED_SOURCE
 
-// POWERS: scales are powers of two (ScaleE8m0), so that what they multiply stays exact.
+// POWERS: scales are powers of two (ScaleE8m0), so that products with them are exact.
 template <int BITS_, int FIRST, int LAST, bool ROOT_, bool POWERS = false>
 struct Uniform : FormatDefaults {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
-    static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 when there is no zero
+    static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 if there is no zero
     static constexpr const char* DTYPE = "U8";
     static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, PAIRS = ON_GPU && BITS == 4;
     static constexpr uint32_t BIAS = floor_part_bias<BITS>();
-    static constexpr double MAX = POWERS ? 2e33 : 4.25e37;  // so that 2^23 scale is a number
+    static constexpr double MAX = POWERS ? 2e33 : 4.25e37;  // so that 2^23 * scale is finite
     static constexpr bool OF_POWERS = POWERS;
     static constexpr float LARGEST = SIXTEENTHS ? 1.0f : (float)LAST, UNITS = SIXTEENTHS ? 16.0f : 1.0f;
 
@@ -34,7 +34,7 @@ struct Uniform : FormatDefaults {
         }
     }
 
-    // A level of 4 bits is multiplied by this. The scale of roots is at least 2^-50, so that its square is a number.
+    // Returns the factor of a level of 4 bits. The scale of roots is at least 2^-50, so that its square is not zero.
     static OPTIM_INLINE float unit_of(float scale) {
         float unit = exact_mul(scale, 1.0f / UNITS);
         return ROOT ? exact_mul(unit, unit) : unit;
@@ -44,36 +44,36 @@ struct Uniform : FormatDefaults {
         return decode_number(bits_float(0x4b000000u | code), scale);
     }
 
-    // Decodes the code as a float, 2^23 + code, and subtracts what that has too much.
+    // Decodes the float 2^23 + code, and subtracts the excess of 2^23.
     typedef Uniform Decoder;
     static OPTIM_INLINE float decode_number(float number, float scale) {
         if (POWERS) return exact_fma(number, scale, exact_mul(scale, (float)FIRST - 8388608.0f));
         float level = exact_add(number, (float)FIRST - 8388608.0f);
         if (BITS == 4) return exact_mul(ROOT ? exact_mul(level, level) : level, unit_of(scale));
         if (!ROOT) return exact_mul(level, scale);
-        // The same product in one operation: 2^23 * scale is exact, and the scale of a root leaves room for it.
+        // This is the same product in one operation: 2^23 * scale is exact, and the scale of a root leaves room for it.
         float x = exact_fma(number, scale, exact_mul(scale, -8388608.0f));
         return exact_mul(x, x);
     }
 
-    // floor(y + 1/2) as the last bits of a sum with a float whose last place is one; in sixteenths, or 256ths, of which
-    // the hardware cuts off what is below 0 (and NaN) at no cost.
+    // Returns floor(y + 1/2) as the last bits of a sum. y is counted in sixteenths, or 256ths, so that the hardware
+    // cuts it to [0, 1] (NaN to 0) at no cost.
     static OPTIM_INLINE uint32_t nearest(const Table*, float x, float inverse, int lowest) {
         constexpr float part = 1.0f / (float)(1 << BITS);
         float t = exact_saturated(x, exact_mul(inverse, part), part * (0.5f - (float)FIRST - (float)lowest));
         return floor_part_bits<BITS>(t) + (uint32_t)lowest;
     }
 
-    // 128 + n / 65536, n the noise: y + that has its whole part from 128 + FIRST on, exactly. With 4 bits a y above
-    // LAST by rounding errors does not reach 129 + LAST, and the whole part is in byte 2 of the sum's own bits. Nor
-    // does it with POWERS, where no y is above LAST.
+    // Returns y + 128 + n / 65536, with n the noise; its whole part, from 128 + FIRST on, is exact. With 4 bits, a y
+    // above LAST by rounding errors does not reach 129 + LAST, and the whole part is byte 2 of the sum's bits. With
+    // POWERS, no y is above LAST.
     static OPTIM_INLINE float stochastic_sum(float x, float inverse, uint32_t noise_float, int lowest) {
         constexpr float first = 128.0f + (float)FIRST, end = 128.0f + (float)LAST + 0.5f;
         float t = exact_max(exact_fma(x, inverse, bits_float(noise_float)), first + (float)lowest);
         return BITS == 4 || POWERS ? t : exact_min(t, end);
     }
 
-    // A level times a power of two, at least 2^-126, is a bf16 number: what the model sees is what is stored.
+    // A level times a power of two, at least 2^-126, is a bf16 number: the model sees exactly the stored value.
     static constexpr bool PACKS_NOISE = true, GIVES_SEEN = POWERS && ON_HOPPER, SEEN_IS_STORED = GIVES_SEEN;
     static constexpr uint32_t STOCHASTIC_BIAS = 0x4b000000u + 128u + (uint32_t)FIRST;
 
@@ -81,7 +81,7 @@ struct Uniform : FormatDefaults {
         return floor_bits(stochastic_sum(x, inverse, NOISE_FLOAT << 24 | noise, lowest)) - STOCHASTIC_BIAS + BIAS;
     }
 
-    // `levels`, unless null, receives the levels of 8 bits in pairs of bf16.
+    // Packs the codes of COUNT elements. `levels`, unless null, receives the levels of 8 bits in pairs of bf16.
     template <int COUNT>
     static OPTIM_INLINE void stochastic_pack(const float* x, float inverse, const Noise& noise, int lowest,
                                              Packed<BITS, COUNT>* packed, uint32_t* levels) {
@@ -109,8 +109,8 @@ struct Uniform : FormatDefaults {
     }
 
 #ifdef __CUDA_ARCH__
-    // stochastic_pack's levels times a scale, by its exponent: as decode_number, with no negative zero in a block of
-    // scale 0, where only NaN has a level.
+    // Multiplies stochastic_pack's levels by a scale, given by its exponent, as decode_number does. There is no
+    // negative zero in a block of scale 0, where only NaN has a level.
     template <int COUNT>
     static __device__ __forceinline__ void seen_scaled(uint32_t exponent, bool, uint32_t* seen) {
         const uint32_t factor = exponent << 7 | exponent << 23;

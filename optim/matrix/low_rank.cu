@@ -1,4 +1,5 @@
-// See low_rank.h. Each loop is a struct with a function of one index, or of one index and a lane (each.cuh).
+// See low_rank.h. Each loop over elements is a struct with a function of one index, or of one index and a lane
+// (each.cuh).
 #include "low_rank.h"
 
 #include "../../kernels/low_rank_back.cuh"
@@ -8,7 +9,7 @@
 #include "../formats/fp32.cuh"
 #include "../rules/muon.cuh"
 
-constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise beside those of noise.cuh
+constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise besides those of noise.cuh
 constexpr int POWER_ITERATIONS = 2, BASIS_BLOCK = 256;
 constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
 
@@ -36,7 +37,7 @@ struct Gradients {
     OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(Format::decode(grads[i]), *scale); }
 };
 
-// work->scratch = the gradients of a chunk, times the factor.
+// Copies the gradients of a chunk, times their factor, to work->scratch.
 static void low_gradients(const LowStep* its, const MatrixChunk* chunk) {
     const int64_t count = chunk->end - chunk->begin;
     float* to = its->work->scratch;
@@ -50,13 +51,13 @@ static void low_gradients(const LowStep* its, const MatrixChunk* chunk) {
 
 // The basis.
 
-// A number of mean 0 and variance 1: element `element` of the arena, of refresh number `refresh`.
+// Returns a nearly normal number of mean 0 and variance 1 for an element of the arena and a refresh of the basis.
 OPTIM_INLINE float basis_normal(uint64_t seed, uint64_t element, uint32_t refresh) {
     const Noise counter = {{(uint32_t)element, (uint32_t)(element >> 32), NOISE_BASIS, refresh}};
     const Noise noise = philox4x32(counter, (uint32_t)seed, (uint32_t)(seed >> 32), NOISE_ROUNDS);
     int sum = 0;
     for (int i = 0; i < 4; i++) sum += (int)(noise.word[i] & 0xffffu) + (int)(noise.word[i] >> 16);
-    // Eight numbers of mean 65535 / 2 and, within 2^-32, variance 65536^2 / 12.
+    // It is a sum of eight numbers of mean 65535 / 2 and, within 2^-32, variance 65536^2 / 12.
     return exact_mul((float)(sum - 4 * 65535), 1.8688408e-5f);  // sqrt(12 / 8) / 65536
 }
 
@@ -69,7 +70,7 @@ struct RandomBasis {
     OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(basis_normal(seed, element + i, refresh), scale); }
 };
 
-// Rows of y (rank, side) that are zero become random ones, in a first refresh all.
+// Copies the last basis to `to` (rank, side). Rows that are zero, as all are at first, become random.
 struct StartBasis {
     float* to;
     const float* from;
@@ -86,7 +87,7 @@ struct StartBasis {
     }
 };
 
-// The memory in which a matrix's Q is stored, in 32, 16 or 8 bits.
+// The stored Q of a matrix; `bits` (32, 16 or 8) says which pointer has it.
 struct StoredBasis {
     int bits;
     float* fp32;
@@ -95,7 +96,7 @@ struct StoredBasis {
     float* scales;  // (blocks) of lin8
 };
 
-// Stores blocks of a new basis of `count` numbers, unless the step changes nothing.
+// Stores the blocks of a new basis of `count` numbers, unless the step changes nothing.
 struct KeepBasis {
     StoredBasis to;
     const float *from, *unit;
@@ -120,7 +121,7 @@ struct KeepBasis {
     }
 };
 
-// Reads a stored basis.
+// Decodes a basis that is stored in 16 or 8 bits.
 struct ReadBasis {
     StoredBasis from;
     float* to;
@@ -131,9 +132,9 @@ struct ReadBasis {
     }
 };
 
-// Makes the rows of y orthonormal, in order, by classical Gram-Schmidt, two times for each row. What is left of a row
-// must be a hundred-thousandth of it; otherwise it is a combination of those before it, and a random row takes its
-// place. `lane` .. `sync` say how threads share the work; c has room for `rank` numbers.
+// Makes the rows of y (rank, side) orthonormal, in order, by classical Gram-Schmidt, twice for each row. If less than a
+// hundred-thousandth of a row is left, the row is a combination of earlier ones, and a random row takes its place. c
+// has room for `rank` numbers.
 struct Orthonormal {
     float *y, *c;
     int64_t rank, side;
@@ -174,7 +175,7 @@ static void orthonormal_cpu(const Orthonormal& o) {
 }
 
 #ifdef __CUDACC__
-// Does the same for a warp; all lanes receive the sum.
+// Does the same as dot_cpu with a warp; all lanes get the sum.
 __device__ inline float dot_warp(const float* a, const float* b, int64_t n) {
     float sum = 0.0f;
     for (int64_t i = threadIdx.x % 32; i < n; i += 32) sum = exact_fma(a[i], b[i], sum);
@@ -228,16 +229,16 @@ static void orthonormal(const Device* dev, const Orthonormal& o) {
     orthonormal_cpu(o);
 }
 
-// One matrix, where its parts are.
+// One matrix of a chunk, and where its buffers are.
 struct LowMatrix {
     const Matrix* shape;
     MatrixRule rule;
-    bool right;            // R >= C
-    int64_t side, length;  // the shorter and the longer one
+    bool right;            // R >= C: Q multiplies from the right
+    int64_t side, length;  // the shorter and the longer side
     int64_t rank;
     float *g, *low, *direction;
-    StoredBasis basis;  // Q, of the rules that store it
-    float* last;        // the norm of the limit, or null
+    StoredBasis basis;  // Q, for the rules that store it
+    float* last;        // the norm that the limit keeps, or null
     float *q, *y, *z;   // room for (rank, side), (rank, side) and the moments' shape
     float* sums;        // room for 4 length + 4 numbers
 };
@@ -265,7 +266,7 @@ static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
     return l;
 }
 
-// Calls function(matrix, its number) for the matrices of a chunk.
+// Calls function(matrix, number in the plan) for each matrix of a chunk.
 template <class Function>
 static void each_matrix(const LowStep* its, int chunk, Function function) {
     const MatrixPlan* plan = &its->work->plan;
@@ -276,6 +277,7 @@ static void each_matrix(const LowStep* its, int chunk, Function function) {
     }
 }
 
+// Sets low = G Q^T, or Q G for R < C.
 static void project(const Device* dev, const LowMatrix* l, const float* q, float* low) {
     const int64_t R = l->shape->rows, C = l->shape->cols;
     const MatmulProduct right = {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0};
@@ -284,13 +286,14 @@ static void project(const Device* dev, const LowMatrix* l, const float* q, float
                                  nullptr);
 }
 
-// g = scale low Q, back in full shape, + beta g.
+// Sets g = scale low Q + beta g, in the full shape.
 static void project_back(const Device* dev, const LowMatrix* l, const float* low, float scale, float beta) {
     const int64_t R = l->shape->rows, C = l->shape->cols;
     const MatmulProduct product = {R, C, l->rank, !l->right, false, scale, beta, 1, 0, 0, 0};
     matmul_product<float, float>(dev, &product, l->g, l->right ? low : l->q, l->right ? l->q : low, l->g);
 }
 
+// Computes new directions from g, and stores them. `refresh` is the number of the refresh, for the random numbers.
 static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refresh) {
     const Device* dev = its->dev;
     const uint64_t seed = its->config->seed;
@@ -320,15 +323,16 @@ struct RoundToBf16 {
     OPTIM_INLINE void at(int64_t i) const { to[i] = Bf16::encode(from[i]); }
 };
 
-// Leaves `count` numbers in bf16 in `to`, and returns that.
+// Writes `count` numbers as bf16 to the memory at `to`, and returns it.
 static const bf16* in_bf16(const Device* dev, const float* from, float* to, int64_t count) {
     for_each(dev, RoundToBf16{from, (uint16_t*)to}, count);
     return (const bf16*)to;
 }
 
-// low = G Q^T or Q G in bf16, by the library, whose products that share K among blocks beat ours here.
+// Sets low = G Q^T or Q G in bf16, with the library: its products, which share K among thread blocks, are faster than
+// ours here.
 static void project_bf16(const Device* dev, const LowMatrix* l, const bf16* g, const bf16* q) {
-    // cuBLASLt reads all of them transposed: low^T = op(b)^T op(a)^T.
+    // cuBLASLt reads all matrices transposed: low^T = op(b)^T op(a)^T.
     const Matrix* m = l->shape;
     MatmulShape shape;
     memset(&shape, 0, sizeof(shape));
@@ -364,20 +368,20 @@ static void project_fused(const LowStep* its, const LowMatrix* l) {
 
 enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
 
-// Applies four elements of U as MatrixApply (rules/muon.cuh) and the storage of the weights do.
+// Applies elements of U to the weights, with the bits of MatrixApply (rules/muon.cuh) and of the weights' storage.
 template <LowWeights KIND>
 struct ApplySink {
     typedef std::conditional_t<KIND == LOW_FP32, float, uint16_t> Code;
-    Code* weights;   // of the arena
-    uint16_t* copy;  // what the matmuls read, or null
+    Code* weights;   // from the arena's first element on
+    uint16_t* copy;  // the copy that the matmuls read, or null
     Hyper hyper;
     uint64_t seed;
     uint32_t step;
     float scale;
     const float* unit;
-    int64_t element, rows, cols;  // the matrix's first element in the arena
+    int64_t element, rows, cols;  // element: the matrix's first one in the arena
 
-    // The tile's weights come to the L2 cache while the product is made.
+    // Prefetches the tile's weights into the L2 cache while the product is computed.
     __device__ void begin(int row, int column, int down, int across) const {
         const int lines = across * (int)sizeof(Code) / 128;
         for (int i = threadIdx.x; i < down * lines; i += blockDim.x) {
@@ -422,8 +426,9 @@ struct ApplySink {
         if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
     }
 
-    // Weights of bf16, as low_rank_back.cuh hands them over: two and the two that are eight columns on. The four
-    // lanes of a row draw the noise of 16 of its 64 columns each, where these are the 16 elements of a draw.
+    // The functions below serve low_rank_back.cuh, which passes weights of bf16 as two pairs, the second one eight
+    // columns after the first. If the matrix's rows begin at multiples of 16 elements, each of the four lanes of a row
+    // draws the noise of 16 of its 64 columns.
 
     struct Line {
         Noise noise;
@@ -438,7 +443,7 @@ struct ApplySink {
         if (KIND != LOW_BF16_SR || !draws_by_line()) return {};
         return {draw(element + row * cols + column + threadIdx.x % 4 * NOISE_ELEMENTS)};
     }
-    // The words of noise of the two pairs, and what they share.
+    // Returns the words of noise of the two pairs in word[0] and [1], and their shared bytes in word[2] and [3].
     __device__ __forceinline__ Noise noise_of(const Line& line, int group, int64_t at) const {
         const int lane = (int)(at % NOISE_ELEMENTS);
         Noise noise = line.noise, more;
@@ -447,7 +452,7 @@ struct ApplySink {
             noise.shared = __shfl_sync(0xffffffffu, noise.shared, group, 4);
             more = noise;
         } else {
-            // Eight elements on is the other half of the same 16, or the first half of the next ones.
+            // The element eight further is in the other half of the same 16, or in the first half of the next 16.
             noise = draw(at), more = draw(at + 8);
         }
         const bool second = lane % 8 >= 4, upper = lane >= 8;
@@ -494,7 +499,7 @@ static void apply_fused(const LowStep* its, const LowMatrix* l, const StepArgume
     typedef typename ApplySink<KIND>::Code Code;
     Code* weights = (Code*)apply->weights.codes;
     uint16_t* copy = (uint16_t*)apply->copy.codes;
-    // A matrix of the caller's own, as if it lay in an arena.
+    // A matrix of the caller's own gets the address of an arena in which it would lie.
     if (place && copy) copy = (uint16_t*)place->weights - m->element;
     if (place && !apply->copy.codes) weights = (Code*)place->weights - m->element;
     const Hyper& hyper = apply->group[place ? place->group : m->group];
@@ -519,8 +524,8 @@ static void apply_fused(const LowStep* its, const LowMatrix* l, const StepArgume
 
 bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work) {
 #ifdef __CUDACC__
-    // The one place that chooses the way (dev/galore.cu has the times). It is one for all matrices of the launch,
-    // whoever owns them, so that the bits are those of any sharding.
+    // Only this function chooses the way (dev/galore.cu has the times). The choice is the same for all matrices of the
+    // launch, whichever rank owns them, so that the bits do not depend on the sharding.
     return dev->gpu && dev->compute >= 80 && rule_of(config)->matrix == MATRIX_GALORE &&
            low_weights(config) != LOW_OTHER && work->plan.by_eights;
 #else
@@ -528,7 +533,7 @@ bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWo
 #endif
 }
 
-// True if Q is made anew in this step, for which the gradients must lie in the scratch.
+// Returns true if this step computes a new Q, for which the gradients must lie in the scratch.
 static bool refreshes(const OptimConfig* config, int64_t step) {
     return stores_basis(rule_of(config)->matrix) && (step - 1) % config->rank_gap == 0;
 }
@@ -573,7 +578,7 @@ void low_rank_project(const LowStep* its, int chunk) {
 
 // The update.
 
-// The sum of squares of each channel of a matrix (rows, cols), of rows or of columns.
+// Sums the squares of each channel, a row or a column, of a matrix.
 struct ChannelSquares {
     const float* x;
     int64_t count, next, step;  // elements of a channel, and from one channel or element to the next
@@ -590,16 +595,16 @@ struct ChannelSquares {
     OPTIM_INLINE void end(int64_t i, float sum) const { to[i] = sum; }
 };
 
-// phi of channel i, from the squares of N and low.
+// Returns phi of a channel, from the sums of squares of N and low.
 OPTIM_INLINE float channel_factor(float direction, float low) {
     return exact_div(exact_sqrt(direction), exact_add(exact_sqrt(low), NORM_EPS));
 }
 
-// Numbers of all channels: phi, and the square of the norm that is limited. `direction` and `low` have the squares of N
-// and low, whose channels are `next` apart; with 0 one phi serves all channels.
+// Computes phi of each channel, and the channel's part of the squared norm that is limited. `direction` and `low` have
+// the sums of squares of N and low, `next` apart; next 0: one phi serves all channels.
 struct Factors {
     float *factor, *squares;              // (length)
-    const float *direction, *low, *full;  // full: (length) squares of G
+    const float *direction, *low, *full;  // full: (length) sums of squares of G
     int64_t next;
     bool residual;
 
@@ -625,7 +630,7 @@ struct SumOf {
     OPTIM_INLINE void end(int64_t, float sum) const { *to = sum; }
 };
 
-// 1 / limit of a sum of squares, and the norm that is kept. One index.
+// Computes 1 / limit from a sum of squares, and the norm that is kept. It has one index.
 struct Limit {
     const float *sum, *unit;
     float *last, *inverse;
@@ -638,7 +643,7 @@ struct Limit {
     }
 };
 
-// x = scale x phi / limit, by rows of `cols` or by columns.
+// Sets x = scale x phi / limit; phi belongs to rows of `cols` elements or to columns.
 struct ScaleChannels {
     float* x;
     const float *factor, *inverse;
@@ -652,7 +657,7 @@ struct ScaleChannels {
     }
 };
 
-// N = scale N - phi / limit low, in the moments' shape.
+// Sets N = scale N - phi / limit low, in the moments' shape.
 struct ResidualDirection {
     float* direction;
     const float *low, *factor, *inverse;
@@ -671,7 +676,7 @@ static void channel_squares(const Device* dev, const LowMatrix* l, const float* 
     for_lanes(dev, l->right ? rows : columns, l->length);
 }
 
-// Sets phi and the inverse of the limit, which lie at the start of sums, the inverse first.
+// Computes phi and 1 / limit. 1 / limit is sums[0], and phi begins at sums[4].
 static void scale_factors(const Device* dev, const MatrixWork* work, const LowMatrix* l) {
     const int64_t n = l->length;
     float *inverse = l->sums, *total = inverse + 1, *factor = inverse + 4, *full = factor + n, *of_low = full + n,

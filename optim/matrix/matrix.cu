@@ -7,11 +7,11 @@
 #include "../each.cuh"
 #include "../rules/muon.cuh"
 
-constexpr int MAX_MATRICES = 65535;  // of a chunk, since a grid has no more rows
-constexpr int SLICES = 16;           // of a matrix, whose sums of squares are added in order
+constexpr int MAX_MATRICES = 65535;  // of a chunk: the largest y dimension of a grid
+constexpr int SLICES = 16;           // of a matrix; the sums of their squares are added in order
 constexpr float NORM_EPS = 1e-7f;
 
-// Dimensions are padded with zeros, which stay zero, to what products in fp16 want.
+// Pads a dimension to a multiple of 8, which products in fp16 need. The padding is zero and stays zero.
 static int64_t padded(int64_t n) {
     return ceil_div(n, 8) * 8;
 }
@@ -33,7 +33,7 @@ static int64_t larger(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-// Sorts the last chunk's matrices into batches.
+// Sorts the last chunk's matrices into batches, and raises the plan's buffers to what the chunk needs.
 static void chunk_close(const Device* dev, MatrixPlan* plan) {
     MatrixChunk* chunk = &plan->chunk[plan->chunks - 1];
     const int first = chunk->matrix;
@@ -48,7 +48,7 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
         MatrixBatch* batch = &plan->batch[plan->batches - 1];
         batch->count++;
         const int64_t rows = matrix->rows, cols = matrix->cols, side = rows < cols ? rows : cols;
-        if (plan->low > 0) continue;  // low_place has counted
+        if (plan->low > 0) continue;  // low_place has counted its buffers
         const int64_t of_sides = polar_squares(padded(rows), padded(cols)) * padded(side) * padded(side);
         work += (2 * padded(rows) * padded(cols) + of_sides) * (int64_t)sizeof(uint16_t);
         sums += (SLICES + 2 * rows + 1) * (int64_t)sizeof(float);
@@ -61,7 +61,7 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
     plan->scratch = larger(plan->scratch, (chunk->end - chunk->begin) * (int64_t)sizeof(float));
 }
 
-// Sets where a matrix's moments and basis are, and counts what its products need.
+// Sets where a matrix's moments and basis begin, and raises the plan's buffers to what its products need.
 static void low_place(const Plan* plan, int index, int tensor, int part, const MatrixChunk* chunk, Matrix* matrix,
                       MatrixPlan* its) {
     const LaunchPlan* launch = &plan->launch[index];
@@ -85,7 +85,7 @@ void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, i
     }
 }
 
-// Begins a chunk with tensor t, behind the last chunk.
+// Begins a chunk with tensor t, which starts at element `begin`.
 static void chunk_open(const Plan* plan, int index, int t, int64_t begin, MatrixPlan* its) {
     MatrixChunk* chunk = &its->chunk[its->chunks++];
     chunk->begin = begin;
@@ -116,7 +116,7 @@ static void chunk_add(const Plan* plan, int index, int t, const OptimTensor* ten
     chunk->tiles += tensor_padded(tensor) / TILE_ELEMENTS;
 }
 
-// True if sides and ranks of all matrices of a launch, those of other processes too, are multiples of 8.
+// Returns MatrixPlan.by_eights.
 static bool low_by_eights(const Plan* plan, int index, const OptimTensor* tensors, int count) {
     for (int t = 0; t < count; t++) {
         if (tensors[t].cols == 0 || plan->launch_of[t] != index) continue;
@@ -160,8 +160,8 @@ void matrix_plan_free(MatrixPlan* plan) {
 // Newton-Schulz.
 
 bool newton_schulz_coefficients(const char* name, int step, NewtonSchulz* coefficients) {
-    // Jordan's, the same in every step; and Polar Express (Amsel et al., arXiv 2505.16932), with its safety of 1.01 to
-    // the power of the degree, whose last ones repeat.
+    // Jordan's coefficients are the same in every step. Those of Polar Express (Amsel et al., arXiv 2505.16932) include
+    // its safety factor of 1.01 to the power of the degree; the last ones repeat.
     static const NewtonSchulz polar[] = {{8.2051f, -22.9019f, 16.4607f}, {4.0664f, -2.8612f, 0.5184f},
                                          {3.9096f, -2.8234f, 0.5250f},   {3.2856f, -2.4153f, 0.4853f},
                                          {2.2779f, -1.6198f, 0.3985f},   {1.8750f, -1.2500f, 0.3750f}};
@@ -174,7 +174,7 @@ static bool by_rows(const OptimConfig* config) {
     return rule_of(config)->matrix == MATRIX_NORMUON;
 }
 
-// Part 2, plainly.
+// Part 2 in plain C.
 
 static double sum_of_squares(const float* x, int64_t n) {
     double sum = 0.0;
@@ -182,7 +182,7 @@ static double sum_of_squares(const float* x, int64_t n) {
     return sum;
 }
 
-// NorMuon's v of the rows of x, and the factor of each row.
+// Updates NorMuon's v of the rows of x, and divides each row by its root.
 static void rows_cpu(const OptimConfig* config, const Matrix* m, float* x, const float* now, float* next) {
     const float rest2 = square_rest(config->beta2);
     for (int64_t i = 0; i < m->rows; i++) {

@@ -1,21 +1,21 @@
-// Newton-Schulz of matrices of one shape, which turns X, of norm 1, into nearly its orthogonal factor: each step takes
-// the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. Below, X has m rows, the shorter side,
-// and n columns. A tall matrix has X^T X for X X^T, and factors on its right.
+// The Newton-Schulz iteration for matrices of one shape. It turns X, of norm 1, into nearly its orthogonal factor: each
+// step maps the singular values s of X to a s + b s^3 + c s^5, with coefficients by name. Below, X has m rows, the
+// shorter side, and n columns. A tall matrix has X^T X in place of X X^T, and factors on its right.
 //
 // The plain form, the definition, in any type:
 //     A = X X^T;  B = b A + c A^2;  X = a X + B X                                  4 m^2 n + 2 m^3 flop a step
 // The symmetric form takes several steps on the small matrix R (the Gram form of Dao-AILab's gram-newton-schulz, 2026):
 //     R = X X^T;  Q = I;  each step:  Z = a I + b R + c R^2;  Q = Q Z;  R = Z R Z;   then X = Q X
 // All these are polynomials of one symmetric matrix, so they are symmetric, their products commute, and the halves
-// below the diagonal are enough (kernels/matmul_symmetric.cuh). In few bits R drifts away from X X^T, so R is made anew
-// from X after the first two steps and after every three from there on; in each step for square matrices, where that
-// costs no more, and where the library makes products, whose results are not symmetric to the bit. 5 steps, in flop,
-// without what lies above diagonals:
+// below the diagonal are enough (kernels/matmul_symmetric.cuh). In low precision R drifts away from X X^T, so R is
+// recomputed from X after the first two steps and after every three from there on. It is recomputed in each step for
+// square matrices, where that costs no more, and where the library makes the products, whose results are not symmetric
+// to the bit. The cost of 5 steps in flop, without the halves above diagonals:
 //     m = n: 20 m^3 of the plain form's 30       n = 4 m: 38 m^3 of 90
 //
-// Types: float on the CPU; fp16 with fp32 sums on a GPU, which has three more bits than bf16. There X is stored 16
-// times as large and R 256 times, since elements of X X^T beside its diagonal, about m^-1 n^-0.5, would else be
-// subnormal from 1600 x 1600 on. X stays below 16 x 1.3 and R below 440.
+// Types: float on the CPU; on a GPU fp16, which has three more bits than bf16, with fp32 sums. In fp16, X is stored 16
+// times as large and R 256 times, since elements of X X^T beside its diagonal, about m^-1 n^-0.5, would otherwise be
+// subnormal from 1600 x 1600 on. The stored X stays below 16 x 1.3 and R below 440.
 #pragma once
 #include "../../kernels/matmul_symmetric.cuh"
 #include "matrix.h"
@@ -23,8 +23,8 @@
 constexpr float POLAR_SCALE = 16.0f;  // of X in fp16
 constexpr int POLAR_FIRST = 2, POLAR_NEXT = 3;
 
-// `count` matrices of `rows` x `cols`, one after another, in x; y has room for as many, and `a` and `b` for as many of
-// the shorter side squared. Returns where the result is: x or y.
+// Runs the plain form on `count` matrices of `rows` x `cols`, one after another, in x. y has room for as many, and `a`
+// and `b` each for `count` squares of the shorter side. Returns where the result is: x or y.
 template <class T>
 T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y, T* a, T* b, int64_t rows, int64_t cols,
                        int64_t count) {
@@ -46,15 +46,15 @@ T* newton_schulz_plain(const Device* dev, const OptimConfig* config, T* x, T* y,
     return x;
 }
 
-// The symmetric form needs room for so many squares of the shorter side for each matrix. R of a square matrix lies
-// where the next X comes, since nothing needs R by then.
+// Returns how many squares of the shorter side the symmetric form needs for each matrix. R of a square matrix lies in
+// the memory of the next X, since nothing needs R by then.
 inline int64_t polar_squares(int64_t rows, int64_t cols) {
     return rows == cols ? 1 : 4;
 }
 
-// Does the same by the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; X is `scale`
-// times what it stands for. `gram_form` is false for square matrices. product(SymmetricProduct, d, a, b, c) makes a
-// product or puts it on a list.
+// Runs the symmetric form. `squares` has room for polar_squares(rows, cols) count squares; x holds X times `scale`.
+// `gram_form`: R serves several steps; false for square matrices. product(SymmetricProduct, d, a, b, c) makes a product
+// or adds it to a list.
 template <class T, class Product>
 T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* y, T* squares, int64_t rows,
                            int64_t cols, int64_t count, float scale, bool gram_form) {
@@ -69,7 +69,7 @@ T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* 
         until += !gram_form ? 1 : step == 0 ? POLAR_FIRST : POLAR_NEXT;
         until = until < steps ? until : steps;
         T *r = rows == cols ? y : squares, *z = rows == cols ? squares : r + square;
-        T *t = z + square, *q = t + square;  // of the Gram form
+        T *t = z + square, *q = t + square;  // used by the Gram form only
         product(&gram, r, x, x, nullptr);
         for (bool first = true; step < until; step++, first = false) {
             NewtonSchulz c;
@@ -94,16 +94,16 @@ T* newton_schulz_symmetric(const OptimConfig* config, Product product, T* x, T* 
 }
 
 #ifdef __CUDACC__
-// Matrices of one shape, with room as above.
+// Matrices of one shape, with the buffers of newton_schulz_symmetric.
 struct PolarBatch {
     __half *x, *y, *squares;
     int64_t rows, cols, count;
 };
 
-// The form that the optimizer takes on a GPU, in fp16. A shape alone decides which it is, so the bits do not depend on
-// what is beside it. The shapes' products take turns, so that one shape's fill the multiprocessors while another's wait
-// for their last ones; a shape whose products go through the library comes before. Sets each x to its result. `counts`
-// has room for an int more than there are matrices.
+// Runs the symmetric form on a GPU in fp16, for `n` shapes, and sets each x to its result. The shape alone decides how
+// its products are made, so the bits do not depend on the other shapes. The products of the shapes take turns, so that
+// those of one shape keep the multiprocessors busy while those of another finish; shapes whose products go through the
+// library come first. `counts` has room for one int more than there are matrices.
 inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, PolarBatch* batches, int n, int* counts) {
     const int64_t most = 6 * config->ns_steps;  // products of a shape
     SymmetricCall* calls = (SymmetricCall*)memory_zero((size_t)(most * n), sizeof(SymmetricCall));
@@ -129,7 +129,7 @@ inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, Pola
         counters += (int)of->count;
     }
     for (;;) {
-        int first = -1;  // of the shapes with products left, the one that has made the smallest share of them
+        int first = -1;  // the shape with products left that has made the smallest share of its products
         for (int i = 0; i < n; i++) {
             if (next[i] == end[i]) continue;
             if (first < 0 || next[i] * end[first] < next[first] * end[i]) first = i;

@@ -1,9 +1,9 @@
-"""Writes dist/nibble_optim-VERSION-py3-none-manylinux_2_N_ARCH.whl: the package, the library and libgomp beside it.
+"""Writes dist/nibble_optim-VERSION-py3-none-manylinux_2_N_ARCH.whl with the package, the library and libgomp.
 
     make wheel            # python3 optim/python/wheel.py build/lib/libnibble_optim.so
 
-A wheel is a zip file with a list of checksums, so no build tool is needed. N is the newest glibc that a symbol of the
-library asks for."""
+A wheel is a zip file with a list of checksums, so no build tool is needed. N is the newest version of glibc that a
+symbol of the libraries needs."""
 import base64
 import hashlib
 import pathlib
@@ -23,7 +23,7 @@ def glibc(path):
 
 
 def needed(path, name):
-    """The file that the loader takes for a library that `path` needs; None if it needs none of this name."""
+    """Returns the file that the loader finds for a library that `path` needs; None if it needs none of this name."""
     lines = subprocess.run(["ldd", path], capture_output=True, text=True, check=True).stdout
     found = re.search(re.escape(name) + r"\S* => (\S+)", lines)
     return pathlib.Path(found[1]).resolve() if found else None
@@ -36,7 +36,7 @@ def main():
     files["nibble_optim/libnibble_optim.so"] = library.read_bytes()
     newest = glibc(library)
     gomp = needed(library, "libgomp")
-    if gomp:  # slim images have none; the library looks in its own folder first
+    if gomp:  # slim images lack it; the loader looks in the library's own folder first
         files["nibble_optim/libgomp.so.1"] = gomp.read_bytes()
         newest = max(newest, glibc(gomp))
     tag = f"py3-none-manylinux_2_{max(newest, 17)}_{platform.machine()}"
@@ -56,7 +56,7 @@ def main():
     path.parent.mkdir(exist_ok=True)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name, data in files.items():
-            entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))  # the same bytes whenever it is made
+            entry = zipfile.ZipInfo(name, (2026, 1, 1, 0, 0, 0))  # so that the same files give the same bytes
             entry.external_attr, entry.compress_type = 0o644 << 16, zipfile.ZIP_DEFLATED
             wheel.writestr(entry, data)
     print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1e6:.1f} MB")

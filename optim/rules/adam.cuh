@@ -3,7 +3,7 @@
 //     m = m + (1 - beta1) * (g - m)
 //     v = v + (1 - beta2) * (g * g - v)
 //     p = p - lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
-// The penalty passes through m and v, so weights with large gradients decay less; AdamW exists to undo that.
+// The penalty passes through m and v, so weights with large gradients decay less; AdamW avoids this.
 #pragma once
 #include "hyper.cuh"
 

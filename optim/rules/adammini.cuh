@@ -3,9 +3,9 @@
 //     v = v + (1 - beta2) * (mean of g * g over the block - v)
 //     p = p * (1 - lr * wd) - lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // A block is a row of a matrix: all weights of one output of a linear layer, and one token or position of an embedding.
-// A vector (a bias, or the weights of a layer norm) is one block. The paper takes a whole head for the rows of Q and K;
-// here these too have one v a row, which is finer.
-// v is always fp32: 4 bytes a row. rows.cuh computes it before the step, so that `moments` finds the new one.
+// A vector (a bias, or the weights of a layer norm) is one block. In the paper all rows of a head of Q and K are one
+// block; here each of these rows has its own v, which is finer. v is always fp32: 4 bytes a row. rows.cuh computes it
+// before the step, so `moments` gets the new v.
 #pragma once
 #include "adamw.cuh"
 

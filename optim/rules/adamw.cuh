@@ -3,8 +3,8 @@
 //     m = m + (1 - beta1) * (g - m)
 //     v = v + (1 - beta2) * (g * g - v)
 //     p = p - lr / bias1 * m / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
-// The bias corrections are folded into step_size and root2, which leaves one division and one square root an element;
-// every sum of a product is one fused operation.
+// The bias corrections are folded into step_size and root2, which leaves one division and one square root an element.
+// Each product that is added to something is one fused operation.
 #pragma once
 #include "hyper.cuh"
 

@@ -7,8 +7,9 @@
 //     p = p - lr * (m / bias1 + alpha * slow) / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
 // alpha rises from 0 and beta3 from beta1 to their values over the first --ramp steps (the paper's schedulers, in
 // constants.h: alpha linearly, the half-life of beta3 about linearly); without them training diverges early.
-// alpha arrives multiplied by bias1, so that step_size = lr / bias1 serves the sum. The slow average is stored in m's
-// format: one that loses 1e-4 of a value to rounding a step needs :sr or fp32.
+// hyper.alpha includes the factor bias1, so that step_size = lr / bias1 multiplies the whole sum. The slow average is
+// stored in m's format. It changes by 1e-4 of its difference to the gradient a step, which a format needs :sr or fp32
+// to keep.
 #pragma once
 #include "adamw.cuh"
 

@@ -6,7 +6,8 @@
 //     p = p * (1 - lr * wd) - lr * m / sqrt(S)
 // V and S start at 0, so both are divided by 1 - beta^t, as Adam's v is; the paper leaves that out, and its first steps
 // are up to 11 times as large. A vector has no confidence, as in the paper's code: p = p * (1 - lr * wd) - lr * m.
-// A direction that lasts makes S small and the step large: warm up. `v` takes g to U, `second` m to its update.
+// A lasting direction makes S small and the step large, so the learning rate needs a warm-up. `v` is the factor with U
+// = v g, and `second` is 1 / sqrt(S).
 #pragma once
 #include "hyper.cuh"
 

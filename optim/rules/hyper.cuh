@@ -1,18 +1,19 @@
-// Rules, and the constants that they receive besides the element.
+// Rules, and the constants that they get besides the element.
 //
 // A rule is a struct that derives from RuleDefaults, with one or two functions of one element and, where they differ
 // from the defaults, constants:
-//     KEEPS_V, KEEPS_SLOW    what it stores beside m (the slow average has m's format); other states cost no memory
+//     KEEPS_V, KEEPS_SLOW    the states that it keeps besides m (the slow average has m's format)
 //     DECOUPLED              it decays by `keep`; otherwise through the gradient, by `decay`
 //     ADAPTIVE               it divides by the root of v, and has the two functions that EachElement names; otherwise
 //         update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
-//     BY_ROWS                true: v is a number of the element's row or row and column, which is made before the step;
-//                            then KEEPS_V is false. ROWS says how rows.cuh makes it
+//     BY_ROWS                v is a number of the element's row, or of its row and column, computed before the step;
+//                            KEEPS_V is then false. ROWS says how rows.cuh computes it
 // average(a, x, rest) moves an average towards x by `rest` = 1 - beta, as PyTorch's lerp does.
-// A gradient of 0 on an element that is 0, with states 0, must leave all of them 0: padding is updated like the rest.
+// If an element, its states and its gradient are 0, a step must leave them 0, since padding is updated like the rest.
 //
-// Hyper: constants of this step, the same for all elements of a group (tensors with the same decay and learning-rate
-// scale). The host computes them in double and rounds once (constants.h); a rule uses the ones it needs.
+// Hyper holds the constants of a step, which are the same for all elements of a group (tensors with the same decay and
+// learning-rate scale). The host computes them in double and rounds once (constants.h); a rule uses those that it
+// needs.
 #pragma once
 #include "../float.cuh"
 
@@ -29,42 +30,43 @@ struct Hyper {
     float eps;
     float beta3, rest3;  // for the slow average at this step
     float alpha;         // its weight at this step, times 1 - beta1^step
-    float look;          // of the direction: beta1, or 1 with --nesterov off
-    float feedback;      // factor of the weights' rounding error on its way into m (formats/feedback.cuh)
+    float look;          // of nesterov(): beta1, or 1 with --nesterov off
+    float feedback;      // factor of the weights' rounding error in m (formats/feedback.cuh)
 };
 
-// A rule may do this with whole matrices (matrix/matrix.h); MATRIX_NONE: nothing.
+// What a rule does with whole matrices (matrix/matrix.h); MATRIX_NONE: it reads none.
 enum MatrixRule {
     MATRIX_NONE,
     MATRIX_MUON,
     MATRIX_NORMUON,
-    MATRIX_GALORE,  // this and those that follow keep moments of a projected gradient (matrix/low_rank.h)
+    MATRIX_GALORE,  // this and the following ones keep moments of a projected gradient (matrix/low_rank.h)
     MATRIX_FIRA,
     MATRIX_APOLLO,
     MATRIX_APOLLO_MINI
 };
 
-// A rule may sum over rows and columns as one of these (rows.cuh) needs it; ROWS_NONE: no sums.
+// The sums over rows and columns that a rule needs (rows.cuh); ROWS_NONE: none.
 enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADAFACTOR, ROWS_CAME };
 
 // The optional members of a rule.
 struct RuleDefaults {
     static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = false;
     static constexpr RowRule ROWS = ROWS_NONE;
-    static constexpr bool PAIRS = false;         // v has a second number, which `update` finds in `slow`
+    static constexpr bool PAIRS = false;         // v has a second number, which `update` gets as `slow`
     static constexpr bool SCALED = false;        // each tensor's update has a factor
-    static constexpr bool HAS_MOMENTUM = false;  // m decays by --momentum; vectors and embeddings then have adamw
+    static constexpr bool HAS_MOMENTUM = false;  // m decays by --momentum; vectors and embeddings then get adamw
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
-    // The factor with which m may take gradients before the step (fold.cuh); 0: the step needs more of them than m has.
+    // Returns the factor of gradients that are added to m before the step (fold.cuh); 0: the step does not read them
+    // through m alone.
     static OPTIM_INLINE float fold(const Hyper&) { return 0.0f; }
 };
 
-// The factor of a step that makes beta m + rest g of m.
+// Returns that factor for a step that sets m = beta m + rest g.
 OPTIM_INLINE float fold_factor(float rest, float beta) {
     return beta > 0.0f ? rest / beta : 0.0f;
 }
 
-// a + rest (x - a), and a + rest (x^2 - a).
+// Return a + rest (x - a), and a + rest (x^2 - a).
 OPTIM_INLINE float average(float a, float x, float rest) {
     return exact_fma(rest, exact_add(x, -a), a);
 }
@@ -73,18 +75,18 @@ OPTIM_INLINE float average_square(float a, float x, float rest) {
     return exact_fma(rest, exact_fma(x, x, -a), a);
 }
 
-// The direction of Nesterov's momentum, g + look (m - g), m the new average. With look 1 it is m, but for a rounding to
-// 2^-24 of the larger of m and g.
+// Returns the direction of Nesterov's momentum, g + look (m - g), for the new average m. With look 1 it is m, except
+// for a rounding to 2^-24 of the larger of m and g.
 OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
     return average(g, m, hyper.look);
 }
 
-// The factor with which m takes gradients before such a step.
+// Returns the factor of fold() for such a rule.
 OPTIM_INLINE float nesterov_fold(const Hyper& hyper) {
     return hyper.look == 1.0f ? fold_factor(hyper.rest1, hyper.beta1) : 0.0f;
 }
 
-// A rule whose update has a factor for each tensor, and its constants.
+// A rule whose update has a factor for each tensor. hyper_scaled returns its constants.
 template <class Rule>
 struct Scaled : Rule {
     static constexpr bool SCALED = true;
@@ -96,12 +98,12 @@ OPTIM_INLINE Hyper hyper_scaled(Hyper hyper, float factor) {
     return hyper;
 }
 
-// Applies a rule's functions to n elements. A rule is one function, update, or, when it divides by the root of v,
+// Applies a rule's functions to n elements. A rule has one function, update, or, if it divides by the root of v,
 //     moments(hyper, g, &p, &m, &v, &slow)   the averages; returns the numerator
 //     weight(hyper, &p, quotient)            quotient = numerator * (1 / (sqrt(v) * root2 + eps))
 // The reciprocal is rounded by itself, which costs half of a division and changes a weight by less than its last bit.
-// eps at most 1 and roots from 2^-50 to 2^64 keep the denominator where exact_reciprocal wants it. `root` receives the
-// roots of v.
+// Since eps is at most 1 and roots lie between 2^-50 and 2^64, the denominator is in the range of exact_reciprocal.
+// `root` receives the roots of v.
 template <class Rule>
 struct EachElement {
     static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE, pairs = Rule::PAIRS;

@@ -2,15 +2,15 @@
 //     c = beta1 * m + (1 - beta1) * g
 //     p = p * (1 - lr * wd) - lr * sign(c)         sign(0) = 0, and of NaN 0
 //     m = beta2 * m + (1 - beta2) * g
-// beta1 weighs what steers this step, beta2 what is remembered (the paper: 0.9 and 0.99, for language models 0.95 and
-// 0.98). lr 3 to 10 times below AdamW's, and the weight decay as many times above.
+// beta1 weighs the average in this step, beta2 in the new m (the paper: 0.9 and 0.99, for language models 0.95 and
+// 0.98). lr should be 3 to 10 times below AdamW's, and the weight decay as many times above.
 #pragma once
 #include "hyper.cuh"
 
 EMBED_SOURCE
 
 struct Lion : RuleDefaults {
-    // With equal betas, sign(c) is that of the new m.
+    // With equal betas, sign(c) is the sign of the new m.
     static OPTIM_INLINE float fold(const Hyper& hyper) {
         return hyper.beta1 == hyper.beta2 ? fold_factor(hyper.rest2, hyper.beta2) : 0.0f;
     }

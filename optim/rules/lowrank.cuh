@@ -1,9 +1,9 @@
-// GaLore, Fira and APOLLO, as far as they read single elements; matrix/low_rank.h has the rest. The step before the
-// products is Adam's on a projected gradient g, and writes its direction, without a learning rate, where other rules
-// have the weight:
+// The parts of GaLore, Fira and APOLLO that read single elements; matrix/low_rank.h has the rest. The step before the
+// products is Adam's on a projected gradient g. It writes Adam's direction N, without a learning rate, in place of the
+// weight:
 //     m = m + (1 - beta1) * (g - m);   v = v + (1 - beta2) * (g * g - v)
 //     N = m / bias1 / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
-// The step after the products is that of every rule that reads matrices (muon.cuh).
+// The step after the products is MatrixApply (muon.cuh).
 #pragma once
 #include "adamw.cuh"
 
@@ -12,7 +12,7 @@ EMBED_SOURCE
 struct GaLore : AdamW {
     static constexpr MatrixRule MATRIX = MATRIX_GALORE;
 
-    // step_size is that of a learning rate of 1.
+    // step_size is for a learning rate of 1.
     static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {
         *p = exact_mul(hyper.step_size, quotient);
     }

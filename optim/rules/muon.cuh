@@ -1,10 +1,10 @@
-// Muon (Jordan et al. 2024) and NorMuon (Li et al., arXiv 2510.05491), as far as they read single elements;
-// matrix/matrix.h has the rest. The step before the products keeps the momentum and writes its Nesterov direction u
-// where other rules have the weight:
+// The parts of Muon (Jordan et al. 2024) and NorMuon (Li et al., arXiv 2510.05491) that read single elements;
+// matrix/matrix.h has the rest. The step before the products updates the momentum and writes its Nesterov direction u
+// in place of the weight:
 //     m = m + (1 - momentum) * (g - m)
 //     u = g + momentum * (m - g)                           --nesterov off: u = m
-// beta1 and rest1 of these rules are those of --momentum. The step after the products applies an update U, which it
-// reads as a gradient of fp32:
+// beta1 and rest1 of these rules come from --momentum. The step after the products applies an update U, which it reads
+// as an fp32 gradient:
 //     p = p * (1 - lr * wd) - lr * U
 #pragma once
 #include "hyper.cuh"
@@ -23,13 +23,13 @@ struct Muon : RuleDefaults {
     }
 };
 
-// Its v is one number a row of the orthogonal factor, which matrix/ computes.
+// Its v is one number for each row of the orthogonal factor; matrix/ computes it.
 struct NorMuon : Muon {
     static constexpr bool BY_ROWS = true;
     static constexpr MatrixRule MATRIX = MATRIX_NORMUON;
 };
 
-// Not in the table of rules: the second step of every rule that reads matrices.
+// The second step of every rule that reads matrices. It is not in the table of rules.
 struct MatrixApply : RuleDefaults {
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float*, float*, float*) {
         *p = exact_fma(-hyper.lr, g, exact_mul(hyper.keep, *p));

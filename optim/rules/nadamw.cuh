@@ -3,8 +3,8 @@
 //     m = m + (1 - beta1) * (g - m)
 //     v = v + (1 - beta2) * (g * g - v)
 //     p = p - lr / bias1 * (beta1 * m + (1 - beta1) * g) / (sqrt(v) / sqrt(bias2) + eps),   bias = 1 - beta^step
-// The gradient counts twice, so a step follows a turn at once. torch.optim.NAdam corrects the two terms apart and lets
-// beta1 grow, which is another rule in the first hundreds of steps.
+// The gradient counts twice, so a step follows a change of direction at once. torch.optim.NAdam corrects the two terms
+// separately and lets beta1 grow, so it is another rule in the first hundreds of steps.
 #pragma once
 #include "adamw.cuh"
 

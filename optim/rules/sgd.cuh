@@ -2,7 +2,7 @@
 //     g = g + wd * p                               tensors with decay
 //     m = beta1 * m + g                            a sum, not an average
 //     p = p - lr * m
-// The steps are as large as the gradients are: lr has nothing to do with AdamW's.
+// The size of a step follows that of the gradients, so lr is unrelated to AdamW's.
 #pragma once
 #include "hyper.cuh"
 

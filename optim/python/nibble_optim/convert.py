@@ -1,5 +1,5 @@
 """Converts between a torch optimizer's states and ./train's optimizer.safetensors, to the bit. Formats, rule and
-overrides must be the same on both sides; names and shapes say which tensor is which."""
+overrides must be the same on both sides; names of arrays and sizes say which array is which."""
 import json
 import struct
 
@@ -51,16 +51,16 @@ def _single(optimizer):
 
 
 def to_train(optimizer, path):
-    """Writes optimizer.safetensors of a checkpoint of ./train. Primary weights of fp32 and bf16 belong to its
-    model.safetensors. ./train finds its tensors where these lie if the parameters come in its order."""
+    """Writes optimizer.safetensors for a checkpoint of ./train. Primary weights of fp32 and bf16 belong to the
+    checkpoint's model.safetensors. The parameters must come in the order of ./train's tensors."""
     part = _single(optimizer)
     _write(path, {name: (dtype, _bytes_at(part, address, size).cpu())
                   for name, dtype, address, size in part.handle.arrays()})
 
 
 def from_train(optimizer, path, step):
-    """Fills the states of an optimizer, which has been stepped or has loaded states, from optimizer.safetensors; `step`
-    is the checkpoint's."""
+    """Fills the states of an optimizer from optimizer.safetensors. The optimizer must have been stepped or have loaded
+    states before; `step` is the checkpoint's."""
     part = _single(optimizer)
     saved = _read(path)
     wanted = {name: (dtype, address, size) for name, dtype, address, size in part.handle.arrays()}

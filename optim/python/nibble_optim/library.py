@@ -1,5 +1,5 @@
-"""Calls libnibble_optim.so by ctypes; ../../nibble_optim.h says what each function does. This file needs no torch and
-no NumPy: tensors are addresses. A status that is not 0 becomes a Python exception with the library's sentence."""
+"""Calls libnibble_optim.so through ctypes; ../../nibble_optim.h describes each function. Tensors are addresses, so this
+file needs neither torch nor NumPy. A status other than 0 becomes a Python exception with the library's sentence."""
 import ctypes
 import glob
 import os
@@ -34,7 +34,7 @@ ALLOCATE = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64)
 
 
 def _find():
-    """Returns the library's path: NIBBLE_OPTIM_LIBRARY, inside the package, or built in the repository around it."""
+    """Returns the library's path: NIBBLE_OPTIM_LIBRARY, in the package, or built in the repository around it."""
     here = os.path.dirname(os.path.abspath(__file__))
     built = os.path.join(here, "..", "..", "..", "build")
     places = [os.environ.get("NIBBLE_OPTIM_LIBRARY"), os.path.join(here, "libnibble_optim.so"),
@@ -48,8 +48,8 @@ def _find():
 
 
 def _load(name, package):
-    """Loads one of CUDA's libraries from PyPI's nvidia packages, where the loader does not look; then libnibble_optim
-    finds it."""
+    """Loads one of CUDA's libraries from PyPI's nvidia packages, where the loader does not look, so that
+    libnibble_optim finds it."""
     for folder in sys.path:
         for pattern in (f"nvidia/cu13/lib/{name}.so.1[23]", f"nvidia/{package}/lib/{name}.so.1[23]"):
             for path in sorted(glob.glob(os.path.join(folder, pattern)), reverse=True):
@@ -96,7 +96,7 @@ def library():
 
 
 def as_arguments(sentence):
-    """Replaces ./train's options in a sentence of the library by arguments."""
+    """Returns a sentence of the library with Python arguments in place of ./train's options."""
     names = {"override": "overrides", "format": "formats", "beta1": "betas", "beta2": "betas"}
 
     def argument(option):
@@ -141,14 +141,14 @@ class Handle:
             self.handle = None
 
     def set_groups(self, groups):
-        """Groups as tuples (lr, weight_decay, beta1, beta2, eps, step), and the address of lr or None."""
+        """Sets the groups: tuples (lr, weight_decay, beta1, beta2, eps, step), and the address of lr or None."""
         if self.groups is None or len(self.groups) != len(groups):
             self.groups = (Group * len(groups))()
         for to, values in zip(self.groups, groups):
             to.lr, to.weight_decay, to.beta1, to.beta2, to.eps, to.step, to.lr_at = (*values, None)[:7]
 
     def step(self, weights, grads, group_of, groups, step, stream=None, grad_scale=None, found_inf=None):
-        """weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i')."""
+        """Takes a step. weights and grads: array('Q') of addresses, 0 for a missing gradient; group_of: array('i')."""
         now = self.now
         self.set_groups(groups)
         now.weights, now.grads, now.group_of = (array.buffer_info()[0] for array in (weights, grads, group_of))
@@ -159,13 +159,13 @@ class Handle:
             check(status, self.error)
 
     def clock(self, stream=None):
-        """Returns the number of the last step, also of replayed graphs. Waits for the stream."""
+        """Returns the number of the last step, replayed graphs included; waits for the stream."""
         step = c_int64()
         check(self.library.nibble_optim_clock(self.handle, ctypes.byref(step), stream, self.error), self.error)
         return step.value
 
     def states(self, tensor):
-        """Returns the states of a tensor: (name, dtype, address, bytes, run, bits) each."""
+        """Yields (name, dtype, address, bytes, run, bits) for each state of a tensor."""
         for index in range(self.library.nibble_optim_states(self.handle, tensor)):
             state = State()
             check(self.library.nibble_optim_state(self.handle, tensor, index, ctypes.byref(state), self.error),
@@ -173,7 +173,7 @@ class Handle:
             yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes, state.run, state.bits
 
     def arrays(self):
-        """Returns the whole arrays: (name, dtype, address, bytes) each."""
+        """Yields (name, dtype, address, bytes) for each whole array."""
         for index in range(self.library.nibble_optim_arrays(self.handle)):
             state = State()
             check(self.library.nibble_optim_array(self.handle, index, ctypes.byref(state), self.error), self.error)
@@ -201,7 +201,7 @@ class Handle:
         return self.library.nibble_optim_owner(self.handle, tensor)
 
     def together(self, tensor):
-        """Returns the number of the set of which a step takes all tensors or none, or -1."""
+        """Returns the number of the tensor's set, of which a step takes all tensors or none, or -1."""
         return self.library.nibble_optim_together(self.handle, tensor)
 
     @property

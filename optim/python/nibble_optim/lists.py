@@ -1,6 +1,6 @@
-"""Questions about a list of tensors that one call into torch answers, at 30 ns a tensor where a loop in Python takes
-200. The functions of torch behind them are private or new. Where torch has none, or one that answers otherwise than it
-should, Layout.of gives None, and the others go from tensor to tensor."""
+"""Answers questions about a list of tensors with one call into torch, in 30 ns a tensor where a Python loop takes 200.
+The functions of torch that it uses are private or new. If torch lacks one, or it fails a test at import, Layout.of
+returns None, and the other functions here loop over the tensors."""
 import operator
 
 import torch
@@ -30,7 +30,7 @@ _equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def same_addresses(tensors, known, numbers):
-    """True if the tensors lie at these addresses; `numbers` is list(range(len(tensors)))."""
+    """Returns True if the tensors lie at these addresses; `numbers` is list(range(len(tensors)))."""
     return _equal(tensors, known, numbers) if _equal else addresses(tensors) == known
 
 
@@ -43,7 +43,7 @@ class Layout:
                             dynamic_dims_strides=[list(t.stride()) for t in tensors]).check
 
     def same(self, tensors):
-        """True only if the tensors have this layout. One that is missing (None) has not."""
+        """Returns True only if the tensors have this layout; a missing tensor (None) has not."""
         try:
             return len(tensors) == self.count and self.check(*tensors)
         except TypeError:
@@ -55,7 +55,7 @@ class Layout:
 
 
 def _trusted(guards):
-    """Returns the class if it tells two tensors from others that differ in one respect."""
+    """Returns the class if it tells two tensors from others that differ in one respect, otherwise None."""
     one, two = torch.zeros(2, 3), torch.zeros(4, dtype=torch.bfloat16)
     layout = Layout(guards, [one, two])
     others = [torch.zeros(3, 2).t(), torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(6),
@@ -66,7 +66,7 @@ def _trusted(guards):
 
 try:
     _guards = _trusted(torch._C._dynamo.guards.TensorGuards)
-except Exception:  # another torch: there is no such class, or its arguments are others
+except Exception:  # another version of torch lacks the class, or it has other arguments
     _guards = None
 _one = torch.zeros(2)
 try:

@@ -1,8 +1,8 @@
 """Optimizer: a torch.optim.Optimizer whose step is one call of libnibble_optim.
 
-Parameters with the same type, device and formats form a part, made when they first have gradients: one optimizer of the
-library. States are views of torch tensors that belong to the part, so torch counts, saves and moves them as its own.
-Each state belongs to one parameter and depends on the whole tensor alone, also where a DTensor's shard lies here."""
+Parameters with the same type, device and formats form a part, which is made when they first have gradients: one
+optimizer of the library. States are views of torch tensors that the part owns, so torch counts and saves them like its
+own. Each state belongs to one parameter, and has the values of the whole parameter even if only a shard lies here."""
 import array
 import itertools
 import math
@@ -21,7 +21,7 @@ FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter g
 NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
          "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
          "rank_gap rank_scale": "galore fira apollo apollo-mini", "rank_basis": "galore",
-         "clip_update": "adafactor came"}  # change nothing without one of these rules, as in data/options_synonyms.h
+         "clip_update": "adafactor came"}  # arguments need one of these rules, as in data/options_synonyms.h
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
 TILE = 2048
@@ -55,7 +55,7 @@ def _local(tensor):
 
 
 def _part_of_whole(param):
-    """Returns the first element of a DTensor that lies here, in the order of rows, and how many do."""
+    """Returns the first element, in the order of rows, and the number of elements of a DTensor that lie here."""
     if not _is_dtensor(param):
         return 0, -1
     cut = [p for p in param.placements if not p.is_replicate()]
@@ -72,7 +72,7 @@ def _part_of_whole(param):
 
 
 def _order(param):
-    """Returns the order of dimensions in which the parameter is contiguous; None: as it is. Refuses it without one."""
+    """Returns the order of dimensions in which a parameter is contiguous, None if it is as it is; else refuses it."""
     local = _local(param)
     if local.is_contiguous():
         return None
@@ -84,7 +84,7 @@ def _order(param):
 
 
 def _address(grad, param, dtype, order):
-    """Returns the gradient as a contiguous tensor of this type; most often it is one already."""
+    """Returns the gradient as a contiguous tensor of this type, which it usually is already."""
     if grad.layout is not torch.strided:
         raise RuntimeError("a sparse gradient was found; the optimizer takes dense ones (sparse=False)")
     if grad.device != param.device:
@@ -104,8 +104,8 @@ def _missing(grads):
 
 
 class _Known:
-    """Remembers gradients that could be used as they were: their layout, without missing ones, and their addresses. In
-    most steps nothing but addresses has changed."""
+    """Gradients that could be used without a copy: the layout of those that are not missing, and their last addresses.
+    In most steps only addresses have changed."""
 
     def __init__(self, grads, missing, addresses):
         self.count = len(grads)
@@ -118,7 +118,7 @@ class _Known:
         return grads if self.there is None else [grads[t] for t in self.there]
 
     def find(self, grads):
-        """Returns the addresses as an array, 0 for a missing one, or None if the others' layout has changed."""
+        """Returns the addresses as an array, 0 for a missing gradient; None if the layout has changed."""
         its = self._its(grads)
         if self.layout is None or not self.layout.same(its):
             return None
@@ -160,8 +160,8 @@ class _Part:
         self.weights, self.where, self.numbers = None, None, list(range(len(params)))
         # A _Known for each set of missing gradients, how many were made, and the last such set.
         self.known, self.made, self.last_missing = {}, 0, ()
-        # If parameters have several ages, the last step leaves here: its missing gradients, one parameter of each
-        # group, group_of.
+        # If parameters have taken different numbers of steps, the last step keeps its missing gradients, one parameter
+        # of each group, and group_of here.
         self.divided = None
         self.views = [dict(self._views(t)) for t in range(len(params))]
         self.by_rows = [{name for name, *_, run, bits in self._states(t) if self._row_bytes(t, run, bits)}
@@ -169,7 +169,7 @@ class _Part:
         # The library's copy of a parameter must be made again when other code has written the parameter.
         self.watched = any(name.split(".")[0] not in ("m", "v", "slow", "basis", "norms")
                            for views in self.views for name in views)
-        # Owners' changes raise the counters of what they are copied to, besides.
+        # Copying an owner's changes to a parameter also raises the parameter's counter.
         self.versions, self.own_counters = None, False if self.shares else None
         # A write through a DTensor raises the counter of the DTensor alone, not that of the local tensor.
         self.sharded = [t for t, p in enumerate(params) if _is_dtensor(p)]
@@ -177,8 +177,8 @@ class _Part:
         self.counted_of = [*self.numbers, *self.sharded]
 
     def _make(self, settings, tensors):
-        """Makes the library's optimizer; and if sharded parameters need owners, another one of those that this rank
-        owns. `tensors` and `kept_shapes` say what is kept here of each parameter."""
+        """Makes the library's optimizer; and if sharded parameters need owners, another one for those that this rank
+        owns. Sets self.tensors and self.kept_shapes to what is kept here of each parameter."""
         cut = [p for p, (*_, count) in zip(self.params, tensors) if count >= 0]
         self.tensors, self.kept_shapes = list(tensors), list(self.shapes)
         if not cut or "releases" in settings:
@@ -204,18 +204,18 @@ class _Part:
         try:
             return library.Handle(settings, tensors, self._allocate, self.stream())
         except (MemoryError, ValueError):
-            if self.failed is not None:  # torch says it better
+            if self.failed is not None:  # torch's own error says more
                 raise self.failed from None
             raise
 
     def _states(self, tensor):
-        """Returns the library's states of a parameter, and none if another rank owns it."""
+        """Returns the library's states of a parameter; none if another rank owns it."""
         if tensor not in self.owned:
             return self.handle.states(tensor)
         return self.shares.handle.states(tensor) if self.shares.handle else ()
 
     def spread(self):
-        """Returns the states of parameters with owners as DTensors, or none."""
+        """Returns the states of parameters with owners, as DTensors."""
         if not self.shares:
             return {}
         mine = [t for t in self.owned if self.shares.owners[t] == self.shares.ranks.here]
@@ -227,7 +227,7 @@ class _Part:
                 handle.loaded()
 
     def place(self, groups, places, whole):
-        """Sets the parameters' groups, and their places among all the optimizer's; `whole`: there are no others."""
+        """Sets the parameters' groups, and their places among all of the optimizer; `whole`: there are no others."""
         self.groups, self.places, self.whole = groups, places, whole
         self.used = sorted(set(groups))
         self.group_of = array.array("i", [self.used.index(g) for g in groups])
@@ -244,7 +244,7 @@ class _Part:
         return torch._C._cuda_getCurrentRawStream(self.device.index) if self.gpu else None
 
     def _views(self, tensor):
-        """Returns the states of a tensor. One number per element has the parameter's shape; codes in blocks are bytes."""
+        """Yields the states of a tensor. With one number an element they have its shape; codes in blocks are bytes."""
         name, rows, cols, first, count = self.tensors[tensor]
         states, shape = list(self._states(tensor)), self.kept_shapes[tensor]
         alone = {n.split(".")[0] for n, *_ in states if "." in n}
@@ -267,8 +267,8 @@ class _Part:
             yield name, view
 
     def _row_bytes(self, tensor, run, bits):
-        """Returns bytes of a state for each index of a cut parameter's first dimension, which one rank holds. 0 if the
-        parameter is not cut, or if numbers may be shared between ranks."""
+        """Returns the bytes of a state for each index of a cut parameter's first dimension, which belong to one rank. 0
+        if the parameter is not cut, or if ranks may share numbers."""
         param, count = self.params[tensor], self.tensors[tensor][-1]
         row = math.prod(param.shape[1:])
         if count < 0 or run == 0 or TILE % run or row % run or row // run * bits % 8:
@@ -276,9 +276,9 @@ class _Part:
         return row // run * bits // 8
 
     def _published(self, tensor):
-        """The states of a tensor as others see them. Those that lie by a cut parameter's rows are DTensors of its
-        placements, which distributed checkpoints load on any number of ranks. If there are others, "cut" says which
-        elements they are of: such states fit no other cut."""
+        """Returns the states of a tensor as others see them. States that follow a cut parameter's rows are DTensors
+        with its placements, which distributed checkpoints can load on any number of ranks. If there are other states,
+        "cut" has the elements to which they belong, since they fit no other cut."""
         param, (*_, first, count) = self.params[tensor], self.tensors[tensor]
         states = dict(self.views[tensor])
         if count < 0:
@@ -289,7 +289,7 @@ class _Part:
                 continue
             shape = torch.Size((param.shape[0], *view.shape[1:]))
             stride = tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-            # torch cannot deepcopy a DTensor of a view that begins within its storage, so this is one of its own.
+            # torch cannot deepcopy a DTensor whose tensor begins within its storage, so this one begins at its storage.
             alone = torch.from_dlpack(view) if view.numel() > 0 else torch.empty_like(view)
             states[name] = type(param.data).from_local(alone, param.device_mesh, param.placements, run_check=False,
                                                        shape=shape, stride=stride)
@@ -329,7 +329,7 @@ class _Part:
         return kept is None or torch.equal(kept.to(self.dtype), self.locals[tensor])
 
     def find_grads(self, grads):
-        """Returns the gradients' addresses, 0 for a missing one, and tensors to keep until the step is queued."""
+        """Returns the gradients' addresses, 0 for a missing one, and tensors to keep alive until the step is queued."""
         if self.sharded:
             grads = [grad if grad is None else _local(grad) for grad in grads]
         found = self.known[()].find(grads) if not self.last_missing and () in self.known else None
@@ -339,7 +339,7 @@ class _Part:
                 found = self.known[self.last_missing].find(grads)
         if found is not None:
             return found, ()
-        self.where = None  # where gradients have another layout, parameters may, even at their old addresses
+        self.where = None  # if gradients have another layout, parameters may have one, even at their old addresses
         dtype, ordered, addresses, kept = self.grads, self.ordered, [], []
         plain = not ordered
         for t, grad in enumerate(grads):
@@ -352,15 +352,15 @@ class _Part:
                     grad.device != self.device or grad.shape != self.shapes[t]:
                 grad = _address(grad, self.locals[t], dtype, self.order[t])
                 kept.append(grad)
-            addresses.append(grad.data_ptr() or 1)  # an empty shard takes part in name alone
+            addresses.append(grad.data_ptr() or 1)  # an empty shard has no address, and 0 would mean no gradient
         found = array.array("Q", addresses)
-        # Layouts that change all the time are not worth their making.
+        # If layouts keep changing, remembering them is not worth its time.
         if plain and not kept and 1 not in addresses and self.made < 8:
             self.known[self.last_missing], self.made = _Known(grads, self.last_missing, found), self.made + 1
         return found, kept
 
     def constants(self, groups, missing, all_together, captured):
-        """Returns what each group's tensors share, with a group for each age, and the group of each tensor."""
+        """Returns the constants of each group, split by the number of steps taken, and each tensor's group."""
         if all_together:
             age = self.age[0] + 1
             return [self._constants(groups[g], age, captured) for g in self.used], self.group_of
@@ -385,7 +385,7 @@ class _Part:
         return (float(lr), float(group["weight_decay"]), float(beta1), float(beta2), float(group["eps"]), age, lr_at)
 
     def catch_up(self):
-        """Counts the steps of replayed graphs, which took the parameters of the capture."""
+        """Counts the steps of replayed graphs for the parameters of the capture."""
         clock = self.handle.clock(self.stream()) if self.captured else self.clock
         if len(self.captured) < len(self.age) and clock != self.clock:
             self._part_ways()
@@ -395,8 +395,8 @@ class _Part:
         self.clock, self.divided = clock, None
 
     def step(self, grads, groups, step, captured=False):
-        """grads: one for each parameter, or None. groups: the optimizer's. captured: into a CUDA graph; nothing happens
-        yet."""
+        """Takes a step. grads: one for each parameter, or None. groups: the optimizer's. captured: the step is captured
+        into a CUDA graph, so nothing happens yet."""
         own = grads
         if self.shares:
             own = [grad if owner < 0 else None for grad, owner in zip(grads, self.shares.owners)]
@@ -428,7 +428,7 @@ class _Part:
             self._find_versions()
 
     def _check_shares(self, grads, captured, constants, group_of):
-        """Refuses on all ranks what an owner would refuse later, while the others wait for it."""
+        """Refuses on all ranks what an owner would refuse later, when the others would wait for it."""
         present, first = [t for t in self.owned if grads[t] is not None], {}
         for t in present:
             its = constants[group_of[t]][2:6]  # betas, eps, number of the step
@@ -447,7 +447,7 @@ class _Part:
                                "sharded and have owners; step outside of the graph")
 
     def _step_shares(self, grads, group_of, constants, step):
-        """Takes the step of the parameters that have owners. All ranks have gradients of the same ones."""
+        """Steps the parameters that have owners. All ranks have gradients of the same ones."""
         values, slopes = {}, {}
         for t in self.owned:
             if grads[t] is None:
@@ -459,8 +459,8 @@ class _Part:
             self.shares.step(values, slopes, group_of, constants, step, self.stream())
 
     def _find_versions(self):
-        """The versions after a step, which has raised each by one. Parameters that are views of one tensor share a
-        counter, which has been raised for each; whether there are such is looked up once."""
+        """Finds the versions after a step, which has raised each by one. Parameters that are views of one tensor share
+        a counter, which the step has raised for each of them; the first step looks if there are any."""
         after = [number + 1 for number in self.versions]
         if not self.own_counters:
             found = lists.versions(self.counted)
@@ -477,13 +477,13 @@ class _Part:
                 self.state[p]["step"] = step
 
     def _count(self):
-        """Makes the tensors that tell how many steps each parameter has taken: one, or views of one."""
+        """Makes the tensors with the numbers of steps that parameters have taken: one tensor, or views of one."""
         ages = self.age[:1] if self.together else self.age
         self.counts, self.divided = torch.tensor(ages, dtype=torch.float32, device="cpu"), None
         self.steps = [self.counts[i] for i in range(len(ages))]
 
     def publish(self, state, ages):
-        """Enters the states of all parameters, which have taken so many steps, into the optimizer's."""
+        """Enters the states of all parameters into the optimizer's; `ages` are the numbers of steps taken."""
         self.state, self.age, self.clock, self.captured = state, list(ages), 0, []
         self.together = len(set(self.age)) == 1
         self._count()
@@ -492,7 +492,7 @@ class _Part:
                         "element": torch.tensor(self.handle.element(t)), **self._published(t)}
 
     def restore_all(self, states, names):
-        """Copies saved states into the views. What an owner refuses, all ranks refuse, since they load together."""
+        """Copies saved states into the views. If an owner refuses them, all ranks do, since they load together."""
         error = None
         for t, (state, name) in enumerate(zip(states, names)):
             try:
@@ -507,7 +507,7 @@ class _Part:
     def restore(self, tensor, state, what):
         """Copies a saved state into the views."""
         views = self.views[tensor]
-        if self.shares and tensor in self.owned:  # on all ranks, since they bring them together
+        if self.shares and tensor in self.owned:  # on all ranks, since full_tensor needs all of them
             state = {name: value.full_tensor() if _is_dtensor(value) else value for name, value in state.items()}
             state = {name: value.view(views[name].shape) if name in views and value.numel() == views[name].numel()
                      else value for name, value in state.items()}
@@ -536,7 +536,7 @@ class Optimizer(torch.optim.Optimizer):
     those that rule, weights, m and v name (README.md has more). A parameter group may have its own lr, weight_decay,
     betas and eps, which schedulers may change, and its own preset, rule, weights, m and v."""
 
-    _bf16_weights = None  # how bf16 parameters are stored unless `weights` says it; None: as the preset does
+    _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
 
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
@@ -594,7 +594,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise TypeError(f"a parameter of {p.dtype} was found; the optimizer takes float32 and bfloat16")
         try:
             self._check_group(group)
-            # The library knows the names; an optimizer of nothing says what is wrong with them.
+            # The library checks the names when it makes an optimizer without tensors.
             library.Handle(self._settings(group, "fp32" if all(p.dtype is torch.float32 for p in group["params"])
                                           else "bf16"), [])
         except ValueError:
@@ -610,12 +610,12 @@ class Optimizer(torch.optim.Optimizer):
         if small:
             v = library.Handle({**settings, "device": "cpu"}, []).setting("v")
             settings.update(m="fp32", v="fp32" if v != "none" else None)
-        if parameters:  # for a look at the names alone
+        if parameters:  # only to check the names
             settings.update(parameters=parameters, device="cpu", overrides=None)
         return settings
 
     def _check_needs(self):
-        """Warns of an argument that none of the rules reads; a group that is added later may bring one that does."""
+        """Warns of an argument that no rule reads; a group that is added later may have a rule that does."""
         given = [name for names in NEEDS for name in names.split() if self._shared[name] is not None]
         if not given:
             return
@@ -695,7 +695,7 @@ class Optimizer(torch.optim.Optimizer):
         return part
 
     def _make_parts(self, params, grads):
-        """Parts for parameters that have their first gradients: one for each key, in order."""
+        """Makes parts for parameters that have their first gradients: one for each key, in order."""
         by_key = defaultdict(list)
         for p, grad in zip(params, grads):
             dtype = grad.dtype if grad.dtype in NUMBERS else p.dtype
@@ -710,7 +710,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure=None):
         return self._uncompiled_step(closure)
 
-    step.hooked = True  # else torch puts its wrapper around step, which takes 5 us even if there is nothing to call
+    step.hooked = True  # else torch wraps step, which takes 5 us even if there are no hooks
 
     @torch.compiler.disable
     def _uncompiled_step(self, closure):
@@ -718,7 +718,7 @@ class Optimizer(torch.optim.Optimizer):
         return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
 
     def _is_watched(self):
-        """True if torch's wrapper has something to do: hooks to call, or a profiler to tell."""
+        """Returns True if torch's wrapper is needed: there are hooks to call, or a profiler runs."""
         return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or
                     torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks or
                     torch._C._autograd._profiler_enabled())
@@ -841,7 +841,7 @@ class Optimizer(torch.optim.Optimizer):
             hook(self)
 
     def _restore(self, states):
-        """Makes the parts anew that these states came from, and fills them."""
+        """Makes the parts again from which these states came, and fills them."""
         self._parts, self._part_of, self._end = [], {}, 0
         self.state = defaultdict(dict)
         self._flatten()
@@ -859,7 +859,7 @@ class Optimizer(torch.optim.Optimizer):
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
         fits = all(part.handle.element(t) == int(states[p]["element"]) for t, p in enumerate(params))
-        if not fits and len(params) > 1:  # they did not begin together
+        if not fits and len(params) > 1:  # they were not made as one part
             self._parts.remove(part)
             for p in params:
                 self._restore_part([p], grads, states)
@@ -875,7 +875,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        if "_parts" not in self.__dict__:  # a copy, or from a file: torch has made the object without __init__
+        if "_parts" not in self.__dict__:  # a copy or a loaded object, made without __init__
             self._begin()
             if self.__dict__.pop("_in_backward"):
                 self.step_in_backward()
@@ -885,9 +885,9 @@ class Optimizer(torch.optim.Optimizer):
     # In the backward pass.
 
     def step_in_backward(self):
-        """From now on each parameter is stepped as soon as its gradient is complete, and the gradient is released.
-        step() and zero_grad() then find nothing to do but for parameters that are frozen now and are not later. Not with
-        DDP, gradient accumulation or clipping."""
+        """From now on steps each parameter as soon as its gradient is complete, and releases the gradient. step() and
+        zero_grad() then do nothing, except for parameters that are frozen now and are not later. This does not work
+        with DDP, gradient accumulation or clipping."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
         self._apart = {}
@@ -895,7 +895,7 @@ class Optimizer(torch.optim.Optimizer):
         return self
 
     def _set_apart(self):
-        """Hooks parameters that are new. Each lies where it would if all were stepped together."""
+        """Hooks new parameters. Each has the place in the model that it would have if all were stepped together."""
         def hook(param):
             with torch.no_grad():
                 self._step([param], [param.grad])
@@ -908,5 +908,5 @@ class Optimizer(torch.optim.Optimizer):
                 self._hooks.append(p.register_post_accumulate_grad_hook(hook))
 
     def describe(self):
-        """Returns one line for each part: rule, formats and bytes per parameter."""
+        """Returns a line for each part: rule, formats and bytes a parameter."""
         return [part.handle.describe() for part in self._parts]

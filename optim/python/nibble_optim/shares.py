@@ -1,14 +1,14 @@
-"""Sharded parameters that a rule (muon, adafactor), a format (scales of whole tensors) or limit_growth reads whole, and
-those without whole blocks of states in each row: vectors, mostly.
+"""Steps sharded parameters that need an owner: those that a rule (muon, adafactor), a format (scales of whole tensors)
+or limit_growth reads whole, and those whose rows do not hold whole blocks of states, mostly vectors.
 
-Each of them has an owner among the ranks that hold its rows. The owner keeps its states and takes its step: it gets the
-other ranks' rows of the gradient and of the parameter, and afterwards they get theirs back. So states and updates are
-those of the whole parameter, to the bit, for any number of ranks and any rows; a rank may also hold none. Owners are
-runs of the model of about equal size, so a rank keeps one N-th of the states and does one N-th of the work.
+Each of them has an owner among the ranks that hold its rows. The owner keeps its states and takes its step: it receives
+the other ranks' rows of the gradient and of the parameter, and sends the new rows of the parameter back. So states and
+updates are those of the whole parameter, to the bit, for any number of ranks and any rows; a rank may hold none. Each
+owner has a run of the model of about equal size, so a rank keeps one N-th of the states and does one N-th of the work.
 
 Cost: three all-to-alls a step. A rank sends, and receives, 1 / N of the bytes of all these gradients and twice 1 / N
 of those of the parameters; in bf16 that is 6 / N bytes a parameter. During the step it holds two copies of 1 / N of
-both. An all-gather of the gradients would bring all of them to every rank, and every rank would do the whole work."""
+both. An all-gather of the gradients would copy all of them to every rank, and every rank would do the whole work."""
 import array
 import itertools
 
@@ -18,7 +18,7 @@ ALIGNMENT = 16  # bytes at which the library takes tensors in place
 
 
 def _cut_dimensions(param):
-    """Returns the dimensions of a DTensor's mesh by which its rows are cut."""
+    """Returns the dimensions of a DTensor's mesh over which its rows are divided."""
     return [d for d, p in enumerate(getattr(param, "placements", ())) if not p.is_replicate()]
 
 
@@ -34,8 +34,8 @@ class Ranks:
 
 
 class Shares:
-    """`params` are all parameters of a part, `owners` their owners' numbers, -1 for those that are stepped where they
-    lie. `make(settings)` makes an optimizer of the library, of whole parameters."""
+    """The parameters of a part that have owners. `params` are all parameters of the part, and `owners` their owners'
+    numbers, -1 for parameters without. `make(settings)` makes an optimizer of the library for whole parameters."""
 
     def __init__(self, params, owners, ranks, make):
         self.ranks, self.owners, self.handle = ranks, owners, None
@@ -47,7 +47,7 @@ class Shares:
             self.handle = make({"share": f"{ranks.here}/{ranks.count}"})
 
     def _pieces(self, param):
-        """Where the elements that each rank holds begin, and how many they are; and whether all hold all."""
+        """Returns where each rank's elements begin and how many they are, and True if all ranks hold all."""
         cut = _cut_dimensions(param)
         if not cut:
             return [(0, param.numel())] * self.ranks.count, True
@@ -87,8 +87,8 @@ class Shares:
         return [t for t in these if self.owners[t] == self.ranks.here]
 
     def gather(self, these, tensors):
-        """`tensors`: contiguous, of one element type, what lies here of these parameters. Returns the whole of those
-        that this rank owns, each at an address that the library takes."""
+        """Gathers parameters at their owners. `tensors` has what lies here of each, contiguous and of one element type.
+        Returns those that this rank owns, whole, each at an address that the library takes."""
         here, ranks, mine = self.ranks.here, range(self.ranks.count), self._mine(these)
         sent = torch.cat([tensors[t].view(-1)[:self._sends(t, here)] for t in these])
         counts = [sum(self._sends(t, r) for t in mine) for r in ranks]
@@ -103,7 +103,7 @@ class Shares:
         return {t: whole[begin:begin + self.sizes[t]] for t, begin in zip(mine, begins)}
 
     def scatter(self, these, whole, tensors):
-        """Copies the parameters that this rank owns, changed, to all ranks' `tensors`."""
+        """Copies the new values of all these parameters from their owners to all ranks' `tensors`."""
         here, ranks, mine = self.ranks.here, range(self.ranks.count), self._mine(these)
         first = tensors[these[0]]
         parts = [whole[t][self.pieces[t][0][r][0]:][:self.pieces[t][0][r][1]] for r in ranks for t in mine]
@@ -114,7 +114,7 @@ class Shares:
         _copy([tensors[t].view(-1) for t in these], received.split(counts))
 
     def step(self, weights, grads, group_of, constants, number, stream):
-        """`weights` and `grads`: contiguous, what lies here of each owned parameter that is stepped, by its number."""
+        """Takes a step. `weights` and `grads` have what lies here of stepped parameters, contiguous, by number."""
         these = [t for t in self.owned if t in grads]
         values, slopes = self.gather(these, weights), self.gather(these, grads)
         if values:
@@ -124,14 +124,14 @@ class Shares:
         self.scatter(these, values, weights)
 
     def any(self, value):
-        """Returns the first rank's value that is not None, if there is one. All ranks call this together."""
+        """Returns the first rank's value that is not None, or None. All ranks call this together."""
         values = [None] * self.ranks.count
         torch.distributed.all_gather_object(values, value, group=self.ranks.group)
         return next((its for its in values if its is not None), None)
 
     def spread(self, states):
-        """The states of all owners as DTensors, of which every rank has a run, as checkpoints want them: by number and
-        name. `states`: the same of this rank's own parameters, as tensors. All ranks call this together."""
+        """Returns the states of all owners, by number and name, as DTensors of which each rank has a run, as
+        checkpoints need them. `states` has those of this rank's own parameters. All ranks call this together."""
         ranks, here = range(self.ranks.count), self.ranks.here
         kinds = [None] * self.ranks.count
         torch.distributed.all_gather_object(

@@ -1,4 +1,4 @@
-"""flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them."""
+"""Optimizers of flashoptim: 8-bit states in blocks of 32, and bf16 weights with 8 or 16 bits more beside them."""
 from ..optimizer import Optimizer
 
 _WEIGHTS = {24: "bf16+8", 32: "bf16+16", None: "bf16"}
@@ -12,7 +12,7 @@ def _make(name, rule, lr, betas, decay, keeps_v=True):
         if not compress_state_dict or check_numerics:
             raise ValueError(f"{name}: compress_state_dict=False and check_numerics=True are not there; leave them out")
         self._bf16_weights = _WEIGHTS[master_weight_bits]
-        if decouple_lr:  # the decay of a step is then weight_decay itself
+        if decouple_lr:  # a step decays by weight_decay times lr over the first lr
             decay = dict(decay_mode="independent", lr_max=lr)
         else:
             decay = {}
@@ -39,5 +39,5 @@ class FlashSGD(Optimizer):
 
 
 def enable_gradient_release(model, optimizer):
-    """Steps each parameter of the optimizer in the backward pass; `model` is there for the name's sake."""
+    """Steps each parameter of the optimizer in the backward pass; `model` is ignored, as in flashoptim's signature."""
     return optimizer.step_in_backward()

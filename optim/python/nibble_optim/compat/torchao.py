@@ -1,10 +1,10 @@
-"""torchao.optim: Adam and AdamW with states of 8 bits, 4 bits and fp8. Unlike there, small tensors have such states
-too."""
+"""Optimizers of torchao.optim: Adam and AdamW with states of 8 bits, 4 bits and fp8. Unlike torchao's, small tensors
+have such states, too."""
 from ..optimizer import Optimizer
 
 
 def _make(name, rule, m, v, block, decay):
-    """Makes the class `name`. m and v are formats, whose block is `block` unless the caller says otherwise."""
+    """Returns the class `name`; m and v are formats, whose block is `block` unless the caller gives block_size."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=decay, amsgrad=False, *,
                  block_size=block, bf16_stochastic_round=False, seed=0):
