@@ -53,7 +53,7 @@ static bool is_left(const Resume* resume, const Option* option) {
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
 }
 
-const char* resume_path(const char* option, const char* value) {
+char* resume_path(const char* option, const char* value) {
     if (strcmp(option, "eval") == 0) return text_copy(evaluation_paths(value));
     return strcmp(option, "format") == 0 ? paths_absolute(value) : path_absolute(value);
 }
@@ -73,7 +73,7 @@ bool resume_options(Resume* resume, char* error) {
         const bool fixed = text_among(name, of_shape);
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
-        const char* path = resume_path(name, now);
+        SCOPED char* path = resume_path(name, now);
         if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);

@@ -98,8 +98,8 @@ static bool nvrtc_missing(char* error) {
     const char* own = getenv("NIBBLE_NVRTC");
     snprintf(error, DATA_ERROR_BYTES,
              "the optimizer is compiled here at run time, and %s could not be opened: install cuda-nvrtc (apt-get "
-             "install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or type make clean and make on this "
-             "machine and take a --preset as it is",
+             "install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or build on this machine (make clean "
+             "&& make) and take a --preset as it is",
              own && *own ? own : "libnvrtc.so.13 or .12");
     return false;
 }

@@ -514,11 +514,11 @@ inline void comm_require_same(const Launch* launch, const char* text, const char
     require(text, error);
     int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
     launch_broadcast(launch, 0, &bytes, sizeof(bytes));
-    SCOPED char* first = (char*)memory_zero((size_t)bytes, 1);
+    char* first = (char*)memory_zero((size_t)bytes, 1);
     if (launch->rank == 0) strcpy(first, text);
     launch_broadcast(launch, 0, first, bytes);
     while (text[at] && text[at] == first[at]) at++;
-    if (text[at] == first[at]) return;
+    if (text[at] == first[at]) return free(first);
     while (at > 0 && strncmp(text + at, "--", 2) != 0) at--;  // where the first option that differs begins
     const auto length = [](const char* option) {
         const char* end = strstr(option, " --");
