@@ -73,9 +73,11 @@ struct OptimConfig {
     // Returns device memory of this size for the stored streams, 16-byte aligned; does not return if there is none. The
     // memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;
-    void* allocator = nullptr;      // its context
-    struct Optim** made = nullptr;  // receives the optimizer at once, to be freed if making it fails and the process
-                                    // goes on
+    void* allocator = nullptr;  // its context
+    // These receive what is made, at once, to be freed if making the rest fails and the process goes on.
+    struct Optim** made = nullptr;
+    struct Plan** planned = nullptr;
+    char* joined = nullptr;  // the text of `overrides`, if optim_resolve has put it together
 };
 
 // Bytes that a combination takes. They are known before anything is allocated.

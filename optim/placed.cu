@@ -27,7 +27,7 @@ struct PlacedState {
     int group;                    // the caller's; -1: no gradient
     bool weights_off, grads_off;  // do not begin at a multiple of 16 bytes
     int32_t first_slot;           // of the weights of its first tile, or -1
-    int number;                   // of its constants among those of its run
+    int number;                   // of its constants among those of its run; -1: none yet
 };
 
 // Tiles with the same constants: one launch.
@@ -49,6 +49,15 @@ struct PlacedView {
     int weight_bytes, grad_bytes;
 };
 
+// Tables that grow on the host until they are complete. A refusal leaves them to the next step.
+struct PlacedBuild {
+    Tile* step_tile;
+    PlacedTile* tile;
+    uint32_t* beside;
+    int64_t tiles, staged;
+    int32_t weights_slots, grads_slots;
+};
+
 struct PlacedTables {
     Optim* optim;
     OptimParts parts;
@@ -66,7 +75,8 @@ struct PlacedTables {
     bool moved;                  // the device has other addresses than `pointers`
     bool captured;               // a graph may change the places behind our back
     bool kept;                   // and uses these tables, which others may replace
-    Replayed* replayed;          // device memory: what a graph's kernels read
+    PlacedBuild build;
+    Replayed* replayed;  // device memory: what a graph's kernels read
     PlacedView view;
 };
 
@@ -172,6 +182,11 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     return tables;
 }
 
+static void build_free(PlacedBuild* build) {
+    free(build->step_tile), free(build->tile), free(build->beside);
+    *build = {};
+}
+
 static void tables_clear(PlacedTables* tables) {
     const Device* dev = tables->parts.dev;
     PlacedView* view = &tables->view;
@@ -182,6 +197,7 @@ static void tables_clear(PlacedTables* tables) {
     tables->kept = false;
     view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
     view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
+    build_free(&tables->build);
     free(tables->run);
     tables->run = nullptr;
     tables->runs = 0;
@@ -199,15 +215,6 @@ void placed_free(PlacedTables* tables) {
 }
 
 // Building the tables.
-
-// Tables that grow on the host until they are complete.
-struct PlacedBuild {
-    Tile* step_tile;
-    PlacedTile* tile;
-    uint32_t* beside;
-    int64_t tiles, staged;
-    int32_t weights_slots, grads_slots;
-};
 
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
     const OptimParts* parts = &tables->parts;
@@ -285,7 +292,6 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const OptimParts* parts = &tables->parts;
     const LaunchPlan* plan = &parts->plan->launch[launch];
     const Rows rows = config_rows(&plan->config);
-    bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
     const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
     if (config_reads_whole(&plan->config)) require_all(tables, launch, &rows);
@@ -299,11 +305,11 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
         more = false;
         for (int t = 0; t < parts->count; t++) {
             PlacedState* state = &tables->tensor[t];
-            if (done[t] || state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
+            const bool done = state->number >= 0;
+            if (done || state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
             const int number = run_group(&run, state->group, parts->plan->group_of[t]);
             more = more || number < 0;
             if (number < 0) continue;
-            done[t] = true;
             state->number = number;
             build_tensor(tables, build, t, number, &run, whole_slot);
         }
@@ -316,7 +322,6 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
         tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
         tables->run[tables->runs++] = run;
     }
-    free(done);
 }
 
 static void* uploaded(const Device* dev, const void* host, int64_t bytes) {
@@ -331,10 +336,11 @@ static void tables_build(PlacedTables* tables) {
     PlacedView* view = &tables->view;
     const size_t most = (size_t)((parts->plan->end - parts->plan->begin) / TILE_ELEMENTS);
     tables_clear(tables);
-    PlacedBuild build = {};
+    PlacedBuild& build = tables->build;
     build.step_tile = (Tile*)memory_take(most * sizeof(Tile));
     build.tile = (PlacedTile*)memory_take(most * sizeof(PlacedTile));
     build.beside = (uint32_t*)memory_take(most * sizeof(uint32_t));
+    for (int t = 0; t < parts->count; t++) tables->tensor[t].number = -1;
     for (int launch = 0; launch < parts->plan->launches; launch++) build_launch(tables, &build, launch);
     tables->tiles = build.tiles;
     tables->staged = build.staged;
@@ -347,7 +353,7 @@ static void tables_build(PlacedTables* tables) {
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
     device_zero(dev, view->grads, grads);  // tiles between the rows of tensors, which nothing brings
-    free(build.step_tile), free(build.tile), free(build.beside);
+    build_free(&build);
     tables->built = true;
 }
 

@@ -117,6 +117,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
 // Makes a plan without runs of the arena (plan_ranges adds them), so the tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
+    if (config->planned) *config->planned = plan;
     char error[DATA_ERROR_BYTES];
     require(overrides_parse(config->overrides, plan->overrides, &plan->override_count, error), error);
     plan->weights[0] = {config->weights, "", {}};
@@ -143,6 +144,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
+    Plan** planned = plan->launch[0].config.planned;
+    if (planned) *planned = nullptr;
     free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->kept), free(plan);
 }
 
