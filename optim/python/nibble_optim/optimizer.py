@@ -6,6 +6,7 @@ Each state belongs to one parameter and depends on the whole tensor alone, also 
 import array
 import itertools
 import math
+import operator
 import re
 import warnings
 from collections import defaultdict
@@ -283,11 +284,7 @@ class _Part:
         if self.watched:
             versions = lists.versions(self.counted)
             if self.versions is not None and versions != self.versions:
-                for t, then, now in zip(self.counted_of, self.versions, versions):
-                    if then != now:
-                        self.handle.weights_changed(t)
-                        if self.shares and self.shares.handle:
-                            self.shares.handle.weights_changed(t)
+                self._take_over(t for t, then, now in zip(self.counted_of, self.versions, versions) if then != now)
             self.versions = versions
         if self.where is not None and lists.same_addresses(self.locals, self.where, self.numbers):
             return
@@ -298,7 +295,23 @@ class _Part:
                                    f"step, by {tuple(local.shape)} of {local.dtype} with strides {local.stride()} on "
                                    f"{local.device}; move or change the model first and make the optimizer then")
         self.where = lists.addresses(self.locals)
+        if self.watched and self.weights is not None:
+            self._take_over(t for t, then, now in zip(self.numbers, self.weights, self.where)
+                            if then != now and not self._is_kept(t))
         self.weights = array.array("Q", self.where)
+
+    def _take_over(self, tensors):
+        """Has what the library keeps beside these parameters made anew."""
+        for t in tensors:
+            for handle in (self.handle, self.shares and self.shares.handle):
+                if handle:
+                    handle.weights_changed(t)
+
+    def _is_kept(self, tensor):
+        """False if a parameter that lies elsewhere than before (p.data = new, model.to) has other values than its master
+        or codes. What is kept in addition to the parameter's own bits stays."""
+        kept = self.views[tensor].get("master", self.views[tensor].get("weights"))
+        return kept is None or torch.equal(kept.to(self.dtype), self.locals[tensor])
 
     def find_grads(self, grads):
         """The gradients' addresses, 0 where there is none; and tensors to keep alive until the step is under way."""
@@ -610,6 +623,9 @@ class Optimizer(torch.optim.Optimizer):
         self._check_needs()
         self._group_of = dict(zip(self._flat, self._flat_group))
         self._place_of = {p: i for i, p in enumerate(self._flat)}
+        if not self._part_of.keys() <= self._place_of.keys():
+            raise RuntimeError("a parameter that has been stepped is in no group any more; make another optimizer of the "
+                               "new parameters")
         for part in self._parts:
             self._place(part)
 
@@ -663,10 +679,14 @@ class Optimizer(torch.optim.Optimizer):
     # The step.
 
     def step(self, closure=None):
-        arguments = () if closure is None else (closure,)
-        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
+        return self._uncompiled_step(closure)
 
     step.hooked = True  # else torch puts its wrapper around step, which takes 5 us even if there is nothing to call
+
+    @torch.compiler.disable
+    def _uncompiled_step(self, closure):
+        arguments = () if closure is None else (closure,)
+        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
 
     def _is_watched(self):
         """True if torch's wrapper has something to do: hooks to call, or a profiler to tell."""
@@ -680,7 +700,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._flat is None:
+        flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        if self._flat is None or len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
             self._flatten()
         grads = [p.grad for p in self._flat]
         self._step(self._flat, grads)
@@ -689,6 +710,8 @@ class Optimizer(torch.optim.Optimizer):
     _watched_step = torch.optim.Optimizer.profile_hook_step(_plain_step)
 
     def _step(self, params, grads):
+        if self._parts and not self.state:  # cleared by other code, to begin anew
+            self._parts, self._part_of, self._end, self._idle = [], {}, 0, None
         if len(self._part_of) < len(params) or self._apart:
             self._make_missing(params, grads)
         captured = _is_capturing()
@@ -819,12 +842,14 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
-                "_bf16_weights": self._bf16_weights}
+                "_bf16_weights": self._bf16_weights, "_in_backward": self._apart is not None}
 
     def __setstate__(self, state):
         super().__setstate__(state)
         if "_parts" not in self.__dict__:  # a copy, or from a file: torch has made the object without __init__
             self._begin()
+            if self.__dict__.pop("_in_backward"):
+                self.step_in_backward()
             states = {p: dict(values) for p, values in self.state.items()}
             self._restore(states)
 
@@ -832,7 +857,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def step_in_backward(self):
         """From now on each parameter is stepped as soon as its gradient is complete, and the gradient is released.
-        step() and zero_grad() then find nothing to do. Not with DDP, gradient accumulation or clipping."""
+        step() and zero_grad() then find nothing to do but for parameters that are frozen now and are not later. Not with
+        DDP, gradient accumulation or clipping."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
         self._apart = {}
