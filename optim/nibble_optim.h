@@ -40,7 +40,7 @@ typedef struct {
 } NibbleTensor;
 
 // Makes an optimizer. `settings` ends with a null and has texts "key=value", whose values are those of ./train's
-// options:
+// options, by which sentences name them; without beta3, it is 0.9999:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16, what the caller's weights are
 //     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
@@ -98,8 +98,8 @@ NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char*
 // refused. A graph cannot be replayed after nibble_optim_free.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
-// Tells the optimizer that the caller has written to a parameter. The next step makes what it keeps beside the
-// parameter (a master, codes) from the new values.
+// Tells the optimizer that the caller has written to a parameter, or gives the next step another tensor in its place.
+// That step makes what it keeps beside the parameter (a master, codes) from the new values.
 void nibble_optim_weights_changed(NibbleOptim* optim, int tensor);
 
 // An array of the states, or a tensor's part of one, in whole tiles of 2048 elements. Names and types are those of
