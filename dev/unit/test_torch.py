@@ -566,6 +566,8 @@ def test_torch_mistakes_are_exceptions():
             (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p]).add_param_group({"params": [q], "lr": -1.0})),
             (ValueError, "c_atn.weight matches no parameter", lambda: nibble_optim.Optimizer(
                 [("h.0.c_attn.weight", q)], rule="muon", stacked="c_attn.*:3; c_atn.weight:3").step()),
+            (ValueError, "overrides: lnn matches no parameter", lambda: nibble_optim.Optimizer(
+                [("ln.weight", q)], overrides="ln|lnn: m=fp32").step()),
             (ValueError, "betas: 1", lambda: nibble_optim.Optimizer([p], betas=(1.0, 0.9))),
             (ValueError, "betas=(0.9,) were found; give", lambda: nibble_optim.Optimizer([p], betas=(0.9,))),
             (ValueError, "nesterov: 'off' was found; give True or False",
@@ -624,6 +626,22 @@ def test_torch_weights_written_by_others():
             train(moved, optimizers[1], number, number)
             moved[0].weight.data = moved[0].weight.data.clone()
         assert same(still, moved), ("the same values elsewhere leave a master as it is", settings)
+
+
+def test_torch_overrides_of_some_parts():
+    """Overrides name parameters of the whole model, also where each type or parameter is an optimizer of its own."""
+    for in_backward in (False, True):
+        model = torch.nn.ModuleDict({"fc": torch.nn.Linear(8, 8).bfloat16(), "ln": torch.nn.LayerNorm(8)})
+        optimizer = nibble_optim.Optimizer(model.named_parameters(), overrides="ln | fc.bias: m=fp32; ln: v=fp32 lr=0")
+        if in_backward:
+            optimizer.step_in_backward()
+        model["ln"](model["fc"](torch.randn(3, 8).bfloat16()).float()).square().sum().backward()
+        optimizer.step()
+        kinds = {name: [optimizer.state[p][key].dtype for key in "mv"] for name, p in model.named_parameters()}
+        byte, real = torch.uint8, torch.float32
+        assert kinds == {"fc.weight": [byte, byte], "fc.bias": [real, byte], "ln.weight": [real, real],
+                         "ln.bias": [real, real]}, kinds
+        assert (model["ln"].weight == 1.0).all()
 
 
 def test_torch_groups_and_states_changed_by_others():

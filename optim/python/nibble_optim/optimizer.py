@@ -25,6 +25,21 @@ NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov"
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
 TILE = 2048
+REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
+
+
+def _by_pattern(text):
+    """The parts of `overrides` or `stacked`: (patterns, ":", settings), without spaces in the patterns."""
+    for part in (text or "").split(";"):
+        patterns, colon, settings = part.partition(":")
+        if part.strip():
+            yield "".join(patterns.split()) if colon else patterns, colon, settings
+
+
+def _matches(pattern, names):
+    """True if the pattern matches some name from its beginning or a dot up to its end or a dot."""
+    pattern = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return any(map(re.compile(rf"(.*\.)?{pattern}(\..*)?", re.DOTALL).fullmatch, names))
 
 
 def _is_dtensor(tensor):
@@ -619,7 +634,7 @@ class Optimizer(torch.optim.Optimizer):
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
         self._idle = None  # the places of parameters that have had no gradient yet
-        self._check_stacked()
+        self._check_patterns()
         self._check_needs()
         self._group_of = dict(zip(self._flat, self._flat_group))
         self._place_of = {p: i for i, p in enumerate(self._flat)}
@@ -629,15 +644,25 @@ class Optimizer(torch.optim.Optimizer):
         for part in self._parts:
             self._place(part)
 
-    def _check_stacked(self):
-        """Refuses a pattern of `stacked` that no name matches, as `overrides` does: from the name's beginning or a dot
-        up to its end or a dot."""
-        for text in re.split(r"[;|]", re.sub(r":[^;]*", "", self._shared["stacked"] or "")):
-            pattern = re.escape(text.strip()).replace(r"\*", ".*").replace(r"\?", ".")
-            match = re.compile(rf"(.*\.)?{pattern}(\..*)?", re.DOTALL).fullmatch
-            if pattern and not any(map(match, self._names.values())):
-                raise ValueError(f"stacked: {text.strip()} matches no parameter; type a name such as "
-                                 f"{next(iter(self._names.values()))}, of model.named_parameters()")
+    def _check_patterns(self):
+        """Refuses a pattern that no name matches."""
+        names = self._names.values()
+        for setting in ("overrides", "stacked"):
+            for patterns, colon, _ in _by_pattern(self._shared[setting]):
+                for pattern in patterns.split("|") if colon and patterns != REST else ():
+                    if not _matches(pattern, names):
+                        raise ValueError(f"{setting}: {pattern} matches no parameter; type a name such as "
+                                         f"{next(iter(names))}, of model.named_parameters()")
+
+    def _overrides_of(self, params):
+        """The overrides without patterns of other parameters, such as those of another type."""
+        names, kept = [self._names[p] for p in params], []
+        for patterns, colon, settings in _by_pattern(self._shared["overrides"]):
+            if colon and patterns != REST:
+                patterns = "|".join(pattern for pattern in patterns.split("|") if _matches(pattern, names))
+            if patterns:
+                kept.append(patterns + colon + settings)
+        return "; ".join(kept) or "*: lr=1"  # this changes nothing, and "" would bring the preset's
 
     def _place(self, part):
         places = [self._place_of[p] for p in part.params]
@@ -655,6 +680,8 @@ class Optimizer(torch.optim.Optimizer):
         settings = self._settings(group, small=params[0].numel() < self._min_quantized)
         if params[0].dtype is torch.bfloat16 and self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
+        if self._shared["overrides"]:
+            settings["overrides"] = self._overrides_of(params)
         if self._apart:
             settings["releases"] = 1
         part = _Part(self, params, settings, grads, self._end if element is None else element)
