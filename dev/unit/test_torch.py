@@ -628,6 +628,18 @@ def test_torch_weights_written_by_others():
         assert same(still, moved), ("the same values elsewhere leave a master as it is", settings)
 
 
+def test_torch_preset_of_a_group():
+    """A group's own preset brings its rule and formats; without one, the group has those of the optimizer."""
+    for own, kinds in [({"preset": "adamw8"}, [torch.uint8, torch.uint8]), ({"preset": "adamw8", "m": "fp32"},
+                                                                            [torch.float32, torch.uint8]),
+                       ({"rule": "adamw", "v": "bf16"}, [torch.float32, torch.bfloat16])]:
+        weight, bias = torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(8))
+        optimizer = nibble_optim.Optimizer([{"params": [weight]}, {"params": [bias], **own}], rule="muon", m="fp32")
+        weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+        optimizer.step()
+        assert [optimizer.state[bias][key].dtype for key in "mv"] == kinds and "v" not in optimizer.state[weight], own
+
+
 def test_torch_overrides_of_some_parts():
     """Overrides name parameters of the whole model, also where each type or parameter is an optimizer of its own."""
     for in_backward in (False, True):

@@ -577,6 +577,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name}: {value:g} was found; give {want}")
 
     def add_param_group(self, param_group):
+        if "preset" in param_group:  # which brings all, not the formats of other groups
+            param_group = {**dict.fromkeys(FORMATS), **param_group}
         params = param_group["params"]
         if not isinstance(params, torch.Tensor):
             params = list(params)
