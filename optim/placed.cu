@@ -225,9 +225,10 @@ static void require_all(const PlacedTables* tables, int launch, const Rows* rows
     }
     if (!with || !without) return;
     user_error(
-        "%s has a gradient and %s has none, and a step of %s with m %s and v %s takes all tensors or none; give "
+        "%s has a gradient and %s has none, and a step of %s with m %s and v %s%s takes all tensors or none; give "
         "both a gradient, or override the formats of one",
-        with, without, rows->rule->name, rows->m->name, rows->v->name);
+        with, without, rows->rule->name, rows->m->name, rows->v->name,
+        parts->config->limit_growth > 0.0f ? " and limit_growth" : "");
 }
 
 // The number of the tensor's constants among those of a run; -1 if the run has no room for them.
@@ -316,8 +317,10 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
         run.tiles = build->tiles - run.first;
         if (run.tiles == 0) break;
         if (more && matrix) {
-            user_error("%s takes all its matrices together, and they were given more than %d learning rates and decays",
-                       rows.rule->name, STEP_GROUPS);
+            user_error(
+                "%s takes all its matrices together, and they were given more than %d learning rates and decays; give "
+                "them fewer",
+                rows.rule->name, STEP_GROUPS);
         }
         tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
         tables->run[tables->runs++] = run;
