@@ -92,7 +92,7 @@ static Run* run_of(Model* m, const Setup* setup, const char* folder) {
     return &run;
 }
 
-// One micro-batch from host memory, (B, T) each; order and buckets as data/loader.h describes them.
+// Feeds one micro-batch from host memory, (B, T) each, with order and buckets as data/loader.h describes them.
 static void feed(const Model* m, const int* tokens, const int* targets, bool first, float share) {
     int n = m->B * m->T, buckets = 0, used = 0;
     std::vector<int> order(n), bucket(2 * (n + 1));
@@ -124,7 +124,7 @@ static void update(Model* m, float lr, float clip, int64_t step) {
     arena_step(&m->arena, m->scalars, m->activations);
 }
 
-// The arena of gradients as fp32 in host memory.
+// Returns the arena of gradients as fp32 in host memory.
 static Floats gradients(const Model* m) {
     Floats values(m->arena.elements);
     if (!m->arena.grads_bf16) {
@@ -305,7 +305,7 @@ struct Small {
 static const Small SMALL[] = {
     {{2, 128, 2, 48, 300, 384}, 33}, {{2, 256, 2, 80, 200, 256}, 64}, {{1, 192, 3, 140, 257, 384}, 139}};
 
-// The gradient and, in *loss, the mean loss of SMALL_B sequences in micro-batches of s->B.
+// Returns the gradient and, in *loss, the mean loss of SMALL_B sequences in micro-batches of s->B.
 static Floats small_gradients(const Device* dev, const Setup* s, double* loss) {
     int n = SMALL_B * s->T;
     std::vector<int> tokens(n), targets(n);
@@ -394,7 +394,7 @@ TEST(model_cpu_gpu) {
     }
 }
 
-// Every stored stream of the optimizer, one after another, in host memory.
+// Returns every stored stream of the optimizer, one after another, in host memory.
 static Bytes streams(const Model* m) {
     Bytes all;
     for (int i = 0; i < optim_stream_count(m->arena.optim); i++) {
@@ -409,7 +409,7 @@ static Bytes streams(const Model* m) {
 static const Setup TRAINED = {
     {2, 128, 2, 32, 256, 256}, 4, 31, OPTIM_FP32, false, RECOMPUTE_NONE, 50, "bf16:sr", "bf16:sr", "bf16:sr"};
 
-// A text of random words.
+// Opens a text of random words.
 static void open_words(Dataset* data, int T) {
     constexpr int BYTES = 6000;
     static char text[BYTES];

@@ -964,7 +964,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
 // Returns the options that a checkpoint keeps. Those that resolve() derives from the run stay as they were typed.
 static Options options_saved(const Run* run) {
     Options saved = *run->options;
-    saved.grads = run->asked.grads, saved.overrides = run->asked.overrides;
+    saved.grads = run->asked.grads, saved.overrides = run->asked.overrides, saved.logit_rows = run->asked.logit_rows;
     saved.val_every = run->asked.val_every, saved.sample_every = run->asked.sample_every;
     saved.print_every = run->asked.print_every, saved.release = run->asked.release;
     return saved;
@@ -1070,8 +1070,12 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
 
 static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
     Model m = *(const Model*)p->model;
+    const Options* o = (const Options*)p->options;
+    const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
+    if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
+    if (several && strcmp(o->release, "auto") == 0) m.arena.releases = false;
     if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
-    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for((const Options*)p->options, &m);
+    if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
     return memory_plan(&m, (const OptimConfig*)p->config);
 }
 
@@ -1110,6 +1114,12 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
 }
 
+// Weights of a folder are trained already, so they take a tenth of the usual rate.
+static double usual_lr(const Options* o) {
+    const double usual = optim_usual_lr(o->rule, o->channels);
+    return gpt2_named(o->model) ? usual : usual / 10;
+}
+
 static Schedule schedule_of(const Options* o) {
     return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup};
 }
@@ -1119,7 +1129,7 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
     char error[DATA_ERROR_BYTES];
     if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
-    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels);
+    if (o->lr == AUTO) o->lr = usual_lr(o);
     if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
@@ -1188,7 +1198,6 @@ static void resolve(Run* run) {
     resolve_grads(o, m, config);
     resolve_offload(o, m, config);
     resolve_release(o, m, config);
-    if (o->lr == AUTO && *run->model_folder) o->lr = optim_usual_lr(o->rule, o->channels) / 10;
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1206,7 +1215,7 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
     report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
     report.usual_lr = optim_usual_lr(o->rule, o->channels), report.usual_lr_of_any = optim_usual_lr("", o->channels);
-    report.trained = *run->model_folder != 0;
+    report.trained = !gpt2_named(o->model);
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
@@ -1259,6 +1268,9 @@ static const char* resume_optim(Options* o, Resume* merge) {
     r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
     optim_resume(&r);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
+    // What was chosen for the rule of before says nothing about another one.
+    if (r.other_rule && !resume_given(merge, "beta3")) o->beta3 = AUTO;
+    if (r.other_rule && !resume_given(merge, "ramp")) o->ramp = AUTO;
     return r.asked;
 }
 
@@ -1435,6 +1447,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         require_stdout();
         prompts_close(&prompts);
     } else {
+        require(evaluation_check(o->eval, tokenizer, error), error);  // all, before the first is scored
         evaluate(&m, o, tokenizer, evaluation_print, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1500,9 +1513,10 @@ static void begin(Run* run) {
     arena_changed(&m->arena);
     if (m->arena.release) release_set_last(m->arena.release, (float)run->folder.state.last_norm);
     signals_doing("this step", 0);
-    // So that the run can be resumed from any folder.
-    o->data = path_absolute(o->data), o->val = path_absolute(o->val), o->formats = paths_absolute(o->formats);
-    o->prompt_file = path_absolute(o->prompt_file);
+    for (const char* name : {"data", "val", "format", "prompt-file", "eval", "eval-out"}) {
+        const char** value = (const char**)option_value(&TABLE, o, name);
+        *value = resume_path(name, *value);
+    }
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1539,7 +1553,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && report_already_done(&run.folder, run.resume.from)) return 0;
-    const Planner planner = {plan_of, run.model, &run.config, o};
+    const Planner planner = {plan_of, run.model, &run.config, &run.asked};
     const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
     const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
                                    available_to(run.model), run.dev.name);
@@ -1584,7 +1598,7 @@ int main(int argc, char** argv) {
     if (option_given(&TABLE, given, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
     const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
-    for (const char* other : {"data", "steps", "dry-run"}) {
+    for (const char* other : {"data", "steps", "dry-run", "run", "resume"}) {
         if (!evaluates || !option_given(&TABLE, given, other)) continue;
         user_error("--eval trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too",
                    other);

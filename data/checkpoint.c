@@ -11,23 +11,8 @@
 
 #define PIECE_BYTES (64 << 20)  // of memory in which arrays pass between device and file
 
-char* path_absolute(const char* path) {
-    SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
-    return folder ? text_format("%s/%s", folder, path) : text_copy(path);
-}
-
-char* paths_absolute(const char* list) {
-    char *all = text_copy(""), *rest = NULL;
-    SCOPED char* copy = text_copy(list);
-    for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
-        SCOPED char *before = all, *named = path_absolute(path), *real = realpath(path, NULL);
-        all = text_format("%s%s%s", before, *before ? "," : "", real ? real : named);
-    }
-    return all;
-}
-
 char* checkpoint_name(const char* run_folder, int64_t step) {
-    return text_format("%s/step_%08lld", run_folder, (long long)step);
+    return text_copy(path_in(run_folder, text_kept("step_%08lld", (long long)step)));
 }
 
 // The step in a name that checkpoint_name wrote, with `ending` behind it; -1 for others, such as the user's step_5.
@@ -431,6 +416,9 @@ bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t
     if (!automatic && !folder_exists(named)) {
         return data_error(
             error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
+    }
+    if (!automatic && access(named, R_OK | X_OK) != 0) {
+        return data_error(error, "--resume %s: %s; give a folder that you may read", named, strerror(errno));
     }
     *named_itself = !automatic && file_exists(path_in(named, "state.json"));
     if (*named_itself) {

@@ -8,11 +8,6 @@
 #include "run_folder.h"
 C_LINKAGE_BEGIN
 
-// Returns the absolute path; "" and glob patterns stay as they are. The caller frees it.
-char* path_absolute(const char* path);
-// Does the same for each path in a list separated by commas, and resolves links.
-char* paths_absolute(const char* list);
-
 // Lists the steps of a run folder's checkpoints, newest first, in *steps, which the caller frees. Returns how many.
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // Returns the name of a step's folder, RUN/step_%08lld, which the caller frees.

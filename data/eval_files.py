@@ -1,7 +1,7 @@
 """Evaluation files: the questions of HellaSwag, LAMBADA or one's own .jsonl as tokens, for `./train --eval NAME`.
 
 A line of the .jsonl holds one of
-    {"activity_label", "ctx_a", "ctx_b", "endings", "label"}   HellaSwag as its authors give it; is cleaned
+    {"activity_label", "ctx_a", "ctx_b", "endings", "label"}   HellaSwag as its authors give it; it is cleaned here
     {"ctx", "endings", "label"}                                the same, cleaned already
     {"context", "choices", "answer"}                           any question; answer counts from 0
     {"context", "continuation"}                                the last word is asked for
@@ -30,7 +30,7 @@ PUBLIC = {  # name: where its authors' file is
 
 
 def cleaned(text):
-    """HellaSwag's text without the marks of WikiHow."""
+    """Returns HellaSwag's text without the marks of WikiHow."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -45,7 +45,7 @@ def answer_of(record, name, choices, where):
 
 
 def question_of(record, where):
-    """(kind, context, choices, which is right) of a line."""
+    """Returns (kind, context, choices, index of the right one) of a line."""
     fields = record.keys() if isinstance(record, dict) else set()
     if {"ctx_a", "ctx_b", "activity_label", "endings", "label"} <= fields:
         context = cleaned(f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}")
@@ -68,7 +68,7 @@ def question_of(record, where):
 
 
 def encode_row(vocabulary, context, continuation, where):
-    """(tokens of the context, tokens of the continuation), split as the harness splits them."""
+    """Returns (tokens of the context, tokens of the continuation), split as the harness splits them."""
     stripped = context.rstrip()
     continuation, context = context[len(stripped) :] + continuation, stripped
     if not context and vocabulary.end is None:
@@ -103,7 +103,7 @@ class Questions:
             self.longest = max(self.longest, len(row[0]) + len(row[1]))
 
     def contents(self):
-        """The bytes of the file."""
+        """Returns the bytes of the file."""
         for table in (self.examples, self.rows, self.tokens):
             if sys.byteorder == "big":
                 table.byteswap()

@@ -2,13 +2,14 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include "clock.h"
 #include "files.h"
 #include "json.h"
 #include "text.h"
 
 enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
+
+static const char SCORES[] = "{\"task\": ";  // the first bytes of --eval-out's file
 
 typedef struct {
     char magic[8];
@@ -107,6 +108,26 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
     return true;
 }
 
+static bool is_path(const char* name) {
+    return strchr(name, '/') || text_ends(name, ".eval");
+}
+
+// Returns the file that a name stands for.
+static const char* task_path(const char* name) {
+    return text_kept(is_path(name) ? "%s" : "data/eval/%s.eval", name);
+}
+
+const char* evaluation_paths(const char* names) {
+    const char* all = "";
+    SCOPED char* list = text_copy(names);
+    char* rest = *list ? list : NULL;
+    for (char* name; (name = strsep(&rest, ","));) {
+        SCOPED char* path = path_absolute(task_path(name));
+        all = text_kept("%s%s%s", all, *all ? "," : "", strchr(path, ',') ? name : path);
+    }
+    return all;
+}
+
 bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer, char* error) {
     memset(e, 0, sizeof(*e));
     if (!*name) {
@@ -114,13 +135,12 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
                           "--eval names nothing where a task belongs; type names or paths with one comma between two, "
                           "such as --eval hellaswag,lambada, or --eval-every 0");
     }
-    const bool is_path = strchr(name, '/') || text_ends(name, ".eval");
-    SCOPED char* path = is_path ? text_copy(name) : text_format("data/eval/%s.eval", name);
+    SCOPED char* path = text_copy(task_path(name));
     snprintf(e->name, sizeof(e->name), "%s", path_name(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
     int64_t bytes = 0;
-    if (!is_path && !file_exists(path)) {
+    if (!is_path(name) && !file_exists(path)) {
         const bool is_name =
             name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
         return data_error(error,
@@ -151,26 +171,11 @@ bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error
     return true;
 }
 
-// Refuses to write scores to a file that cannot be written, or that is to be scored and would be lost.
-static bool scores_possible(const char* names, const char* out, char* error) {
-    struct stat one, other;
-    SCOPED char* list = text_copy(names);
-    char* rest = list;
-    bool same = false;
-    for (char* name; !same && (name = strsep(&rest, ","));) {
-        same =
-            stat(name, &one) == 0 && stat(out, &other) == 0 && one.st_dev == other.st_dev && one.st_ino == other.st_ino;
-    }
-    if (!same && output_possible(out, error)) return true;
-    if (same) data_error(error, "%s is scored by --eval; name a file that is not", out);
-    return data_error(error, "--eval-out: %s", error);
-}
-
-bool evaluation_possible(const char* names, bool bytes, const char* out, char* error) {
-    Tokenizer* tokenizer = bytes ? tokenizer_open(NULL, error) : NULL;
+bool evaluation_possible(const char* names, const char* folder, const char* out, char* error) {
+    Tokenizer* tokenizer = !folder || *folder ? tokenizer_open(folder, error) : NULL;
     const bool ok = evaluation_check(names, tokenizer, error);
     tokenizer_close(tokenizer);
-    return ok && (!*out || scores_possible(names, out, error));
+    return ok && (!*out || output_possible(out, SCORES, error) || data_error(error, "--eval-out: %s", error));
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.
@@ -387,8 +392,7 @@ static bool evaluation_one(const Evaluator* by, const char* name, const Tokenize
 }
 
 bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
-    if (*out && by->rank == 0 && !scores_possible(names, out, error)) return false;
-    FILE* file = *out && by->rank == 0 ? output_open(out, error) : NULL;
+    FILE* file = *out && by->rank == 0 ? output_open(out, SCORES, error) : NULL;
     if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", error);
     bool ok = true, stopped = false;
     SCOPED char* list = text_copy(names);

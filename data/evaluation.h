@@ -33,10 +33,14 @@ typedef struct {
 // and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Returns whether all these tasks can be opened; their names have commas between them.
+// Returns the absolute paths of these tasks, whose names have commas between them, kept as by text_kept. A path that has
+// a comma stays relative.
+const char* evaluation_paths(const char* names);
+// Returns whether all these tasks can be opened.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
-// Does the same before a run, on bytes or other tokens. It also checks that --eval-out ("": none) can be written.
-bool evaluation_possible(const char* names, bool bytes, const char* out, char* error);
+// Does the same before a run, with the tokenizer in `folder` (NULL: bytes; "": unknown). It also checks that --eval-out
+// ("": none) can be written.
+bool evaluation_possible(const char* names, const char* folder, const char* out, char* error);
 
 // A batch of B sequences of T tokens holds the rows [first, first + count) of `order`; count is at most B.
 typedef struct {

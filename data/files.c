@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
+#include "text.h"
 #ifdef __SSE4_2__
 #include <nmmintrin.h>
 #endif
@@ -64,7 +65,24 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 #endif
 
 const char* path_in(const char* folder, const char* name) {
-    return text_kept("%s/%s", folder, name);
+    return text_kept("%s%s%s", folder, text_ends(folder, "/") ? "" : "/", name);
+}
+
+char* path_absolute(const char* path) {
+    SCOPED char* folder = !path[0] || path[0] == '/' ? NULL : getcwd(NULL, 0);
+    const bool pattern = strpbrk(path, "*?[") && folder && strpbrk(folder, "*?[");
+    const bool joins = folder && !pattern && text_is_utf8(folder, (int64_t)strlen(folder));
+    return joins ? text_format("%s/%s", folder, path) : text_copy(path);
+}
+
+char* paths_absolute(const char* list) {
+    char *all = text_copy(""), *rest = NULL;
+    SCOPED char* copy = text_copy(list);
+    for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
+        SCOPED char *before = all, *named = path_absolute(path), *real = realpath(path, NULL);
+        all = text_format("%s%s%s", before, *before ? "," : "", real ? real : named);
+    }
+    return all;
 }
 
 const char* path_parent(const char* path) {
@@ -235,7 +253,15 @@ static int64_t whole_lines(int descriptor, const char* path, int64_t bytes, char
     return 0;
 }
 
-bool output_possible(const char* path, char* error) {
+size_t file_begin(const char* path, char* text, size_t bytes) {
+    FILE* file = fopen(path, "re");
+    const size_t count = file ? fread(text, 1, bytes, file) : 0;
+    if (file) fclose(file);
+    return count;
+}
+
+bool output_possible(const char* path, const char* begins, char* error) {
+    char text[16] = "";
     struct stat status;
     const bool there = lstat(path, &status) == 0;
     if (there && !S_ISREG(status.st_mode)) {
@@ -244,12 +270,15 @@ bool output_possible(const char* path, char* error) {
                           : S_ISDIR(status.st_mode) ? "folder"
                                                     : "pipe or a device");
     }
-    return access(there ? path : path_in(path_parent(path), "."), W_OK) == 0 ||
-           data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
+    if (access(there ? path : path_in(path_parent(path), "."), W_OK) != 0) {
+        return data_error(error, "%s cannot be written: %s; name a file that can", path, strerror(errno));
+    }
+    return !there || file_begin(path, text, sizeof(text) - 1) == 0 || strncmp(text, begins, strlen(begins)) == 0 ||
+           data_error(error, "%s holds something else already; name a file that does not exist yet", path);
 }
 
-FILE* output_open(const char* path, char* error) {
-    if (!output_possible(path, error)) return NULL;
+FILE* output_open(const char* path, const char* begins, char* error) {
+    if (!output_possible(path, begins, error)) return NULL;
     const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
     const int descriptor = open(path, flags, 0666);
     FILE* file = descriptor < 0 ? NULL : fdopen(descriptor, "w");

@@ -15,6 +15,11 @@ const char* path_in(const char* folder, const char* name);
 const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.
 const char* path_name(const char* path);
+// Returns the absolute path, which the caller frees. "" stays as it is, and so does a path in a folder whose name is not
+// UTF-8, or would be part of the path's glob pattern.
+char* path_absolute(const char* path);
+// Does the same for each path in a list separated by commas, and resolves links.
+char* paths_absolute(const char* list);
 
 #define FILE_READ_MAX (64 << 20)  // the largest file that file_read takes: 64 MiB
 
@@ -36,10 +41,13 @@ char* file_read(const char* path, int64_t* bytes, char* error);
 // Finds the size and CRC-32C of FOLDER/NAME, which it reads in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
 
-// Opens a file that a user named, to write it anew; NULL with a sentence. Links, pipes and devices are refused.
-FILE* output_open(const char* path, char* error);
+// Reads up to `bytes` bytes of a file whose size need not be known. Returns how many; 0: it cannot be read.
+size_t file_begin(const char* path, char* text, size_t bytes);
+// Opens a file that a user named, to write it anew; NULL with a sentence. Links, pipes and devices are refused, and a
+// file that does not begin with `begins`, as what this program writes there does.
+FILE* output_open(const char* path, const char* begins, char* error);
 // Returns whether output_open will probably be able to open it.
-bool output_possible(const char* path, char* error);
+bool output_possible(const char* path, const char* begins, char* error);
 
 // Returns whether the disk has room for so many bytes at `path`, which need not exist yet; true if that is unknown.
 bool disk_holds(const char* path, int64_t bytes, char* error);

@@ -19,11 +19,11 @@ VENV = "type `make venv`, and .venv/bin/python data/prepare.py instead"  # where
 
 
 class Problem(Exception):
-    """Something the user can mend: one sentence, exit status 2."""
+    """A mistake that the user can correct. It is reported in one sentence, and the exit status is 2."""
 
 
 def make_folder(folder, out):
-    """Makes the folder that --out OUT asks for, with those above it; it may be there already."""
+    """Makes the folder that --out OUT asks for, and those above it. The folder may exist."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -31,7 +31,7 @@ def make_folder(folder, out):
 
 
 class ZstdFile(io.RawIOBase):
-    """The contents of zstd's frames, one after another. A file that ends within a frame is an EOFError."""
+    """Reads the contents of zstd's frames one after another. A file that ends within a frame raises EOFError."""
 
     def __init__(self, path):
         try:
@@ -96,7 +96,7 @@ def first_bytes(path):
 
 
 def unpacker(path):
-    """What opens a packed file, whatever its name; None for one that is not packed."""
+    """Returns the function that opens a packed file, judged by its contents; None if it is not packed."""
     head = first_bytes(path)
     for signature, opener in PACKINGS:
         if re.match(signature, head):
@@ -110,13 +110,13 @@ def unpacker(path):
 
 
 def open_input(path):
-    """A binary stream of the file's contents, unpacked."""
+    """Returns a binary stream of the file's contents, unpacked."""
     opener = unpacker(path)
     return opener(path) if opener else open(path, "rb")
 
 
 def damaged(path, error):
-    """The sentence for a file that cannot be read to its end."""
+    """Returns the sentence for a file that cannot be read to its end."""
     return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); fetch or write it again")
 
 
@@ -128,7 +128,7 @@ def cache_folder():
 
 
 def download(url, instead):
-    """Downloads a file into the cache, once, and returns its path. `instead` says what to do without network."""
+    """Downloads a file into the cache, once, and returns its path. `instead` says what to do without a network."""
     path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
     if path.exists():
         return path

@@ -199,7 +199,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
     return true;
 }
 
-// Returns what a .bin that is not a shard of tokens may be.
+// Returns what a file of another kind is, by its first number; NULL: unknown.
 static const char* magic_name(int32_t magic) {
     static const struct {
         int32_t magic;
@@ -210,12 +210,12 @@ static const char* magic_name(int32_t magic) {
     for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
         if (known[i].magic == magic) return known[i].name;
     }
-    return "not a shard of tokens";
+    return NULL;
 }
 
 // Takes a file without a shard's header as bytes or as nanoGPT's 16 bits, or refuses it.
 static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
-    const char *path = file->path, *name = magic_name(magic);
+    const char *path = file->path, *known = magic_name(magic);
     if (format == DATA_NANOGPT && file->bytes % 2 != 0) {
         return data_error(
             error,
@@ -225,27 +225,30 @@ static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic,
     }
     file->width = format == DATA_NANOGPT ? 2 : 1;
     file->tokens = file->bytes / file->width;
-    if (format == DATA_NANOGPT || format == DATA_BYTES) return true;
+    if (format == DATA_BYTES || (format == DATA_NANOGPT && !known)) return true;
+    if (known) return data_error(error, "%s is %s; name shards of 16-bit tokens or a text", path, known);
     if (format == DATA_SHARDS) {
-        return data_error(error, "%s is %s (its first number is %d, a shard's is %d); type --data-format auto", path,
-                          name, magic, SHARD_MAGIC);
+        return data_error(error,
+                          "%s is not a shard of tokens (its first number is %d, a shard's is %d); type --data-format "
+                          "auto",
+                          path, magic, SHARD_MAGIC);
     }
     Content content = content_of(file->descriptor, file->bytes, path, error);
     if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;
     if (!text_ends(path, ".bin")) return content == CONTENT_TEXT;
     return data_error(error,
-                      "%s is %s (its first number is %d, a shard's is %d); add --data-format nanogpt if it holds "
-                      "nanoGPT's uint16 tokens, or --data-format bytes to train on its bytes",
-                      path, name, magic, SHARD_MAGIC);
+                      "%s is not a shard of tokens (its first number is %d, a shard's is %d); add --data-format "
+                      "nanogpt if it holds nanoGPT's uint16 tokens, or --data-format bytes to train on its bytes",
+                      path, magic, SHARD_MAGIC);
 }
 
 // Checks the header of a shard against the file.
 static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
     int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
     if (format == DATA_NANOGPT) {
-        return data_error(
-            error, "%s is a shard with a header, which nanoGPT's files lack; type --data %s without --data-format",
-            file->path, shell_word(file->path));
+        return data_error(error,
+                          "%s is a shard with a header, which nanoGPT's files lack; type --data %s --data-format auto",
+                          file->path, shell_word(file->path));
     }
     if (size >= 8 && header[1] != SHARD_VERSION) {
         return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,

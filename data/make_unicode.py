@@ -4,8 +4,8 @@
     .venv/bin/python data/make_unicode.py          writes the file
     .venv/bin/python data/make_unicode.py --check  says by its exit status whether the file is up to date
 
-The classes are asked from tiktoken, the tokenizer that data/prepare.py encodes with, so that a prompt is cut into words
-as the training text was. tiktoken has a Unicode version of its own, which is not that of Python's unicodedata.
+The script asks tiktoken for the classes, because data/prepare.py encodes with it: so a prompt is cut into words as the
+training text was. tiktoken's version of Unicode is not that of Python's unicodedata.
 """
 
 import sys
@@ -18,7 +18,7 @@ VERSIONS = [f"{major}.0" for major in range(30, 9, -1)]
 
 
 def matches(pattern, text):
-    """The characters of the text that the pattern matches, one at a time."""
+    """Returns the characters of the text that the pattern matches, one at a time."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     engine = tiktoken.Encoding("class", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return set(engine.decode(engine.encode_ordinary(text)))
@@ -35,7 +35,7 @@ def unicode_version():
 
 
 def class_runs():
-    """[(characters, class)]: runs of characters of one class, from code point 0 on, each up to the next one's beginning."""
+    """Returns [(characters, class)]: runs of characters of one class, from code point 0 on."""
     every = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
     found = [matches(pattern, "".join(every)) for pattern in CLASSES]
     changes = []

@@ -190,6 +190,7 @@ static const OptionNeed NEEDS[] = {
     {"head fp8-grads", "matmul", "fp8"},
     {"kept-blocks", "recompute", "block"},
     {"decay-fraction", "schedule", "wsd"},
+    {"final-lr", "schedule", "cosine|linear|wsd"},
     {"alpha ramp", "rule", "ademamix"},
     {"beta3", "rule", "ademamix|came"},
     {"momentum nesterov", "rule", "muon|normuon|rmnp|normuon-lite"},
@@ -204,8 +205,8 @@ static const OptionNeed NEEDS[] = {
 
 // Pairs of an option that replaces training, or another option, and of one that it would ignore.
 static const char* const APART[][2] = {
-    {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"},         {"sample", "eval-out"}, {"sample", "prompt"},
-    {"sample", "steps"}, {"sample", "data"},    {"sample", "run"},         {"sample", "profile"},  {"fit", "eval"},
-    {"fit", "gpus"},     {"fit", "memory"},     {"fit", "batch"},          {"fit", "resume"},      {"fit", "dry-run"},
-    {"fit", "device"},   {"fit", "shard"},      {"prompt-file", "prompt"},
+    {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"}, {"sample", "eval-out"},    {"sample", "prompt"},
+    {"sample", "steps"}, {"sample", "data"},    {"sample", "run"}, {"sample", "resume"},      {"sample", "profile"},
+    {"fit", "eval"},     {"fit", "gpus"},       {"fit", "memory"}, {"fit", "batch"},          {"fit", "resume"},
+    {"fit", "dry-run"},  {"fit", "device"},     {"fit", "shard"},  {"prompt-file", "prompt"},
 };

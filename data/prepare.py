@@ -93,7 +93,7 @@ def place_of(piece, place=None):
 
 
 def input_kind(path):
-    """What is inside, by the ending of the name; a packed file of any other name, or one without an ending, is text."""
+    """Returns the kind of the contents by the name's ending. Packed files of other names, or without one, hold text."""
     if first_bytes(path).startswith(b"PAR1"):
         return "parquet"
     packed = unpacker(path) is not None
@@ -120,7 +120,7 @@ def open_parquet(path):
 
 
 def parquet_column(path, field):
-    """The file and the index of its column of text."""
+    """Returns the file and the index of its column of text."""
     file = open_parquet(path)
     names = file.schema_arrow.names
     if field not in names:
@@ -129,7 +129,7 @@ def parquet_column(path, field):
 
 
 def input_bytes(path, field):
-    """Size of the input as read: unpacked, with separators and JSON; of a .parquet file, its column of text."""
+    """Returns the size of the input as read: unpacked, with separators and JSON; of .parquet, the text column."""
     try:
         if input_kind(path) == "parquet":
             file, column = parquet_column(path, field)
@@ -149,7 +149,7 @@ def input_bytes(path, field):
 
 
 def safe_cut(data, start):
-    """A position in data, at or after start, where encoding the two parts gives the tokens of the whole; 0: none.
+    """Returns a position in data, from start on, where both parts encode to the tokens of the whole; 0: there is none.
 
     GPT-2's pattern never matches across the border from a character that is not white space to white space, and never
     looks back, so a cut in front of a space or line feed that follows such a character is exact.
@@ -162,7 +162,7 @@ def safe_cut(data, start):
 
 
 def read_text(path):
-    """The pieces of a .txt file. A line `<|endoftext|>` is in no document; documents of white space are dropped."""
+    """Yields the pieces of a .txt file, without lines `<|endoftext|>` and documents of white space."""
     separator = END.encode()
     data, begins, place, line_number, line_starts, searched = bytearray(), True, 1, 1, True, 0
     with open_input(path) as stream:
@@ -219,7 +219,7 @@ def read_parquet(path, field):
 
 
 def read_json(path):
-    """The elements of an array, which is read as a whole; a file of anything else has a document a line."""
+    """Yields the elements of an array, which is read as a whole. Any other file has one document per line."""
     with open_input(path) as stream:
         if not stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
             yield from read_jsonl(path)
@@ -247,7 +247,7 @@ def read_inputs(paths, field):
 
 
 def measure(paths, field):
-    """What drawing validation documents needs: all bytes, the number of documents, and the sizes of those of .txt."""
+    """Returns what the draw of validation documents needs: all bytes, how many documents, the sizes in .txt."""
     total, documents, sizes = 0, 0, array.array("q")
     for path in paths:
         if input_kind(path) == "parquet":
@@ -265,7 +265,7 @@ def measure(paths, field):
 
 
 def cut_for_validation(data, at):
-    """Where to cut a text near `at`: after the next line end, else before a space, else between two characters."""
+    """Returns where to cut a text near `at`: after a line end, else before a space, else between two characters."""
     near = min(len(data), at + max(at // 8, 1 << 12))  # what follows a long line or a long word is not near
     line = data.find(b"\n", at, near) + 1
     if 0 < line < len(data):
@@ -279,7 +279,7 @@ def cut_for_validation(data, at):
 
 
 def draw(documents, share, seed):
-    """The numbers of about `share` of the documents, ascending: one out of each of as many equal stretches."""
+    """Returns the numbers of about `share` of the documents, ascending: one from each of as many equal stretches."""
     wanted = min(max(1, round(documents * share)), documents - 1)
     generator = random.Random(seed)
     for i in range(wanted):
@@ -287,7 +287,7 @@ def draw(documents, share, seed):
 
 
 def split_validation(pieces, share, measured, seed):
-    """Tags each piece "val" or "train": whole documents, drawn by the seed, are for validation.
+    """Tags each piece "val" or "train". Whole documents, drawn by the seed, are for validation.
 
     A document that is longer than half the validation text gives `share` of itself instead, its beginning; a
     line of JSON, which cannot be cut, is drawn at any length. So each input gives about `share` of its bytes.
@@ -333,7 +333,7 @@ def chunks(tagged):
 
 
 def shuffled(tokens, end, seed):
-    """The documents in `tokens`, each of which begins with the token `end`, in another order."""
+    """Returns the documents in `tokens`, each of which begins with the token `end`, in another order."""
     documents = np.split(tokens, np.flatnonzero(tokens == end)[1:])
     random.Random(seed).shuffle(documents)
     return np.concatenate(documents)
@@ -343,7 +343,7 @@ UNREADABLE = "documents that cannot be read, left out"  # one record of many tha
 
 
 class Notes:
-    """What was met in the input and gets a line at the end: how often, and the first places."""
+    """Counts what is reported at the end: how often it occurred in the input, and the first places."""
 
     def __init__(self):
         self.found = {}  # text: [count, places]
@@ -366,7 +366,7 @@ class Notes:
 
 
 def text_of(piece, field):
-    """The text of a piece, None for a null; a Problem that names the line when there is none."""
+    """Returns the text of a piece, None for a null. Raises a Problem that names the line if there is no text."""
     if piece.kind == "null":
         return None
     try:
@@ -394,7 +394,7 @@ def text_of(piece, field):
 
 
 def readable_text(piece, field, strict, notes):
-    """The text of a piece; None, and a note, where it has none that can be encoded."""
+    """Returns the text of a piece. If it has none that can be encoded, returns None and makes a note."""
     record = piece.kind in ("json", "element")
     try:
         text = text_of(piece, field)
@@ -420,14 +420,14 @@ def readable_text(piece, field, strict, notes):
 
 
 class Encoder:
-    """Pieces of documents to tokens."""
+    """Encodes pieces of documents."""
 
     def __init__(self, folder):
         self.vocabulary = vocabulary.open_vocabulary(folder)
         self.end = self.vocabulary.end
 
     def tokens(self, text, piece, strict, notes):
-        """The tokens of a text. White space for which tiktoken has no stack is encoded in pieces of MAX_SPACE."""
+        """Returns the tokens of a text. White space too long for tiktoken is encoded in pieces of MAX_SPACE."""
         try:
             return self.vocabulary.encode(text)
         except ValueError as error:
@@ -439,7 +439,7 @@ class Encoder:
         return np.concatenate([self.vocabulary.encode(text[begin:end]) for begin, end in zip(cuts, cuts[1:])])
 
     def encode(self, pieces, field, strict=False, inline=False, notes=None):
-        """The tokens of the pieces, uint16. With `inline`, END within a text begins a document."""
+        """Returns the tokens of the pieces as uint16. With `inline`, END within a text begins a document."""
         notes, parts = Notes() if notes is None else notes, []
         for piece in pieces:
             text = readable_text(piece, field, strict, notes)
@@ -473,7 +473,7 @@ def encode_in_worker(pieces, reading):
 
 
 def encode_all(parts, encoder, folder, reading, workers, notes):
-    """(part, input bytes, tokens) of every chunk, in order; at most 4 chunks a worker are in memory."""
+    """Yields (part, input bytes, tokens) of every chunk, in order. At most 4 chunks per worker are in memory."""
 
     def size(pieces):
         return sum(len(piece.data) for piece in pieces)
@@ -562,7 +562,7 @@ class ShardWriter:
 
 
 def replaceable(out):
-    """Whether --force may delete this: a folder that holds nothing but what this program writes."""
+    """Returns whether --force may delete this: a folder that holds only what this program writes."""
     ours = re.compile(r"(train|val)_\d{6}\.bin|meta\.json|[\w.-]+\.eval|" + "|".join(map(re.escape, vocabulary.FILES)))
     return out.is_dir() and not out.is_symlink() and all(ours.fullmatch(entry.name) for entry in out.iterdir())
 
@@ -579,7 +579,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number_of(text):
-    """The number that a text spells, 0 where it spells none; 1e9 and 1_000_000 are understood."""
+    """Returns the number that a text spells, 0 if it spells none. 1e9 and 1_000_000 are numbers."""
     try:
         return float(text)
     except ValueError:
@@ -587,7 +587,7 @@ def number_of(text):
 
 
 def count(text):
-    """A positive integer."""
+    """Returns a positive integer."""
     value = number_of(text)
     if not 1 <= value <= 2**62 or value != int(value):
         raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from 1 on, such as 1000 or 1e9")
@@ -595,7 +595,7 @@ def count(text):
 
 
 def bpe_size(text):
-    """The tokens of a vocabulary to train."""
+    """Returns the size of a vocabulary to train, in tokens."""
     size = number_of(text)
     if not BPE_MIN <= size <= vocabulary.MAX_VOCABULARY or size != int(size):
         bounds = f"{BPE_MIN} to {vocabulary.MAX_VOCABULARY}"
@@ -682,13 +682,13 @@ def parse(arguments):
 
 
 def worker_count(asked, total):
-    """One a core, but none beside this process for so little text that starting them would take longer."""
+    """Returns one worker per core, or none for a text so small that starting them would take longer."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(asked or (cores if total >= 1 << 23 else 1), 256)
 
 
 def find_inputs(options):
-    """The training and the validation files; named corpora are downloaded."""
+    """Returns the training and the validation files. It downloads named corpora."""
     for path in options.inputs + (options.val or []):
         if path in options.inputs and path in CORPORA and not os.path.exists(path):
             continue
@@ -712,7 +712,7 @@ def find_inputs(options):
 
 
 class Parts:
-    """The pieces of the training and the validation files, tagged "train" or "val"; they can be read more than once."""
+    """Holds the pieces of the training and the validation files, tagged "train" or "val", to be read more than once."""
 
     def __init__(self, options, train_files, validation_files):
         self.options, self.train_files, self.validation_files = options, train_files, validation_files
@@ -735,7 +735,7 @@ class Parts:
         yield from (("train", piece) for piece in pieces)
 
     def training_texts(self):
-        """The texts that a vocabulary is trained on: at most BPE_BYTES of the training part."""
+        """Yields the texts that a vocabulary is trained on: at most BPE_BYTES of the training part."""
         size, notes = 0, Notes()  # encoding will meet the same documents and note them
         for part, piece in self.tagged():
             text = readable_text(piece, self.options.field, self.options.strict, notes) if part == "train" else None
@@ -758,7 +758,7 @@ def prepare_vocabulary(options, parts, folder, notes):
 
 
 def write_shards(options, parts, encoder, folder, notes):
-    """The writers of both parts, when all is written."""
+    """Writes all shards. Returns the writers of both parts."""
     limit, size = options.limit_tokens, encoder.vocabulary.lengths
     val_limit = max(int(parts.share * limit), 1 << 15) if limit and not parts.validation_files else None
     limits = {"train": limit, "val": val_limit}
@@ -799,7 +799,7 @@ def check_parts(writers, train_files, notes):
 
 
 def holds_records(path, field):
-    """Whether the first line of a text is a JSON object with this field."""
+    """Returns whether the first line of a text is a JSON object with this field."""
     try:
         with open_input(path) as stream:
             record = json.loads(stream.readline(PIECE_BYTES))
@@ -839,7 +839,7 @@ def write_corpus(options, folder, train_files, validation_files):
 
 
 def next_command(out):
-    """A shell's line that trains on the folder `out`; it builds ./train first where it is not built."""
+    """Returns a shell command that trains on the folder `out`, and that first builds ./train if it is not there."""
     root = Path(__file__).resolve().parents[1]
     here = Path.cwd() == root
     train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])

@@ -131,8 +131,8 @@ const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
         if (option->type == OPTION_FLAG || text_among(option->name, own)) continue;
         fprintf(file, "--%s %s ", option->name, shell_word(option_text(option, run->fields)));
     }
-    fprintf(file, "and %lld tokens of --data, %lld of --val (checksums %08x and %08x)", (long long)train->tokens,
-            (long long)val->tokens, train->crc, val->crc);
+    fprintf(file, "--data of %lld tokens (checksum %08x) --val of %lld tokens (checksum %08x)",
+            (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
     fclose(file);
     return text;
 }

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 #include "checkpoint.h"
+#include "evaluation.h"
 #include "gpt2_config.h"
 #include "text.h"
 
@@ -52,6 +53,17 @@ static bool is_left(const Resume* resume, const Option* option) {
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
 }
 
+const char* resume_path(const char* option, const char* value) {
+    if (strcmp(option, "eval") == 0) return text_copy(evaluation_paths(value));
+    return strcmp(option, "format") == 0 ? paths_absolute(value) : path_absolute(value);
+}
+
+// A value as people write it: 0.0003, not 0.00030000000000000003.
+static const char* shown(const Option* option, const char* text) {
+    if (option->type == OPTION_REAL && strcmp(text, "auto") != 0) return text_kept("%.9g", strtod(text, NULL));
+    return *text ? text : "''";
+}
+
 bool resume_options(Resume* resume, char* error) {
     static const char* const of_shape[] = {"model", "layers", "channels", "heads", "seq", NULL};
     for (int i = 0; i < resume->table->count; i++) {
@@ -61,7 +73,7 @@ bool resume_options(Resume* resume, char* error) {
         const bool fixed = text_among(name, of_shape);
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
-        SCOPED char* path = path_absolute(now);  // as checkpoints name data
+        const char* path = resume_path(name, now);
         if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
@@ -77,7 +89,7 @@ bool resume_options(Resume* resume, char* error) {
                 error, "--%s %s: the checkpoint goes on with %s; leave --%s out, or name another --run to begin anew",
                 asked, now, text, asked);
         }
-        resume_changed(resume, " --%s %s (was %s)", name, *now ? now : "''", *text ? text : "''");
+        resume_changed(resume, " --%s %s (was %s)", name, shown(option, now), shown(option, text));
     }
     return true;
 }

@@ -33,4 +33,7 @@ bool resume_words(const Resume* resume, char* error);
 // ones that differ. Options that determine the model's shape must be the same.
 bool resume_options(Resume* resume, char* error);
 
+// Returns the value of an option that names files as checkpoints have it, so that a run can be resumed from any folder.
+const char* resume_path(const char* option, const char* value);
+
 C_LINKAGE_END

@@ -212,20 +212,12 @@ bool run_log_members(RunFolder* run, const char* type, const char* members) {
     return log_end(run);
 }
 
-// Reads up to `bytes` bytes of a file of the system, whose size is not known. Returns how many; 0: there is no file.
-static size_t system_file(const char* path, char* text, size_t bytes) {
-    FILE* file = fopen(path, "r");
-    const size_t count = file ? fread(text, 1, bytes, file) : 0;
-    if (file) fclose(file);
-    return count;
-}
-
 // Writes the command that started this process, as a shell reads it.
 static void write_command(FILE* file) {
     char words[4096];
     SCOPED char* line;
     size_t length;
-    const size_t bytes = system_file("/proc/self/cmdline", words, sizeof(words) - 1);
+    const size_t bytes = file_begin("/proc/self/cmdline", words, sizeof(words) - 1);
     words[bytes] = 0;
     FILE* command = text_stream(&line, &length);
     for (size_t i = 0; i < bytes; i += strlen(words + i) + 1) {
@@ -238,7 +230,7 @@ static void write_command(FILE* file) {
 // Writes the version of NVIDIA's driver, found in a line such as "... Kernel Module  570.124.06  ...", or null.
 static void write_driver(FILE* file) {
     char text[512], version[32] = "";
-    text[system_file("/proc/driver/nvidia/version", text, sizeof(text) - 1)] = 0;
+    text[file_begin("/proc/driver/nvidia/version", text, sizeof(text) - 1)] = 0;
     for (const char* at = text; *at && !*version; at += strcspn(at, " "), at += strspn(at, " ")) {
         if (strspn(at, "0123456789.") == strcspn(at, " ") && strchr(at, '.')) sscanf(at, "%31s", version);
     }
@@ -321,8 +313,9 @@ bool run_folder_possible(RunFolder* run, bool bytes) {
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                           run_text(run, "data"), weights, shell_word(weights));
     }
+    const char* folder = *weights && tokenizer_exists(weights) ? weights : run->sources[2];
     return (run_int(run, "eval-every") == 0 ||
-            evaluation_possible(run_text(run, "eval"), bytes, run_text(run, "eval-out"), run->error)) &&
+            evaluation_possible(run_text(run, "eval"), bytes ? NULL : folder, run_text(run, "eval-out"), run->error)) &&
            prompts_check(run_text(run, "prompt-file"), run->error);
 }
 
@@ -333,7 +326,6 @@ bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int voc
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
     if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;
-    if (run_int(run, "eval-every") > 0 && !evaluation_check(run_text(run, "eval"), tokenizer, error)) return false;
     return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), tokenizer, vocabulary,
                         error);
 }

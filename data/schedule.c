@@ -53,11 +53,11 @@ const char* plan_host_lacks(int64_t need, int64_t available, const char* offload
 bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
     const long long T = sizes->seq, ranks = sizes->ranks, unit = T * ranks, tokens = sizes->tokens_per_step;
     if (tokens >= 0 && tokens % unit != 0) {
-        const long long below = tokens / unit * unit;
+        const long long whole = sizes->batch > 0 ? unit * sizes->batch : unit, below = tokens / whole * whole;
         const char* gpus = ranks > 1 ? text_kept(" x %lld GPUs", ranks) : "";
         return data_error(error,
                           "--tokens-per-step %lld is not a multiple of --seq %lld%s; type --tokens-per-step %lld",
-                          tokens, T, gpus, below > 0 ? below : unit);
+                          tokens, T, gpus, below > 0 ? below : whole);
     }
     int64_t sequences = tokens >= 0 ? tokens / unit : 0;  // of one rank
     if (sizes->batch < 0) {

@@ -113,8 +113,11 @@ typedef struct {
 } Entries;
 
 static void entries_add(Entries* entries, Entry entry) {
-    entries->entry = memory_grow(entries->entry, (size_t)(entries->count + 1) * sizeof(Entry));
-    entries->entry[entries->count++] = entry;
+    const int64_t count = entries->count++;
+    // Room for twice as many whenever it is full, which is when there is a power of two of them.
+    if ((count & (count - 1)) == 0)
+        entries->entry = memory_grow(entries->entry, (size_t)(2 * count + 1) * sizeof(Entry));
+    entries->entry[count] = entry;
 }
 
 // Adds the members of an object, text: number.

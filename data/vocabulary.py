@@ -34,7 +34,7 @@ FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json") 
 
 
 def make_alphabet():
-    """{character: byte} in the order of GPT-2's first 256 tokens: printable bytes are themselves, others U+0100 on."""
+    """Returns {character: byte} in the order of GPT-2's first 256 tokens: printable bytes, then U+0100 and on."""
     printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in printable]
     return {**{chr(b): b for b in printable}, **{chr(256 + i): b for i, b in enumerate(others)}}
@@ -44,7 +44,7 @@ ALPHABET = make_alphabet()
 
 
 def to_bytes(text):
-    """The bytes of a token's text in the alphabet. One outside of it was added by hand and stands for its own text."""
+    """Returns the bytes of a token's text. One outside the alphabet was added by hand and stands for itself."""
     if all(character in ALPHABET for character in text):
         return bytes(ALPHABET[character] for character in text)
     return text.encode("utf-8")
@@ -63,7 +63,7 @@ CRC_TABLE = make_crc_table()
 
 
 def crc32c(data, crc=0):
-    """CRC-32C (Castagnoli) of bytes that follow those whose checksum is `crc`; of b"123456789" it is 0xE3069283."""
+    """Returns the CRC-32C (Castagnoli) of bytes that follow those of checksum `crc`; b"123456789" gives 0xE3069283."""
     crc ^= 0xFFFFFFFF
     for byte in data:
         crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -96,11 +96,11 @@ class Vocabulary:
             self.lengths[numbers[rank]] = len(text)
 
     def encode(self, text):
-        """The tokens of a text, uint16. A ValueError where it has more white space in a row than tiktoken takes."""
+        """Returns the tokens of a text as uint16. Raises ValueError if it has more white space than tiktoken takes."""
         return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
 
     def fingerprint(self):
-        """As data/README.md defines it for evaluation files."""
+        """Returns the fingerprint that data/README.md defines for evaluation files."""
         texts = [b""] * self.size
         for text, number in self.names.items():
             texts[number] = to_bytes(text)
@@ -124,14 +124,14 @@ class Bytes:
 
 
 def read_pair(names_file, merges_file):
-    """(names, merges) of vocab.json and merges.txt, or of the same under OpenAI's names."""
+    """Returns (names, merges) of vocab.json and merges.txt, or of the same files under OpenAI's names."""
     names = json.loads(names_file.read_text("utf-8"))
     merges = merges_file.read_text("utf-8").rstrip("\n").split("\n")
     return names, merges[merges[0].startswith("#version") :]
 
 
 def check_words(whole, path):
-    """A Problem where tokenizer.json does not describe byte-pair encoding of bytes within the words of GPT-2."""
+    """Raises a Problem if tokenizer.json does not describe byte-pair encoding of bytes within the words of GPT-2."""
     model, cut = whole.get("model") or {}, whole.get("pre_tokenizer") or {}
     plain = cut.get("type") == "ByteLevel" and not cut.get("add_prefix_space") and cut.get("use_regex", True)
     others = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "dropout")
@@ -141,7 +141,7 @@ def check_words(whole, path):
 
 
 def read_whole(path):
-    """(names, merges) of a tokenizer.json; merges are texts or pairs of texts in it."""
+    """Returns (names, merges) of a tokenizer.json, where merges are texts or pairs of texts."""
     whole = json.loads(path.read_text("utf-8"))
     check_words(whole, path)
     names = dict(whole["model"]["vocab"])
@@ -152,7 +152,7 @@ def read_whole(path):
 
 
 def what_lacks(folder):
-    """Why a folder holds no vocabulary."""
+    """Returns why a folder holds no vocabulary."""
     if not folder.is_dir():
         return "a file, not a folder" if folder.exists() else "no such folder"
     for name, other in (*PAIRS, *(pair[::-1] for pair in PAIRS)):
@@ -162,7 +162,7 @@ def what_lacks(folder):
 
 
 def find_files(folder):
-    """The files of a vocabulary: two of the folder, or tokenizer.json alone; none where it holds neither."""
+    """Returns the files of a vocabulary: two of the folder, or tokenizer.json alone, or none."""
     for names in (*PAIRS, ("tokenizer.json",)):
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
@@ -170,7 +170,7 @@ def find_files(folder):
 
 
 def find_gpt2():
-    """GPT-2's two files: of ../shared beside the repository, or downloaded."""
+    """Returns GPT-2's two files, from ../shared beside the repository or downloaded."""
     found = find_files(Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizer")
     if found:
         return found
@@ -185,7 +185,7 @@ def find_gpt2():
 
 
 def open_vocabulary(folder=None):
-    """The vocabulary of a folder; None: GPT-2's."""
+    """Opens the vocabulary of a folder; None means GPT-2's."""
     files = find_files(Path(folder)) if folder else find_gpt2()
     if not files:
         raise Problem(f"{folder}: {what_lacks(Path(folder))}; {OTHERS}")
@@ -204,7 +204,7 @@ def open_vocabulary(folder=None):
 
 
 def copy_vocabulary(vocabulary, source, folder):
-    """Writes the vocabulary's files into a folder, with what the folder that it came from says to transformers."""
+    """Writes the vocabulary's files into a folder, and those of its own folder that transformers reads."""
     vocabulary.write(folder)
     for name in FILES[2:]:
         if source and (Path(source) / name).is_file():

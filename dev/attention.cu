@@ -1,8 +1,8 @@
-// Times attention variants: forward, backward and both, at the shapes of ../shared/reference/measured.md and two with
-// heads of 128. Each variant is checked against the plain C version first. `prod` is what the trainer runs.
-// FLOPs are the causal ones: 4 B NH T T HS / 2 forward (two products over half the square), 2.5 times that backward.
-// Median of 20 runs by CUDA events after 3 for warm-up, random data; the variants take turns run by run, since a second
-// of wgmma warms the GPU enough to cost a tenth. With an argument it only checks. -DNIBBLE_HANG_REPORT ends hangs.
+// Times attention variants: forward, backward and both, at the shapes of the table in kernels/README.md. Each variant
+// is checked against the plain C version first. `prod` is what the trainer runs. FLOPs are the causal ones: 4 B NH T T
+// HS / 2 forward (two products over half the square), 2.5 times that backward. It prints the median of 20 runs by CUDA
+// events after 3 for warm-up, of random data; the variants take turns run by run, since a second of wgmma warms the GPU
+// enough to cost a tenth. With an argument it only checks. -DNIBBLE_HANG_REPORT ends hangs.
 //   nvcc -std=c++17 -O3 --expt-relaxed-constexpr -arch=native -Xcompiler -O3,-march=native,-fopenmp dev/attention.cu
 //        -lcublasLt -o build/dev/attention && build/dev/attention
 #include "../kernels/attention.cuh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does to ./train what a machine does to a run, on the CPU with a model of one layer, and looks what is left.
+"""Injects faults that a machine can cause into ./train, on the CPU with a model of one layer, and checks the result.
 
     make faults
     make faults FAULTS="--kills 300 --calls 300 --limits 100 --signals 200"
@@ -55,7 +55,7 @@ MEGABYTE = 1 << 20
 
 
 class Failed(Exception):
-    """What a case found."""
+    """A case raises this for what it found."""
 
 
 def need(condition, text):
@@ -63,11 +63,11 @@ def need(condition, text):
         raise Failed(text)
 
 
-# What is trained on: a folder as data/prepare.py makes it, with a tokenizer of 260 tokens.
+# The training data: a folder as data/prepare.py makes it, with a tokenizer of 260 tokens.
 
 
 def byte_letters():
-    """The letters that GPT-2's vocab.json has for the 256 bytes."""
+    """Returns the letters that GPT-2's vocab.json has for the 256 bytes."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in plain]
     letters = {b: chr(b) for b in plain}
@@ -131,7 +131,7 @@ class Harness:
                                     preexec_fn=prepare, start_new_session=True)
 
     def end(self, process, folder, name="train"):
-        """Waits for it; one that hangs is killed and has no code."""
+        """Waits for the end. A process that hangs is killed and has no code."""
         try:
             code = process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -148,7 +148,7 @@ class Harness:
     def run(self, folder, words=None, **more):
         return self.end(self.start(folder, words or self.words(), **more), folder)
 
-    # What an undisturbed run leaves, and how much of everything it takes.
+    # What an undisturbed run leaves, and how much memory and how many calls it takes.
 
     def measure(self):
         make_data(f"{self.root}/data")
@@ -180,14 +180,14 @@ class Harness:
 
     @staticmethod
     def bisect(works, low, high):
-        """The least number of megabytes that work, in bytes."""
+        """Returns the least number of megabytes that work, in bytes."""
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if works(middle * MEGABYTE) else (middle, high)
         return high * MEGABYTE
 
     def folder(self, name, begun):
-        """A folder for a case, in which a run stands at half of its steps where it is `begun`."""
+        """Makes a folder for a case. If `begun`, it holds a run that has done half of its steps."""
         folder = f"{self.root}/{name}"
         os.makedirs(folder)
         if begun:
@@ -225,7 +225,7 @@ class Harness:
         need(not re.search("[\x00-\x08\x0b-\x1f\x7f]", ended.err), f"control characters: {ended.err[-500:]!r}")
 
     def check_again(self, folder, but=""):
-        """The same command ends with the bits of the undisturbed run; `but`: a file that is the user's own."""
+        """Checks that the same command ends with the undisturbed run's bits; `but`: a file of the user's own."""
         ended = self.run(folder)
         need(ended.code == 0, f"again, undisturbed: ends with {ended.code}: {ended.err[-500:]}")
         need(self.steps(folder)[-1:] == [LAST], f"again, undisturbed: has steps {self.steps(folder)}")
@@ -235,12 +235,12 @@ class Harness:
                 json.loads(line)
 
     def check_kept(self, folder, before, but=""):
-        """The newest checkpoint of before is there, or a newer one; `but`: see check_checkpoints."""
+        """Checks that the newest earlier checkpoint, or a newer one, is there; `but`: see check_checkpoints."""
         after = self.steps(folder)
         need(not before or (after and after[-1] >= before[-1]), f"checkpoints {before} became {after}")
         self.check_checkpoints(folder, after[-1] if after else None, but=but)
 
-    # The groups. Each takes a folder name and a generator of random numbers, and raises Failed.
+    # The groups of cases. Each takes a folder name and a generator of random numbers, and raises Failed.
 
     def kills(self, name, rng):
         folder = self.folder(name, rng.random() < 0.3)
@@ -268,7 +268,7 @@ class Harness:
         ended = self.run(folder, env={"LD_PRELOAD": PRELOAD, "FAULT": fault})
         try:
             self.check_end(ended)
-            # Without its tokenizer a run goes on, and tells that its checkpoints may lack special tokens.
+            # Without its tokenizer a run goes on and reports that its checkpoints may lack special tokens.
             but = "vocab.json" if re.search("notice.*(no samples|special tokens)", ended.out) else ""
             self.check_kept(folder, before, but)
             if kind == "memory":
@@ -279,7 +279,7 @@ class Harness:
 
     @staticmethod
     def check_advice(ended):
-        """An end for want of memory after a checkpoint was written names it."""
+        """Checks that a run which ends for lack of memory names its last checkpoint."""
         saved = re.findall(r"^save +\d+  (\S+)", ended.out, re.MULTILINE)
         need(ended.code == 0 or not saved or saved[-1] in ended.err, f"{saved[-1:]} is not named: {ended.err}")
 
@@ -312,7 +312,7 @@ class Harness:
 
     @staticmethod
     def signal_is_awaited(pid, number):
-        """Whether the process handles or ignores it: before its first line of code it does not."""
+        """Returns whether the process handles or ignores the signal, as it does from its first line of code on."""
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             masks = [int(line.split()[1], 16) for line in file if line.startswith(("SigIgn", "SigCgt"))]
         return any(mask >> (number - 1) & 1 for mask in masks)
@@ -348,7 +348,7 @@ class Harness:
 
     @staticmethod
     def tree(folder):
-        """What is in a folder: the files' bytes, the links' targets."""
+        """Returns what is in a folder: the files' bytes, the links' targets."""
         found = {}
         for path, _, names in os.walk(folder):
             found[path] = None
@@ -458,7 +458,7 @@ class Harness:
     # Ranks.
 
     def ranks(self, folder, port, ranks=(0, 1), timeout=30, secrets=("fault", "fault")):
-        """Two ranks as torchrun would start them, or some of them; how they end."""
+        """Starts two ranks as torchrun would, or one of them. Returns how they end."""
         words = self.words(sample=0) + ["--shard", "states", "--join-timeout", str(timeout)]
         env = {"NIBBLE_STAND_IN": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
@@ -469,7 +469,7 @@ class Harness:
     WAYS = ("idle", "drip", "garbage", "http", "escape", "close", "hello", "half", "proof")
 
     def foreigner(self, rng, port, until):
-        """Connects again and again, and behaves badly; `until` ends it."""
+        """Connects again and again and breaks the protocol, until `until` is set."""
         way = rng.choice(self.WAYS)
         job = f"torchrun none  {port}".encode().ljust(128, b"\0")
         hello = struct.pack("<IIiiii", 0x6E696264, 3, 1, 2, rng.randint(0, 1), 1) + job + b"\x1b[2J".ljust(64, b"A")
@@ -532,7 +532,7 @@ class Harness:
         self.check_checkpoints(folder, LAST, self.ranks_reference())
 
     def ranks_reference(self):
-        """What two ranks that nobody disturbs end with."""
+        """Returns what two undisturbed ranks end with."""
         with self.lock:
             if not os.path.isdir(f"{self.root}/ranks"):
                 folder = self.folder("ranks", False)
@@ -540,7 +540,7 @@ class Harness:
                     need(ended.code == 0, f"undisturbed ranks: {ended.code}: {ended.err}")
         return "ranks"
 
-    # All of them.
+    # All groups.
 
     def case(self, group, number):
         name, rng = f"{group}_{number}", random.Random(f"{self.options.seed} {group} {number}")

@@ -1,6 +1,6 @@
-"""Do the tests find faults? Each row below puts one fault into the product, in a copy of this tree that is built for
-the CPU; the tests that its pattern picks must fail. The last line is `N passed, N failed`; a fault that no test finds
-counts as failed. `dev/LOG.md` lists the results of a run.
+"""Checks that the tests find faults. Each row below puts one fault into the product, in a copy of this tree that is
+built for the CPU; a test that the row's pattern picks must fail. The last line is `N passed, N failed`; a fault that
+no test finds counts as failed. `dev/LOG.md` lists the results of a run.
 
     python3 dev/mutations.py [-k SUBSTRING] [--copy FOLDER]
 
@@ -17,8 +17,8 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# File, text that occurs in it once, what stands there instead, a pattern of tests, and the objects that show the fault
-# (without build/cpu/ and .o; nothing else is built anew, so that a header's row does not rebuild everything).
+# A row has a file, a text that occurs in it once, what replaces it, a pattern of tests, and the objects that are built
+# again to show the fault (without build/cpu/ and .o). Nothing else is built, so a fault in a header takes little time.
 ROWS = [
     # kernels
     ("kernels/gelu.cuh", "GELU_CUBIC = 0.044715f", "GELU_CUBIC = 0.0447f", "gelu_cpu", ["unit/kernels"]),
@@ -66,7 +66,7 @@ def make(copy, *words):
 
 
 def build(copy, file, objects):
-    """Builds what shows a fault in `file`; returns what the compiler says if it fails."""
+    """Builds the objects that show a fault in `file`. Returns what the compiler says if it fails."""
     result = make(copy, *(f"build/cpu/{name}.o" for name in objects))
     if not result.returncode:
         result = make(copy, "-o", file, "train", "test_gpt2")
@@ -74,14 +74,14 @@ def build(copy, file, objects):
 
 
 def found(copy, pattern):
-    """The first test that fails, or None."""
+    """Returns the first test that fails, or None."""
     result = subprocess.run(["./test_gpt2", "-k", pattern], cwd=copy, stdout=subprocess.PIPE, text=True)
     failed = re.findall(r"^FAIL +(\S+)", result.stdout, re.M)
     return failed[0] if failed and result.returncode else None
 
 
 def try_row(copy, row):
-    """Prints a row's result; true if a test found the fault."""
+    """Tries a row and prints its result. Returns true if a test found the fault."""
     file, find, replacement, pattern, objects = row
     path = os.path.join(copy, file)
     text = open(path).read()

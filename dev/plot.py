@@ -34,7 +34,7 @@ AXES = {"step": "step", "tokens": "tokens", "time": "time_s"}  # --x: the field 
 
 
 def read_log(run):
-    """The RunLog of a run; a Problem where it has no loss or a line that is no record."""
+    """Returns the RunLog of a run. Raises a Problem if it has no loss, or a line that is no record."""
     log = RunLog(run)
     try:
         log.read()
@@ -50,7 +50,7 @@ def read_log(run):
 
 
 def curve(records, axis, field, path):
-    """x and y of a list of records: the axis' field and another one."""
+    """Returns x and y of a list of records: the axis' field and another one."""
     key = AXES[axis]
     try:
         return [float(record[key]) for record in records], numbers(records, field)
@@ -71,13 +71,13 @@ def label_x(axes, axis):
 
 
 def nice_step(length):
-    """1, 2 or 5 times a power of ten: at most ten of them in the length."""
+    """Returns 1, 2 or 5 times a power of ten, so that at most ten steps fit into the length."""
     step = 10.0 ** math.floor(math.log10(length / 10))
     return next(step * factor for factor in (1, 2, 5, 10) if step * factor >= length / 10)
 
 
 def smoothed(values, window):
-    """Mean of the finite ones of `window` values around each, fewer at both ends; a gap stays a gap.
+    """Returns for each value the mean of the finite ones of `window` values around it; a gap stays a gap.
 
     The window is centred so that a falling curve is not shifted to the right, away from the validation loss.
     """
@@ -90,7 +90,7 @@ def smoothed(values, window):
 
 
 def run_names(runs):
-    """The folders' names; with as much of the path as tells equal ones apart."""
+    """Returns the folders' names, with as much of the path as tells equal ones apart."""
     parts = [os.path.abspath(os.path.dirname(run) if os.path.isfile(run) else run).split(os.sep) for run in runs]
     depth = 1
     while len({tuple(p[-depth:]) for p in parts}) < len({tuple(p) for p in parts}):
@@ -121,7 +121,7 @@ def draw_losses(axes, options, names, logs):
 
 
 def draw_accuracies(axes, options, names, logs):
-    """A line for each run and evaluation; of one with several choices the accuracy normalised by length."""
+    """Draws a line for each run and evaluation: acc_norm if there are several choices, else acc."""
     marks = {}
     for i, (name, log) in enumerate(zip(names, logs)):
         for task in dict.fromkeys(record["name"] for record in log.records["eval"]):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the table of dev/optim: the share of the copy rate of each combination, a bar a size.
+"""Draws the table of dev/optim: the share of the copy rate of each combination, one bar per size.
 
     ./build/dev/optim --csv optim.csv
     python dev/plot_optim.py optim.csv -o optim.png

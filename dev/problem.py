@@ -1,4 +1,4 @@
-"""What the scripts of this folder answer to a mistake: one sentence that begins with their name, and exit status 2."""
+"""How the scripts of this folder report a mistake: in one sentence that begins with their name, with exit status 2."""
 
 import argparse
 import errno
@@ -8,18 +8,18 @@ import sys
 
 
 class Problem(Exception):
-    """Something the user can mend."""
+    """A mistake that the user can correct."""
 
 
 def regular(path):
-    """The path; an OSError where reading it could wait for ever, as a pipe or a device can make it."""
+    """Returns the path. Raises OSError for a pipe or a device, whose reader could wait for ever."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
 
 
 def python_here(arguments):
-    """A command of the Python that runs, whichever `python` is on the PATH."""
+    """Returns the command of the Python that runs, whichever `python` is on the PATH."""
     here = os.path.relpath(sys.executable)
     return f"`{shlex.quote(sys.executable if here.startswith('..') else here)} {arguments}`"
 
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def answered(name, run):
-    """The exit status of run(), which returns one or None."""
+    """Calls run(), which returns an exit status or None. Returns the exit status and reports a Problem."""
     try:
         return run() or 0
     except Problem as problem:

@@ -1,9 +1,9 @@
 """Reads a run's log.jsonl, at once or while it grows. data/README.md lists its lines and their fields.
 
-Nobody who reads through this module sees a step twice. A run that goes on from step s writes {"type": "resume", "step": s}
+A reader of this module sees no step twice. A run that goes on from step s writes {"type": "resume", "step": s}
 after its configuration, and what was logged beyond s is dropped; one that begins anew (there was no checkpoint to go on
 from) drops everything. `time_s`, which each process counts from its own start, goes on from where it was at step s.
-A line that is not a record is left out and told by `bad`; so is a last line without its end, which may still come.
+A line that is not a record is left out and reported by `bad`. A last line without its end waits: the rest may come.
 """
 
 import json
@@ -23,7 +23,7 @@ KINDS = {
 
 
 def numbers(records, field):
-    """The field of every record, NaN where it is null or not there."""
+    """Returns the field of every record, NaN if it is null or missing."""
     values = (record.get(field) for record in records)
     return [float(value) if isinstance(value, (int, float)) else math.nan for value in values]
 
@@ -48,7 +48,7 @@ class RunLog:
         self.changes += 1
 
     def poll(self):
-        """Takes in what was written since the last call; whether there was anything. An OSError where there is no log."""
+        """Reads what was written since the last call. Returns whether there was any; raises OSError without a log."""
         with open(regular(self.path), "rb") as file:
             if os.fstat(file.fileno()).st_size < self.offset:  # another file has the name now
                 self.forget()
@@ -63,7 +63,7 @@ class RunLog:
         return whole > 0
 
     def read(self):
-        """All that is there, a last line without its end included if it is whole; returns self."""
+        """Reads all that is there, and a last line without its end if it is whole JSON. Returns self."""
         self.poll()
         with open(regular(self.path), "rb") as file:
             file.seek(self.offset)
@@ -104,7 +104,7 @@ class RunLog:
         self.append(kind, record)
 
     def append(self, kind, record):
-        """In order of steps, in place of one of the same step, name and number."""
+        """Adds a record in order of steps, in place of one of the same step, name and number."""
 
         def key(record):
             return [record.get(name) for name in ("step", "name", "index")]
@@ -126,10 +126,10 @@ class RunLog:
                 self.changes += 1
 
     def complaint(self):
-        """Returns what is wrong with the log, or nothing."""
+        """Returns what is wrong with the log, or an empty text."""
         number, reason = self.bad or (0, "")
         return f"line {number} of its log is not a record ({reason})" if number else f"{reason}"
 
     def last(self, kind):
-        """The newest record of a kind, or an empty one."""
+        """Returns the newest record of a kind, or an empty one."""
         return self.records[kind][-1] if self.records[kind] else {}

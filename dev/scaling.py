@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Steps of whole training runs on 1, 2, 4, ... GPUs, with every --shard: a Markdown table.
+"""Times steps of whole training runs on 1, 2, 4, ... GPUs with every --shard, and prints a Markdown table.
 
     dev/scaling.py [--sizes gpt2:64:1,gpt2:64:4,gpt2-xl:16:1,gpt2-xl:16:4] [--gpus 1,2,4,8] [--shard none,states,grads,weights]
 
@@ -36,11 +36,11 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Died(Exception):
-    """A run ended before its steps were done; its last words."""
+    """Says that a run ended before its steps were done, with the last lines that it printed."""
 
 
 def write_tokens(path, tokens):
-    """A .bin shard as data/loader.h describes it."""
+    """Writes a .bin shard as data/loader.h describes it."""
     draw = random.Random(1)
     few = [int(50257 * draw.random() ** 3) for _ in range(1 << 17)]
     header = array.array("i", [20240520, 1, tokens] + [0] * 253)
@@ -50,7 +50,7 @@ def write_tokens(path, tokens):
 
 
 def ask_gpus(what, *more):
-    """A line for each GPU."""
+    """Returns a line for each GPU."""
     query = ["nvidia-smi", "--query-gpu=" + what, "--format=csv,noheader,nounits", *more]
     try:
         found = subprocess.run(query, capture_output=True, text=True)
@@ -62,7 +62,7 @@ def ask_gpus(what, *more):
 
 
 def memory_in_use(gpu):
-    """GiB."""
+    """Returns GiB."""
     return int(ask_gpus("memory.used", "--id=" + gpu)[0]) / 1024
 
 
@@ -95,7 +95,7 @@ class Run:
         self.child.wait()
 
     def finish(self):
-        """Median seconds of a step, GiB as planned and as seen, and the last loss."""
+        """Returns the median seconds of a step, GiB as planned and as seen, and the last loss."""
         while self.child.poll() is None:
             done = len(self.trained()) >= self.steps
             self.seen = max(self.seen, memory_in_use(self.gpu) - self.before)
@@ -121,7 +121,7 @@ class Run:
 
 
 class Kept:
-    """What was measured, in a file of a JSON list a line: what it is of, what was found. Whole or not at all."""
+    """Keeps results in a file. Each line is a JSON list of a key and a result, written whole or not at all."""
 
     def __init__(self, path):
         self.path, self.found = path, {}
@@ -144,7 +144,7 @@ class Kept:
 
 
 def numbers(name, texts):
-    """Each of them 1 or more."""
+    """Returns the numbers, each of which is 1 or more."""
     if not all(re.fullmatch(r"0*[1-9]\d*", text) for text in texts):
         raise Problem("%s wants numbers of 1 or more" % name)
     return [int(text) for text in texts]
@@ -201,7 +201,7 @@ def at_once(kept, wanted, start):
 
 
 def table_rows(options, kept, folder, size):
-    """The rows of a size, as texts."""
+    """Returns the rows of a size as texts."""
     with open(options.trainer, "rb") as file:
         program = hashlib.sha256(file.read()).hexdigest()[:16]
     way = [os.environ.get(name, "") for name in ("NIBBLE_NCCL", "NCCL_P2P_DISABLE")]

@@ -32,7 +32,7 @@ WARM, STEPS = 3, 30
 
 
 def shapes(layers, C, vocabulary):
-    """Names and shapes, in the order of nanoGPT's model."""
+    """Returns names and shapes in the order of nanoGPT's model."""
     norm = [("weight", (C,)), ("bias", (C,))]
     block = [(f"{name}.{part}", shape) for name, parts in [
         ("ln_1", norm), ("attn.c_attn", [("weight", (3 * C, C)), ("bias", (3 * C,))]),
@@ -45,7 +45,7 @@ def shapes(layers, C, vocabulary):
 
 
 def split(named):
-    """The blocks' matrices, and all other parameters."""
+    """Returns the blocks' matrices, and all other parameters."""
     matrices = [p for name, p in named if p.dim() == 2 and name.startswith("h.")]
     rest = [p for name, p in named if not (p.dim() == 2 and name.startswith("h."))]
     return matrices, rest
@@ -97,7 +97,7 @@ def peer(module, name, **arguments):
 
 
 def plain(make):
-    """Of an optimizer that takes parameters without names."""
+    """Adapts an optimizer that takes parameters without names."""
     return lambda named: make([p for _, p in named])
 
 
@@ -117,7 +117,7 @@ def nibble(**arguments):
 
 
 def elements():
-    """Names and functions that make an optimizer of named parameters, for rules that read single elements."""
+    """Yields names, and functions that make an optimizer of named parameters, for rules that read single elements."""
     for preset in ("adamw8", "adamw8c", "adamw4l", "adamw32", "flash24"):
         yield f"nibble {preset}", nibble(preset=preset)
     yield "torch AdamW fused (bf16 states)", plain(peer("torch.optim", "AdamW", fused=True))
@@ -127,7 +127,7 @@ def elements():
 
 
 def whole():
-    """The same for rules that read rows and matrices."""
+    """Yields the same for rules that read rows and matrices."""
     for preset in ("adafactor8", "came8", "rmnp4"):
         yield f"nibble {preset}", nibble(preset=preset)
     yield "torch Adafactor (foreach)", plain(peer("torch.optim", "Adafactor", foreach=True))
@@ -150,7 +150,7 @@ def median(values):
 
 
 class Clock:
-    """Times on one device; the CPU has no events, and its work is done when the call returns."""
+    """Times work on one device. The CPU has no events; its work is done when the call returns."""
 
     def __init__(self, device):
         self.gpu = device == "cuda"
@@ -163,7 +163,7 @@ class Clock:
         return torch.cuda.memory_allocated() if self.gpu else 0
 
     def step(self, optimizer):
-        """Milliseconds between events, on the wall clock, and microseconds of the call."""
+        """Returns milliseconds between events and on the wall clock, and microseconds of the call."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if self.gpu else (None, None)
         self.wait()
         begin = time.perf_counter()
@@ -179,7 +179,7 @@ class Clock:
 
 
 def python_share(optimizer, params, clock):
-    """Microseconds of nibble_optim's step() without the library's function: for old and for new gradients."""
+    """Returns microseconds of nibble_optim's step() without the library's function, for old and for new gradients."""
     library, medians = optimizer._parts[0].handle.library, []
     kept = library.nibble_optim_step
     library.nibble_optim_step = lambda *_: 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One page that follows the runs of a folder while they train, from their log.jsonl alone; or an export of them.
+"""Serves a page that follows the runs of a folder while they train, from their log.jsonl alone, or exports them.
 
     pip install -r dev/requirements.txt
     python dev/watch.py runs                                     # then open http://127.0.0.1:6007
@@ -31,7 +31,7 @@ POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' d
 
 
 class Runs:
-    """The logs of all runs below a folder, by the folder's name for them. One thread at a time asks."""
+    """Holds the logs of all runs below a folder, by their path in it. Only one thread at a time may call it."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -61,7 +61,7 @@ class Runs:
 
 
 def column(records, field):
-    """The field of every record as JSON can say it: numbers of seven digits, null for what is not finite."""
+    """Returns the field of every record for JSON: numbers of seven digits, null for what is not finite."""
     values = [record.get(field) for record in records]
     return [
         (float(f"{value:.7g}") if math.isfinite(value) else None) if isinstance(value, float) else value
@@ -70,7 +70,7 @@ def column(records, field):
 
 
 def columns(records):
-    """{field: values} of records that need not have the same fields."""
+    """Returns {field: values} of records that need not have the same fields."""
     fields = dict.fromkeys(field for record in records for field in record if field not in ("type", "nonfinite"))
     return {field: column(records, field) for field in fields}
 
@@ -95,7 +95,7 @@ def summary(name, log):
 
 
 def news(runs, have):
-    """What a page that has the first `have[name][kind]` records of each run does not know yet."""
+    """Returns what a page that has the first `have[name][kind]` records of each run does not know yet."""
     with runs.lock:
         runs.poll()
         result = {}
@@ -119,7 +119,7 @@ def bokeh_program():
 
 
 def files():
-    """{path: (type, contents)} of what the page consists of."""
+    """Returns {path: (type, contents)} of the files of the page."""
     program = (HERE / "watch.js").read_text("utf-8").replace("/*COLOURS*/[]", json.dumps(COLOURS))
     return {
         "/": ("text/html; charset=utf-8", (HERE / "watch.html").read_bytes()),

@@ -2,7 +2,7 @@
 
 Each writer gets a run's records once. When a resume has dropped records that were written, a table and event files are
 written anew; wandb cannot take a step back, so there the steps that it has keep what they were first (they are the same to
-the last bit, unless options changed). The libraries are wanted only by whom asks for them.
+the last bit, unless options changed). A library is imported only for its own export.
 """
 
 import csv
@@ -19,7 +19,7 @@ NOT_VALUES = ("type", "step", "name", "index", "nonfinite", "prompt", "text")
 
 
 def values_of(kind, record):
-    """{name: number} of a record, named as "train/loss", "eval/hellaswag/acc"; what is not finite is left out."""
+    """Returns the finite values of a record as {name: number}, with names like "train/loss" or "eval/hellaswag/acc"."""
     prefix = f"eval/{record['name']}/" if kind == "eval" else f"{kind}/"
     numbers = {field: value for field, value in record.items() if field not in NOT_VALUES}
     return {
@@ -30,7 +30,7 @@ def values_of(kind, record):
 
 
 def rows_of(log):
-    """[(step, {name: number}, [sample's record, ...])] by step."""
+    """Returns [(step, {name: number}, [sample's record, ...])] by step."""
     steps = {}
     for kind in KINDS:
         for record in log.records[kind]:
@@ -47,7 +47,7 @@ def file_name(name):
 
 
 class Csv:  # write(log, closing): what is new, `closing` when nothing will follow
-    """FOLDER/RUN.csv: a row a step, a column a value. It is written as a whole, because later rows may have more columns."""
+    """Writes FOLDER/RUN.csv, a row per step and a column per value, anew each time: columns may be added."""
 
     def __init__(self, folder, name, log):
         self.path = folder / f"{file_name(name)}.csv"
@@ -67,7 +67,7 @@ class Csv:  # write(log, closing): what is new, `closing` when nothing will foll
 
 
 class Tensorboard:
-    """FOLDER/RUN/: event files."""
+    """Writes event files into FOLDER/RUN/."""
 
     def __init__(self, folder, name, log):
         try:
@@ -104,7 +104,7 @@ class Tensorboard:
 
 
 class Wandb:
-    """A run of the project named by WANDB_PROJECT, or nibble; wandb's own variables (WANDB_MODE=offline, ...) hold."""
+    """Writes a run of the project WANDB_PROJECT, or nibble. wandb's own variables (WANDB_MODE=offline, ...) apply."""
 
     def __init__(self, folder, name, log):
         try:
@@ -126,7 +126,7 @@ class Wandb:
         self.done = -1 if sent is None else int(sent)
 
     def write(self, log, closing):
-        """A step is sent when the next one has begun, as it cannot be added to; the last one at the end."""
+        """Sends a step when the next one has begun, since nothing can be added to it later; the last one at the end."""
         rows = [row for row in rows_of(log) if row[0] > self.done]
         for step, values, samples in rows if closing else rows[:-1]:
             texts = {"sample": "\n\n".join(its.get("prompt", "") + its["text"] for its in samples)} if samples else {}

@@ -76,6 +76,12 @@ OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* bet
     *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(from.beta3)));
 }
 
+// Returns 1 - beta of an average of squares. It stays below 1: a + 1 * (x^2 - a) is 0, not x^2, if x^2 is far below a.
+OPTIM_INLINE float square_rest(double beta) {
+    const double rest = 1.0 - beta, max = 1.0 - 0x1p-24;
+    return (float)(rest < max ? rest : max);
+}
+
 // Returns 1 / sqrt(1 - beta^step), the bias correction for the root of an average that began at 0.
 OPTIM_INLINE double bias_root(double beta, int64_t step) {
     return 1.0 / sqrt(1.0 - power(beta, step));
@@ -101,7 +107,7 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.rest1 = (float)(1.0 - beta1);
     hyper.look = from.nesterov ? from.beta1 : 1.0f;
     hyper.beta2 = from.beta2;
-    hyper.rest2 = (float)(1.0 - beta2);
+    hyper.rest2 = square_rest(beta2);
     hyper.root2 = (float)bias_root(beta2, step);
     hyper.eps = from.eps;
     hyper.beta3 = (float)beta3;

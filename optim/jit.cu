@@ -97,8 +97,9 @@ static bool nvrtc_open(Nvrtc* nvrtc) {
 static bool nvrtc_missing(char* error) {
     const char* own = getenv("NIBBLE_NVRTC");
     snprintf(error, DATA_ERROR_BYTES,
-             "this combination of formats is compiled at run time, and %s could not be opened: install cuda-nvrtc "
-             "(apt-get install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or take a --preset as it is",
+             "the optimizer is compiled here at run time, and %s could not be opened: install cuda-nvrtc (apt-get "
+             "install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or type make clean and make on this "
+             "machine and take a --preset as it is",
              own && *own ? own : "libnvrtc.so.13 or .12");
     return false;
 }

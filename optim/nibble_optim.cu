@@ -2,8 +2,8 @@
 // caller's weights and gradients (placed.h).
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
-// call launch_failed below, which returns to the library's function by longjmp with the sentence. A failed
-// nibble_optim_create frees the optimizer with all that it has made, but leaks some KB of temporary memory.
+// call launch_failed below, which returns to the library's function by longjmp with the sentence. So whatever a
+// function makes before it may meet a mistake belongs to the optimizer from the start, and is freed with it.
 #include "nibble_optim.h"
 
 #include <ctype.h>
@@ -14,6 +14,7 @@
 
 #include "loaded_cublaslt.h"
 #include "placed.h"
+#include "user.h"
 
 #define NIBBLE_API extern "C" __attribute__((visibility("default")))
 
@@ -95,6 +96,8 @@ struct NibbleOptim {
     OptimType compute;
     NibbleTensor* tensor;  // (count), with names of their own
     OptimTensor* local;    // (count) what lies here, as the optimizer knows it
+    OptimTensor* whole;    // (count) all tensors as they lie in the model
+    Plan* plan;            // one that is being made, or null
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count) the weights kept beside a parameter must be made from it again
     int count;
@@ -282,6 +285,8 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
     OptimConfig* config = &optim->config;
     config->beta1 = 0.9f, config->beta2 = 0.95f, config->eps = 1e-8f;  // each step brings its own
     config->placed = true;
+    config->made = &optim->optim;
+    config->planned = &optim->plan;
     optim->compute = OPTIM_BF16;
     for (int i = 0; settings && settings[i]; i++) {
         const char* equals = strchr(settings[i], '=');
@@ -367,7 +372,7 @@ static bool cuts_split(const OptimConfig* config, const NibbleTensor* tensor) {
 // Finds the tensors that need owners, because they are read whole or cuts split blocks, and divides them into shares of
 // about equal size. A share is a run of the arena, since a plan keeps one run; a tensor belongs to the share that
 // contains its middle.
-static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor* whole) {
+static void owners_find(NibbleOptim* optim, const Plan* plan) {
     OwnedTensor* owned = (OwnedTensor*)memory_zero((size_t)optim->count + 1, sizeof(OwnedTensor));
     int count = 0;
     int64_t all = 0, before = 0;
@@ -376,8 +381,8 @@ static void owners_find(NibbleOptim* optim, const Plan* plan, const OptimTensor*
         const OptimConfig* config = &plan->launch[plan->launch_of[t]].config;
         if (optim->shares == 0) continue;
         if (!config_reads_whole(config) && !cuts_split(config, &optim->tensor[t])) continue;
-        owned[count++] = {whole[t].offset, tensor_padded(&whole[t]), t};
-        all += tensor_padded(&whole[t]);
+        owned[count++] = {optim->whole[t].offset, tensor_padded(&optim->whole[t]), t};
+        all += tensor_padded(&optim->whole[t]);
     }
     qsort(owned, (size_t)count, sizeof(OwnedTensor), compare_owned);
     for (int i = 0; i < count; before += owned[i++].elements) {
@@ -410,8 +415,8 @@ static int stacked_parts(const char* stacked, const NibbleTensor* tensor) {
                parts);
 }
 
-// Sets the part of each tensor that lies here. `whole` has all tensors with their places in the model.
-static void tensors_place(NibbleOptim* optim, const OptimTensor* whole) {
+// Sets the part of each tensor that lies here.
+static void tensors_place(NibbleOptim* optim) {
     for (int t = 0; t < optim->count; t++) {
         NibbleTensor* tensor = &optim->tensor[t];
         if (is_elsewhere(optim, t)) {
@@ -422,17 +427,18 @@ static void tensors_place(NibbleOptim* optim, const OptimTensor* whole) {
         const bool all = tensor->count < 0;
         const int64_t head = all ? 0 : tensor->first % TILE_ELEMENTS;
         optim->local[t] = tensor_local(tensor);
-        optim->local[t].parts = is_cut(tensor) ? 1 : whole[t].parts;
+        optim->local[t].parts = is_cut(tensor) ? 1 : optim->whole[t].parts;
         optim->placed[t] = {all ? tensor->rows * tensor->cols : tensor->count, head,
-                            optim->element + whole[t].offset + (all ? 0 : tensor->first - head)};
+                            optim->element + optim->whole[t].offset + (all ? 0 : tensor->first - head)};
         optim->stale[t] = true;
     }
 }
 
 // Lays out the arena. It begins where its tensors do in the model, so that no two tensors have the same noise. A share
 // of tensors with owners is a run of the model's arena.
-static void arena_place(NibbleOptim* optim, const OptimTensor* whole) {
+static void arena_place(NibbleOptim* optim) {
     OptimConfig* config = &optim->config;
+    const OptimTensor* whole = optim->whole;
     if (optim->shares == 0 || optim->share < 0) {
         config->begin = optim->element;
         config->end = optim->element + optim_layout(optim->local, optim->count, config);
@@ -499,7 +505,7 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     optim->placed = (PlacedTensor*)memory_zero(count, sizeof(PlacedTensor));
     optim->stale = (bool*)memory_zero(count, sizeof(bool));
     optim->owner = (int*)memory_zero(count, sizeof(int));
-    OptimTensor* whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
+    OptimTensor* whole = optim->whole = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
     double elements = (double)optim->element;
     for (size_t t = 0; t < count; t++) {
         NibbleTensor* tensor = &optim->tensor[t];
@@ -513,12 +519,11 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
     }
     optim->end = optim->element + optim_layout(whole, optim->count, &optim->config);
     Plan* plan = plan_ranges(&optim->config, whole, optim->count);
-    owners_find(optim, plan, whole);
-    tensors_place(optim, whole);
+    owners_find(optim, plan);
+    tensors_place(optim);
     require_whole_tensors(optim, plan);
     plan_free(plan);
-    arena_place(optim, whole);
-    free(whole);
+    arena_place(optim);
 }
 
 // Refuses limit_growth for rules that add the decay to the gradient, since each step's groups bring the decay.
@@ -556,7 +561,6 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     config->weight_decay = -1.0f;  // each step's groups bring it
     config->allocate = allocate ? states_allocate : nullptr;
     config->allocator = optim;
-    config->made = &optim->optim;
     optim->allocate = allocate;
     optim->context = context;
     *before = device_enter(optim, stream);
@@ -575,11 +579,13 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
 static void optim_unmake(NibbleOptim* optim) {
     placed_free(optim->tables);
     optim_free(optim->optim);
+    if (optim->plan) plan_free(optim->plan);
     products_close(&optim->dev);
     for (int t = 0; optim->tensor && t < optim->count; t++) free((void*)optim->tensor[t].name);
     for (int i = 0; i < optim->texts; i++) free(optim->text[i]);
-    free(optim->tensor), free(optim->local), free(optim->placed), free(optim->stale);
-    free(optim->owner);
+    free(optim->tensor), free(optim->local), free(optim->whole), free(optim->placed), free(optim->stale);
+    free(optim->owner), free(optim->config.joined);
+    user_formats_free((UserFormats*)optim->config.user_formats);
 }
 
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {

@@ -41,7 +41,7 @@ typedef struct {
 } NibbleTensor;
 
 // Makes an optimizer. `settings` is a list of texts "key=value" that ends with a null; values are those of ./train's
-// options:
+// options, and errors name these options. Without beta3, it is 0.9999:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16: the type of the caller's weights
 //     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, rank_basis, seed
@@ -102,8 +102,8 @@ NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* step, char*
 // tensors are refused. A graph cannot be replayed after nibble_optim_free.
 NibbleStatus nibble_optim_clock(const NibbleOptim* optim, int64_t* step, void* stream, char* error);
 
-// Tells the optimizer that the caller has written to a parameter. The next step makes the master or codes that it keeps
-// beside the parameter from the new values.
+// Tells the optimizer that the caller has written to a parameter, or gives the next step another tensor in its place.
+// That step makes the master or codes that it keeps beside the parameter from the new values.
 void nibble_optim_weights_changed(NibbleOptim* optim, int tensor);
 
 // An array of the states, or a tensor's part of one, in whole tiles of 2048 elements. Names and types are those of

@@ -716,7 +716,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
     settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].extra;
     settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
-    settle.rest3 = (float)(1.0 - (double)config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
+    settle.rest3 = square_rest(config->beta3), settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     settle.changing = replay ? replay->to->changing : nullptr;
     rows_settle(dev, &settle);

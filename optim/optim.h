@@ -73,9 +73,12 @@ struct OptimConfig {
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
     // The memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;
-    void* allocator = nullptr;      // the context that `allocate` is called with
-    struct Optim** made = nullptr;  // receives the optimizer before it is complete, so that the caller can free it if
-                                    // optim_create fails and the process goes on
+    void* allocator = nullptr;  // the context that `allocate` is called with
+    // These receive what is made before it is complete, so that the caller can free it if the rest fails and the
+    // process goes on.
+    struct Optim** made = nullptr;
+    struct Plan** planned = nullptr;
+    char* joined = nullptr;  // the text of `overrides`, if optim_resolve has put it together
 };
 
 // Bytes that a combination takes, known before anything is allocated.
@@ -337,6 +340,7 @@ struct OptimResume {
     char* changed;                         // receives the changed options, for the banner
     size_t changed_bytes;
     const char* asked;  // receives the overrides that the user asked for, for the next checkpoint; "": none were typed
+    bool other_rule;    // set if the rule is not the checkpoint's
 };
 // Sets v, overrides and lr for a resumed run, and reports the changes.
 void optim_resume(OptimResume* resume);

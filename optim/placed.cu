@@ -27,7 +27,7 @@ struct PlacedState {
     int group;                    // the caller's; -1: no gradient
     bool weights_off, grads_off;  // true if they do not begin at a multiple of 16 bytes
     int32_t first_slot;           // weights_slot of its first tile
-    int number;                   // of its constants among those of its run
+    int number;                   // of its constants among those of its run; -1: none yet
 };
 
 // Tiles of a launch that share a list of at most STEP_GROUPS constants: one launch of the kernel.
@@ -49,6 +49,15 @@ struct PlacedView {
     int weight_bytes, grad_bytes;
 };
 
+// Tables that grow on the host until they are complete. A refusal leaves them to the next step.
+struct PlacedBuild {
+    Tile* step_tile;
+    PlacedTile* tile;
+    uint32_t* beside;
+    int64_t tiles, staged;
+    int32_t weights_slots, grads_slots;
+};
+
 struct PlacedTables {
     Optim* optim;
     OptimParts parts;
@@ -65,7 +74,8 @@ struct PlacedTables {
     bool moved;                  // the device has other addresses than `pointers`
     bool captured;               // a graph may change the places without this host code
     bool kept;                   // a graph uses the present tables, so they are not freed when others replace them
-    Replayed* replayed;          // device memory: the arguments of a graph's kernels
+    PlacedBuild build;
+    Replayed* replayed;  // device memory: the arguments of a graph's kernels
     PlacedView view;
 };
 
@@ -171,6 +181,11 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     return tables;
 }
 
+static void build_free(PlacedBuild* build) {
+    free(build->step_tile), free(build->tile), free(build->beside);
+    *build = {};
+}
+
 // Drops the tables for the tiles; a graph keeps those that it uses.
 static void tables_clear(PlacedTables* tables) {
     const Device* dev = tables->parts.dev;
@@ -182,6 +197,7 @@ static void tables_clear(PlacedTables* tables) {
     tables->kept = false;
     view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
     view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
+    build_free(&tables->build);
     free(tables->run);
     tables->run = nullptr;
     tables->runs = 0;
@@ -200,15 +216,6 @@ void placed_free(PlacedTables* tables) {
 
 // Building the tables.
 
-// Tables that grow on the host until they are complete.
-struct PlacedBuild {
-    Tile* step_tile;
-    PlacedTile* tile;
-    uint32_t* beside;
-    int64_t tiles, staged;
-    int32_t weights_slots, grads_slots;
-};
-
 // Refuses a step in which only some tensors of a launch have gradients.
 static void require_all(const PlacedTables* tables, int launch, const Rows* rows) {
     const OptimParts* parts = &tables->parts;
@@ -219,9 +226,10 @@ static void require_all(const PlacedTables* tables, int launch, const Rows* rows
     }
     if (!with || !without) return;
     user_error(
-        "%s has a gradient and %s has none, and a step of %s with m %s and v %s takes all tensors or none; give "
+        "%s has a gradient and %s has none, and a step of %s with m %s and v %s%s takes all tensors or none; give "
         "both a gradient, or override the formats of one",
-        with, without, rows->rule->name, rows->m->name, rows->v->name);
+        with, without, rows->rule->name, rows->m->name, rows->v->name,
+        parts->config->limit_growth > 0.0f ? " and limit_growth" : "");
 }
 
 // Returns the number of a tensor's constants among those of a run, which are added if need be; -1 if the run has no
@@ -289,7 +297,6 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const OptimParts* parts = &tables->parts;
     const LaunchPlan* plan = &parts->plan->launch[launch];
     const Rows rows = config_rows(&plan->config);
-    bool* done = (bool*)memory_zero((size_t)parts->count, sizeof(bool));
     const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
     if (config_reads_whole(&plan->config)) require_all(tables, launch, &rows);
@@ -303,24 +310,25 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
         more = false;
         for (int t = 0; t < parts->count; t++) {
             PlacedState* state = &tables->tensor[t];
-            if (done[t] || state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
+            const bool done = state->number >= 0;
+            if (done || state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
             const int number = run_group(&run, state->group, parts->plan->group_of[t]);
             more = more || number < 0;
             if (number < 0) continue;
-            done[t] = true;
             state->number = number;
             build_tensor(tables, build, t, number, &run, whole_slot);
         }
         run.tiles = build->tiles - run.first;
         if (run.tiles == 0) break;
         if (more && matrix) {
-            user_error("%s takes all its matrices together, and they were given more than %d learning rates and decays",
-                       rows.rule->name, STEP_GROUPS);
+            user_error(
+                "%s takes all its matrices together, and they were given more than %d learning rates and decays; give "
+                "them fewer",
+                rows.rule->name, STEP_GROUPS);
         }
         tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
         tables->run[tables->runs++] = run;
     }
-    free(done);
 }
 
 static void* uploaded(const Device* dev, const void* host, int64_t bytes) {
@@ -336,10 +344,11 @@ static void tables_build(PlacedTables* tables) {
     PlacedView* view = &tables->view;
     const size_t most = (size_t)((parts->plan->end - parts->plan->begin) / TILE_ELEMENTS);
     tables_clear(tables);
-    PlacedBuild build = {};
+    PlacedBuild& build = tables->build;
     build.step_tile = (Tile*)memory_take(most * sizeof(Tile));
     build.tile = (PlacedTile*)memory_take(most * sizeof(PlacedTile));
     build.beside = (uint32_t*)memory_take(most * sizeof(uint32_t));
+    for (int t = 0; t < parts->count; t++) tables->tensor[t].number = -1;
     for (int launch = 0; launch < parts->plan->launches; launch++) build_launch(tables, &build, launch);
     tables->tiles = build.tiles;
     tables->staged = build.staged;
@@ -352,7 +361,7 @@ static void tables_build(PlacedTables* tables) {
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
     device_zero(dev, view->grads, grads);  // some padding is never copied
-    free(build.step_tile), free(build.tile), free(build.beside);
+    build_free(&build);
     tables->built = true;
 }
 

@@ -89,7 +89,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     }
     if (row->matrix && vector) {
         user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
-                   tensor->name, tensor->name);
+                   tensor->name, MATRIX_REST);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
     plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name,
@@ -121,6 +121,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
 // Makes a plan without runs of the arena (plan_ranges adds them). The tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
+    if (config->planned) *config->planned = plan;
     char error[DATA_ERROR_BYTES];
     require(overrides_parse(config->overrides, plan->overrides, &plan->override_count, error), error);
     plan->weights[0] = {config->weights, "", {}};
@@ -147,6 +148,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
+    Plan** planned = plan->launch[0].config.planned;
+    if (planned) *planned = nullptr;
     free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->kept), free(plan);
 }
 

@@ -44,7 +44,7 @@ static bool resolve_state(const OptimConfig* config, const char* option, const c
     return true;
 }
 
-// Reads the files of --format. Their rows live as long as the process, like the options that name them.
+// Reads the files of --format.
 static bool resolve_formats(OptimConfig* config, char* error) {
     UserFormats* files;
     if (config->user_formats || !config->formats || !*config->formats) return true;
@@ -205,9 +205,9 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
     if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // gives adamw its usual rate
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
     const size_t bytes = strlen(rest) + strlen(more) + 3;
-    char* both = (char*)memory_take(bytes);  // lives as long as the process, like the options
-    snprintf(both, bytes, "%s%s%s", rest, *more ? "; " : "", more);
-    config->overrides = both;
+    config->joined = (char*)memory_take(bytes);
+    snprintf(config->joined, bytes, "%s%s%s", rest, *more ? "; " : "", more);
+    config->overrides = config->joined;
 }
 
 // Takes the preset's overrides if its formats are used, and checks the overrides. A checkpoint has only overrides that

@@ -175,24 +175,31 @@ static bool tried(const OptimResume* resume, const char* overrides, OptimConfig*
 // The learning rate becomes the new rule's usual one if that differs from the old rule's.
 static void resume_rule(OptimResume* resume) {
     OptimConfig config;
-    if (!resume->v_typed && !tried(resume, "none", &config)) resume->config.v = "";
+    for (const char* v : {"", "fp32", ""}) {
+        if (resume->v_typed || tried(resume, "none", &config)) break;
+        resume->config.v = v;
+    }
     if (!tried(resume, "none", &config)) return;
     const char* before = json_string(resume->options, "rule", config.rule);
-    const double old = optim_usual_lr(before, resume->channels), usual = optim_usual_lr(config.rule, resume->channels);
+    resume->other_rule = strcmp(before, config.rule) != 0;
+    double old = optim_usual_lr(before, resume->channels), usual = optim_usual_lr(config.rule, resume->channels);
+    if (resume->lr == old / 10) old /= 10, usual /= 10;  // of trained weights
     if (resume->lr_typed || old == usual || resume->lr == usual) return;
     changed(resume, " --lr %g, usual for %s (was %g, for %s)", usual, config.rule, resume->lr, before);
     resume->lr = usual;
 }
 
 // Sets the overrides, once the other options are known: the typed ones; else those that the user had asked for ("none"
-// only with the same preset); else, if preset and formats are the same, those that the run had; else "", the preset's.
+// only with the same preset); else, if preset, rule and formats are the same, those that the run had; else "", the
+// preset's.
 static void resume_overrides(OptimResume* resume) {
     const char* had = json_string(resume->formats, "override", "none");
     const char *typed = resume->config.overrides, *preset = resume->config.preset;
     const bool other = strcmp(json_string(resume->options, "preset", ""), preset) != 0;
     OptimConfig config;
     const bool known = tried(resume, "", &config);
-    const bool same = known && !other && strcmp(json_string(resume->formats, "weights", ""), config.weights) == 0 &&
+    const bool same = known && !other && strcmp(json_string(resume->formats, "rule", ""), config.rule) == 0 &&
+                      strcmp(json_string(resume->formats, "weights", ""), config.weights) == 0 &&
                       strcmp(json_string(resume->formats, "m", ""), config.m) == 0 &&
                       strcmp(json_string(resume->formats, "v", ""), config.v) == 0;
     const bool has_own = known && strcmp(config.overrides, "none") != 0;

@@ -1,4 +1,5 @@
-"""Curves of the rows of table.py over tokens: means of seeds, paired differences, the baseline's noise; the front."""
+"""Makes curves over tokens of the rows of table.py: means of seeds, paired differences, the baseline's noise. Finds the
+Pareto front."""
 
 import statistics
 
@@ -8,20 +9,20 @@ def tokens(row, step):
 
 
 def by_step(records, kind):
-    """{step: [loss of each record]} of the steps that all records have."""
+    """Returns {step: [loss of each record]} of the steps that all records have."""
     each = [{step: loss for step, loss in record[kind] if loss is not None} for record in records]
     steps = sorted(set.intersection(*map(set, each))) if each else []
     return {step: [losses[step] for losses in each] for step in steps}
 
 
 def loss_curve(row, kind="val"):
-    """(tokens, mean over the seeds that are done, or where none is, over those that diverged, as far as they came)."""
+    """Returns (tokens, mean over the seeds that are done or, if none is, over those that diverged, up to there)."""
     points = by_step(row.drawn.values(), kind)
     return [tokens(row, step) for step in points], [statistics.fmean(losses) for losses in points.values()]
 
 
 def difference_curve(row, base, kind="val"):
-    """(tokens, difference to the baseline): of the pairs of one seed, else of the means."""
+    """Returns (tokens, difference to the baseline), of the pairs of one seed, else of the means."""
     seeds = [seed for seed in row.done if seed in base.done]
     if seeds:
         mine, its = by_step([row.done[s] for s in seeds], kind), by_step([base.done[s] for s in seeds], kind)
@@ -32,7 +33,7 @@ def difference_curve(row, base, kind="val"):
 
 
 def band(base):
-    """(tokens, -s, s), s the standard deviation of the baseline's seeds; empty where it has one."""
+    """Returns (tokens, -s, s), where s is the standard deviation of the baseline's seeds; empty if it has one seed."""
     points = {
         step: losses for step, losses in by_step(base.done.values(), "val").items() if step > 0 and len(losses) > 1
     }
@@ -41,7 +42,7 @@ def band(base):
 
 
 def difference_label(row, baseline):
-    """Its name with where that curve ends, and to what it is compared where that is not the study's baseline."""
+    """Returns its name with the value at which the curve ends, and its baseline if that is not the study's."""
     to = "" if row.baseline == baseline else f" to {row.baseline}"
     return row.name + ("" if row.difference is None else f" ({row.difference:+.4f}{to})")
 

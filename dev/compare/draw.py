@@ -1,4 +1,4 @@
-"""The pictures as PNG, by matplotlib: loss curves, differences to the baseline, and bytes against final loss."""
+"""Draws the pictures as PNG, by matplotlib: loss curves, differences to the baseline, and bytes against final loss."""
 
 import io
 import itertools
@@ -54,7 +54,7 @@ def plain(text):
 
 
 def wrapped(label):
-    """A legend's label in lines that leave the curves more than half of the width."""
+    """Breaks a legend's label into lines that leave the curves more than half of the width."""
     return textwrap.fill(label, 46, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
 
 
@@ -63,7 +63,7 @@ def style(i):
 
 
 def palette():
-    """The colours of the curves on their way to white, and greys: far enough apart for Pillow to keep white white."""
+    """Returns the colours of the curves on their way to white, and greys, far enough apart for Pillow to keep white."""
     shades = [[255 - (255 - int(c[i : i + 2], 16)) * k // 12 for i in (1, 3, 5)] for c in COLOURS for k in range(2, 13)]
     shades += [[255 * k // 16] * 3 for k in range(17)]
     image = Image.new("P", (1, 1))
@@ -72,7 +72,7 @@ def palette():
 
 
 def save(figure, path):
-    """As PNG of few colours, a third of the size, without date or version."""
+    """Saves a PNG of few colours, which has a third of the size, without date or version."""
     whole = io.BytesIO()
     figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
     plt.close(figure)
@@ -81,7 +81,7 @@ def save(figure, path):
 
 
 def panels(table):
-    """A panel for each group that has curves, as tall as its legend; [(axes, rows), ...]."""
+    """Makes a panel for each group that has curves, as tall as its legend. Returns [(axes, rows), ...]."""
     parts = [(group, [row for row in rows if row.drawn]) for group, rows in groups(table).items()]
     parts = [(group, rows) for group, rows in parts if rows]
     labels = [[wrapped(plain(f"{row.name} (+0.0000 to {row.baseline})")) for row in rows] for _, rows in parts]
@@ -176,7 +176,7 @@ class Labels:
         return within and not any(box.overlaps(other) for other in self.covered)
 
     def line(self, i, way):
-        """Boxes along the line from the i-th dot by `way`, None where another dot, name or line is in it."""
+        """Returns boxes along the line from the i-th dot by `way`, or None if another dot, name or line is in them."""
         length = np.hypot(*way)
         boxes = [square(self.named[i] + way * at / length, 2) for at in np.arange(4, length, 2)]
         others = self.told[:i] + self.told[i + 1 :]
@@ -205,7 +205,7 @@ class Labels:
 
 
 def place_labels(figure, axes, points, dots):
-    """A label for each of [(x, y, text), ...] in order of rank: beside its dot, else farther off with a line, else none."""
+    """Places labels for [(x, y, text), ...] by rank: beside the dot, else farther off with a line, else nowhere."""
     labels = Labels(figure, axes, [point[:2] for point in points], dots)
     left = [i for i, (*at, text) in enumerate(points) if not labels.put(i, at, text, PLACES, False)]
     for i in left:
@@ -214,7 +214,7 @@ def place_labels(figure, axes, points, dots):
 
 
 def sideways(up, right):
-    """Places to the right and the left of a dot, higher and lower, in points."""
+    """Returns places to the right and the left of a dot, higher and lower, in points."""
     return [
         (sign * dx, dy, "left" if sign > 0 else "right", "center")
         for height in up
@@ -261,7 +261,7 @@ def draw_pareto(table, facts, path):
     first = next(iter(groups(table)), None)
     ranked = best + [row for row in ended if row not in best and row.group == first]
     ranked += [row for row in ended if row not in ranked]
-    # Of many rows the first group's alone have their names there; the HTML page tells the others.
+    # If there are many rows, only those of the first group are named here; the HTML page names the others.
     named = ranked if len(ranked) <= 25 else [row for row in ranked if row.group == first]
     dots = [(row.bytes, row.level) for row in ranked]
     place_labels(figure, axes, [(row.bytes, row.level, plain(row.name)) for row in named], dots)

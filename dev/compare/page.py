@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs no network: the table, and figures of bokeh, its program inside.
+"""Writes the report as one HTML file that needs no network: the table, and figures of bokeh, whose program is inside.
 
 In the figures a click on a name in the legend hides or shows its curve, dragging zooms into a box, the tools beside it
-turn on the wheel and moving, and what the pointer is on is told. Ids are counted by bokeh, not drawn, so the same
+turn on the wheel and moving, and the page names what the pointer is on. bokeh counts ids and draws none, so the same
 records give the same bytes.
 """
 
@@ -33,7 +33,7 @@ def new_figure(title, x, y, **more):
 
 
 def add_legend(plot, items, rows=24):
-    """To the right, in as many columns as it takes; a click hides or shows."""
+    """Puts the legend to the right, in as many columns as it takes; a click hides or shows a curve."""
     for begin in range(0, len(items), rows):
         legend = Legend(
             items=items[begin : begin + rows],
@@ -51,14 +51,14 @@ def millions(tokens):
 
 
 def window(values):
-    """The range that shows four fifths of the values well, and all of five; the rest comes into sight by zooming out."""
+    """Returns the range that shows four fifths of the values well, and all of five; zooming out shows the rest."""
     near = sorted(map(abs, values))
     limit = max(1e-4, 2 * near[math.ceil(0.8 * (len(near) - 1))])
     return Range1d(-limit, limit)
 
 
 def curves_figure(title, y, curves, bands=(), **more):
-    """[(label, x, y, whether black), ...] and bands [(label, x, low, high), ...] over tokens."""
+    """Draws [(label, x, y, whether black), ...] and bands [(label, x, low, high), ...] over tokens."""
     plot = new_figure(title, "tokens (millions)", y, **more)
     items = []
     for i, (label, x, low, high) in enumerate(bands):
@@ -83,7 +83,7 @@ def curves_figure(title, y, curves, bands=(), **more):
 
 
 def group_figures(group, rows, by_name, facts):
-    """Differences, validation loss and training loss of a group."""
+    """Returns the figures of a group: differences, validation loss and training loss."""
     base = by_name[facts["baseline"]]
     done, drawn = [row for row in rows if row.done], [row for row in rows if row.drawn]
     differences = [
@@ -167,7 +167,7 @@ def table_html(rows):
 
 
 def page(table, facts):
-    """The whole file as text."""
+    """Returns the whole file as text."""
     by_name = {row.name: row for row in table}
     plots, body = [], []
 

@@ -1,4 +1,4 @@
-"""The record of one run: a few KB of JSON that the report is made from, taken from the run folder that ./train wrote.
+"""Makes the record of a run: a few KB of JSON, taken from the run folder that ./train wrote, for the report.
 A study's records are one file, results/NAME/runs.jsonl, with one record per line, sorted by name and seed.
 
     {"name", "seed", "options", "options_key", "data_key", "status": "done" | "diverged" | "died", "reason", "resolved",
@@ -30,18 +30,18 @@ POINTS = 200  # of the training loss: the mean of as many runs of steps
 
 
 def read_log(folder):
-    """The RunLog of a run folder, empty where there is none."""
+    """Returns the RunLog of a run folder, which is empty if there is no log."""
     log = RunLog(folder / "log.jsonl")
     return log.read() if log.path.exists() else log
 
 
 def checkpoint(folder):
-    """The newest checkpoint of a run folder, or None."""
+    """Returns the newest checkpoint of a run folder, or None."""
     return max((path.parent for path in folder.glob("step_*/state.json") if path.parent.suffix != ".tmp"), default=None)
 
 
 def last_step(folder):
-    """The step that a run has reached, from the end of its log."""
+    """Returns the step that a run has reached, from the end of its log."""
     try:
         with (folder / "log.jsonl").open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
@@ -52,7 +52,7 @@ def last_step(folder):
 
 
 def thinned(records):
-    """At most POINTS pairs of a step and the mean loss of the steps up to it; null where one was not finite."""
+    """Returns at most POINTS pairs of a step and the mean loss of the steps up to it; null if one was not finite."""
     width = max(1, -(-len(records) // POINTS))
     result = []
     for i in range(0, len(records), width):
@@ -63,13 +63,13 @@ def thinned(records):
 
 
 def speed(records, tokens_per_step):
-    """Tokens a second without the first ten steps, or None."""
+    """Returns tokens a second without the first ten steps, or None."""
     seconds = [record["step_s"] for record in records[10:] or records]
     return round(tokens_per_step * len(seconds) / sum(seconds), 1) if seconds else None
 
 
 def arrays(path):
-    """{name: (dtype, elements, bytes)} of a safetensors file."""
+    """Returns {name: (dtype, elements, bytes)} of a safetensors file."""
     with open(path, "rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     tensors = {name: its for name, its in header.items() if name != "__metadata__"}
@@ -93,7 +93,7 @@ def stored_bytes(folder):
 
 
 def outcome(returncode, steps, log, words):
-    """(status, reason) of a run that ended."""
+    """Returns (status, reason) of a run that ended."""
     reached = log["train"][-1]["step"] if log["train"] else 0
     words = re.sub(r"\n  +", "; ", words.strip())  # an error of a library has lines of details below its name
     sentences = [line.removeprefix("train: error: ") for line in words.split("\n") if line.strip()]
@@ -118,14 +118,14 @@ def outcome(returncode, steps, log, words):
 
 
 def as_typed(value):
-    """A value of the log's options as the text that ./train prints for it: a number in the fewest digits of %g."""
+    """Returns a value of the log's options as ./train prints it: a number in the fewest digits of %g."""
     if not isinstance(value, float):
         return str(value)
     return next(text for text in (f"{value:.{digits}g}" for digits in range(1, 18)) if float(text) == value)
 
 
 def make(run, folder, returncode, words, weights):
-    """The record of a run that has ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
+    """Returns the record of a run that ended in `folder`; `words`: what it wrote to stderr; `weights`: read_plan's."""
     whole = read_log(folder)
     config, log = whole.config, whole.records
     banner = folder / "log.txt"
@@ -168,7 +168,7 @@ def make(run, folder, returncode, words, weights):
 
 
 def is_record(record):
-    """Whether it has what a report is made from, as `make` writes it."""
+    """Returns whether it has what a report is made from, as `make` writes it."""
 
     def number(value):
         return isinstance(value, (int, float)) and -math.inf < value < math.inf
@@ -193,7 +193,7 @@ def is_record(record):
 
 
 def parsed(line):
-    """The record on a line, or None if the line holds none."""
+    """Returns the record on a line, or None if the line holds none."""
     try:
         record = json.loads(line)
         return record if is_record(record) else None
@@ -202,7 +202,7 @@ def parsed(line):
 
 
 def lines_of(path):
-    """The lines of a file of records; none if there is no such file."""
+    """Returns the lines of a file of records; none if there is no such file."""
     try:
         return [line for line in path.read_text("utf-8", "replace").split("\n") if line.strip()]
     except FileNotFoundError:

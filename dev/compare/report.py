@@ -1,4 +1,4 @@
-"""The report folder of a sweep, from its records alone: the same files whenever and wherever it is written.
+"""Writes the report folder of a sweep from its records alone: the same files whenever and wherever it is written.
 
 table.csv  table.md  loss.png  difference.png  pareto.png  report.html
 """
@@ -35,7 +35,7 @@ def shape_of(record):
 
 
 def facts_of(sweep, table, stale):
-    """What the report says above and below the table."""
+    """Returns what the report says above and below the table."""
     used = [record for row in table for record in row.records.values()]
     wanted = sum(row.seeds for row in table)
     shapes = [shape_of(record) for record in used if record["status"] == "done"] or [shape_of(used[0])]

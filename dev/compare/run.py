@@ -77,7 +77,7 @@ def options_read(arguments):
 
 
 def commit_now():
-    """The commit of the working tree, with a + where it was changed."""
+    """Returns the commit of the working tree, with a + if it was changed."""
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
@@ -90,7 +90,7 @@ def commit_now():
 
 
 def is_done(run, trainer, records):
-    """A run that has ended with a loss, or without one for good; one that died is tried again."""
+    """Returns whether a run has ended with a loss, or diverged. One that died is tried again."""
     found = records.get((run.name, run.seed))
     if not found or found["status"] == "died":
         return False
@@ -115,7 +115,7 @@ def refuse_to_replace(todo, records, folder):
 
 
 def gpus_of(options, runs):
-    """GPUs to spread runs over; none where all run on the CPU."""
+    """Returns the GPUs to spread runs over; none if all run on the CPU."""
     if all(run.options.get("device") == "cpu" for run in runs):
         return []
     if options.gpus is None:
@@ -138,7 +138,7 @@ def tell_plan(todo, done):
 
 
 def run_sweep(options):
-    """Runs what is not done; the exit status."""
+    """Runs what is not done. Returns the exit status."""
     trainer = Trainer(options.trainer)
     sweep = sweeps.load(options.sweep, options.overrides, trainer.options)
     records = record.read_all(options.out / record.FILE)
@@ -166,7 +166,7 @@ def run_sweep(options):
     )
 
     def left():
-        """Of what was to be run what is not done by now, should another start have ended meanwhile."""
+        """Returns which of these runs are not done by now: another start may have ended some."""
         found = record.read_all(options.out / record.FILE)
         still = [run for run in todo if not is_done(run, trainer, found)]
         if not options.replace:

@@ -29,7 +29,7 @@ PATIENCE = 60.0  # seconds in which a child may write its checkpoint after SIGTE
 
 
 def gpus_at_hand(environment):
-    """Names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use."""
+    """Returns names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip()]
@@ -41,17 +41,17 @@ def gpus_at_hand(environment):
 
 
 def slots(gpus, jobs):
-    """[(GPU or None, which of its jobs)]: first one job on each GPU."""
+    """Returns [(GPU or None, which of its jobs)]: first one job on each GPU."""
     return [(gpu, job) for job in range(jobs) for gpu in gpus or [None]]
 
 
 def die_with_parent():
-    """In the child, before ./train: SIGKILL when the parent is gone (Linux's PR_SET_PDEATHSIG)."""
+    """Asks in the child, before ./train, for SIGKILL when the parent is gone (Linux's PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def tell(text, end="\n"):
-    """Prints, while the terminal, or what reads from the pipe, is there: for the want of a listener no run is lost."""
+    """Prints while the terminal, or the reader of the pipe, is there. No run is lost because nobody listens."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
@@ -84,7 +84,7 @@ class Job:
     hung: bool = False
 
     def silence(self):
-        """Seconds since it last wrote to its log, or began."""
+        """Returns seconds since it last wrote to its log, or began."""
         try:
             written = time.time() - (self.folder / "log.jsonl").stat().st_mtime
         except OSError:
@@ -136,7 +136,7 @@ class Runner:
         self.active.append(Job(run, slot, folder, process, first, resumes, time.monotonic()))
 
     def finish(self, job):
-        """Writes the record of a job that has ended; none where it was stopped by this process."""
+        """Writes the record of a job that has ended, unless this process stopped it."""
         self.active.remove(job)
         self.free.insert(0, job.slot)
         seconds = time.monotonic() - job.started
@@ -174,13 +174,13 @@ class Runner:
     # All of them.
 
     def in_time(self, run):
-        """Whether a run would end in time, judged by those that have ended."""
+        """Returns whether a run would end in time, judged by those that have ended."""
         tokens = run.plan["tokens_per_step"] * run.plan["steps"]
         slowest = min(self.rates or self.parts, default=None)
         return time.monotonic() + (tokens / slowest if slowest else 0) < self.until
 
     def progress(self, waiting):
-        """One line: on a terminal over itself, elsewhere after 5 seconds and then twice a minute."""
+        """Prints one line: on a terminal over itself, elsewhere after 5 seconds and then twice a minute."""
         now, terminal = time.monotonic(), sys.stdout.isatty()
         if now - self.shown < (0.5 if terminal else TELL_EVERY):
             return
@@ -211,7 +211,7 @@ class Runner:
         self.width = 0
 
     def stop(self):
-        """SIGTERM, so that the runs save and end; SIGKILL for those that do not, or at a second Ctrl-C."""
+        """Sends SIGTERM, so that the runs save and end, and SIGKILL to those that do not, or at a second Ctrl-C."""
         self.say(f"stopping {len(self.active)} runs; type the same command to go on")
         for job in self.active:
             job.process.terminate()
@@ -229,7 +229,7 @@ class Runner:
 
     @contextlib.contextmanager
     def locked(self):
-        """Meanwhile no other run.py writes to these run folders or these records. The folder of the records is locked
+        """Keeps other run.py from writing to these run folders or records. The folder of the records is locked
         itself: a lock file would lie among the report's files."""
         out = self.records.parent
         self.work.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A sweep file: what it says, as a list of runs, and what is wrong with it, by line.
+"""Reads a sweep file: returns its list of runs, or says in which line something is wrong.
 
 A sweep is TOML. [base] holds options of ./train that all runs share; each [[run]] adds its own. A list is an axis: the
 entry stands for the product of its axes, and `each`, a list of tables, is one axis of several options at once. What
@@ -34,7 +34,7 @@ USUAL = {"sample-every": "0", "save-every": "0", "keep": "1"}
 
 
 def slug(name, seed):
-    """A file name: readable, and another for another name."""
+    """Returns a readable file name, which differs for each name."""
     text = re.sub(r"[^A-Za-z0-9.+=-]+", "_", name)[:120]
     if text != name:
         text += "_" + hashlib.sha256(name.encode()).hexdigest()[:6]
@@ -66,7 +66,7 @@ class Run:
         return slug(self.name, self.seed)
 
     def options_key(self):
-        """The same for runs of the same options, wherever their data lies."""
+        """Returns a key that is the same for runs of the same options, wherever their data lies."""
         same = {k: v for k, v in self.options.items() if k not in NEUTRAL + PATHS}
         return digest({**same, "seed": str(self.seed)})
 
@@ -82,7 +82,7 @@ class Sweep:
     runs: list  # in the order in which they run
 
     def configurations(self):
-        """{name: its runs}, in the order of the file."""
+        """Returns {name: its runs} in the order of the file."""
         result = {}
         for run in sorted(self.runs, key=lambda run: run.order):
             result.setdefault(run.name, []).append(run)
@@ -94,7 +94,7 @@ def digest(value):
 
 
 class Lines:
-    """Lines of a TOML file's keys, which tomllib does not tell."""
+    """Finds the lines of a TOML file's keys, which tomllib does not tell."""
 
     def __init__(self, text):
         self.lines = text.split("\n")
@@ -113,7 +113,7 @@ class Lines:
                 self.keys.setdefault((table, key[1]), number)
 
     def of(self, table, key, value=None):
-        """Line of a key, or of the table that it is; where its list goes over several lines, of the value or key in it."""
+        """Returns the line of a key or table or, in a list over several lines, of the value or key in it."""
         header = (key, 0) if table == ("", 0) and (key, 0) in self.tables else table
         line = self.keys.get((table, key), self.tables.get(header, 1))
         others = [n for (t, k), n in self.keys.items() if n > line] + [n for n in self.tables.values() if n > line]
@@ -126,7 +126,7 @@ class Lines:
 
 
 def value_text(value, where, key):
-    """A value as ./train is given it. Python itself refuses to write integers of more than 4300 digits."""
+    """Returns a value as ./train is given it. Python itself refuses to write integers of more than 4300 digits."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         shown = json.dumps(value, default=str) if isinstance(value, bool) else f"a {type(value).__name__}"
         raise Problem(f"{where}: {key} is {shown}; give a text, a number or a list of these")
@@ -138,7 +138,7 @@ def value_text(value, where, key):
 
 
 def is_zero(text):
-    """As ./train reads whole numbers: 00 is one."""
+    """Returns whether ./train reads the text as 0: so it does 00."""
     try:
         return int(text) == 0
     except ValueError:
@@ -192,7 +192,7 @@ class Reader:
         return options
 
     def axes(self, table, entry):
-        """[[(option, value), ...] for each point of an axis] for each axis of a [[run]], first one slowest."""
+        """Returns [[(option, value), ...] for each point of an axis] for each axis of a [[run]], the slowest first."""
         result = []
         for key, value in entry.items():
             if key in ("name", "group", "baseline", "turn"):
@@ -221,7 +221,7 @@ class Reader:
         return [[(key, value_text(its, places[key], key)) for key, its in point.items()] for point in value]
 
     def name(self, table, entry, options):
-        """The name of a configuration, {option} replaced by its value."""
+        """Returns the name of a configuration, with {option} replaced by its value."""
         template = entry.get("name", " ".join("{%s}" % k for k in entry if k not in RUN_KEYS + ("seed",)) or "run")
         if not template.strip():
             raise Problem(f"{self.where(table, 'name')}: name is a text, such as name = \"m {{m}}\"")
@@ -234,7 +234,7 @@ class Reader:
         return re.sub(r"\{([\w-]+)\}", put, template)
 
     def turns(self, table, entry, seeds):
-        """{seed: turn}: one number for all, or a list beside that of the seeds."""
+        """Returns {seed: turn}, from one number for all or from a list as long as that of the seeds."""
         turn = entry.get("turn", 1)
         turns = turn if isinstance(turn, list) else [turn] * len(seeds)
         if len(turns) != len(seeds) or not all(type(t) is int and abs(t) < 1 << 128 for t in turns):
@@ -244,7 +244,7 @@ class Reader:
         return dict(zip(seeds, turns))
 
     def entry(self, number, entry, base):
-        """The runs of one [[run]]."""
+        """Returns the runs of one [[run]]."""
         table = ("run", number)
         axes = self.axes(table, entry)
         if math.prod(map(len, axes)) > MOST_RUNS:
@@ -281,7 +281,7 @@ class Reader:
         return runs
 
     def check_kinds(self):
-        """Texts are texts, a switch is one, and each [[run]] is a table."""
+        """Checks that texts are texts, switches are true or false, and each [[run]] is a table."""
         for key, kind, what in (("title", str, "a text"), ("keep-checkpoints", bool, "true or false")):
             if not isinstance(self.data.get(key, kind()), kind):
                 raise Problem(f"{self.where(('', 0), key)}: {key} is {what}")
@@ -327,7 +327,7 @@ class Reader:
         )
 
     def set_to_blame(self, run, other):
-        """The --set of an option that the file gives these two different values of, or None."""
+        """Returns the --set of an option that the file gives these two different values of, or None."""
         keys = [key for key in self.overrides if run.given.get(key) != other.given.get(key)]
         return f"--set {keys[0]}={self.overrides[keys[0]]}" if keys else None
 
@@ -369,7 +369,7 @@ class Reader:
 
 
 def load(path, overrides=None, known=None):
-    """The Sweep of a file. `known`: names of ./train's options, None where they cannot be asked."""
+    """Returns the Sweep of a file. `known`: names of ./train's options, or None if ./train cannot be asked."""
     path = Path(path)
     try:
         if path.is_fifo() or path.is_char_device():  # reading it could wait for ever

@@ -36,7 +36,7 @@ CSV_COLUMNS = (
 
 @dataclass
 class Row:
-    """One configuration. `records`: {seed: record} of the runs that have ended, whatever their end."""
+    """Holds one configuration. `records`: {seed: record} of the runs that have ended, in whatever way."""
 
     name: str
     group: str
@@ -57,12 +57,12 @@ class Row:
 
     @property
     def whole(self):
-        """Whether all that have ended are done: no seed says that the others were lucky."""
+        """Returns whether all that have ended are done: if a seed diverged, the others were perhaps lucky."""
         return len(self.done) == len(self.records)
 
     @property
     def drawn(self):
-        """Whose losses are curves: of those that are done, else of those that diverged and were validated on the way."""
+        """Returns the seeds with curves: those that are done, else those that diverged after a validation."""
         return self.done or {
             seed: record
             for seed, record in self.records.items()
@@ -84,11 +84,11 @@ class Row:
 
     @property
     def sharing(self):
-        """How many runs at once, at most, one of its own was among."""
+        """Returns the largest number of runs, its own included, that shared a GPU with one of them."""
         return max((record["sharing"] for record in self.records.values()), default=0)
 
     def differing(self):
-        """Options as used in which the seeds that are done differ, with their values."""
+        """Returns the options, as used, in which the seeds that are done differ, with their values."""
         values = {}
         for record in self.done.values():
             for key, value in record["resolved"].items():
@@ -102,12 +102,12 @@ class Row:
 
     @property
     def bytes(self):
-        """Of weights and states, a parameter."""
+        """Returns bytes of weights and states per parameter."""
         states, weights = self.any("state_bytes"), self.any("weights_bytes")
         return None if states is None else states + weights
 
     def status(self):
-        """In words: what is missing, what went wrong, and what is not as the sweep asked."""
+        """Says in words what is missing, what went wrong, and what is not as the sweep asked."""
         words = []
         if not self.records:
             words.append("not run yet")
@@ -127,7 +127,7 @@ class Row:
 
 
 def paired(losses, others):
-    """Differences of {seed: loss} to the baseline's, of the seeds that both have."""
+    """Returns the differences of {seed: loss} to the baseline's, for the seeds that both have."""
     return [losses[seed] - others[seed] for seed in losses if seed in others]
 
 
@@ -141,7 +141,7 @@ def pair_scatter(rows_of_pairs):
 
 
 def scatters(table):
-    """{baseline: pair_scatter of the rows that are paired with it}, of those with ENOUGH; under None that of all rows."""
+    """Returns {baseline: pair_scatter of the rows paired with it} if it has ENOUGH; under None that of all rows."""
     by_name = {row.name: row for row in table}
     pairs = {None: []}
     for row in table:
@@ -154,7 +154,7 @@ def scatters(table):
 
 
 def difference(losses, others, study=(), scatter=None):
-    """(mean, standard error or None, pairs) of {seed: loss} against the baseline's; None where there is nothing.
+    """Returns (mean, standard error or None, pairs) of {seed: loss} against the baseline's; None without losses.
 
     `study`: losses of the study's baseline; `scatter`: a pair's, pooled (`scatters`).
     """
@@ -178,7 +178,7 @@ def difference(losses, others, study=(), scatter=None):
 
 
 def unasked(row, other):
-    """Options as used in which a row differs from its baseline although neither asked for it."""
+    """Returns the options, as used, in which a row differs from its baseline although neither asked for it."""
     asked = {"seed", "preset", *NEUTRAL, *row.own, *other.own}
     if "ademamix" not in (row.format("rule"), other.format("rule")):
         asked |= {"beta3", "alpha", "ramp"}  # no other rule reads them
@@ -198,7 +198,7 @@ def unasked(row, other):
 
 
 def rows(sweep, records):
-    """The rows of a sweep, in the order of its file, and how many records are of other options."""
+    """Returns the rows of a sweep, in the order of its file, and how many records are of other options."""
     result, stale = [], 0
     for name, runs in sweep.configurations().items():
         mine = {run.seed: records[name, run.seed] for run in runs if (name, run.seed) in records}
@@ -274,7 +274,7 @@ HEADINGS = (
 
 
 def speed_text(row):
-    """Tokens a second."""
+    """Returns tokens a second as text."""
     speed = row.mean("tokens_per_second")
     return "" if speed is None else f"{speed / 1e6:.3f}M" if speed >= 1e6 else f"{speed / 1e3:.1f}k"
 
@@ -285,12 +285,12 @@ def memory_text(row):
 
 
 def alone(row, text):
-    """In parentheses where runs shared a GPU: the time is then theirs too, and so is what the driver has of memory."""
+    """Puts a figure in parentheses if runs shared a GPU: time and the driver's memory are then theirs too."""
     return f"({text})" if text and row.sharing > 1 else text
 
 
 def cells(row):
-    """A row as texts, in the order of HEADINGS."""
+    """Returns a row as texts in the order of HEADINGS."""
     differs = shown(row.difference, "%+.4f") if row.name != row.baseline else "baseline"
     if row.difference is not None and row.pairs == 0:
         differs += " (unpaired)"
@@ -313,7 +313,7 @@ def cells(row):
 
 
 def groups(table):
-    """{group: its rows}, in the order of the file."""
+    """Returns {group: its rows} in the order of the file."""
     result = {}
     for row in table:
         result.setdefault(row.group, []).append(row)
@@ -321,7 +321,7 @@ def groups(table):
 
 
 def markdown(table, facts):
-    """The table, a section a group."""
+    """Returns the table in Markdown, one section per group."""
     text = [f"# {facts['title']}", "", *[f"{line}  " for line in facts["lines"]], ""]
     for group, members in groups(table).items():
         text += [f"## {group}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]

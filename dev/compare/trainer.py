@@ -1,4 +1,4 @@
-"""What ./train says of itself: its options, the bytes of its formats, and each run's plan before the first starts."""
+"""Asks ./train for its options, the bytes of its formats, and each run's plan before the first run starts."""
 
 import hashlib
 import os
@@ -45,7 +45,7 @@ class Trainer:
         return [str(self.path), *words, f"--seed={run.seed}", *more]
 
     def data_key(self, run):
-        """The same for the same corpus, wherever it lies. The built-in text belongs to the program."""
+        """Returns a key that is the same for the same corpus, wherever it lies. The program holds the built-in text."""
         paths = tuple(run.options.get(name, "") for name in ("data", "val"))
         if paths not in self.data_keys:
             used = [path for path in paths if path]
@@ -54,7 +54,7 @@ class Trainer:
 
 
 def fingerprint(paths):
-    """A hash of all files: of the whole up to 64 MiB, else of the size, the first and the last of these 64 MiB.
+    """Returns a hash of all files: of the whole up to 64 MiB, else of the size, the first and the last 64 MiB.
 
     Names do not matter. The built-in text is that of the program, which is far smaller.
     """
@@ -74,7 +74,7 @@ def fingerprint(paths):
 
 
 def refused(run, text):
-    """./train's sentence with the place of the option that it names."""
+    """Returns ./train's sentence with the place of the option that it names."""
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
     named = next((name for name in re.findall(r"--([\w-]+)", sentence) if name in run.places), "")
 
@@ -88,7 +88,7 @@ def refused(run, text):
 
 
 def read_plan(text, weights):
-    """Figures of a banner, the last one of a log; None where there is none. `weights`: bytes of their formats."""
+    """Returns figures of the last banner of a log, or None. `weights`: bytes of their formats."""
     batch = re.findall(r"= (\d+) tokens a step  (\d+) steps", text)
     optim = re.findall(r"^ optim .* weights (\S+) .* ([\d.]+) B/param", text, re.M)
     memory = re.findall(r"^ memory .*= ([\d.]+) (GiB|MiB)", text, re.M)
@@ -106,13 +106,13 @@ def read_plan(text, weights):
 
 
 def small(trainer, run):
-    """A dry run for names and values alone: no GPU, whose start costs seconds, and not the batch's memory."""
+    """Returns a dry run that checks only names and values, without a GPU, whose start costs seconds."""
     kept = {key: value for key, value in run.options.items() if key not in BATCH}
     return trainer.command(replace(run, options={**kept, **SMALL}), "--dry-run")
 
 
 def dry_runs(commands, environment):
-    """[(status, stdout, stderr)] of commands, as many at once as there are cores."""
+    """Returns [(status, stdout, stderr)] of commands, of which one per core runs at a time."""
     results, active, todo = {}, {}, dict(enumerate(commands))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
     while todo or active:
@@ -128,7 +128,7 @@ def dry_runs(commands, environment):
 
 
 def group(run):
-    """The same for runs that differ in options of the optimizer alone; formats of the user's own need a GPU."""
+    """Returns a key that is the same for runs that differ only in the optimizer; the user's own formats need a GPU."""
     outside = {key: value for key, value in run.options.items() if key not in OPTIMIZER}
     return digest([outside, run.name if "format" in run.options else ""])
 

@@ -1,4 +1,4 @@
-"""A small GPT in torch, trained on a text's bytes with nibble_optim and, to compare, with torch's AdamW or torchao's.
+"""Trains a small GPT in torch on a text's bytes with nibble_optim or, to compare, with torch's AdamW or torchao's.
 
     python3 dev/examples/train_torch.py --optimizer adamw8 [--data FILE] [--steps 300] [--run runs/adamw8]
 
@@ -69,7 +69,7 @@ def make_optimizer(name, model, lr):
 
 
 def held(tensor):
-    """Bytes; torchao's states are tensors that are made of others."""
+    """Returns bytes held; torchao's states are tensors that are made of others."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(held(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.numel() * tensor.element_size()

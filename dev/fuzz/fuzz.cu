@@ -1,5 +1,5 @@
 // What others write and this program reads, under clang's libFuzzer: `make fuzz` builds this file and all that is
-// behind it for the CPU, with the sanitizers, and dev/fuzz/run.sh runs each target of the table at the end. NIBBLE_FUZZ
+// behind it for the CPU, with the sanitizers, and dev/fuzz/run.py runs each target of the table at the end. NIBBLE_FUZZ
 // in the environment names the target. An input is the content of a file, or of several with a 0 byte between them; a
 // target writes them into a folder in memory and reads them as the trainer does. Right answers are checked elsewhere
 // (dev/unit); here any input must be taken or refused by a sentence.

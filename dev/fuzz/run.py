@@ -1,7 +1,7 @@
-"""Runs the targets of dev/fuzz/fuzz.cu: python3 dev/fuzz/run.py SECONDS [TARGET...], SECONDS for each of them.
+"""Runs the targets of dev/fuzz/fuzz.cu, each for SECONDS: python3 dev/fuzz/run.py SECONDS [TARGET...]
 
 The first inputs come from real files: those of a tiny run, command lines of README.md, presets, sources of formats.
-What a target finds to be new stays in build/fuzz/corpus/TARGET for the next time. An input that fails is kept, and
+New inputs that a target finds stay in build/fuzz/corpus/TARGET for the next time. An input that fails is kept, and
     NIBBLE_FUZZ=TARGET build/fuzz/fuzz build/fuzz/failed/TARGET/crash-...
 runs it again. The last line is `N passed, N failed`.
 """
@@ -23,7 +23,7 @@ TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "opt
 
 
 def tiny_run():
-    """The folder of a run of two steps, and that of its checkpoint."""
+    """Makes a run of two steps. Returns its folder and that of its checkpoint."""
     run = WORK / "run"
     shutil.rmtree(run, ignore_errors=True)
     subprocess.run(
@@ -34,7 +34,7 @@ def tiny_run():
 
 
 def small_safetensors(path):
-    """A safetensors file with the names and types of another and tensors of 8 bytes."""
+    """Returns a safetensors file with the names and types of another one and tensors of 8 bytes."""
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
     widths = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
@@ -54,7 +54,7 @@ def shard(tokens):
 
 
 def greetings():
-    """Messages of kernels/ranks/rendezvous.h and launch.c, each behind the two bytes that choose a part of the target."""
+    """Returns messages of rendezvous.h and launch.c, each behind the two bytes that choose a part of the target."""
     magic, version = 0x6E696264, 3
     hello = struct.pack("<2I4i128s64s32s", magic, version, 1, 3, 0, 4711, b"", b"host", b"random")
     challenge = struct.pack("<2Ii32s", magic, version, 1, b"random")
@@ -68,7 +68,7 @@ def greetings():
 
 
 def seeds():
-    """Of each target: inputs."""
+    """Returns the first inputs of each target."""
     run, checkpoint = tiny_run()
     files = [path.read_bytes() for path in [*run.glob("*.json"), *checkpoint.glob("*.json")]]
     state = (checkpoint / "state.json").read_bytes().rpartition(b'"crc32c": ')[0]
@@ -116,7 +116,7 @@ def seeds():
 
 
 def fuzz(target, inputs, words, seconds):
-    """Runs one target; returns whether nothing failed."""
+    """Runs one target. Returns whether nothing failed."""
     corpus, failed = WORK / "corpus" / target, WORK / "failed" / target
     first, dictionary = WORK / "seeds" / target, WORK / f"{target}.dict"
     for folder in corpus, failed, first:

@@ -67,7 +67,7 @@ def load(folder, dtype, device):
 
 @torch.no_grad()
 def score(model, rows, batch):
-    """(sum of ln p of the continuation, least lead of its tokens over all others) of each row, in its last T + 1 tokens.
+    """Returns (sum of ln p of the continuation, least lead of its tokens over others) of each row's last T + 1 tokens.
     Nothing predicts the first of these, so of a longer continuation only the last T tokens count."""
     most, device = model.config.n_positions + 1, model.device
     result = np.zeros((len(rows), 2))
@@ -91,7 +91,7 @@ def score(model, rows, batch):
 
 
 def measured_rounding(options, questions, reference, device):
-    """The largest difference between float32 and bfloat16 among rows spread over the file."""
+    """Returns the largest difference between float32 and bfloat16 among rows spread over the file."""
     stride = max(1, len(questions.rows) // options.rounding_rows)
     rows, want = questions.rows[::stride], reference[::stride, 0]
     got = score(load(options.folder, torch.bfloat16, device), rows, options.batch)[:, 0]
@@ -99,12 +99,12 @@ def measured_rounding(options, questions, reference, device):
 
 
 def newest(folder):
-    """The last checkpoint of a run."""
+    """Returns the last checkpoint of a run."""
     return max((name for name in os.listdir(folder) if re.fullmatch(r"step_\d+", name)), default="step_00001000")
 
 
 def read_scores(path, name, count):
-    """The lines of the evaluation file `name` among those of all that an --eval scored."""
+    """Returns the lines of the evaluation file `name` among all that --eval scored."""
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line for line in map(json.loads, file) if line["task"] == name]
@@ -121,7 +121,7 @@ def read_scores(path, name, count):
 
 
 def differences(line, answer, reference, lengths, rounding):
-    """What is wrong in an example, as (what, whether rounding explains it)."""
+    """Returns what is wrong in an example, as (what, whether rounding explains it)."""
     mine = np.array([np.nan if score is None else score for score in line["scores"]])
     if len(mine) != len(reference) or line["answer"] != answer:
         return [("another question", False)]

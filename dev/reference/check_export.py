@@ -31,7 +31,7 @@ MAGIC, HEADER_BYTES = 20240520, 1024
 
 
 def read_tokens(path, is_bytes):
-    """The tokens of a file, memory-mapped."""
+    """Returns the tokens of a file, memory-mapped."""
     try:
         if is_bytes:
             return np.memmap(path, np.uint8, "r")
@@ -44,7 +44,7 @@ def read_tokens(path, is_bytes):
 
 
 def windows(paths, is_bytes, length):
-    """Windows of length + 1 tokens, in order."""
+    """Yields windows of length + 1 tokens, in order."""
     for path in paths:
         tokens = read_tokens(path, is_bytes)
         for start in range(0, len(tokens) - length, length):
@@ -52,7 +52,7 @@ def windows(paths, is_bytes, length):
 
 
 def mean_loss(model, sequences, batch, device):
-    """Mean cross-entropy over all targets of the sequences, and their number; sums in float64."""
+    """Returns the mean cross-entropy over all targets of the sequences, summed in float64, and their number."""
     total, targets = 0.0, 0
     for start in range(0, len(sequences), batch):
         text = torch.from_numpy(np.stack(sequences[start : start + batch])).to(device)

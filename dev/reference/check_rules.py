@@ -41,7 +41,7 @@ def parameters(seed):
 
 
 def gradients(step):
-    """Rows and columns of very different size, as a model's are."""
+    """Returns gradients whose rows and columns differ much in size, as a model's do."""
     generator = torch.Generator().manual_seed(100 + step)
     for shape in SHAPES:
         gradient = torch.randn(shape, generator=generator)
@@ -82,7 +82,7 @@ def came8bit(params, lr):
 
 
 def rate_here(name, theirs, parameter):
-    """The learning rate that makes nibble's formula the peer's."""
+    """Returns the learning rate that makes nibble's formula the peer's."""
     if not name.startswith("adafactor"):
         return theirs
     return theirs * max(1e-3, parameter.detach().double().square().mean().sqrt().item())
@@ -93,7 +93,7 @@ def rate_there(name, lr, step, parameter):
 
 
 def compare(name, make, lr):
-    """The largest difference of a change, as a multiple of its bound."""
+    """Returns the largest difference of a change as a multiple of its bound."""
     ours, theirs = parameters(1), parameters(1)
     peer, settings = make([{"params": [p]} for p in theirs], lr)
     own = Optimizer([{"params": [p]} for p in ours], preset="adamw32", weights="fp32", lr=lr, **settings)
@@ -114,7 +114,7 @@ def compare(name, make, lr):
 
 
 def compare_galore():
-    """galore-torch beside the equations in float64, as a multiple of the bound."""
+    """Compares galore-torch with the equations in float64. Returns the difference as a multiple of the bound."""
     from galore_torch import GaLoreAdamW
     lr, (beta1, beta2), eps, scale, rank, worst = 1e-2, (0.9, 0.95), 1e-30, 0.25, 8, 0.0
     for shape in [(48, 64), (96, 32), (40, 40)]:

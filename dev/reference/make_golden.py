@@ -34,7 +34,7 @@ CONFIG = dict(n_layer=2, n_head=2, n_embd=128, n_positions=32, vocab_size=250)
 
 
 def stored_gradient(name):
-    """All vectors, both embeddings and one layer's matrices but mlp.c_proj, to keep the file small.
+    """Returns whether a gradient is stored: all vectors, both embeddings, one layer's matrices but mlp.c_proj.
 
     What is left out still counts in golden.grad_norm and, through AdamW's steps, in golden.losses.
     """
@@ -46,7 +46,7 @@ def stored_gradient(name):
 
 
 def make_model(random):
-    """Weights far from their usual start, so that no bias, gain or residual hides behind a 0 or a 1."""
+    """Draws weights far from their usual start, so that no bias, gain or residual hides behind a 0 or a 1."""
     config = GPT2Config(
         **CONFIG, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False
     )

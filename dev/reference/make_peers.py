@@ -100,7 +100,7 @@ def prepare():
 
 
 def exact_quantiser(x, code, blocksize):
-    """bitsandbytes' quantiser in PyTorch, which any device without a kernel of its own gets.
+    """Runs bitsandbytes' quantiser in PyTorch, which it uses on devices without a kernel of its own.
 
     Its CPU kernel looks y up in a table of 2^16 equal cells, so that many a |y| below 1e-4 lands on a wrong level, 1e-8
     on 2.1e-5; its CUDA kernels search the levels, as this does.
@@ -157,7 +157,7 @@ UNSIGNED = ("udyn8", "lin4", "sqrt8")
 
 
 def maps():
-    """The value of each code, by the peers' own decoding with scale 1."""
+    """Returns the value of each code, by the peers' own decoding with scale 1."""
     bytes = torch.arange(256, dtype=torch.uint8)
     one = torch.ones(8, dtype=torch.float16)
     return {
@@ -178,12 +178,12 @@ def maps():
 
 
 def numbers(random, decades, count):
-    """Normal numbers whose sizes are spread evenly over so many decades below 1."""
+    """Returns normal numbers whose sizes are spread evenly over so many decades below 1."""
     return random.standard_normal(count) * 10.0 ** random.uniform(-decades, 0, count)
 
 
 def blocks(random):
-    """Blocks of 256 that exercise a scale each, and a tail."""
+    """Returns blocks of 256 that each exercise a scale, and a tail."""
     negative = numbers(random, 7, 256) * 0.003
     negative[17] = -0.0371  # the largest is negative
     sparse = numbers(random, 5, 256) * 20.0
@@ -196,7 +196,7 @@ def blocks(random):
 
 
 def bounds(format, level):
-    """Where a code of `format` gives way to the next, as a share of the block's largest; of roots, the root."""
+    """Returns the bounds between codes of `format` as shares of the block's largest; of roots, the root."""
     if format == "sqrt8":
         return (np.arange(1, 256) - 0.5) / 255
     if format == "soft8":
@@ -210,7 +210,7 @@ def bounds(format, level):
 
 
 def edges(format, level, block):
-    """Numbers at the bounds and a few units in the last place beside them, in blocks with a scale of 1 and another."""
+    """Returns numbers at the bounds and a few last places beside them, in blocks with a scale of 1 and another."""
     at = bounds(format, level)
     beside = (-8, -2, -1, 0, 1, 2, 8) if len(at) < 16 else (-1, 0, 1)
     result = []
@@ -245,7 +245,7 @@ def store_all(tensors, sets):
 
 
 def split_weights(tensors, random):
-    """FlashOptim's bf16, which it gives 8 or 16 bits more."""
+    """Stores weights as FlashOptim's bf16, which it gives 8 or 16 bits more."""
     weights = numbers(random, 6, 512).astype(np.float32)
     bits = weights.view(np.int32)
     bits[:48] = (bits[:48] & ~0xFFFF) | 0x8000  # halfway between two bf16
@@ -259,7 +259,7 @@ def split_weights(tensors, random):
 
 
 def run_inputs(random):
-    """Weights, and gradients whose sizes differ between elements by five decades and between blocks of 32 by two."""
+    """Returns weights, and gradients whose sizes differ by five decades between elements and by two between blocks."""
     kept = sum(KEPT)
     start = random.uniform(-1, 1, kept)
     start[::61] = 0.0
@@ -271,7 +271,7 @@ def run_inputs(random):
 
 
 def pieces(kept):
-    """Tensors a and b of an array of the kept elements, filled up with zeros."""
+    """Returns tensors a and b from an array of the kept elements, filled up with zeros."""
     result = []
     for first, count in ((0, KEPT[0]), (KEPT[0], KEPT[1])):
         whole = np.zeros(RUN, dtype=np.float32)
@@ -281,7 +281,7 @@ def pieces(kept):
 
 
 def keep(a, b):
-    """The part of two stored arrays that belongs to the kept elements, whatever an element of theirs holds."""
+    """Returns the part of two stored arrays that belongs to the kept elements."""
     return torch.cat([x.detach().flatten()[: x.numel() * n // RUN].clone() for x, n in zip((a, b), KEPT)])
 
 

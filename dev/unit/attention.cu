@@ -80,7 +80,7 @@ static double larger(double a, double b) {
     return a > b || isnan(a) ? a : b;
 }
 
-// Root mean square of the norms of `rows` rows of `size` values.
+// Returns the root mean square of the norms of `rows` rows of `size` values.
 static double mean_norm(const float* values, int64_t rows, int size) {
     double total = 0.0;
     for (int64_t i = 0; i < rows * size; i++) total += (double)values[i] * values[i];
@@ -322,7 +322,7 @@ TEST(attention_fp32_gpu) {
     check_own_gpu<float>(test);
 }
 
-// One head of one batch, (T, parts, HS), from (B, T, parts, NH, HS).
+// Copies one head of one batch, (T, parts, HS), from (B, T, parts, NH, HS).
 static void head_take(float* head, const float* all, int T, int parts, int NH, int HS, int64_t bh) {
     for (int64_t i = 0; i < (int64_t)T * parts; i++)
         memcpy(head + i * HS, all + ((bh / NH * T * parts + i) * NH + bh % NH) * HS, HS * sizeof(float));

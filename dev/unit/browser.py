@@ -1,4 +1,4 @@
-"""A page in a headless Chromium, for tests: its DevTools protocol over two pipes, with nothing but Python's library."""
+"""Drives a page in a headless Chromium by its DevTools protocol over two pipes, with Python's library alone."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def find_browser():
-    """The path of a Chromium, or None."""
+    """Returns the path of a Chromium, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -87,7 +87,7 @@ class Page:
         return done["result"].get("value")
 
     def wait(self, expression, seconds=30):
-        """Until the expression is true; returns its value."""
+        """Waits until the expression is true. Returns its value."""
         until = time.monotonic() + seconds
         while True:
             value = self.evaluate(expression)
@@ -97,5 +97,5 @@ class Page:
             time.sleep(0.1)
 
     def screenshot(self):
-        """The PNG of what is in sight."""
+        """Returns the PNG of what is in sight."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

@@ -249,11 +249,6 @@ inline void write_tokenizer(const char* folder, bool whole = false, const char* 
     if (!whole) write_text(folder, "merges.txt", "#version: 0.2\nt h\nth e\n");
 }
 
-// Returns the folder of a run's checkpoint, which is never freed.
-inline const char* checkpoint_of(const char* run, int64_t step) {
-    return checkpoint_name(run, step);
-}
-
 #define SHAPE "--layers 1 --channels 64 --heads 1 --seq 32"
 #define QUICK "--batch 2 --val-every 0 --sample-every 0 --print-every 1000000"
 // The arguments are the folder of text.txt and that of the run.
@@ -312,12 +307,12 @@ inline void read_losses(Test* test, const char* run, Losses* losses) {
 
 inline void expect_equal_checkpoints(Test* test, const char* a, const char* b, int step) {
     for (const char* file : {"model.safetensors", "optimizer.safetensors"})
-        expect_equal_files(test, checkpoint_of(a, step), checkpoint_of(b, step), file);
+        expect_equal_files(test, checkpoint_name(a, step), checkpoint_name(b, step), file);
 }
 
 // Expects that two runs did the steps from `first` to `steps` with the same losses to the last bit, and ended in the
 // same weights and states.
-inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int first, int steps) {
+inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps, int first = 1) {
     static Losses of_a, of_b;
     read_losses(test, a, &of_a), read_losses(test, b, &of_b);
     expect(of_a.last == steps && of_b.last == steps, "%d and %d steps, want %d", of_a.last, of_b.last, steps);
@@ -327,10 +322,6 @@ inline void expect_equal_runs_from(Test* test, const char* a, const char* b, int
         break;
     }
     expect_equal_checkpoints(test, a, b, steps);
-}
-
-inline void expect_equal_runs(Test* test, const char* a, const char* b, int steps) {
-    expect_equal_runs_from(test, a, b, 1, steps);
 }
 
 // Waits until the run's log has a training line of this step. Returns false when the child ended before.

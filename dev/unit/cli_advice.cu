@@ -1,5 +1,5 @@
-// Tests of what a refusal says to type: it is typed, and must lead past that refusal. And of names that other programs
-// have for options.
+// Tests of what a refusal says to type: it is typed, and must lead past that refusal. The names that other programs
+// have for options are tested too.
 #include "../../data/options.h"
 #include <ctype.h>
 

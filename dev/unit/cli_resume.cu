@@ -34,7 +34,7 @@ FOLDER_TEST(cli_nonfinite) {
     expect(strstr(OUT(skips), "\nskipped  3 of 3 steps"), "the count is not told at the end");
     expect(skipped_steps(run) == 3, "state.json says %lld", skipped_steps(run));
     expect_skipped_steps(test, run, 3);
-    expect_equal_files(test, bad, checkpoint_of(run, 3), "model.safetensors");
+    expect_equal_files(test, bad, checkpoint_name(run, 3), "model.safetensors");
     refused("no finite loss", "ended without a finite loss and gradient", "step_00000008",
             "--resume %s --steps 8 --device cpu", run);
     expect(skipped_steps(run) == 8, "state.json says %lld", skipped_steps(run));
@@ -66,7 +66,7 @@ static void check_resume(Test* test, const char* options, bool gpu) {
     expect(ERR(child[2])[0] == 0, "stderr: %s", ERR(child[2]));
     expect_equal_runs(test, whole, halves, 12);
     // After a crash it goes back to step 6, by the run folder's name alone.
-    remove_tree(checkpoint_of(halves, 12));
+    remove_tree(checkpoint_name(halves, 12));
     train_as(&child[3], "--resume %s --steps 12 --device %s", halves, device);
     // A run that is over has nothing left to do.
     train_as(&child[2], "--resume %s --device %s", halves, device);
@@ -148,7 +148,7 @@ TEST(cli_resume_offload) {
 FOLDER_TEST(cli_resume_versions) {
     const char* run = joined(work, "run");
     train_well(BRIEF " --steps 3", work, run);
-    const char* folder = checkpoint_of(run, 3);
+    const char* folder = checkpoint_name(run, 3);
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
     refused("as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32",
             "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
@@ -214,11 +214,7 @@ FOLDER_TEST(cli_resume_most_arrays) {
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
         "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=bf16:kahan;"
         "c_attn.weight:weights=e4m3/tensor+fp32";
-    const char *whole = joined(work, "whole"), *run = joined(work, "run");
-    train_well(BRIEF " --steps 4 %s", work, whole, options);
-    train_well(BRIEF " --steps 4 --save-every 2 --keep 9 %s", work, run, options);
-    train_well("--resume %s/step_00000002 --run %s/second --device cpu", run, work);
-    expect_equal_checkpoints(test, whole, joined(work, "second"), 4);
+    check_half_way(test, work, "run", options, false);
     refused("a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer",
             BRIEF "/none --steps 4 %s;mlp.c_fc.weight:weights=fp32", work, work, options);
 }
@@ -258,11 +254,20 @@ FOLDER_TEST(cli_resume_rules) {
         expect(row[2] ? rate && strncmp(rate, row[2], strlen(row[2])) == 0 : !rate, "%s: %s", row[0], OUT(child));
         remove_tree(other);
     }
+    train_well("--resume %s --run %s/longer --steps 60 --rule ademamix --device cpu", run, work);
+    const char* longer = contents(joined(work, "longer"), "config.json");
+    expect(longer && strstr(longer, "\"beta3\": \"0.95\"") && strstr(longer, "\"ramp\": \"60\""), "%s", longer);
     check_rate_stays(test, run, work);
     train_well(BRIEF "/lion --steps 4 --rule lion", work, work);
-    refused("lion to adamw", "lion keeps no second moment", "--model",
-            "--resume %s/lion --run %s/other --steps 8 --preset adamw8 --device cpu", work, work);
-    expect(!exists(work, "other"), "a run folder is left");
+    train_well(BRIEF "/muon --steps 4 --preset muon8", work, work);
+    const char* const none[][3] = {{"lion", "--preset adamw8", "lion keeps no second moment"},
+                                   {"lion", "--rule muon", "lion keeps no second moment"},
+                                   {"muon", "--rule adamw", "muon keeps no second moment"}};
+    for (const auto& row : none) {
+        refused(row[1], row[2], "--model", "--resume %s/%s --run %s/other --steps 8 %s --device cpu", work, row[0],
+                work, row[1]);
+        expect(!exists(work, "other"), "a run folder is left");
+    }
 }
 
 #define LONG SHAPE " " QUICK " --steps 1500 --keep 1000 --data %s/text.txt"
@@ -312,7 +317,7 @@ TEST(cli_damaged_checkpoint) {
         {"state.json", TRUNCATE},          {"state.json", REMOVE},      {"state.json", COUNT}};
     const char *work = work_folder(), *whole = joined(work, "whole"), *run = joined(work, "run");
     for (const char* each : {whole, run}) train_well(BRIEF " --steps 12 --save-every 4 --keep 9", work, each);
-    const char* newest = checkpoint_of(run, 12);
+    const char* newest = checkpoint_name(run, 12);
     for (const auto& [name, how] : damages) {
         damage(newest, name, how);
         run_train(refused, "--resume %s --device cpu", newest);
@@ -334,7 +339,7 @@ TEST(cli_damaged_checkpoint) {
     expect(access(temporary, F_OK) != 0, "half a checkpoint is still there");
     expect_equal_runs(test, whole, run, 12);
     for (int step : {4, 8, 12}) {
-        newest = checkpoint_of(run, step);
+        newest = checkpoint_name(run, step);
         damage(newest, "model.safetensors", FLIP);
     }
     for (const char* typed : {"--device cpu --resume", "--device cpu --resume auto --run"}) {
@@ -353,12 +358,12 @@ FOLDER_TEST(cli_run_folders) {
     const char* run = joined(work, "run");
     const char* copied = joined(work, "copied");
     train_well(BRIEF " --steps 4 --save-every 2", work, run);
-    const char* checkpoint = checkpoint_of(run, 2);
+    const char* checkpoint = checkpoint_name(run, 2);
     refused("holds a model", "name another folder", "", BRIEF " --steps 4", work, checkpoint);
     if (rename(checkpoint, copied) != 0) abort();
     refused("lies in no run folder", "--run DIR", "", "--resume %s --device cpu", copied);
     train_well("--resume %s --device cpu --run %s/new", copied, work);
-    Child there = new_child(false, checkpoint_of(run, 4));
+    Child there = new_child(false, checkpoint_name(run, 4));
     train_as(&there, "--resume . --device cpu --steps 6");
     expect_checkpoints(test, run, 2, 6);
     run = joined(work, "held");
@@ -382,15 +387,21 @@ FOLDER_TEST(cli_data_is_cut) {
     expect(checkpoints(run, &newest) == 1 && newest >= 40, "what was there is not saved: %lld", (long long)newest);
 }
 
-// A job script's command may be typed again: --model names the folder that the run began with.
+// A job script's command may be typed again: --model names the folder that the run began with. The rate that --lr auto
+// chooses stays a tenth, also after another rule was taken.
 FOLDER_TEST(cli_resume_model_folder) {
     train_well(BRIEF "/first --steps 2", work, work);
     for (const char* model : {"first/step_00000002", "first/", "first"}) {
         for (int i = 0; i < 2; i++) {
             Child child = new_child(false, work);
-            train_as(&child, QUICK " --data text.txt --model %s --run again --resume auto --steps %d", model,
+            train_as(&child, QUICK " --data text.txt --model %s --run again --resume auto --lr auto --steps %d", model,
                      2 + 2 * i);
+            expect(strstr(OUT(child), "schedule lr 0.0003 (a tenth"), "%s", OUT(child));
         }
+        run_well(lion, "--resume %s/again --device cpu --steps 6 --rule lion", work);
+        expect(strstr(OUT(lion), "--lr 6e-05, usual for lion (was 0.0003, for adamw)"), "%s", OUT(lion));
+        run_well(typed, "--resume %s/again --device cpu --steps 8 --lr 0.001", work);
+        expect(strstr(OUT(typed), "--lr 0.001 (was 6e-05)"), "%s", OUT(typed));
         remove_tree(joined(work, "again"));
     }
 }

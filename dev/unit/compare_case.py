@@ -44,7 +44,7 @@ class Case:
         return [sys.executable, str(COMPARE / "run.py"), str(sweep), *map(str, folders), *map(str, more)]
 
     def start(self, sweep, *more, hangup=signal.SIG_DFL, **how):
-        """Hears Ctrl-C, and SIGHUP unless `hangup` says otherwise, also where the tests are under nohup or a script's &."""
+        """Starts a sweep that hears Ctrl-C even under nohup or &; `hangup`: what it does at SIGHUP."""
 
         def hear():
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -69,7 +69,7 @@ class Case:
         assert not self.out.exists() and not self.work.exists(), "something was run"
 
     def records(self, out=None):
-        """{slug: record} of runs.jsonl."""
+        """Returns {slug: record} of runs.jsonl."""
         path = (out or self.out) / "runs.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return {slug(record["name"], record["seed"]): record for record in map(json.loads, lines)}
@@ -87,13 +87,13 @@ class Case:
             return {row["configuration"]: row for row in csv.DictReader(file)}
 
     def cells(self):
-        """{configuration: cells} of table.md, its head included."""
+        """Returns {configuration: cells} of table.md, its head included."""
         lines = (self.out / "table.md").read_text().split("\n")
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
         return {cells[0]: cells for cells in rows}
 
     def wrapper(self, lines):
-        """A program that does something before it becomes ./train, or in its place."""
+        """Writes a program that does something before it becomes ./train, or in its place."""
         path = self.folder / "wrapper"
         path.write_text(f'#!/bin/bash\n{lines}\nexec {ROOT}/train "$@"\n')
         path.chmod(0o755)
@@ -108,7 +108,7 @@ def wait_for(what, seconds=60):
 
 
 def missing_tools():
-    """Why nothing can be tested here, or None."""
+    """Returns why nothing can be tested here, or None."""
     if sys.version_info < (3, 11):
         return "Python 3.11 reads sweep files"
     if not (ROOT / "train").exists():

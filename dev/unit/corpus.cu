@@ -240,7 +240,7 @@ DATA_TEST(corpus_nanogpt) {
     expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "type --data-format auto");
     int32_t header[512] = {20240520, 1, 512};
     put(joined(folder, "train.bin"), header, 2048);
-    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin without --data-format");
+    expect_refused(opens(folder, DATA_NANOGPT, DATASET_TRAIN, T, error), error, "train.bin --data-format auto");
     expect_refused(opens(folder, DATA_AUTO, DATASET_TRAIN, T, error), error, "name its files");
 }
 
@@ -375,11 +375,14 @@ FOLDER_TEST(corpus_cli) {
         {"--data WORK/text.txt --val WORK/packed.gz --data-format bytes --seq 16", "reads 32 of 44", 0},
         {"--data WORK/text.txt --val WORK/same.txt", "notice   the validation data is trained on", 0},
         {"--data WORK/s?.bin --val WORK/s0.bin", "notice   the validation data is trained on", 0},
+        {"--data WORK/t?.bin", "3.95k tokens in 2 files  validation reads 32 of 50  vocabulary 300\n", 0},
         {"--data WORK/s?.bin", "notice   1 file of the data, shorter than a window of 33 tokens, is left out: 20 token",
          0},
     };
     if (symlink(joined(work, "text.txt"), joined(work, "same.txt")) != 0) abort();
     write_shard(work, "s0.bin", 500, 3), write_shard(work, "s1.bin", 20, 3);
+    write_shard(work, "t0.bin", 3000, 299), write_shard(work, "t1.bin", 1000, 3);
+    write_text(work, "meta.json", "{\"vocabulary\": 300}");
     for (const auto& [arguments, said, code] : cases) {
         run_train(child, "--dry-run " TRAIN_QUICKLY " %s", replaced(arguments, "WORK", work));
         expect_code(child, code);

@@ -407,7 +407,7 @@ static void name_format(const char* folder, const char* format) {
 // Code that only a checkpoint names runs if it is this user's own and the path is one that the program itself wrote. A
 // format takes a GPU, so that on the CPU what is not refused here is refused next, by another sentence.
 FOLDER_TEST(doors_format_of_a_checkpoint) {
-    const char *run = joined(work, "run"), *folder = checkpoint_of(run, 1), *state = joined(folder, "state.json");
+    const char *run = joined(work, "run"), *folder = checkpoint_name(run, 1), *state = joined(folder, "state.json");
     train_well(BRIEF " --steps 1 --device cpu", work, run);
     for (const char* name : {"own.cuh", "open.cuh", "other.cuh", "run/beside.cuh"}) write_text(work, name, "// none\n");
     expect(symlink("own.cuh", joined(work, "link.cuh")) == 0, "%s", strerror(errno));

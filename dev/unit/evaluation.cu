@@ -158,26 +158,15 @@ TEST(evaluation_batches) {
 // The figures are those computed by hand. Row r has 3 + r characters and 5 + 2 r bytes.
 TEST(evaluation_figures) {
     Evaluation e = evaluation_make(test, 0, FOUR);
-    // Choices by sum: 2 (right), 0, the first of equal ones (right), 0 and 0 (wrong).
-    const double sums[] = {-9, -8, -3, -3.5, -2, -2, -5, -1, -4, -5, -9, -3, -3.2};
+    // Choices by sum: 2 (right), the first of equal ones, 0 (right), 0 and 0. By characters: 3, 1, 0 and 0, all wrong;
+    // by bytes the last is 1, which is right.
+    const double sums[] = {-9, -8, -3, -3.5, -2, -2, -5, -1, -4, -5, -9, -3, -3.218};
     EvaluationScore scores[16];
     for (int i = 0; i < 13; i++) scores[i] = {sums[i], 0, 0};
     EvaluationResult r = evaluation_result(&e, scores);
     expect(r.acc == 0.5, "acc %g", r.acc);
     expect(fabs(r.acc_error - sqrt(0.25 / 3)) < 1e-15, "its error %g", r.acc_error);
-    int norm = 0, by_bytes = 0, row = 0;
-    for (int i = 0; i < 4; i++) {
-        int best = 0, best_bytes = 0;
-        for (uint32_t j = 1; j < FOUR[i][0]; j++) {
-            if (sums[row + j] / (3 + row + j) > sums[row + best] / (3 + row + best)) best = (int)j;
-            if (sums[row + j] / (5 + 2 * (row + j)) > sums[row + best_bytes] / (5 + 2 * (row + best_bytes)))
-                best_bytes = (int)j;
-        }
-        norm += best == (int)FOUR[i][1], by_bytes += best_bytes == (int)FOUR[i][1];
-        row += (int)FOUR[i][0];
-    }
-    expect(r.acc_norm == norm / 4.0 && r.acc_bytes == by_bytes / 4.0, "acc_norm %g, acc_bytes %g", r.acc_norm,
-           r.acc_bytes);
+    expect(r.acc_norm == 0 && r.acc_bytes == 0.25, "acc_norm %g, acc_bytes %g", r.acc_norm, r.acc_bytes);
     scores[5].sum = NAN;
     r = evaluation_result(&e, scores);
     expect(isnan(r.acc) && isnan(r.acc_norm), "NaN counts as an answer");
@@ -296,7 +285,7 @@ FOLDER_TEST(evaluation_command) {
     const char* const outs[][2] = {{link, "is a link, which is not followed"},
                                    {pipe, "is a pipe or a device"},
                                    {work, "is a folder"},
-                                   {joined(work, "four.eval"), "is scored by --eval"},
+                                   {joined(work, "four.eval"), "holds something else already"},
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
         for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"})
@@ -304,6 +293,15 @@ FOLDER_TEST(evaluation_command) {
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
     expect(strcmp(contents(work, "victim"), "kept") == 0, "a link was followed");
+    // A run that names its files from where it began finds them again from elsewhere.
+    Child here = new_child(false, work), there = new_child(false, run);
+    train_as(&here,
+             "--model run --batch 2 --data text.txt --run b --steps 1 --val-every 0 --sample-every 0 --device "
+             "cpu --eval four.eval --eval-every 1 --eval-out b.jsonl");
+    train_as(&there, "--resume ../b/ --steps 2 --device cpu");
+    expect(strstr(OUT(there), "resume   ../b/step_00000001") && strstr(OUT(there), "eval      2  four"), "%s",
+           OUT(there));
+    expect(!exists(run, "b.jsonl"), "the scores went elsewhere");
     run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
              work);
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&
@@ -346,6 +344,14 @@ FOLDER_TEST(evaluation_bad_input) {
         expect(!exists(work, "new"), "%s: a run folder was made before the evaluation was refused", c[0]);
         remove_tree(joined(work, "new"));
     }
+    const char* tokens = joined(work, "tokens");
+    mkdir(tokens, 0755);
+    write_tokenizer(tokens), write_text(tokens, "meta.json", "{\"vocabulary\": 260}");
+    for (const char* name : {"train_0.bin", "val_0.bin"}) write_shard(tokens, name, 500, 1);
+    refused("a file for bytes", "another vocabulary", "--tokenizer DIR",
+            EVALUATED " --batch 2 --data %s --run %s/new --steps 1 --eval %s/four.eval --eval-every 1", tokens, work,
+            work);
+    expect(!exists(work, "new"), "a run folder was made before the evaluation was refused");
     refused("a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing",
             "--eval nothing --model %s/run --device cpu", work);
     refused("no model", "--model", "", "--eval four --device cpu%s", "");

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "presets.h"
 #include "steps.h"
 
 // Shapes with rows and columns that no thread's elements divide, one row, one column, whole tiles and single elements.
@@ -59,7 +58,7 @@ static void add(Configs* all, const OptimConfig& config) {
 static Configs* every_config() {
     static Configs all;
     const char* const states[] = {"fp32", "bf16:sr", "e4m3/256"};
-    for (const char* preset : all_presets.name) {
+    for (const char* preset : element_presets()) {
         for (const char* grads : GRADS_NAMES) add(&all, preset_config(preset, grads));
         add(&all, preset_config(preset, "fp32", "ln*: m=fp32 lr=0.5; *.bias: wd=0.3"));
     }
@@ -81,7 +80,7 @@ static bool can_run(const OptimConfig* config, bool gpu) {
     return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
 }
 
-// The type that the matmuls read beside configuration k.
+// Returns the type that the matmuls read beside configuration k.
 static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
 }
@@ -127,8 +126,8 @@ static void compile_all(Test* test, const Configs* all, int count, Part part, bo
     expect(bad == 0, "%d processes did not end well", bad);
 }
 
-// Configurations of presets and rows of `mixed`, which come first.
-constexpr int LISTED = 3 * ELEMENT_PRESETS + (int)(sizeof(mixed) / sizeof(mixed[0]));
+// How many configurations are those of presets and rows of `mixed`, which come first.
+static const int LISTED = 3 * (int)element_presets().size() + (int)(sizeof(mixed) / sizeof(mixed[0]));
 
 // Calls body(config, k) for each configuration of a part that can run, with a cache of kernels of its own; only_listed:
 // for the first LISTED alone.
@@ -332,14 +331,15 @@ CACHE_TEST(JIT_TEST, every_random_equals_cpu_gpu) {
 // Every preset, on a GPU that is said to have seven multiprocessors: of the last length, which no tile, block or group
 // of threads divides, all of them draw tiles in turn and their stages go round.
 TEST(every_length_equals_cpu_gpu) {
+    const std::vector<const char*> presets = element_presets();
     for (int64_t length : {1, 31, 33, 255, 257, 4095, 4097, 1000003}) {
         const OptimTensor tensor = {"tensor", 1, length, true, 0};
         const bool large = length > 5000;
-        for (int preset = 0; preset < ELEMENT_PRESETS; preset++) {
+        for (int preset = 0; preset < (int)presets.size(); preset++) {
             for (int compute = 0; compute < 2; compute++) {
                 if (large && compute != preset % 2) continue;
                 OptimConfig config =
-                    preset_config(all_presets.name[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32", "none");
+                    preset_config(presets[preset], (length + preset) % 4 == 1 ? "bf16" : "fp32", "none");
                 expect_equal_cpu_gpu(test, &config, &tensor, 1, (OptimType)compute, large ? 3 : 20, Steps(), 7);
             }
         }
@@ -352,7 +352,7 @@ TEST(every_length_equals_cpu_gpu) {
 CACHE_TEST(TEST, every_race_gpu) {
     const OptimTensor tensor = {"tensor", 1, 60 * TILE_ELEMENTS + 1, true, 0};
     static Configs all;
-    for (const char* preset : all_presets.name) add(&all, preset_config(preset, "bf16", "none"));
+    for (const char* preset : element_presets()) add(&all, preset_config(preset, "bf16", "none"));
     add(&all, states_config("adamw", "bf16:sr", "bf16", "dyn8/2048", "udyn8/2048"));
     add(&all, states_config("adamw", "bf16:sr", "bf16", "de4/32@dq8", "fp32"));
     add(&all, states_config("ademamix", "bf16:sr", "bf16", "soft8/32@dq8", "sqrt8/32@dq8"));
@@ -363,7 +363,7 @@ CACHE_TEST(TEST, every_race_gpu) {
 }
 
 CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
-    for (const char* preset : all_presets.name) {
+    for (const char* preset : element_presets()) {
         for (const char* grads : GRADS_NAMES) {
             OptimConfig config = preset_config(preset, grads, "none");
             config.keeps_copy = false;
@@ -410,7 +410,7 @@ JIT_TEST(every_row_compiles) {
         add(&all, states_config("adamw", "bf16:sr", "bf16", m, serves_m(m) ? "lin4/2048:sr" : m));
     for (const char* v : {"udyn8/32:sr", "sqrt8/512:sr", "sqrt4:sr", "ulin8", "log8:sr", "adalog8:sr", "log16:sr"})
         add(&all, states_config("adamw", "bf16:sr", "bf16", "soft8@dq8:sr", v));
-    for (const char* preset : all_presets.name)
+    for (const char* preset : element_presets())
         add(&all, preset_config(preset, GRADS_NAMES[all.count % name_count(GRADS_NAMES)], "none"));
     OptimConfig limited = states_config("adamw", "bf16:sr", "bf16", "dyn8", "udyn8");
     limited.limit_growth = 1.01f;

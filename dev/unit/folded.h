@@ -1,5 +1,5 @@
-// Whole-model tests of --release on with several micro-batches: a part of test_gpt2.cu, which includes it where its
-// helpers are known. The reference is sgd in plain C, to the bit.
+// Whole-model tests of --release on with several micro-batches: a part of test_gpt2.cu, which includes it after
+// skips.h, where its helpers are known. The reference is sgd in plain C, to the bit.
 #pragma once
 #include "../../optim/jit.h"
 
@@ -15,13 +15,9 @@ static OptimConfig folded_optim(bool grads_bf16, bool offload) {
     return config;
 }
 
-// Forward and backward for micro-batch `micro` of a step. A share that is NaN makes loss and gradients NaN.
+// Does forward and backward for micro-batch `micro` of a step.
 static void feed_folded(const Model* m, int step, int micro, bool first, float share = 1.0f / FOLDED) {
-    const int n = m->B * m->T;
-    std::vector<int> tokens(2 * n);
-    for (int i = 0; i < 2 * n; i++)
-        tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(400 + FOLDED * step + micro, i)));
-    feed(m, &tokens[0], &tokens[n], first, share);
+    feed_random(m, 360 + FOLDED * step + micro, first, share);
 }
 
 static bool takes_turns(const Arena* a, int t) {

@@ -420,7 +420,7 @@ FOLDER_TEST(folders_config_members) {
 
 // Returns the config.json of a run's checkpoint as a tree.
 static Json* saved_config(Test* test, const char* run, int step) {
-    Json* json = json_read(joined(checkpoint_of(run, step), "config.json"), error);
+    Json* json = json_read(joined(checkpoint_name(run, step), "config.json"), error);
     expect(json, "%s", error);
     return json;
 }

@@ -30,7 +30,7 @@ static OptimConfig folds_config(const Case* c) {
     return resolved(config);
 }
 
-// The gradients of all tensors in micro-batch `micro` of a step, in the arena's layout and in its type.
+// Returns the gradients of all tensors in micro-batch `micro` of a step, in the arena's layout and in its type.
 static void* micro_gradients(const Run* run, int step, int micro) {
     const bool narrow = is(run->config.grads, "bf16");
     const int64_t begin = run->config.begin, end = run->config.end ? run->config.end : run->elements;

@@ -374,7 +374,7 @@ StoredLayer<X> stored_layer_open(Room* room, const char* weights, int64_t N, int
     return layer;
 }
 
-// The values of `count` codes of a slot.
+// Returns the values of `count` codes of a slot.
 float* code_values(Room* room, const Fp8* f, const uint8_t* codes, int64_t count, int slot, Fp8Type type) {
     const uint8_t* host = room->to_host(codes, count);
     const float inverse = *room->to_host(f->inverse + 4 * slot, 1);

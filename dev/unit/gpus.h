@@ -1,9 +1,7 @@
 // A case asks the GPUs these questions before it says that it needs more than they have.
 #pragma once
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include "../../kernels/common.cuh"
+#include "apart.h"
 
 // True if the first `most` GPUs can write to each other's memory, and ranks can tell that they are on one machine: what
 // kernels/ranks/peer.cuh needs.
@@ -21,8 +19,5 @@ inline bool gpus_reach_each_other(int most) {
 // Does the same for a case that forks ranks. Where a process has called CUDA, those that it forks cannot; so another
 // process asks.
 inline bool gpus_reach_each_other_asked_apart(int most) {
-    int status = 0;
-    pid_t child = fork();
-    if (child == 0) _exit(gpus_reach_each_other(most) ? 0 : 1);
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return run_apart([most] { _exit(gpus_reach_each_other(most) ? 0 : 1); }).code == 0;
 }

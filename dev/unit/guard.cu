@@ -56,7 +56,7 @@ FOLDER_TEST(guard_poisoned_checkpoints) {
         int64_t bytes;
         const char* run = formatted("%s/run%d", work, number++);
         train_well(SHAPE " " QUICK " --data %s/text.txt --device cpu --run %s --steps 2 %s", work, run, formats);
-        const char* step = checkpoint_of(run, 2);
+        const char* step = checkpoint_name(run, 2);
         char* text = contents(step, file, &bytes);
         memcpy(text + bytes - count, poison, (size_t)count);
         write_bytes(step, file, text, (size_t)bytes);

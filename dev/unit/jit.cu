@@ -11,7 +11,6 @@
 #include <utime.h>
 
 #include "apart.h"
-#include "presets.h"
 #include "steps.h"
 
 // The smallest kernel that is not built in, which is the quickest to compile.
@@ -278,7 +277,7 @@ TEST(jit_without_nvrtc_presets_train_gpu) {
         "--device gpu --layers 1 --channels 64 --heads 1 --seq 64 --batch 2 --steps 2 --val-every 0 --sample-every 0";
     int code;
     const char* output;
-    for (const char* preset : all_presets.name) {
+    for (const char* preset : element_presets()) {
         output = run_train(formatted("%s --preset %s --run %s/%s", small, preset, folder.path, preset), &code);
         expect(code == 0, "%s: exit code %d: %s", preset, code, output);
     }

@@ -37,7 +37,7 @@ TEST(cpu_exp_error) {
     note(test, "exp %.3g, sigmoid %.3g", worst, worst_sigmoid);
 }
 
-// The definition in cpu_gemm.h, literally; `twin` in double.
+// Computes the product as cpu_gemm.h defines it, in fp32 into `c` and in double into `twin`.
 void gemm_naive(const CpuGemm* g, float* c, double* twin) {
     for (int64_t m = 0; m < g->rows; m++) {
         for (int64_t n = 0; n < g->cols; n++) {
@@ -83,7 +83,7 @@ double gelu_double(double x) {
     return 0.5 * x * (1.0 + tanh(sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 
-// One row; out = layernorm(x).
+// Computes out = layernorm(x) of one row.
 void layernorm_double(double* out, const double* x, const double* weight, const double* bias, int C) {
     double mean = 0.0, square = 0.0;
     for (int c = 0; c < C; c++) mean += x[c] / C;

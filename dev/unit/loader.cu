@@ -319,7 +319,7 @@ DATA_TEST(data_loader_bad_files) {
     const char* path = joined(folder, "x.bin");
     const std::tuple<int, int, int, int, const char*> headers[] = {
         {100, -1, 20240522, 1, "an evaluation set of llm.c"},
-        {100, -1, 20240326, 1, "a model of llm.c"},
+        {100, -1, 20240326, 1, "a model of llm.c; name shards of 16-bit tokens"},
         {100, -1, 20240801, 7, "Llama 3"},
         {100, -1, 20240520, 2, "version 2 and version 1 can be read"},
         {100, 101, 20240520, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
@@ -474,7 +474,7 @@ DATA_TEST(data_tokenizer_files) {
     expect_refused(tokenizer_open(folder, error), error, "vocab.json is not valid JSON");
 }
 
-// The last one is the number of tokens. corpus_every_character has the other scripts.
+// The last one is the number of tokens. corpus_every_character tests how all characters are cut into words.
 // clang-format off
 static const struct {
     const char* text;
@@ -482,37 +482,21 @@ static const struct {
     int token[64];
     int count;
 } encoded[] = {
-    {"Hello, world!", 13, {15496, 11, 995, 0}, 4},
-    {"trailing space ", 15, {9535, 4386, 2272, 220}, 4},
-    {"three   spaces   here", 21, {15542, 220, 220, 9029, 220, 220, 994}, 7},
-    {"tab\tseparated\tvalues", 20, {8658, 197, 25512, 515, 197, 27160}, 6},
-    {"\n\nparagraph\n\n", 13, {198, 198, 20360, 628}, 4},
     {"  \n  mixed \t whitespace \n", 25, {220, 220, 198, 220, 7668, 220, 197, 13216, 10223, 220, 198}, 11},
-    {"\r\nwindows\r\n", 11, {201, 198, 28457, 201, 198}, 5},
     {"I'm you're we've he'll she'd it's can't", 39, {40, 1101, 345, 821, 356, 1053, 339, 1183, 673, 1549, 340, 338, 460, 470}, 14},
     {"I'M YOU'RE", 10, {40, 6, 44, 7013, 6, 2200}, 6},
     {"'tis 's''t", 10, {470, 271, 705, 82, 7061, 83}, 6},
-    {"''s", 3, {7061, 82}, 2},
     {"''''", 4, {39115}, 1},
-    {"1234567890", 10, {10163, 2231, 30924, 3829}, 4},
     {"3.14159 -2.5e-10", 16, {18, 13, 1415, 19707, 532, 17, 13, 20, 68, 12, 940}, 11},
-    {"$1,000.00!!!", 12, {3, 16, 11, 830, 13, 405, 10185}, 7},
-    {"snake_case_name", 15, {16184, 539, 62, 7442, 62, 3672}, 6},
     {"#include <stdio.h>\nint main(void) {\n    return 0;\n}\n", 52, {2, 17256, 1279, 19282, 952, 13, 71, 29, 198, 600, 1388, 7, 19382, 8, 1391, 198, 220, 220, 220, 1441, 657, 26, 198, 92, 198}, 25},
     {"https://example.com/path?q=1&r=2", 32, {5450, 1378, 20688, 13, 785, 14, 6978, 30, 80, 28, 16, 5, 81, 28, 17}, 15},
-    {"....... ------- ======", 22, {25780, 35656, 29335, 28}, 4},
     {"<|endoftext|>", 13, {27, 91, 437, 1659, 5239, 91, 29}, 7},
     {"antidisestablishmentarianism", 28, {415, 29207, 44390, 3699, 1042}, 5},
     {"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 40, {24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794, 24794}, 10},
     {"\346\227\245\346\234\254\350\252\236\343\201\256\343\203\206\343\202\255\343\202\271\343\203\210", 24, {33768, 98, 17312, 105, 45739, 252, 5641, 24336, 25084, 43302}, 10},
     {"emoji \360\237\230\200\360\237\221\215 end", 18, {368, 31370, 30325, 222, 41840, 235, 886}, 7},
     {"", 0, {0}, 0},
-    {" ", 1, {220}, 1},
-    {"   ", 3, {220, 220, 220}, 3},
     {"\000\001\002", 3, {188, 189, 190}, 3},
-    {"a\177b", 3, {64, 221, 65}, 3},
-    {"\\\"/", 3, {7879, 14}, 2},
-    {"x 's", 4, {87, 705, 82}, 3},
 };
 // clang-format on
 

@@ -36,7 +36,7 @@ static double level_log(LogRange range, int64_t code) {
     return (double)range.low + span * (double)(code - Codes::FIRST) / (double)Codes::STEPS;
 }
 
-// The distance of two levels in log2.
+// Returns the distance of two neighbouring levels in log2.
 template <class Codes>
 static double level_unit(LogRange range) {
     return (level_log<Codes>(range, Codes::LAST) - level_log<Codes>(range, Codes::FIRST)) / (double)Codes::STEPS;
@@ -56,7 +56,7 @@ static void for_formats(Body body) {
     body(Log8(), "log8"), body(Log16(), "log16"), body(AdaLog8(), "adalog8");
 }
 
-// The least v that is told from smaller ones.
+// Returns the least v that is told from smaller ones.
 template <class Codes>
 constexpr double LEAST_V = Codes::OWN ? 0x1p-125 : 0x1p-126;
 

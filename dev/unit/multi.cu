@@ -203,11 +203,11 @@ static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, con
     read_losses(test, first, &folded), read_losses(test, run, &kept);
     const double a = atof(folded.text[6]), b = atof(kept.text[6]);
     expect(fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
-    expect(!equal_files(test, checkpoint_of(first, 6), checkpoint_of(run, 6), "model.safetensors"),
+    expect(!equal_files(test, checkpoint_name(first, 6), checkpoint_name(run, 6), "model.safetensors"),
            "%s: with and without release the weights are the same, so no gradient went into m", options);
     note(test, "off by %.1g", fabs(a - b) / b);
     train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, again, offload);
-    expect_equal_runs_from(test, first, again, 4, 6);
+    expect_equal_runs(test, first, again, 6, 4);
 }
 
 TEST(multi_folded) {
@@ -409,7 +409,7 @@ static void check_resume(Test* test, bool gpu, int from, int to, const char* mod
         expect(strstr(OUT(child), "step_00000004, step 4"), "%d to %d: %s", from, to, OUT(child));
         expect(!strstr(OUT(child), " notice "), "%d to %d: %s", from, to, OUT(child));
     }
-    expect_equal_runs_from(test, run[0], run[1], 5, 8);
+    expect_equal_runs(test, run[0], run[1], 8, 5);
 }
 
 // A run on as many ranks as before goes on as if it had not been interrupted, whatever is sharded.
@@ -421,7 +421,7 @@ static void check_goes_on(Test* test, bool gpu, int ranks, const char* before, c
                 SEVERAL " --batch 2 --tokens-per-step %d --steps 8 --save-every 4 --preset adamw4 --shard %s", work,
                 run[0], 32 * ranks, before);
     train_ranks(gpu, ranks, "--resume %s/step_00000004 --run %s --shard %s", run[0], run[1], after);
-    expect_equal_runs_from(test, run[0], run[1], 5, 8);
+    expect_equal_runs(test, run[0], run[1], 8, 5);
 }
 
 RANKS_TEST(multi_goes_on, 3) {
@@ -540,7 +540,7 @@ FOLDER_TEST(multi_missing) {
     for (int rank : {0, 1})
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
     for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[0], "other options", "rank 1 on ", "other options or other data");
+    expect_error(test, &child[0], "other options", "rank 1 on ", ": --lr 0.5, and rank 0 --lr 0.003; start all alike");
     expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
     expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
     // So are ranks whose files differ: one machine's copy was cut short.
@@ -553,7 +553,7 @@ FOLDER_TEST(multi_missing) {
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), words);
     }
     for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data");
+    expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data than rank 0: --data of ");
 }
 
 // Returns whether a socket of this machine has a port and is in a state. It does not knock there.

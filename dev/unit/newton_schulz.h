@@ -41,7 +41,8 @@ inline double frobenius(const Dense* a) {
     return sqrt(sum);
 }
 
-// The largest singular value, from above, of a Gram matrix: by 60 squarings' worth of power iteration and a hundredth.
+// Returns a bound from above on the largest singular value of a Gram matrix: what 60 steps of power iteration give, and
+// a hundredth more.
 inline double spectral(const Dense* gram) {
     double v[128], next[128], norm = 0.0;
     for (int i = 0; i < gram->rows; i++) v[i] = 1.0 + 0.01 * i;
@@ -58,7 +59,7 @@ inline double spectral(const Dense* gram) {
     return 1.01 * sqrt(norm);
 }
 
-// The slope of a x + b x^3 + c x^5 between 0 and s at its steepest.
+// Returns the steepest slope of a x + b x^3 + c x^5 between 0 and s.
 inline double steepest(NewtonSchulz c, double s) {
     double most = 0.0;
     for (int i = 0; i <= 200; i++) {
@@ -75,7 +76,8 @@ inline void normalise(Dense* x) {
 }
 
 // The plain form, of x divided by its norm. Returns the bound for an arithmetic that rounds what it stores by `unit` of
-// itself and what it adds up, over K terms, by sqrt(K) 2^-24, as independent roundings do (matrix.h has the formula).
+// itself and what it adds up, over K terms, by sqrt(K) 2^-24, as independent roundings do. The head of this file has
+// the formula.
 inline double reference_polar(const OptimConfig* config, Dense* x, double unit) {
     static Dense gram, square, b, product;
     const bool tall = x->rows > x->cols;

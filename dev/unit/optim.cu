@@ -4,7 +4,6 @@
 #include "../../optim/kernel.cuh"
 #include "../../optim/optim.h"
 #include "../../optim/override.h"
-#include "presets.h"
 #include "steps.h"
 
 TEST(optim_philox_published_vectors) {
@@ -322,7 +321,7 @@ TEST(optim_refusals) {
 }
 
 TEST(optim_presets_are_built_in) {
-    for (const char* preset : all_presets.name) {
+    for (const char* preset : element_presets()) {
         for (const char* grads : GRADS_NAMES) {
             OptimConfig config = preset_config(preset, grads);
             config.keeps_copy = false;
@@ -366,7 +365,7 @@ static int launches_of_step(const OptimConfig* config) {
 // A step of all tensors is one launch, and nothing else that the device does, but for scales of whole tensors, which
 // one before it measures and one after it settles; with other formats for some tensors it is two.
 TEST(optim_step_is_one_launch_gpu) {
-    for (const char* preset : all_presets.name) {
+    for (const char* preset : element_presets()) {
         OptimConfig config = preset_config(preset, "bf16", "none");
         expect(launches_of_step(&config) == (strstr(config.weights, "/tensor") ? 3 : 1), "%s: %d", preset,
                launches_of_step(&config));

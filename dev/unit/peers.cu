@@ -128,7 +128,7 @@ static Floats peers_map(const Format* format) {
     return map;
 }
 
-// An optimizer on the CPU with tensors of the given lengths.
+// Opens an optimizer on the CPU with tensors of the given lengths.
 static void peers_open(Run* run, OptimConfig config, const int64_t* lengths, int count) {
     OptimTensor tensors[TENSORS];
     for (int t = 0; t < count; t++) tensors[t] = {"tensor", 1, lengths[t], t == 0, 0};
@@ -221,7 +221,7 @@ struct Comparison {
     double worst;  // off a bound, as a share of y
 };
 
-// y of element i and, for 1, the largest level: the exact numbers, in double.
+// Returns y of element i, which is x[i] over the largest magnitude of its block, and that magnitude in *top.
 static double share_of_block(const Format* format, const double* x, int64_t n, int64_t i, double* top) {
     int64_t first = i / format->block * format->block;
     *top = 0.0;
@@ -249,7 +249,9 @@ static double rounding_of_y(const Format* format) {
     return even ? 0x1p-22 : 0.0;
 }
 
-// x: the numbers, and `slack` what two programs' errors in computing them add up to (NULL: they are given).
+// Expects that our codes are theirs, or their neighbours where x is so near a bound that rounding decides. x has the
+// exact numbers, and `slack` what two programs' errors in computing them add up to; it is NULL for numbers that were
+// given.
 static Comparison compare_codes(Test* test, const char* what, const Format* format, const Floats* map,
                                 const Codes* ours, const Codes* theirs, const double* x, const double* slack) {
     Comparison result = {0, 0, theirs->n, 0.0};
@@ -501,7 +503,7 @@ static Exact exact_step(const OptimConfig* config, const State* before, int64_t 
     return {e, p * (1.0 - LR * decay) - e.p.value};
 }
 
-// A unit in the last place of floats as large as x.
+// Returns a unit in the last place of floats as large as x.
 static double ulp(double x) {
     int exponent;
     frexp(x, &exponent);
@@ -570,7 +572,7 @@ static void check_codes(Test* test, const Case* c, const Run* run, const Exact* 
     }
 }
 
-// One step of ours from their state, against theirs.
+// Compares one step of ours from their state with theirs.
 static void check_step(Test* test, const Case* c, int step) {
     Exact exact[ELEMENTS];
     State before = state_before(c, step);

@@ -56,7 +56,7 @@ static void average_factors(Exact* e, int k, int64_t rows, int64_t cols, const d
     for (int64_t j = 0; j < cols; j++) e->col[k][j] += rest * (col[j] - e->col[k][j]);
 }
 
-// The second moment that the factors stand for, at element i.
+// Returns the second moment that the factors stand for, at element i.
 static double factored(const Exact* e, int k, int64_t rows, int64_t cols, int64_t i, double correction) {
     double mean = 0.0;
     for (int64_t r = 0; r < rows; r++) mean += e->row[k][r] / (double)rows;
@@ -69,7 +69,7 @@ static double norm_of(const double* x, int64_t n) {
     return sqrt(sum);
 }
 
-// The update u of the factored rules.
+// Computes the update u of the factored rules.
 static void exact_factored(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols, int step) {
     static double inverse[MODEL_MAX];
     const bool came = is(config->rule, "came");
@@ -100,7 +100,7 @@ static void exact_factored(Exact* e, const OptimConfig* config, int64_t rows, in
     }
 }
 
-// The update u of rules with normalised rows.
+// Computes the update u of the rules with normalised rows.
 static void exact_rows(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols) {
     const bool lite = is(config->rule, "normuon-lite");
     const double beta = config->momentum, look = config->nesterov ? beta : 1.0,
@@ -119,7 +119,7 @@ static void exact_rows(Exact* e, const OptimConfig* config, int64_t rows, int64_
     for (int64_t i = 0; i < rows * cols && lite; i++) e->u[i] *= shape * sqrt((double)rows) / norm;
 }
 
-// The update u of adam-mini, adamw and sgd.
+// Computes the update u of adam-mini, adamw and sgd.
 static void exact_others(Exact* e, const OptimConfig* config, int64_t rows, int64_t cols, int step, double wd) {
     const double beta1 = config->beta1, beta2 = config->beta2;
     for (int64_t i = 0; i < rows * cols; i++) {

@@ -34,7 +34,7 @@ inline const char* described(const OptimConfig& config) {
     return strdup(line);
 }
 
-// The expression of a step's kernel, or of the kernel `name` for the same types.
+// Returns the expression of a step's kernel, or of the kernel `name` for the same types.
 inline const char* kernel_of(const OptimConfig& config, const char* name = nullptr, OptimType compute = OPTIM_BF16) {
     char step[4096];
     optim_expression(&config, compute, step, sizeof(step));

@@ -19,6 +19,7 @@
 #include <sys/wait.h>
 
 #include "../../data/clock.h"
+#include "apart.h"
 #include "files.h"
 
 constexpr int MOST_JOBS = 64;
@@ -256,14 +257,6 @@ static void run_beside(Test** cases, int count, bool alone, int jobs, int thread
     munmap(endings, bytes);
 }
 
-// How many GPUs there are. A process of its own asks, since this one, which forks the cases, must not call CUDA.
-static int gpus_asked_aside() {
-    int status = 0;
-    pid_t child = fork();
-    if (child == 0) _exit(test_gpus());
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) ? WEXITSTATUS(status) : 0;
-}
-
 static bool name_picked(const char* name, int argc, char** argv) {
     bool any = false;
     for (int i = 1; i + 1 < argc; i++) {
@@ -378,7 +371,9 @@ int main(int argc, char** argv) {
         run_here(picked, count, &counts);
     } else {
         int cores = omp_get_max_threads();
-        int gpus = gpus_asked_aside();
+        // A process of its own counts the GPUs, since this one, which forks the cases, must not call CUDA.
+        const int counted = run_apart([] { _exit(test_gpus()); }).code;
+        const int gpus = counted > 0 && counted < 128 ? counted : 0;
         run_beside(picked, count, false, jobs, cores > jobs ? cores / jobs : 1, gpus, &counts);
         run_beside(picked, count, true, 1, cores, gpus, &counts);
     }

@@ -324,7 +324,7 @@ TEST(sampling_draws_the_softmax) {
     expect(draw_row_cpu(endless, 3, &likeliest, 0, 0) == DRAW_NOT_FINITE, "infinity");
 }
 
-// The k-th largest by sorting.
+// Sampling keeps what is at least the k-th largest, which sorting gives here.
 TEST(sampling_top_k) {
     constexpr int V = 5000;
     float *logits = random_floats(V, 3, 8), *sorted = floats(V);

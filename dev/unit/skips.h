@@ -2,11 +2,13 @@
 // known.
 #pragma once
 
-static void feed_random(const Model* m, int step) {
+// Feeds a micro-batch of random tokens and targets. Losses and gradients are multiplied by `share`: one of NaN makes
+// them NaN.
+static void feed_random(const Model* m, int seed, bool first = true, float share = 1.0f) {
     const int n = m->B * m->T;
     std::vector<int> tokens(2 * n);
-    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(40 + step, i)));
-    feed(m, &tokens[0], &tokens[n], true, 1.0f);
+    for (int i = 0; i < 2 * n; i++) tokens[i] = (int)(0.5f * m->config.V * (1 + test_uniform(40 + seed, i)));
+    feed(m, &tokens[0], &tokens[n], first, share);
 }
 
 enum Poison { GRADIENT_NAN, GRADIENT_INFINITE, GRADIENT_HUGE, LOSS_NAN, LOSS_INFINITE, POISONS };

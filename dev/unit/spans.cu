@@ -60,7 +60,7 @@ static int64_t numbers_of(const PlainFormat* format, const OptimTensor* tensor) 
     return tensor->rows > 1 ? tensor->rows + tensor->cols : (tensor->cols + 127) / 128;
 }
 
-// The number that scales element i of a tensor, from its numbers.
+// Returns the number that scales element i of a tensor, from the tensor's numbers.
 static float scale_at(const PlainFormat* format, const OptimTensor* tensor, const float* numbers, int64_t i) {
     if (format->tensor) return numbers[0] / (float)format->largest;
     if (tensor->rows == 1) return format->root && numbers[i / 128] <= 0x1p-50f ? 0.0f : numbers[i / 128];
@@ -69,7 +69,7 @@ static float scale_at(const PlainFormat* format, const OptimTensor* tensor, cons
     return format->root && top <= 0x1p-50f ? 0.0f : top;  // the root of nothing
 }
 
-// The numbers of values, by their definition.
+// Computes the numbers that scale `values`, by their definition.
 static void plain_numbers(const PlainFormat* format, const OptimTensor* tensor, const float* values, float* numbers) {
     memset(numbers, 0, (size_t)numbers_of(format, tensor) * 4);
     for (int64_t i = 0; i < length(tensor); i++) {
@@ -156,7 +156,7 @@ static void check_slot(Test* test, const Run* run, const PlainFormat* format, co
     expect(codes && numbers, "%s %s: no such arrays", slot, name);
 }
 
-// The update of a step from the stored states and weights, by AdamW's own formula an element at a time.
+// Does the update of a step from the stored states and weights, by AdamW's own formula an element at a time.
 static void plain_update(const Run* run, int step, float* p, float* m, float* v) {
     Settings settings[2] = {{1.0, 0.0}, {1.0, (double)run->config.weight_decay}};
     for (int t = 0; t < TENSORS; t++) {

@@ -2,6 +2,8 @@
 // gradients depend on the tensor and on the element in it, not on where the layout puts the tensor, so that runs with
 // other layouts, shards and devices can be compared to the bit.
 #pragma once
+#include <vector>
+
 #include "../../optim/table.cuh"
 #include "../../optim/plan.h"
 #include "../room.h"
@@ -9,6 +11,17 @@
 
 // These rules read elements or rows; those that read matrices are tested in matrix.cu.
 constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
+constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
+
+// Returns the presets whose rule reads single elements; rows.cu and matrix.cu have the others.
+inline std::vector<const char*> element_presets() {
+    std::vector<const char*> names;
+    for (const PresetRow& row : PRESETS) {
+        const RuleRow* rule = find_row(rule_table(), row.rule);
+        if (!rule->by_rows && !rule->matrix) names.push_back(row.name);
+    }
+    return names;
+}
 
 constexpr int MAX_TENSORS = 70;
 

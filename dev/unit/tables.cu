@@ -1,14 +1,9 @@
 // Tests of the tables row by row, against what is said of them: a run allocates what the lists and the banner print,
 // the lists reach every name, and zeros, NaN and infinity stay what they may be in each format of states.
 #include "../../optim/plan.h"
-#include "presets.h"
 #include "steps.h"
 
-#define ROW_NAME(NAME, ...) NAME,
-static const char* const state_names[] = {OPTIM_STATES(ROW_NAME)};
-static const char* const weights_names[] = {OPTIM_WEIGHTS(ROW_NAME)};
-static constexpr auto& preset_names = all_presets.name;
-constexpr int STATES = sizeof(state_names) / sizeof(state_names[0]);
+constexpr int STATES = name_count(STATE_NAMES);
 
 static OptimConfig table_config(const char* preset, const char* weights, const char* m, const char* v) {
     OptimConfig config = {preset, "", weights, "fp32", m, v, 0.9f, 0.95f, 1e-8f, 0.1f, 77};
@@ -80,7 +75,7 @@ static bool says(double printed, double real, double more) {
 // Formats may be given to --m exactly if they have negative levels.
 TEST(tables_signs) {
     int signs = 0;
-    for (const char* name : state_names) {
+    for (const char* name : STATE_NAMES) {
         const FormatRow* row = state_row(name);
         expect(serves_m(name) == row->has_sign, "%s", name);
         signs += row->has_sign;
@@ -97,15 +92,11 @@ TEST(tables_banner_says_what_is_allocated) {
         expect(says(cost.banner, cost.weights + cost.states, more), "%s: %g bytes, allocated %g", name, cost.banner,
                cost.weights + cost.states);
     };
-    for (const char* name : state_names) {
+    for (const char* name : STATE_NAMES) {
         const bool m = serves_m(name);
         check_row(name, table_config("", "fp32", m ? name : "fp32", name), more_of(name) * (m ? 2 : 1));
     }
-    for (const char* name : weights_names) check_row(name, table_config("", name, "bf16", "bf16"), more_of(name));
-    for (const char* name : preset_names) {
-        const OptimConfig config = table_config(name, "", "", "");
-        check_row(name, config, more_of(config.weights));
-    }
+    for (const char* name : WEIGHTS_NAMES) check_row(name, table_config("", name, "bf16", "bf16"), more_of(name));
 }
 
 static char* list_text(Test* test, bool presets) {
@@ -160,13 +151,12 @@ TEST(tables_list_of_formats) {
         if (sscanf(line, "  %63s %d %15s %lf %n", row.name, &row.bits, row.block, &row.bytes, &used) != 4) continue;
         expect(used > 0 && strlen(line + used) > 3, "%s: no line on when to use it", row.name);
         rows++;
-        bool sign = false;
-        for (int i = 0; i < STATES; i++) sign = sign || (is(state_names[i], row.name) && serves_m(row.name));
         if (section == 'g') continue;
-        OptimConfig config = section == 'w' ? table_config("", row.name, "fp32", "fp32")
-                                            : table_config("", "fp32", sign ? row.name : "fp32", row.name);
-        check_listed(test, &row, &config, section == 'w' ? "weights" : "v");
-        if (sign && section != 'w') check_listed(test, &row, &config, "m");
+        const bool weights = section == 'w', m = !weights && serves_m(row.name);
+        OptimConfig config = weights ? table_config("", row.name, "fp32", "fp32")
+                                     : table_config("", "fp32", m ? row.name : "fp32", row.name);
+        check_listed(test, &row, &config, weights ? "weights" : "v");
+        if (m) check_listed(test, &row, &config, "m");
     }
     int listed = 0;
     for (const Table<FormatRow>& table : {weights_table(), grads_table(), state_table()}) {
@@ -187,7 +177,7 @@ static bool holds_name(const char* text, const char* name) {
 
 // The first row of the same format, which the list shows.
 static const char* default_of(const char* name) {
-    for (const char* row : state_names) {
+    for (const char* row : STATE_NAMES) {
         if (strncmp(row, name, strcspn(name, "/") + 1) == 0 && !strchr(row, '@')) return row;
     }
     return name;
@@ -198,7 +188,7 @@ TEST(tables_list_reaches_every_format) {
     char* text = list_text(test, false);
     for (const char* more : {"NAME/32", "NAME/2048", "NAME@bf16", "NAME@e8m0", "NAME:sr"})
         expect(strstr(text, more), "%s is not explained", more);
-    for (const char* name : state_names) {
+    for (const char* name : STATE_NAMES) {
         const char* noise = strstr(name, ":sr");
         const char* plain = formatted("%.*s", (int)(noise ? noise - name : (ptrdiff_t)strlen(name)), name);
         const char* at = strchr(plain, '@');
@@ -223,6 +213,7 @@ TEST(tables_list_of_presets) {
         OptimConfig config = table_config(name, "", "", "");
         expect(is(config.rule, rule) && is(config.weights, weights) && is(config.m, m) && is(config.v, v), "%s", line);
         Cost cost = cost_of(test, &config);
+        expect(cost.banner == bytes, "%s: %g bytes, and %g in the banner", name, bytes, cost.banner);
         const bool low = is_low_rank(find_row(rule_table(), rule));  // of whose moments no list counts bytes
         const double counted = cost.weights + (low ? 0.0 : cost.states);
         // A rule that keeps numbers of rows and columns has a few more, which depend on the shape and are not listed.
@@ -286,7 +277,7 @@ TEST(tables_strange_is_as_recorded) {
     char row[512];
     const char* last = "";
     int compared = 0;
-    for (const char* name : state_names) {
+    for (const char* name : STATE_NAMES) {
         bool first = strncmp(name, last, strcspn(name, "/:@") + 1) != 0;  // of its kind, the default
         if (in_spans(name) || strpbrk(name, ":@") || !first || strncmp(name, "log8/256", 8) == 0) continue;
         last = name;
@@ -302,8 +293,7 @@ TEST(tables_strange_is_as_recorded) {
 
 // Blocks of other lengths and other scales do the same as the default: a zero, a NaN, a sign stays what it is.
 TEST(tables_strange_is_the_same_in_every_block) {
-    for (int i = 0; i < STATES; i++) {
-        const char* name = state_names[i];
+    for (const char* name : STATE_NAMES) {
         char base[64], suffix[16] = "";
         if (in_spans(name) || !strchr(name, '/')) continue;
         if (strstr(name, ":sr")) snprintf(suffix, sizeof(suffix), ":sr");

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Tests of how dev/compare runs sweeps: one line a case, `N passed, N failed, N skipped` last; exit status 1 when a case
-fails. Of what it says of them, test_report.py.
+fails. test_report.py tests what it says of them.
 
     .venv/bin/python dev/unit/test_compare.py [-k SUBSTRING]
 
@@ -31,7 +31,7 @@ def steps_logged(folder):
 
 
 def processes(folder):
-    """Command lines of programs that were given this folder."""
+    """Returns command lines of programs that were given this folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -205,7 +205,7 @@ def test_resumes_after_kill(case):
 
 
 def test_stops_children_at_ctrl_c(case):
-    """They save; the second start goes on. Without a checkpoint a run begins anew."""
+    """The runs save, and the second start goes on. Without a checkpoint a run begins anew."""
     process = case.start(case.write(UNSAVED), "--jobs", 2)
     wait_for(lambda: len(processes(case.work / "a_s1")) and len(processes(case.work / "b_s1")))
     wait_for(lambda: all((case.work / name / "log.jsonl").exists() for name in ("a_s1", "b_s1")))
@@ -328,7 +328,7 @@ def test_turns_and_products(case):
 
 
 def stream(checkpoint, name):
-    """The bytes of an array of optimizer.safetensors."""
+    """Returns the bytes of an array of optimizer.safetensors."""
     data = (checkpoint / "optimizer.safetensors").read_bytes()
     size = struct.unpack("<Q", data[:8])[0]
     begin, end = json.loads(data[8 : 8 + size])[name]["data_offsets"]
@@ -395,7 +395,7 @@ def test_a_preset_is_asked_for_with_its_overrides(case):
 
 
 def test_progress(case):
-    """How far the whole sweep is, and what is left at the rate so far; half a minute later again, not before."""
+    """The line says how far the whole sweep is and what is left at this rate. It comes again after half a minute."""
     import contextlib
     import io
     from types import SimpleNamespace
@@ -416,7 +416,7 @@ def test_progress(case):
 
 
 def test_studies_are_accepted(case):
-    """Every configuration of a study that this program can repeat; a smaller model stands in for the study's. The other
+    """Every configuration of a study that this program can repeat is accepted, with a smaller model. The other
     studies name presets and formats that were removed since, and are read from their records (test_report.py)."""
     small = {"data": "", "device": "cpu", "model": "nano", "seq": 64, "batch": 1, "tokens-per-step": 64}
     options = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]

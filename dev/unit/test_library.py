@@ -72,6 +72,17 @@ def test_library_adamw_by_hand():
     assert all(abs(a - b) < 5 * (2.0 ** -24 + 1e-2 * 2.0 ** -20) for a, b in zip(weights, plain.weights[0]))
 
 
+def test_library_beta2_of_0():
+    """v is the square of the gradient. One far below the last counts for more than it is, never for nothing."""
+    for rule in ("adamw", "adam-mini", "came"):
+        plain = Plain([3], rule=rule, m="fp32")
+        plain.step(1, betas=(0.9, 0.0))
+        before = list(plain.weights[0])
+        plain.step(2, betas=(0.9, 0.0), decay=0.0, scale=1e-5)
+        # m / (1 - 0.9^2) is at most half of the first gradients, 5/9, and v at least the square of the least, 1e-5/9.
+        assert all(0 < abs(a - b) < 1e-2 * 0.5 * 5 / 1e-5 for a, b in zip(before, plain.weights[0])), rule
+
+
 def same_again_and_resumed(shapes, **settings):
     """Three runs that end with the same bytes, of which the third goes on from what the first saved after step 2."""
     runs = [Plain(shapes, seed=3, **settings) for _ in range(3)]
@@ -316,6 +327,26 @@ def test_library_mistakes_are_sentences():
     raises(ValueError, "states are of", lambda: plain.handle.load(Plain([5], preset="adamw4").handle.save()))
 
 
+def memory():
+    """Bytes that this process has."""
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_library_refusals_leave_nothing():
+    plain = Plain([(500, 2048), 5], preset="adafactor8")
+    weights = array.array("Q", map(ctypes.addressof, plain.weights))
+    grads = array.array("Q", [weights[0], 0])
+    for words, refused in [
+            ("matches no tensor", lambda: Plain([5], overrides="nothing*: lr=2")),
+            ("is cut", lambda: nibble_optim.Handle({"m": "dyn8/rank1"}, [("t", 8, 300, 0, 1200)])),
+            ("all tensors or none", lambda: plain.handle.step(weights, grads, plain.group_of,
+                                                              [(1e-2, 0.1, 0.9, 0.95, 1e-8, 1)], 1))]:
+        for number in range(1020):
+            before = memory() if number < 20 else before
+            raises(ValueError, words, refused)
+        assert memory() - before < 8 << 20, f"{words}: {(memory() - before) >> 10} KB more"
+
+
 def test_library_frees_what_a_failure_leaves():
     """Whichever allocation of states fails; the buffers for matrices are the largest part, 24 MB here."""
     blocks, left = [], 0
@@ -336,7 +367,6 @@ def test_library_frees_what_a_failure_leaves():
     make(100)
     calls = 100 - left
     assert calls > 2, calls
-    memory = lambda: int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     for call in range(calls):
         raises(MemoryError, "allocate gave no memory", lambda: make(call))
     before = memory()

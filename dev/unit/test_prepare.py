@@ -29,7 +29,7 @@ MERGES = "Ġ t|h e|i n|r e|Ġt he|o n|Ġ Ġ|Ċ Ċ|e r|Ġ a|n d|Ġa nd|' s".split
 
 
 def byte_names():
-    """GPT-2's printable name of each byte, in the order of its tokens."""
+    """Returns GPT-2's printable name of each byte, in the order of its tokens."""
     printable = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b <= 255]
     others = [b for b in range(256) if b not in printable]
     return {**{b: chr(b) for b in printable}, **{b: chr(256 + i) for i, b in enumerate(others)}}
@@ -47,7 +47,7 @@ def write_vocabulary(folder, names=("encoder.json", "vocab.bpe")):
 
 
 class Corpus:
-    """What prepare.py wrote, read back with no help from it."""
+    """Reads what prepare.py wrote, without its code."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -58,7 +58,7 @@ class Corpus:
         self.text = {token: bytes(names[c] for c in name) for name, token in vocabulary.items()}
 
     def shards(self, part):
-        """The tokens of each shard; checks the header against the file."""
+        """Returns the tokens of each shard. Checks the header against the file."""
         result = []
         paths = sorted(self.folder.glob(part + "_*.bin"))
         assert [p.name for p in paths] == [f"{part}_{i:06d}.bin" for i in range(len(paths))], paths
@@ -75,7 +75,7 @@ class Corpus:
         return [token for shard in self.shards(part) for token in shard]
 
     def documents(self, part):
-        """The texts of a part; checks that it begins with <|endoftext|>, and its counts in meta.json."""
+        """Returns the texts of a part. Checks that it begins with <|endoftext|>, and its counts in meta.json."""
         tokens = self.tokens(part)
         assert tokens and tokens[0] == self.end, "begins with <|endoftext|>"
         documents = []
@@ -132,7 +132,7 @@ def test_next_command_can_be_pasted(case):
 
 
 def sample(seed, size):
-    """Text with what trips a tokenizer: runs of white space, apostrophes, digits, accents, wide characters."""
+    """Returns text that is hard for a tokenizer: runs of white space, apostrophes, digits, accents, wide characters."""
     generator = random.Random(seed)
     words = "the| the|  |\n\n|\n|\t|and's|don't|1234|é|日本|😀|\u3000|\u00a0|\r\n|;:|in".split("|")
     text = ""
@@ -394,7 +394,7 @@ def test_long_document_in_pieces(case):
 
 
 def crc32c(data):
-    """Bit by bit, as the polynomial is defined."""
+    """Computes the checksum bit by bit, as the polynomial is defined."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -519,7 +519,7 @@ def test_evaluation_errors(case):
 
 
 def library(case):
-    """data/*.c for Python, or None without a compiler."""
+    """Compiles data/*.c and loads it. Returns None without a compiler."""
     sources = sorted(map(str, (ROOT / "data").glob("*.c")))
     made = case.folder / "data.so"
     try:

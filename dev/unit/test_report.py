@@ -4,7 +4,7 @@ One line a case, `N passed, N failed, N skipped` last; exit status 1 when a case
 
     .venv/bin/python dev/unit/test_report.py [-k SUBSTRING]
 
-What test_compare.py says of its cases holds for these.
+The cases run as those of test_compare.py.
 """
 
 import csv
@@ -26,7 +26,7 @@ REPORT = ("table.csv", "table.md", "loss.png", "difference.png", "pareto.png", "
 
 
 def test_diverged_and_dead_runs(case):
-    """Both stand in the table with their reason and the others go on; the dead one alone is tried again."""
+    """Both are in the table with their reason, and the others go on. Only the dead one is tried again."""
     # By 64 tokens a step, at the default rate one seed of sixteen did end above its beginning after 20.
     text = SWEEP.replace("steps = 4", "steps = 20\nlr = 3e-4") + '[[run]]\nname = "hot"\nlr = 1000\nclip = 0\n'
     text += 'on-nonfinite = "stop"\n[[run]]\nname = "dead"\nseed = 13\n[[run]]\nname = "refused"\nseed = 14\n'
@@ -53,7 +53,7 @@ def test_diverged_and_dead_runs(case):
 
 
 def test_ends(case):
-    """What a run that ended was: a kill beside a skipped step is no divergence, a loss that rose is no result."""
+    """How runs are judged: a kill beside a skipped step is no divergence, and a loss that rose is no result."""
     sys.path.insert(0, str(COMPARE))
     from record import outcome
 
@@ -102,7 +102,7 @@ def test_names_are_shown_as_they_are(case):
 
 
 def test_hung_run(case):
-    """It is killed and stands in the table; what comes after it is run."""
+    """A hung run is killed and is in the table; the runs after it are run."""
     text = SWEEP + '[[run]]\nname = "hung"\nseed = 13\nturn = 0\n'
     trainer = case.wrapper('case "$*" in *--dry-run*) ;; *--seed=13*) exec sleep 600 ;; esac')
     said = case.run(text, "--trainer", trainer, "--silence", "10", status=1)
@@ -145,7 +145,7 @@ def test_report_of_nothing_and_of_a_part(case):
 
 
 def row_of(name, group, size, level, *ends):
-    """A row whose runs have ended so."""
+    """Makes a row whose runs have ended in this way."""
     sys.path.insert(0, str(COMPARE))
     from table import Row
 
@@ -197,7 +197,7 @@ def test_labels_are_beside_their_dots(case):
 
 
 def test_differences(case):
-    """Of pairs, of one pair, and of runs without a common seed."""
+    """Differences are those of pairs, of one pair, and of runs without a common seed."""
     sys.path.insert(0, str(COMPARE))
     from table import difference, pair_scatter
 
@@ -268,7 +268,7 @@ def test_errors_of_two_baselines(case):
 
 
 def test_errors_in_the_table(case):
-    """Of a sweep in which one configuration has three pairs, one has one, and one a baseline of its own."""
+    """One configuration has three pairs, one has one, and one has a baseline of its own."""
     text = SWEEP.replace("steps = 4", "steps = 2")
     for line in ('name = "a"\n', 'preset = "adamw8"\n'):
         text = text.replace(line, line + "seed = [1, 2, 3]\n")
@@ -311,7 +311,7 @@ def test_committed_reports(case):
 
 
 def objects(node, kind):
-    """The attributes of all objects of a kind in Bokeh's JSON."""
+    """Returns the attributes of all objects of a kind in Bokeh's JSON."""
     if isinstance(node, dict):
         if node.get("name") == kind:
             yield node["attributes"]
@@ -372,13 +372,13 @@ def page_has_the_tables_figures(out, rows):
 
 
 def study(name):
-    """{configuration: row} of table.csv of those that have ended."""
+    """Returns {configuration: row} of table.csv, for those that have ended."""
     with (COMPARE / "results" / name / "table.csv").open(newline="") as file:
         return {row["configuration"]: row for row in csv.DictReader(file) if row["final_loss"]}
 
 
 def has_the_logs_figures(record, folder):
-    """A record of 100 steps against what ./train wrote: every loss, the speed, and the banner's memory."""
+    """Compares a record of 100 steps with what ./train wrote: every loss, the speed, and the banner's memory."""
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().split("\n")[:-1]]
     train = [line for line in log if line["type"] == "train"]
     assert record["train"] == [[line["step"], round(line["loss"], 5)] for line in train] and len(train) == 100
@@ -390,7 +390,7 @@ def has_the_logs_figures(record, folder):
 
 
 def test_ci_sweep(case):
-    """The sweep that CI runs, from the file that is there to the report."""
+    """Runs the sweep that CI runs, from its file to the report."""
     begin = time.monotonic()
     case.run(COMPARE / "sweeps" / "ci.toml")
     seconds = time.monotonic() - begin

@@ -33,11 +33,11 @@ class Case:
         return path
 
     def trainer(self, lines):
-        """A program that does something before it becomes ./train, or in its place."""
+        """Writes a program that does something before it becomes ./train, or in its place."""
         return self.program("trainer", f'{lines}\nexec {ROOT}/train "$@"')
 
     def table(self, *more, status=0):
-        """([cells of each row], what went to stderr)."""
+        """Returns ([cells of each row], what went to stderr)."""
         command = [sys.executable, str(ROOT / "dev/scaling.py"), *map(str, more), *TINY]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == status, (done.returncode, done.stdout, done.stderr)
@@ -45,7 +45,7 @@ class Case:
 
 
 def test_table(case):
-    """Every count and mode once; the same bits whatever the mode where a rank has one micro-batch."""
+    """Every count and mode has one row; with one micro-batch per rank all modes have the same bits."""
     rows, _ = case.table("--sizes", "nano:1:1,nano:2:2", "--shard", "none,weights")
     assert [row[:3] for row in rows] == [
         [size, count, shard]
@@ -81,7 +81,7 @@ def test_goes_on_after_a_kill(case):
 
 
 def test_dead_runs_are_rows(case):
-    """With their last words; the others go on."""
+    """Their rows hold their last words, and the other runs go on."""
     trainer = case.trainer('case "$*" in *--shard?states*) echo "train: error: no more | apples"; exit 2 ;; esac')
     rows, said = case.table("--sizes", "nano:1:1", "--shard", "states,none", "--trainer", trainer, status=1)
     assert rows[1] == ["nano, 1 x 1", "2", "states", "died: no more / apples"] and len(rows[2]) == 10, rows
@@ -91,7 +91,7 @@ def test_dead_runs_are_rows(case):
 
 
 def test_gpus(case):
-    """As many as there are, unless more are typed; what is wrong is told before anything runs."""
+    """All GPUs are used; a mistake is reported before anything runs."""
     (case.folder / "kept").write_text("[1")
     for typed, words in (
         (["--gpus", "1,4"], "this machine shows 2"),

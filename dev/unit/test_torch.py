@@ -566,6 +566,8 @@ def test_torch_mistakes_are_exceptions():
             (ValueError, "lr: -1", lambda: nibble_optim.Optimizer([p]).add_param_group({"params": [q], "lr": -1.0})),
             (ValueError, "c_atn.weight matches no parameter", lambda: nibble_optim.Optimizer(
                 [("h.0.c_attn.weight", q)], rule="muon", stacked="c_attn.*:3; c_atn.weight:3").step()),
+            (ValueError, "overrides: lnn matches no parameter", lambda: nibble_optim.Optimizer(
+                [("ln.weight", q)], overrides="ln|lnn: m=fp32").step()),
             (ValueError, "betas: 1", lambda: nibble_optim.Optimizer([p], betas=(1.0, 0.9))),
             (ValueError, "betas=(0.9,) were found; give", lambda: nibble_optim.Optimizer([p], betas=(0.9,))),
             (ValueError, "nesterov: 'off' was found; give True or False",
@@ -605,13 +607,82 @@ def test_torch_mistakes_are_exceptions():
 
 
 def test_torch_weights_written_by_others():
-    model = model_of(dtype=torch.bfloat16)
-    optimizer = make(model, preset="adamw32", lr=0.0)
-    train(model, optimizer, 1, 1)
-    with torch.no_grad():
-        model[0].weight.fill_(3.0)
-    train(model, optimizer, 2, 2)
-    assert (model[0].weight == 3.0).all(), "the master has followed"
+    def fill(p):
+        with torch.no_grad():
+            p.fill_(3.0)
+
+    for settings in ({"preset": "adamw32"}, {"weights": "bf16+16"}, {"weights": "e4m3:ef"}, {"weights": "lin8:sr"}):
+        for write in (fill, lambda p: setattr(p, "data", torch.full_like(p, 3.0))):
+            model = model_of(dtype=torch.bfloat16)
+            optimizer = make(model, lr=0.0, **settings)
+            train(model, optimizer, 1, 1)
+            write(model[0].weight)
+            train(model, optimizer, 2, 2)
+            assert (model[0].weight == 3.0).all(), ("what is kept has followed", settings)
+        still, moved = (model_of(dtype=torch.bfloat16) for _ in range(2))
+        optimizers = [make(model, **settings) for model in (still, moved)]
+        for number in range(1, 5):
+            train(still, optimizers[0], number, number)
+            train(moved, optimizers[1], number, number)
+            moved[0].weight.data = moved[0].weight.data.clone()
+        assert same(still, moved), ("the same values elsewhere leave a master as it is", settings)
+
+
+def test_torch_preset_of_a_group():
+    """A group's own preset brings its rule and formats; without one, the group has those of the optimizer."""
+    for own, kinds in [({"preset": "adamw8"}, [torch.uint8, torch.uint8]), ({"preset": "adamw8", "m": "fp32"},
+                                                                            [torch.float32, torch.uint8]),
+                       ({"rule": "adamw", "v": "bf16"}, [torch.float32, torch.bfloat16])]:
+        weight, bias = torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(8))
+        optimizer = nibble_optim.Optimizer([{"params": [weight]}, {"params": [bias], **own}], rule="muon", m="fp32")
+        weight.grad, bias.grad = torch.ones_like(weight), torch.ones_like(bias)
+        optimizer.step()
+        assert [optimizer.state[bias][key].dtype for key in "mv"] == kinds and "v" not in optimizer.state[weight], own
+
+
+def test_torch_overrides_of_some_parts():
+    """Overrides name parameters of the whole model, also where each type or parameter is an optimizer of its own."""
+    for in_backward in (False, True):
+        model = torch.nn.ModuleDict({"fc": torch.nn.Linear(8, 8).bfloat16(), "ln": torch.nn.LayerNorm(8)})
+        optimizer = nibble_optim.Optimizer(model.named_parameters(), overrides="ln | fc.bias: m=fp32; ln: v=fp32 lr=0")
+        if in_backward:
+            optimizer.step_in_backward()
+        model["ln"](model["fc"](torch.randn(3, 8).bfloat16()).float()).square().sum().backward()
+        optimizer.step()
+        kinds = {name: [optimizer.state[p][key].dtype for key in "mv"] for name, p in model.named_parameters()}
+        byte, real = torch.uint8, torch.float32
+        assert kinds == {"fc.weight": [byte, byte], "fc.bias": [real, byte], "ln.weight": [real, real],
+                         "ln.bias": [real, real]}, kinds
+        assert (model["ln"].weight == 1.0).all()
+
+
+def test_torch_groups_and_states_changed_by_others():
+    model, fresh = model_of(), model_of()
+    optimizer = make(model, preset="adamw8")
+    train(model, optimizer, 1, 2)
+    fresh.load_state_dict(model.state_dict())
+    optimizer.state.clear()
+    optimizer.param_groups[0]["steps"] = 0
+    again = make(fresh, preset="adamw8")
+    for one, its in ((model, optimizer), (fresh, again)):
+        train(one, its, 3, 5)
+    assert same(model, fresh) and int(optimizer.state[model[0].weight]["step"]) == 3
+    new = torch.nn.Parameter(torch.ones(3))
+    new.grad = torch.ones(3)
+    optimizer.param_groups[0]["params"].append(new)
+    optimizer.step()
+    assert new.max().item() < 1.0
+    optimizer.param_groups[0]["params"][-1] = torch.nn.Parameter(torch.ones(3))
+    raises(RuntimeError, "in no group any more", optimizer.step)
+
+
+def test_torch_step_inside_a_compiled_function():
+    models = [model_of(), model_of()]
+    optimizers = [make(model, preset="adamw8") for model in models]
+    train(models[0], optimizers[0], 1, 3)
+    compiled = torch.compile(optimizers[1].step, backend="eager")
+    train(models[1], unittest.mock.Mock(zero_grad=optimizers[1].zero_grad, step=compiled), 1, 3)
+    assert same(*models)
 
 
 def test_torch_step_in_backward():
@@ -632,6 +703,11 @@ def test_torch_step_in_backward():
                     optimizer.load_state_dict(saved.state_dict())
                     train(model, optimizer, 5, 6)
                 assert same(*again), (device, preset)
+            twins, others[0] = copy.deepcopy((again[1], others[1]))
+            for model, optimizer in ((twins, others[0]), (again[1], others[1])):
+                x, y = batch(model, 7)
+                ((model(x) - y) ** 2).mean().backward()
+            assert same(twins, again[1]) and all(p.grad is None for p in twins.parameters()), (device, preset)
             new = torch.nn.Parameter(torch.ones(3, device=device))
             others[1].add_param_group({"params": [new]})
             new.sum().backward()
@@ -746,7 +822,7 @@ def test_torch_rules_are_those_of_peers():
 
 
 def least(function, before=lambda: None):
-    """Microseconds, of 50 calls."""
+    """Returns the least microseconds of 50 calls."""
     times = []
     for _ in range(50):
         before()

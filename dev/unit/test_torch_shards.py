@@ -42,7 +42,7 @@ VECTORS_ALONE = ("muon", "normuon", "galore", "apollo", "rmnp")  # these rules l
 
 
 def grads(named, number, dtype, partly):
-    """Gradients of one step; some without that of ln_f."""
+    """Returns gradients of one step; some lack that of ln_f."""
     torch.manual_seed(number)
     for name, (p, q) in named.items():
         grad = torch.randn(p.shape, device=device).to(dtype)

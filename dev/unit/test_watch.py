@@ -105,7 +105,7 @@ class Server:
         assert self.process.wait(20) == 0, self.process.stderr.read()
 
     def ask(self, method, path, body=None, host=None):
-        """(status, type, contents) of an answer."""
+        """Returns (status, type, contents) of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         connection.request(method, path, body, {"Host": host or f"127.0.0.1:{self.port}"})
         answer = connection.getresponse()
@@ -153,7 +153,7 @@ def test_log_of_a_start_anew(case):
 
 
 def test_log_lines(case):
-    """Half a line waits for its end, a bad one is told, unknown ones are left out, one of the same step counts once."""
+    """Half a line waits for its end, a bad one is reported, unknown ones are left out, a repeated step counts once."""
     from runlog import RunLog
 
     log = RunLog(case.log("a", CONFIG, train(1), '{"type": "train", "step": 2'))
@@ -337,7 +337,7 @@ def test_plot(case):
 
 
 def coloured(png, colour):
-    """The columns in which a picture has the colour."""
+    """Returns the columns in which a picture has the colour."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB")

@@ -508,13 +508,24 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
 }
 
-// Ends the run if `text`, which says how a rank was started, differs from rank 0's, or is NULL (with a sentence in
-// `error`).
+// Ends the run if `text`, the options that a rank was started with, differs from rank 0's, or is NULL (with a sentence
+// in `error`).
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);
-    uint32_t self = crc32c(0, text, (int64_t)strlen(text)), first = self;
-    launch_broadcast(launch, 0, &first, sizeof(first));
-    if (first != self) user_error("it has other options or other data than rank 0: %s; start all alike", text);
+    int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
+    launch_broadcast(launch, 0, &bytes, sizeof(bytes));
+    SCOPED char* first = (char*)memory_zero((size_t)bytes, 1);
+    if (launch->rank == 0) strcpy(first, text);
+    launch_broadcast(launch, 0, first, bytes);
+    while (text[at] && text[at] == first[at]) at++;
+    if (text[at] == first[at]) return;
+    while (at > 0 && strncmp(text + at, "--", 2) != 0) at--;  // where the first option that differs begins
+    const auto length = [](const char* option) {
+        const char* end = strstr(option, " --");
+        return end ? (int)(end - option) : (int)strlen(option);
+    };
+    user_error("it has other options or other data than rank 0: %.*s, and rank 0 %.*s; start all alike",
+               length(text + at), text + at, length(first + at), first + at);
 }
 
 // Starts the ranks of --gpus and connects all; `launch` has what the environment says.
@@ -525,6 +536,5 @@ inline void comm_launch(Launch* launch, int64_t gpus, bool cpu, int64_t timeout)
                    (long long)gpus);
     }
     require(gpus <= 1 || launch_fork(launch, (int)gpus, error), error);
-    if (launch->rank > 0) signals_quiet();
     require(launch_join(launch, timeout, error), error);
 }

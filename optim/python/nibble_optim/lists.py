@@ -35,7 +35,7 @@ def same_addresses(tensors, known, numbers):
 
 
 class Layout:
-    """Types, devices, shapes and strides of tensors, without the tensors."""
+    """Holds types, devices, shapes and strides of tensors, without the tensors."""
 
     def __init__(self, guards, tensors):
         self.count = len(tensors)

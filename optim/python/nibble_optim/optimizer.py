@@ -6,6 +6,7 @@ own. Each state belongs to one parameter, and has the values of the whole parame
 import array
 import itertools
 import math
+import operator
 import re
 import warnings
 from collections import defaultdict
@@ -24,6 +25,21 @@ NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov"
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
 TILE = 2048
+REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, which need not match
+
+
+def _by_pattern(text):
+    """The parts of `overrides` or `stacked`: (patterns, ":", settings), without spaces in the patterns."""
+    for part in (text or "").split(";"):
+        patterns, colon, settings = part.partition(":")
+        if part.strip():
+            yield "".join(patterns.split()) if colon else patterns, colon, settings
+
+
+def _matches(pattern, names):
+    """True if the pattern matches some name from its beginning or a dot up to its end or a dot."""
+    pattern = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return any(map(re.compile(rf"(.*\.)?{pattern}(\..*)?", re.DOTALL).fullmatch, names))
 
 
 def _is_dtensor(tensor):
@@ -118,7 +134,7 @@ class _Known:
 
 
 class _Part:
-    """Parameters of one type, device and formats: one optimizer of the library, and the memory of its states."""
+    """Holds parameters of one type, device and formats: an optimizer of the library, and the memory of its states."""
 
     def __init__(self, owner, params, settings, grads, element):
         first = params[0]
@@ -283,11 +299,7 @@ class _Part:
         if self.watched:
             versions = lists.versions(self.counted)
             if self.versions is not None and versions != self.versions:
-                for t, then, now in zip(self.counted_of, self.versions, versions):
-                    if then != now:
-                        self.handle.weights_changed(t)
-                        if self.shares and self.shares.handle:
-                            self.shares.handle.weights_changed(t)
+                self._take_over(t for t, then, now in zip(self.counted_of, self.versions, versions) if then != now)
             self.versions = versions
         if self.where is not None and lists.same_addresses(self.locals, self.where, self.numbers):
             return
@@ -298,7 +310,23 @@ class _Part:
                                    f"step, by {tuple(local.shape)} of {local.dtype} with strides {local.stride()} on "
                                    f"{local.device}; move or change the model first and make the optimizer then")
         self.where = lists.addresses(self.locals)
+        if self.watched and self.weights is not None:
+            self._take_over(t for t, then, now in zip(self.numbers, self.weights, self.where)
+                            if then != now and not self._is_kept(t))
         self.weights = array.array("Q", self.where)
+
+    def _take_over(self, tensors):
+        """Has what the library keeps beside these parameters made anew."""
+        for t in tensors:
+            for handle in (self.handle, self.shares and self.shares.handle):
+                if handle:
+                    handle.weights_changed(t)
+
+    def _is_kept(self, tensor):
+        """False if a parameter that lies elsewhere than before (p.data = new, model.to) has other values than its master
+        or codes. What is kept in addition to the parameter's own bits stays."""
+        kept = self.views[tensor].get("master", self.views[tensor].get("weights"))
+        return kept is None or torch.equal(kept.to(self.dtype), self.locals[tensor])
 
     def find_grads(self, grads):
         """Returns the gradients' addresses, 0 for a missing one, and tensors to keep alive until the step is queued."""
@@ -549,6 +577,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name}: {value:g} was found; give {want}")
 
     def add_param_group(self, param_group):
+        if "preset" in param_group:  # which brings all, not the formats of other groups
+            param_group = {**dict.fromkeys(FORMATS), **param_group}
         params = param_group["params"]
         if not isinstance(params, torch.Tensor):
             params = list(params)
@@ -606,22 +636,35 @@ class Optimizer(torch.optim.Optimizer):
             for j, p in enumerate(group["params"]):
                 self._names[p] = names[j] if names else f"{i}.{j}"
         self._idle = None  # the places of parameters that have had no gradient yet
-        self._check_stacked()
+        self._check_patterns()
         self._check_needs()
         self._group_of = dict(zip(self._flat, self._flat_group))
         self._place_of = {p: i for i, p in enumerate(self._flat)}
+        if not self._part_of.keys() <= self._place_of.keys():
+            raise RuntimeError("a parameter that has been stepped is in no group any more; make another optimizer of the "
+                               "new parameters")
         for part in self._parts:
             self._place(part)
 
-    def _check_stacked(self):
-        """Refuses a pattern of `stacked` that matches no name. As in `overrides`, a pattern matches from the beginning
-        of a name or a dot up to its end or a dot."""
-        for text in re.split(r"[;|]", re.sub(r":[^;]*", "", self._shared["stacked"] or "")):
-            pattern = re.escape(text.strip()).replace(r"\*", ".*").replace(r"\?", ".")
-            match = re.compile(rf"(.*\.)?{pattern}(\..*)?", re.DOTALL).fullmatch
-            if pattern and not any(map(match, self._names.values())):
-                raise ValueError(f"stacked: {text.strip()} matches no parameter; type a name such as "
-                                 f"{next(iter(self._names.values()))}, of model.named_parameters()")
+    def _check_patterns(self):
+        """Refuses a pattern that no name matches."""
+        names = self._names.values()
+        for setting in ("overrides", "stacked"):
+            for patterns, colon, _ in _by_pattern(self._shared[setting]):
+                for pattern in patterns.split("|") if colon and patterns != REST else ():
+                    if not _matches(pattern, names):
+                        raise ValueError(f"{setting}: {pattern} matches no parameter; type a name such as "
+                                         f"{next(iter(names))}, of model.named_parameters()")
+
+    def _overrides_of(self, params):
+        """The overrides without patterns of other parameters, such as those of another type."""
+        names, kept = [self._names[p] for p in params], []
+        for patterns, colon, settings in _by_pattern(self._shared["overrides"]):
+            if colon and patterns != REST:
+                patterns = "|".join(pattern for pattern in patterns.split("|") if _matches(pattern, names))
+            if patterns:
+                kept.append(patterns + colon + settings)
+        return "; ".join(kept) or "*: lr=1"  # this changes nothing, and "" would bring the preset's
 
     def _place(self, part):
         places = [self._place_of[p] for p in part.params]
@@ -639,6 +682,8 @@ class Optimizer(torch.optim.Optimizer):
         settings = self._settings(group, small=params[0].numel() < self._min_quantized)
         if params[0].dtype is torch.bfloat16 and self._bf16_weights:
             settings.setdefault("weights", self._bf16_weights)
+        if self._shared["overrides"]:
+            settings["overrides"] = self._overrides_of(params)
         if self._apart:
             settings["releases"] = 1
         part = _Part(self, params, settings, grads, self._end if element is None else element)
@@ -663,10 +708,14 @@ class Optimizer(torch.optim.Optimizer):
     # The step.
 
     def step(self, closure=None):
-        arguments = () if closure is None else (closure,)
-        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
+        return self._uncompiled_step(closure)
 
     step.hooked = True  # else torch wraps step, which takes 5 us even if there are no hooks
+
+    @torch.compiler.disable
+    def _uncompiled_step(self, closure):
+        arguments = () if closure is None else (closure,)
+        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
 
     def _is_watched(self):
         """Returns True if torch's wrapper is needed: there are hooks to call, or a profiler runs."""
@@ -680,7 +729,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._flat is None:
+        flat = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
+        if self._flat is None or len(flat) != len(self._flat) or not all(map(operator.is_, flat, self._flat)):
             self._flatten()
         grads = [p.grad for p in self._flat]
         self._step(self._flat, grads)
@@ -689,6 +739,8 @@ class Optimizer(torch.optim.Optimizer):
     _watched_step = torch.optim.Optimizer.profile_hook_step(_plain_step)
 
     def _step(self, params, grads):
+        if self._parts and not self.state:  # cleared by other code, to begin anew
+            self._parts, self._part_of, self._end, self._idle = [], {}, 0, None
         if len(self._part_of) < len(params) or self._apart:
             self._make_missing(params, grads)
         captured = _is_capturing()
@@ -819,12 +871,14 @@ class Optimizer(torch.optim.Optimizer):
     def __getstate__(self):
         self._catch_up()
         return {**super().__getstate__(), "_shared": self._shared, "_min_quantized": self._min_quantized,
-                "_bf16_weights": self._bf16_weights}
+                "_bf16_weights": self._bf16_weights, "_in_backward": self._apart is not None}
 
     def __setstate__(self, state):
         super().__setstate__(state)
         if "_parts" not in self.__dict__:  # a copy or a loaded object, made without __init__
             self._begin()
+            if self.__dict__.pop("_in_backward"):
+                self.step_in_backward()
             states = {p: dict(values) for p, values in self.state.items()}
             self._restore(states)
 
@@ -832,7 +886,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def step_in_backward(self):
         """From now on steps each parameter as soon as its gradient is complete, and releases the gradient. step() and
-        zero_grad() then do nothing. This does not work with DDP, gradient accumulation or clipping."""
+        zero_grad() then do nothing, except for parameters that are frozen now and are not later. This does not work
+        with DDP, gradient accumulation or clipping."""
         if self._parts:
             raise RuntimeError("step_in_backward comes before the first step")
         self._apart = {}
