@@ -96,8 +96,8 @@ struct NibbleOptim {
     OptimType compute;
     NibbleTensor* tensor;  // (count), with names of their own
     OptimTensor* local;    // (count) what lies here, as the optimizer knows it
-    OptimTensor* whole;    // (count) all tensors as they lie in the model
-    Plan* plan;            // one that is being made, or null
+    OptimTensor* whole;    // (count) all tensors with their places in the model
+    Plan* plan;            // a plan that is being made, or null
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count) the weights kept beside a parameter must be made from it again
     int count;

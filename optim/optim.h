@@ -78,7 +78,7 @@ struct OptimConfig {
     // process goes on.
     struct Optim** made = nullptr;
     struct Plan** planned = nullptr;
-    char* joined = nullptr;  // the text of `overrides`, if optim_resolve has put it together
+    char* joined = nullptr;  // the text of `overrides` if optim_resolve allocated it
 };
 
 // Bytes that a combination takes, known before anything is allocated.
@@ -340,7 +340,7 @@ struct OptimResume {
     char* changed;                         // receives the changed options, for the banner
     size_t changed_bytes;
     const char* asked;  // receives the overrides that the user asked for, for the next checkpoint; "": none were typed
-    bool other_rule;    // set if the rule is not the checkpoint's
+    bool other_rule;    // receives true if the rule is not the checkpoint's
 };
 // Sets v, overrides and lr for a resumed run, and reports the changes.
 void optim_resume(OptimResume* resume);

@@ -171,8 +171,9 @@ static bool tried(const OptimResume* resume, const char* overrides, OptimConfig*
     return optim_resolve(config, error);
 }
 
-// Adapts v and the learning rate to another rule, unless they were typed. v is dropped if the new rule cannot use it.
-// The learning rate becomes the new rule's usual one if that differs from the old rule's.
+// Adapts v and the learning rate to another rule, unless they were typed. A v that the new rule cannot use is dropped,
+// and one that it needs is fp32. The learning rate becomes the new rule's usual one if that differs from the old
+// rule's.
 static void resume_rule(OptimResume* resume) {
     OptimConfig config;
     for (const char* v : {"", "fp32", ""}) {

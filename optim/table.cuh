@@ -46,62 +46,60 @@
     ROW("ademamix", "adamw and a slow average of the gradient (--beta3, --alpha, --ramp), stored as m is", 1,       \
         AdEMAMix)                                                                                                   \
     ROW("adam-mini", "adamw with one v a row, the mean of the squares, in fp32", 1, AdamMini)                       \
-    ROW("adafactor", "v is a number a row times one a column; --m none keeps no m", 1, Adafactor)                   \
+    ROW("adafactor", "v is one number a row times one a column; --m none drops m", 1, Adafactor)                    \
     ROW("came", "adafactor, and a confidence in m (--beta3), factored too; lr somewhat below adamw's", 1.5, Came)   \
-    ROW("rmnp", "momentum (--momentum) whose rows are of one length; vectors, embeddings: adamw", 1, Rmnp)          \
-    ROW("normuon-lite", "rmnp, whose rows are divided by the root of a v of each", 1, NorMuonLite)
+    ROW("rmnp", "momentum (--momentum) with rows of one length; vectors, embeddings: adamw", 1, Rmnp)               \
+    ROW("normuon-lite", "rmnp with each row divided by the root of its own v", 1, NorMuonLite)
 
 // Rules that read whole matrices. Vectors and embeddings need another rule; MATRIX_REST (override.h) gives them adamw.
 #define OPTIM_MATRIX_RULES(ROW)                                                                                   \
     ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 1, Muon)       \
-    ROW("normuon", "muon, whose rows are brought to equal size by a v of each row", 1, NorMuon)                   \
+    ROW("normuon", "muon with rows scaled to equal size by a v of each row", 1, NorMuon)                          \
     ROW("galore", "adam in the leading directions of a matrix (--rank, --rank-gap, --rank-scale)", 0.25, GaLore)  \
-    ROW("fira", "galore, and what lies outside its directions, scaled as adam scales the inside", 0.25, Fira)     \
+    ROW("fira", "galore plus the rest of the gradient, scaled as adam scales galore's part", 0.25, Fira)          \
     ROW("apollo", "the gradient, scaled by row or column as adam scales a random projection of it", 0.25, Apollo) \
-    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: next to no states", 0.25, ApolloMini)
+    ROW("apollo-mini", "apollo of rank 1 with one scale a matrix: almost no states", 0.25, ApolloMini)
 
 #define OPTIM_ALL_RULES(ROW) OPTIM_RULES(ROW) OPTIM_MATRIX_RULES(ROW)
 
-#define OPTIM_WEIGHTS(ROW)                                                                                          \
-    ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>) \
-    ROW("bf16", "stands still when an update is below half a step, 2^-9 of a weight", Elementwise<Bf16, NEAREST>)   \
-    ROW("bf16:sr", "2 bytes in all; stochastic rounding keeps small updates alive", Elementwise<Bf16, STOCHASTIC>)  \
-    ROW("bf16:kahan", "what was rounded off is kept in a bf16 of its own: about 17 bits, no noise", Kahan<Bf16>)    \
-    ROW("bf16+8", "bf16 and 8 bits more: 16 significant bits in 3 bytes", Split<int8_t, NEAREST>)                   \
-    ROW("bf16+8:sr", "the same, never stalling; noise of 1/256 of bf16:sr's", Split<int8_t, STOCHASTIC>)            \
-    ROW("bf16+16", "fp32 to the last bit with the matmul's bf16 inside, 2 bytes below bf16+fp32",                   \
-        Split<int16_t, NEAREST>)                                                                                    \
-    ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",               \
-        WithMaster<Elementwise<Bf16, NEAREST>>)                                                                     \
-    ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)         \
-    ROW("fp16:sr", "fp16 that keeps small updates alive", Elementwise<Fp16, STOCHASTIC>)                            \
-    ROW("fp16:kahan", "with what was rounded off in bf16", Kahan<Fp16>)                                             \
-    ROW("fp16+fp32", "with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                                 \
-    ROW("e4m3", "fp8, a power of two as scale every 128; stands still below 2^-5 of a weight",                      \
-        Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                      \
-    ROW("e4m3:sr", "1 byte in all, updated in place", Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>)                     \
-    ROW("e4m3+8", "e4m3 and 8 bits more: 12 significant bits in 2 bytes", BlockSplit<E4m3, 3, -6, 128, NEAREST>)    \
-    ROW("e4m3+8:sr", "the same, never stalling; noise of 1/256 of e4m3:sr's",                                       \
-        BlockSplit<E4m3, 3, -6, 128, STOCHASTIC>)                                                                   \
-    ROW("e4m3+fp32", "e4m3 with an fp32 master", WithMaster<Blocks<E4m3, 128, ScaleE8m0, NEAREST>>)                 \
-    ROW("e5m2", "as e4m3, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, NEAREST>)                      \
-    ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)             \
-    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                 \
-    ROW("lin8:sr", "1 byte in all, in place: linear, a power of two as scale every 32",                             \
-        Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>)                                                            \
-    ROW("bf16:ef", "as bf16:sr, and m takes the errors: give m :sr or fp32; not for lion, sgd",                     \
-        Feedback<Elementwise<Bf16, STOCHASTIC>>)                                                                    \
-    ROW("e4m3:ef", "as e4m3:sr, with feedback as bf16:ef", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)      \
-    ROW("lin8:ef", "as lin8:sr, with feedback, which leaves little of the noise",                                   \
-        Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>)                                                  \
-    ROW("e4m3/tensor", "fp8, a power of two as scale a tensor; an operand of --matmul fp8 as it is",                \
-        Spans<E4m3, SPAN_TENSOR, NEAREST, ScaleE8m0>)                                                               \
-    ROW("e4m3/tensor:sr", "the same, never stalling; two passes a step",                                            \
-        Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>)                                                            \
-    ROW("e4m3/tensor:ef", "as e4m3/tensor:sr, with feedback as bf16:ef",                                            \
-        Feedback<Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>>)                                                  \
-    ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls take it; two passes a step",                        \
-        WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                              \
+#define OPTIM_WEIGHTS(ROW)                                                                                             \
+    ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>)    \
+    ROW("bf16", "stands still when an update is below half a step, 2^-9 of a weight", Elementwise<Bf16, NEAREST>)      \
+    ROW("bf16:sr", "2 bytes in all; stochastic rounding keeps small updates alive", Elementwise<Bf16, STOCHASTIC>)     \
+    ROW("bf16:kahan", "keeps its rounding error in a second bf16: about 17 bits, no noise", Kahan<Bf16>)               \
+    ROW("bf16+8", "bf16 and 8 more bits: 16 significant bits in 3 bytes", Split<int8_t, NEAREST>)                      \
+    ROW("bf16+8:sr", "the same, never stalls; 1/256 of bf16:sr's noise", Split<int8_t, STOCHASTIC>)                    \
+    ROW("bf16+16", "exact fp32 that contains the matmul's bf16; 2 bytes less than bf16+fp32", Split<int16_t, NEAREST>) \
+    ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",                  \
+        WithMaster<Elementwise<Bf16, NEAREST>>)                                                                        \
+    ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)            \
+    ROW("fp16:sr", "fp16 that keeps small updates alive", Elementwise<Fp16, STOCHASTIC>)                               \
+    ROW("fp16:kahan", "fp16 with its rounding error kept in bf16", Kahan<Fp16>)                                        \
+    ROW("fp16+fp32", "fp16 with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                               \
+    ROW("e4m3", "fp8, a power-of-two scale every 128; stands still below 2^-5 of a weight",                            \
+        Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                         \
+    ROW("e4m3:sr", "1 byte in all, updated in place", Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>)                        \
+    ROW("e4m3+8", "e4m3 and 8 more bits: 12 significant bits in 2 bytes", BlockSplit<E4m3, 3, -6, 128, NEAREST>)       \
+    ROW("e4m3+8:sr", "the same, never stalls; 1/256 of e4m3:sr's noise", BlockSplit<E4m3, 3, -6, 128, STOCHASTIC>)     \
+    ROW("e4m3+fp32", "e4m3 with an fp32 master", WithMaster<Blocks<E4m3, 128, ScaleE8m0, NEAREST>>)                    \
+    ROW("e5m2", "as e4m3, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, NEAREST>)                         \
+    ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)                \
+    ROW("e5m2+fp32", "e5m2 with an fp32 master", WithMaster<Blocks<E5m2, 128, ScaleE8m0, NEAREST>>)                    \
+    ROW("lin8:sr", "1 byte in all, updated in place: linear, a power-of-two scale every 32",                           \
+        Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>)                                                               \
+    ROW("bf16:ef", "as bf16:sr, errors fed back into m: take m :sr or fp32; not for lion, sgd",                        \
+        Feedback<Elementwise<Bf16, STOCHASTIC>>)                                                                       \
+    ROW("e4m3:ef", "as e4m3:sr, with feedback as bf16:ef", Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>)         \
+    ROW("lin8:ef", "as lin8:sr, with feedback as bf16:ef, which leaves little noise",                                  \
+        Feedback<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>)                                                     \
+    ROW("e4m3/tensor", "fp8, a power-of-two scale a tensor; --matmul fp8 reads it as it is",                           \
+        Spans<E4m3, SPAN_TENSOR, NEAREST, ScaleE8m0>)                                                                  \
+    ROW("e4m3/tensor:sr", "the same, never stalls; two passes a step",                                                 \
+        Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>)                                                               \
+    ROW("e4m3/tensor:ef", "as e4m3/tensor:sr, with feedback as bf16:ef",                                               \
+        Feedback<Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>>)                                                     \
+    ROW("e4m3/tensor+fp32", "one scale a tensor, as fp8 matmuls need it; two passes a step",                           \
+        WithMaster<Spans<E4m3, SPAN_TENSOR, NEAREST>>)                                                                 \
     ROW("e5m2/tensor+fp32", "as e4m3/tensor+fp32, in e5m2", WithMaster<Spans<E5m2, SPAN_TENSOR, NEAREST>>)
 
 #define OPTIM_GRADS(ROW)                                                                         \
@@ -147,16 +145,16 @@
     ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>)  \
     ROW("fp16", "for comparison: below 3e-8 all becomes 0, and the loss shows it", Elementwise<Fp16, NEAREST>)         \
     ROW("fp16:sr", "for m, unbiased; a v below 3e-8 is still 0 at most steps", Elementwise<Fp16, STOCHASTIC>)          \
-    OPTIM_BLOCKS(ROW, "dyn8", "for m, as torchao and bitsandbytes: seven decades a block", Dyn8, 256)                  \
+    OPTIM_BLOCKS(ROW, "dyn8", "for m, as in torchao and bitsandbytes: seven decades a block", Dyn8, 256)               \
     OPTIM_BLOCKS(ROW, "udyn8", "for v: dyn8 without a sign", Udyn8, 256)                                               \
-    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as torchao", E4m3, 256)                        \
+    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as in torchao", E4m3, 256)                     \
     OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                         \
-    OPTIM_BLOCKS(ROW, "soft8", "for m, as FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)         \
-    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as FlashOptim: linear in the root", Sqrt8, 32)                                  \
+    OPTIM_BLOCKS(ROW, "soft8", "for m, as in FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)      \
+    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as in FlashOptim: linear in the root", Sqrt8, 32)                               \
     OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                                \
     OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)                \
-    OPTIM_BLOCKS(ROW, "de4", "for m, as lpmm and torchao: three decades in 4 bits", De4, 128)                          \
-    OPTIM_BLOCKS(ROW, "lin4", "for v, as lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)         \
+    OPTIM_BLOCKS(ROW, "de4", "for m, as in lpmm and torchao: three decades in 4 bits", De4, 128)                       \
+    OPTIM_BLOCKS(ROW, "lin4", "for v, as in lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)      \
     OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                              \
     OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                     \
     OPTIM_BLOCK(ROW, "mulaw4", "for m: levels by mu-law, each about twice the one before", MuLaw4, 32)                 \
@@ -171,8 +169,8 @@
     OPTIM_LOG(ROW, "log8", "for v: the same relative error over the block's own range; exact zeros", Log8, 2048)       \
     OPTIM_LOG(ROW, "log8", "", Log8, 256)                                                                              \
     OPTIM_LOG(ROW, "log16", "for v: log8 in 2 bytes, about 12 significant bits", Log16, 2048)                          \
-    OPTIM_LOG(ROW, "adalog8", "for v, as adafactor8bit: from 2^-126 on, in steps of about 0.4 binades", AdaLog8, 2048) \
-    OPTIM_DOUBLE(ROW, "soft8", "with 8-bit scales of the scales, as are all @dq8", Soft8, 32)                          \
+    OPTIM_LOG(ROW, "adalog8", "for v, as in adafactor8bit: from 2^-126 on, steps of about 0.4 binades", AdaLog8, 2048) \
+    OPTIM_DOUBLE(ROW, "soft8", "soft8 with 8-bit scales, like all @dq8", Soft8, 32)                                    \
     OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                          \
     OPTIM_DOUBLE(ROW, "dyn8", "", Dyn8, 64)                                                                            \
     OPTIM_DOUBLE(ROW, "udyn8", "", Udyn8, 64)                                                                          \
@@ -206,12 +204,12 @@ constexpr PresetRow PRESETS[] = {
     {"flash24", "adamw", "bf16+8", "soft8/32", "sqrt8/32", "FlashOptim: 24-bit weights, 8-bit states"},
     {"fp8w8e", "adamw", "e4m3:ef", "e4m3/256:sr", "sqrt8/32", "fp8 matrices but wpe; rounding errors fed back",
      "ln*|*.bias|wpe: weights=bf16:ef"},
-    {"fp8", "adamw", "e4m3/tensor:ef", "e4m3/256:sr", "sqrt8/32", "fp8w8e whose codes --matmul fp8 multiplies",
+    {"fp8", "adamw", "e4m3/tensor:ef", "e4m3/256:sr", "sqrt8/32", "fp8w8e with codes that --matmul fp8 reads",
      "ln*|*.bias|wpe: weights=bf16:ef"},
     {"int8w4", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "2 bytes a parameter in all; beta2 up to 0.95",
      "ln*|*.bias: weights=bf16:sr"},
     {"adam-mini8", "adam-mini", "bf16:sr", "soft8/32", "none", "8-bit m; v is one number a row"},
-    {"adafactor8", "adafactor", "bf16:sr", "soft8/32", "none", "8-bit m; v is numbers by row and column"},
+    {"adafactor8", "adafactor", "bf16:sr", "soft8/32", "none", "8-bit m; v has numbers by row and column"},
     {"came8", "came", "bf16:sr", "soft8/32", "none", "8-bit m; v, confidence by row and column"},
     {"rmnp4", "rmnp", "bf16:sr", "de4/32@dq8", "none", "4-bit m and no v; the rest as adamw4l",
      "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
@@ -223,7 +221,7 @@ constexpr PresetRow PRESETS[] = {
      "wte|wpe|ln*|*.bias: rule=adamw m=de4/32@dq8 v=lin4/64"},
     {"galore8", "galore", "bf16:sr", "dyn8/256", "udyn8/256", "moments of rank --rank; the rest as adamw8",
      "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
-    {"apollo-mini", "apollo-mini", "bf16:sr", "fp32", "fp32", "next to no states but adamw8's of the rest",
+    {"apollo-mini", "apollo-mini", "bf16:sr", "fp32", "fp32", "almost no states; the rest as adamw8",
      "wte|wpe|ln*|*.bias: rule=adamw m=dyn8/256 v=udyn8/256 lr=0.25"},
 };
 constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);

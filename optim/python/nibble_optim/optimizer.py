@@ -29,7 +29,7 @@ REST = "wte|wpe|ln*|*.bias"  # patterns that rules of matrices bring along, whic
 
 
 def _by_pattern(text):
-    """The parts of `overrides` or `stacked`: (patterns, ":", settings), without spaces in the patterns."""
+    """Yields the parts of `overrides` or `stacked`: (patterns, ":", settings), without spaces in the patterns."""
     for part in (text or "").split(";"):
         patterns, colon, settings = part.partition(":")
         if part.strip():
@@ -37,7 +37,7 @@ def _by_pattern(text):
 
 
 def _matches(pattern, names):
-    """True if the pattern matches some name from its beginning or a dot up to its end or a dot."""
+    """Returns True if the pattern matches some name, from its beginning or a dot up to its end or a dot."""
     pattern = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
     return any(map(re.compile(rf"(.*\.)?{pattern}(\..*)?", re.DOTALL).fullmatch, names))
 
@@ -316,15 +316,15 @@ class _Part:
         self.weights = array.array("Q", self.where)
 
     def _take_over(self, tensors):
-        """Has what the library keeps beside these parameters made anew."""
+        """Makes the library recompute the master or codes that it keeps beside these parameters."""
         for t in tensors:
             for handle in (self.handle, self.shares and self.shares.handle):
                 if handle:
                     handle.weights_changed(t)
 
     def _is_kept(self, tensor):
-        """False if a parameter that lies elsewhere than before (p.data = new, model.to) has other values than its master
-        or codes. What is kept in addition to the parameter's own bits stays."""
+        """Returns False if a parameter that has moved (p.data = new, model.to) has other values than its master or
+        codes. Bits that are kept in addition to the parameter's own are ignored."""
         kept = self.views[tensor].get("master", self.views[tensor].get("weights"))
         return kept is None or torch.equal(kept.to(self.dtype), self.locals[tensor])
 
@@ -641,8 +641,8 @@ class Optimizer(torch.optim.Optimizer):
         self._group_of = dict(zip(self._flat, self._flat_group))
         self._place_of = {p: i for i, p in enumerate(self._flat)}
         if not self._part_of.keys() <= self._place_of.keys():
-            raise RuntimeError("a parameter that has been stepped is in no group any more; make another optimizer of the "
-                               "new parameters")
+            raise RuntimeError("a parameter that has been stepped is in no group any more; make another optimizer of "
+                               "the new parameters")
         for part in self._parts:
             self._place(part)
 
@@ -657,7 +657,7 @@ class Optimizer(torch.optim.Optimizer):
                                          f"{next(iter(names))}, of model.named_parameters()")
 
     def _overrides_of(self, params):
-        """The overrides without patterns of other parameters, such as those of another type."""
+        """Returns the overrides without patterns of other parameters, such as those of another type."""
         names, kept = [self._names[p] for p in params], []
         for patterns, colon, settings in _by_pattern(self._shared["overrides"]):
             if colon and patterns != REST:
