@@ -76,8 +76,8 @@ OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* bet
     *beta3 = exponential(1.0 / ((1.0 - done) * start + done / logarithm(from.beta3)));
 }
 
-// Returns 1 - beta of an average of squares that began at 0. From the second step on it stays below 1: a + 1 * (x^2 - a)
-// is 0, not x^2, if x^2 is far below a.
+// Returns 1 - beta of an average of squares that began at 0. From the second step on it stays below 1: a + 1 * (x^2 -
+// a) is 0, not x^2, if x^2 is far below a.
 OPTIM_INLINE float square_rest(double beta, int64_t step) {
     const double rest = 1.0 - beta, max = step > 1 ? 1.0 - 0x1p-24 : 1.0;
     return (float)(rest < max ? rest : max);

@@ -184,7 +184,7 @@ static double sum_of_squares(const float* x, int64_t n) {
 
 // Updates NorMuon's v of the rows of x, and divides each row by its root.
 static void rows_cpu(const OptimConfig* config, const Matrix* m, float* x, const float* now, float* next) {
-    const float rest2 = square_rest(config->beta2);
+    const float rest2 = (float)(1.0 - (double)config->beta2);
     for (int64_t i = 0; i < m->rows; i++) {
         float* row = x + i * m->cols;
         const float mean = (float)(sum_of_squares(row, m->cols) / m->cols);
@@ -316,7 +316,7 @@ static void batch_end(const Device* dev, const OptimConfig* config, const BatchA
     float factor = 0.2f * sqrtf((float)(rows > cols ? rows : cols));
     if (by_rows(config)) {
         matrix_rows_kernel<<<dim3((unsigned)ceil_div(rows, 8), (unsigned)count), 256, 0, dev->stream>>>(
-            *batch, x, now, next, square_rest(config->beta2), config->eps);
+            *batch, x, now, next, (float)(1.0 - (double)config->beta2), config->eps);
         check_launch();
         matrix_rows_norm_kernel<<<(unsigned)count, 256, 0, dev->stream>>>(*batch);
         check_launch();
