@@ -738,13 +738,9 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {m->arena.grads_bf16 ? m->dwte_sum : nullptr,
-                            m->activations,
-                            m->input.tokens,
-                            m->losses,
-                            m->scalars,
-                            m->fp8.inverse};
+    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars, m->fp8.inverse};
     for (void* block : memory) device_free(m->dev, block);
+    if (m->arena.grads_bf16) device_free(m->dev, m->dwte_sum);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
     free(m->stored);
     spill_close(&m->spill);
@@ -1114,12 +1110,6 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
     if (m->arena.shard) m->arena.shard->gradient_bytes = m->arena.grads_bf16 ? 2 : 4;
 }
 
-// Weights of a folder are trained already, so they take a tenth of the usual rate.
-static double usual_lr(const Options* o) {
-    const double usual = optim_usual_lr(o->rule, o->channels);
-    return gpt2_named(o->model) ? usual : usual / 10;
-}
-
 static Schedule schedule_of(const Options* o) {
     return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup};
 }
@@ -1129,7 +1119,8 @@ static void resolve_length(Options* o, int64_t windows, bool gpu, bool warmup_ty
     const int64_t sequences = o->tokens_per_step / o->seq, epoch = windows / sequences;
     char error[DATA_ERROR_BYTES];
     if (o->steps == AUTO) o->steps = !o->data[0] ? (gpu ? 400 : 1500) : epoch > 0 ? epoch : 1;
-    if (o->lr == AUTO) o->lr = usual_lr(o);
+    // Weights of a folder are trained already.
+    if (o->lr == AUTO) o->lr = optim_usual_lr(o->rule, o->channels) / (gpt2_named(o->model) ? 1 : 10);
     if (o->profile) o->val_every = o->sample_every = o->eval_every = 0;
     if (o->val_every == AUTO) o->val_every = o->steps < 2000 ? (o->steps + 4) / 5 : 250;
     if (o->print_every == AUTO) o->print_every = o->steps < 1200 ? ceil_div(o->steps + 1, 60) : 20;
@@ -1504,7 +1495,6 @@ static void folder_begin(Run* run) {
 
 // Allocates and fills everything. It reads weights before it makes the run folder: a bad model file leaves no folder.
 static void begin(Run* run) {
-    Options* o = run->options;
     Model* m = run->model;
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
@@ -1513,10 +1503,7 @@ static void begin(Run* run) {
     arena_changed(&m->arena);
     if (m->arena.release) release_set_last(m->arena.release, (float)run->folder.state.last_norm);
     signals_doing("this step", 0);
-    for (const char* name : {"data", "val", "format", "prompt-file", "eval", "eval-out"}) {
-        const char** value = (const char**)option_value(&TABLE, o, name);
-        *value = resume_path(name, *value);
-    }
+    resume_paths(&run->resume);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);

@@ -53,12 +53,21 @@ static bool is_left(const Resume* resume, const Option* option) {
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
 }
 
-char* resume_path(const char* option, const char* value) {
+// Returns the value of an option as checkpoints have it: the paths of files are absolute. The caller frees it.
+static char* saved_path(const char* option, const char* value) {
     if (strcmp(option, "eval") == 0) return text_copy(evaluation_paths(value));
     return strcmp(option, "format") == 0 ? paths_absolute(value) : path_absolute(value);
 }
 
-// A value as people write it: 0.0003, not 0.00030000000000000003.
+void resume_paths(Resume* resume) {
+    static const char* const names[] = {"data", "val", "format", "prompt-file", "eval", "eval-out"};
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
+        const char** value = option_value(resume->table, resume->fields, names[i]);
+        *value = saved_path(names[i], *value);
+    }
+}
+
+// Returns a value as people write it: 0.0003, not 0.00030000000000000003.
 static const char* shown(const Option* option, const char* text) {
     if (option->type == OPTION_REAL && strcmp(text, "auto") != 0) return text_kept("%.9g", strtod(text, NULL));
     return *text ? text : "''";
@@ -73,7 +82,7 @@ bool resume_options(Resume* resume, char* error) {
         const bool fixed = text_among(name, of_shape);
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
-        SCOPED char* path = resume_path(name, now);
+        SCOPED char* path = saved_path(name, now);
         if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);

@@ -33,8 +33,8 @@ bool resume_words(const Resume* resume, char* error);
 // ones that differ. Options that determine the model's shape must be the same.
 bool resume_options(Resume* resume, char* error);
 
-// Returns the value of an option that names files as checkpoints have it, so that a run can be resumed from any folder.
-// The caller frees it.
-char* resume_path(const char* option, const char* value);
+// Makes the paths in options absolute, so that the run can be resumed from any folder. They live as long as the
+// options.
+void resume_paths(Resume* resume);
 
 C_LINKAGE_END
