@@ -33,8 +33,8 @@ typedef struct {
 // and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Returns the absolute paths of these tasks, whose names have commas between them, kept as by text_kept. A path that has
-// a comma stays relative.
+// Returns the absolute paths of these tasks, whose names have commas between them, kept as by text_kept. A path that
+// has a comma stays relative.
 const char* evaluation_paths(const char* names);
 // Returns whether all these tasks can be opened.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);

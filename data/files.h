@@ -15,8 +15,8 @@ const char* path_in(const char* folder, const char* name);
 const char* path_parent(const char* path);
 // Returns the name of `path` in that folder.
 const char* path_name(const char* path);
-// Returns the absolute path, which the caller frees. "" stays as it is, and so does a path in a folder whose name is not
-// UTF-8, or would be part of the path's glob pattern.
+// Returns the absolute path, which the caller frees. "" stays as it is, and so does a path in a folder whose name is
+// not UTF-8, or would be part of the path's glob pattern.
 char* path_absolute(const char* path);
 // Does the same for each path in a list separated by commas, and resolves links.
 char* paths_absolute(const char* list);
