@@ -1008,6 +1008,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
     arena_settle(a);
     run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
     require(checkpoint_write(run, begin, prune), run->folder.error);
+    launch_any(run->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
     run->save_seconds = seconds_now() - begin;
 }
 
