@@ -294,7 +294,7 @@ def test_library_limit_growth():
     assert most[1] < 1 + 1e-4 and most[0] > 1.02, most
     raises(ValueError, "takes all tensors or none", lambda: plain.step(9, missing=[1]))
     raises(ValueError, "adds the decay to the gradient", lambda: Plain([5], rule="adam", limit_growth=1.01))
-    raises(ValueError, "norm of their own", lambda: Plain([(5, 5)], rule="muon", limit_growth=1.01))
+    raises(ValueError, "sets the norm of its updates", lambda: Plain([(5, 5)], rule="muon", limit_growth=1.01))
     raises(ValueError, "reads whole tensors",
            lambda: nibble_optim.Handle({"limit_growth": 1.01}, [("t", 8, 300, 0, 1200)]))
 
