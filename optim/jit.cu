@@ -22,6 +22,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -455,13 +456,49 @@ static bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     return false;
 }
 
+// The kernels that this process has loaded. Optimizers share them: with step_in_backward of the PyTorch package each
+// parameter has an optimizer of its own.
+struct LoadedKernel {
+    int device;
+    char key[JIT_KEY_BYTES];
+    JitKernel kernel;
+    LoadedKernel* next;
+};
+
+static LoadedKernel* loaded_kernels;
+static pthread_mutex_t loaded_lock = PTHREAD_MUTEX_INITIALIZER;
+
+// Returns true, with the kernel, if it is loaded in this device's memory.
+static bool loaded_find(int device, const char* key, JitKernel* kernel) {
+    pthread_mutex_lock(&loaded_lock);
+    const LoadedKernel* at = loaded_kernels;
+    while (at && (at->device != device || strcmp(at->key, key) != 0)) at = at->next;
+    if (at) *kernel = at->kernel;
+    pthread_mutex_unlock(&loaded_lock);
+    return at != nullptr;
+}
+
+static void loaded_add(int device, const char* key, const JitKernel* kernel) {
+    LoadedKernel* added = (LoadedKernel*)memory_zero(1, sizeof(LoadedKernel));
+    added->device = device, added->kernel = *kernel;
+    memcpy(added->key, key, JIT_KEY_BYTES);
+    pthread_mutex_lock(&loaded_lock);
+    added->next = loaded_kernels;
+    loaded_kernels = added;
+    pthread_mutex_unlock(&loaded_lock);
+}
+
 void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel) {
-    char architecture[32], error[DATA_ERROR_BYTES];
+    char architecture[32], error[DATA_ERROR_BYTES], key[JIT_KEY_BYTES];
+    int device;
     JitImage image;
-    require(jit_architecture(compute, architecture, sizeof(architecture), error) &&
-                jit_get(expression, architecture, &image, error, user_source) && jit_load(&image, kernel, error),
-            error);
+    check(cudaGetDevice(&device));
+    require(jit_architecture(compute, architecture, sizeof(architecture), error), error);
+    jit_key(expression, architecture, user_source, 0, 0, key);  // the process has one NVRTC
+    if (loaded_find(device, key, kernel)) return;
+    require(jit_get(expression, architecture, &image, error, user_source) && jit_load(&image, kernel, error), error);
     jit_free(&image);
+    loaded_add(device, key, kernel);
 }
 
 void jit_shared_bytes(const JitKernel* kernel, int bytes) {

@@ -81,8 +81,8 @@ struct Kernel {
     int threads, shared_bytes;
 };
 
-// Compiles a kernel through the cache and loads it, for a device of compute capability `compute`. Exits with a sentence
-// if that fails.
+// Compiles a kernel through the cache and loads it, for a device of compute capability `compute`, unless this process
+// has done so already. The kernel stays loaded until the process ends. Exits with a sentence if that fails.
 void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel);
 // Allows launches with up to `bytes` bytes of dynamic shared memory.
 void jit_shared_bytes(const JitKernel* kernel, int bytes);

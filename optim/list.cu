@@ -71,18 +71,17 @@ void optim_list_formats(FILE* file, const char* formats) {
     user_formats_free(user);
 }
 
-// The columns are bytes for each parameter: "B/param" counts what a checkpoint stores; "held" adds bf16 gradients. The
-// room for decoded layers, which depends on the model's shape, is in the banner.
+// B/param is the bytes of a parameter in a checkpoint. Gradients, and the room for decoded layers, which depends on the
+// model's shape, are in the banner.
 void optim_list_presets(FILE* file) {
-    fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %8s %8s\n", "--preset", "--rule", "--weights", "--m", "--v",
-            "B/param", "held");
+    const char* const columns = "  %-11s %-11s %-14s %-11s %-12s %6s  %s\n";
+    fprintf(file, columns, "--preset", "--rule", "--weights", "--m", "--v", "B/param", "");
     for (const PresetRow& row : PRESETS) {
         OptimConfig config = {};
         config.rule = row.rule, config.weights = row.weights, config.grads = "bf16", config.m = row.m, config.v = row.v;
-        Rows rows = config_rows(&config);
-        const double each = rows_bytes_each(&rows);
-        fprintf(file, "  %-10s %-9s %-10s %-11s %-12s %6.4g %6.4g  %s\n", row.name, row.rule, row.weights, row.m, row.v,
-                each, each + format_bytes_each(rows.grads), row.note);
-        if (*row.overrides) fprintf(file, "  %-10s --override \"%s\"\n", "", row.overrides);
+        const Rows rows = config_rows(&config);
+        fprintf(file, columns, row.name, row.rule, row.weights, row.m, row.v, text_kept("%.4g", rows_bytes_each(&rows)),
+                row.note);
+        if (*row.overrides) fprintf(file, "  %-11s --override \"%s\"\n", "", row.overrides);
     }
 }

@@ -1,5 +1,6 @@
 """Cases that need a GPU, or two, or find more on one. test_torch.py, whose helpers these use, runs them."""
 import contextlib
+import gc
 import threading
 
 from test_torch import DEVICES, make, model_of, nibble_optim, raises, same, torch, train
@@ -37,6 +38,20 @@ def test_torch_goes_on_after_missing_memory():
                 {"device": "cuda", "preset": "adamw32"}, [("t", 1 << 20, 1 << 20, 0, -1)]))
         train(model, optimizer, number, number)
     assert same(*models)
+
+
+def test_torch_kernels_are_loaded_once():
+    """Optimizers of a process share their kernels, so those that come and go leave no device memory behind."""
+    if len(DEVICES) < 2:
+        return "skipped: no GPU"
+    for number in range(1, 42):
+        model = model_of("cuda")
+        train(model, make(model, preset="adafactor8"), number, number)
+        gc.collect()
+        if number == 1:
+            before = torch.cuda.mem_get_info()[0]
+    lost = before - torch.cuda.mem_get_info()[0]
+    assert lost <= 4 << 20, f"{lost >> 10} KiB less"
 
 
 def test_torch_refused_capture_is_forgotten():
