@@ -1260,7 +1260,7 @@ static const char* resume_optim(Options* o, Resume* merge) {
     r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
     optim_resume(&r);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
-    // What was chosen for the rule of before says nothing about another one.
+    // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
     if (r.other_rule && !resume_given(merge, "beta3")) o->beta3 = AUTO;
     if (r.other_rule && !resume_given(merge, "ramp")) o->ramp = AUTO;
     return r.asked;

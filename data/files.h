@@ -43,8 +43,8 @@ bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* byte
 
 // Reads up to `bytes` bytes of a file whose size need not be known. Returns how many; 0: it cannot be read.
 size_t file_begin(const char* path, char* text, size_t bytes);
-// Opens a file that a user named, to write it anew; NULL with a sentence. Links, pipes and devices are refused, and a
-// file that does not begin with `begins`, as what this program writes there does.
+// Opens a file that a user named, to write it anew; NULL with a sentence. It refuses links, pipes and devices, and a
+// file that holds anything else: it must be empty or begin with `begins`, as this program's own files do.
 FILE* output_open(const char* path, const char* begins, char* error);
 // Returns whether output_open will probably be able to open it.
 bool output_possible(const char* path, const char* begins, char* error);

@@ -54,10 +54,11 @@ bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
     const long long T = sizes->seq, ranks = sizes->ranks, unit = T * ranks, tokens = sizes->tokens_per_step;
     if (tokens >= 0 && tokens % unit != 0) {
         const long long whole = sizes->batch > 0 ? unit * sizes->batch : unit, below = tokens / whole * whole;
-        const char* gpus = ranks > 1 ? text_kept(" x %lld GPUs", ranks) : "";
+        const char *gpus = ranks > 1 ? text_kept(" x %lld GPUs", ranks) : "",
+                   *batch = sizes->batch > 0 ? text_kept(" x --batch %lld", (long long)sizes->batch) : "";
         return data_error(error,
-                          "--tokens-per-step %lld is not a multiple of --seq %lld%s; type --tokens-per-step %lld",
-                          tokens, T, gpus, below > 0 ? below : whole);
+                          "--tokens-per-step %lld is not a multiple of --seq %lld%s%s; type --tokens-per-step %lld",
+                          tokens, T, batch, gpus, below > 0 ? below : whole);
     }
     int64_t sequences = tokens >= 0 ? tokens / unit : 0;  // of one rank
     if (sizes->batch < 0) {

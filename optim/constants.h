@@ -114,10 +114,10 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.beta3 = (float)beta3;
     hyper.rest3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
-    // `ahead` estimates the size of the steps that give the error back: lr / bias1, larger in a warm-up in which the
-    // learning rate rises in proportion from 0. The first tens of steps get back less than all of their error, since
-    // their bias1 is smaller than that of later steps. The lower limit is for rates that end near 0; without it, m
-    // would hold errors that no later step can give back.
+    // `ahead` estimates the size of the steps that give the error back: lr / bias1, enlarged as if the learning rate
+    // still rose from 0 in proportion to the step. This matters in a warm-up and fades after it. The first tens of
+    // steps get back less than all of their error, since their bias1 is smaller than that of later steps. The lower
+    // limit is for rates that end near 0; without it, m would hold errors that no later step can give back.
     double ahead = lr / bias1 * (1.0 + 1.0 / ((1.0 - beta1) * (double)step)),
            min = 0.01 * from.lr_max * from.settings.lr;
     ahead = ahead > min ? ahead : min;

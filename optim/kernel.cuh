@@ -42,7 +42,7 @@ struct StepArguments {
     Streams slow;             // the third state of a rule that keeps one, in m's format
     Streams copy;             // the copy of the weights in the type that the matmuls read, or null
     const float* grad_scale;  // device scalar
-    const float* factor;      // (tiles of the arena) factor of the update for Scaled rules; on the CPU null for others
+    const float* factor;      // (tiles of the arena) factor of the update for Scaled rules; null for others
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;       // below 2^31
     uint32_t* next_tile;      // device scalar, 0 before a launch and after

@@ -2,8 +2,9 @@
 // caller's weights and gradients (placed.h).
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
-// call launch_failed below, which returns to the library's function by longjmp with the sentence. So whatever a
-// function makes before it may meet a mistake belongs to the optimizer from the start, and is freed with it.
+// call launch_failed below, which returns to the library's function by longjmp with the sentence. So nearly
+// everything that a function makes before it may meet a mistake belongs to the optimizer from the start, and is freed
+// with it.
 #include "nibble_optim.h"
 
 #include <ctype.h>

@@ -8,7 +8,8 @@
 //
 // No function prints or ends the process. A function that can fail returns a status and writes one sentence into
 // `error`, which is NIBBLE_ERROR_BYTES long or null. A step that returns NIBBLE_MISTAKE has changed nothing. Optimizers
-// share nothing, so threads may use several at once, each of them from one thread at a time. Plain C99.
+// share only compiled kernels, under a lock, so threads may use several at once, each of them from one thread at a
+// time. Plain C99.
 #ifndef NIBBLE_OPTIM_H
 #define NIBBLE_OPTIM_H
 #include <stdint.h>
@@ -74,10 +75,10 @@ void nibble_optim_free(NibbleOptim* optim);
 typedef struct {
     double lr, weight_decay;
     float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place
-    int64_t step;             // number of these tensors' step, from 1, for bias corrections and new directions. Do not
-                              // count steps that changed nothing: galore and fira could then miss their first
-                              // directions and not move for rank_gap steps
-    const float* lr_at;       // on the device: a captured step reads lr here in each replay; null: it keeps `lr`
+    int64_t step;             // number of these tensors' step, from 1, for bias corrections and new directions; 0: the
+                   // NibbleStep's. Do not count steps that changed nothing: galore and fira could then miss their first
+                   // directions and not move for rank_gap steps
+    const float* lr_at;  // on the device: a captured step reads lr here in each replay; null: it keeps `lr`
 } NibbleGroup;
 
 typedef struct {

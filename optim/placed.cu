@@ -68,7 +68,7 @@ struct PlacedTables {
     int runs;
     int64_t tiles, staged;
     Tile* step_tiles;            // device memory (tiles)
-    int64_t whole_at[LAUNCHES];  // first tile, in the arena beside, of the gradients of rows or matrices
+    int64_t whole_at[LAUNCHES];  // first tile, in the arena beside, of the gradients of a rule of rows or matrices
     float* scalars;              // device: 1, and the scale of a step
     int64_t* clock;              // device: the number of the last step
     bool moved;                  // the device has other addresses than `pointers`

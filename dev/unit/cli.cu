@@ -453,6 +453,23 @@ FOLDER_TEST(cli_same_bits) {
     expect(strcmp(first.text[1], second.text[1]) != 0, "--seed changes nothing");
 }
 
+// A pattern of shards, then their folder, as data/prepare.py writes one.
+TEST(cli_shards) {
+    const char* work = work_folder();
+    write_text(work, "meta.json", "{\"vocabulary\": 300}");
+    write_shard(work, "train_000000.bin", 3000, 299), write_shard(work, "train_000001.bin", 1000, 3);
+    write_shard(work, "val_000000.bin", 400, 3);
+    for (const char* data : {"/train_*.bin", ""}) {
+        const char* run = formatted("%s/run%zu", work, strlen(data));
+        run_well(child, SHAPE " " QUICK " --data %s%s --run %s --steps 2 --batch 4", work, data, run);
+        expect(strstr(OUT(child), "2 files") && strstr(OUT(child), "vocabulary 300"), "the banner: %s", OUT(child));
+        static Losses losses;
+        read_losses(test, run, &losses);
+        const double loss = atof(losses.text[1]);
+        expect(loss > 5.5 && loss < 5.9, "%s: log(300) is 5.70, the first loss is %g", data, loss);
+    }
+}
+
 FOLDER_TEST(cli_sample) {
     char* text[6];
     train_well(BRIEF "/run --steps 30", work, work);

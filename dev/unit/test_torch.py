@@ -626,6 +626,14 @@ def test_torch_weights_written_by_others():
             train(moved, optimizers[1], number, number)
             moved[0].weight.data = moved[0].weight.data.clone()
         assert same(still, moved), ("the same values elsewhere leave a master as it is", settings)
+    convs = [torch.nn.Parameter(torch.sin(torch.arange(8 * 4 * 9.0)).view(8, 4, 3, 3).bfloat16().contiguous(
+        memory_format=torch.channels_last)) for _ in range(2)]
+    for p, optimizer in [(p, nibble_optim.Optimizer([p], preset="adamw32", lr=1e-3)) for p in convs]:
+        for number in range(5):
+            p.grad = torch.cos(number + torch.arange(float(p.numel()))).view_as(p).bfloat16()
+            optimizer.step()
+            p.data = p.data.clone() if p is convs[1] else p.data
+    assert torch.equal(*convs), "nor is it made again where it lies in another order"
 
 
 def test_torch_preset_of_a_group():

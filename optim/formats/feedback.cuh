@@ -5,8 +5,8 @@
 // m gives the error back over the next steps, times step_size / (sqrt(v) root2 + eps) and beta1, beta1^2, .., whose sum
 // is beta1 / (1 - beta1). If learning rate and v were constant, this would give back exactly the error. So errors do
 // not add up like a random walk, as with stochastic rounding alone; most of each is given back within 1 / (1 - beta1)
-// steps. In a warm-up from 0, where later steps are larger, step_size counts (1 + 1 / (1 - beta1) / step) times; and it
-// counts as at least a hundredth of the largest learning rate. This is for rules whose update is m over the root of v.
+// steps. step_size counts (1 + 1 / (1 - beta1) / step) times, because later steps of a warm-up from 0 are larger, and
+// as at least a hundredth of the largest learning rate. This is for rules whose update is m over the root of v.
 // kernel.cuh computes it once the weights are stored.
 #pragma once
 #include "storage.cuh"

@@ -72,7 +72,8 @@ def _part_of_whole(param):
 
 
 def _order(param):
-    """Returns the order of dimensions in which a parameter is contiguous, None if it is as it is; else refuses it."""
+    """Returns the order of dimensions in which a parameter is contiguous; None if it is contiguous already. Refuses a
+    parameter that is contiguous in no order."""
     local = _local(param)
     if local.is_contiguous():
         return None
@@ -227,7 +228,7 @@ class _Part:
                 handle.loaded()
 
     def place(self, groups, places, whole):
-        """Sets the parameters' groups, and their places among all of the optimizer; `whole`: there are no others."""
+        """Sets the parameters' groups, and their places among all parameters; `whole`: there are no others."""
         self.groups, self.places, self.whole = groups, places, whole
         self.used = sorted(set(groups))
         self.group_of = array.array("i", [self.used.index(g) for g in groups])
@@ -312,7 +313,7 @@ class _Part:
         self.where = lists.addresses(self.locals)
         if self.watched and self.weights is not None:
             self._take_over(t for t, then, now in zip(self.numbers, self.weights, self.where)
-                            if then != now and not self._is_kept(t))
+                            if then != now and (_is_capturing() or not self._is_kept(t)))  # a capture is refused
         self.weights = array.array("Q", self.where)
 
     def _take_over(self, tensors):
@@ -323,10 +324,14 @@ class _Part:
                     handle.weights_changed(t)
 
     def _is_kept(self, tensor):
-        """Returns False if a parameter that has moved (p.data = new, model.to) has other values than its master or
-        codes. Bits that are kept in addition to the parameter's own are ignored."""
-        kept = self.views[tensor].get("master", self.views[tensor].get("weights"))
-        return kept is None or torch.equal(kept.to(self.dtype), self.locals[tensor])
+        """Returns False if a parameter that has moved (p.data = new, model.to) has other values than its master. Codes
+        cannot be compared, so they are always made again, without the bits that they have beside the parameter's."""
+        kept, local = self.views[tensor].get("master", self.views[tensor].get("weights")), self.locals[tensor]
+        if kept is None:
+            return True
+        if self.order[tensor] is not None:  # the state lies as the parameter does, with padding behind it
+            kept, local = kept[:local.numel()], local.permute(self.order[tensor]).reshape(-1)
+        return torch.equal(kept.to(self.dtype), local)
 
     def find_grads(self, grads):
         """Returns the gradients' addresses, 0 for a missing one, and tensors to keep alive until the step is queued."""
@@ -577,7 +582,7 @@ class Optimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name}: {value:g} was found; give {want}")
 
     def add_param_group(self, param_group):
-        if "preset" in param_group:  # which brings all, not the formats of other groups
+        if param_group.get("preset") is not None:  # it brings its rule and formats, so the optimizer's do not apply
             param_group = {**dict.fromkeys(FORMATS), **param_group}
         params = param_group["params"]
         if not isinstance(params, torch.Tensor):
@@ -651,7 +656,7 @@ class Optimizer(torch.optim.Optimizer):
         names = self._names.values()
         for setting in ("overrides", "stacked"):
             for patterns, colon, _ in _by_pattern(self._shared[setting]):
-                for pattern in patterns.split("|") if colon and patterns != REST else ():
+                for pattern in filter(None, patterns.split("|")) if colon and patterns != REST else ():
                     if not _matches(pattern, names):
                         raise ValueError(f"{setting}: {pattern} matches no parameter; type a name such as "
                                          f"{next(iter(names))}, of model.named_parameters()")

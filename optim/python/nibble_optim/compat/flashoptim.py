@@ -39,5 +39,5 @@ class FlashSGD(Optimizer):
 
 
 def enable_gradient_release(model, optimizer):
-    """Steps each parameter of the optimizer in the backward pass; `model` is ignored, as in flashoptim's signature."""
+    """Steps each parameter of the optimizer in the backward pass; `model`, which flashoptim needs, is ignored."""
     return optimizer.step_in_backward()
