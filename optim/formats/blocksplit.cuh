@@ -26,7 +26,8 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
     static constexpr bool GIVES_SEEN = ON_HOPPER;
 
     // Returns a word whose upper half is the magnitude of the wide float, from the bits of Minifloat's lowered().
-    // `noise`: 16 random bits, which rounding to nearest ignores. In subnormals, lowered() has rounded y to 2^-12 of a step.
+    // `noise`: 16 random bits, which rounding to nearest ignores. In subnormals, lowered() has rounded y to 2^-12 of a
+    // step.
     static OPTIM_INLINE uint32_t wide_upper(uint32_t bits, uint32_t noise) {
         return (bits << SHIFT) + (ROUNDING == NEAREST ? 0x7fffu + (bits >> (16 - SHIFT) & 1u) : noise);
     }
