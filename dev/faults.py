@@ -148,7 +148,7 @@ class Harness:
     def run(self, folder, words=None, **more):
         return self.end(self.start(folder, words or self.words(), **more), folder)
 
-    # What an undisturbed run leaves, and how much memory and how many calls it takes.
+    # measure() runs without faults and records the files, the memory and the number of calls.
 
     def measure(self):
         make_data(f"{self.root}/data")

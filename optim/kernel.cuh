@@ -11,7 +11,7 @@
 // copy of that type in the same pass.
 //
 // The template takes its storages as objects. On the GPU they are empty structs of static functions and cost nothing.
-// On the CPU they may be table rows of function pointers, so that any combination runs without being instantiated.
+// The CPU may pass table rows of function pointers instead, so that any combination runs without being instantiated.
 #pragma once
 #include "../kernels/ptx.cuh"
 #include "formats/bf16.cuh"
@@ -298,7 +298,7 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 
 // The layout of a step's kernel. The host computes the same layout from the rows of its tables.
 //
-// On a GPU a group of threads updates a tile; each thread takes 16 consecutive elements (8 if a moment has more than 8
+// A group of threads updates a tile on a GPU; each thread takes 16 consecutive elements (8 if a moment has more than 8
 // bits). From Hopper on, tiles travel through shared memory. The copy engine (TMA) loads all arrays of a tile into one
 // of the group's 2 to 4 stages while the group computes on another one, the update writes in place, and the copy engine
 // stores the stage. Each group has a courier, a warp that issues the copies, so the group's threads do not wait for

@@ -102,7 +102,7 @@ OPTIM_INLINE Noise philox4x32(Noise counter, const uint32_t* round) {
 
 // Draws the noise of the elements from `first` on: of 16 elements if `first` is a multiple of 16, else of 8.
 OPTIM_INLINE Noise noise_draw(const NoiseKey& key, int first) {
-    // On a GPU key.element is the first element of a tile, and `first` lies in the tile.
+    // The bits of begin and of `first` do not overlap on a GPU: key.element begins a tile, and `first` lies in it.
     const uint64_t begin = (uint64_t)key.element / NOISE_ELEMENTS;
     const uint64_t call = ON_GPU ? begin | (uint32_t)first / NOISE_ELEMENTS : begin + (uint64_t)first / NOISE_ELEMENTS;
     Noise counter = {{(uint32_t)call, (uint32_t)(call >> 32), key.stream, key.step}};

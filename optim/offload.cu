@@ -8,7 +8,7 @@
 
 constexpr int KEPT = OPTIM_KEPT, ARRAYS = 3;  // states of a launch; arrays of a state
 
-// What each launch of the optimizer has of a part: a run of the arena, possibly empty.
+// A part lies in one run of the arena for each launch of the optimizer; runs may be empty.
 struct PartRuns {
     struct {
         int64_t begin, end;
@@ -26,8 +26,7 @@ struct Offload {
     char* slot[2];  // device memory
     int there[2];   // the part whose states a slot has or is about to get; -1: none
     int turn;       // the slot that was used last
-    // On a GPU: the streams of the copies, and for each slot the events that its part was fetched, stepped and
-    // returned.
+    // A GPU has streams for the copies, and for each slot the events that its part was fetched, stepped and returned.
     cudaStream_t in, out;
     cudaEvent_t fetched[2], stepped[2], returned[2];
 };

@@ -956,7 +956,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 }
 
 void optim_step_end(Optim* optim) {
-    // On a GPU the step itself writes a bf16 copy.
+    // The step itself writes a bf16 copy on a GPU, so only other copies are decoded here.
     if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
 }
 

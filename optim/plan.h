@@ -79,7 +79,7 @@ const FormatRow* slot_format(const OptimConfig* config, Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 
-// Where a plan keeps a slot of a tensor.
+// The place of a tensor in an array of the optimizer (a slot), by name, format and element.
 struct Place {
     const char* rule;              // the tensor's
     const FormatRow* format;       // null: the rule keeps no such moment

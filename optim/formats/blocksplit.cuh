@@ -74,7 +74,7 @@ struct BlockSplit : StorageFunctions<BlockSplit<Format, MANTISSA, MIN, BLOCK, RO
         const uint32_t scale = ((const uint8_t*)streams.extra)[first / BLOCK];
         auto high = load_value<Packed<8, COUNT>>(streams.codes, first);
         auto low = load_value<Packed<8, COUNT>>(streams.more, first);
-        // As in Minifloat, the magnitude's bits in an fp32 make LOWER times the value, so up to two factors give the
+        // The magnitude's bits in an fp32 make LOWER times the value, as in Minifloat, so up to two factors give the
         // value.
         const uint32_t exponent = scale + (uint32_t)(126 + MIN), max = exponent < 254 ? exponent : 254;
         const float factor = bits_float(scale > 0 ? max << 23 : 0u);

@@ -45,7 +45,7 @@ OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uin
     return {scale, *code > 0 ? scale_inverse<Format>(scale) : 0.0f};
 }
 
-// On the CPU, double_load and double_store take whole tiles. They are not inlined, so that a table row compiles to
+// double_load and double_store take whole tiles on the CPU. They are not inlined, so that a table row compiles to
 // little code.
 template <class Format>
 OPTIM_HOST void double_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {

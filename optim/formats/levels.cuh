@@ -3,7 +3,7 @@
 // that at most two lanes of a warp read the same bank: a look-up of 32 lanes takes one or two cycles, where a plain
 // table took three and a half. With 4 bits, one look-up gives the pair of levels of a byte.
 //
-// To nearest: encoding looks up the cell of y. There are two kinds of cells:
+// Encoding to nearest looks up the cell of y. There are two kinds of cells:
 //     EVEN     y is rounded to a multiple of 2^-21 and cells are 2^-CELL_BITS wide; 6 + y is a float in [4, 8), and
 //              the upper bits of its mantissa are the cell. For maps whose bounds lie at least a cell apart
 //     by size  the upper bits of |y| as a float are the cell: sign, BINADE_BITS of exponent (|y| below

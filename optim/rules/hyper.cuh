@@ -34,7 +34,7 @@ struct Hyper {
     float feedback;      // factor of the weights' rounding error in m (formats/feedback.cuh)
 };
 
-// What a rule does with whole matrices (matrix/matrix.h); MATRIX_NONE: it reads none.
+// The product that a rule takes of whole matrices (matrix/matrix.h). A rule with MATRIX_NONE reads none.
 enum MatrixRule {
     MATRIX_NONE,
     MATRIX_MUON,

@@ -23,7 +23,7 @@ struct Muon : RuleDefaults {
     }
 };
 
-// Its v is one number for each row of the orthogonal factor; matrix/ computes it.
+// NorMuon keeps a v of one number for each row of the orthogonal factor; matrix/ computes it.
 struct NorMuon : Muon {
     static constexpr bool BY_ROWS = true;
     static constexpr MatrixRule MATRIX = MATRIX_NORMUON;
