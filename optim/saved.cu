@@ -176,6 +176,7 @@ static bool tried(const OptimResume* resume, const char* overrides, OptimConfig*
 // rule's.
 static void resume_rule(OptimResume* resume) {
     OptimConfig config;
+    // The saved v, else the new rule's usual one, else fp32; if none will do, the refusal is that of the usual one.
     for (const char* v : {"", "fp32", ""}) {
         if (resume->v_typed || tried(resume, "none", &config)) break;
         resume->config.v = v;
