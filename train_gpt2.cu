@@ -583,6 +583,7 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
                                  a->dresidual, b->attention, b->attention_codes, N, C, C, adds_matrix);
     codes = linear_gradient_codes(use, qkv, use->attention_made);
+    arena_attention(&m->arena);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
                             b->attention, b->lse, B, T, C, m->config.NH, adds, &codes);
     linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_made, a->dwide, N, 3 * C);

@@ -43,7 +43,7 @@ static void spread_ranks(const Arena* a, OptimConfig* config) {
     s->gradient_bytes = a->grads_bf16 ? 2 : 4;
     s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
     const int64_t slice = PEER_PART / (TILE_ELEMENTS * s->gradient_bytes);  // tiles
-    s->chunk = !a->dev->gpu ? 64 : ranks * slice < 8192 ? ranks * slice : 8192;
+    s->chunk = !a->dev->gpu ? 64 : !s->comm.peers ? 16384 : ranks * slice < 8192 ? ranks * slice : 8192;
     shard_plan(s, tensors, a->count, a->layers, a->elements);
     optim_cuts(config, a->tensors, a->count, s->cut, ranks + 1);
     if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[s->comm.rank], config->end = s->cut[s->comm.rank + 1];
@@ -310,6 +310,10 @@ void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
 
 static void arena_reduce(const Arena* a, int part) {
     a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
+}
+
+void arena_attention(const Arena* a) {
+    a->grads_bf16 ? shard_reduce_waiting<bf16>(a->shard) : shard_reduce_waiting<float>(a->shard);
 }
 
 static void arena_step_part(const Arena* a, int part) {

@@ -128,6 +128,8 @@ void arena_room(const Arena* arena, int part);
 // Call this when the gradients of a part are complete in this micro-batch. If gradients are released, it takes the
 // part's step or adds them to m; otherwise it begins their sum over the ranks.
 void arena_done(const Arena* arena, int part);
+// Call this before the attention's backward pass of each layer: exchanges over NCCL begin here (shard.cuh).
+void arena_attention(const Arena* arena);
 // Writes the norm of the gradients and the clip factor to `scalars`, and takes the step. If the loss or the norm is not
 // finite, the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own
 // factor. `scratch`: device memory with a double for each tile of the arena, and global_norm's bytes.

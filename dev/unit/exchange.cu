@@ -394,6 +394,7 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
                     to[i] = nan ? NAN : element_of(s->comm.rank, mini[t].offset + i);
                 }
             }
+            shard_reduce_waiting<float>(s);  // of the layer above
             shard_reduce<float>(s, b);
         }
     }
@@ -424,9 +425,9 @@ struct Mini : Shard {
     float *grads, *own, *weights;
     double* parts;
 
-    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool is_late) : Shard() {
+    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool wait) : Shard() {
         comm_open(&comm, launch, dev);
-        mode = how, format = sent, late = is_late, chunk = 16, gradient_bytes = weight_bytes = 4;
+        mode = how, format = sent, waits = wait, chunk = 16, gradient_bytes = weight_bytes = 4;
         shard_plan(this, mini, MINI_TENSORS, MINI_LAYERS, MINI);
         part = shard_kept(this);
         grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + part : MINI), own = room.zeros<float>(part);
@@ -438,8 +439,8 @@ struct Mini : Shard {
     }
 };
 
-static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool late) {
-    Mini s(launch, dev, mode, COMM_AS_IS, late);
+static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits) {
+    Mini s(launch, dev, mode, COMM_AS_IS, waits);
     const int me = s.comm.rank, world = s.comm.world;
     const bool split = mode >= SHARD_GRADS;
     const int64_t begin = s.cut[me], part = s.part;
@@ -510,7 +511,7 @@ TEST(exchange_nan_of_one_rank) {
 static void modes_main(Launch* launch) {
     Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (bool late : {false, true}) mini_mode(launch, &dev, mode, late);
+        for (bool waits : {false, true}) mini_mode(launch, &dev, mode, waits);
     }
 }
 

@@ -23,8 +23,10 @@
 // gradients are rounded to bf16 before they are sent, which changes an element by at most 2^-8 of its magnitude, and
 // are still summed in fp32.
 //
-// This costs 1 to 3 % of a step on two H200s with copy engines (peer.cuh). Over NCCL at SHARD_LATE_RATE or more, modes
-// that keep whole gradients reduce them faster at once, after the backward pass: `late` (dev/LOG.md has the figures).
+// This costs 1 to 3 % of a step on four H200s with copy engines (peer.cuh). NCCL's kernels take multiprocessors from
+// the kernels beside them. Attention's draw their work piece by piece and lose no more than that share, but a matrix
+// product with a block for every multiprocessor takes up to twice its time. So fast exchanges over NCCL `wait`: a
+// bucket is reduced from the attention's backward pass in the layer before on (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
@@ -32,7 +34,7 @@
 #include "../tile.h"
 #include "comm.cuh"
 
-constexpr double SHARD_LATE_RATE = 100e9;  // bytes a second
+constexpr double SHARD_WAIT_RATE = 100e9;  // bytes a second; slower exchanges need all of the layer's time
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 enum CommFormat { COMM_AS_IS, COMM_BF16 };
@@ -92,7 +94,8 @@ struct Shard {
     int64_t* tile_cut;            // (world + 1) of the norm that is being computed
     float* gathered;              // (world, SCALARS)
     float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD, in host memory
-    bool late;                    // gradients are exchanged after the backward pass, not during it
+    bool waits;                   // exchanges begin with attention
+    int waiting;                  // bucket whose reduction shard_reduce_waiting begins; -1: none
     bool releases;                // gradients are packed in every mode, and their sums overwrite them
     bool first, last;             // micro-batch of the step
     double micro_batch_seconds;   // in the last step; 0: unknown
@@ -111,7 +114,7 @@ inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, c
         if (strcmp(shard, modes[i]) == 0) s->mode = (ShardMode)i;
     }
     s->format = strcmp(comm, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
-    s->late = !s->comm.peers && s->comm.rate > SHARD_LATE_RATE;
+    s->waits = !s->comm.peers && s->comm.rate > SHARD_WAIT_RATE;
     return s;
 }
 
@@ -447,7 +450,7 @@ inline void* shard_open(Shard* s, void* grads, void* weights) {
     s->outgoing = (char*)device_alloc(dev, s->format == COMM_AS_IS ? 0 : shard_staging_bytes(s));
     s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
     s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
-    s->held[0] = s->held[1] = -1;
+    s->held[0] = s->held[1] = s->waiting = -1;
     if (!dev->gpu) return s->weights;
     const int events = s->layers + 1;
     s->ready = (cudaEvent_t*)memory_zero(2 * (size_t)events, sizeof(cudaEvent_t)), s->summed = s->ready + events;
@@ -569,21 +572,38 @@ void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
 
 // Begins to reduce a bucket whose gradients are complete on the device's stream, on the comm's stream: after the last
 // micro-batch or, if no rank keeps all gradients, after each one. With `releases`, only gradients that share their
-// place are reduced after each one. With `late`, all are reduced at the last bucket.
+// place are reduced after each one.
 template <typename G>
-void shard_reduce(Shard* s, int bucket) {
-    if (!s || (!s->last && s->mode < SHARD_GRADS && !s->releases)) return;
+void shard_reduce_now(Shard* s, int bucket) {
+    if (!s->last && s->mode < SHARD_GRADS && !s->releases) return;
     const ShardBucket* b = &s->bucket[bucket];
-    bool packed = shard_is_packed(s, s->grads), late = s->late && !packed;
-    if (late && bucket < s->layers) return;
+    const bool packed = shard_is_packed(s, s->grads);
     comm_after_device(&s->comm);
-    if (late) shard_reduce_run(s, (G*)s->grads, 0, s->cut[s->comm.world]);
-    for (int i = 0; i < b->runs && !late; i++) {
+    for (int i = 0; i < b->runs; i++) {
         const ShardRun* run = &b->run[i];
         if (s->releases && run->stays && !s->last) continue;
         shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run->begin, run->end);
     }
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
+}
+
+// Does the same, but if exchanges wait, layers other than 0 are left to shard_reduce_waiting.
+template <typename G>
+void shard_reduce(Shard* s, int bucket) {
+    if (!s) return;
+    if (s->waits && bucket > 0 && bucket < s->layers) {
+        s->waiting = bucket;
+    } else {
+        shard_reduce_now<G>(s, bucket);
+    }
+}
+
+// Begins to reduce the layer that waits, if one does. Call it in each layer before the attention's backward pass.
+template <typename G>
+void shard_reduce_waiting(Shard* s) {
+    if (!s || s->waiting < 0) return;
+    shard_reduce_now<G>(s, s->waiting);
+    s->waiting = -1;
 }
 
 // Makes the device's stream wait for the sums of a bucket.
@@ -827,12 +847,6 @@ inline void shard_publish(Shard* s) {
     if (!shard_splits(s, SHARD_STATES)) return;
     comm_after_device(&s->comm);
     s->held[0] = s->held[1] = -1;
-    if (s->late && s->mode < SHARD_WEIGHTS) {
-        shard_scatter_run(s, 0, s->cut[s->comm.world], 0);
-        shard_all_gather_run(s, 0, s->cut[s->comm.world], 0);
-        device_after_comm(&s->comm);
-        return;
-    }
     shard_gather(s, s->layers);
     for (int l = 0; l < s->layers && s->mode < SHARD_WEIGHTS; l++) shard_gather(s, l);
 }
