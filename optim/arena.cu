@@ -122,7 +122,7 @@ static bool takes_parts(const Arena* a) {
 // Gradients are those of the whole arena, or packed with the sums that this rank keeps, or take turns.
 int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
-    if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_kept(a->shard);
+    if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_sums(a->shard);
     if (a->releases && a->shard) elements = a->shard->packed;
     const ModelParts model = arena_parts(a);
     if (a->releases && !a->shard) elements = release_places(&model, a->folds, a->place);
@@ -177,6 +177,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
     if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
     if (config->offload) a->offload = arena_offload(a);
+    if (a->shard) a->shard->may_defer = !takes_parts(a) && shard_may_defer(a->shard, a->scratch_bytes);
     if (!takes_parts(a)) return;
     // The sums that a rank keeps lie after the packed gradients.
     const Shard* shard = a->shard;

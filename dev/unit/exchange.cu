@@ -49,7 +49,6 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
         if (FORMAT != COMM_AS_IS) shard_encode_tile_cpu(codes + t * tile_bytes, grads + t * TILE_ELEMENTS);
     }
     Contributions c = {codes + TILES * tile_bytes, codes, TILES * tile_bytes, tile_bytes, 1, world};
-    shard_sum_cpu<G, FORMAT>(sum, c, TILES);
 
     G *d_grads = room.to_device(typed, world * n), *d_sum = room.device<G>(n);
     char* d_codes = room.to_device(codes, bytes);
@@ -60,9 +59,12 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
     }
     Contributions d = c;
     d.mine = d_codes + TILES * tile_bytes, d.others = d_codes;
-    shard_sum<G, FORMAT>(dev, dev->stream, d_sum, d, TILES);
-    copy_to_host(dev, got, d_sum, n * sizeof(G));
-    expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU sums otherwise", what);
+    for (bool add : {false, true}) {
+        shard_sum<G, FORMAT>(dev, dev->stream, d_sum, d, TILES, add);
+        shard_sum_cpu<G, FORMAT>(sum, c, TILES, add);
+        copy_to_host(dev, got, d_sum, n * sizeof(G));
+        expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU sums otherwise, add %d", what, add);
+    }
     for (bool add : {false, true}) {
         shard_keep<G>(dev, dev->stream, d_sum, d_grads, n, add);
         shard_keep_cpu<G>(sum, typed, n, add);
@@ -109,7 +111,7 @@ TEST(exchange_plan) {
                 }
             }
             Shard s = {};
-            s.comm.world = world;
+            s.comm.world = world, s.comm.rank = world - 1, s.chunk = 4;
             shard_plan(&s, tensor, TENSORS, LAYERS, elements);
             expect(s.cut[0] == 0 && s.cut[world] == elements, "%d ranks", world);
             for (int r = 0; r < world; r++) {
@@ -121,6 +123,16 @@ TEST(exchange_plan) {
             for (int b = 0; b <= LAYERS; b++) {
                 for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
             }
+            int64_t end = 0, sliced = 0;
+            for (int i = 0; i < s.chunk_count; i++) {
+                const ShardChunk* c = &s.chunks[i];
+                const Overlap own = shard_slice(&s, c->begin, c->end, s.comm.rank);
+                expect(c->begin == end && c->end > end && c->end <= end + 4 * TILE_ELEMENTS && c->sums == sliced,
+                       "chunk %d: %lld to %lld, sums %lld", i, (long long)c->begin, (long long)c->end,
+                       (long long)c->sums);
+                end = c->end, sliced += own.end - own.begin;
+            }
+            expect(end == elements && s.sliced == sliced, "chunks end at %lld", (long long)end);
             expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
             for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++)
                 expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
@@ -425,13 +437,17 @@ struct Mini : Shard {
     float *grads, *own, *weights;
     double* parts;
 
-    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool wait) : Shard() {
+    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool wait, bool defer) : Shard() {
         comm_open(&comm, launch, dev);
         mode = how, format = sent, waits = wait, chunk = 16, gradient_bytes = weight_bytes = 4;
         shard_plan(this, mini, MINI_TENSORS, MINI_LAYERS, MINI);
         part = shard_kept(this);
-        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + part : MINI), own = room.zeros<float>(part);
-        weights = (float*)shard_open(this, grads, own), parts = room.zeros<double>(MINI / TILE_ELEMENTS);
+        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + shard_sums(this) : MINI),
+        own = room.zeros<float>(part);
+        weights = (float*)shard_open(this, grads, own);
+        int64_t scratch = MINI / TILE_ELEMENTS * 8;
+        while (defer && !shard_may_defer(this, scratch)) scratch += 8;
+        parts = room.zeros<double>(scratch / 8), may_defer = defer;
     }
     ~Mini() {
         shard_close(this);
@@ -439,21 +455,23 @@ struct Mini : Shard {
     }
 };
 
-static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits) {
-    Mini s(launch, dev, mode, COMM_AS_IS, waits);
+static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits, bool defers) {
+    Mini s(launch, dev, mode, COMM_AS_IS, waits, defers);
     const int me = s.comm.rank, world = s.comm.world;
     const bool split = mode >= SHARD_GRADS;
     const int64_t begin = s.cut[me], part = s.part;
-    float *grads = s.grads, *own = s.own, *weights = s.weights, *kept = (float*)s.kept_grads;
+    float *grads = s.grads, *own = s.own, *weights = s.weights;
     float *whole = s.room.zeros<float>(MINI), scalars[SCALARS] = {0.25f * (me + 1)};
     double *parts = s.parts, norm = 0;
+    s.flags[1] = me == world - 1;  // one rank asks for a checkpoint
     mini_reduce(&s, grads);
+    shard_norm<float>(&s, scalars, parts, 1.0f);
+    const float* kept = (float*)s.kept_grads;
+    require((kept == s.sums) != defers);
     for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
         float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
         require(got == (split ? want + want : want));
     }
-    s.flags[1] = me == world - 1;  // one rank asks for a checkpoint
-    shard_norm<float>(&s, scalars, parts, 1.0f);
     for (int64_t i = 0; i < MINI; i++) norm += pow((double)mini_sum(world, i) * (split ? 2 : 1), 2);
     require(fabs(scalars[SCALAR_NORM] / sqrt(norm) - 1) < 1e-6 && scalars[SCALAR_LOSS] == 0.125f * world * (world + 1));
     require(scalars[SCALAR_STOP] == 0 && scalars[SCALAR_SAVE] == 1 && scalars[SCALAR_BAD] == 0);
@@ -485,7 +503,7 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool wa
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
 static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommFormat format, int64_t bad) {
-    Mini s(launch, dev, mode, format, false);
+    Mini s(launch, dev, mode, format, false, false);
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
         mini_reduce(&s, s.grads, nan ? bad : -1);
@@ -511,7 +529,7 @@ TEST(exchange_nan_of_one_rank) {
 static void modes_main(Launch* launch) {
     Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (bool waits : {false, true}) mini_mode(launch, &dev, mode, waits);
+        for (bool waits : {false, true}) mini_mode(launch, &dev, mode, waits, waits && mode >= SHARD_GRADS);
     }
 }
 

@@ -23,6 +23,11 @@
 // gradients are rounded to bf16 before they are sent, which changes an element by at most 2^-8 of its magnitude, and
 // are still summed in fp32.
 //
+// The owner of a layer receives, adds and stores W times as much in this second exchange as each rank does in the first
+// one, and all wait for it. So `grads` and `weights` defer it if a step has several micro-batches: each rank adds up
+// its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into memory
+// that activations no longer need.
+//
 // This costs 1 to 3 % of a step on four H200s with copy engines (peer.cuh). NCCL's kernels take multiprocessors from
 // the kernels beside them. Attention's draw their work piece by piece and lose no more than that share, but a matrix
 // product with a block for every multiprocessor takes up to twice its time. So fast exchanges over NCCL `wait`: a
@@ -48,6 +53,11 @@ struct ShardRun {
 struct ShardBucket {
     ShardRun* run;
     int runs;
+};
+
+// Elements of a run that are exchanged at a time; `sums`: where this rank's slice lies among its deferred sums.
+struct ShardChunk {
+    int64_t begin, end, sums;
 };
 
 // The device scalars of a step. All ranks get the same values.
@@ -80,13 +90,17 @@ struct Shard {
     int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
     ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
     int layers;
-    int64_t* place;  // (tensors): first element in packed memory, which holds two layers in turn, then the rest
-    int64_t packed;  // its elements
-    int64_t chunk;   // tiles of a bucket that are exchanged at a time; a slice of them has at most PEER_PART bytes
+    int64_t* place;      // (tensors): first element in packed memory, which holds two layers in turn, then the rest
+    int64_t packed;      // its elements
+    int64_t chunk;       // tiles of a bucket that are exchanged at a time; a slice of them has at most PEER_PART bytes
+    ShardChunk* chunks;  // (chunk_count) in the order of the arena
+    int chunk_count;
+    int64_t sliced;                    // elements of this rank's slices of all chunks
     int gradient_bytes, weight_bytes;  // of an element
     char *outgoing, *incoming;         // buffers of `chunk` tiles each for slices that are encoded or copied
     void* grads;                       // the trainer's: arena, or packed
-    void* kept_grads;                  // sums of the part, from cut[rank] on
+    void* sums;                        // of the part, from cut[rank] on; if deferred, of this rank's slices
+    void* kept_grads;                  // sums of the part, once they are complete
     void* weights;                     // in the matmuls' type: arena, packed, or the optimizer's
     const void* kept_weights;
     CommPiece *sends, *receives;  // (world) of the exchange that is being made
@@ -98,6 +112,7 @@ struct Shard {
     int waiting;                  // bucket whose reduction shard_reduce_waiting begins; -1: none
     bool releases;                // gradients are packed in every mode, and their sums overwrite them
     bool first, last;             // micro-batch of the step
+    bool may_defer, defers;       // sums stay in slices until the step's last micro-batch is done
     double micro_batch_seconds;   // in the last step; 0: unknown
     bool stop;                    // all ranks have agreed to end
     int held[2];                  // layers whose weights are in packed memory; -1: none
@@ -172,14 +187,16 @@ __host__ __device__ inline const char* contribution(const Contributions& c, int 
     return (r == c.rank ? c.mine : c.others ? c.others + r * c.stride : c.from[r]) + tile * c.tile_bytes;
 }
 
+// Writes the sums of a slice to out (tiles); `add`: adds the rounded sums to it.
 template <typename G, CommFormat FORMAT>
-void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles) {
+void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles, bool add) {
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
         for (int i = 0; i < TILE_ELEMENTS; i++) {
             float sum = 0.0f;
             for (int r = 0; r < c.world; r++) sum += shard_decode<G, FORMAT>(contribution(c, r, tile), i);
-            out[tile * TILE_ELEMENTS + i] = from_float<G>(sum);
+            G* to = &out[tile * TILE_ELEMENTS + i];
+            *to = from_float<G>(add ? to_float(*to) + to_float(from_float<G>(sum)) : sum);
         }
     }
 }
@@ -262,14 +279,17 @@ __device__ inline void shard_store_eight(G* tile, const float x[8]) {
 
 // Grid: tiles of the slice; block SHARD_THREADS. `out` may be where this rank's contribution lies.
 template <typename G, CommFormat FORMAT>
-__global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contributions c) {
+__global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contributions c, bool add) {
     float sum[8] = {}, x[8];
+    out += (int64_t)blockIdx.x * TILE_ELEMENTS;
 #pragma unroll 4
     for (int r = 0; r < c.world; r++) {
         shard_decode_eight<G, FORMAT>(contribution(c, r, blockIdx.x), x);
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
-    shard_store_eight(out + (int64_t)blockIdx.x * TILE_ELEMENTS, sum);
+    if (add) shard_decode_eight<G, COMM_AS_IS>((const char*)out, x);
+    for (int j = 0; j < 8 && add; j++) sum[j] = x[j] + to_float(from_float<G>(sum[j]));
+    shard_store_eight(out, sum);
 }
 
 // Grid: tiles; block SHARD_THREADS.
@@ -335,16 +355,16 @@ void shard_encode(const Device* dev, cudaStream_t stream, char* out, const G* gr
 }
 
 template <typename G, CommFormat FORMAT>
-void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles) {
+void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles, bool add) {
     if (tiles == 0) return;
 #ifdef __CUDACC__
     if (dev->gpu) {
-        shard_sum_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c);
+        shard_sum_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c, add);
         check_launch();
         return;
     }
 #endif
-    shard_sum_cpu<G, FORMAT>(out, c, tiles);
+    shard_sum_cpu<G, FORMAT>(out, c, tiles, add);
 }
 
 template <typename G>
@@ -379,12 +399,38 @@ struct ShardTensor {
     bool stays = false;        // it has room of its own in packed memory, as the rest has
 };
 
+// Lists the chunks of all runs.
+inline void shard_list_chunks(Shard* s) {
+    int64_t count = 0;
+    assert(s->chunk > 0);
+    for (int b = 0; b <= s->layers; b++) {
+        const ShardBucket* bucket = &s->bucket[b];
+        for (int i = 0; i < bucket->runs; i++) {
+            const ShardRun* run = &bucket->run[i];
+            for (int64_t at = run->begin; at < run->end; at += s->chunk * TILE_ELEMENTS) {
+                const int64_t max = at + s->chunk * TILE_ELEMENTS;
+                s->chunks = (ShardChunk*)memory_grow(s->chunks, ((size_t)count + 1) * sizeof(ShardChunk));
+                s->chunks[count++] = {at, max < run->end ? max : run->end, 0};
+            }
+        }
+    }
+    s->chunk_count = (int)count, s->sliced = 0;
+    qsort(s->chunks, (size_t)count, sizeof(ShardChunk), [](const void* a, const void* b) {
+        return ((const ShardChunk*)a)->begin < ((const ShardChunk*)b)->begin ? -1 : 1;
+    });
+    for (ShardChunk* c = s->chunks; c < s->chunks + count; c++) {
+        const Overlap own = shard_slice(s, c->begin, c->end, s->comm.rank);
+        c->sums = s->sliced, s->sliced += own.end - own.begin;
+    }
+}
+
 // Sets the tensors' places in packed memory. Tensors of a layer that shares its place are in the order of the list, not
 // of the arena, and equal for every layer.
 inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int layers) {
     int64_t of_layer = 0;
     for (int b = 0; s->bucket && b <= layers; b++) free(s->bucket[b].run);
     free(s->place), free(s->bucket);
+    s->layers = layers;
     s->place = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
     s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
     for (int t = 0; t < count; t++) {
@@ -412,10 +458,10 @@ inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int la
         bucket->run = (ShardRun*)memory_grow(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
     }
     s->packed = rest;
+    shard_list_chunks(s);
 }
 
 inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
-    s->layers = layers;
     const size_t world = (size_t)s->comm.world;
     s->sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), s->receives = s->sends + world;
     s->into = (Overlap*)memory_zero(world, sizeof(Overlap));
@@ -431,6 +477,25 @@ inline int64_t shard_kept(const Shard* s) {
     return s->cut[s->comm.rank + 1] - s->cut[s->comm.rank];
 }
 
+// Elements of the memory for sums.
+inline int64_t shard_sums(const Shard* s) {
+    return s->sliced > shard_kept(s) ? s->sliced : shard_kept(s);
+}
+
+// Bytes of the squares of all tiles in shard_norm's scratch, behind which deferred sums are delivered.
+inline int64_t shard_squares_bytes(const Shard* s) {
+    return ceil_div(s->cut[s->comm.world] / TILE_ELEMENTS * (int64_t)sizeof(double), 256) * 256;
+}
+
+// Returns true if `bytes` of scratch suffice to deliver deferred sums. All ranks agree.
+inline bool shard_may_defer(const Shard* s, int64_t bytes) {
+    int64_t kept = 0;
+    for (int r = 0; r < s->comm.world; r++) {
+        kept = s->cut[r + 1] - s->cut[r] > kept ? s->cut[r + 1] - s->cut[r] : kept;
+    }
+    return shard_splits(s, SHARD_GRADS) && shard_squares_bytes(s) + kept * s->gradient_bytes <= bytes;
+}
+
 // Bytes of the weights that the matmuls read, if they are not the optimizer's own.
 inline int64_t shard_gathered_bytes(const Shard* s) {
     if (!shard_splits(s, SHARD_STATES)) return 0;
@@ -443,7 +508,7 @@ inline void* shard_open(Shard* s, void* grads, void* weights) {
     const Device* dev = s->comm.dev;
     bool gathers = shard_splits(s, SHARD_STATES);
     int64_t before = shard_splits(s, SHARD_GRADS) ? s->packed : s->cut[s->comm.rank];
-    s->grads = grads, s->kept_grads = (char*)grads + before * s->gradient_bytes;
+    s->grads = grads, s->sums = s->kept_grads = (char*)grads + before * s->gradient_bytes;
     s->kept_weights = weights;
     s->weights = gathers ? device_alloc(dev, shard_gathered_bytes(s)) : weights;
     if (gathers) device_zero(dev, s->weights, shard_gathered_bytes(s));
@@ -467,16 +532,17 @@ inline void shard_close(Shard* s) {
     device_free(dev, s->gathered);
     for (int i = 0; i <= s->layers; i++) free(s->bucket[i].run);
     for (int i = 0; i < 2 * (s->layers + 1) && dev->gpu; i++) check(cudaEventDestroy(s->ready[i]));
-    free(s->ready), free(s->bucket), free(s->place), free(s->cut), free(s->sends), free(s->into);
+    free(s->ready), free(s->bucket), free(s->chunks), free(s->place), free(s->cut), free(s->sends), free(s->into);
 }
 
 // Gradients.
 
-// Sums elements begin to end of the arena, at most a chunk of tiles, over the ranks: each sums a slice. Element x of
-// this rank's gradients is local[x].
+// Sums a chunk of gradients over the ranks: each sums a slice, in place or, if sums are deferred, to its deferred sums.
+// Element x of this rank's gradients is local[x].
 template <typename G, CommFormat FORMAT>
-void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
+void shard_sum_chunk(Shard* s, G* local, const ShardChunk* chunk) {
     const Device* dev = s->comm.dev;
+    const int64_t begin = chunk->begin, end = chunk->end;
     int world = s->comm.world, me = s->comm.rank;
     int64_t tiles = (end - begin) / TILE_ELEMENTS, tile_bytes = shard_tile_bytes(FORMAT, sizeof(G));
     int64_t mine = slice_begin(tiles, me, world), mine_tiles = slice_begin(tiles, me + 1, world) - mine;
@@ -495,7 +561,8 @@ void shard_sum_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
     const bool many = world > PEER_MAX;
     Contributions c = {codes + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
     for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
-    shard_sum<G, FORMAT>(dev, s->comm.stream, local + begin + mine * TILE_ELEMENTS, c, mine_tiles);
+    G* sums = s->defers ? (G*)s->sums + chunk->sums : local + begin + mine * TILE_ELEMENTS;
+    shard_sum<G, FORMAT>(dev, s->comm.stream, sums, c, mine_tiles, s->defers && !s->first);
     comm_return(&s->comm, receives);
 }
 
@@ -529,7 +596,7 @@ void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) 
     }
     comm_borrow(&s->comm, sends, receives);
     for (int r = 0; r < world; r++) {
-        G* kept = s->releases ? local + into[r].begin : (G*)s->kept_grads + into[r].begin - s->cut[me];
+        G* kept = s->releases ? local + into[r].begin : (G*)s->sums + into[r].begin - s->cut[me];
         const G* sum = r == me ? local + into[r].begin : (const G*)receives[r].data;
         if (kept == sum) continue;
         shard_keep<G>(s->comm.dev, s->comm.stream, kept, sum, into[r].end - into[r].begin, add);
@@ -537,17 +604,51 @@ void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) 
     comm_return(&s->comm, receives);
 }
 
+// Sends the deferred sums to the ranks that keep them: this rank's part of the arena to `kept`. In each round every
+// rank receives another chunk of its part, so that all receive at the same time.
 template <typename G>
-void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
-    if (s->format == COMM_BF16 && sizeof(G) > 2) {
-        shard_sum_chunk<G, COMM_BF16>(s, local, begin, end);
-    } else {
-        shard_sum_chunk<G, COMM_AS_IS>(s, local, begin, end);
+void shard_deliver(Shard* s, G* kept) {
+    const int world = s->comm.world, me = s->comm.rank;
+    const ShardChunk* end = s->chunks + s->chunk_count;
+    const ShardChunk** chunk = (const ShardChunk**)memory_zero((size_t)world, sizeof(*chunk));  // of each rank
+    for (int r = 0; r < world; r++) {
+        for (chunk[r] = s->chunks; chunk[r] < end && chunk[r]->end <= s->cut[r];) chunk[r]++;
     }
-    if (s->mode == SHARD_NONE) {
-        shard_all_gather_chunk<G>(s, local, begin, end);
+    for (bool more = true; more;) {
+        more = false;
+        for (int r = 0; r < world; r++) {
+            s->sends[r] = s->receives[r] = {nullptr, 0};
+            if (chunk[r] == end || chunk[r]->begin >= s->cut[r + 1]) continue;
+            more = true;
+            const Overlap mine = shard_slice(s, chunk[r]->begin, chunk[r]->end, me);
+            const Overlap out = shard_overlap(mine.begin, mine.end, s->cut[r], s->cut[r + 1]);
+            G* sums = (G*)s->sums + chunk[r]->sums + (out.begin - mine.begin);
+            s->sends[r] = {sums, (out.end - out.begin) * (int64_t)sizeof(G)};
+        }
+        for (int r = 0; r < world && s->sends[me].data; r++) {
+            const Overlap its = shard_slice(s, chunk[me]->begin, chunk[me]->end, r);
+            const Overlap in = shard_overlap(its.begin, its.end, s->cut[me], s->cut[me + 1]);
+            s->receives[r] = {kept + (in.begin - s->cut[me]), (in.end - in.begin) * (int64_t)sizeof(G)};
+        }
+        comm_copy(&s->comm, s->receives[me].data, s->sends[me].data, s->sends[me].bytes);
+        if (more) comm_exchange(&s->comm, s->sends, s->receives);
+        for (int r = 0; r < world; r++) chunk[r] += chunk[r] < end;
+    }
+    free(chunk);
+}
+
+template <typename G>
+void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
+    if (s->format == COMM_BF16 && sizeof(G) > 2) {
+        shard_sum_chunk<G, COMM_BF16>(s, local, chunk);
     } else {
-        shard_keep_chunk<G>(s, local, begin, end, s->mode >= SHARD_GRADS && !s->first && !s->releases);
+        shard_sum_chunk<G, COMM_AS_IS>(s, local, chunk);
+    }
+    if (s->defers) return;
+    if (s->mode == SHARD_NONE) {
+        shard_all_gather_chunk<G>(s, local, chunk->begin, chunk->end);
+    } else {
+        shard_keep_chunk<G>(s, local, chunk->begin, chunk->end, s->mode >= SHARD_GRADS && !s->first && !s->releases);
     }
 }
 
@@ -557,16 +658,17 @@ void shard_reduce_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
+    s->defers = s->may_defer && !(first && last);
     const double patience = s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600;
     if (!s->comm.dev->rehearsal) launch_hurry(s->comm.launch, "training", patience);
 }
 
 // Reduces a run of gradients, whose element x is local[x], in chunks.
 template <typename G>
-void shard_reduce_run(Shard* s, G* local, int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += s->chunk * TILE_ELEMENTS) {
-        int64_t max = at + s->chunk * TILE_ELEMENTS;
-        shard_reduce_chunk<G>(s, local, at, max < end ? max : end);
+void shard_reduce_run(Shard* s, G* local, const ShardRun* run) {
+    for (int i = 0; i < s->chunk_count; i++) {
+        const ShardChunk* chunk = &s->chunks[i];
+        if (chunk->begin >= run->begin && chunk->begin < run->end) shard_reduce_chunk<G>(s, local, chunk);
     }
 }
 
@@ -582,7 +684,7 @@ void shard_reduce_now(Shard* s, int bucket) {
     for (int i = 0; i < b->runs; i++) {
         const ShardRun* run = &b->run[i];
         if (s->releases && run->stays && !s->last) continue;
-        shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run->begin, run->end);
+        shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run);
     }
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
@@ -680,12 +782,18 @@ void shard_squares(const Device* dev, double* parts, const G* grads, int64_t til
 }
 
 // Sets `scalars` to the loss and flags of all ranks, the norm of all gradients and the clip factor. parts: one per
-// tile.
+// tile, and the room of shard_may_defer if it returned true.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
     const int world = s->comm.world, me = s->comm.rank;
     int64_t* cut = s->tile_cut;
+    s->kept_grads = s->sums;
+    if (s->defers) {
+        s->kept_grads = (char*)parts + shard_squares_bytes(s);
+        comm_after_device(&s->comm);
+        shard_deliver<G>(s, (G*)s->kept_grads);
+    }
     for (int r = 0; r <= world; r++) cut[r] = s->cut[r] / TILE_ELEMENTS;
     const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
     device_after_comm(&s->comm);
