@@ -27,6 +27,9 @@ ROWS = [
      "attention_gradient", ["unit/attention"]),
     ("kernels/ranks/shard.cuh", "for (int r = 0; r < c.world; r++) sum += shard_decode",
      "for (int r = 1; r < c.world; r++) sum += shard_decode", "exchange_between", ["unit/exchange"]),
+    ("kernels/ranks/shard.cuh", "s->defers && !s->first);", "s->defers);", "exchange_between", ["unit/exchange"]),
+    ("kernels/ranks/shard.cuh", "chunk[r]->sums + (out.begin - mine.begin);", "chunk[r]->sums;", "exchange_between",
+     ["unit/exchange"]),
     ("kernels/ranks/rendezvous.c", "if (hmac_equal(want, greeting->proof)) return", "if (true) return", "doors_",
      ["kernels/ranks/rendezvous"]),
     # optim

@@ -42,8 +42,9 @@ static void spread_ranks(const Arena* a, OptimConfig* config) {
     ShardTensor* tensors = shard_tensors(a);
     s->gradient_bytes = a->grads_bf16 ? 2 : 4;
     s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
-    const int64_t slice = PEER_PART / (TILE_ELEMENTS * s->gradient_bytes);  // tiles
-    s->chunk = !a->dev->gpu ? 64 : !s->comm.peers ? 16384 : ranks * slice < 8192 ? ranks * slice : 8192;
+    const int64_t slices = ranks * (PEER_PART / (TILE_ELEMENTS * s->gradient_bytes));  // tiles of slots in all
+    const int64_t most = s->comm.peers ? slices < 8192 ? slices : 8192 : tiles < 16384 ? tiles : 16384;
+    s->chunk = a->dev->gpu ? most : 64;
     shard_plan(s, tensors, a->count, a->layers, a->elements);
     optim_cuts(config, a->tensors, a->count, s->cut, ranks + 1);
     if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[s->comm.rank], config->end = s->cut[s->comm.rank + 1];
@@ -119,7 +120,7 @@ static bool takes_parts(const Arena* a) {
     return a->releases || a->clip_by != CLIP_STEP;
 }
 
-// Gradients are those of the whole arena, or packed with the sums that this rank keeps, or take turns.
+// Gradients are those of the whole arena, or packed with the ranks' sums behind them, or take turns.
 int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_sums(a->shard);
@@ -177,9 +178,11 @@ void arena_open(Arena* a, const OptimConfig* config) {
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
     if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
     if (config->offload) a->offload = arena_offload(a);
-    if (a->shard) a->shard->may_defer = !takes_parts(a) && shard_may_defer(a->shard, a->scratch_bytes);
+    // All ranks must agree, and GPUs of other kinds have other activations.
+    const bool may_defer = a->shard && !takes_parts(a) && shard_may_defer(a->shard, a->scratch_bytes);
+    if (a->shard) a->shard->may_defer = shard_min(a->shard, may_defer) > 0;
     if (!takes_parts(a)) return;
-    // The sums that a rank keeps lie after the packed gradients.
+    // The sums lie after the packed gradients.
     const Shard* shard = a->shard;
     const int64_t kept = shard_splits(shard, SHARD_GRADS) ? shard->packed - shard->cut[shard->comm.rank] : 0;
     for (int t = 0; t < a->count; t++) {

@@ -26,7 +26,7 @@ struct Arena {
     int* slot;             // (count) number of a matrix's scale if products may read its stored codes; else 0
     int count, layers;
     int64_t elements;       // length of an arena
-    int64_t scratch_bytes;  // of arena_step's scratch; 0: what it needs at least
+    int64_t scratch_bytes;  // of arena_step's scratch, if sums of gradients may be delivered there; 0: they may not
     OptimType type;         // X: the type of the weights that the matmuls read
     bool grads_bf16;        // G: the type of the gradients is bf16, otherwise float
     ClipBy clip_by;
@@ -116,7 +116,7 @@ void arena_settle(const Arena* arena);
 void arena_changed(const Arena* arena);
 
 // A step is a call of arena_begin; for each micro-batch, arena_micro_batch and a backward pass that calls arena_room
-// and arena_done for each part; and arena_step.
+// and arena_done for each part and arena_attention for each layer; and arena_step.
 //
 // Begins a step. `scalars` is in device memory (shard.cuh lists them); `lr` and `step` are those of optim_step.
 void arena_begin(Arena* arena, float* scalars, float clip, float lr, int64_t step);
@@ -127,11 +127,13 @@ void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // is everything outside of the layers.
 void arena_room(const Arena* arena, int part);
 // Call this when the gradients of a part are complete in this micro-batch. If gradients are released, it takes the
-// part's step or adds them to m; otherwise it begins their sum over the ranks.
+// part's step or adds them to m; otherwise it begins their sum over the ranks, or leaves that to arena_attention.
 void arena_done(const Arena* arena, int part);
-// Call this before the attention's backward pass of each layer: exchanges over NCCL begin here (shard.cuh).
+// Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
+// above begins here (shard.cuh).
 void arena_attention(const Arena* arena);
 // Writes the norm of the gradients and the clip factor to `scalars`, and takes the step. If the loss or the norm is not
 // finite, the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own
-// factor. `scratch`: device memory with a double for each tile of the arena, and global_norm's bytes.
+// factor. `scratch`: device memory, aligned to 256 bytes, with a double for each tile of the arena and global_norm's
+// bytes.
 void arena_step(Arena* arena, float* scalars, void* scratch);

@@ -134,7 +134,7 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 1, "--rule normuon");
     check_modes(test, false, 3, 1, "--preset galore8 --rank-gap 2");
     check_modes(test, false, 3, 1, "--preset came8 --limit-growth 1.01");  // nor any tensor
-    check_modes(test, false, 4, 1, "--rule adafactor --m none --adafactor-lr paper");
+    check_modes(test, false, 4, 2, "--rule adafactor --m none --adafactor-lr paper");
     check_modes(test, false, 3, 1, "--matmul fp8 --head fp8");    // whose scales all ranks share
     check_modes(test, false, 4, 1, "--preset fp8 --matmul fp8");  // codes of which are read as stored with none alone
     check_modes(test, false, 3, 1, "--preset fp8 --weights e4m3/tensor+fp32 --matmul fp8");  // which are no operands

@@ -171,14 +171,16 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
         int64_t at = round * share;
         for (int r = 0; r < comm->world; r++) {
             if (r == comm->rank) continue;
-            memcpy(shared->slot + comm->rank * STAND_IN_SLOT + r * share, (char*)sends[r].data + at,
-                   (size_t)comm_part(sends[r].bytes, at, share));
+            const int64_t part = comm_part(sends[r].bytes, at, share);
+            if (part == 0) continue;
+            memcpy(shared->slot + comm->rank * STAND_IN_SLOT + r * share, (char*)sends[r].data + at, (size_t)part);
         }
         pthread_barrier_wait(&shared->barrier);
         for (int r = 0; r < comm->world; r++) {
             if (r == comm->rank) continue;
-            memcpy((char*)receives[r].data + at, shared->slot + r * STAND_IN_SLOT + comm->rank * share,
-                   (size_t)comm_part(receives[r].bytes, at, share));
+            const int64_t part = comm_part(receives[r].bytes, at, share);
+            if (part == 0) continue;
+            memcpy((char*)receives[r].data + at, shared->slot + r * STAND_IN_SLOT + comm->rank * share, (size_t)part);
         }
         pthread_barrier_wait(&shared->barrier);
     }
@@ -303,9 +305,9 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
     check(nccl_status(comm, comm->nccl.group_end()));
 }
 
-// Exchanges pieces of at most PEER_PART bytes that are read once. With copy engines, receives[r].data is set to the
-// place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's stream,
-// and then calls comm_return.
+// Exchanges pieces that are read once. With copy engines they have at most PEER_PART bytes, and receives[r].data is set
+// to the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's
+// stream, and then calls comm_return.
 inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
     if (!comm->peers) return comm_exchange(comm, sends, receives);
     peers_fork(comm->peers, comm->stream);

@@ -23,15 +23,16 @@
 // gradients are rounded to bf16 before they are sent, which changes an element by at most 2^-8 of its magnitude, and
 // are still summed in fp32.
 //
-// The owner of a layer receives, adds and stores W times as much in this second exchange as each rank does in the first
-// one, and all wait for it. So `grads` and `weights` defer it if a step has several micro-batches: each rank adds up
-// its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into memory
-// that activations no longer need.
+// In this second exchange the owner of a layer receives, adds and stores W times as much as each rank does in the first
+// one, and all wait for it. So over NCCL, `grads` and `weights` defer it if a step has several micro-batches: each rank
+// adds up its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into
+// memory that activations no longer need.
 //
-// This costs 1 to 3 % of a step on four H200s with copy engines (peer.cuh). NCCL's kernels take multiprocessors from
-// the kernels beside them. Attention's draw their work piece by piece and lose no more than that share, but a matrix
-// product with a block for every multiprocessor takes up to twice its time. So fast exchanges over NCCL `wait`: a
-// bucket is reduced from the attention's backward pass in the layer before on (dev/LOG.md has the figures).
+// The exchanges cost 1 to 4 % of a step on four H200s with copy engines (peer.cuh), mostly by the energy that they take
+// from the products. NCCL's kernels also take multiprocessors. Attention draws its work piece by piece and loses no
+// more than their share, but a matrix product with a block for every multiprocessor takes up to twice its time. So fast
+// exchanges over NCCL wait: the reduction of a layer begins at the attention's backward pass of the next layer down
+// (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
@@ -90,9 +91,9 @@ struct Shard {
     int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
     ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
     int layers;
-    int64_t* place;      // (tensors): first element in packed memory, which holds two layers in turn, then the rest
-    int64_t packed;      // its elements
-    int64_t chunk;       // tiles of a bucket that are exchanged at a time; a slice of them has at most PEER_PART bytes
+    int64_t* place;  // (tensors): first element in packed memory, which holds two layers in turn, then the rest
+    int64_t packed;  // its elements
+    int64_t chunk;   // tiles of a bucket that are exchanged at a time; copy engines: slices of at most PEER_PART bytes
     ShardChunk* chunks;  // (chunk_count) in the order of the arena
     int chunk_count;
     int64_t sliced;                    // elements of this rank's slices of all chunks
@@ -416,7 +417,8 @@ inline void shard_list_chunks(Shard* s) {
     }
     s->chunk_count = (int)count, s->sliced = 0;
     qsort(s->chunks, (size_t)count, sizeof(ShardChunk), [](const void* a, const void* b) {
-        return ((const ShardChunk*)a)->begin < ((const ShardChunk*)b)->begin ? -1 : 1;
+        const int64_t first = ((const ShardChunk*)a)->begin, second = ((const ShardChunk*)b)->begin;
+        return (first > second) - (first < second);
     });
     for (ShardChunk* c = s->chunks; c < s->chunks + count; c++) {
         const Overlap own = shard_slice(s, c->begin, c->end, s->comm.rank);
@@ -487,13 +489,10 @@ inline int64_t shard_squares_bytes(const Shard* s) {
     return ceil_div(s->cut[s->comm.world] / TILE_ELEMENTS * (int64_t)sizeof(double), 256) * 256;
 }
 
-// Returns true if `bytes` of scratch suffice to deliver deferred sums. All ranks agree.
+// Returns true if sums may be deferred and `bytes` of scratch suffice to deliver this rank's.
 inline bool shard_may_defer(const Shard* s, int64_t bytes) {
-    int64_t kept = 0;
-    for (int r = 0; r < s->comm.world; r++) {
-        kept = s->cut[r + 1] - s->cut[r] > kept ? s->cut[r + 1] - s->cut[r] : kept;
-    }
-    return shard_splits(s, SHARD_GRADS) && shard_squares_bytes(s) + kept * s->gradient_bytes <= bytes;
+    if (!shard_splits(s, SHARD_GRADS) || s->comm.peers) return false;
+    return shard_squares_bytes(s) + shard_kept(s) * s->gradient_bytes <= bytes;
 }
 
 // Bytes of the weights that the matmuls read, if they are not the optimizer's own.
@@ -502,7 +501,7 @@ inline int64_t shard_gathered_bytes(const Shard* s) {
     return (s->mode >= SHARD_WEIGHTS ? s->packed : s->cut[s->comm.world]) * s->weight_bytes;
 }
 
-// grads: the trainer's arena, or packed ones and behind them the sums that are kept; weights: those that are kept.
+// grads: the trainer's arena, or packed ones and behind them the sums (shard_sums); weights: those that are kept.
 // Returns the weights that the matmuls read.
 inline void* shard_open(Shard* s, void* grads, void* weights) {
     const Device* dev = s->comm.dev;
@@ -568,9 +567,9 @@ void shard_sum_chunk(Shard* s, G* local, const ShardChunk* chunk) {
 
 // Sends the sums of the slices to all ranks.
 template <typename G>
-void shard_all_gather_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
+void shard_all_gather_chunk(Shard* s, G* local, const ShardChunk* chunk) {
     const auto piece = [&](int r) {
-        const Overlap slice = shard_slice(s, begin, end, r);
+        const Overlap slice = shard_slice(s, chunk->begin, chunk->end, r);
         return CommPiece{local + slice.begin, (slice.end - slice.begin) * (int64_t)sizeof(G)};
     };
     for (int r = 0; r < s->comm.world; r++) s->sends[r] = piece(s->comm.rank), s->receives[r] = piece(r);
@@ -580,14 +579,14 @@ void shard_all_gather_chunk(Shard* s, G* local, int64_t begin, int64_t end) {
 // Sends the sums of the slices to the owners, which write them into what they keep (with release, the gradients' own
 // places), or add them to it.
 template <typename G>
-void shard_keep_chunk(Shard* s, G* local, int64_t begin, int64_t end, bool add) {
+void shard_keep_chunk(Shard* s, G* local, const ShardChunk* chunk, bool add) {
     int world = s->comm.world, me = s->comm.rank;
     int64_t used = 0;
     CommPiece *sends = s->sends, *receives = s->receives;
     Overlap* into = s->into;
-    const Overlap own = shard_slice(s, begin, end, me);
+    const Overlap own = shard_slice(s, chunk->begin, chunk->end, me);
     for (int r = 0; r < world; r++) {
-        const Overlap slice = shard_slice(s, begin, end, r);
+        const Overlap slice = shard_slice(s, chunk->begin, chunk->end, r);
         const Overlap out = shard_overlap(own.begin, own.end, s->cut[r], s->cut[r + 1]);
         sends[r] = {local + out.begin, (out.end - out.begin) * (int64_t)sizeof(G)};
         into[r] = shard_overlap(slice.begin, slice.end, s->cut[me], s->cut[me + 1]);
@@ -625,7 +624,8 @@ void shard_deliver(Shard* s, G* kept) {
             G* sums = (G*)s->sums + chunk[r]->sums + (out.begin - mine.begin);
             s->sends[r] = {sums, (out.end - out.begin) * (int64_t)sizeof(G)};
         }
-        for (int r = 0; r < world && s->sends[me].data; r++) {
+        const bool receives = s->sends[me].data != nullptr;  // this rank's part has a chunk left
+        for (int r = 0; r < world && receives; r++) {
             const Overlap its = shard_slice(s, chunk[me]->begin, chunk[me]->end, r);
             const Overlap in = shard_overlap(its.begin, its.end, s->cut[me], s->cut[me + 1]);
             s->receives[r] = {kept + (in.begin - s->cut[me]), (in.end - in.begin) * (int64_t)sizeof(G)};
@@ -646,9 +646,9 @@ void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
     }
     if (s->defers) return;
     if (s->mode == SHARD_NONE) {
-        shard_all_gather_chunk<G>(s, local, chunk->begin, chunk->end);
+        shard_all_gather_chunk<G>(s, local, chunk);
     } else {
-        shard_keep_chunk<G>(s, local, chunk->begin, chunk->end, s->mode >= SHARD_GRADS && !s->first && !s->releases);
+        shard_keep_chunk<G>(s, local, chunk, s->mode >= SHARD_GRADS && !s->first && !s->releases);
     }
 }
 
@@ -694,6 +694,7 @@ template <typename G>
 void shard_reduce(Shard* s, int bucket) {
     if (!s) return;
     if (s->waits && bucket > 0 && bucket < s->layers) {
+        assert(s->waiting < 0);
         s->waiting = bucket;
     } else {
         shard_reduce_now<G>(s, bucket);
@@ -782,7 +783,7 @@ void shard_squares(const Device* dev, double* parts, const G* grads, int64_t til
 }
 
 // Sets `scalars` to the loss and flags of all ranks, the norm of all gradients and the clip factor. parts: one per
-// tile, and the room of shard_may_defer if it returned true.
+// tile, and the room of shard_may_defer if it returned true. Deferred sums are delivered first, and become kept_grads.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     const Device* dev = s->comm.dev;
