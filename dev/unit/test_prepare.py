@@ -16,9 +16,11 @@ import lzma
 import os
 import random
 import shlex
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from cases import run_cases
@@ -632,6 +634,21 @@ def test_limit_and_force(case):
     (corpus.folder / "notes").write_text("mine")
     case.refuse("left alone", name, "--out", "out", "--force")
     assert (corpus.folder / "notes").exists()
+
+
+def test_killed_and_twice(case):
+    """Killed, it leaves no worker and nothing under the name OUT, which a second one refuses to write meanwhile."""
+    name = case.write("a.txt", sample(1, 100_000) * 150)
+    command = [sys.executable, str(ROOT / "data" / "prepare.py"), name, "--tokenizer", "vocabulary", "--workers", "2", "--out", "o"]
+    for number, status in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
+        process = subprocess.Popen(command, cwd=case.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while not list(case.folder.glob("o.tmp/train_*.bin")):
+            assert process.poll() is None and time.sleep(0.05) is None
+        case.refuse("o: another prepare.py is writing it; wait for that", case.write("b.txt", "the\n" * 99), "--out", "o")
+        process.send_signal(number)
+        process.communicate(timeout=60)  # until the workers have ended too, whose stderr it is
+        assert process.returncode == status and not (case.folder / "o").exists(), process.returncode
+    case.prepare("b.txt", out="o")
 
 
 def test_vocabulary_under_hugging_face_names(case):
