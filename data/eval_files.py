@@ -47,6 +47,8 @@ def answer_of(record, name, choices, where):
 def question_of(record, where):
     """Returns (kind, context, choices, index of the right one) of a line."""
     fields = record.keys() if isinstance(record, dict) else set()
+    if not all(isinstance(record[name], list) for name in {"endings", "choices"} & fields):
+        raise TypeError  # of a text each letter would be a choice
     if {"ctx_a", "ctx_b", "activity_label", "endings", "label"} <= fields:
         context = cleaned(f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}")
         choices, answer = [cleaned(ending) for ending in record["endings"]], "label"

@@ -498,6 +498,7 @@ def test_evaluation_errors(case):
             ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice not an empty one"),
             ('{"context": 5, "choices": ["b"], "answer": 0}', "must be a text"),
             ('{"context": "a", "choices": 5, "answer": 0}', "line 1: a field of this question is no text or no list"),
+            ('{"context": "a", "choices": "bc", "answer": 0}', "line 1: a field of this question is no text or no list"),
             ('{"text": null}', "line 1: a field of this question is no text or no list"),
             ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: a question of another kind"),
             ("", "there is no question in it"),
