@@ -6,6 +6,7 @@ the last bit, unless options changed). A library is imported only for its own ex
 """
 
 import csv
+import hashlib
 import math
 import os
 import re
@@ -43,7 +44,9 @@ def rows_of(log):
 
 
 def file_name(name):
-    return re.sub(r"[^\w.-]", "_", name)
+    """Returns a name for a file, another one for each run."""
+    text = re.sub(r"[^\w.-]", "_", name)
+    return text if text == name else f"{text}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
 class Csv:  # write(log, closing): what is new, `closing` when nothing will follow

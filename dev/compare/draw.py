@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from colours import COLOURS
+from colours import COLOURS, plain
 from curves import band, difference_curve, difference_label, front, loss_curve
 from table import groups
 
@@ -44,13 +44,6 @@ def nats_axis(axes):
     axes.yaxis.set_major_locator(matplotlib.ticker.FixedLocator([-t for t in TICKS[:0:-1]] + TICKS))
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
     axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-
-
-def plain(text):
-    """A name as it is: matplotlib reads $...$ as formulas, leaves labels with _ before them out of legends, and gives a
-    long one all the width."""
-    text = text if len(text) <= 100 else text[:60] + "..." + text[-37:]
-    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def wrapped(label):

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -248,9 +249,12 @@ def read_table(path):
 def test_export_csv(case):
     case.log("deep/a", CONFIG, val(0, 8.0), train(1), train(2, loss=float("inf")), val(2, 6.0))
     case.log("deep/a", evaluated(2, "hellaswag", acc=0.25))
+    other = case.log("deep_a", CONFIG, train(1))
     done = case.run("watch.py", "runs", "--export", "csv", "--out", "out")
-    assert done.returncode == 0 and done.stdout.endswith("csv: 1 run in out\n"), done
-    rows = read_table(case.folder / "out" / "deep_a.csv")
+    assert done.returncode == 0 and done.stdout.endswith("csv: 2 runs in out\n"), done
+    assert len(read_table(case.folder / "out" / "deep_a.csv")) == 1, "another run has another file"
+    shutil.rmtree(other)
+    rows = read_table(case.folder / "out" / "deep_a_6fa53a.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert rows[2]["train/loss"] == "" and rows[2]["train/lr"] == "0.003"
     assert (rows[2]["val/loss"], rows[2]["eval/hellaswag/acc"], rows[1]["val/loss"]) == ("6.0", "0.25", "")
@@ -265,7 +269,7 @@ def test_export_csv(case):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0, process.stderr.read()
-    rows = read_table(case.runs / "export" / "deep_a.csv")
+    rows = read_table(case.runs / "export" / "deep_a_6fa53a.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"] and rows[2]["train/loss"] != "", rows
 
 
@@ -334,6 +338,8 @@ def test_plot(case):
     assert narrow.returncode == 0
     width = [int.from_bytes(data[16:20], "big") for data in (wide, (case.folder / "b.png").read_bytes())]
     assert width == [1950, 1200], "evaluations have a plot beside the loss"
+    done = case.run("plot.py", *(case.log(name, CONFIG, train(1)) for name in ("_x", "$x^$", os.fsdecode(b"\xff"))))
+    assert done.returncode == 0 and not done.stderr, "the names of folders are no formulas, and may be of any bytes"
 
 
 def coloured(png, colour):
