@@ -35,9 +35,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def answered(name, run):
-    """Calls run(), which returns an exit status or None. Returns the exit status and reports a Problem."""
+    """Calls run(), which returns an exit status or None. Returns the exit status and reports a Problem. Ctrl-C: 130."""
     try:
         return run() or 0
     except Problem as problem:
         print(f"{name}: error: {problem}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # nobody reads what is printed, nor what is left of it at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -222,6 +222,9 @@ def test_errors(case):
     case.log("broken", CONFIG, "oh\n")
     told = case.run("watch.py", "--export", "csv", "--out", "tables").stdout
     assert "broken: 0 training steps, line 2 of its log is not a record" in told and "a: 1 training steps\n" in told, told
+    command = f"{sys.executable} {ROOT}/dev/watch.py --export csv | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=case.folder, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, ""), "nobody reads what is printed"
     with Server(case) as server:
         case.refuse("watch.py", "type --port 0 for a free one", "--port", server.port)
     (case.folder / "empty").mkdir()
