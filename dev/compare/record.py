@@ -164,6 +164,7 @@ def make(run, folder, returncode, words, weights):
         "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
         "data": re.sub(r"^.*/(?=.*  \S+ tokens in )", "", plan["data"]),  # the folder's name, wherever it is
         "device": config.get("device"),
+        "commit": config.get("commit"),
     }
 
 

@@ -9,7 +9,6 @@ running half needs nothing else, the report matplotlib and bokeh (make venv). RE
 
 import math
 import os
-import subprocess
 import sys
 import time
 from fnmatch import fnmatchcase
@@ -48,7 +47,7 @@ def options_read(arguments):
     )
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
-    parser.add_argument("--commit", metavar="TEXT", help="what to record where git cannot be asked")
+    parser.add_argument("--commit", metavar="TEXT", help="what to record (default: the commit that ./train was built from)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs and stop")
     parser.add_argument(
         "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
@@ -74,19 +73,6 @@ def options_read(arguments):
     options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
     return options
-
-
-def commit_now():
-    """Returns the commit of the working tree, with a + if it was changed."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
-        )
-    except OSError:
-        return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else "unknown"
 
 
 def is_done(run, trainer, records):
@@ -162,7 +148,7 @@ def run_sweep(options):
         gpus,
         options.until,
         options.silence,
-        options.commit or commit_now(),
+        options.commit,
     )
 
     def left():

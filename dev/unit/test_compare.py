@@ -146,6 +146,8 @@ def test_values_that_are_none(case):
 def test_done_runs_are_skipped(case):
     said = case.run(SWEEP, "--no-report")
     assert "0 of 2 runs are done" in said and "2 done" in said, said
+    built = subprocess.run([ROOT / "train", "--version"], capture_output=True, text=True).stdout
+    assert f"(commit {case.record('a_s1')['commit']}," in built, "of the program, not of the working tree"
     before = (case.out / "runs.jsonl").read_bytes()
     assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report")
     shutil.rmtree(case.work)  # the records alone say what is done, wherever they were made
