@@ -5,6 +5,7 @@ import errno
 import os
 import shlex
 import sys
+from pathlib import Path
 
 
 class Problem(Exception):
@@ -16,6 +17,18 @@ def regular(path):
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
+
+
+def write_whole(path, contents):
+    """Writes a file of a text or bytes as a whole or not at all."""
+    contents = contents.encode() if isinstance(contents, str) else contents
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_bytes(contents)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def python_here(arguments):

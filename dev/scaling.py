@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 
-from problem import Parser, Problem, answered
+from problem import Parser, Problem, answered, write_whole
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -138,9 +138,7 @@ class Kept:
     def put(self, key, found):
         self.found[json.dumps(key)] = found
         if self.path:
-            with open(self.path + ".tmp", "w") as file:
-                file.writelines("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items())
-            os.replace(self.path + ".tmp", self.path)
+            write_whole(self.path, "".join("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items()))
 
 
 def numbers(name, texts):

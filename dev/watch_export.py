@@ -7,12 +7,13 @@ the last bit, unless options changed). A library is imported only for its own ex
 
 import csv
 import hashlib
+import io
 import math
 import os
 import re
 import time
 
-from problem import Problem, installs, python_here
+from problem import Problem, installs, python_here, write_whole
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -58,12 +59,11 @@ class Csv:  # write(log, closing): what is new, `closing` when nothing will foll
     def write(self, log, closing):
         rows = rows_of(log)
         names = list(dict.fromkeys(name for _, values, _ in rows for name in values))
-        partial = self.path.with_name(self.path.name + ".tmp")
-        with open(partial, "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(["step", *names])
-            table.writerows([step, *(values.get(name, "") for name in names)] for step, values, _ in rows)
-        os.replace(partial, self.path)
+        text = io.StringIO()
+        table = csv.writer(text)
+        table.writerow(["step", *names])
+        table.writerows([step, *(values.get(name, "") for name in names)] for step, values, _ in rows)
+        write_whole(self.path, text.getvalue())
 
     def close(self):
         pass

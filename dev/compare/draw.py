@@ -18,6 +18,7 @@ from matplotlib.transforms import Bbox
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from colours import COLOURS, plain
 from curves import band, difference_curve, difference_label, front, loss_curve
+from problem import write_whole
 from table import groups
 
 # Black is the baseline's colour. Dashes of lines and markers of dots tell more apart than there are colours.
@@ -66,11 +67,12 @@ def palette():
 
 def save(figure, path):
     """Saves a PNG of few colours, which has a third of the size, without date or version."""
-    whole = io.BytesIO()
+    whole, few = io.BytesIO(), io.BytesIO()
     figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
     plt.close(figure)
     whole.seek(0)
-    Image.open(whole).convert("RGB").quantize(palette=palette(), dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(whole).convert("RGB").quantize(palette=palette(), dither=Image.Dither.NONE).save(few, "PNG", optimize=True)
+    write_whole(path, few.getvalue())
 
 
 def panels(table):

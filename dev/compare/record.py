@@ -19,6 +19,7 @@ from pathlib import Path
 from trainer import read_plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from problem import write_whole
 from runlog import RunLog
 
 FILE = "runs.jsonl"
@@ -229,6 +230,4 @@ def write(path, record):
     records = {(its["name"], its["seed"]): its for its in map(parsed, lines_of(path)) if its}
     records[record["name"], record["seed"]] = record
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(records[key]) + "\n" for key in sorted(records)), "utf-8")
-    temporary.replace(path)
+    write_whole(path, "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
