@@ -59,3 +59,6 @@ def answered(name, run):
     except BrokenPipeError:  # nobody reads what is printed, nor what is left of it at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # the disk is full, a folder cannot be written
+        print(f"{name}: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        return 2

@@ -125,6 +125,8 @@ class Kept:
 
     def __init__(self, path):
         self.path, self.found = path, {}
+        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise Problem("--keep %s: its folder is not there; make it, or give another file" % path)
         if path and os.path.exists(path):
             try:
                 with open(path) as file:
@@ -160,8 +162,8 @@ def options_read():
     parser.add_argument("--trainer", default=os.path.join(HERE, "train"))
     options, options.more = parser.parse_known_args()
     counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4,8").split(","))
-    if options.skip >= options.steps:
-        raise Problem("--skip %d leaves none of --steps %d" % (options.skip, options.steps))
+    if not 0 <= options.skip < options.steps:
+        raise Problem("--skip %d leaves none, or too many, of --steps %d" % (options.skip, options.steps))
     sizes = [text.split(":") for text in options.sizes.split(",")]
     if any(len(size) != 3 for size in sizes):
         raise Problem("--sizes %s: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1" % options.sizes)
