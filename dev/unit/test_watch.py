@@ -166,7 +166,8 @@ def test_log_lines(case):
     evaluations = (evaluated(2, name, acc=0.5) for name in ("h", "l", "h"))
     case.log("a", *evaluations, *(sampled(2, "a", "b", i) for i in (0, 1, 1)))
     assert log.poll() and [its["name"] for its in log.records["eval"]] == ["l", "h"] and len(log.records["sample"]) == 2
-    case.log("a", "oh\n", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
+    case.log("a", "oh\n", '{"type": "train", "step": 1e999, "loss": 1}\n', "[" * 99999 + "\n")
+    case.log("a", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
     assert log.poll() and steps(log) == [1, 2, 3] and log.bad[0] == 14, log.bad
     (case.runs / "a" / "log.jsonl").write_text(json.dumps(train(7)))
     assert not log.poll() and steps(log) == [] and steps(log.read()) == [7], "another file"
