@@ -47,6 +47,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
+from input_files import MAKE, PACKED_NAME, PREPARE, READ_ERRORS, ROOT, VENV, Problem, damaged, download, first_bytes
+from input_files import here, make_folder, open_input, unpacker
+
 try:
     import numpy as np
     from tqdm import tqdm
@@ -55,11 +58,8 @@ try:
     import vocabulary
     from vocabulary import END, MAX_SPACE
 except ImportError as missing:
-    print(f"prepare: error: {missing}; type `make venv`, and .venv/bin/python data/prepare.py instead", file=sys.stderr)
+    print(f"prepare: error: {missing}; {VENV}", file=sys.stderr)
     sys.exit(2)
-
-from input_files import PACKED_NAME, READ_ERRORS, VENV, Problem, damaged, download, first_bytes, make_folder
-from input_files import open_input, unpacker
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -376,7 +376,8 @@ def text_of(piece, field):
     except UnicodeDecodeError as error:
         place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
         raise Problem(
-            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); type iconv -f LATIN1 -t UTF-8, or what it is"
+            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); type iconv -f LATIN1 -t UTF-8, "
+            "or what it is"
         ) from None
     if piece.kind in ("text", "row"):
         return text
@@ -718,7 +719,7 @@ def find_inputs(options):
         if path not in CORPORA or os.path.exists(path):
             train.append(path)
             continue
-        instead = f"without network type .venv/bin/python data/prepare.py FILE --out {shlex.quote(options.out)}"
+        instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
         train += [str(download(url, instead)) for url in CORPORA[path][0]]
         if not options.val and not options.val_fraction:
             validation += [str(download(url, instead)) for url in CORPORA[path][1]]
@@ -854,12 +855,8 @@ def write_corpus(options, folder, train_files, validation_files):
 
 def next_command(out):
     """Returns a shell command that trains on the folder `out`, and that first builds ./train if it is not there."""
-    root = Path(__file__).resolve().parents[1]
-    here = Path.cwd() == root
-    train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])
-    if (root / "train").exists():
-        return train
-    return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
+    train = f"{here('./train')} --data {shlex.quote(str(out))}"
+    return train if (ROOT / "train").exists() else f"{MAKE} && {train}"
 
 
 def prepare(options):
@@ -909,7 +906,8 @@ def main(arguments=None):
         print(f"prepare: error: {problem}", file=sys.stderr)
         return 2
     except OSError as error:  # the disk is full, a folder cannot be written
-        print(f"prepare: error: {error.filename or 'writing'}: {error.strerror or error}; free space, or give another --out", file=sys.stderr)
+        what = f"{error.filename or 'writing'}: {error.strerror or error}"
+        print(f"prepare: error: {what}; free space, or give another --out", file=sys.stderr)
         return 2
     except MemoryError:
         print("prepare: error: out of memory; free some, or try fewer --workers", file=sys.stderr)

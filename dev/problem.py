@@ -31,14 +31,21 @@ def write_whole(path, contents):
         partial.unlink(missing_ok=True)
 
 
+def here(path):
+    """Returns a path as it is typed in the current folder."""
+    relative = os.path.relpath(path)
+    return shlex.quote(str(path) if relative.startswith("..") else relative)
+
+
 def python_here(arguments):
     """Returns the command of the Python that runs, whichever `python` is on the PATH."""
-    here = os.path.relpath(sys.executable)
-    return f"`{shlex.quote(sys.executable if here.startswith('..') else here)} {arguments}`"
+    return f"`{here(sys.executable)} {arguments}`"
 
 
 def installs(packages):
-    """Returns what to type where packages are missing."""
+    """Returns what to type where packages, or those of `-r FILE` in the repository, are missing."""
+    if packages.startswith("-r "):
+        packages = f"-r {here(Path(__file__).resolve().parents[1] / packages[3:])}"
     return f"type {python_here(f'-m pip install {packages}')}"
 
 

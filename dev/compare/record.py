@@ -199,7 +199,7 @@ def parsed(line):
     try:
         record = json.loads(line)
         return record if is_record(record) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Loads an exported model with transformers and prints its loss, for comparison with the trainer's.
 
-    python dev/reference/check_export.py runs/last/step_00001000 --tokens 'data/corpus/val_*.bin' --expect 3.2871 --tolerance 0.001
+    python dev/reference/check_export.py runs/last/step_00001000 --tokens 'data/corpus/val_*.bin' --expect 3.2871
     python dev/reference/check_export.py runs/last/step_00001000 --bytes README.md --windows 8
 
 The data is cut as the trainer cuts it: windows of T tokens at multiples of T (T: the model's n_positions, or --length),
@@ -25,7 +25,8 @@ try:
     import torch
     from transformers import GPT2LMHeadModel
 except ImportError as missing:
-    print(f"{os.path.basename(sys.argv[0])[:-3]}: error: {missing}; {installs('-r dev/reference/requirements.txt')}", file=sys.stderr)
+    name, hint = os.path.basename(sys.argv[0]).removesuffix(".py"), installs("-r dev/reference/requirements.txt")
+    print(f"{name}: error: {missing}; {hint}", file=sys.stderr)
     sys.exit(2)
 
 MAGIC, HEADER_BYTES = 20240520, 1024
