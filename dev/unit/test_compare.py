@@ -51,6 +51,7 @@ def test_unknown_option(case):
     case.refuse(SWEEP.replace("batch = 1", "batches = 1"), 6, "unknown option batches", "did you mean batch?")
     case.refuse(SWEEP + 'each = [{ m = "fp32", w = 1 }]\n', 15, "unknown option w")
     case.refuse(SWEEP + 'resume = "auto"\n', 15, "--resume is the sweep's own affair")
+    case.refuse(SWEEP + 'fit = "24G"\n', 15, "--fit is the sweep's own affair")
     case.refuse(SWEEP + 'each = [\n    { m = "fp32" },\n    { m = "bf16", mm = "fp32" },\n]\n', 17, "unknown option mm")
     case.refuse('title = "t"\nkeeps = 1\n' + SWEEP, 2, "unknown key keeps")
     case.refuse(SWEEP + '[[runs]]\nname = "c"\n', 15, "unknown key runs", "did you mean run?")
