@@ -300,7 +300,7 @@ def split_validation(pieces, share, measured, seed):
     for piece in pieces:
         if piece.begins:
             number, begins = number + 1, False
-            size = next(sizes) if piece.kind == "text" else len(piece.data)
+            size = next(sizes, 0) if piece.kind == "text" else len(piece.data)
             long = size > share * total / 2 and piece.kind in ("text", "row")
             while 0 <= chosen < number:
                 chosen = next(drawn, -1)

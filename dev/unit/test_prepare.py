@@ -678,6 +678,10 @@ def test_vocabulary_errors(case):
             (half / name).write_text(broken)
             case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
         (half / name).write_text(whole[name], "utf-8")
+    for number in (-1, 0.5, 7):
+        names = {**json.loads(whole["vocab.json"]), "Ġt": number}
+        (half / "vocab.json").write_text(json.dumps(names), "utf-8")
+        case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
     case.refuse("none: no such folder; give a folder", text, vocabulary="none")
     case.refuse("a.txt: a file, not a folder; give a folder", text, vocabulary="a.txt")
     case.refuse("vocab.bpe, nor tokenizer.json; give a folder", text, vocabulary=".")
