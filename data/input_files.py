@@ -143,7 +143,7 @@ def download(url, instead):
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # another program may download the same
     try:
         with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
             total = int(response.headers.get("Content-Length") or 0)
@@ -156,8 +156,9 @@ def download(url, instead):
                     bar.update(len(block))
             if total and file.tell() != total:
                 raise OSError(f"{file.tell()} of {total} bytes came")
+        os.replace(partial, path)
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-        partial.unlink(missing_ok=True)
         raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
-    os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path

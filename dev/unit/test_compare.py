@@ -12,7 +12,6 @@ import json
 import math
 import os
 import pty
-import re
 import shutil
 import signal
 import struct
