@@ -250,9 +250,9 @@ build/dev/faults_preload.so: dev/faults_preload.c
 	@mkdir -p $(@D)
 	$(CC) -std=gnu11 -O2 $(WARNINGS) -shared -fPIC -o $@ $< -ldl
 
-VENV_PYTHON := .venv/bin/python
-venv: $(VENV_PYTHON)
-$(VENV_PYTHON): data/requirements.txt dev/requirements.txt
+# Not .venv/bin/python, a link to the system's Python: touch would change that file, or fail where it is not the user's.
+venv: .venv/installed
+.venv/installed: data/requirements.txt dev/requirements.txt
 	python3 -m venv .venv
 	.venv/bin/pip install -q --disable-pip-version-check -r data/requirements.txt -r dev/requirements.txt
 	@touch $@

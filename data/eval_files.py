@@ -18,7 +18,7 @@ import struct
 import sys
 from pathlib import Path
 
-from input_files import READ_ERRORS, Problem, damaged, download, make_folder, open_input
+from input_files import PREPARE, READ_ERRORS, Problem, damaged, download, make_folder, open_input
 from vocabulary import Bytes, crc32c, open_vocabulary
 
 MAGIC, VERSION, HEADER = b"nib-eval", 1, "<8sIIIIIIQI16x"
@@ -47,6 +47,8 @@ def answer_of(record, name, choices, where):
 def question_of(record, where):
     """Returns (kind, context, choices, index of the right one) of a line."""
     fields = record.keys() if isinstance(record, dict) else set()
+    if not all(isinstance(record[name], list) for name in {"endings", "choices"} & fields):
+        raise TypeError  # of a text each letter would be a choice
     if {"ctx_a", "ctx_b", "activity_label", "endings", "label"} <= fields:
         context = cleaned(f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}")
         choices, answer = [cleaned(ending) for ending in record["endings"]], "label"
@@ -141,7 +143,7 @@ def sources(inputs):
     for text in inputs:
         name, equals, path = text.partition("=")
         if not equals and text in PUBLIC and not os.path.exists(text):
-            instead = f"without network type .venv/bin/python data/prepare.py --eval {text}=FILE.jsonl"
+            instead = f"without network type {PREPARE} --eval {text}=FILE.jsonl"
             path = str(download(PUBLIC[text], instead))
         elif not equals:
             name, path = Path(text).name.split(".")[0], text

@@ -7,15 +7,23 @@ import io
 import lzma
 import os
 import re
+import shlex
 import urllib.error
 import urllib.request
 import zlib
 from pathlib import Path
 
-from tqdm import tqdm
+ROOT = Path(__file__).resolve().parents[1]
 
 
-VENV = "type `make venv`, and .venv/bin/python data/prepare.py instead"  # where a package is missing
+def here(path):
+    """Returns a path of the repository as it is typed in the current folder."""
+    return path if Path.cwd() == ROOT else shlex.quote(str(ROOT / path))
+
+
+MAKE = "make" if Path.cwd() == ROOT else f"make -C {here('')}"
+PREPARE = f"{here('.venv/bin/python')} {here('data/prepare.py')}"
+VENV = f"type `{MAKE} venv`, and {PREPARE} instead"  # where a package is missing
 
 
 class Problem(Exception):
@@ -129,11 +137,13 @@ def cache_folder():
 
 def download(url, instead):
     """Downloads a file into the cache, once, and returns its path. `instead` says what to do without a network."""
+    from tqdm import tqdm
+
     path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # another program may download the same
     try:
         with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
             total = int(response.headers.get("Content-Length") or 0)
@@ -146,8 +156,9 @@ def download(url, instead):
                     bar.update(len(block))
             if total and file.tell() != total:
                 raise OSError(f"{file.tell()} of {total} bytes came")
+        os.replace(partial, path)
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-        partial.unlink(missing_ok=True)
         raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
-    os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path

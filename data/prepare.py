@@ -30,6 +30,7 @@ document is encoded in pieces, cut where GPT-2's encoding never merges across, s
 import argparse
 import array
 import collections
+import fcntl
 import json
 import multiprocessing
 import operator
@@ -40,10 +41,14 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+
+from input_files import MAKE, PACKED_NAME, PREPARE, READ_ERRORS, ROOT, VENV, Problem, damaged, download, first_bytes
+from input_files import here, make_folder, open_input, unpacker
 
 try:
     import numpy as np
@@ -53,11 +58,8 @@ try:
     import vocabulary
     from vocabulary import END, MAX_SPACE
 except ImportError as missing:
-    print(f"prepare: error: {missing}; type `make venv`, and .venv/bin/python data/prepare.py instead", file=sys.stderr)
+    print(f"prepare: error: {missing}; {VENV}", file=sys.stderr)
     sys.exit(2)
-
-from input_files import PACKED_NAME, READ_ERRORS, VENV, Problem, damaged, download, first_bytes, make_folder
-from input_files import open_input, unpacker
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -171,7 +173,7 @@ def read_text(path):
             if line_number == 1 and line_starts:
                 line = line.removeprefix(BYTE_ORDER_MARK)
                 if b"\0" in line[:512]:
-                    raise Problem(f"{path}: binary, not text; unpack an archive, or convert UTF-16 by iconv -t UTF-8")
+                    raise Problem(f"{path}: binary, not text; unpack an archive, or type iconv -f UTF-16 -t UTF-8")
             ends = line_starts and line.rstrip(b"\r\n") == separator
             if (ends or not line) and data:
                 if not begins or data.strip():
@@ -298,7 +300,7 @@ def split_validation(pieces, share, measured, seed):
     for piece in pieces:
         if piece.begins:
             number, begins = number + 1, False
-            size = next(sizes) if piece.kind == "text" else len(piece.data)
+            size = next(sizes, 0) if piece.kind == "text" else len(piece.data)
             long = size > share * total / 2 and piece.kind in ("text", "row")
             while 0 <= chosen < number:
                 chosen = next(drawn, -1)
@@ -374,7 +376,8 @@ def text_of(piece, field):
     except UnicodeDecodeError as error:
         place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
         raise Problem(
-            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); convert the file"
+            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); type iconv -f LATIN1 -t UTF-8, "
+            "or what it is"
         ) from None
     if piece.kind in ("text", "row"):
         return text
@@ -464,6 +467,8 @@ worker_encoder = None  # one a process
 def start_worker(folder):
     global worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
+    parent = multiprocessing.parent_process()  # and where it is killed they end by themselves
+    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
     worker_encoder = Encoder(folder)
 
 
@@ -561,16 +566,26 @@ class ShardWriter:
             self.end_shard()
 
 
-def replaceable(out):
-    """Returns whether --force may delete this: a folder that holds only what this program writes."""
+def check_ours(folder):
+    """Raises a Problem unless a folder holds only what this program writes, so that it may be deleted."""
     ours = re.compile(r"(train|val)_\d{6}\.bin|meta\.json|[\w.-]+\.eval|" + "|".join(map(re.escape, vocabulary.FILES)))
-    return out.is_dir() and not out.is_symlink() and all(ours.fullmatch(entry.name) for entry in out.iterdir())
-
-
-def remove_ours(folder):
-    if not replaceable(folder):
+    if not folder.is_dir() or folder.is_symlink() or not all(ours.fullmatch(entry.name) for entry in folder.iterdir()):
         raise Problem(f"{folder}: holds other things than a prepared corpus and is left alone; give another --out")
-    shutil.rmtree(folder)
+
+
+def make_own_folder(folder, out):
+    """Makes the folder, without what an interrupted run left there, and locks it until this process ends."""
+    make_folder(folder, out)
+    check_ours(folder)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Problem(f"{out}: another prepare.py is writing it; wait for that, or give another --out") from None
+    except OSError:
+        pass  # this file system cannot lock folders
+    for entry in folder.iterdir():
+        entry.unlink()
 
 
 class Parser(argparse.ArgumentParser):
@@ -704,7 +719,7 @@ def find_inputs(options):
         if path not in CORPORA or os.path.exists(path):
             train.append(path)
             continue
-        instead = f"without network type .venv/bin/python data/prepare.py FILE --out {shlex.quote(options.out)}"
+        instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
         train += [str(download(url, instead)) for url in CORPORA[path][0]]
         if not options.val and not options.val_fraction:
             validation += [str(download(url, instead)) for url in CORPORA[path][1]]
@@ -840,12 +855,8 @@ def write_corpus(options, folder, train_files, validation_files):
 
 def next_command(out):
     """Returns a shell command that trains on the folder `out`, and that first builds ./train if it is not there."""
-    root = Path(__file__).resolve().parents[1]
-    here = Path.cwd() == root
-    train = shlex.join(["./train" if here else str(root / "train"), "--data", str(out)])
-    if (root / "train").exists():
-        return train
-    return shlex.join(["make"] if here else ["make", "-C", str(root)]) + " && " + train
+    train = f"{here('./train')} --data {shlex.quote(str(out))}"
+    return train if (ROOT / "train").exists() else f"{MAKE} && {train}"
 
 
 def prepare(options):
@@ -853,17 +864,16 @@ def prepare(options):
     out = Path(options.out)
     if out.exists() and not options.force:
         raise Problem(f"{out}: exists already; give another --out, or --force to replace it")
-    if out.exists() and not replaceable(out):
-        raise Problem(f"{out}: holds other things than a prepared corpus and is left alone; give another --out")
+    if out.exists():
+        check_ours(out)
     train_files, validation_files = find_inputs(options)
     folder = out.with_name(out.name + ".tmp")
-    if folder.exists():
-        remove_ours(folder)  # of an interrupted run
-    make_folder(folder, out)
+    make_own_folder(folder, out)
     try:
         meta, notes = write_corpus(options, folder, train_files, validation_files)
-        if out.exists():
-            remove_ours(out)
+        if options.force and out.exists():
+            check_ours(out)
+            shutil.rmtree(out)
         os.rename(folder, out)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -885,6 +895,7 @@ def report(out, meta, notes, seconds, workers):
 
 
 def main(arguments=None):
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = parse(arguments)
         eval_files.write_all(options) if options.eval else prepare(options)
@@ -895,7 +906,8 @@ def main(arguments=None):
         print(f"prepare: error: {problem}", file=sys.stderr)
         return 2
     except OSError as error:  # the disk is full, a folder cannot be written
-        print(f"prepare: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        what = f"{error.filename or 'writing'}: {error.strerror or error}"
+        print(f"prepare: error: {what}; free space, or give another --out", file=sys.stderr)
         return 2
     except MemoryError:
         print("prepare: error: out of memory; free some, or try fewer --workers", file=sys.stderr)

@@ -75,6 +75,8 @@ class Vocabulary:
 
     def __init__(self, names, merges, source):
         self.names, self.merges, self.source = names, merges, source
+        if len(set(names.values())) < len(names) or not all(type(n) is int and n >= 0 for n in names.values()):
+            raise ValueError("each token has a number of its own")
         self.size, self.end = max(names.values()) + 1, names[END]
         ranks = {bytes([byte]): rank for rank, byte in enumerate(ALPHABET.values())}
         numbers = [names[character] for character in ALPHABET]

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 
-from colours import COLOURS
+from colours import COLOURS, plain
 from problem import Parser, Problem, answered, installs
 from runlog import RunLog, numbers
 
@@ -95,7 +95,7 @@ def run_names(runs):
     depth = 1
     while len({tuple(p[-depth:]) for p in parts}) < len({tuple(p) for p in parts}):
         depth += 1
-    return ["/".join(p[-depth:]) for p in parts]
+    return [plain("/".join(p[-depth:])) for p in parts]
 
 
 def draw_losses(axes, options, names, logs):

@@ -8,7 +8,7 @@
 import csv
 import sys
 
-from problem import Parser, Problem, answered, installs
+from problem import Parser, Problem, answered, installs, regular
 
 try:
     import matplotlib
@@ -28,10 +28,10 @@ def main():
     parser.add_argument("-o", "--output", default="optim.png", help="picture to write (.png, .svg or .pdf) [%(default)s]")
     arguments = parser.parse_args()
     try:
-        with open(arguments.csv, encoding="utf-8") as file:
+        with open(regular(arguments.csv), encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         share = {(row["combination"], row["size"]): float(row["percent_of_copy"]) for row in rows}
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError, csv.Error) as error:
         raise Problem(f"{arguments.csv}: {error}; give the file that dev/optim --csv wrote") from None
     if not rows:
         raise Problem(f"{arguments.csv} holds no rows; give the file that dev/optim --csv wrote")

@@ -5,6 +5,7 @@ import errno
 import os
 import shlex
 import sys
+from pathlib import Path
 
 
 class Problem(Exception):
@@ -18,14 +19,33 @@ def regular(path):
     return path
 
 
+def write_whole(path, contents):
+    """Writes a file of a text or bytes as a whole or not at all."""
+    contents = contents.encode() if isinstance(contents, str) else contents
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.write_bytes(contents)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def here(path):
+    """Returns a path as it is typed in the current folder."""
+    relative = os.path.relpath(path)
+    return shlex.quote(str(path) if relative.startswith("..") else relative)
+
+
 def python_here(arguments):
     """Returns the command of the Python that runs, whichever `python` is on the PATH."""
-    here = os.path.relpath(sys.executable)
-    return f"`{shlex.quote(sys.executable if here.startswith('..') else here)} {arguments}`"
+    return f"`{here(sys.executable)} {arguments}`"
 
 
 def installs(packages):
-    """Returns what to type where packages are missing."""
+    """Returns what to type where packages, or those of `-r FILE` in the repository, are missing."""
+    if packages.startswith("-r "):
+        packages = f"-r {here(Path(__file__).resolve().parents[1] / packages[3:])}"
     return f"type {python_here(f'-m pip install {packages}')}"
 
 
@@ -35,9 +55,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def answered(name, run):
-    """Calls run(), which returns an exit status or None. Returns the exit status and reports a Problem."""
+    """Calls run(), which returns an exit status or None. Returns the exit status and reports a Problem. Ctrl-C: 130."""
     try:
         return run() or 0
     except Problem as problem:
         print(f"{name}: error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # nobody reads what is printed, nor what is left of it at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # the disk is full, a folder cannot be written
+        print(f"{name}: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
         return 2

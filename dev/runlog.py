@@ -70,7 +70,7 @@ class RunLog:
             tail = file.read()
         try:
             json.loads(tail)
-        except ValueError:
+        except (ValueError, RecursionError):
             return self
         self.take(tail)
         return self
@@ -79,7 +79,7 @@ class RunLog:
         try:
             record = json.loads(line.decode("utf-8", "replace"))
             self.add(record["type"], record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             self.bad = self.bad or (self.line, error)
 
     def add(self, kind, record):

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 
-from problem import Parser, Problem, answered
+from problem import Parser, Problem, answered, write_whole
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -125,6 +125,8 @@ class Kept:
 
     def __init__(self, path):
         self.path, self.found = path, {}
+        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+            raise Problem("--keep %s: its folder is not there; make it, or give another file" % path)
         if path and os.path.exists(path):
             try:
                 with open(path) as file:
@@ -138,9 +140,7 @@ class Kept:
     def put(self, key, found):
         self.found[json.dumps(key)] = found
         if self.path:
-            with open(self.path + ".tmp", "w") as file:
-                file.writelines("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items())
-            os.replace(self.path + ".tmp", self.path)
+            write_whole(self.path, "".join("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items()))
 
 
 def numbers(name, texts):
@@ -162,8 +162,8 @@ def options_read():
     parser.add_argument("--trainer", default=os.path.join(HERE, "train"))
     options, options.more = parser.parse_known_args()
     counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4,8").split(","))
-    if options.skip >= options.steps:
-        raise Problem("--skip %d leaves none of --steps %d" % (options.skip, options.steps))
+    if not 0 <= options.skip < options.steps:
+        raise Problem("--skip %d leaves none, or too many, of --steps %d" % (options.skip, options.steps))
     sizes = [text.split(":") for text in options.sizes.split(",")]
     if any(len(size) != 3 for size in sizes):
         raise Problem("--sizes %s: write MODEL:BATCH:MICRO_BATCHES, such as gpt2:64:1" % options.sizes)

@@ -22,7 +22,13 @@ import pathlib
 import sys
 import time
 
-import torch
+from problem import Parser, Problem, answered, installs
+
+try:
+    import torch
+except ImportError as missing:
+    print(f"torch_speed: error: {missing}; {installs('torch')}", file=sys.stderr)
+    sys.exit(2)
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "optim" / "python"))
 import nibble_optim  # noqa: E402: from the repository
@@ -240,7 +246,7 @@ def row(name, make, tensors, device, end):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="torch_speed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="gpt2,gpt2-xl")
     parser.add_argument("--rules", default="elements,whole")
     parser.add_argument("--seconds", type=float, default=240.0)
@@ -250,9 +256,9 @@ def main():
     for option, known in (("models", MODELS), ("rules", TABLES)):
         for name in getattr(a, option).split(","):
             if name not in known:
-                sys.exit(f"torch_speed: --{option}: \"{name}\" was found; known are {', '.join(known)}")
+                raise Problem(f"--{option}: \"{name}\" was found; known are {', '.join(known)}")
     if a.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("torch_speed: no GPU was found; type --device cpu --small to check the script")
+        raise Problem("no GPU was found; type --device cpu --small to check the script")
     end = time.time() + a.seconds
     where = torch.cuda.get_device_name() if a.device == "cuda" else "CPU"
     print(f"{where}, torch {torch.__version__}, Python {sys.version.split()[0]}", flush=True)
@@ -270,4 +276,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(answered("torch_speed", main))

@@ -216,6 +216,8 @@ def main():
     folder = Path(options.out) if options.out else runs.folder / "export"
     try:
         watch_export.export(runs, options.export, folder, options.follow)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise Problem(f"--out {folder}: cannot be written ({error.strerror}); give another --out") from None
 

@@ -6,12 +6,14 @@ the last bit, unless options changed). A library is imported only for its own ex
 """
 
 import csv
+import hashlib
+import io
 import math
 import os
 import re
 import time
 
-from problem import Problem, installs, python_here
+from problem import Problem, installs, python_here, write_whole
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -43,7 +45,9 @@ def rows_of(log):
 
 
 def file_name(name):
-    return re.sub(r"[^\w.-]", "_", name)
+    """Returns a name for a file, another one for each run."""
+    text = re.sub(r"[^\w.-]", "_", name)
+    return text if text == name else f"{text}_{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
 class Csv:  # write(log, closing): what is new, `closing` when nothing will follow
@@ -55,12 +59,11 @@ class Csv:  # write(log, closing): what is new, `closing` when nothing will foll
     def write(self, log, closing):
         rows = rows_of(log)
         names = list(dict.fromkeys(name for _, values, _ in rows for name in values))
-        partial = self.path.with_name(self.path.name + ".tmp")
-        with open(partial, "w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(["step", *names])
-            table.writerows([step, *(values.get(name, "") for name in names)] for step, values, _ in rows)
-        os.replace(partial, self.path)
+        text = io.StringIO()
+        table = csv.writer(text)
+        table.writerow(["step", *names])
+        table.writerows([step, *(values.get(name, "") for name in names)] for step, values, _ in rows)
+        write_whole(self.path, text.getvalue())
 
     def close(self):
         pass

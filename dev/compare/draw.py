@@ -16,8 +16,9 @@ from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from colours import COLOURS
+from colours import COLOURS, plain
 from curves import band, difference_curve, difference_label, front, loss_curve
+from problem import write_whole
 from table import groups
 
 # Black is the baseline's colour. Dashes of lines and markers of dots tell more apart than there are colours.
@@ -46,13 +47,6 @@ def nats_axis(axes):
     axes.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
 
 
-def plain(text):
-    """A name as it is: matplotlib reads $...$ as formulas, leaves labels with _ before them out of legends, and gives a
-    long one all the width."""
-    text = text if len(text) <= 100 else text[:60] + "..." + text[-37:]
-    return ("\u200b" if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
 def wrapped(label):
     """Breaks a legend's label into lines that leave the curves more than half of the width."""
     return textwrap.fill(label, 46, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
@@ -73,11 +67,12 @@ def palette():
 
 def save(figure, path):
     """Saves a PNG of few colours, which has a third of the size, without date or version."""
-    whole = io.BytesIO()
+    whole, few = io.BytesIO(), io.BytesIO()
     figure.savefig(whole, format="png", dpi=110, metadata={"Software": None})
     plt.close(figure)
     whole.seek(0)
-    Image.open(whole).convert("RGB").quantize(palette=palette(), dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(whole).convert("RGB").quantize(palette=palette(), dither=Image.Dither.NONE).save(few, "PNG", optimize=True)
+    write_whole(path, few.getvalue())
 
 
 def panels(table):

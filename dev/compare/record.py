@@ -19,6 +19,7 @@ from pathlib import Path
 from trainer import read_plan
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+from problem import write_whole
 from runlog import RunLog
 
 FILE = "runs.jsonl"
@@ -164,6 +165,7 @@ def make(run, folder, returncode, words, weights):
         "skipped": log["train"][-1]["skipped"] if log["train"] else 0,
         "data": re.sub(r"^.*/(?=.*  \S+ tokens in )", "", plan["data"]),  # the folder's name, wherever it is
         "device": config.get("device"),
+        "commit": config.get("commit"),
     }
 
 
@@ -197,7 +199,7 @@ def parsed(line):
     try:
         record = json.loads(line)
         return record if is_record(record) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -228,6 +230,4 @@ def write(path, record):
     records = {(its["name"], its["seed"]): its for its in map(parsed, lines_of(path)) if its}
     records[record["name"], record["seed"]] = record
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(json.dumps(records[key]) + "\n" for key in sorted(records)), "utf-8")
-    temporary.replace(path)
+    write_whole(path, "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))

@@ -9,7 +9,7 @@ import draw
 import page
 import record
 import table as tables
-from sweep import Problem
+from problem import Problem, write_whole
 
 LEGEND = [
     "State and weights: bytes a parameter, in the optimizer's arrays. Val loss: final validation loss in nats a token, "
@@ -68,12 +68,12 @@ def write(sweep, folder):
         other = f" but {stale} of other options" if stale else ""
         raise Problem(f"{folder / record.FILE} holds no run of {sweep.path}{other}; run it first, or name another --out")
     facts = facts_of(sweep, table, stale)
-    (folder / "table.csv").write_text(tables.csv_text(table), "utf-8")
-    (folder / "table.md").write_text(tables.markdown(table, facts), "utf-8")
+    write_whole(folder / "table.csv", tables.csv_text(table))
+    write_whole(folder / "table.md", tables.markdown(table, facts))
     if any(row.done for row in table):
         draw.draw(table, facts, folder)
     else:
         for name in draw.PICTURES:
             (folder / name).unlink(missing_ok=True)
-    (folder / "report.html").write_text(page.page(table, facts), "utf-8")
+    write_whole(folder / "report.html", page.page(table, facts))
     print(folder / "report.html")

@@ -9,7 +9,6 @@ running half needs nothing else, the report matplotlib and bokeh (make venv). RE
 
 import math
 import os
-import subprocess
 import sys
 import time
 from fnmatch import fnmatchcase
@@ -22,7 +21,7 @@ if sys.version_info < (3, 11):
 import record
 import runner
 import sweep as sweeps
-from problem import Parser, Problem
+from problem import Parser, Problem, installs
 from trainer import ROOT, Trainer, check
 
 
@@ -48,7 +47,7 @@ def options_read(arguments):
     )
     parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option for all runs")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="names to run, such as 'adamw*'")
-    parser.add_argument("--commit", metavar="TEXT", help="what to record where git cannot be asked")
+    parser.add_argument("--commit", metavar="TEXT", help="what to record (default: the commit of ./train --version)")
     parser.add_argument("--dry-run", action="store_true", help="check everything, list the runs and stop")
     parser.add_argument(
         "--report-only", action="store_true", help="report what is done; needs neither ./train nor a GPU"
@@ -74,19 +73,6 @@ def options_read(arguments):
     options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
     return options
-
-
-def commit_now():
-    """Returns the commit of the working tree, with a + if it was changed."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
-        )
-    except OSError:
-        return "unknown"
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "") if head.returncode == 0 else "unknown"
 
 
 def is_done(run, trainer, records):
@@ -162,7 +148,7 @@ def run_sweep(options):
         gpus,
         options.until,
         options.silence,
-        options.commit or commit_now(),
+        options.commit,
     )
 
     def left():
@@ -189,12 +175,11 @@ def main(arguments=None):
         try:
             import report
         except ImportError as missing:
+            hint = installs("-r dev/requirements.txt")
             if not options.report_only:
-                print(
-                    f"compare: notice: no report ({missing}); type `make venv`, then .venv/bin/python ... --report-only"
-                )
+                print(f"compare: notice: no report ({missing}); {hint}, then the command with --report-only")
                 return status
-            raise Problem(f"{missing}; type `make venv` and begin the command with .venv/bin/python") from None
+            raise Problem(f"{missing}; {hint}") from None
         report.write(sweeps.load(options.sweep, options.overrides), options.out)
         return status
     except Problem as problem:

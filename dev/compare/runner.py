@@ -159,7 +159,7 @@ class Runner:
             "seconds": round(seconds, 1),
             "resumed_at": job.first,
             "sharing": self.jobs,
-            "commit": self.commit,
+            "commit": self.commit or result["commit"],
         }
         record.write(self.records, result)
         self.count[result["status"]] += 1

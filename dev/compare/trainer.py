@@ -84,6 +84,7 @@ def refused(run, text):
         return f"type --set {name}={value}" if typed else f'write {name} = "{value}"'
 
     sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", as_given, sentence)
+    sentence = re.sub(r"--dry-run --memory (\w+)", r"--set memory=\1 --dry-run", sentence)
     return Problem(f"{run.places[named]}: {run.name}: {sentence}")
 
 

@@ -13,21 +13,10 @@ line counts; the exit status is 1 when an example differs. Mistakes are answered
 
 import json
 import os
-import re
 import struct
 import sys
 
-sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from problem import Parser, Problem, answered, installs
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
-try:
-    import numpy as np
-    import torch
-    from transformers import GPT2LMHeadModel
-except ImportError as missing:
-    print(f"check_eval: error: {missing}; {installs('-r dev/reference/requirements.txt')}", file=sys.stderr)
-    sys.exit(2)
+from check_export import Parser, Problem, answered, load, np, torch
 
 HEADER = "<8s6IQI16xI"
 NORMS = ("choice", "choice_norm", "choice_bytes")
@@ -51,18 +40,6 @@ class Questions:
         starts = ends - table[:, 0] - table[:, 1]
         self.rows = [(tokens[a:b], int(row[1])) for a, b, row in zip(starts, ends, table)]
         self.lengths = table[:, 2:4]
-
-
-def load(folder, dtype, device):
-    if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise Problem(f"{folder}: there is no config.json in it; give a checkpoint, such as RUN/step_00001000")
-    if os.path.isfile(os.path.join(folder, "log.jsonl")):
-        raise Problem(f"{folder}: a run folder; give a checkpoint in it, such as {folder}/{newest(folder)}")
-    try:
-        model = GPT2LMHeadModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise Problem(f"{folder}: transformers cannot load it ({str(error).splitlines()[0]})") from None
-    return model.to(device).eval()
 
 
 @torch.no_grad()
@@ -90,17 +67,12 @@ def score(model, rows, batch):
     return result
 
 
-def measured_rounding(options, questions, reference, device):
+def measured_rounding(options, questions, reference):
     """Returns the largest difference between float32 and bfloat16 among rows spread over the file."""
     stride = max(1, len(questions.rows) // options.rounding_rows)
     rows, want = questions.rows[::stride], reference[::stride, 0]
-    got = score(load(options.folder, torch.bfloat16, device), rows, options.batch)[:, 0]
+    got = score(load(options.folder, torch.bfloat16, options.device), rows, options.batch)[:, 0]
     return float(np.abs(got - want).max())
-
-
-def newest(folder):
-    """Returns the last checkpoint of a run."""
-    return max((name for name in os.listdir(folder) if re.fullmatch(r"step_\d+", name)), default="step_00001000")
 
 
 def read_scores(path, name, count):
@@ -108,7 +80,7 @@ def read_scores(path, name, count):
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line for line in map(json.loads, file) if line["task"] == name]
-            numbers = [line["example"] for line in lines]
+            numbers = [line["example"] for line in lines if [float(score or 0) for score in line["scores"]]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "strerror", None) or f"not the scores of --eval-out: {error}"
         raise Problem(f"{path}: cannot be read ({reason})") from None
@@ -123,7 +95,7 @@ def read_scores(path, name, count):
 def differences(line, answer, reference, lengths, rounding):
     """Returns what is wrong in an example, as (what, whether rounding explains it)."""
     mine = np.array([np.nan if score is None else score for score in line["scores"]])
-    if len(mine) != len(reference) or line["answer"] != answer:
+    if len(mine) != len(reference) or line.get("answer") != answer:
         return [("another question", False)]
     wrong = []
     if not np.all(np.abs(mine - reference[:, 0]) <= 2 * rounding):
@@ -133,7 +105,7 @@ def differences(line, answer, reference, lengths, rounding):
             wrong.append((f"right {line['right']}, lead {reference[0, 1]:.5f}", abs(reference[0, 1]) <= 2 * rounding))
         return wrong
     for name, norm in zip(NORMS, (np.ones(len(mine)), lengths[:, 0], lengths[:, 1])):
-        normal, mine_is = reference[:, 0] / norm, line[name]
+        normal, mine_is = reference[:, 0] / norm, line.get(name)
         best = int(np.argmax(normal))
         if mine_is not in range(len(mine)):
             wrong.append((f"{name} {mine_is}, want {best}", False))
@@ -147,9 +119,7 @@ def check(options):
     questions = Questions(options.questions)
     name = os.path.basename(options.questions).removesuffix(".eval")
     lines = read_scores(options.scores, name, len(questions.examples))
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cuda.matmul.allow_tf32 = False
-    model = load(options.folder, torch.float32, device)
+    model = load(options.folder, torch.float32, options.device)
     if model.config.vocab_size < questions.vocabulary:
         raise Problem(
             f"{options.questions}: {questions.vocabulary} tokens, and the model has {model.config.vocab_size}"
@@ -158,7 +128,7 @@ def check(options):
         questions.examples = questions.examples[: options.limit]
         questions.rows = questions.rows[: sum(rows for rows, _ in questions.examples)]
     reference = score(model, questions.rows, options.batch)
-    rounding = options.tolerance or measured_rounding(options, questions, reference, device)
+    rounding = options.tolerance or measured_rounding(options, questions, reference)
     counts, at, largest = {"same": 0, "within rounding": 0, "DIFFERENT": 0}, 0, 0.0
     for line, (rows, answer) in zip(lines, questions.examples):
         mine, its = [x for x in line["scores"] if x is not None], reference[at : at + rows]
@@ -177,7 +147,7 @@ def check(options):
     else:
         right = np.mean(reference[:, 1] > 0)
         print(f"transformers: perplexity {np.exp(-reference[:, 0].mean()):.4f}")
-    print(f"transformers: acc {right:.5f}, float32 on {device}")
+    print(f"transformers: acc {right:.5f}, float32 on {model.device.type}")
     print(f"scores differ by at most {largest:.2e} nats, the rounding is {rounding:.2e}")
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return int(counts["DIFFERENT"] > 0)
@@ -197,7 +167,7 @@ def main():
     add("--rounding-rows", type=int, default=512, metavar="N", help="rows that measure it (default: %(default)s)")
     add("--verbose", action="store_true", help="name also the examples that rounding explains")
     options = parser.parse_args()
-    if min(options.batch, options.rounding_rows, options.limit or 1) < 1:
+    if min(options.batch, options.rounding_rows, 1 if options.limit is None else options.limit) < 1:
         raise Problem("--batch, --limit and --rounding-rows must be at least 1")
     return check(options)
 

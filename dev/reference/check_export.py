@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Loads an exported model with transformers and prints its loss, for comparison with the trainer's.
 
-    python dev/reference/check_export.py runs/last --tokens 'data/corpus/val_*.bin' --expect 3.2871 --tolerance 0.001
-    python dev/reference/check_export.py runs/last --bytes README.md --windows 8
+    python dev/reference/check_export.py runs/last/step_00001000 --tokens 'data/corpus/val_*.bin' --expect 3.2871
+    python dev/reference/check_export.py runs/last/step_00001000 --bytes README.md --windows 8
 
 The data is cut as the trainer cuts it: windows of T tokens at multiples of T (T: the model's n_positions, or --length),
 each with the token after it as the last target; a tail is left out, in every file. The mean over the first N windows is
@@ -13,10 +13,11 @@ the loss is further than --tolerance from it. Mistakes are answered by one sente
 import glob
 import math
 import os
+import re
 import sys
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from problem import Parser, Problem, answered, installs
+from problem import Parser, Problem, answered, installs, regular
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # DIR is a folder, never a name to look up
 try:
@@ -24,7 +25,8 @@ try:
     import torch
     from transformers import GPT2LMHeadModel
 except ImportError as missing:
-    print(f"check_export: error: {missing}; {installs('-r dev/reference/requirements.txt')}", file=sys.stderr)
+    name, hint = os.path.basename(sys.argv[0]).removesuffix(".py"), installs("-r dev/reference/requirements.txt")
+    print(f"{name}: error: {missing}; {hint}", file=sys.stderr)
     sys.exit(2)
 
 MAGIC, HEADER_BYTES = 20240520, 1024
@@ -34,8 +36,8 @@ def read_tokens(path, is_bytes):
     """Returns the tokens of a file, memory-mapped."""
     try:
         if is_bytes:
-            return np.memmap(path, np.uint8, "r")
-        header = np.fromfile(path, "<i4", 256)
+            return np.memmap(regular(path), np.uint8, "r")
+        header = np.fromfile(regular(path), "<i4", 256)
         if len(header) < 256 or header[0] != MAGIC or header[1] != 1:
             raise Problem(f"{path}: not a shard of tokens (magic {MAGIC}, version 1); give other files by --bytes")
         return np.memmap(path, "<u2", "r", HEADER_BYTES, (int(header[2]),))
@@ -65,24 +67,38 @@ def mean_loss(model, sequences, batch, device):
     return total / targets, targets
 
 
-def check(options):
-    if not os.path.isfile(os.path.join(options.folder, "config.json")):
-        raise Problem(f"{options.folder}: not a model folder, there is no config.json in it")
+def newest(folder):
+    """Returns the last checkpoint of a run."""
+    return max((name for name in os.listdir(folder) if re.fullmatch(r"step_\d+", name)), default="step_00001000")
+
+
+def load(folder, dtype, device):
+    """Returns the model of a folder on a device: by default a GPU where there is one."""
+    if os.path.isfile(os.path.join(folder, "log.jsonl")):
+        raise Problem(f"{folder}: a run folder; give a checkpoint in it, such as {folder}/{newest(folder)}")
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise Problem(f"{folder}: there is no config.json in it; give a checkpoint, such as RUN/step_00001000")
     try:
         model, info = GPT2LMHeadModel.from_pretrained(
-            options.folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+            folder, dtype=dtype, output_loading_info=True, attn_implementation="eager"
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise Problem(f"{options.folder}: transformers cannot load it ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # of transformers, safetensors and others
+        raise Problem(f"{folder}: transformers cannot load it ({str(error).splitlines()[0]})") from None
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names and kind != "error_msgs"}
     if wrong.get("missing_keys") == ["lm_head.weight"]:  # tied to wte
         del wrong["missing_keys"]
     if wrong:
-        raise Problem(f"{options.folder}: tensors do not fit the model: {wrong}")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        raise Problem(f"{folder}: tensors do not fit the model: {wrong}")
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = model.to(device).eval()
-    length = options.length or model.config.n_positions
+    try:
+        return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise Problem(f"--device {device}: {str(error).splitlines()[0]}; give cpu or cuda") from None
+
+
+def check(options):
+    model = load(options.folder, torch.float32, options.device)
+    length = model.config.n_positions if options.length is None else options.length
     if not 1 <= length <= model.config.n_positions:
         raise Problem(f"--length {length} is not within 1 and the model's {model.config.n_positions} positions")
     pattern = options.bytes or options.tokens
@@ -95,9 +111,9 @@ def check(options):
     if not sequences:
         raise Problem(f"{pattern}: shorter than one window of {length} + 1 tokens; give a shorter --length")
     with torch.no_grad():
-        loss, targets = mean_loss(model, sequences, options.batch, device)
+        loss, targets = mean_loss(model, sequences, options.batch, model.device)
     print(f"loss {loss:.6f}")
-    print(f"{len(sequences)} windows of {length}, {targets} targets, float32 on {device}")
+    print(f"{len(sequences)} windows of {length}, {targets} targets, float32 on {model.device.type}")
     if options.expect is None:
         return 0
     error = abs(loss - options.expect)

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import pty
-import re
 import shutil
 import signal
 import struct
@@ -51,6 +50,7 @@ def test_unknown_option(case):
     case.refuse(SWEEP.replace("batch = 1", "batches = 1"), 6, "unknown option batches", "did you mean batch?")
     case.refuse(SWEEP + 'each = [{ m = "fp32", w = 1 }]\n', 15, "unknown option w")
     case.refuse(SWEEP + 'resume = "auto"\n', 15, "--resume is the sweep's own affair")
+    case.refuse(SWEEP + 'fit = "24G"\n', 15, "--fit is the sweep's own affair")
     case.refuse(SWEEP + 'each = [\n    { m = "fp32" },\n    { m = "bf16", mm = "fp32" },\n]\n', 17, "unknown option mm")
     case.refuse('title = "t"\nkeeps = 1\n' + SWEEP, 2, "unknown key keeps")
     case.refuse(SWEEP + '[[runs]]\nname = "c"\n', 15, "unknown key runs", "did you mean run?")
@@ -146,6 +146,8 @@ def test_values_that_are_none(case):
 def test_done_runs_are_skipped(case):
     said = case.run(SWEEP, "--no-report")
     assert "0 of 2 runs are done" in said and "2 done" in said, said
+    built = subprocess.run([ROOT / "train", "--version"], capture_output=True, text=True).stdout
+    assert f"(commit {case.record('a_s1')['commit']}," in built, "of the program, not of the working tree"
     before = (case.out / "runs.jsonl").read_bytes()
     assert "2 of 2 runs are done" in case.run(SWEEP, "--no-report")
     shutil.rmtree(case.work)  # the records alone say what is done, wherever they were made

@@ -16,9 +16,11 @@ import lzma
 import os
 import random
 import shlex
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from cases import run_cases
@@ -496,6 +498,7 @@ def test_evaluation_errors(case):
             ('{"context": "a", "choices": ["b", ""], "answer": 0}', "a choice not an empty one"),
             ('{"context": 5, "choices": ["b"], "answer": 0}', "must be a text"),
             ('{"context": "a", "choices": 5, "answer": 0}', "line 1: a field of this question is no text or no list"),
+            ('{"context": "a", "choices": "bc", "answer": 0}', "line 1: a field of this question is no text or no list"),
             ('{"text": null}', "line 1: a field of this question is no text or no list"),
             ('{"text": "a b"}\n{"context": "a", "choices": ["b"], "answer": 0}', "line 2: a question of another kind"),
             ("", "there is no question in it"),
@@ -515,7 +518,7 @@ def test_evaluation_errors(case):
         case.refuse(f"leave {more[0]} out", "--eval", "e.jsonl", *more)
     nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "all_proxy"), "http://127.0.0.1:9")
     nowhere.update(dict.fromkeys(("no_proxy", "NO_PROXY"), ""))
-    case.refuse("type .venv/bin/python data/prepare.py --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **nowhere)
+    case.refuse("data/prepare.py --eval hellaswag=FILE.jsonl", "--eval", "hellaswag", **nowhere)
 
 
 def library(case):
@@ -634,6 +637,21 @@ def test_limit_and_force(case):
     assert (corpus.folder / "notes").exists()
 
 
+def test_killed_and_twice(case):
+    """Killed, it leaves no worker and nothing under the name OUT, which a second one refuses to write meanwhile."""
+    name = case.write("a.txt", sample(1, 100_000) * 150)
+    command = [sys.executable, str(ROOT / "data" / "prepare.py"), name, "--tokenizer", "vocabulary", "--workers", "2", "--out", "o"]
+    for number, status in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
+        process = subprocess.Popen(command, cwd=case.folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while not list(case.folder.glob("o.tmp/train_*.bin")):
+            assert process.poll() is None and time.sleep(0.05) is None
+        case.refuse("o: another prepare.py is writing it; wait for that", case.write("b.txt", "the\n" * 99), "--out", "o")
+        process.send_signal(number)
+        process.communicate(timeout=60)  # until the workers have ended too, whose stderr it is
+        assert process.returncode == status and not (case.folder / "o").exists(), process.returncode
+    case.prepare("b.txt", out="o")
+
+
 def test_vocabulary_under_hugging_face_names(case):
     write_vocabulary(case.folder / "hf", ("vocab.json", "merges.txt"))
     val = case.write("v.txt", "in")
@@ -660,6 +678,10 @@ def test_vocabulary_errors(case):
             (half / name).write_text(broken)
             case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
         (half / name).write_text(whole[name], "utf-8")
+    for number in (-1, 0.5, 7):
+        names = {**json.loads(whole["vocab.json"]), "Ġt": number}
+        (half / "vocab.json").write_text(json.dumps(names), "utf-8")
+        case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", text, vocabulary="half")
     case.refuse("none: no such folder; give a folder", text, vocabulary="none")
     case.refuse("a.txt: a file, not a folder; give a folder", text, vocabulary="a.txt")
     case.refuse("vocab.bpe, nor tokenizer.json; give a folder", text, vocabulary=".")

@@ -98,6 +98,8 @@ def test_gpus(case):
         (["--gpus", "0"], "--gpus 0 wants numbers of 1 or more"),
         (["--gpus", "x"], "--gpus x wants numbers"),
         (["--skip", "3"], "--skip 3 leaves none"),
+        (["--skip", "-1"], "--skip -1 leaves none, or too many"),
+        (["--keep", "/nope/kept"], "--keep /nope/kept: its folder is not there"),
         (["--sizes", "nano"], "--sizes nano: write MODEL:BATCH:MICRO_BATCHES"),
         (["--sizes", "nano:a:1"], "--sizes nano:a:1 wants numbers"),
         (["--trainer", "/nope"], "--trainer /nope is not there"),

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,7 +166,8 @@ def test_log_lines(case):
     evaluations = (evaluated(2, name, acc=0.5) for name in ("h", "l", "h"))
     case.log("a", *evaluations, *(sampled(2, "a", "b", i) for i in (0, 1, 1)))
     assert log.poll() and [its["name"] for its in log.records["eval"]] == ["l", "h"] and len(log.records["sample"]) == 2
-    case.log("a", "oh\n", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
+    case.log("a", "oh\n", '{"type": "train", "step": 1e999, "loss": 1}\n', "[" * 99999 + "\n")
+    case.log("a", '{"type": "train", "step": 3, "loss": "x"}\n', "[1]\n", train(3))
     assert log.poll() and steps(log) == [1, 2, 3] and log.bad[0] == 14, log.bad
     (case.runs / "a" / "log.jsonl").write_text(json.dumps(train(7)))
     assert not log.poll() and steps(log) == [] and steps(log.read()) == [7], "another file"
@@ -221,6 +223,9 @@ def test_errors(case):
     case.log("broken", CONFIG, "oh\n")
     told = case.run("watch.py", "--export", "csv", "--out", "tables").stdout
     assert "broken: 0 training steps, line 2 of its log is not a record" in told and "a: 1 training steps\n" in told, told
+    command = f"{sys.executable} {ROOT}/dev/watch.py --export csv | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=case.folder, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, ""), "nobody reads what is printed"
     with Server(case) as server:
         case.refuse("watch.py", "type --port 0 for a free one", "--port", server.port)
     (case.folder / "empty").mkdir()
@@ -238,6 +243,8 @@ def test_errors(case):
     os.mkfifo(case.folder / "pipe.jsonl")
     case.refuse("plot.py", "pipe.jsonl: cannot be read (not a regular file)", case.folder / "pipe.jsonl")
     case.refuse("plot.py", "there is no loss in it yet", case.log("b", CONFIG))
+    (case.folder / "cut.csv").write_text("combination,size,percent_of_copy\nadamw8,1g\n")
+    case.refuse("plot_optim.py", "give the file that dev/optim --csv wrote", case.folder / "cut.csv")
     case.refuse("plot.py", "line 2: not a record", case.log("c", CONFIG, "oh\n", train(1)))
 
 
@@ -248,9 +255,12 @@ def read_table(path):
 def test_export_csv(case):
     case.log("deep/a", CONFIG, val(0, 8.0), train(1), train(2, loss=float("inf")), val(2, 6.0))
     case.log("deep/a", evaluated(2, "hellaswag", acc=0.25))
+    other = case.log("deep_a", CONFIG, train(1))
     done = case.run("watch.py", "runs", "--export", "csv", "--out", "out")
-    assert done.returncode == 0 and done.stdout.endswith("csv: 1 run in out\n"), done
-    rows = read_table(case.folder / "out" / "deep_a.csv")
+    assert done.returncode == 0 and done.stdout.endswith("csv: 2 runs in out\n"), done
+    assert len(read_table(case.folder / "out" / "deep_a.csv")) == 1, "another run has another file"
+    shutil.rmtree(other)
+    rows = read_table(case.folder / "out" / "deep_a_6fa53a.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     assert rows[2]["train/loss"] == "" and rows[2]["train/lr"] == "0.003"
     assert (rows[2]["val/loss"], rows[2]["eval/hellaswag/acc"], rows[1]["val/loss"]) == ("6.0", "0.25", "")
@@ -265,7 +275,7 @@ def test_export_csv(case):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0, process.stderr.read()
-    rows = read_table(case.runs / "export" / "deep_a.csv")
+    rows = read_table(case.runs / "export" / "deep_a_6fa53a.csv")
     assert [row["step"] for row in rows] == ["0", "1", "2", "3", "4"] and rows[2]["train/loss"] != "", rows
 
 
@@ -334,6 +344,8 @@ def test_plot(case):
     assert narrow.returncode == 0
     width = [int.from_bytes(data[16:20], "big") for data in (wide, (case.folder / "b.png").read_bytes())]
     assert width == [1950, 1200], "evaluations have a plot beside the loss"
+    done = case.run("plot.py", *(case.log(name, CONFIG, train(1)) for name in ("_x", "$x^$", os.fsdecode(b"\xff"))))
+    assert done.returncode == 0 and not done.stderr, "the names of folders are no formulas, and may be of any bytes"
 
 
 def coloured(png, colour):
