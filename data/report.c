@@ -129,9 +129,9 @@ const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
     for (int i = 0; i < run->table->count; i++) {
         const Option* option = &run->table->option[i];
         if (option->type == OPTION_FLAG || text_among(option->name, own)) continue;
-        fprintf(file, "--%s %s ", option->name, shell_word(option_text(option, run->fields)));
+        fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->fields)));
     }
-    fprintf(file, "--data of %lld tokens (checksum %08x) --val of %lld tokens (checksum %08x)",
+    fprintf(file, "--data of %lld tokens (checksum %08x)\1--val of %lld tokens (checksum %08x)\1",
             (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
     fclose(file);
     return text;

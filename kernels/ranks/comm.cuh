@@ -508,8 +508,8 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
 }
 
-// Ends the run if `text`, the options that a rank was started with, differs from rank 0's, or is NULL (with a sentence
-// in `error`).
+// Ends the run if `text`, the options that a rank was started with, each followed by a byte 1, differs from rank 0's,
+// or is NULL (with a sentence in `error`).
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);
     int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
@@ -519,13 +519,9 @@ inline void comm_require_same(const Launch* launch, const char* text, const char
     launch_broadcast(launch, 0, first, bytes);
     while (text[at] && text[at] == first[at]) at++;
     if (text[at] == first[at]) return free(first);
-    while (at > 0 && strncmp(text + at, "--", 2) != 0) at--;  // where the first option that differs begins
-    const auto length = [](const char* option) {
-        const char* end = strstr(option, " --");
-        return end ? (int)(end - option) : (int)strlen(option);
-    };
+    while (at > 0 && text[at - 1] != 1) at--;  // where the first option that differs begins
     user_error("it has other options or other data than rank 0: %.*s, and rank 0 %.*s; start all alike",
-               length(text + at), text + at, length(first + at), first + at);
+               (int)strcspn(text + at, "\1"), text + at, (int)strcspn(first + at, "\1"), first + at);
 }
 
 // Starts the ranks of --gpus and connects all; `launch` has what the environment says.
