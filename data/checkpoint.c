@@ -235,7 +235,7 @@ const void* checkpoint_array(void* context, const char* name, const char* dtype,
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to) {
     CheckpointReader* reader = context;
     const SafetensorsTensor* found = array;
-    const int64_t first = at * found->shape[0] / (found->bytes > 0 ? found->bytes : 1);
+    const int64_t first = at / safetensors_dtype_bytes(found->dtype);
     char* error = reader->error;
     if (*error || !safetensors_read(&reader->optimizer, found, at, bytes, to, error)) return;
     if (values_finite(found->name, found->dtype, to, bytes, first, error)) return;
