@@ -1535,7 +1535,8 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     sources[0] = run.resume.from, sources[1] = run.model_folder, sources[2] = run.train_data.tokenizer;
     open_device(&run);
     resolve(&run);
-    comm_require_same(launch, run_identity(&run.folder, &run.train_data, &run.val_data), run.folder.error);
+    comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
+                      run.folder.error);
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
