@@ -1434,7 +1434,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     model_read(&m, folder);
     if (samples) {
         Prompts prompts;
-        require(prompts_open(&prompts, o->sample, o->prompt_file, tokenizer, m.config.V, error), error);
+        require(prompts_open(&prompts, o->sample, o->prompt_file, o->samples, tokenizer, m.config.V, error), error);
         if (!sample(&m, o, &prompts, tokenizer, stdout, nullptr, nullptr)) {
             user_error("--model %s: its output is not finite, so there is no sample; name another one", o->model);
         }
@@ -1537,7 +1537,8 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     sources[0] = run.resume.from, sources[1] = run.model_folder, sources[2] = run.train_data.tokenizer;
     open_device(&run);
     resolve(&run);
-    comm_require_same(launch, run_identity(&run.folder, &run.train_data, &run.val_data), run.folder.error);
+    comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
+                      run.folder.error);
     resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;

@@ -235,7 +235,7 @@ const void* checkpoint_array(void* context, const char* name, const char* dtype,
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to) {
     CheckpointReader* reader = context;
     const SafetensorsTensor* found = array;
-    const int64_t first = at * found->shape[0] / (found->bytes > 0 ? found->bytes : 1);
+    const int64_t first = at / safetensors_dtype_bytes(found->dtype);
     char* error = reader->error;
     if (*error || !safetensors_read(&reader->optimizer, found, at, bytes, to, error)) return;
     if (values_finite(found->name, found->dtype, to, bytes, first, error)) return;
@@ -502,8 +502,9 @@ static bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step,
     SCOPED int64_t* steps;
     int count = checkpoint_list(run_folder, &steps);
     for (int64_t i = keep; i < count; i++) {
-        SCOPED char* path = checkpoint_name(run_folder, steps[i]);
-        if (steps[i] != step) ok = folder_remove(path, error) && ok;
+        SCOPED char *path = checkpoint_name(run_folder, steps[i]), *aside = text_format("%s.tmp", path);
+        // A checkpoint loses its name first: one that is removed in part must not look whole.
+        if (steps[i] != step) ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
     }
     DIR* dir = opendir(run_folder);
     for (struct dirent* entry; dir && (entry = readdir(dir));) {

@@ -110,8 +110,7 @@ bool file_name_plain(const char* name) {
     return *name && strlen(name) < 256 && !strchr(name, '/') && strcmp(name, ".") != 0 && strcmp(name, "..") != 0;
 }
 
-// A data set of a thousand shards keeps them open; the usual limit can be raised by the program itself.
-static bool more_descriptors(void) {
+bool more_descriptors(void) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return false;
     limit.rlim_cur = limit.rlim_max;

@@ -32,6 +32,9 @@ bool file_exists(const char* path);  // a regular file
 // Returns whether a name can only mean a file in the same folder: it has no slash and is neither "." nor "..".
 bool file_name_plain(const char* name);
 
+// Raises this process's limit of open files to what the system allows: a data set of a thousand shards keeps them open,
+// and rank 0 two sockets for each other rank. Returns false if there is no more.
+bool more_descriptors(void);
 // Opens a regular file for reading and sets its size. Pipes, devices, sockets and folders are refused at once.
 int file_open(const char* path, int64_t* bytes, char* error);
 // Reads `count` bytes at offset `at`. A file that has become shorter since it was opened is an error.

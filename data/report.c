@@ -118,7 +118,7 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
     plan.host > 0 ? printf(" %8.2f\n", (double)plan.host * unit) : printf("\n");
 }
 
-const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
+const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val) {
     static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout", NULL};
     char* text;
     size_t length;
@@ -129,9 +129,10 @@ const char* run_identity(RunFolder* run, Dataset* train, Dataset* val) {
     for (int i = 0; i < run->table->count; i++) {
         const Option* option = &run->table->option[i];
         if (option->type == OPTION_FLAG || text_among(option->name, own)) continue;
-        fprintf(file, "--%s %s ", option->name, shell_word(option_text(option, run->fields)));
+        fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->fields)));
     }
-    fprintf(file, "--data of %lld tokens (checksum %08x) --val of %lld tokens (checksum %08x)",
+    fprintf(file, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(checkpoint, "crc32c", 0));
+    fprintf(file, "--data of %lld tokens (checksum %08x)\1--val of %lld tokens (checksum %08x)\1",
             (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
     fclose(file);
     return text;

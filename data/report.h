@@ -26,9 +26,11 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
 // fits, the bytes are those of one sequence. The `first` row has a title before it.
 void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
                 const Planner* planner, int64_t memory, bool first);
-// Returns a text that must be the same on all ranks: the options, except names of files, and the data's sizes and
-// checksums, which it computes. The text lives as long as the program; NULL with a sentence if data cannot be read.
-const char* run_identity(RunFolder* run, Dataset* train, Dataset* val);
+// Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the
+// `checkpoint` (its state.json, or NULL), and the data's sizes and checksums, which it computes. A byte 1 follows each,
+// since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
+// be read.
+const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val);
 // Returns the error message for ranks whose weights differ. It lives as long as the program.
 const char* report_weights_differ(const RunFolder* run);
 // Returns true, and prints a line, if the run in `checkpoint` is at its last step already.

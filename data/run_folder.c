@@ -316,7 +316,7 @@ bool run_folder_possible(RunFolder* run, bool bytes) {
     const char* folder = *weights && tokenizer_exists(weights) ? weights : run->sources[2];
     return (run_int(run, "eval-every") == 0 ||
             evaluation_possible(run_text(run, "eval"), bytes ? NULL : folder, run_text(run, "eval-out"), run->error)) &&
-           prompts_check(run_text(run, "prompt-file"), run->error);
+           prompts_check(run_text(run, "prompt-file"), run_int(run, "samples"), run->error);
 }
 
 bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary) {
@@ -326,6 +326,6 @@ bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int voc
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
     if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;
-    return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), tokenizer, vocabulary,
-                        error);
+    return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), run_int(run, "samples"),
+                        tokenizer, vocabulary, error);
 }

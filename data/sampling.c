@@ -19,31 +19,39 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
 }
 
 // The text of a prompt file, after its byte-order mark, at *lines in the memory that is returned; NULL with a sentence.
-static char* prompt_file_read(const char* file, char** lines, char* error) {
-    int64_t bytes = 0;
+static char* prompt_file_read(const char* file, int64_t each, char** lines, char* error) {
+    int64_t bytes = 0, count = 1;
     char* text = file_read(file, &bytes, error);
     if (!text) return data_error(error, "--prompt-file: %s; name a file of prompts, one a line", error), NULL;
     bool plain = strlen(text) == (size_t)bytes && text_is_utf8(text, bytes);  // a NUL would end its prompt
     *lines = strncmp(text, "\xEF\xBB\xBF", 3) == 0 ? text + 3 : text;
-    if (plain && (*lines)[strspn(*lines, "\r\n")]) return text;
-    if (plain) data_error(error, "--prompt-file %s has no prompt; write one a line", file);
-    if (!plain) data_error(error, "--prompt-file %s is no UTF-8 text; write prompts as UTF-8, one a line", file);
+    for (const char* at = text; (at = strchr(at, '\n')); at++) count++;
+    if (!plain) {
+        data_error(error, "--prompt-file %s is no UTF-8 text; write prompts as UTF-8, one a line", file);
+    } else if (count > INT32_MAX / each) {
+        data_error(error, "--samples %lld for each line of %s are over 2^31; type --samples %lld", (long long)each,
+                   file, INT32_MAX / (long long)count);
+    } else if ((*lines)[strspn(*lines, "\r\n")]) {
+        return text;
+    } else {
+        data_error(error, "--prompt-file %s has no prompt; write one a line", file);
+    }
     free(text);
     return NULL;
 }
 
-bool prompts_check(const char* file, char* error) {
+bool prompts_check(const char* file, int64_t each, char* error) {
     char* lines;
-    SCOPED char* text = *file ? prompt_file_read(file, &lines, error) : NULL;
+    SCOPED char* text = *file ? prompt_file_read(file, each, &lines, error) : NULL;
     return !*file || text;
 }
 
-bool prompts_open(Prompts* prompts, const char* text, const char* file, const Tokenizer* tokenizer, int V,
+bool prompts_open(Prompts* prompts, const char* text, const char* file, int64_t each, const Tokenizer* tokenizer, int V,
                   char* error) {
     memset(prompts, 0, sizeof(*prompts));
     if (!*file) return prompts_add(prompts, text, strlen(text), tokenizer, V, error);
     char* line;
-    SCOPED char* text_of_file = prompt_file_read(file, &line, error);
+    SCOPED char* text_of_file = prompt_file_read(file, each, &line, error);
     bool ok = text_of_file != NULL;
     while (ok && *line) {
         size_t length = strcspn(line, "\n"), used = length;

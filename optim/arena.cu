@@ -83,7 +83,7 @@ bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, i
     if (folds && !asked) return false;  // it changes how numbers are rounded
     if (folds && !may_fold(a, config, reason)) {
         char type[64] = "type --release off";
-        if (!together) snprintf(type, sizeof(type), "type --tokens-per-step %lld", (long long)micro);
+        if (!together) snprintf(type, sizeof(type), "type --release off, or --tokens-per-step %lld", (long long)micro);
         const bool says = strstr(reason, "; type ") != nullptr;
         return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : type);
     }

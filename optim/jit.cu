@@ -441,7 +441,6 @@ static bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     CUresult (*module_load)(CUmodule * module, const void* image);
     CUresult (*module_function)(CUfunction * function, CUmodule module, const char* name);
     CUmodule module = nullptr;
-    check(cudaFree(nullptr));  // the runtime's context is current after this
     memset(kernel, 0, sizeof(*kernel));
     if (!driver_bind("cuModuleLoadData", &module_load) || !driver_bind("cuModuleGetFunction", &module_function) ||
         !driver_bind("cuLaunchKernel", &kernel->launch)) {
@@ -496,8 +495,11 @@ void jit_kernel(int compute, const char* expression, const char* user_source, Ji
     require(jit_architecture(compute, architecture, sizeof(architecture), error), error);
     jit_key(expression, architecture, user_source, 0, 0, key);  // the process has one NVRTC
     if (loaded_find(device, key, kernel)) return;
-    require(jit_get(expression, architecture, &image, error, user_source) && jit_load(&image, kernel, error), error);
+    check(cudaFree(nullptr));  // the runtime's context is current after this
+    require(jit_get(expression, architecture, &image, error, user_source), error);
+    const bool is_loaded = jit_load(&image, kernel, error);
     jit_free(&image);
+    require(is_loaded, error);
     loaded_add(device, key, kernel);
 }
 

@@ -83,6 +83,7 @@ struct Optim {
     int stream_count;
     Settle settle[4 * LAUNCHES];
     int settles;
+    SpanTile* host;        // of spans_create; its tensors may be refused
     const Replay* replay;  // of the step that is captured in a CUDA graph, or null
 };
 
@@ -130,7 +131,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     streams->span = device;  // set at once, so that optim_free finds it if a later allocation fails
     streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
     if (optim->counts) return;
-    SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
+    SpanTile* host = optim->host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
@@ -140,7 +141,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
         }
     }
     copy_to_device(optim->dev, device, host, bytes);
-    free(host);
+    free(host), optim->host = nullptr;
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
@@ -565,7 +566,7 @@ void optim_free(Optim* optim) {
     device_free(optim->dev, optim->factors), device_free(optim->dev, optim->tiles);
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
-    free(optim->tensors), free(optim);
+    free(optim->tensors), free(optim->host), free(optim);
 }
 
 OptimParts optim_parts(const Optim* optim) {

@@ -66,6 +66,7 @@ struct PlacedTables {
     bool built;
     PlacedRun* run;
     int runs;
+    LowPlace* low;  // of the matrices that are stepped now
     int64_t tiles, staged;
     Tile* step_tiles;            // device memory (tiles)
     int64_t whole_at[LAUNCHES];  // first tile, in the arena beside, of the gradients of a rule of rows or matrices
@@ -211,7 +212,7 @@ void placed_free(PlacedTables* tables) {
     device_free(tables->parts.dev, tables->scalars), device_free(tables->parts.dev, tables->clock);
     device_free(tables->parts.dev, tables->replayed);
     device_free(tables->parts.dev, tables->view.pointers);
-    free(tables->tensor), free(tables->pointers), free(tables);
+    free(tables->tensor), free(tables->pointers), free(tables->low), free(tables);
 }
 
 // Building the tables.
@@ -493,13 +494,13 @@ static const char* whole_grads(const PlacedTables* tables, int launch) {
     return tables->view.grads + first * tables->view.grad_bytes;
 }
 
-// Returns the places of the weights of a launch's matrices, in the order of its plan; the caller frees them. Matrices
-// that are not aligned are in the arena beside.
-static LowPlace* low_places(const PlacedTables* tables, int launch) {
+// Returns the places of the weights of a launch's matrices, in the order of its plan. Matrices that are not aligned
+// are in the arena beside.
+static LowPlace* low_places(PlacedTables* tables, int launch) {
     const OptimParts* parts = &tables->parts;
     const PlacedView* view = &tables->view;
     const MatrixPlan* matrices = &optim_matrix_work(tables->optim, launch)->plan;
-    LowPlace* places = (LowPlace*)memory_zero((size_t)matrices->matrices + 1, sizeof(LowPlace));
+    LowPlace* places = tables->low = (LowPlace*)memory_grow(tables->low, (size_t)matrices->matrices * sizeof(LowPlace));
     for (int i = 0; i < matrices->matrices; i++) {
         const int t = matrices->matrix[i].tensor;
         const int64_t slot = tables->tensor[t].first_slot;
@@ -511,7 +512,7 @@ static LowPlace* low_places(const PlacedTables* tables, int launch) {
     return places;
 }
 
-static void run_step(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
+static void run_step(PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
     const NibbleGroup* group = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
     const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
@@ -519,7 +520,6 @@ static void run_step(const PlacedTables* tables, const PlacedRun* run, const Nib
     const LaunchStep its = {&own, own_step(group, step), places};
     optim_launch(tables->optim, run->launch, run->matrix ? whole_grads(tables, run->launch) : nullptr, &arguments,
                  &its);
-    free(places);
 }
 
 // Steps in CUDA graphs.

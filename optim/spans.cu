@@ -52,8 +52,8 @@ SpanTile span_tile(Span span, const OptimTensor* tensor, int64_t first, int64_t 
     if (is_by_rows(span)) {
         if (tensor->cols >= 1ll << 31 || tensor->rows >= 1ll << 31) {
             user_error(
-                "%s has %lld rows of %lld elements, and rules that read rows take at most 2^31 of each; give it "
-                "rule=adamw",
+                "%s has %lld rows of %lld elements, and rules that read rows take fewer than 2^31 of each; give "
+                "it rule=adamw",
                 tensor->name, (long long)tensor->rows, (long long)tensor->cols);
         }
         shape = {tensor->rows, tensor->cols, false};

@@ -208,6 +208,8 @@ static const Bad BAD_DATA[] = {
     {ALL, "--prompt-file @/good.bin", "--prompt-file @/good.bin is no UTF-8 text", "write prompts as UTF-8"},
     {ALL, "--prompt-file @/nul.txt", "--prompt-file @/nul.txt is no UTF-8 text", "write prompts as UTF-8"},
     {ALL, "--prompt-file @/latin.txt", "--prompt-file @/latin.txt is no UTF-8 text", "write prompts as UTF-8"},
+    {ALL, "--prompt-file @/many.txt --samples 1000000", "--samples 1000000 for each line of @/many.txt are over 2^31",
+     "type --samples 976128"},
     {ALL, "--data @/missing.txt", "--data", "missing.txt"},
     {ALL, "--data @/folder", "--data", "prepare.py"},
     {ALL, "--data @/s3", "@/s3/meta.json: it is not a regular file", "prepare the folder again"},
@@ -251,6 +253,9 @@ static void make_bad_data(const char* work) {
     write_text(work, "empty.txt", "");
     write_text(work, "short.txt", "too short");
     write_text(work, "mark.txt", "\xEF\xBB\xBF\r\n\n");
+    char many[2200];
+    memset(many, '\n', sizeof(many)), many[0] = 'a';
+    write_bytes(work, "many.txt", many, sizeof(many));
     write_text(work, "latin.txt", "caf\xE9\n");
     write_bytes(work, "nul.txt", "a\0b\n", 4);
     write_text(work, "meta.json", "{\"vocabulary\": 300}");

@@ -353,6 +353,14 @@ TEST(exchange_own_card) {
     expect_ranks(test, 3, same_card, 2, "ranks 1 and 2 have the same GPU of the same machine");
 }
 
+// The sentence has the whole option that differs, whatever its value has.
+TEST(exchange_same_options) {
+    const auto other_prompt = [](Launch* launch) {
+        comm_require_same(launch, text_kept("--a 1\1--prompt 'x --lr %d'\1--b 2\1", launch->rank), "");
+    };
+    expect_ranks(test, 2, other_prompt, 2, ": --prompt 'x --lr 1', and rank 0 --prompt 'x --lr 0'; start all alike");
+}
+
 TEST(exchange_own_card_gpu) {
     if (getenv("NIBBLE_SANITIZE")) skip("processes of their own");
     const auto first_gpu = [](Launch* launch) {

@@ -1,5 +1,7 @@
 // Unit tests of kernels/ranks/launch.h: whose rank the environment says this is, Slurm's host lists, and ranks in
 // processes of their own that agree and rest.
+#include <sys/resource.h>
+
 #include "ranks.h"
 
 // Returns what launch_environment makes of an environment that holds "NAME=value NAME=value" and nothing else.
@@ -109,7 +111,13 @@ static void agree_main(Launch* l) {
 }
 
 TEST(launch_agrees) {
+    struct rlimit before, few;
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
+    getrlimit(RLIMIT_NOFILE, &before);
+    few = before, few.rlim_cur = 24;  // rank 0 raises it
+    setrlimit(RLIMIT_NOFILE, &few);
+    expect_ended(test, run_ranks(16, agree_main), 0);
+    setrlimit(RLIMIT_NOFILE, &before);
 }
 
 // Ranks that hang, fail or end alone: exchange_patience, multi_failures, doors_messages_of_a_rank.

@@ -520,6 +520,20 @@ FOLDER_TEST(multi_no_shared_folder) {
     expect(strstr(OUT(child[0]), "sample ---") && !strstr(OUT(child[0]), " notice "), "%s", OUT(child[0]));
 }
 
+// Then no rank may have another checkpoint under the same name than rank 0 has.
+FOLDER_TEST(multi_other_checkpoint) {
+    Child child[2];
+    const char* brief = "--layers 1 --channels 64 --heads 1 --seq 16 --val-every 0 --sample-every 0 --warmup 1";
+    for (int rank : {0, 1}) {
+        train_well("%s --data %s/text.txt --run %s/%d/run --tokens-per-step 32 --batch 2 --steps 2 --lr 0.00%d", brief,
+                   work, work, rank, rank + 1);
+        start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(12),
+                       "--run run --resume auto --batch 1 --lr 0.003 --steps 4", formatted("%s/%d", work, rank));
+    }
+    for (Child& c : child) finish(&c);
+    expect_error(test, &child[0], "other checkpoint", "rank 1 on ", "--resume of a checkpoint with checksum ");
+}
+
 // It is named where rank 0 was looked for. (Ranks that do not come to it: doors_deadline_holds.)
 FOLDER_TEST(multi_missing) {
     Child child[2];

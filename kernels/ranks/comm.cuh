@@ -130,19 +130,16 @@ inline StandIn* stand_in_open(const Launch* launch) {
     char name[64];
     int64_t bytes = (int64_t)sizeof(StandIn) + launch->world * STAND_IN_SLOT;
     if (launch->world > 64) user_error("the stand-in for NCCL has room for 64 ranks, not %d", launch->world);
-    // The name includes the time, since a rank that is killed before it unlinks leaves its mapping behind.
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    snprintf(name, sizeof(name), "/nibble_%d_%lld_%ld", (int)getpid(), (long long)now.tv_sec, now.tv_nsec);
+    bool first = launch->rank == 0;
+    int file = first ? memfd_create("nibble", MFD_CLOEXEC) : -1;  // it has no name that could outlive the ranks
+    if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");
+    snprintf(name, sizeof(name), "/proc/%d/fd/%d", (int)getpid(), file);
     launch_broadcast(launch, 0, name, sizeof(name));
     name[sizeof(name) - 1] = 0;
-    bool first = launch->rank == 0;
-    int file = first ? shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600) : -1;
-    if (first && (file < 0 || ftruncate(file, bytes) != 0)) user_error("no shared memory for the stand-in for NCCL");
-    launch_any(launch, false);
-    if (!first) file = shm_open(name, O_RDWR, 0600);
+    if (!first) file = open(name, O_RDWR | O_CLOEXEC);
     void* map = file < 0 ? MAP_FAILED : mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (map == MAP_FAILED) user_error("no shared memory for the stand-in for NCCL; it takes ranks of one machine");
+    launch_any(launch, false);
     close(file);
     StandIn* shared = (StandIn*)map;
     if (first) {
@@ -152,7 +149,6 @@ inline StandIn* stand_in_open(const Launch* launch) {
         pthread_barrier_init(&shared->barrier, &processes, (unsigned)launch->world);
     }
     launch_any(launch, false);
-    if (first) shm_unlink(name);
     return shared;
 }
 
@@ -510,8 +506,8 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     }
 }
 
-// Ends the run if `text`, the options that a rank was started with, differs from rank 0's, or is NULL (with a sentence
-// in `error`).
+// Ends the run if `text`, the options that a rank was started with, each followed by a byte 1, differs from rank 0's,
+// or is NULL (with a sentence in `error`).
 inline void comm_require_same(const Launch* launch, const char* text, const char* error) {
     require(text, error);
     int64_t bytes = (int64_t)strlen(text) + 1, at = 0;
@@ -521,13 +517,9 @@ inline void comm_require_same(const Launch* launch, const char* text, const char
     launch_broadcast(launch, 0, first, bytes);
     while (text[at] && text[at] == first[at]) at++;
     if (text[at] == first[at]) return free(first);
-    while (at > 0 && strncmp(text + at, "--", 2) != 0) at--;  // where the first option that differs begins
-    const auto length = [](const char* option) {
-        const char* end = strstr(option, " --");
-        return end ? (int)(end - option) : (int)strlen(option);
-    };
+    while (at > 0 && text[at - 1] != 1) at--;  // where the first option that differs begins
     user_error("it has other options or other data than rank 0: %.*s, and rank 0 %.*s; start all alike",
-               length(text + at), text + at, length(first + at), first + at);
+               (int)strcspn(text + at, "\1"), text + at, (int)strcspn(first + at, "\1"), first + at);
 }
 
 // Starts the ranks of --gpus and connects all; `launch` has what the environment says.

@@ -442,7 +442,7 @@ static void check_progress(LaunchWatch* watch, double now) {
 
 static void check_silence(LaunchWatch* watch, double now) {
     for (int r = 0; r < watch->world; r++) {
-        if (!is_peer(watch, r) || watch->heard[r].left || now - watch->heard[r].at <= watch->silence) continue;
+        if (!is_peer(watch, r) || now - watch->heard[r].at <= watch->silence) continue;
         peer_lost(
             watch, r,
             text_kept("has been silent for %d s: it is stopped, or its machine cannot be reached", watch->silence));

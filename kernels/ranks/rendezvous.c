@@ -13,6 +13,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include "../../data/files.h"
 #include "../../data/memory.h"
 #include "../../data/text.h"
 
@@ -339,6 +340,7 @@ static void open_greeting(Door* door, int listener) {
         if (door->greeting[i].socket < 0) place = &door->greeting[i];
     }
     int one = place ? accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
+    if (one < 0 && place && errno == EMFILE && more_descriptors()) return;  // the listener is still ready
     if (one >= 0) *place = (Greeting){.socket = one, .since = seconds_now()};
     if (one < 0 && place && errno != EAGAIN) sleep_ms(20);  // no more files may be opened: wait for some to be closed
 }
