@@ -48,9 +48,9 @@ inline char* peer_slot(const Peers* peers, int at, int from, uint32_t count) {
     return peers->mailbox[at] + sizeof(PeerCounts) + (other * PEER_SLOTS + count % PEER_SLOTS) * PEER_PART;
 }
 
-// Makes the stream wait until *count is at least `min`. Work that is queued later reads what the sender wrote before it
-// raised the counter: the wait flushes if the GPU can; otherwise the fence in the sender's write_value orders the
-// writes.
+// Makes the stream wait until *count is at least `min`, in cyclic order: counts start anew after 2^32 parts. Work that
+// is queued later reads what the sender wrote before it raised the counter: the wait flushes if the GPU can; otherwise
+// the fence in the sender's write_value orders the writes.
 inline void peer_wait(const Peers* peers, cudaStream_t stream, const uint32_t* count, uint32_t min) {
     check(peers->wait_value(stream, (CUdeviceptr)count, min, peers->wait_flags));
 }
@@ -75,8 +75,7 @@ inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at,
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
     uint32_t count = peers->sent[to]++;
-    if (count >= PEER_SLOTS)
-        peer_wait(peers, peers->out, &peer_counts(peers, peers->rank)->taken[to], count + 1 - PEER_SLOTS);
+    peer_wait(peers, peers->out, &peer_counts(peers, peers->rank)->taken[to], count + 1 - PEER_SLOTS);
     check(cudaMemcpyAsync(peer_slot(peers, to, peers->rank, count), (const char*)data + at, (size_t)part,
                           cudaMemcpyDeviceToDevice, peers->out));
     peer_raise(peers, peers->out, &peer_counts(peers, to)->arrived[peers->rank], count + 1);
