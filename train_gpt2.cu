@@ -720,13 +720,13 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
 // Allocates the model's memory; without a `config` for forward passes alone.
 static void model_allocate(Model* m, const OptimConfig* config) {
     const int64_t N = (int64_t)m->B * m->T;
-    m->arena.scratch_bytes = activations_bytes(m, config != nullptr);
+    m->arena.scratch = activations_bytes(m, config != nullptr);
     arena_open(&m->arena, config);
     if (config) {
         m->dwte_sum = m->arena.grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
                                           : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
-    m->activations = device_alloc(m->dev, m->arena.scratch_bytes);
+    m->activations = device_alloc(m->dev, m->arena.scratch);
     m->input = input_alloc(m->dev, N);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
@@ -775,8 +775,7 @@ static void model_init(Model* m, uint64_t seed) {
         const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
         if (tensor->rows > 1) {
-            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations,
-                       m->arena.scratch_bytes);
+            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations, m->arena.scratch);
         } else {
             arena_fill(&m->arena, t, ones ? 1.0f : 0.0f);
         }

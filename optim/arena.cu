@@ -179,7 +179,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
     if (config->offload) a->offload = arena_offload(a);
     // All ranks must agree, and GPUs of other kinds have other activations.
-    const bool may_defer = a->shard && !takes_parts(a) && shard_may_defer(a->shard, a->scratch_bytes);
+    const bool may_defer = a->shard && !takes_parts(a) && shard_may_defer(a->shard, a->scratch);
     if (a->shard) a->shard->may_defer = shard_min(a->shard, may_defer) > 0;
     if (!takes_parts(a)) return;
     // The sums lie after the packed gradients.

@@ -25,10 +25,10 @@ struct Arena {
     int64_t* place;        // (count) first element of each tensor's gradients, if steps are taken part by part
     int* slot;             // (count) number of a matrix's scale if products may read its stored codes; else 0
     int count, layers;
-    int64_t elements;       // length of an arena
-    int64_t scratch_bytes;  // of arena_step's scratch, if sums of gradients may be delivered there; 0: they may not
-    OptimType type;         // X: the type of the weights that the matmuls read
-    bool grads_bf16;        // G: the type of the gradients is bf16, otherwise float
+    int64_t elements;  // length of an arena
+    int64_t scratch;   // bytes of arena_step's scratch, if sums of gradients may be delivered there; 0: they may not
+    OptimType type;    // X: the type of the weights that the matmuls read
+    bool grads_bf16;   // G: the type of the gradients is bf16, otherwise float
     ClipBy clip_by;
     // arena_release sets these.
     bool releases;  // gradients are released
