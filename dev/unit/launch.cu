@@ -114,7 +114,9 @@ TEST(launch_agrees) {
     struct rlimit before, few;
     for (int ranks : {2, 3, 7}) expect_ended(test, run_ranks(ranks, agree_main), 0);
     getrlimit(RLIMIT_NOFILE, &before);
-    few = before, few.rlim_cur = 24;  // rank 0 raises it
+    const int next = dup(0);  // the lowest number that is free
+    close(next);
+    few = before, few.rlim_cur = (rlim_t)next + 20;  // rank 0 raises it
     setrlimit(RLIMIT_NOFILE, &few);
     expect_ended(test, run_ranks(16, agree_main), 0);
     setrlimit(RLIMIT_NOFILE, &before);
