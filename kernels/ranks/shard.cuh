@@ -28,11 +28,10 @@
 // adds up its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into
 // memory that activations no longer need.
 //
-// The exchanges cost 1 to 4 % of a step on four H200s with copy engines (peer.cuh), mostly by the energy that they take
-// from the products. NCCL's kernels also take multiprocessors. Attention draws its work piece by piece and loses no
-// more than their share, but a matrix product with a block for every multiprocessor takes up to twice its time. So fast
-// exchanges over NCCL wait: the reduction of a layer begins at the attention's backward pass of the next layer down
-// (dev/LOG.md has the figures).
+// The exchanges cost 1 to 4 % of a step on four H200s with copy engines (peer.cuh). NCCL's kernels also take
+// multiprocessors. Attention draws its work piece by piece and loses no more than their share, but a matrix product
+// with a block for every multiprocessor takes up to twice its time. So fast exchanges over NCCL wait: the reduction of
+// a layer begins at the attention's backward pass of the next layer down (dev/LOG.md has the figures).
 #pragma once
 #include <assert.h>
 
