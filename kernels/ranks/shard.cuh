@@ -23,8 +23,8 @@
 // gradients are rounded to bf16 before they are sent, which changes an element by at most 2^-8 of its magnitude, and
 // are still summed in fp32.
 //
-// In this second exchange the owner of a layer receives, adds and stores W times as much as each rank does in the first
-// one, and all wait for it. So over NCCL, `grads` and `weights` defer it if a step has several micro-batches: each rank
+// When the sums are sent on, the owner of a layer receives, adds and stores W times as much as each rank did before,
+// and all wait for it. So over NCCL, `grads` and `weights` defer that if a step has several micro-batches: each rank
 // adds up its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into
 // memory that activations no longer need.
 //
@@ -55,7 +55,8 @@ struct ShardBucket {
     int runs;
 };
 
-// Elements of a run that are exchanged at a time; `sums`: where this rank's slice lies among its deferred sums.
+// A chunk is a part of a run that is exchanged at a time; `sums` is where this rank's slice of it lies among its
+// deferred sums.
 struct ShardChunk {
     int64_t begin, end, sums;
 };
@@ -478,12 +479,12 @@ inline int64_t shard_kept(const Shard* s) {
     return s->cut[s->comm.rank + 1] - s->cut[s->comm.rank];
 }
 
-// Elements of the memory for sums.
+// Returns the elements of the memory for sums.
 inline int64_t shard_sums(const Shard* s) {
     return s->sliced > shard_kept(s) ? s->sliced : shard_kept(s);
 }
 
-// Bytes of the squares of all tiles in shard_norm's scratch, behind which deferred sums are delivered.
+// Returns the bytes of the squares of all tiles in shard_norm's scratch. Deferred sums are delivered behind them.
 inline int64_t shard_squares_bytes(const Shard* s) {
     return ceil_div(s->cut[s->comm.world] / TILE_ELEMENTS * (int64_t)sizeof(double), 256) * 256;
 }
