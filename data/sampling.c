@@ -18,7 +18,8 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
            data_error(error, "the prompt cannot be encoded without merges.txt; put it beside vocab.json");
 }
 
-// The text of a prompt file, after its byte-order mark, at *lines in the memory that is returned; NULL with a sentence.
+// Returns memory with the text of a prompt file, which begins at *lines behind its byte-order mark, for `each` samples
+// of each line; NULL with a sentence. Empty lines count too, since only a file with far too many lines is refused.
 static char* prompt_file_read(const char* file, int64_t each, char** lines, char* error) {
     int64_t bytes = 0, count = 1;
     char* text = file_read(file, &bytes, error);

@@ -42,12 +42,12 @@ struct OptimConfig {
     uint64_t seed;
     const char* decay_mode = "coupled";  // p *= 1 - lr * wd; "independent": p *= 1 - wd * lr / lr_max
     float lr_max = 0.0f;                 // the largest learning rate of the schedule; needed by "independent"
-    float beta3 = 0.9999f,
-          alpha = 5.0f;          // ademamix: decay of the slow average, and its weight; came: of the confidence
-    int64_t ramp = 0;            // steps over which both rise to these values; 0: they have them at once
-    const char* overrides = "";  // rule, formats, learning rate or decay by tensor name (override.h); "" =
-                                 // the preset's if weights, m and v are too; "none" = no overrides
-    const char* formats = "";    // files with the user's own formats, for m and v on a GPU (user.cuh)
+    float beta3 = 0.9999f;               // ademamix: decay of the slow average; came: of the confidence
+    float alpha = 5.0f;                  // ademamix: weight of the slow average
+    int64_t ramp = 0;                    // steps over which both rise to these values; 0: they have them at once
+    const char* overrides = "";          // rule, formats, learning rate or decay by tensor name (override.h); "" =
+                                         // the preset's if weights, m and v are too; "none" = no overrides
+    const char* formats = "";            // files with the user's own formats, for m and v on a GPU (user.cuh)
     const struct UserFormats* user_formats = nullptr;  // optim_resolve sets it: what these files hold
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here: multiples of TILE_ELEMENTS; end 0: all
     bool stored = false;         // describes a checkpoint: overrides "" = none, and :ef is not checked
