@@ -4,6 +4,7 @@
 #include <string.h>
 #include "json.h"
 #include "memory.h"
+#include "removed.h"
 #include "text.h"
 #include "version.h"
 
@@ -82,6 +83,8 @@ static bool unknown_option(const OptionTable* table, const char* word, char* err
     for (char* c = name; *c; c++) *c = *c == '_' ? '-' : *c >= 'A' && *c <= 'Z' ? (char)(*c - 'A' + 'a') : *c;
     // torchtitan's options have groups: --training.seq_len, --optimizer.lr. Outside of these groups the last part alone
     // may mean something else, as in --validation.steps, unless it has several words.
+    const char* removed = removed_option(name, NULL);
+    if (removed) return data_error(error, "--%s was removed: %s", name, removed);
     const char *dot = strrchr(name, '.'), *last = dot ? dot + 1 : name;
     bool known =
         strncmp(name, "training.", 9) == 0 || strncmp(name, "optimizer.", 10) == 0 || strncmp(name, "debug.", 6) == 0;
@@ -173,6 +176,8 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     }
     if (!text_is_utf8(text, (int64_t)strlen(text)))
         return data_error(error, "--%s is not UTF-8, which config.json is written in: %s", option->name, text);
+    const char* removed = removed_value(option->name, text);
+    if (removed) return data_error(error, "--%s %s was removed: %s", option->name, text, removed);
     if (option->type == OPTION_CHOICE && !choice_known(text, option->values)) {
         return data_error(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }

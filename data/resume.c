@@ -73,8 +73,20 @@ static const char* shown(const Option* option, const char* text) {
     return *text ? text : "''";
 }
 
+// Refuses a checkpoint whose options include one that was removed and that changed something.
+static bool resume_removed(const Resume* resume, char* error) {
+    for (const Json* one = resume->saved ? resume->saved->child : NULL; one; one = one->next) {
+        const char *name = one->key, *value = json_string(resume->saved, name, "");
+        const char* answer = option_find(resume->table, name) ? NULL : removed_option(name, value);
+        if (!answer) continue;
+        return data_error(error, "--resume: the checkpoint has --%s %s, which was removed: %s", name, value, answer);
+    }
+    return true;
+}
+
 bool resume_options(Resume* resume, char* error) {
     static const char* const of_shape[] = {"model", "layers", "channels", "heads", "seq", NULL};
+    if (!resume_removed(resume, error)) return false;
     for (int i = 0; i < resume->table->count; i++) {
         const Option* option = &resume->table->option[i];
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);

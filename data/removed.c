@@ -1,0 +1,49 @@
+// See removed.h.
+#include "removed.h"
+#include <stddef.h>
+#include <string.h>
+
+// An option, the value that had no effect, and the answer.
+static const struct {
+    const char *name, *unused, *answer;
+} OPTIONS[] = {
+    {NULL, NULL, NULL},
+};
+
+// An option that still exists, its former value, and the answer.
+static const struct {
+    const char *option, *value, *answer;
+} VALUES[] = {
+    {NULL, NULL, NULL},
+};
+
+// A format's name and the answer. A name without a block means the format with every block, scale and rounding.
+static const struct {
+    const char *name, *answer;
+} FORMATS[] = {
+    {NULL, NULL},
+};
+
+const char* removed_option(const char* name, const char* value) {
+    for (int i = 0; OPTIONS[i].name; i++) {
+        if (strcmp(OPTIONS[i].name, name) != 0) continue;
+        return value && strcmp(value, OPTIONS[i].unused) == 0 ? NULL : OPTIONS[i].answer;
+    }
+    return NULL;
+}
+
+const char* removed_value(const char* option, const char* value) {
+    for (int i = 0; VALUES[i].option; i++) {
+        if (strcmp(VALUES[i].option, option) == 0 && strcmp(VALUES[i].value, value) == 0) return VALUES[i].answer;
+    }
+    return NULL;
+}
+
+const char* removed_format(const char* name) {
+    const size_t base = strcspn(name, "/:@");
+    for (int i = 0; FORMATS[i].name; i++) {
+        const char* row = FORMATS[i].name;
+        if (strcmp(row, name) == 0 || (strlen(row) == base && strncmp(row, name, base) == 0)) return FORMATS[i].answer;
+    }
+    return NULL;
+}
