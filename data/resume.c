@@ -9,6 +9,7 @@
 #include "checkpoint.h"
 #include "evaluation.h"
 #include "gpt2_config.h"
+#include "removed.h"
 #include "text.h"
 
 // The value of a text option.
