@@ -578,24 +578,45 @@ TEST(learning_rate) {
                      {"constant", 2.0, 2.0, 2.0},
                      {"wsd", 2.0, 0.2 + 1.8 * (1 - sqrt(0.5)), 0.2}};
     for (const auto& s : schedules) {
-        Schedule o = {s.name, 2.0, 0.1, 0.2, 110, 10};
+        Schedule o = {s.name, 2.0, 0.1, 0.2, 111, 10};
         for (int step = 0; step < 10; step++) {
             expect(fabs(learning_rate(&o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
         }
         expect(fabs(learning_rate(&o, 10) - 2.0) < eps, "%s begins at %g", s.name, learning_rate(&o, 10));
         expect(fabs(learning_rate(&o, 60) - s.middle) < eps, "%s: %g at 60", s.name, learning_rate(&o, 60));
         expect(fabs(learning_rate(&o, 99) - s.late) < eps, "%s: %g at 99", s.name, learning_rate(&o, 99));
-        expect(fabs(learning_rate(&o, 110) - s.last) < eps, "%s ends at %g", s.name, learning_rate(&o, 110));
         for (int step = 10; step < 110; step++) {
             double now = learning_rate(&o, step), next = learning_rate(&o, step + 1);
             expect(next <= now + eps && next >= s.last - eps, "%s rises at %d", s.name, step);
         }
-        o.warmup = 0;
+        // The last step of a run of any length has the last rate; a single step has the peak.
+        for (int steps : {2, 4, 20, 61, 111}) {
+            o.steps = steps, o.warmup = steps / 2;
+            const double last = learning_rate(&o, steps - 1);
+            expect(fabs(last - s.last) < eps, "%s: %d steps end at %g", s.name, steps, last);
+        }
+        o.steps = 110, o.warmup = 0;
         expect(learning_rate(&o, 0) == 2.0, "%s without warm-up begins at %g", s.name, learning_rate(&o, 0));
         o.warmup = o.steps;
         expect(fabs(learning_rate(&o, 109) - 2.0) < eps, "%s: warm-up of all steps ends at %g", s.name,
                learning_rate(&o, 109));
+        o.steps = 1, o.warmup = 0;
+        expect(learning_rate(&o, 0) == 2.0, "%s: a single step has %g", s.name, learning_rate(&o, 0));
     }
+}
+
+TEST(warmup_auto) {
+    const int64_t cases[][2] = {{0, 0},     {1, 0},     {2, 1},      {20, 10},     {119, 59},   {120, 60}, {200, 60},
+                                {1200, 60}, {1220, 61}, {2000, 100}, {14000, 700}, {20000, 700}};  // steps, warm-up
+    char error[DATA_ERROR_BYTES];
+    for (const auto& c : cases) {
+        Schedule s = {"cosine", 1, 0.1, 0.2, c[0], OPTION_AUTO};
+        expect(schedule_choose(&s, false, error) && s.warmup == c[1], "%lld steps: warm-up %lld", (long long)c[0],
+               (long long)s.warmup);
+    }
+    Schedule wsd = {"wsd", 1, 0, 0.8, 100, OPTION_AUTO};
+    expect(schedule_choose(&wsd, false, error) && wsd.warmup == 20, "wsd's decay begins after the warm-up, %lld steps",
+           (long long)wsd.warmup);
 }
 
 // The first step is left out, then the first ten. What lies between two steps counts as time left to wait, not as the

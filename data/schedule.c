@@ -89,16 +89,12 @@ bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
                       (tokens + micro * ranks - 1) / (micro * ranks) * micro * ranks);
 }
 
-// wsd: the rate falls from here on, which may lie between two steps.
-static double decay_begin(const Schedule* s) {
-    return (double)s->steps - (double)s->steps * s->decay_fraction;
-}
-
 bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
     const bool wsd = strcmp(s->kind, "wsd") == 0;
-    const int64_t flat = wsd ? (int64_t)decay_begin(s) : s->steps;
+    const int64_t flat = wsd ? (int64_t)((double)s->steps - (double)s->steps * s->decay_fraction) : s->steps;
     if (s->warmup < 0) {
-        s->warmup = s->steps / 20 < 700 ? s->steps / 20 : 700;
+        const int64_t usual = s->steps / 20 < 700 ? s->steps / 20 : 700, least = s->steps / 2 < 60 ? s->steps / 2 : 60;
+        s->warmup = usual > least ? usual : least;
         if (s->warmup > flat) s->warmup = flat;
     }
     if (s->warmup > s->steps && !warmup_typed) s->warmup = s->steps;  // a resumed run that was made shorter
@@ -115,15 +111,15 @@ bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
 }
 
 double learning_rate(const Schedule* s, int64_t step) {
-    const double last = s->lr * s->final_lr;
     if (step < s->warmup) return s->lr * (double)(step + 1) / (double)s->warmup;
-    double done = (double)(step - s->warmup) / (double)(s->steps > s->warmup ? s->steps - s->warmup : 1);
-    if (done > 1) done = 1;
-    if (strcmp(s->kind, "cosine") == 0) return last + (s->lr - last) * 0.5 * (1.0 + cos(3.14159265358979 * done));
-    if (strcmp(s->kind, "linear") == 0) return s->lr + (last - s->lr) * done;
     if (strcmp(s->kind, "constant") == 0) return s->lr;
-    // wsd: flat, then down by 1 - sqrt(share of the decay done).
-    const double decay = (double)s->steps * s->decay_fraction, begin = decay_begin(s);
-    if ((double)step < begin) return s->lr;
-    return last + (s->lr - last) * (1.0 - sqrt(((double)step - begin) / decay));
+    const double end = s->lr * s->final_lr, last = (double)(s->steps - 1);
+    const bool wsd = strcmp(s->kind, "wsd") == 0;
+    // The rate falls from here, which may lie between two steps with wsd, to the last step.
+    const double begin = wsd ? last - last * s->decay_fraction : (double)s->warmup;
+    double done = last > begin ? ((double)step - begin) / (last - begin) : last > 0;
+    done = done < 0 ? 0 : done > 1 ? 1 : done;
+    if (wsd) return end + (s->lr - end) * (1.0 - sqrt(done));
+    if (strcmp(s->kind, "linear") == 0) return s->lr + (end - s->lr) * done;
+    return end + (s->lr - end) * 0.5 * (1.0 + cos(3.14159265358979 * done));
 }
