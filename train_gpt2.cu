@@ -57,9 +57,9 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 // The values, by type; the table says what each means.
 struct Options {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
-        *decay_mode, *ns_coefficients, *nesterov, *rank_basis, *adafactor_lr, *clip_by, *on_nonfinite, *schedule,
-        *matmul, *head, *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval,
-        *eval_out, *run, *resume, *device, *save, *sample, *completion;
+        *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
+        *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
+        *resume, *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k,
         eval_every, print_every, save_every, keep, seed, memory, fit;
@@ -115,7 +115,6 @@ static const Option OPTIONS[] = {
     {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "of Newton-Schulz"},
     {"rank", INT, AT(rank), "0", 0, 65536, "N", "", "galore, fira, apollo: rank of the moments; 0: shorter side / 4"},
     {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "", "low-rank rules: steps until the directions change"},
-    {"rank-basis", CHOICE, AT(rank_basis), "fp32", 0, 0, "fp32|bf16|lin8", "", "galore: storage of the directions"},
     {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "", "low-rank rules: factor of the update; 0: the paper's"},
     {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
      "adafactor: relative: at most 1/sqrt(step); scaled: times the weights' RMS; paper: both (with --lr 0.01)"},
@@ -192,7 +191,7 @@ static OptimConfig optim_config_of(const Options* o) {
     c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
     c.momentum = (float)o->momentum, c.nesterov = strcmp(o->nesterov, "on") == 0;
     c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
-    c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale, c.rank_basis = o->rank_basis;
+    c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
     c.limit_growth = (float)o->limit_growth, c.clip_update = (float)o->clip_update;
     const bool both = strcmp(o->adafactor_lr, "paper") == 0;
     c.relative_steps = both || strcmp(o->adafactor_lr, "relative") == 0;

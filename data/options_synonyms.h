@@ -197,7 +197,6 @@ static const OptionNeed NEEDS[] = {
     {"ns-steps ns-coefficients", "rule", "muon|normuon"},
     {"rank", "rule", "galore|fira|apollo"},
     {"rank-gap rank-scale", "rule", "galore|fira|apollo|apollo-mini"},
-    {"rank-basis", "rule", "galore"},
     {"adafactor-lr", "rule", "adafactor"},
     {"clip-update", "rule", "adafactor|came"},
     {NULL, NULL, NULL},

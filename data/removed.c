@@ -7,6 +7,7 @@
 static const struct {
     const char *name, *unused, *answer;
 } OPTIONS[] = {
+    {"rank-basis", "fp32", "leave it out: galore keeps its directions in fp32"},
     {NULL, NULL, NULL},
 };
 

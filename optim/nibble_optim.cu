@@ -232,7 +232,6 @@ static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"rank", COUNT, IN_CONFIG(rank)},
                                         {"rank_gap", COUNT, IN_CONFIG(rank_gap)},
                                         {"rank_scale", NUMBER, IN_CONFIG(rank_scale)},
-                                        {"rank_basis", TEXT, IN_CONFIG(rank_basis)},
                                         {"element", COUNT, offsetof(NibbleOptim, element)}};
 
 static const Setting* setting_find(const char* key) {

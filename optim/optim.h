@@ -57,19 +57,18 @@ struct OptimConfig {
     bool nesterov = true;        // their direction is g + momentum (m - g); false: it is m
     int64_t ns_steps = 5;        // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
-    const char* rank_basis = "fp32";  // galore: format of its directions: fp32, bf16, or lin8 in blocks of 256
-    int64_t rank = 0;                 // galore, fira, apollo: the rank; 0: a quarter of the shorter side
-    int64_t rank_gap = 200;           // steps after which they take new directions
-    float rank_scale = 0.0f;          // their factor on the update; 0: the paper's (matrix/low_rank.h)
-    int64_t matrix_chunk = 3 << 25;   // rules that read matrices take about this many elements at a time; no bit
-                                      // depends on it (matrix/matrix.h)
-    float limit_growth = 0.0f;        // a tensor's update grows by at most this factor a step; 0: no limit
-    float clip_update = 1.0f;         // adafactor, came: the largest RMS of a tensor's update; 0: no limit
-    bool relative_steps = false;      // adafactor: the learning rate is at most 1 / sqrt(step)
-    bool scale_by_rms = false;        // adafactor: the update is multiplied by the RMS of the tensor's weights
-    bool offload = false;             // the states lie in host memory; the caller copies them to the device (offload.h)
-    bool folds = false;               // optim_fold_tensors will be called
-    bool replays = false;             // placed steps may be captured in CUDA graphs
+    int64_t rank = 0;                // galore, fira, apollo: the rank; 0: a quarter of the shorter side
+    int64_t rank_gap = 200;          // steps after which they take new directions
+    float rank_scale = 0.0f;         // their factor on the update; 0: the paper's (matrix/low_rank.h)
+    int64_t matrix_chunk = 3 << 25;  // rules that read matrices take about this many elements at a time; no bit
+                                     // depends on it (matrix/matrix.h)
+    float limit_growth = 0.0f;       // a tensor's update grows by at most this factor a step; 0: no limit
+    float clip_update = 1.0f;        // adafactor, came: the largest RMS of a tensor's update; 0: no limit
+    bool relative_steps = false;     // adafactor: the learning rate is at most 1 / sqrt(step)
+    bool scale_by_rms = false;       // adafactor: the update is multiplied by the RMS of the tensor's weights
+    bool offload = false;            // the states lie in host memory; the caller copies them to the device (offload.h)
+    bool folds = false;              // optim_fold_tensors will be called
+    bool replays = false;            // placed steps may be captured in CUDA graphs
     bool placed = false;  // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
     // The memory stays the caller's. Null: the optimizer allocates and frees.

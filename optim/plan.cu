@@ -366,9 +366,7 @@ const FormatRow* slot_format(const OptimConfig* config, Slot slot) {
     if (slot == SLOT_M) return rows.m;
     if (slot == SLOT_V) return rows.v;
     if (slot == SLOT_SLOW && rows.rule->keeps_slow) return rows.m;
-    if (slot == SLOT_BASIS && is_low_rank(rows.rule)) {
-        return find_row(state_table(), rows.rule->matrix == MATRIX_GALORE ? config->rank_basis : "fp32");
-    }
+    if (slot == SLOT_BASIS && is_low_rank(rows.rule)) return find_row(state_table(), "fp32");
     return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
 }
 

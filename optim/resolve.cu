@@ -255,10 +255,6 @@ static bool resolve_matrix(const OptimConfig* config, char* error) {
         return data_error(error, "--ns-coefficients: \"%s\" is not known; type %s", config->ns_coefficients,
                           NEWTON_SCHULZ_NAMES);
     }
-    const char* basis = config->rank_basis;
-    if (strcmp(basis, "fp32") != 0 && strcmp(basis, "bf16") != 0 && strcmp(basis, "lin8") != 0) {
-        return data_error(error, "--rank-basis: \"%s\" is not known; type fp32, bf16 or lin8", basis);
-    }
     const float rank = (float)config->rank, gap = (float)config->rank_gap, scale = config->rank_scale;
     return resolve_number("--rank", rank, rank >= 0.0f && rank <= 65536.0f, "a number from 0 to 65536", error) &&
            resolve_number("--rank-gap", gap, gap >= 1.0f, "a number from 1 on", error) &&

@@ -269,7 +269,6 @@ TEST(optim_refusals) {
         {"muon", WITH(c->ns_coefficients = "jordon"), "--ns-coefficients: \"jordon\"", "jordan or polar-express"},
         {"muon", WITH(c->ns_steps = 0), "--ns-steps: 0", "from 1 to 100"},
         {"muon", WITH(c->momentum = 1.0f), "--momentum: 1", "below 1"},
-        {"galore", WITH(c->rank_basis = "fp16"), "--rank-basis: \"fp16\"", "fp32, bf16 or lin8"},
         {"galore", WITH(c->rank_gap = 0), "--rank-gap: 0", "from 1 on"},
         {"apollo", WITH(c->rank = -1), "--rank: -1", "65536"},
         {"rmnp", WITH(c->weights = "bf16:ef"), "--weights", "does not divide by a root of v"},

@@ -10,7 +10,7 @@
 #include "../rules/muon.cuh"
 
 constexpr uint32_t NOISE_BASIS = 8;  // a stream of noise besides those of noise.cuh
-constexpr int POWER_ITERATIONS = 2, BASIS_BLOCK = 256;
+constexpr int POWER_ITERATIONS = 2, BASIS_PADDED = 256;
 constexpr float LIMIT = 1.01f, NORM_EPS = 1e-8f;
 
 static bool stores_basis(MatrixRule rule) {
@@ -22,8 +22,8 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
     const int64_t side = rows < cols ? rows : cols;
     int64_t rank = rule == MATRIX_APOLLO_MINI ? 1 : config->rank > 0 ? config->rank : (side + 3) / 4;
     if (rank > side) rank = side;
-    // A basis fills whole blocks, so that no block belongs to two matrices.
-    const int64_t basis = rule == MATRIX_GALORE ? ceil_div(rank * side, BASIS_BLOCK) * BASIS_BLOCK
+    // galore's is padded, as checkpoints have it.
+    const int64_t basis = rule == MATRIX_GALORE ? ceil_div(rank * side, BASIS_PADDED) * BASIS_PADDED
                                                 : (rule == MATRIX_FIRA ? rank * side : 0) + 1;
     return {rank, rows >= cols ? rows : rank, rows >= cols ? rank : cols, basis};
 }
@@ -87,48 +87,13 @@ struct StartBasis {
     }
 };
 
-// The stored Q of a matrix; `bits` (32, 16 or 8) says which pointer has it.
-struct StoredBasis {
-    int bits;
-    float* fp32;
-    uint16_t* bf16;
-    uint8_t* lin8;
-    float* scales;  // (blocks) of lin8
-};
-
-// Stores the blocks of a new basis of `count` numbers, unless the step changes nothing.
+// Stores a new basis, unless the step changes nothing.
 struct KeepBasis {
-    StoredBasis to;
-    const float *from, *unit;
-    int64_t count;
-
-    OPTIM_INLINE void at(int64_t block) const {
-        if (!is_finite(*unit)) return;
-        const int64_t first = block * BASIS_BLOCK, end = first + BASIS_BLOCK < count ? first + BASIS_BLOCK : count;
-        float largest = 0.0f;
-        for (int64_t i = first; i < end; i++) {
-            if (to.bits == 32) to.fp32[i] = from[i];
-            if (to.bits == 16) to.bf16[i] = Bf16::encode(from[i]);
-            largest = exact_max(largest, fabsf(from[i]));
-        }
-        if (to.bits != 8) return;
-        const float scale = exact_div(largest, 127.0f);
-        to.scales[block] = scale;
-        for (int64_t i = first; i < end; i++) {
-            const float level = scale > 0.0f ? floorf(exact_add(exact_div(from[i], scale), 0.5f)) : 0.0f;
-            to.lin8[i] = (uint8_t)(127 + (int)exact_max(-127.0f, -exact_max(-127.0f, -level)));
-        }
-    }
-};
-
-// Decodes a basis that is stored in 16 or 8 bits.
-struct ReadBasis {
-    StoredBasis from;
     float* to;
+    const float *from, *unit;
 
     OPTIM_INLINE void at(int64_t i) const {
-        if (from.bits == 16) to[i] = Bf16::decode(from.bf16[i]);
-        if (from.bits == 8) to[i] = exact_mul((float)((int)from.lin8[i] - 127), from.scales[i / BASIS_BLOCK]);
+        if (is_finite(*unit)) to[i] = from[i];
     }
 };
 
@@ -237,10 +202,9 @@ struct LowMatrix {
     int64_t side, length;  // the shorter and the longer side
     int64_t rank;
     float *g, *low, *direction;
-    StoredBasis basis;  // Q, for the rules that store it
-    float* last;        // the norm that the limit keeps, or null
-    float *q, *y, *z;   // room for (rank, side), (rank, side) and the moments' shape
-    float* sums;        // room for 4 length + 4 numbers
+    float* last;       // the norm that the limit keeps, or null
+    float *q, *y, *z;  // room for (rank, side), (rank, side) and the moments' shape
+    float* sums;       // room for 4 length + 4 numbers
 };
 
 static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
@@ -254,15 +218,11 @@ static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
     l.rank = shape.rank;
     l.g = work->scratch + m->at;
     l.low = work->low + m->low, l.direction = work->direction + m->low;
-    char *codes = (char*)its->basis->codes, *scales = (char*)its->basis->extra;
-    l.basis.bits = l.rule == MATRIX_GALORE ? find_row(state_table(), its->config->rank_basis)->stream[0].bits : 32;
-    l.basis.fp32 = (float*)codes + m->basis, l.basis.bf16 = (uint16_t*)codes + m->basis;
-    l.basis.lin8 = (uint8_t*)codes + m->basis, l.basis.scales = (float*)scales + m->basis / BASIS_BLOCK;
-    l.last = l.rule == MATRIX_GALORE ? nullptr : l.basis.fp32 + shape.basis - 1;
+    float* basis = (float*)its->basis->codes + m->basis;
+    l.last = l.rule == MATRIX_GALORE ? nullptr : basis + shape.basis - 1;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
     l.sums = work->sums;
-    if (stores_basis(l.rule) && l.basis.bits == 32) l.q = l.basis.fp32;
-    if (l.basis.bits < 32) for_each(its->dev, ReadBasis{l.basis, l.q}, l.rank * l.side);
+    if (stores_basis(l.rule)) l.q = basis;
     return l;
 }
 
@@ -308,9 +268,7 @@ static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refre
         matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
         orthonormal(dev, o);
     }
-    const int64_t count = l->rank * l->side;
-    for_each(dev, KeepBasis{l->basis, l->y, its->work->unit, count}, ceil_div(count, BASIS_BLOCK));
-    if (l->basis.bits < 32) for_each(dev, ReadBasis{l->basis, l->q}, count);
+    for_each(dev, KeepBasis{l->q, l->y, its->work->unit}, l->rank * l->side);
 }
 
 // The fused way.

@@ -22,9 +22,7 @@
 //
 // Arithmetic: all in fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so CPU and GPU differ only in
 // the products' sums, of K terms: by at most about K 2^-24 of their norms, times 1 / (1 - share of the rest) for Q.
-// Memory: the moments; 4 r m bytes of Q, or for galore 2 or 1 bytes a number by --rank-basis (bf16 to nearest, or lin8:
-// whole numbers from -127 to 127 times a scale for each 256; the stored Q is the one that projects); and buffers of a
-// chunk (matrix.h).
+// Memory: the moments; 4 r m bytes of Q; and buffers of a chunk (matrix.h).
 // Cost: 4 R C r flop, and at each refresh of Q 8 R C r.
 //
 // A step goes one of two ways, which low_rank_fuses chooses.

@@ -20,7 +20,7 @@ from . import library, lists, shares
 FORMATS = ("preset", "rule", "weights", "m", "v")  # settings that a parameter group may have of its own
 NEEDS = {"alpha ramp": "ademamix", "beta3": "ademamix came", "momentum nesterov": "muon normuon rmnp normuon-lite",
          "ns_steps ns_coefficients": "muon normuon", "rank": "galore fira apollo",
-         "rank_gap rank_scale": "galore fira apollo apollo-mini", "rank_basis": "galore",
+         "rank_gap rank_scale": "galore fira apollo apollo-mini",
          "clip_update": "adafactor came"}  # arguments need one of these rules, as in data/options_synonyms.h
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I8": torch.int8, "I16": torch.int16}
@@ -547,7 +547,7 @@ class Optimizer(torch.optim.Optimizer):
                  weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
                  beta3=None, alpha=None, ramp=None, momentum=None, nesterov=None, clip_update=None,
                  limit_growth=None, capturable=False, stacked=None, ns_steps=None, ns_coefficients=None, rank=None,
-                 rank_gap=None, rank_scale=None, rank_basis=None, min_quantized=0):
+                 rank_gap=None, rank_scale=None, min_quantized=0):
         if nesterov not in (None, True, False):
             raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
         self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
@@ -555,7 +555,7 @@ class Optimizer(torch.optim.Optimizer):
                             nesterov=None if nesterov is None else "on" if nesterov else "off",
                             limit_growth=limit_growth, capturable=1 if capturable else None,
                             stacked=stacked, ns_steps=ns_steps, ns_coefficients=ns_coefficients, rank=rank,
-                            rank_gap=rank_gap, rank_scale=rank_scale, rank_basis=rank_basis)
+                            rank_gap=rank_gap, rank_scale=rank_scale)
         self._min_quantized = min_quantized  # smaller tensors, as a whole, keep m and v in fp32
         self._begin()
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, betas=tuple(betas), eps=eps, preset=preset,
