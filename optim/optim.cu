@@ -49,7 +49,7 @@ struct StepKernel {
 
 // The tensors that have the same rule and formats. Their step is one kernel launch or, with a rule that reads matrices,
 // two for each chunk of matrices.
-struct Launch {
+struct StepLaunch {
     const LaunchPlan* plan;
     Rows rows;
     const Weights* weights;
@@ -73,7 +73,7 @@ struct Optim {
     Plan* plan;
     void* seen;                 // all weights in the compute type, stored or copied; NULL: no copy is kept
     Weights weights[LAUNCHES];  // as many as the plan has
-    Launch launch[LAUNCHES];    // as many as the plan has
+    StepLaunch launch[LAUNCHES];    // as many as the plan has
     float* factors;             // device memory: factor of the update in each tile, or null
     Tile* tiles;                // device memory: the tiles of each launch, then a counter for each launch
     OptimBytes allocated;
@@ -372,7 +372,7 @@ static void weights_create(Optim* optim, int index) {
 
 // Makes the tables and the kernels of the passes before the step.
 static void rows_create(Optim* optim, int index) {
-    Launch* launch = &optim->launch[index];
+    StepLaunch* launch = &optim->launch[index];
     const Device* dev = optim->dev;
     RowWork* work = &launch->passes;
     work->plan = row_plan(optim->plan, index, optim->tensors, optim->count);
@@ -403,7 +403,7 @@ static int64_t kernel_tiles(const Optim* optim, const LaunchPlan* plan) {
 
 // Makes the buffers and the second kernel of a rule that reads matrices.
 static void matrix_create(Optim* optim, int index) {
-    Launch* launch = &optim->launch[index];
+    StepLaunch* launch = &optim->launch[index];
     const Device* dev = optim->dev;
     MatrixWork* work = &launch->matrix;
     int64_t* total = &optim->allocated.tables;
@@ -442,7 +442,7 @@ static Streams from_begin(const FormatRow* format, const Streams& streams, int64
 
 // Makes the kernels for steps in CUDA graphs, if the launch's steps can be captured.
 static void replayed_create(Optim* optim, int index) {
-    Launch* launch = &optim->launch[index];
+    StepLaunch* launch = &optim->launch[index];
     const Device* dev = optim->dev;
     const RuleRow* rule = launch->rows.rule;
     const bool measures = launch->kernel.measures || launch->apply.measures;
@@ -457,7 +457,7 @@ static void replayed_create(Optim* optim, int index) {
 
 // Allocates and lists the states of launch `index`, and makes its kernels.
 static void launch_create(Optim* optim, int index) {
-    Launch* launch = &optim->launch[index];
+    StepLaunch* launch = &optim->launch[index];
     const LaunchPlan* planned = &optim->plan->launch[index];
     launch->plan = planned;
     launch->rows = config_rows(&planned->config);
@@ -555,7 +555,7 @@ void optim_free(Optim* optim) {
     }
     device_free(optim->dev, optim->seen);
     for (int i = 0; i < launches; i++) {
-        Launch* launch = &optim->launch[i];
+        StepLaunch* launch = &optim->launch[i];
         for (int slot = SLOT_M; slot < SLOTS && launch->plan; slot++) {
             const FormatRow* format = slot_format(&launch->plan->config, (Slot)slot);
             free_streams(optim, format, &launch->kept[slot], true);
@@ -689,7 +689,7 @@ static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArgument
 }
 
 // Runs one pass before step number `step`, and its end. `arguments` has the arrays and constants that the pass needs.
-static void pass_run(const Optim* optim, const Launch* launch, RowRange range, Sum sum, StepArguments* arguments,
+static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange range, Sum sum, StepArguments* arguments,
                      const Replay* replay, int64_t step) {
     const Device* dev = optim->dev;
     const RowWork* work = &launch->passes;
@@ -725,7 +725,7 @@ static void pass_run(const Optim* optim, const Launch* launch, RowRange range, S
 
 // Runs the passes before step number `step`, for the tensors in tiles `tile` to `tile_end` - 1 of the launch's list.
 // `config` has the step's betas. The pass for --limit-growth computes the update for a learning rate of 1.
-static void launch_passes(const Optim* optim, const Launch* launch, const OptimConfig* config, int64_t tile,
+static void launch_passes(const Optim* optim, const StepLaunch* launch, const OptimConfig* config, int64_t tile,
                           int64_t tile_end, const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
     const int64_t begin = launch->plan->run.begin;
@@ -770,7 +770,7 @@ static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
 }
 
 // Sets the arguments of a chunk's first kernel, which turns gradients, or their projections, into directions.
-static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, const LowStep* low,
+static void moment_arguments(const StepLaunch* launch, const MatrixChunk* chunk, const LowStep* low,
                              StepArguments* moment) {
     const MatrixWork* work = &launch->matrix;
     const Rows* rows = &launch->kernel.rows;
@@ -792,7 +792,7 @@ static void moment_arguments(const Launch* launch, const MatrixChunk* chunk, con
 
 // Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have all
 // tiles of the launch.
-static void launch_matrices(const Optim* optim, const Launch* launch, const StepArguments* arguments,
+static void launch_matrices(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
                             const LaunchStep* its) {
     const MatrixWork* work = &launch->matrix;
     const Device* dev = optim->dev;
@@ -828,7 +828,7 @@ static void launch_matrices(const Optim* optim, const Launch* launch, const Step
 }
 
 // Sets the arrays of a launch's step, except the gradients.
-static void launch_arrays(const Optim* optim, const Launch* launch, StepArguments* arguments) {
+static void launch_arrays(const Optim* optim, const StepLaunch* launch, StepArguments* arguments) {
     const Weights* weights = launch->weights;
     arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
     arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
@@ -841,7 +841,7 @@ static void launch_arrays(const Optim* optim, const Launch* launch, StepArgument
 }
 
 // Updates the tiles of the arguments, after the passes.
-static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments* arguments, const LaunchStep* its) {
+static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArguments* arguments, const LaunchStep* its) {
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
     if (launch->rows.rule->by_rows)
         arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes computed
@@ -850,7 +850,7 @@ static void launch_tiles(const Optim* optim, const Launch* launch, StepArguments
 
 // Steps `count` tiles of a launch, from tile `first` of its list on; with a rule that reads matrices, these must be all
 // its tiles. `arguments` has the gradients and the constants.
-static void launch_step(const Optim* optim, const Launch* launch, int64_t first, int64_t count,
+static void launch_step(const Optim* optim, const StepLaunch* launch, int64_t first, int64_t count,
                         StepArguments* arguments, int64_t step) {
     if (count == 0) return;
     launch_arrays(optim, launch, arguments);
@@ -863,15 +863,15 @@ static void launch_step(const Optim* optim, const Launch* launch, int64_t first,
 
 // Returns a launch, and sets the arrays of its step. `grads` begins where the plan's part of the arena does; if it is
 // null, the gradients are not set.
-static const Launch* launch_begin(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
-    const Launch* its = &optim->launch[launch];
+static const StepLaunch* launch_begin(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
+    const StepLaunch* its = &optim->launch[launch];
     if (grads) arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
     launch_arrays(optim, its, arguments);
     return its;
 }
 
 void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
-    const Launch* of = launch_begin(optim, launch, grads, arguments);
+    const StepLaunch* of = launch_begin(optim, launch, grads, arguments);
     launch_passes(optim, of, its->config, 0, of->plan->tiles, arguments, its->step);
 }
 
@@ -915,7 +915,7 @@ StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t st
 }
 
 // Returns the arguments of a launch's step, with its constants but without arrays.
-static StepArguments step_arguments(const Optim* optim, const Launch* launch, const float* grad_scale, float lr,
+static StepArguments step_arguments(const Optim* optim, const StepLaunch* launch, const float* grad_scale, float lr,
                                     int64_t step) {
     StepArguments arguments = step_begin(optim, grad_scale, step);
     const bool relative = launch->plan->config.relative_steps && launch->rows.rule->rows == ROWS_ADAFACTOR;
@@ -928,14 +928,14 @@ static StepArguments step_arguments(const Optim* optim, const Launch* launch, co
 }
 
 void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step) {
-    const Launch* launch = &optim->launch[run->launch];
+    const StepLaunch* launch = &optim->launch[run->launch];
     StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
     arguments.grads = run->grads;
     launch_step(optim, launch, run->first, run->tiles, &arguments, step);
 }
 
 void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number) {
-    const Launch* launch = &optim->launch[run->launch];
+    const StepLaunch* launch = &optim->launch[run->launch];
     StepArguments arguments = step_arguments(optim, launch, grad_scale, 0.0f, step);
     for (Hyper& hyper : arguments.group) hyper.lr = launch_fold(&launch->plan->config);
     launch_arrays(optim, launch, &arguments);
