@@ -71,11 +71,11 @@ struct Optim {
     OptimTensor* tensors;  // (count), with names of their own
     int count;
     Plan* plan;
-    void* seen;                 // all weights in the compute type, stored or copied; NULL: no copy is kept
-    Weights weights[LAUNCHES];  // as many as the plan has
-    StepLaunch launch[LAUNCHES];    // as many as the plan has
-    float* factors;             // device memory: factor of the update in each tile, or null
-    Tile* tiles;                // device memory: the tiles of each launch, then a counter for each launch
+    void* seen;                   // all weights in the compute type, stored or copied; NULL: no copy is kept
+    Weights weights[LAUNCHES];    // as many as the plan has
+    StepLaunch launch[LAUNCHES];  // as many as the plan has
+    float* factors;               // device memory: factor of the update in each tile, or null
+    Tile* tiles;                  // device memory: the tiles of each launch, then a counter for each launch
     OptimBytes allocated;
     bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made; only `allocated` is summed up
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights and of each launch's states
@@ -841,7 +841,8 @@ static void launch_arrays(const Optim* optim, const StepLaunch* launch, StepArgu
 }
 
 // Updates the tiles of the arguments, after the passes.
-static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArguments* arguments, const LaunchStep* its) {
+static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArguments* arguments,
+                         const LaunchStep* its) {
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
     if (launch->rows.rule->by_rows)
         arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes computed
