@@ -108,7 +108,7 @@ $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 $(BUILD)/optim/built_in.o: private CUDA_PTX :=
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.
-HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list offload optim override plan resolve tensors user)
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list offload optim override plan resolve tensors)
 $(HOST_ONLY): private CUDA_ARCH :=
 $(HOST_ONLY): private CUDA_PTX := 80
 
@@ -232,8 +232,8 @@ fuzz: train
 	fi
 
 # What files of dev/fuzz include is not linked a second time. optim.cu reads nothing and takes long with sanitizers.
-build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(BUILD)/dev/fuzz/formats.o \
-                 $(filter-out %/user.o %/launch.o %/rendezvous.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
+build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o \
+                 $(filter-out %/launch.o %/rendezvous.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
 
 build/fuzz/dev/fuzz/%.o: dev/fuzz/%.c

@@ -56,7 +56,7 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 
 // The values, by type; the table says what each means.
 struct Options {
-    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *formats, *overrides,
+    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
         *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
         *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
         *resume, *device, *save, *sample, *completion;
@@ -94,8 +94,6 @@ static const Option OPTIONS[] = {
     {"grads", TEXT, AT(grads), "auto", 0, 0, "FORMAT", "", "fp32 or bf16; auto: bf16 where a step has one micro-batch"},
     {"m", TEXT, AT(m), "", 0, 0, "FORMAT", "", "storage of the first moment"},
     {"v", TEXT, AT(v), "", 0, 0, "FORMAT", "", "storage of the second moment"},
-    {"format", TEXT, AT(formats), "", 0, 0, "FILE", "",
-     "own formats for --m and --v, with commas; runs the code in the files, and so does a checkpoint that names one"},
     {"override", TEXT, AT(overrides), "", 0, 0, "TEXT", "",
      "by tensor name: \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the preset's"},
     {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "", "peak rate; auto: by width and rule, a tenth of it for --model"},
@@ -188,7 +186,7 @@ static OptimConfig optim_config_of(const Options* o) {
     c.beta1 = (float)o->beta1, c.beta2 = (float)o->beta2, c.eps = (float)o->eps;
     c.weight_decay = (float)o->weight_decay, c.decay_mode = o->decay_mode, c.lr_max = (float)o->lr;
     c.beta3 = (float)(o->beta3 == AUTO ? 0.9999 : o->beta3), c.alpha = (float)o->alpha, c.ramp = o->ramp;
-    c.seed = (uint64_t)o->seed, c.overrides = o->overrides, c.formats = o->formats;
+    c.seed = (uint64_t)o->seed, c.overrides = o->overrides;
     c.momentum = (float)o->momentum, c.nesterov = strcmp(o->nesterov, "on") == 0;
     c.ns_steps = o->ns_steps, c.ns_coefficients = o->ns_coefficients;
     c.rank = o->rank, c.rank_gap = o->rank_gap, c.rank_scale = (float)o->rank_scale;
@@ -1276,7 +1274,7 @@ static void resume(Run* run) {
     require(resume_words(merge, error), error);
     if (first) require(resume_find(merge, &run->folder, error), error);
     launch_broadcast(run->launch, 0, merge->from, sizeof(merge->from));
-    require(resume_take(merge, first, error), error);
+    require(resume_take(merge, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
     if (!first || !merge->state) return;
@@ -1461,7 +1459,6 @@ static void open_device(Run* run) {
     }
     if (o->memory > 0) device_imagine(&run->dev, o->memory);
     if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
-    optim_formats_possible(&run->dev, o->formats);
     m->dev = &run->dev, m->launch = run->launch;
     m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard, o->comm);
 }
@@ -1576,7 +1573,7 @@ int main(int argc, char** argv) {
     require(options_defaults(&TABLE, &options, error), error);
     require(options_parse(&TABLE, &options, given, argc, argv, error), error);
     bool printed = options_print(&TABLE, &options, stdout);
-    if (options.list_formats) optim_list_formats(stdout, options.formats), printed = true;
+    if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
     for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);

@@ -75,16 +75,6 @@ char* path_absolute(const char* path) {
     return joins ? text_format("%s/%s", folder, path) : text_copy(path);
 }
 
-char* paths_absolute(const char* list) {
-    char *all = text_copy(""), *rest = NULL;
-    SCOPED char* copy = text_copy(list);
-    for (char* path = strtok_r(copy, ",", &rest); path; path = strtok_r(NULL, ",", &rest)) {
-        SCOPED char *before = all, *named = path_absolute(path), *real = realpath(path, NULL);
-        all = text_format("%s%s%s", before, *before ? "," : "", real ? real : named);
-    }
-    return all;
-}
-
 const char* path_parent(const char* path) {
     const char* slash = strrchr(path, '/');
     if (!slash) return ".";

@@ -18,8 +18,6 @@ const char* path_name(const char* path);
 // Returns the absolute path, which the caller frees. "" stays as it is, and so does a path in a folder whose name is
 // not UTF-8, or would be part of the path's glob pattern.
 char* path_absolute(const char* path);
-// Does the same for each path in a list separated by commas, and resolves links.
-char* paths_absolute(const char* list);
 
 #define FILE_READ_MAX (64 << 20)  // the largest file that file_read takes: 64 MiB
 

@@ -119,7 +119,7 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 }
 
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val) {
-    static const char* const own[] = {"run", "resume", "data", "val", "format", "join-timeout", NULL};
+    static const char* const own[] = {"run", "resume", "data", "val", "join-timeout", NULL};
     char* text;
     size_t length;
     if (!dataset_fingerprint(train, run->error) || !dataset_fingerprint(val, run->error)) {

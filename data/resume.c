@@ -4,8 +4,6 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include "checkpoint.h"
 #include "evaluation.h"
 #include "gpt2_config.h"
@@ -56,12 +54,11 @@ static bool is_left(const Resume* resume, const Option* option) {
 
 // Returns the value of an option as checkpoints have it: the paths of files are absolute. The caller frees it.
 static char* saved_path(const char* option, const char* value) {
-    if (strcmp(option, "eval") == 0) return text_copy(evaluation_paths(value));
-    return strcmp(option, "format") == 0 ? paths_absolute(value) : path_absolute(value);
+    return strcmp(option, "eval") == 0 ? text_copy(evaluation_paths(value)) : path_absolute(value);
 }
 
 void resume_paths(Resume* resume) {
-    static const char* const names[] = {"data", "val", "format", "prompt-file", "eval", "eval-out"};
+    static const char* const names[] = {"data", "val", "prompt-file", "eval", "eval-out"};
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
         const char** value = option_value(resume->table, resume->fields, names[i]);
         *value = saved_path(names[i], *value);
@@ -127,52 +124,13 @@ bool resume_find(Resume* resume, RunFolder* run, char* error) {
     return found;
 }
 
-// Returns why the code in a --format file that only the checkpoint in `folder` names may be a stranger's; NULL: it is
-// not. This program writes absolute paths without links, so it did not write any other path.
-static const char* format_distrust(const char* path, const char* folder) {
-    struct stat info;
-    if (stat(path, &info) != 0) return NULL;  // the file is missing, which is reported later
-    SCOPED char *real = realpath(path, NULL), *run = realpath(path_parent(folder), NULL);
-    const size_t length = run ? strlen(run) : 0;
-    if (!real || strcmp(real, path) != 0) return "its path is not one that this program writes";
-    if (length > 1 && strncmp(real, run, length) == 0 && real[length] == '/')
-        return "the file lies in the run's folder";
-    if (info.st_uid != geteuid() && info.st_uid != 0) return "the file belongs to another user";
-    return info.st_mode & S_IWOTH ? "everybody can write the file" : NULL;
-}
-
-// True if the code in --format files that only the checkpoint in `folder` names may run: checkpoint and files belong to
-// this user, and no one else can have put them there. With `print`, a note on stderr says that the code runs.
-static bool resume_formats(const Resume* resume, const char* folder, bool print, char* error) {
-    struct stat info;
-    const char* formats = text_of(resume, "format");
-    if (resume_given(resume, "format") || !*formats) return true;
-    const bool own = stat(path_in(folder, "state.json"), &info) == 0 && info.st_uid == geteuid();
-    const char* reason = own ? NULL : "the checkpoint belongs to another user";
-    SCOPED char *list = text_copy(formats), *shown = text_copy(formats);
-    char* rest = NULL;
-    for (char* one = strtok_r(list, ",", &rest); one && !reason; one = strtok_r(NULL, ",", &rest)) {
-        reason = format_distrust(one, folder);
-    }
-    text_disarm(shown, false);
-    if (reason) {
-        return data_error(
-            error,
-            "--resume: %s names --format %s, whose code would run, and %s; type --format '%s' if you trust it, or "
-            "begin anew without --resume",
-            folder, shown, reason, shown);
-    }
-    if (print) fprintf(stderr, "train: note: the code in %s runs, since %s names it as --format\n", shown, folder);
-    return true;
-}
-
-bool resume_take(Resume* resume, bool print, char* error) {
+bool resume_take(Resume* resume, char* error) {
     resume->from[sizeof(resume->from) - 1] = 0;
     if (!resume->from[0]) return true;
     if (!resume->state) resume->state = checkpoint_state(resume->from, error);
     if (!resume->state) return false;
     resume->saved = json_get(resume->state, "options");
-    return resume_options(resume, error) && resume_formats(resume, resume->from, print, error);
+    return resume_options(resume, error);
 }
 
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val) {

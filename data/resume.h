@@ -1,5 +1,5 @@
-// Resuming a run: merges the checkpoint's options with those that were typed, and decides whether the code of --format
-// files that a checkpoint names may run. Functions that return false have written a sentence into `error`.
+// Resuming a run: merges the checkpoint's options with those that were typed. Functions that return false have written
+// a sentence into `error`.
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
@@ -23,8 +23,8 @@ typedef struct {
 bool resume_given(const Resume* resume, const char* name);
 // Writes the path of the checkpoint that --resume means to `from`, and holds the run folder. One process calls it.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
-// Opens `state` if resume_find has not, and takes the checkpoint's options. `print`: this process may print notes.
-bool resume_take(Resume* resume, bool print, char* error);
+// Opens `state` if resume_find has not, and takes the checkpoint's options.
+bool resume_take(Resume* resume, char* error);
 // Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same.
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val);
 // Refuses an option for a path or name that was typed empty, for example by an unset shell variable.

@@ -427,7 +427,7 @@ class Harness:
             [f"run/{name}" for name in ("log.jsonl", "config.json", "log.txt", "vocab.json", "merges.txt", "save")] +
             [f"run/step_00000006/{name}" for name in (*FILES, "state.json")] +
             [f"model/{name}" for name in FILES if not name.startswith("optim")] +
-            [f"sampled/{name}" for name in FILES if not name.startswith("optim")] + ["sampled/state.json", "format"])
+            [f"sampled/{name}" for name in FILES if not name.startswith("optim")] + ["sampled/state.json"])
 
     def special(self, name, rng):
         place, kind = rng.choice(self.READ), rng.choice(self.SPECIAL)
@@ -443,8 +443,6 @@ class Harness:
             words = words[:shape] + ["--model", "./model"] + words[shape + 6:]
         elif top == "sampled":
             words = ["--device", "cpu", "--sample", "the", "--model", "./sampled", "--sample-tokens", "4"]
-        elif top == "format":
-            words += ["--format", "format"]
         before = self.steps(folder)
         ended = self.run(folder, words, limit=self.most + (1 << 30))
         try:

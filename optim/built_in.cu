@@ -148,7 +148,6 @@ static const BuiltInRow* find_built_in(const Rows* rows, std::integer_sequence<i
 }
 
 static const BuiltInRow* built_in_row_of(const Rows* rows) {
-    if (rows->m->source || rows->v->source) return nullptr;         // the user's own
     if (row_index(grads_table(), rows->grads) < 0) return nullptr;  // none
     return find_built_in(rows, std::make_integer_sequence<int, PRESET_COUNT>());
 }

@@ -4,7 +4,6 @@
 // its parts of the tensors. Formats in spans need two passes over a tensor, the first one for its maxima. Cost: the
 // arrays are read and written once; a piece takes about 10 MB.
 #include "plan.h"
-#include "user.h"
 
 constexpr int64_t PIECE_ELEMENTS = 256 * TILE_ELEMENTS;
 
@@ -306,14 +305,6 @@ static bool rule_fits(const Conversion*, const Pair* its, char* error) {
         its->to.rule, its->from.rule);
 }
 
-// Returns true if a tensor's arrays can be copied unchanged. Each configuration has its own rows of --format, so these
-// are compared by name.
-static bool same_storage(const Place* from, const Place* to) {
-    if (from->nearest == to->nearest) return true;
-    bool user = from->format && to->format && from->format->source && to->format->source;
-    return user && strcmp(from->format->name, to->format->name) == 0;
-}
-
 // Returns true if v is an average of squared gradients: of elements, or by rows and columns.
 static bool averages_gradients(const char* name) {
     const RuleRow* rule = find_row(rule_table(), name);
@@ -351,37 +342,6 @@ static bool shapes_convert(const Conversion* c, const Pair* its, char* error) {
                       "--rule: \"%s\" keeps %s of %s in another shape than the checkpoint's %s does; leave --rule, "
                       "--preset, --rank and --override as they were, or begin anew from its weights with --model",
                       its->to.rule, slot_name(its->slot), c->to.tensors[t].name, its->from.rule);
-}
-
-// Refuses to convert the user's own formats, since conversion runs on the host and only NVRTC can compile them.
-static bool formats_convert(const Conversion*, const Pair* its, char* error) {
-    const FormatRow *from = its->from.format, *to = its->to.format;
-    if (!from || !to || !(from->source || to->source) || same_storage(&its->from, &its->to)) return true;
-    return data_error(error,
-                      "%s is %s in the checkpoint and %s was asked for, and a format of --format is not "
-                      "converted; resume in the checkpoint's",
-                      slot_name(its->slot), from->name, to->name);
-}
-
-void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]) {
-    user_sums(optim_parts(optim).config, text, OPTIM_OWN_FORMATS_BYTES);
-}
-
-// Checks that the files of the user's own formats have not changed since the checkpoint was written, since a name alone
-// does not tell what the codes mean.
-static bool formats_unchanged(const Conversion* c, char* error) {
-    char now[OPTIM_OWN_FORMATS_BYTES], then[OPTIM_OWN_FORMATS_BYTES], *rest;
-    user_sums(&c->from, now, sizeof(now));
-    snprintf(then, sizeof(then), "%s", c->stored->own_formats);
-    for (const char* entry = strtok_r(then, " ", &rest); entry; entry = strtok_r(nullptr, " ", &rest)) {
-        if (strstr(now, entry)) continue;
-        return data_error(error,
-                          "the file of --format that holds its %.*s has been changed since, so that its codes may mean "
-                          "other numbers; put the file back as it was (comments and white space do not count), or "
-                          "begin anew from the weights with --model",
-                          (int)strcspn(entry, "="), entry);
-    }
-    return true;
 }
 
 // Counts a change of format.
@@ -461,7 +421,7 @@ static void slot_load(Conversion* c, int index, Slot slot) {
     const Place from = plan_place(c->from_plan, index, slot);
     const Kept to = kept_of(c->optim, index, slot);
     if (!from.format && !to.place.format) return;
-    const bool same = same_storage(&from, &to.place);
+    const bool same = from.nearest == to.place.nearest;
     if (!same) note_change(c, slot, &from, &to.place);
     if (!from.format || !to.place.format || to.begin >= to.end) return;
     Piece old = piece_create(from.format, to.tensor);
@@ -519,7 +479,7 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
     optim_layout(c->tensors, c->to.count, &c->from);
     c->from_plan = plan_ranges(&c->from, c->tensors, c->to.count);
     bool ok = all_fit(c, rule_fits, error) && all_fit(c, rows_convert, error) && all_fit(c, shapes_convert, error) &&
-              arrays_complete(c, error) && formats_unchanged(c, error) && all_fit(c, formats_convert, error);
+              arrays_complete(c, error);
     for (int slot = 0; slot < SLOTS && ok; slot++) {
         for (int t = 0; t < c->to.count; t++) slot_load(c, t, (Slot)slot);
     }

@@ -16,7 +16,6 @@
 #include "measure.cuh"
 #include "sums.cuh"
 #include "table.cuh"
-#include "user.cuh"
 
 #include <dirent.h>
 #include <dlfcn.h>
@@ -130,13 +129,10 @@ bool jit_architecture(int compute, char* architecture, size_t bytes, char* error
     return newest != 0;
 }
 
-// Returns the source that is compiled: all of the optimizer's device code, then `user_source`. The caller frees it. The
-// headers' own includes are blanked, since the included text precedes them already.
-static char* jit_source(const char* user_source) {
-    const size_t own = (size_t)(__stop_optim_sources - __start_optim_sources);
-    char* source = (char*)memory_take(own + strlen(user_source) + 1);
-    memcpy(source, __start_optim_sources, own);
-    strcpy(source + own, user_source);
+// Returns the source that is compiled: all of the optimizer's device code. The caller frees it. The headers' own
+// includes are blanked, since the included text precedes them already.
+static char* jit_source() {
+    char* source = text_part(__start_optim_sources, (size_t)(__stop_optim_sources - __start_optim_sources));
     for (char* line = source; *line;) {
         char* end = strchr(line, '\n');
         if (!end) end = line + strlen(line);
@@ -181,12 +177,11 @@ static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status,
     free(log);
 }
 
-bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error,
-                 const char* user_source) {
+bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error) {
     Nvrtc nvrtc;
     memset(image, 0, sizeof(*image));
     if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
-    char* source = jit_source(user_source);
+    char* source = jit_source();
     char option_arch[64];
     // The "a" allows instructions that only Hopper has, which kernel.cuh uses if it may.
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
@@ -233,26 +228,22 @@ static bool cache_folder(char* folder, size_t bytes) {
     return false;
 }
 
-void jit_key(const char* expression, const char* architecture, const char* user_source, int major, int minor,
-             char key[JIT_KEY_BYTES]) {
+void jit_key(const char* expression, const char* architecture, int major, int minor, char key[JIT_KEY_BYTES]) {
     int version[2] = {major, minor};
     Hash hash = hash_bytes(hash_start(), __start_optim_sources, __stop_optim_sources - __start_optim_sources);
     for (const char* option : jit_options) hash = hash_bytes(hash, option, (int64_t)strlen(option) + 1);
     hash = hash_bytes(hash, version, sizeof(version));
-    for (const char* text : {architecture, expression, user_source}) {
-        hash = hash_bytes(hash, text, (int64_t)strlen(text) + 1);
-    }
+    for (const char* text : {architecture, expression}) hash = hash_bytes(hash, text, (int64_t)strlen(text) + 1);
     snprintf(key, JIT_KEY_BYTES, "%016llx%016llx", (unsigned long long)(hash >> 64), (unsigned long long)hash);
 }
 
-bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes,
-                    const char* user_source) {
+bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes) {
     char folder[4096], key[JIT_KEY_BYTES];
     Nvrtc nvrtc;
     int major = 0, minor = 0;
     if (!cache_folder(folder, sizeof(folder)) || !nvrtc_open(&nvrtc)) return false;
     if (nvrtc.version(&major, &minor) != 0) return false;
-    jit_key(expression, architecture, user_source, major, minor, key);
+    jit_key(expression, architecture, major, minor, key);
     int length = snprintf(path, bytes, "%s/%s.kernel", folder, key);
     return length > 0 && length < (int)bytes;
 }
@@ -420,11 +411,11 @@ static bool cache_find(const char* path, JitImage* image, bool* usable) {
     return found;
 }
 
-bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error, const char* user_source) {
+bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error) {
     char path[4352];
-    bool usable = true, cache = jit_cache_path(expression, architecture, path, sizeof(path), user_source);
+    bool usable = true, cache = jit_cache_path(expression, architecture, path, sizeof(path));
     if (cache && cache_find(path, image, &usable)) return true;
-    if (!jit_compile(expression, architecture, image, error, user_source)) return false;
+    if (!jit_compile(expression, architecture, image, error)) return false;
     if (usable && (!cache || !cache_write(path, image))) {
         cache_notice(
             "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "
@@ -487,16 +478,16 @@ static void loaded_add(int device, const char* key, const JitKernel* kernel) {
     pthread_mutex_unlock(&loaded_lock);
 }
 
-void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel) {
+void jit_kernel(int compute, const char* expression, JitKernel* kernel) {
     char architecture[32], error[DATA_ERROR_BYTES], key[JIT_KEY_BYTES];
     int device;
     JitImage image;
     check(cudaGetDevice(&device));
     require(jit_architecture(compute, architecture, sizeof(architecture), error), error);
-    jit_key(expression, architecture, user_source, 0, 0, key);  // the process has one NVRTC
+    jit_key(expression, architecture, 0, 0, key);  // the process has one NVRTC
     if (loaded_find(device, key, kernel)) return;
     check(cudaFree(nullptr));  // the runtime's context is current after this
-    require(jit_get(expression, architecture, &image, error, user_source), error);
+    require(jit_get(expression, architecture, &image, error), error);
     const bool is_loaded = jit_load(&image, kernel, error);
     jit_free(&image);
     require(is_loaded, error);

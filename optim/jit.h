@@ -45,26 +45,22 @@ bool jit_available();
 // no libnvrtc or it knows neither.
 bool jit_architecture(int compute, char* architecture, size_t bytes, char* error);
 
-// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>"; with "" it compiles only
-// the variables that the source defines. `user_source`, the user's own formats (user.cuh), follows the optimizer's
-// source. Returns false with NVRTC's log in `error`, cut to DATA_ERROR_BYTES. jit_free frees the image.
-bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error,
-                 const char* user_source = "");
+// Compiles the kernel that a C++ expression names, such as "optim_step_kernel<AdamW, ...>"; with "" it compiles
+// no kernel. Returns false with NVRTC's log in `error`, cut to DATA_ERROR_BYTES. jit_free frees the image.
+bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error);
 
 // Does the same through the cache.
-bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error,
-             const char* user_source = "");
+bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error);
 void jit_free(JitImage* image);
 
 // Writes the hash that names a kernel's file in the cache, for a version of NVRTC: 32 hexadecimal digits.
 constexpr size_t JIT_KEY_BYTES = 33;
-void jit_key(const char* expression, const char* architecture, const char* user_source, int nvrtc_major,
-             int nvrtc_minor, char key[JIT_KEY_BYTES]);
+void jit_key(const char* expression, const char* architecture, int nvrtc_major, int nvrtc_minor,
+             char key[JIT_KEY_BYTES]);
 
 // Writes the path of the cache's file for an expression. Returns false if the environment names no folder, or if there
 // is no libnvrtc.
-bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes,
-                    const char* user_source = "");
+bool jit_cache_path(const char* expression, const char* architecture, char* path, size_t bytes);
 
 // A kernel in the current device's memory.
 struct JitKernel {
@@ -83,7 +79,7 @@ struct Kernel {
 
 // Compiles a kernel through the cache and loads it, for a device of compute capability `compute`, unless this process
 // has done so already. The kernel stays loaded until the process ends. Exits with a sentence if that fails.
-void jit_kernel(int compute, const char* expression, const char* user_source, JitKernel* kernel);
+void jit_kernel(int compute, const char* expression, JitKernel* kernel);
 // Allows launches with up to `bytes` bytes of dynamic shared memory.
 void jit_shared_bytes(const JitKernel* kernel, int bytes);
 // Launches a kernel; `arguments` is as for cudaLaunchKernel.

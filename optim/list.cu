@@ -1,7 +1,6 @@
 // Prints the tables for --list-formats and --list-presets, and writes the banner's line.
 #include "plan.h"
 #include "table.cuh"
-#include "user.h"
 
 double format_bytes_each(const FormatRow* format) {
     double bits = 0.0;
@@ -45,14 +44,10 @@ static void list_table(FILE* file, const char* option, const char* what, const T
     }
 }
 
-void optim_list_formats(FILE* file, const char* formats) {
-    UserFormats* user = nullptr;
-    char error[DATA_ERROR_BYTES];
-    require(!*formats || user_formats_open(formats, &user, error), error);
+void optim_list_formats(FILE* file) {
     list_table(file, "--weights", "the parameters, and what keeps small updates alive", weights_table());
     list_table(file, "--grads", "the gradients", grads_table());
     list_table(file, "--m, --v", "the first and the second moment", state_table());
-    for (int i = 0; user && i < user->count; i++) list_row(file, &user->storage[i]);
     fprintf(file,
             "  NAME alone takes the block above. Formats in blocks also have NAME/32 to NAME/2048 (log8 256 and 2048,\n"
             "  log16 and adalog8 2048 only), and NAME@bf16 and NAME@e8m0, which say how scales are stored. NAME:sr is\n"
@@ -68,7 +63,6 @@ void optim_list_formats(FILE* file, const char* formats) {
     for (int i = 0; i < rule_table().count; i++) {
         fprintf(file, "  %-16s %s\n", rule_table().row[i].name, rule_table().row[i].note);
     }
-    user_formats_free(user);
 }
 
 // B/param is the bytes of a parameter in a checkpoint. Gradients, and the room for decoded layers, which depends on the

@@ -45,10 +45,10 @@ inline int name_distance(const char* typed, const char* name) {
     return 1000 * bases + edit_distance(typed, strlen(typed), whole, strlen(whole));
 }
 
-// Writes a sentence such as "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)", followed by `more`, and
-// returns false. Rows without a note may be suggested but are not listed.
+// Writes a sentence such as "--m: "dyn9" is not known; did you mean dyn8/256? (known: ...)" and returns
+// false. Rows without a note may be suggested but are not listed.
 template <class Row>
-bool name_unknown(const Table<Row>& table, const char* option, const char* name, char* error, const char* more = "") {
+bool name_unknown(const Table<Row>& table, const char* option, const char* name, char* error) {
     const char* removed = removed_format(name);
     if (removed) return data_error(error, "%s %s was removed: %s", option, name, removed);
     const char* nearest = table.row[0].name;
@@ -66,5 +66,5 @@ bool name_unknown(const Table<Row>& table, const char* option, const char* name,
     const int distance = name_distance(name, nearest), wrong = distance / 1000;
     const bool near = wrong < 2 || distance % 1000 < 2 || (wrong == 2 && letters >= 4 && letters == its);
     if (letters > 1 && near) snprintf(guess, sizeof(guess), "; did you mean %s?", nearest);
-    return data_error(error, "%s: \"%s\" is not known%s (known: %s)%s", option, name, guess, known, more);
+    return data_error(error, "%s: \"%s\" is not known%s (known: %s)", option, name, guess, known);
 }

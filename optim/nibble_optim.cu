@@ -15,7 +15,6 @@
 
 #include "loaded_cublaslt.h"
 #include "placed.h"
-#include "user.h"
 
 #define NIBBLE_API extern "C" __attribute__((visibility("default")))
 
@@ -212,7 +211,6 @@ static const Setting setting_table[] = {{"device", DEVICE, 0},
                                         {"m", TEXT, IN_CONFIG(m)},
                                         {"v", TEXT, IN_CONFIG(v)},
                                         {"overrides", TEXT, IN_CONFIG(overrides)},
-                                        {"formats", TEXT, IN_CONFIG(formats)},
                                         {"stacked", TEXT, offsetof(NibbleOptim, stacked)},
                                         {"capturable", SWITCH, IN_CONFIG(replays)},
                                         {"share", SHARE, 0},
@@ -585,7 +583,6 @@ static void optim_unmake(NibbleOptim* optim) {
     for (int i = 0; i < optim->texts; i++) free(optim->text[i]);
     free(optim->tensor), free(optim->local), free(optim->whole), free(optim->placed), free(optim->stale);
     free(optim->owner), free(optim->config.joined);
-    user_formats_free((UserFormats*)optim->config.user_formats);
 }
 
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {

@@ -44,7 +44,7 @@ typedef struct {
 // Makes an optimizer. `settings` is a list of texts "key=value" that ends with a null; values are those of ./train's
 // options, and errors name these options. By default beta3 is 0.9999:
 //     device      cpu, cuda or cuda:N        parameters  fp32 or bf16: the type of the caller's weights
-//     preset, rule, weights, m, v, overrides, formats, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
+//     preset, rule, weights, m, v, overrides, decay_mode, lr_max, beta3, alpha, ramp, momentum, nesterov,
 //                 clip_update, limit_growth, ns_steps, ns_coefficients, rank, rank_gap, rank_scale, seed
 //     grads       fp32 or bf16; by default the parameters' type
 //     capturable  1: steps may be captured in CUDA graphs (nibble_optim_clock); by default 0

@@ -16,7 +16,6 @@
 #include "rows.h"
 #include "sums.cuh"
 #include "storage.h"
-#include "user.h"
 
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
@@ -111,10 +110,6 @@ static void* table_create(Optim* optim, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
     void* table = allocate_zero(optim, format->table_bytes, &optim->allocated.tables);
     if (optim->counts) return nullptr;
-    if (format->source) {
-        user_table_fill(optim->dev, format->type, format->source, table);
-        return table;
-    }
     void* host = memory_take((size_t)format->table_bytes);
     format->fill(host);
     copy_to_device(optim->dev, table, host, format->table_bytes);
@@ -240,10 +235,6 @@ static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, O
     return rows->rule->matrix || rows->weights == none_row() ? none_row() : step_copy(config, rows->weights, compute);
 }
 
-const char* user_source(const Rows* rows) {
-    return rows->m->source ? rows->m->source : rows->v->source ? rows->v->source : "";
-}
-
 // Returns the kernel of the step, or of the measuring pass, if it was compiled ahead of time; otherwise null.
 static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute, Pass pass) {
     if (config->placed || config_scaled(config)) return nullptr;
@@ -295,7 +286,7 @@ static void kernel_make(const Device* dev, const OptimConfig* config, OptimType 
     }
     char expression[2100];
     kernel_expression(name, config, rows, compute, expression, sizeof(expression));
-    jit_kernel(dev->compute, expression, user_source(rows), &kernel->jit);
+    jit_kernel(dev->compute, expression, &kernel->jit);
     jit_shared_bytes(&kernel->jit, shared_bytes);
 }
 
@@ -339,15 +330,6 @@ static void kernel_create(const Device* dev, const OptimConfig* config, OptimTyp
     if (!kernel->measures) return;
     kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_kernel(config, rows, compute, MEASURE),
                 shape.threads, shape.table_bytes, &kernel->measure);
-}
-
-// Refuses the user's own formats on the CPU, since only NVRTC can compile them.
-static void require_gpu(const Device* dev, const Rows* rows) {
-    const FormatRow* user = rows->m->source ? rows->m : rows->v;
-    if (dev->gpu || !user->source) return;
-    user_error(
-        "%s is a format of --format, which is compiled for a GPU, and this run is on the CPU; name a built-in one",
-        user->name);
 }
 
 // Allocates and lists the arrays of weights number `index` of the plan.
@@ -462,7 +444,6 @@ static void launch_create(Optim* optim, int index) {
     launch->plan = planned;
     launch->rows = config_rows(&planned->config);
     launch->weights = &optim->weights[planned->weights];
-    if (!optim->counts) require_gpu(optim->dev, &launch->rows);
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
         const FormatRow* format = slot_format(&planned->config, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];

@@ -47,8 +47,6 @@ struct OptimConfig {
     int64_t ramp = 0;                    // steps over which both rise to these values; 0: they have them at once
     const char* overrides = "";          // rule, formats, learning rate or decay by tensor name (override.h); "" =
                                          // the preset's if weights, m and v are too; "none" = no overrides
-    const char* formats = "";            // files with the user's own formats, for m and v on a GPU (user.cuh)
-    const struct UserFormats* user_formats = nullptr;  // optim_resolve sets it: what these files hold
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here: multiples of TILE_ELEMENTS; end 0: all
     bool stored = false;         // describes a checkpoint: overrides "" = none, and :ef is not checked
     bool keeps_copy = true;      // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
@@ -152,9 +150,6 @@ double optim_usual_lr(const char* rule, int64_t channels);
 // Returns beta3 for --beta3 auto. ademamix's slow average remembers a third of a run of `steps` steps; came's
 // confidence remembers ten times as many steps as v does.
 double optim_usual_beta3(const char* rule, double beta2, int64_t steps);
-
-// Exits with a sentence if `formats`, the files of --format, cannot be used on this device.
-void optim_formats_possible(const Device* dev, const char* formats);
 
 // Returns the bytes that a resolved configuration takes on this device.
 OptimBytes optim_bytes(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -272,11 +267,6 @@ OptimStream optim_stream_named(const Optim* optim, const char* name);
 // config.begin: the tensor's weights lie at `data` plus its offset less config.begin. `dtype` is that of its format.
 OptimStream optim_weights_stream(const Optim* optim, int tensor);
 
-// Writes the names of the user's own formats that the optimizer uses, with the checksums of their files, as text for a
-// checkpoint.
-constexpr int OPTIM_OWN_FORMATS_BYTES = 4096;
-void optim_own_formats(const Optim* optim, char text[OPTIM_OWN_FORMATS_BYTES]);
-
 // An optimizer in a checkpoint, in any formats, and the functions that read it.
 struct OptimStored {
     OptimConfig config;  // resolved; with the rule, formats and overrides of the run that wrote it
@@ -291,7 +281,6 @@ struct OptimStored {
     // Receives a line of text for every conversion, and for every moment that begins or ends here.
     void (*notice)(void* context, const char* line);
     void* context;
-    const char* own_formats = "";  // the text that optim_own_formats wrote then
 };
 
 // Loads the weights and states of a new optimizer, or shard, from an unsharded checkpoint. Arrays in the same format
@@ -359,9 +348,6 @@ const char* optim_preset(int i);
 // Returns the overrides of a preset; "" if it has none.
 const char* optim_preset_overrides(const char* preset);
 
-// Returns true if a built-in format has this name.
-bool optim_name_is_taken(const char* name);
-
 // Print a table to the file, for --list-formats, --list-presets and --help.
-void optim_list_formats(FILE* file, const char* formats = "");
+void optim_list_formats(FILE* file);
 void optim_list_presets(FILE* file);

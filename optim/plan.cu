@@ -92,8 +92,8 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
                    tensor->name, MATRIX_REST);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
-    plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name,
-                                         find_state(config, m)->name, find_state(config, v)->name, pattern);
+    plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name, find_state(m)->name,
+                                         find_state(v)->name, pattern);
     plan->group_of[index] =
         lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
@@ -408,7 +408,7 @@ Place plan_place(const Plan* plan, int tensor, Slot slot) {
     char nearest[64];
     nearest_name(format->name, nearest);
     place.format = format;
-    place.nearest = weights ? find_row(weights_table(), nearest) : find_state(&its->config, nearest);
+    place.nearest = weights ? find_row(weights_table(), nearest) : find_state(nearest);
     if (!place.nearest) place.nearest = format;
     place.at = plan->at[tensor][format_span(format)] - place.run->at[format_span(format)];
     plan_array(plan, weights ? its->weights : launch, slot, place.array);

@@ -5,7 +5,6 @@
 #include "optim.h"
 #include "override.h"
 #include "table.cuh"
-#include "user.h"
 
 static const char NONE[] = "none";  // the format of a state that a rule does not keep
 
@@ -18,48 +17,12 @@ const char* optim_preset_overrides(const char* preset) {
     return row ? row->overrides : "";
 }
 
-bool optim_name_is_taken(const char* name) {
-    return find_row(state_table(), name) || find_row(weights_table(), name) || find_row(grads_table(), name) ||
-           strcmp(name, NONE) == 0;
-}
-
 // Looks a name up and completes it. If it is unknown, the sentence lists the known names and suggests the nearest.
 template <class Row>
 static bool resolve_name(const Table<Row>& table, const char* option, const char** name, char* error) {
     const Row* row = find_row(table, *name);
     if (row) *name = row->name;
     return row || name_unknown(table, option, *name, error);
-}
-
-// Does the same for a moment, which may have one of the user's own formats.
-static bool resolve_state(const OptimConfig* config, const char* option, const char** name, char* error) {
-    const FormatRow* row = find_state(config, *name);
-    if (!row || row == none_row()) {
-        return name_unknown(state_table(), option, *name, error,
-                            config->user_formats
-                                ? "; one of your own needs --format FILE.cuh, and the files given name no such"
-                                : "; one of your own needs --format FILE.cuh");
-    }
-    *name = row->name;
-    return true;
-}
-
-// Reads the files of --format.
-static bool resolve_formats(OptimConfig* config, char* error) {
-    UserFormats* files;
-    if (config->user_formats || !config->formats || !*config->formats) return true;
-    if (!user_formats_open(config->formats, &files, error)) return false;
-    config->user_formats = files;
-    return true;
-}
-
-// Resolves weights. They are set and read on the host, too, where the user's own formats have no functions.
-static bool resolve_weights(const OptimConfig* config, const char* option, const char** name, char* error) {
-    const UserFormats* user = config->user_formats;
-    if (!user || !find_row(Table<UserRow>{user->row, user->count}, *name)) {
-        return resolve_name(weights_table(), option, name, error);
-    }
-    return data_error(error, "%s: \"%s\" was found, but a format of --format is for --m and --v only", option, *name);
 }
 
 static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error) {
@@ -92,21 +55,21 @@ static bool resolve_v(OptimConfig* config, const char* preset, char* error) {
         return data_error(error, "--v: \"none\" was found, but %s keeps a second moment; type --v fp32, say",
                           config->rule);
     }
-    return resolve_state(config, "--v", &config->v, error);
+    return resolve_name(state_table(), "--v", &config->v, error);
 }
 
 // Resolves m, which only adafactor can leave out.
 static bool resolve_m(const OptimConfig* config, const char* option, const char** m, char* error) {
     const RuleRow* rule = rule_of(config);
-    if (strcmp(*m, NONE) != 0) return resolve_state(config, option, m, error);
+    if (strcmp(*m, NONE) != 0) return resolve_name(state_table(), option, m, error);
     if (rule->rows == ROWS_ADAFACTOR) return true;
     return data_error(error, "%s: \"none\" was found, but %s keeps a first moment; type fp32, say, or take adafactor",
                       option, rule->name);
 }
 
 // Refuses a format without negative numbers for m.
-static bool resolve_sign(const OptimConfig* config, const char* option, const char* m, char* error) {
-    if (find_state(config, m)->has_sign) return true;
+static bool resolve_sign(const char* option, const char* m, char* error) {
+    if (find_state(m)->has_sign) return true;
     return data_error(error, "%s: \"%s\" was found, which holds no negative numbers; it is for --v, take dyn8, say",
                       option, m);
 }
@@ -228,11 +191,11 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
         const char *rule = overrides[i].rule, *weights = overrides[i].weights, *m = overrides[i].m, *v = overrides[i].v;
         if (*rule && !resolve_name(rule_table(), "--override rule", &rule, error)) return false;
         rules = rules || *rule;
-        if (*weights && !resolve_weights(config, "--override weights", &weights, error)) return false;
+        if (*weights && !resolve_name(weights_table(), "--override weights", &weights, error)) return false;
         const bool no_m = strcmp(m, NONE) == 0;  // optim_rule_fits checks it
-        if (*m && !no_m && !resolve_state(config, "--override m", &m, error)) return false;
-        if (*m && !resolve_sign(config, "--override m", m, error)) return false;
-        if (*v && !resolve_state(config, "--override v", &v, error)) return false;
+        if (*m && !no_m && !resolve_name(state_table(), "--override m", &m, error)) return false;
+        if (*m && !resolve_sign("--override m", m, error)) return false;
+        if (*v && !resolve_name(state_table(), "--override v", &v, error)) return false;
         if (*v && !rules && !rule_of(config)->keeps_v) {
             return data_error(error, "--override: \"v=%s\" was found, but %s keeps no second moment", v, config->rule);
         }
@@ -290,7 +253,6 @@ double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
 bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->preset, PRESETS[0].name);
     if (!resolve_name(preset_table(), "--preset", &config->preset, error)) return false;
-    if (!resolve_formats(config, error)) return false;
     const PresetRow* preset = find_row(preset_table(), config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);
@@ -301,9 +263,9 @@ bool optim_resolve(OptimConfig* config, char* error) {
     float beta3 = config->beta3, alpha = config->alpha;
     const char* unit = "a number from 0 to below 1";
     return resolve_name(rule_table(), "--rule", &config->rule, error) &&
-           resolve_weights(config, "--weights", &config->weights, error) &&
+           resolve_name(weights_table(), "--weights", &config->weights, error) &&
            resolve_name(grads_table(), "--grads", &config->grads, error) &&
-           resolve_m(config, "--m", &config->m, error) && resolve_sign(config, "--m", config->m, error) &&
+           resolve_m(config, "--m", &config->m, error) && resolve_sign("--m", config->m, error) &&
            resolve_v(config, preset->v, error) && optim_feedback_fits(config, false, error) &&
            resolve_decay_mode(config, error) && resolve_overrides(config, error) && resolve_matrix(config, error) &&
            resolve_rows(config, error) &&

@@ -101,18 +101,16 @@ bool optim_saved_equal(const Optim* optim, Shard* shard, const void* weights, in
 }
 
 char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
-    char own[OPTIM_OWN_FORMATS_BYTES], *text = nullptr;
+    char* text = nullptr;
     size_t bytes = 0;
-    optim_own_formats(optim, own);
     const char* const formats[][2] = {{"rule", config->rule},
                                       {"weights", config->weights},
                                       {"m", config->m},
                                       {"v", config->v},
                                       {"override", config->overrides},
-                                      {"own", own},
                                       {"norms", config->limit_growth > 0.0f ? "fp32" : "none"}};
     FILE* file = text_stream(&text, &bytes);
-    for (int i = 0; i < 7; i++) json_write_text_member(file, i ? ", " : "{", formats[i][0], formats[i][1]);
+    for (int i = 0; i < 6; i++) json_write_text_member(file, i ? ", " : "{", formats[i][0], formats[i][1]);
     fputc('}', file);
     fclose(file);
     return text;
@@ -120,7 +118,6 @@ char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
 
 static bool stored_config(OptimStored* stored, const Json* formats, char* error) {
     OptimConfig* config = &stored->config;
-    stored->own_formats = json_string(formats, "own", "");
     config->rule = json_string(formats, "rule", "");
     config->weights = json_string(formats, "weights", "");
     config->m = json_string(formats, "m", "");

@@ -27,7 +27,6 @@ struct FormatRow : StorageDefaults {
     bool feeds_back;        // the rounding error of these weights goes into m
     const void* decode[2];  // of weights: optim_decode_kernel to each OptimType; null without CUDA
     const void* set_tiles;  // of weights: optim_set_kernel; null for formats with spans and without CUDA
-    const char* source;     // of the user's own formats: their source for NVRTC; such a row has no functions
 };
 
 struct RuleRow {
@@ -72,8 +71,7 @@ inline void* stream_data(const Streams* streams, int index) {
     return index == 0 ? streams->codes : index == 1 ? streams->extra : streams->more;
 }
 
-// The rows that a resolved configuration names. A moment may have one of the user's own formats. config_rows exits with
-// a sentence if the configuration is not resolved.
+// The rows that a resolved configuration names. config_rows exits with a sentence if the configuration is not resolved.
 struct Rows {
     const RuleRow* rule;
     const FormatRow *weights, *grads, *m, *v;
@@ -85,11 +83,8 @@ inline bool serves_directly(const FormatRow* weights, OptimType compute) {
     return strcmp(weights->stream[0].dtype, compute_row(compute)->stream[0].dtype) == 0;
 }
 
-// Returns the source of the user's own formats, which NVRTC compiles after the optimizer's; "" if the rows have none.
-const char* user_source(const Rows* rows);
-
-// Returns the row of a moment's format, "none" and the user's own included; null if the name is unknown.
-const FormatRow* find_state(const OptimConfig* config, const char* name);
+// Returns the row of a moment's format, "none" included; null if the name is unknown.
+const FormatRow* find_state(const char* name);
 
 // Returns true if a rule reads rows or matrices, so that no tensor of it may be cut between shards.
 bool reads_whole(const RuleRow* rule);

@@ -3,7 +3,6 @@
 #include "names.h"
 #include "storage.h"
 #include "table.cuh"
-#include "user.h"
 
 template <class T>
 constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
@@ -117,16 +116,14 @@ const FormatRow* compute_row(OptimType compute) {
     return &rows[compute];
 }
 
-const FormatRow* find_state(const OptimConfig* config, const char* name) {
+const FormatRow* find_state(const char* name) {
     if (name && strcmp(name, none_row()->name) == 0) return none_row();
-    const FormatRow* row = find_row(state_table(), name);
-    const UserFormats* user = config->user_formats;
-    return row || !user ? row : find_row(Table<FormatRow>{user->storage, user->count}, name);
+    return find_row(state_table(), name);
 }
 
 Rows config_rows(const OptimConfig* config) {
     Rows rows = {rule_of(config), find_row(weights_table(), config->weights), find_row(grads_table(), config->grads),
-                 find_state(config, config->m), find_state(config, config->v)};
+                 find_state(config->m), find_state(config->v)};
     if (!rows.rule || !rows.weights || !rows.grads || !rows.m || !rows.v) {
         user_error("the optimizer's configuration was not resolved: optim_resolve comes before any other call");
     }

@@ -1,7 +1,6 @@
-// A format of one's own, to copy and change:
-//     ./train --format dev/examples/format.cuh --m my8
-// 8 bits, levels equally far apart on both sides of zero, x = (code - 127) * scale with scale = absmax / 127 every 64
-// elements. The comment in optim/formats/blocks.cuh says what each member is; these bits are those of --m lin8/64.
+// A format of one's own, to copy to optim/formats and change (optim/README.md, How to add).
+// It has 8 bits, levels equally far apart on both sides of zero, x = (code - 127) * scale with scale = absmax / 127 in
+// a block. The comment in optim/formats/blocks.cuh says what each member is; these bits are those of --m lin8.
 #pragma once
 #include "../../optim/formats/blocks.cuh"
 
@@ -25,6 +24,3 @@ struct My8 : FormatDefaults {
         return (uint32_t)exact_min(exact_max(t, (float)lowest + 1.0f), 255.5f) - 1u;
     }
 };
-
-OPTIM_FORMAT("my8/64", "an example: linear, 64 elements a scale", Blocks<My8, 64, ScaleFp32, NEAREST>)
-OPTIM_FORMAT("my8/64:sr", "an example: the same with stochastic rounding", Blocks<My8, 64, ScaleFp32, STOCHASTIC>)

@@ -271,11 +271,9 @@ static void fuzz_overrides(FuzzInput input) {
 static const struct {
     const char* name;
     void (*run)(FuzzInput input);
-} targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors},
-               {"config", fuzz_config},   {"state", fuzz_state},
-               {"shards", fuzz_shards},   {"tokenizer", fuzz_tokenizer},
-               {"options", fuzz_options}, {"overrides", fuzz_overrides},
-               {"formats", fuzz_formats}, {"rendezvous", fuzz_rendezvous}};
+} targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors}, {"config", fuzz_config},
+               {"state", fuzz_state},     {"shards", fuzz_shards},           {"tokenizer", fuzz_tokenizer},
+               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"rendezvous", fuzz_rendezvous}};
 static void (*target)(FuzzInput input);
 
 static int remove_one(const char* path, const struct stat*, int, struct FTW*) {

@@ -15,7 +15,6 @@ void demand(bool fact);  // aborts, which the fuzzer reports with the input, whe
 __attribute__((noreturn)) void fuzz_leave(void);  // ends this input
 
 // The targets that need the inside of a file, and so include it.
-void fuzz_formats(FuzzInput input);     // optim/user.cu
 void fuzz_rendezvous(FuzzInput input);  // kernels/ranks/launch.c
 
 C_LINKAGE_END

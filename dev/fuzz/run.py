@@ -83,8 +83,6 @@ def seeds():
     presets = subprocess.run(["./train", "--list-presets"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     overrides = ["wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0", "none"]
     overrides += [words[i + 1] for words in typed for i, word in enumerate(words[:-1]) if word == "--override"]
-    sources = [*(ROOT / "optim/formats").glob("*.cuh"), ROOT / "dev/examples/format.cuh"]
-    row = '.global .align 4 .b8 optim_user_row_0_12[888] = {0, 0, 0, 0, 1, 255, 109, 121, 56};\n'
     meta = json.dumps({"vocabulary": 50257, "train": {"tokens": 40, "bytes": 99}, "val": {"tokens": 40, "bytes": 98}})
     vocabulary = json.dumps({"a": 0, "b": 1, "\u0120": 2, "ab": 3, "\u0120a": 4, "<|endoftext|>": 5})
     weights = [small_safetensors(path) for path in sorted(checkpoint.glob("*.safetensors"))]
@@ -111,7 +109,6 @@ def seeds():
         "options": ["\n".join(words).encode() for words in typed],
         "overrides": [text.encode() + b"\0h.0.attn.c_attn.weight" for text in overrides],
         "rendezvous": greetings(),
-        "formats": [*(path.read_bytes() for path in sources), row.encode()],
     }, presets.split()
 
 
@@ -126,7 +123,6 @@ def fuzz(target, inputs, words, seconds):
     names = {word for data in [*inputs, *words] for word in re.findall(rb"[A-Za-z_][\w.-]{2,40}", data)}
     dictionary.write_text("".join(f'"{name.decode()}"\n' for name in sorted(names)[:2000]))
     environment = os.environ | {"NIBBLE_FUZZ": target, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-                                "NIBBLE_NVRTC": "/nowhere",  # files of --format are not compiled
                                 "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1"}
     longest = 500 if target == "options" else 8192  # names that nobody types are slow to compare
     command = [WORK / "fuzz", f"-max_total_time={seconds}", f"-max_len={longest}", "-timeout=10", "-rss_limit_mb=3000",

@@ -56,9 +56,9 @@ struct CacheFolder {
     static void with_cache_##NAME(Test* test, [[maybe_unused]] const CacheFolder& cache)
 
 // Returns the path at which the cache keeps a kernel, "" if there is no cache; it is never freed.
-inline const char* cache_path(const char* expression, const char* architecture, const char* source = "") {
+inline const char* cache_path(const char* expression, const char* architecture) {
     char path[4352];
-    return jit_cache_path(expression, architecture, path, sizeof(path), source) ? strdup(path) : "";
+    return jit_cache_path(expression, architecture, path, sizeof(path)) ? strdup(path) : "";
 }
 
 inline bool expect_compiles(Test* test, const char* expression, const char* architecture = "sm_90") {

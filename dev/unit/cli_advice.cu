@@ -165,7 +165,6 @@ static const char* const REFUSED[] = {
     "--weights bf16:ef --beta1 0",
     "--weights bf16:ef --m dyn8/rank1",
     "--rule adam --decay-mode independent",
-    "--format x.cuh",
     "--resume used --layers 2 --heads 9",
     "--resume used --model d6",
     "--resume used --seq 64",

@@ -1,11 +1,10 @@
-// Tests of dev/examples: the format, the rule and the preset work in the ways that optim/README.md says (--format is
-// tested in user.cu). Format and rule are ordinary files of optim/formats and optim/rules, so this unit includes them
-// where table.cuh would and makes the rows that one adds there; NVRTC gets the rule's text after the optimizer's own.
+// Tests of dev/examples: the format, the rule and the preset work in the ways that optim/README.md says. Format and
+// rule are ordinary files of optim/formats and optim/rules, so this unit includes them where table.cuh would and makes
+// the rows that one adds there.
 #include "../../optim/constants.h"
 #include "../../optim/jit.h"
 #include "../../optim/table.cuh"
 #include "../../optim/kernel.cuh"
-#include "../../optim/user.cuh"
 #include "steps.h"
 
 // A name of its own, so that a copy among the rules of table.cuh is another.
@@ -100,22 +99,6 @@ TEST(examples_rule_is_its_formula) {
     // Each step rounds a weight a few times, and the quotient, which is a few at most, some ten times.
     const double u = ldexp(1.0, -24);
     expect_close(test, "weights", got, want, ELEMENTS, STEPS * lr * 20.0 * u, STEPS * 3.0 * u);
-}
-
-// The rule's kernel as NVRTC compiles it, in the place of a built-in rule.
-JIT_TEST(examples_rule_compiles) {
-    const char* source = formatted("\nnamespace example {\n%s}\n", contents(test_folder(), "dev/examples/rule.cuh"));
-    const char* const formats[][4] = {{"fp32", "fp32", "fp32", "fp32"}, {"bf16:sr", "bf16", "lin8/256", "sqrt4/128"}};
-    for (const auto& [weights, grads, m, v] : formats) {
-        const char* built_in = kernel_of(states_config("nadamw", weights, grads, m, v));
-        JitImage image;
-        const bool good =
-            jit_compile(replaced(built_in, "<NAdamW,", "<example::MyRule,"), "sm_90", &image, error, source);
-        expect(good, "%s", error);
-        if (!good) continue;
-        expect(strstr(image.symbol, "MyRule"), "%s", image.symbol);
-        jit_free(&image);
-    }
 }
 
 // It names a rule and formats, of which every.cu tests all combinations.

@@ -97,7 +97,7 @@ def library():
 
 def as_arguments(sentence):
     """Returns a sentence of the library with Python arguments in place of ./train's options."""
-    names = {"override": "overrides", "format": "formats", "beta1": "betas", "beta2": "betas"}
+    names = {"override": "overrides", "beta1": "betas", "beta2": "betas"}
 
     def argument(option):
         return names.get(option, option.replace("-", "_"))

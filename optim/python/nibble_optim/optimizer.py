@@ -544,13 +544,13 @@ class Optimizer(torch.optim.Optimizer):
     _bf16_weights = None  # the format of bf16 parameters without an argument `weights`; None: the preset's
 
     def __init__(self, params, preset="adamw8", lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, *, rule=None,
-                 weights=None, m=None, v=None, overrides=None, formats=None, seed=0, decay_mode=None, lr_max=None,
+                 weights=None, m=None, v=None, overrides=None, seed=0, decay_mode=None, lr_max=None,
                  beta3=None, alpha=None, ramp=None, momentum=None, nesterov=None, clip_update=None,
                  limit_growth=None, capturable=False, stacked=None, ns_steps=None, ns_coefficients=None, rank=None,
                  rank_gap=None, rank_scale=None, min_quantized=0):
         if nesterov not in (None, True, False):
             raise ValueError(f"nesterov: {nesterov!r} was found; give True or False")
-        self._shared = dict(overrides=overrides, formats=formats, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
+        self._shared = dict(overrides=overrides, seed=seed, decay_mode=decay_mode, lr_max=lr_max,
                             beta3=beta3, alpha=alpha, ramp=ramp, momentum=momentum, clip_update=clip_update,
                             nesterov=None if nesterov is None else "on" if nesterov else "off",
                             limit_growth=limit_growth, capturable=1 if capturable else None,
