@@ -205,11 +205,11 @@ static bool folder_finish(const RunFolder* run, const char* folder, const Checkp
     }
     bool ok =
         gpt2_config_write(path_in(folder, "config.json"), &checkpoint->shape, dtype, run->config, &run->special, error);
-    for (int i = 0; MODEL_FOLDER_FILES[i] && ok; i++) {
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
         files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
-        ok = file_copy(run->path, MODEL_FOLDER_FILES[i], folder, MODEL_FOLDER_FILES[i], error);
     }
-    return ok && state_write(run, folder, checkpoint, files, count, error);
+    return ok && tokenizer_files_copy(run->path, folder, error) &&
+           state_write(run, folder, checkpoint, files, count, error);
 }
 
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,

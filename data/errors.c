@@ -2,6 +2,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include "text.h"
 
 bool data_error(char* error, const char* format, ...) {
     char text[DATA_ERROR_BYTES];
@@ -9,9 +10,7 @@ bool data_error(char* error, const char* format, ...) {
     va_start(arguments, format);
     vsnprintf(text, sizeof(text), format, arguments);
     va_end(arguments);
-    for (char* c = text; *c; c++) {
-        if ((unsigned char)*c < 0x20 || *c == 0x7F) *c = '?';
-    }
+    text_disarm(text, false);  // it may quote what a stranger wrote
     strcpy(error, text);
     return false;
 }

@@ -139,6 +139,7 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     snprintf(e->name, sizeof(e->name), "%s", path_name(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
+    text_disarm(e->name, false);
     int64_t bytes = 0;
     if (!is_path(name) && !file_exists(path)) {
         const bool is_name =

@@ -107,9 +107,9 @@ bool more_descriptors(void) {
     return setrlimit(RLIMIT_NOFILE, &limit) == 0;
 }
 
-int file_open(const char* path, int64_t* bytes, char* error) {
+static int open_regular(const char* path, int also, int64_t* bytes, char* error) {
     struct stat status;
-    const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;  // a pipe would wait for its writer
+    const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | also;  // a pipe would wait for its writer
     int descriptor = open(path, flags);
     if (descriptor < 0 && errno == EMFILE && more_descriptors()) descriptor = open(path, flags);
     if (descriptor < 0) return data_error(error, "cannot open %s: %s", path, strerror(errno)), -1;
@@ -119,6 +119,10 @@ int file_open(const char* path, int64_t* bytes, char* error) {
     }
     *bytes = (int64_t)status.st_size;
     return descriptor;
+}
+
+int file_open(const char* path, int64_t* bytes, char* error) {
+    return open_regular(path, 0, bytes, error);
 }
 
 bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error) {
@@ -134,8 +138,8 @@ bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_
     return true;
 }
 
-char* file_read(const char* path, int64_t* bytes, char* error) {
-    int descriptor = file_open(path, bytes, error);
+static char* read_whole(const char* path, int also, int64_t* bytes, char* error) {
+    int descriptor = open_regular(path, also, bytes, error);
     if (descriptor < 0) return NULL;
     const bool fits =
         *bytes <= FILE_READ_MAX || data_error(error, "cannot read %s: it has %lld bytes and such a file may have %d",
@@ -144,6 +148,28 @@ char* file_read(const char* path, int64_t* bytes, char* error) {
     if (text && !file_read_at(descriptor, path, text, 0, *bytes, error)) free(text), text = NULL;
     close(descriptor);
     return text;
+}
+
+char* file_read(const char* path, int64_t* bytes, char* error) {
+    return read_whole(path, 0, bytes, error);
+}
+
+char* file_read_own(const char* path, int64_t* bytes, char* error) {
+    struct stat status;
+    char to[256];
+    static const char hub[] = "../../blobs/";
+    if (lstat(path, &status) != 0 || !S_ISLNK(status.st_mode)) return read_whole(path, O_NOFOLLOW, bytes, error);
+    const ssize_t length = readlink(path, to, sizeof(to) - 1);
+    to[length > 0 ? length : 0] = 0;
+    const char* hash = strncmp(to, hub, strlen(hub)) == 0 ? to + strlen(hub) : "/";
+    if (hash[strspn(hash, "0123456789abcdef")] == 0) {
+        return read_whole(path_in(path_parent(path), to), O_NOFOLLOW, bytes, error);
+    }
+    data_error(error,
+               "%s is a link to %s, whose contents would come into every checkpoint; put the file itself there if they "
+               "may be published",
+               path, to);
+    return NULL;
 }
 
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error) {
@@ -219,14 +245,6 @@ bool file_write(const char* path, const void* bytes, int64_t count, char* error)
     }
     if (!ok) unlink(name);
     return ok && folder_sync(path_parent(path), error);
-}
-
-bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error) {
-    const char *source = path_in(from, name), *target = path_in(to, copy);
-    if (access(source, F_OK) != 0 || access(target, F_OK) == 0) return true;
-    int64_t bytes;
-    SCOPED char* text = file_read(source, &bytes, error);
-    return text && file_write(target, text, bytes, error);
 }
 
 // The size of an open log without the half line at its end; -1 when it cannot be read.

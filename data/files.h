@@ -1,7 +1,7 @@
 // Checksums, files and folders. A function of data/ that fails because of the user's input returns false (NULL, or -1
 // for a descriptor) and writes one sentence (the file, what was found, what to do) into `error`; nothing here exits or
-// asserts. Reading follows symbolic links, since model caches are made of them. Creating and removing never do: they
-// replace or remove the link itself.
+// asserts. Reading follows symbolic links, since model caches are made of them, but for what is copied
+// (file_read_own). Creating and removing never do: they replace or remove the link itself.
 #pragma once
 #include <stdint.h>
 #include <stdio.h>
@@ -39,6 +39,9 @@ int file_open(const char* path, int64_t* bytes, char* error);
 bool file_read_at(int descriptor, const char* path, void* to, int64_t at, int64_t count, char* error);
 // Reads a regular file of at most FILE_READ_MAX bytes, and a NUL byte after them. The caller frees it.
 char* file_read(const char* path, int64_t* bytes, char* error);
+// Does the same for a file that will be copied into checkpoints, which may be published. A link may lead to a secret,
+// so it follows none but those in the cache of Hugging Face's hub, to ../../blobs/HASH.
+char* file_read_own(const char* path, int64_t* bytes, char* error);
 // Finds the size and CRC-32C of FOLDER/NAME, which it reads in pieces.
 bool file_sum(const char* folder, const char* name, uint32_t* crc, int64_t* bytes, char* error);
 
@@ -58,8 +61,6 @@ bool file_write_all(int descriptor, const char* path, const void* bytes, int64_t
 bool file_sync(int descriptor, const char* path, char* error);
 // Writes to `path.tmp`, syncs it, renames it to `path`, and syncs the folder.
 bool file_write(const char* path, const void* bytes, int64_t count, char* error);
-// Copies FROM/NAME to TO/COPY unless TO/COPY exists; true also if there is no FROM/NAME.
-bool file_copy(const char* from, const char* name, const char* to, const char* copy, char* error);
 // Opens a log for appending, or creates it. Cuts off a half-written last line. Refuses links and special files.
 FILE* log_open(const char* path, char* error);
 

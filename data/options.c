@@ -314,12 +314,16 @@ static void options_help(const OptionTable* table, FILE* file) {
     }
 }
 
+bool option_is_saved(const OptionTable* table, const Option* option) {
+    return option->type != OPTION_FLAG && strcmp(option_group(table, option), "instead of training") != 0;
+}
+
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file) {
     const char* separator = "";
     fputc('{', file);
     for (int i = 0; i < table->count; i++) {
         const Option* option = &table->option[i];
-        if (option->type == OPTION_FLAG || strcmp(option_group(table, option), "instead of training") == 0) continue;
+        if (!option_is_saved(table, option)) continue;
         const char* value = option_text(option, fields);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         if (typed && number && strcmp(value, "auto") != 0) {

@@ -60,7 +60,9 @@ bool options_apart(const OptionTable* table, const bool* given, const char* one,
 // Refuses an option that was typed, with another value than its default, if it has no effect: neither the other option
 // nor a word NAME=VALUE of `settings` (--override) has a value that it needs.
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
-// Writes {"name": value, ...}, without flags and the options of "instead of training". Values are strings; with
+// Returns whether files keep the option: flags and the options of "instead of training" are of one start alone.
+bool option_is_saved(const OptionTable* table, const Option* option);
+// Writes {"name": value, ...} of the options that files keep. Values are strings; with
 // `typed`, numbers are JSON numbers.
 void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.

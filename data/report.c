@@ -95,6 +95,7 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     if (strcmp(run_text(run, "override"), "none") != 0) run_say(run, " override %s\n", run_text(run, "override"));
     report_schedule(run, plan);
     report_memory(run, plan);
+    if (run->taken) run_say(run, " resume   takes the checkpoint's%s\n", run->taken);
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
 }
 
@@ -260,13 +261,14 @@ void report_sample(void* context, int index, const char* prompt, const char* tex
     FILE* memory = text_stream(&shown, &length);
     sample_write(memory, index, count, prompt, text, bytes);
     fclose(memory);
+    for (size_t i = 0; i < length; i++) shown[i] = shown[i] ? shown[i] : '?';  // a model of bytes writes NULs too
     memory = text_stream(&members, &members_length);
     fprintf(memory, "\"index\": %d", index);
     json_write_text_member(memory, ", ", "prompt", prompt);
     json_write_text_member(memory, ", ", "text", text);
     fclose(memory);
     if (index == 0) run_say(run, "sample ------------------------------------------------------------\n");
-    run_say_text(run, shown, length);
+    run_say(run, "%s", shown);
     if (index == count - 1) run_say(run, "-------------------------------------------------------------------\n");
     run_log_members(run, "sample", members);
 }

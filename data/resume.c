@@ -39,13 +39,14 @@ bool resume_words(const Resume* resume, char* error) {
     return true;
 }
 
-// True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, is merged
-// elsewhere, would hide a typed --prompt, or comes with the preset, and another preset was typed.
+// True if the checkpoint's value of an option is ignored: the option belongs to one start of the program, names a file
+// to write (the checkpoint may be a stranger's), is merged elsewhere, would hide a typed --prompt, or comes with the
+// preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
-    static const char* const of_start[] = {"run",  "resume",       "device",   "sample",
-                                           "gpus", "join-timeout", "override", NULL};
+    static const char* const of_start[] = {"run",          "resume",   "device",   "gpus",
+                                           "join-timeout", "override", "eval-out", NULL};
     static const char* const of_preset[] = {"rule", "weights", "m", "v", NULL};
-    if (option->type == OPTION_FLAG || text_among(option->name, of_start)) return true;
+    if (!option_is_saved(resume->table, option) || text_among(option->name, of_start)) return true;
     if (strcmp(option->name, "prompt-file") == 0 && resume_given(resume, "prompt")) return true;
     return !resume_given(resume, option->name) && text_among(option->name, of_preset) &&
            resume_given(resume, "preset") &&
@@ -82,6 +83,45 @@ static bool resume_removed(const Resume* resume, char* error) {
     return true;
 }
 
+// True if a file lies in the run of the checkpoint that is resumed, links followed.
+static bool is_in_run(const Resume* resume, const char* path) {
+    SCOPED char *real = realpath(path, NULL), *run = realpath(path_parent(resume->from), NULL);
+    const size_t length = run ? strlen(run) : 0;
+    return real && length > 1 && strncmp(real, run, length) == 0 && real[length] == '/' &&
+           file_exists(path_in(run, "log.jsonl"));
+}
+
+// Judges paths that only the checkpoint names, which a stranger may have written. --prompt-file and --eval are refused
+// unless their files are in the run: lines of any file could come out as prompts. --data and --val are named in the
+// banner.
+static bool resume_paths_taken(Resume* resume, char* error) {
+    static const char* const others[][2] = {{"prompt-file", "--prompt TEXT"}, {"eval", "--eval-every 0"}};
+    static const char* const data[] = {"data", "val"};
+    for (int i = 0; i < 2; i++) {
+        const char *name = others[i][0], *value = json_string(resume->saved, name, "");
+        const int64_t every = *(const int64_t*)option_value(resume->table, resume->fields, "eval-every");
+        if ((i == 1 && every == 0) || is_left(resume, option_find(resume->table, name))) continue;
+        SCOPED char* list = text_copy(resume_given(resume, name) ? "" : value);
+        for (char *rest = *list ? list : NULL, *path; (path = strsep(&rest, i == 1 ? "," : ""));) {
+            if (is_in_run(resume, path)) continue;
+            return data_error(error,
+                              "--resume: the checkpoint's --%s %s is not in its run, so it may be a stranger's choice; "
+                              "type --%s %s%s again, or %s",
+                              name, path, name, shell_word(value),
+                              i == 1 ? text_kept(" --eval-every %lld", (long long)every) : "", others[i][1]);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        const char* value = json_string(resume->saved, data[i], "");
+        if (*value && !resume_given(resume, data[i]))
+            resume->taken = text_format("%s --%s %s", resume->taken ? resume->taken : "", data[i], shell_word(value));
+    }
+    const char* out = json_string(resume->saved, "eval-out", "");
+    if (*out && !resume_given(resume, "eval-out"))
+        resume_changed(resume, " --eval-out none (was %s; type it again to write there)", out);
+    return true;
+}
+
 bool resume_options(Resume* resume, char* error) {
     static const char* const of_shape[] = {"model", "layers", "channels", "heads", "seq", NULL};
     if (!resume_removed(resume, error)) return false;
@@ -110,7 +150,7 @@ bool resume_options(Resume* resume, char* error) {
         }
         resume_changed(resume, " --%s %s (was %s)", name, shown(option, now), shown(option, text));
     }
-    return true;
+    return resume_paths_taken(resume, error);
 }
 
 bool resume_find(Resume* resume, RunFolder* run, char* error) {
@@ -136,7 +176,7 @@ bool resume_take(Resume* resume, char* error) {
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val) {
     const char* changes[2];
     run->state = (RunState){.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
-    run->state.best_val = INFINITY;
+    run->state.best_val = INFINITY, run->taken = resume->taken;
     const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
     for (int i = 0; i < count; i++) resume_changed(resume, *resume->changed ? "; %s" : " %s", changes[i]);
     run->state.tokens = run->state.sequences * run_int(run, "seq");

@@ -16,6 +16,7 @@ typedef struct {
     bool named_itself;                   // the user named that checkpoint, not only its run
     Json* state;                         // its state.json; NULL: none. The caller frees it
     const Json* saved;                   // "options" of state.json
+    const char* taken;                   // paths outside the run that the checkpoint names: " --data x --val y"
     char changed[RESUME_CHANGED_BYTES];  // what has changed, for the banner: " --lr 0.1 (was 0.2)"
 } Resume;
 

@@ -13,6 +13,7 @@
 #include "clock.h"
 #include "evaluation.h"
 #include "signals.h"
+#include "text.h"
 #include "version.h"
 
 const char* run_text(const RunFolder* run, const char* option) {
@@ -134,27 +135,32 @@ void run_folder_close(RunFolder* run) {
 
 void run_say(RunFolder* run, const char* format, ...) {
     FILE* to[2] = {stdout, run->text};
-    for (int i = 0; i < 2 && !run->quiet; i++) {
-        if (!to[i]) continue;
-        va_list arguments;
-        va_start(arguments, format);
-        vfprintf(to[i], format, arguments);
-        va_end(arguments);
-        fflush(to[i]);
+    char* text = NULL;
+    va_list arguments;
+    va_start(arguments, format);
+    const bool ok = !run->quiet && vasprintf(&text, format, arguments) >= 0;
+    va_end(arguments);
+    if (ok) text_disarm(text, true);  // names and prompts of a checkpoint, and what a model writes
+    for (int i = 0; i < 2 && ok; i++) {
+        if (to[i]) fputs(text, to[i]), fflush(to[i]);
     }
+    free(text);
 }
 
-void run_say_text(RunFolder* run, const char* text, size_t bytes) {
-    FILE* to[2] = {stdout, run->text};
-    for (int i = 0; i < 2 && !run->quiet; i++) {
-        if (to[i]) fwrite(text, 1, bytes, to[i]);
-        if (to[i]) fflush(to[i]);
+// Returns the options that a resume does not take from a checkpoint, as they are typed.
+static const char* typed_again(const RunFolder* run) {
+    static const char* const names[] = {"prompt-file", "eval", "eval-out"};
+    const char* all = "";
+    for (int i = 0; i < 3; i++) {
+        const char* value = run_text(run, names[i]);
+        if (*value) all = text_kept("%s --%s %s", all, names[i], shell_word(value));
     }
+    return *run_text(run, "eval") ? text_kept("%s --eval-every %lld", all, run_int(run, "eval-every")) : all;
 }
 
 void run_say_next(RunFolder* run, bool stopped) {
     const char* self = shell_word(program_invocation_name);
-    if (stopped) run_say(run, "next     %s --resume %s\n", self, shell_word(run->path));
+    if (stopped) run_say(run, "next     %s --resume %s%s\n", self, shell_word(run->path), typed_again(run));
     const bool samples = run->samples && !stopped;
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
     char program[RUN_PATH_BYTES];
@@ -282,8 +288,12 @@ static bool tokenizer_take(RunFolder* run, const Json* state) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
-    if (*sources[0]) run->config = json_read(path_in(sources[0], "config.json"), error);
-    return run->config || !*sources[0];
+    if (!*sources[0]) return true;
+    int64_t bytes;
+    const char* path = path_in(sources[0], "config.json");
+    SCOPED char* text = file_read_own(path, &bytes, error);
+    run->config = text ? json_parse(text, bytes, path, error) : NULL;
+    return run->config != NULL;
 }
 
 // Opens the tokenizer, and prints why there are no samples if it does not fit.

@@ -35,6 +35,7 @@ typedef struct {
     const OptionTable* table;              // the run's options, which are read by name
     void* fields;                          // their values
     const char* sources[3];  // folders that may have a tokenizer: the checkpoint's, the model's, the data's, or ""
+    const char* taken;       // paths that a resumed checkpoint names and that were not typed; NULL: none
     RunState state;
     Tokenizer* tokenizer;  // NULL where there is none
     SpecialTokens special;
@@ -65,10 +66,8 @@ bool run_folder_possible(RunFolder* run, bool bytes);
 bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary);
 void run_folder_close(RunFolder* run);
 
-// Prints on the terminal and into log.txt.
+// Prints on the terminal and into log.txt, with text_disarm.
 __attribute__((format(printf, 2, 3))) void run_say(RunFolder* run, const char* format, ...);
-// Prints bytes of a model's text, which may end within a character.
-void run_say_text(RunFolder* run, const char* text, size_t bytes);
 // Prints the commands to type after a run: resume or sample, and plot if the plot can be drawn.
 void run_say_next(RunFolder* run, bool stopped);
 

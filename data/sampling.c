@@ -101,15 +101,20 @@ void samples_next(Samples* samples, int* tokens, int count, int end) {
     if (!samples->to || samples_count(samples) > 1 || (token < 0 && token != end)) return;
     int bytes = 0;
     const char* text = token >= 0 ? tokenizer_decode(samples->tokenizer, token, &bytes) : "";
-    if (samples->so_far.streamed++ == 0) fputs(samples->prompts->text[0], samples->to);
-    fwrite(text, 1, (size_t)bytes, samples->to);
+    const char* prompt = samples->prompts->text[0];
+    if (samples->so_far.streamed++ == 0) text_print(samples->to, prompt, strlen(prompt));
+    const size_t old = samples->so_far.half_bytes, all = old + (size_t)bytes;
+    SCOPED char* piece = memory_take(all + 1);
+    memcpy(piece, samples->so_far.half, old), memcpy(piece + old, text, (size_t)bytes);
+    const size_t half = samples->so_far.half_bytes = text_print(samples->to, piece, all);
+    memcpy(samples->so_far.half, piece + all - half, half);
     if (fflush(samples->to) != 0 && errno == EPIPE) exit(0);  // nobody reads on; other failures are reported at the end
 }
 
 void sample_write(FILE* to, int index, int count, const char* prompt, const char* text, size_t bytes) {
     if (count > 1) fprintf(to, "%s--- sample %d of %d\n", index ? "\n" : "", index + 1, count);
-    fputs(prompt, to);
-    fwrite(text, 1, bytes, to);
+    text_print(to, prompt, strlen(prompt));
+    text_print(to, text, bytes);
     fputc('\n', to);
 }
 

@@ -38,6 +38,8 @@ typedef struct {
         int64_t streamed;  // tokens of a single sample that are printed
         int64_t drawn;     // tokens after the first ones, and the seconds that they took
         double began, seconds;
+        char half[4];  // a character that the streamed tokens have begun
+        size_t half_bytes;
     } so_far;  // zeros at first
 } Samples;
 // Takes the next token of each of `count` samples; it ignores negative ones other than `end`. Replaces the end-of-text

@@ -1,6 +1,7 @@
 #include "text.h"
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
     const unsigned char* b = (const unsigned char*)text;
@@ -58,4 +59,23 @@ void text_disarm(char* text, bool lines) {
         if (length == 0) length = 1;
         memset(text, '?', (size_t)length);
     }
+}
+
+size_t text_print(FILE* to, const char* text, size_t bytes) {
+    if (!isatty(fileno(to))) return fwrite(text, 1, bytes, to), 0;
+    size_t begun = 0;
+    for (size_t n = 1; n <= 3 && n <= bytes; n++) {
+        const unsigned char byte = (unsigned char)text[bytes - n];
+        if ((byte & 0xC0) == 0x80) continue;
+        begun = byte >= 0xC0 && n < (byte >= 0xF0 ? 4u : byte >= 0xE0 ? 3u : 2u) ? n : 0;
+        break;
+    }
+    char* shown = malloc(bytes + 1);
+    if (!shown) return 0;
+    for (size_t i = 0; i < bytes - begun; i++) shown[i] = text[i] ? text[i] : '?';
+    shown[bytes - begun] = 0;
+    text_disarm(shown, true);
+    fputs(shown, to);
+    free(shown);
+    return begun;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include "linkage.h"
 
@@ -52,5 +53,8 @@ const char* number_text(double number, char* text, size_t bytes);
 // Replaces what could control a terminal in a text from elsewhere (control characters, and bytes that are not UTF-8) by
 // '?'. Newlines and tabs stay if `lines`.
 void text_disarm(char* text, bool lines);
+// Prints a text from elsewhere, which may end within a character: as it is, but on a terminal with text_disarm. Returns
+// how many bytes at its end are a begun character, which a terminal does not get.
+size_t text_print(FILE* to, const char* text, size_t bytes);
 
 C_LINKAGE_END

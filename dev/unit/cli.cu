@@ -50,7 +50,7 @@ FOLDER_TEST(cli_default_folder) {
     // Files that were named from there are found from elsewhere too, and are no change when they are named again.
     write_text(work, "prompts", "The");
     train_as(&child, SHAPE " " QUICK " --steps 1 --data text.txt --prompt-file prompts --run here");
-    train_well("--resume %s/here --steps 2", work);
+    train_well("--resume %s/here --steps 2 --prompt-file %s/prompts", work, work);
     train_as(&child, "--resume here --steps 3 --data text.txt --prompt-file prompts");
     expect(strstr(OUT(child), "changed  --steps 3 (was 2)\n"), "%s", OUT(child));
     train_as(&child, "--resume here --steps 4 --prompt fox --sample-every 1");  // instead of the file of before

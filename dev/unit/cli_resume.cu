@@ -145,6 +145,35 @@ TEST(cli_resume_offload) {
     check_resume_offload(test, "--weights bf16:sr --m de4/rank1:sr --v udyn8/rank1");
 }
 
+// A checkpoint may be a stranger's: it chooses no file that is written, and of those outside its run only data, which
+// the banner names. A terminal's escapes in it are shown as '?'.
+FOLDER_TEST(cli_resume_paths) {
+    const char *run = joined(work, "run"), *inside = joined(run, "prompts"), *link = joined(run, "link");
+    train_well(BRIEF " --steps 2 --seed 3", work, run);
+    const char *folder = checkpoint_name(run, 2), *outside = joined(work, "text.txt");
+    write_text(run, "prompts", "fox\n");
+    if (symlink(outside, link) != 0) abort();
+    rewrite_state(folder, "\"eval-out\": \"\"", formatted("\"eval-out\": \"%s\"", joined(work, "victim")));
+    rewrite_state(folder, "\"prompt\": \"\"", "\"prompt\": \"a\\u001b]0;x\\u0007\\u202e\", \"memory\": \"1\"");
+    const char* last = "\"prompt-file\": \"\"";
+    for (const char* path : {outside, link, "/etc/passwd", "/nowhere", inside}) {
+        const char* next = formatted("\"prompt-file\": \"%s\"", path);
+        rewrite_state(folder, last, next);
+        last = next;
+        if (path == inside) continue;
+        refused(path, "is not in its run", formatted("type --prompt-file %s again", path),
+                "--resume %s --steps 4 --device cpu", run);
+    }
+    run_well(child, "--resume %s --steps 3 --device cpu --sample-every 1", run);
+    expect(strstr(OUT(child), "\nfox") && strstr(OUT(child), formatted("checkpoint's --data %s\n", outside)), "%s",
+           OUT(child));
+    expect(strstr(OUT(child), "--eval-out none (was ") && !exists(work, "victim"), "%s", OUT(child));
+    rewrite_state(checkpoint_name(run, 3), last, "\"prompt-file\": \"\"");
+    run_well(shown, "--resume %s --steps 4 --device cpu --sample-every 1", run);
+    expect(strstr(OUT(shown), "a?]0;x??") && !strchr(OUT(shown), 27), "%s", OUT(shown));
+    expect(!strchr(contents(run, "log.txt"), 27), "an escape in log.txt");
+}
+
 FOLDER_TEST(cli_resume_versions) {
     const char* run = joined(work, "run");
     train_well(BRIEF " --steps 3", work, run);

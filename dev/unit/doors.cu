@@ -130,6 +130,21 @@ TEST(doors_text_is_disarmed) {
     }
 }
 
+// A file gets a text as it is, and a terminal no control characters, and a character when it is whole.
+TEST(doors_text_is_printed) {
+    const char given[] = "\033[2Ja\0\xe2\x82", *const want = "?[2Ja?";
+    const size_t bytes = sizeof(given) - 1;
+    const int ours = posix_openpt(O_RDWR | O_NOCTTY);
+    expect(ours >= 0 && grantpt(ours) == 0 && unlockpt(ours) == 0, "%s", strerror(errno));
+    FILE *terminal = fopen(ptsname(ours), "w"), *file = tmpfile();
+    char shown[64] = "", kept[64] = "";
+    expect(text_print(terminal, given, bytes) == 2 && fflush(terminal) == 0, "the begun character");
+    expect(read(ours, shown, sizeof(shown) - 1) == (ssize_t)strlen(want) && strcmp(shown, want) == 0, "%s", shown);
+    expect(text_print(file, given, bytes) == 0 && fseek(file, 0, SEEK_SET) == 0, "a file");
+    expect(fread(kept, 1, sizeof(kept), file) == bytes && memcmp(kept, given, bytes) == 0, "not as it is: %s", kept);
+    fclose(terminal), fclose(file), close(ours);
+}
+
 // Counts the sockets of this machine that listen at a port, of which `open` do so at other addresses than loopback.
 static int listeners_at(int port, int* open) {
     int count = 0;

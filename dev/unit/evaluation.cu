@@ -298,10 +298,14 @@ FOLDER_TEST(evaluation_command) {
     train_as(&here,
              "--model run --batch 2 --data text.txt --run b --steps 1 --val-every 0 --sample-every 0 --device "
              "cpu --eval four.eval --eval-every 1 --eval-out b.jsonl");
-    train_as(&there, "--resume ../b/ --steps 2 --device cpu");
-    expect(strstr(OUT(there), "resume   ../b/step_00000001") && strstr(OUT(there), "eval      2  four"), "%s",
-           OUT(there));
-    expect(!exists(run, "b.jsonl"), "the scores went elsewhere");
+    const char* before = contents(work, "b.jsonl");
+    refused("--eval", "four.eval is not in its run", "four.eval --eval-every 1 again, or",
+            "--resume %s/b --steps 2 --device cpu", work);
+    train_as(&there, "--resume ../b/ --steps 2 --device cpu --eval ../four.eval --eval-every 1");
+    expect(strstr(OUT(there), "resume   ../b/step_00000001") && strstr(OUT(there), "eval      2  four") &&
+               strstr(OUT(there), "--eval-out none (was "),
+           "%s", OUT(there));
+    expect(!exists(run, "b.jsonl") && strcmp(before, contents(work, "b.jsonl")) == 0, "scores without --eval-out");
     run_well(alone, "--eval %s/four.eval,%s/words.eval --model %s --device cpu --eval-out %s/1.jsonl", work, work, run,
              work);
     expect(strstr(OUT(alone), "eval     four  acc 0.") && strstr(OUT(alone), "4 questions") &&

@@ -13,9 +13,11 @@ static const char* copy_model(const char* work, const char* name, const char* fr
     if (!folder_make(to, error)) abort();
     const char* own[] = {"config.json", "model.safetensors", state ? "state.json" : "none",
                          state ? "optimizer.safetensors" : "none"};
-    for (const char* file : own) file_copy(from, file, to, file, error);
-    for (int i = 0; MODEL_FOLDER_FILES[i]; i++)
-        file_copy(from, MODEL_FOLDER_FILES[i], to, MODEL_FOLDER_FILES[i], error);
+    for (const char* file : own) {
+        int64_t bytes;
+        if (char* text = contents(from, file, &bytes)) write_bytes(to, file, text, (size_t)bytes);
+    }
+    if (!tokenizer_files_copy(from, to, error)) abort();
     return to;
 }
 
@@ -373,6 +375,38 @@ FOLDER_TEST(folders_tokenizer_json) {
         expect(!tokenizer_open(work, error) && strstr(error, text[1]), "%s: %s", text[0], error);
         expect(strstr(error, "; put the tokenizer's files there again, or name another folder"), "%s", error);
     }
+}
+
+// What is copied into checkpoints is a file of the model's own folder, or of the hub's cache, and what its name says.
+FOLDER_TEST(folders_copies) {
+    const char *from = train_shards(test, work), *folder = copy_model(work, "m", from);
+    const char *secret = joined(work, "secret.json"), *run = joined(work, "new");
+    const char* begins = QUICK " --seq 32 --data %s/data --run %s --steps 1 --model %s";
+    put_text(secret, "{\"machine\": 1}");
+    for (const char* name : {"tokenizer_config.json", "added_tokens.json", "merges.txt", "config.json"}) {
+        const char *path = joined(folder, name), *kept = contents(folder, name);
+        unlink(path), make_link(strcmp(name, "config.json") == 0 ? joined(from, name) : secret, path);
+        if (strcmp(name, "added_tokens.json") == 0) put_text(secret, "{}");
+        refused(name, "is a link to ", "put the file itself there", begins, work, run, folder);
+        unlink(path), remove_tree(run);
+        if (kept) put_text(path, kept);
+    }
+    write_text(folder, "generation_config.json", "machine a login b password c");
+    refused("not JSON", "generation_config.json", "not valid JSON", begins, work, run, folder);
+    write_text(folder, "generation_config.json", "[1]"), remove_tree(run);
+    refused("no object", "generation_config.json is no JSON object", "or remove it", begins, work, run, folder);
+    // A hub's cache: snapshots/COMMIT/NAME is a link to ../../blobs/HASH.
+    const char *blobs = joined(work, "blobs"), *snapshot = joined(work, "snapshots/1");
+    remove_tree(run), mkdir(blobs, 0755), mkdir(joined(work, "snapshots"), 0755);
+    write_text(folder, "generation_config.json", "{}");
+    if (rename(folder, snapshot) != 0 || rename(joined(snapshot, "generation_config.json"), joined(blobs, "a1")) != 0)
+        abort();
+    make_link("../../blobs/a1", joined(snapshot, "generation_config.json"));
+    train_well(begins, work, run, snapshot);
+    expect(exists(run, "step_00000001/generation_config.json"), "a file of the hub's cache is not kept");
+    // A stranger's run folder has links too. They are found before the first step.
+    unlink(joined(run, "generation_config.json")), make_link(secret, joined(run, "special_tokens_map.json"));
+    refused("the run's own", "special_tokens_map.json is a link to ", "put the file", "--resume %s --steps 2", run);
 }
 
 // This is a member of a model's config.json, and whether nibble takes the model.
