@@ -210,6 +210,10 @@ bench: $(BUILD)/dev/bench
 # Every benchmark in dev/, so that none stays behind when a kernel changes.
 benches: $(patsubst dev/%.cu,$(BUILD)/dev/%,$(wildcard dev/*.cu))
 
+# dev/hash.py says what HASH may hold.
+hash: train $(if $(filter --short --against gpu,$(HASH)),,lib)
+	python3 dev/hash.py $(BUILD)/train $(HASH)
+
 # Memory errors in every GPU test; races in the shared memory of the kernels whose warps and copies go at their own pace,
 # in tests so small that the slow checker can take them and on so few multiprocessors that all memory is used again.
 sanitize: test_gpt2
@@ -276,6 +280,8 @@ help:
 	@echo "make lib          the optimizer as a C library, build/lib/libnibble_optim.so (optim/nibble_optim.h)"
 	@echo "make wheel        the same as a Python package for PyTorch, in dist/ (optim/python/README.md)"
 	@echo "make bench        on a GPU: tokens/s of whole steps and the share of each kernel (BENCH=\"--matmul fp8 gpt2 64 524288\")"
+	@echo "make hash         whether a change keeps all bits: checksums of short trainings, each with other formats, rules and"
+	@echo "                  ways to run, against dev/results/hash.txt (HASH=\"--short\", \"-k muon\", \"--device gpu\", \"--record\")"
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
 	@echo "make fuzz         parsers under clang's fuzzer and sanitizers (FUZZ_SECONDS=20 for each, FUZZ=\"json state\" picks)"
@@ -288,6 +294,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all lib wheel install test bench benches sanitize fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all lib wheel install test bench benches hash sanitize fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d $(BUILD)/*/*/*/*.d)
