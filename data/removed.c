@@ -19,10 +19,18 @@ static const struct {
     {NULL, NULL, NULL},
 };
 
-// A format's name and the answer. A name without a block means the format with every block, scale and rounding.
+// A format's name and the answer. A name without a block means the format with every block, scale and rounding, and a
+// scale's name means every format with it.
 static const struct {
     const char *name, *answer;
 } FORMATS[] = {
+    {"log8", "type adalog8, or udyn8"},
+    {"log16", "type bf16:sr"},
+    {"mulaw4", "type de4/32@dq8, or nf4"},
+    {"@bf16", "leave @bf16 out, or type @e8m0 or @dq8"},
+    {"e4m3+8", "type bf16+8, or e4m3:ef"},
+    {"fp16:kahan", "type bf16+16, which is exact in as many bytes, or bf16+8"},
+    {"fp16:sr", "type bf16:sr, or bf16+8, which is more precise"},
     {NULL, NULL},
 };
 
@@ -45,6 +53,7 @@ const char* removed_format(const char* name) {
     const size_t base = strcspn(name, "/:@");
     for (int i = 0; FORMATS[i].name; i++) {
         const char* row = FORMATS[i].name;
+        if (row[0] == '@' && strstr(name, row)) return FORMATS[i].answer;
         if (strcmp(row, name) == 0 || (strlen(row) == base && strncmp(row, name, base) == 0)) return FORMATS[i].answer;
     }
     return NULL;

@@ -49,10 +49,9 @@ void optim_list_formats(FILE* file) {
     list_table(file, "--grads", "the gradients", grads_table());
     list_table(file, "--m, --v", "the first and the second moment", state_table());
     fprintf(file,
-            "  NAME alone takes the block above. Formats in blocks also have NAME/32 to NAME/2048 (log8 256 and 2048,\n"
-            "  log16 and adalog8 2048 only), and NAME@bf16 and NAME@e8m0, which say how scales are stored. NAME:sr is\n"
-            "  any of these but fp32 with stochastic rounding. With 8-bit scales of scales, in v for a --beta2 up to "
-            "0.95:");
+            "  NAME alone takes the block above. Formats in blocks also have NAME/32 to NAME/2048 (adalog8 2048\n"
+            "  only), and NAME@e8m0, whose scales are powers of two. NAME:sr is any of these but fp32 with stochastic\n"
+            "  rounding. With 8-bit scales of scales, in v for a --beta2 up to 0.95:");
     int doubled = 0;
     for (int i = 0; i < state_table().count; i++) {
         const char* name = state_table().row[i].name;

@@ -3,18 +3,16 @@
 // ROW(name, when to use, type...); a type is last because it may hold commas.
 #pragma once
 #include "formats/elementwise.cuh"
+#include "formats/adalog8.cuh"
 #include "formats/fp32.cuh"
 #include "formats/bf16.cuh"
-#include "formats/blocksplit.cuh"
 #include "formats/de4.cuh"
 #include "formats/doubleblocks.cuh"
 #include "formats/dyn8.cuh"
 #include "formats/fp16.cuh"
 #include "formats/kahan.cuh"
-#include "formats/log.cuh"
 #include "formats/master.cuh"
 #include "formats/minifloat.cuh"
-#include "formats/mulaw4.cuh"
 #include "formats/nf4.cuh"
 #include "formats/none.cuh"
 #include "formats/soft8.cuh"
@@ -66,21 +64,17 @@
     ROW("fp32", "nothing is rounded; the matmul reads a copy when it computes in bf16", Elementwise<Fp32, NEAREST>)    \
     ROW("bf16", "stands still when an update is below half a step, 2^-9 of a weight", Elementwise<Bf16, NEAREST>)      \
     ROW("bf16:sr", "2 bytes in all; stochastic rounding keeps small updates alive", Elementwise<Bf16, STOCHASTIC>)     \
-    ROW("bf16:kahan", "keeps its rounding error in a second bf16: about 17 bits, no noise", Kahan<Bf16>)               \
+    ROW("bf16:kahan", "keeps its rounding error in a second bf16: about 17 bits, no noise", Kahan)                     \
     ROW("bf16+8", "bf16 and 8 more bits: 16 significant bits in 3 bytes", Split<int8_t, NEAREST>)                      \
     ROW("bf16+8:sr", "the same, never stalls; 1/256 of bf16:sr's noise", Split<int8_t, STOCHASTIC>)                    \
     ROW("bf16+16", "exact fp32 that contains the matmul's bf16; 2 bytes less than bf16+fp32", Split<int16_t, NEAREST>) \
     ROW("bf16+fp32", "the usual mixed precision: bf16 for the matmul, an fp32 master for the update",                  \
         WithMaster<Elementwise<Bf16, NEAREST>>)                                                                        \
     ROW("fp16", "3 bits more than bf16 and less range: fewer bits below 2^-14", Elementwise<Fp16, NEAREST>)            \
-    ROW("fp16:sr", "fp16 that keeps small updates alive", Elementwise<Fp16, STOCHASTIC>)                               \
-    ROW("fp16:kahan", "fp16 with its rounding error kept in bf16", Kahan<Fp16>)                                        \
     ROW("fp16+fp32", "fp16 with an fp32 master", WithMaster<Elementwise<Fp16, NEAREST>>)                               \
     ROW("e4m3", "fp8, a power-of-two scale every 128; stands still below 2^-5 of a weight",                            \
         Blocks<E4m3, 128, ScaleE8m0, NEAREST>)                                                                         \
     ROW("e4m3:sr", "1 byte in all, updated in place", Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>)                        \
-    ROW("e4m3+8", "e4m3 and 8 more bits: 12 significant bits in 2 bytes", BlockSplit<E4m3, 3, -6, 128, NEAREST>)       \
-    ROW("e4m3+8:sr", "the same, never stalls; 1/256 of e4m3:sr's noise", BlockSplit<E4m3, 3, -6, 128, STOCHASTIC>)     \
     ROW("e4m3+fp32", "e4m3 with an fp32 master", WithMaster<Blocks<E4m3, 128, ScaleE8m0, NEAREST>>)                    \
     ROW("e5m2", "as e4m3, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, NEAREST>)                         \
     ROW("e5m2:sr", "as e4m3:sr, with a bit less of mantissa", Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>)                \
@@ -114,16 +108,15 @@
 #define OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, SUFFIX, SCALE)               \
     ROW(NAME "/" #BLOCK SUFFIX, "", Blocks<FORMAT, BLOCK, SCALE, NEAREST>) \
     ROW(NAME "/" #BLOCK SUFFIX ":sr", "", Blocks<FORMAT, BLOCK, SCALE, STOCHASTIC>)
-#define OPTIM_BLOCKS(ROW, NAME, NOTE, FORMAT, BLOCK)          \
-    OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)               \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 32)                    \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 64)                    \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 128)                   \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 256)                   \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 512)                   \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 1024)                  \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 2048)                  \
-    OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@bf16", ScaleBf16) \
+#define OPTIM_BLOCKS(ROW, NAME, NOTE, FORMAT, BLOCK) \
+    OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)      \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 32)           \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 64)           \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 128)          \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 256)          \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 512)          \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 1024)         \
+    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 2048)         \
     OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@e8m0", ScaleE8m0)
 
 // Formats whose scales reach further than a tile.
@@ -131,56 +124,50 @@
     ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
     ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
 
-// Two rows, to nearest and stochastic, for storages with other blocks: quantised scales, and logarithms.
+// Two rows, to nearest and stochastic, with quantised scales.
 #define OPTIM_DOUBLE(ROW, NAME, NOTE, FORMAT, BLOCK)                        \
     ROW(NAME "/" #BLOCK "@dq8", NOTE, DoubleBlocks<FORMAT, BLOCK, NEAREST>) \
     ROW(NAME "/" #BLOCK "@dq8:sr", "", DoubleBlocks<FORMAT, BLOCK, STOCHASTIC>)
-#define OPTIM_LOG(ROW, NAME, NOTE, CODES, BLOCK)                 \
-    ROW(NAME "/" #BLOCK, NOTE, LogBlocks<CODES, BLOCK, NEAREST>) \
-    ROW(NAME "/" #BLOCK ":sr", "", LogBlocks<CODES, BLOCK, STOCHASTIC>)
 
-#define OPTIM_STATES(ROW)                                                                                              \
-    ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                           \
-    ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)             \
-    ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>)  \
-    ROW("fp16", "for comparison: below 3e-8 all becomes 0, and the loss shows it", Elementwise<Fp16, NEAREST>)         \
-    ROW("fp16:sr", "for m, unbiased; a v below 3e-8 is still 0 at most steps", Elementwise<Fp16, STOCHASTIC>)          \
-    OPTIM_BLOCKS(ROW, "dyn8", "for m, as in torchao and bitsandbytes: seven decades a block", Dyn8, 256)               \
-    OPTIM_BLOCKS(ROW, "udyn8", "for v: dyn8 without a sign", Udyn8, 256)                                               \
-    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as in torchao", E4m3, 256)                     \
-    OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                         \
-    OPTIM_BLOCKS(ROW, "soft8", "for m, as in FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)      \
-    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as in FlashOptim: linear in the root", Sqrt8, 32)                               \
-    OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                                \
-    OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)                \
-    OPTIM_BLOCKS(ROW, "de4", "for m, as in lpmm and torchao: three decades in 4 bits", De4, 128)                       \
-    OPTIM_BLOCKS(ROW, "lin4", "for v, as in lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)      \
-    OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                              \
-    OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                     \
-    OPTIM_BLOCK(ROW, "mulaw4", "for m: levels by mu-law, each about twice the one before", MuLaw4, 32)                 \
-    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                  \
-    OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)              \
-    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                     \
-    OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)          \
-    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: as dyn8/rank1", Udyn8, SPAN_RANK1)                               \
-    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: as dyn8/rank1", De4, SPAN_RANK1)                                   \
-    OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                          \
-    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: as lin4/rank1, of the root", Sqrt4, SPAN_RANK1)                  \
-    OPTIM_LOG(ROW, "log8", "for v: the same relative error over the block's own range; exact zeros", Log8, 2048)       \
-    OPTIM_LOG(ROW, "log8", "", Log8, 256)                                                                              \
-    OPTIM_LOG(ROW, "log16", "for v: log8 in 2 bytes, about 12 significant bits", Log16, 2048)                          \
-    OPTIM_LOG(ROW, "adalog8", "for v, as in adafactor8bit: from 2^-126 on, steps of about 0.4 binades", AdaLog8, 2048) \
-    OPTIM_DOUBLE(ROW, "soft8", "soft8 with 8-bit scales, like all @dq8", Soft8, 32)                                    \
-    OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                          \
-    OPTIM_DOUBLE(ROW, "dyn8", "", Dyn8, 64)                                                                            \
-    OPTIM_DOUBLE(ROW, "udyn8", "", Udyn8, 64)                                                                          \
-    OPTIM_DOUBLE(ROW, "e4m3", "", E4m3, 64)                                                                            \
-    OPTIM_DOUBLE(ROW, "de4", "as precise as de4/32 in 4.3 bits", De4, 32)                                              \
-    OPTIM_DOUBLE(ROW, "de4", "", De4, 64)                                                                              \
-    OPTIM_DOUBLE(ROW, "sqrt4", "as precise as sqrt4/32 in 4.3 bits", Sqrt4, 32)                                        \
-    OPTIM_DOUBLE(ROW, "sqrt4", "", Sqrt4, 64)                                                                          \
-    OPTIM_DOUBLE(ROW, "lin4", "", Lin4, 64)                                                                            \
-    OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                              \
+#define OPTIM_STATES(ROW)                                                                                             \
+    ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
+    ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)            \
+    ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>) \
+    ROW("fp16", "for comparison: below 3e-8 all becomes 0, and the loss shows it", Elementwise<Fp16, NEAREST>)        \
+    ROW("fp16:sr", "for m, unbiased; a v below 3e-8 is still 0 at most steps", Elementwise<Fp16, STOCHASTIC>)         \
+    OPTIM_BLOCKS(ROW, "dyn8", "for m, as in torchao and bitsandbytes: seven decades a block", Dyn8, 256)              \
+    OPTIM_BLOCKS(ROW, "udyn8", "for v: dyn8 without a sign", Udyn8, 256)                                              \
+    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as in torchao", E4m3, 256)                    \
+    OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                        \
+    OPTIM_BLOCKS(ROW, "soft8", "for m, as in FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)     \
+    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as in FlashOptim: linear in the root", Sqrt8, 32)                              \
+    OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                               \
+    OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)               \
+    OPTIM_BLOCKS(ROW, "de4", "for m, as in lpmm and torchao: three decades in 4 bits", De4, 128)                      \
+    OPTIM_BLOCKS(ROW, "lin4", "for v, as in lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)     \
+    OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                             \
+    OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                    \
+    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                 \
+    OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
+    OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                    \
+    OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)         \
+    OPTIM_SPAN(ROW, "udyn8/rank1", "for v, for study: as dyn8/rank1", Udyn8, SPAN_RANK1)                              \
+    OPTIM_SPAN(ROW, "de4/rank1", "for m, for study: as dyn8/rank1", De4, SPAN_RANK1)                                  \
+    OPTIM_SPAN(ROW, "lin4/rank1", "for v, for study: lpmm's default for v", Lin4, SPAN_RANK1)                         \
+    OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: as lin4/rank1, of the root", Sqrt4, SPAN_RANK1)                 \
+    ROW("adalog8/2048", "for v, as in adafactor8bit: from 2^-126 on, steps of about 0.4 binades", AdaLog8<NEAREST>)   \
+    ROW("adalog8/2048:sr", "", AdaLog8<STOCHASTIC>)                                                                   \
+    OPTIM_DOUBLE(ROW, "soft8", "soft8 with 8-bit scales, like all @dq8", Soft8, 32)                                   \
+    OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                         \
+    OPTIM_DOUBLE(ROW, "dyn8", "", Dyn8, 64)                                                                           \
+    OPTIM_DOUBLE(ROW, "udyn8", "", Udyn8, 64)                                                                         \
+    OPTIM_DOUBLE(ROW, "e4m3", "", E4m3, 64)                                                                           \
+    OPTIM_DOUBLE(ROW, "de4", "as precise as de4/32 in 4.3 bits", De4, 32)                                             \
+    OPTIM_DOUBLE(ROW, "de4", "", De4, 64)                                                                             \
+    OPTIM_DOUBLE(ROW, "sqrt4", "as precise as sqrt4/32 in 4.3 bits", Sqrt4, 32)                                       \
+    OPTIM_DOUBLE(ROW, "sqrt4", "", Sqrt4, 64)                                                                         \
+    OPTIM_DOUBLE(ROW, "lin4", "", Lin4, 64)                                                                           \
+    OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                             \
     OPTIM_DOUBLE(ROW, "e2m1", "", E2m1, 32)
 
 // Presets name good combinations. From a row follow the kernels that are compiled ahead of time (built_in.cu), the

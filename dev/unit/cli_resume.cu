@@ -248,7 +248,7 @@ FOLDER_TEST(cli_resume_overrides) {
 FOLDER_TEST(cli_resume_most_arrays) {
     const char* options =
         "--rule ademamix --m de4/32@dq8 --v sqrt4/32@dq8 --weights e5m2/tensor+fp32 --override "
-        "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=e4m3+8;*.bias:weights=bf16:kahan;"
+        "wte:weights=e4m3+fp32;wpe:weights=e5m2+fp32;ln*:weights=bf16+fp32;*.bias:weights=bf16:kahan;"
         "c_attn.weight:weights=e4m3/tensor+fp32";
     check_half_way(test, work, "run", options, false);
     refused("a seventh", "\"mlp.c_fc.weight\" asks for one more", "take fewer",

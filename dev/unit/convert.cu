@@ -98,11 +98,11 @@ static int64_t differing(const Run* a, const Run* b, Slot slot) {
 }
 
 // True if values of the format may move when they are stored again. A block's largest may come back smaller, and its
-// scale with it: dyn8 and de4 have no -1, and a scale rounded up to bf16, or to 8 bits, leaves the largest a level
+// scale with it: dyn8 and de4 have no -1, and a scale rounded up to 8 bits leaves the largest a level
 // below the last. adalog8's scale is the logarithm of a level, which is rounded.
 static bool may_move(const char* name) {
-    return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@bf16") ||
-           strstr(name, "@dq8") || strncmp(name, "adalog8", 7) == 0;
+    return strncmp(name, "dyn8", 4) == 0 || strncmp(name, "de4", 3) == 0 || strstr(name, "@dq8") ||
+           strncmp(name, "adalog8", 7) == 0;
 }
 
 // Every state format from fp32 and back to fp32, in m (where it has a sign) and v, and into the format again.
@@ -257,7 +257,7 @@ TEST(convert_refuses_other_arrays) {
 TEST(convert_equal_gpu) {
     const char* const formats[][3] = {{"bf16:sr", "dyn8", "udyn8"},
                                       {"bf16+16", "de4", "sqrt4"},
-                                      {"e4m3+8:sr", "bf16:sr", "fp32"},
+                                      {"e4m3:sr", "bf16:sr", "fp32"},
                                       {"bf16+fp32", "fp32", "fp32"}};
     OptimConfig wide = states_config("adamw", "bf16+fp32", "fp32", "fp32", "fp32");
     Run exact;

@@ -272,7 +272,7 @@ THIRDS_TEST(every_equal_cpu) {
 // Is a row of the table a format to nearest at its default block, or that with another scale? Other blocks are drawn in
 // every_random.
 static bool is_format(const char* name, const char* when) {
-    bool at_default = when[0] || strchr(name, '@') || is(name, "log8/256");
+    bool at_default = when[0] || strchr(name, '@');
     return at_default && !strchr(name, ':');
 }
 

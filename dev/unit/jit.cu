@@ -314,7 +314,7 @@ TEST_ALONE(jit_times) {
     constexpr int TIMES = 3, MAX_TIMES = 12;
     constexpr double COMPILED_MS = 1000.0, CACHED_MS = 20.0;
     const char* const drawn[][3] = {{"bf16:sr", "dyn8/64", "udyn8/64:sr"},
-                                    {"e4m3+8:sr", "de4/2048:sr", "nf4/32:sr"},
+                                    {"bf16+8:sr", "de4/2048:sr", "nf4/32:sr"},
                                     {"bf16+8:sr", "e5m2/256@e8m0:sr", "sqrt4/1024:sr"}};
     CacheFolder folder;
     double worst_compiled = 0.0, worst_cached = 0.0;

@@ -248,7 +248,7 @@ TEST(optim_refusals) {
         {"adamw", WITH(c->m = "dyn8/257"), "--m: ", "mean dyn8/256?"},
         {"adamw", WITH(c->m = "dyn9/256:sr"), "--m: ", "mean dyn8/256:sr?"},
         {"adamw", WITH(c->m = "dyn9"), "--m: ", "mean dyn8/256?"},
-        {"adamw", WITH(c->m = "sft8/32@bf16"), "--m: ", "mean soft8/32@bf16?"},
+        {"adamw", WITH(c->m = "sft8/32@e8m0"), "--m: ", "mean soft8/32@e8m0?"},
         {"adamw", WITH(c->m = "bf61:sr"), "--m: ", "mean bf16:sr?"},
         {"adamw", WITH(c->m = "none"), "--m: \"none\"", "take adafactor"},
         {"adamw", WITH(c->v = "none"), "--v: \"none\"", "adamw keeps a second moment"},

@@ -30,7 +30,7 @@ static const Case cases[] = {
     {"", "adamw", "bf16+16", "bf16:sr", "fp32", ""},
     {"", "lion", "bf16:kahan", "dyn8/64:sr", "", ""},
     {"", "ademamix", "bf16+8:sr", "soft8", "sqrt8", ""},
-    {"", "adamw", "bf16:ef", "e4m3:sr", "log8", "ln*: m=fp32 v=fp32"},
+    {"", "adamw", "bf16:ef", "e4m3:sr", "adalog8", "ln*: m=fp32 v=fp32"},
     {"", "adamw", "lin8:sr", "de4/32@dq8", "sqrt4/32@dq8", "*.bias|ln*: weights=bf16:sr lr=0.5; wte: wd=0.3"},
     {"", "adamw", "fp32", "dyn8", "udyn8", "wte: rule=sgd"},
     {"", "adam-mini", "bf16:sr", "bf16:sr", "", ""},

@@ -186,13 +186,13 @@ static const char* default_of(const char* name) {
 // Every name that can be typed is in the list, or follows by its last lines from one that is.
 TEST(tables_list_reaches_every_format) {
     char* text = list_text(test, false);
-    for (const char* more : {"NAME/32", "NAME/2048", "NAME@bf16", "NAME@e8m0", "NAME:sr"})
+    for (const char* more : {"NAME/32", "NAME/2048", "NAME@e8m0", "NAME:sr"})
         expect(strstr(text, more), "%s is not explained", more);
     for (const char* name : STATE_NAMES) {
         const char* noise = strstr(name, ":sr");
         const char* plain = formatted("%.*s", (int)(noise ? noise - name : (ptrdiff_t)strlen(name)), name);
         const char* at = strchr(plain, '@');
-        bool scale = at && (is(at, "@bf16") || is(at, "@e8m0"));
+        bool scale = at && is(at, "@e8m0");
         bool block = !at && strchr(name, '/') && !in_spans(name);
         bool found = holds_name(text, plain) || ((scale || block) && holds_name(text, default_of(plain)));
         expect(found, "%s is not in the list", name);
@@ -268,8 +268,6 @@ static const char* const recorded[] = {
     "| `sqrt4` | 0.00391 | –, – | 0.00391, 0.00391 | 0.00391, 0.00391 |\n",
     "| `nf4` | 0.0796 | 1, -1 | 1, 0.0796 | 4.25e+37, 4.25e+37 |\n",
     "| `e2m1` | 0.0833 | 0, 0 | 0.0833, 0.0833 | 4.25e+37, 4.25e+37 |\n",
-    "| `log8` | 0 | –, – | 0, 0 | 1.7e+38, 1.7e+38 |\n",
-    "| `log16` | 0 | –, – | 0, 0 | 1.7e+38, 1.7e+38 |\n",
     "| `adalog8` | 1.18e-38 | –, – | 1.18e-38, 1.18e-38 | 1.7e+38, 1.7e+38 |\n",
 };
 
@@ -279,7 +277,7 @@ TEST(tables_strange_is_as_recorded) {
     int compared = 0;
     for (const char* name : STATE_NAMES) {
         bool first = strncmp(name, last, strcspn(name, "/:@") + 1) != 0;  // of its kind, the default
-        if (in_spans(name) || strpbrk(name, ":@") || !first || strncmp(name, "log8/256", 8) == 0) continue;
+        if (in_spans(name) || strpbrk(name, ":@") || !first) continue;
         last = name;
         strange_row(test, name, row, sizeof(row));
         for (const char* want : recorded) {

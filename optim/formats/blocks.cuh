@@ -189,24 +189,13 @@ struct Rounded {
     typedef typename Either<ROUNDING == STOCHASTIC && !SAME_TYPE<Noisy, void>, Noisy, Format>::Type Type;
 };
 
-// The types of stored scales. Narrow ones round up, so that no element of a block exceeds LARGEST.
+// The types of stored scales. ScaleE8m0 rounds up, so that no element of a block exceeds LARGEST.
 struct ScaleFp32 {
     typedef float Code;
     static constexpr const char* DTYPE = "F32";
     static constexpr double MAX = 4.25e37;  // below 2^125, so that the reciprocal is not subnormal
     static OPTIM_INLINE float encode(float scale) { return scale; }
     static OPTIM_INLINE float decode(float code) { return code; }
-};
-
-struct ScaleBf16 {
-    typedef uint16_t Code;
-    static constexpr const char* DTYPE = "BF16";
-    static constexpr double MAX = 4.21e37;
-    static OPTIM_INLINE uint16_t encode(float scale) {
-        uint32_t bits = float_bits(scale);
-        return (uint16_t)((bits > 0x7f7f0000u ? 0x7f7f0000u : bits + 0xffffu) >> 16);
-    }
-    static OPTIM_INLINE float decode(uint16_t code) { return bits_float((uint32_t)code << 16); }
 };
 
 // A power of two, stored as fp32's exponent. Code 0 is zero, since no scale is below 2^-126.
@@ -408,17 +397,7 @@ OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float*
     }
 }
 
-// Stores elements whose scale is known, for blocks_store. A storage may have its own put_scaled() instead.
-template <class Format, Rounding ROUNDING>
-struct BlockPut {
-    template <int COUNT>
-    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* x, float inverse,
-                                        const NoiseKey& key) {
-        block_put<Format, ROUNDING, COUNT>(streams, first, x, inverse, key);
-    }
-};
-
-template <class Format, class Scale, Rounding ROUNDING, class Put = BlockPut<Format, ROUNDING>>
+template <class Format, class Scale, Rounding ROUNDING>
 OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
         float top = 0.0f, value[8];
@@ -427,7 +406,7 @@ OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
             float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, 8);
-            Put::template put_scaled<8>(streams, first + b + c, value, inverse, key);
+            block_put<Format, ROUNDING, 8>(streams, first + b + c, value, inverse, key);
         }
     }
 }
@@ -440,48 +419,17 @@ __device__ __forceinline__ void group_sync() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / THREADS + 1), "n"(THREADS) : "memory");
 }
 
-// Returns shared memory for the numbers that the warps of a group exchange for one array: two for each warp in
-// neighbours_both, one in group_tell, of which four are read at once. There are two such places, which alternate from
-// tile to tile, so that no warp has to wait before it writes: all warps have passed the barrier of the tile between.
-// Each array has one exchange in a tile.
-__device__ __forceinline__ uint2* warps_parts(const NoiseKey& key) {
-    __shared__ alignas(16) uint2 part[2][4][32];
+// Returns shared memory for the numbers that the warps of a group exchange for one array, of which four are read at
+// once. There are two such places, which alternate from tile to tile, so that no warp has to wait before it writes: all
+// warps have passed the barrier of the tile between. Each array has one exchange in a tile.
+__device__ __forceinline__ uint32_t* warps_parts(const NoiseKey& key) {
+    __shared__ alignas(16) uint32_t part[2][4][32];
     return part[key.turn][key.stream];
 }
 
-// Returns the largest a and the smallest b among the COUNT neighbouring threads of a block, in each of them. All
-// THREADS of a group call it together. It also orders memory: earlier reads, such as of the block's old scale, complete
-// before a thread writes the new scale afterwards. Shuffles and reductions alone do not guarantee that.
-template <int COUNT, int THREADS>
-__device__ __forceinline__ uint2 neighbours_both(uint32_t a, uint32_t b, const NoiseKey& key) {
-    if constexpr (COUNT < 32) {
-#pragma unroll
-        for (int lane = 1; lane < COUNT; lane *= 2) {
-            uint32_t other_a = __shfl_xor_sync(0xffffffffu, a, lane), other_b = __shfl_xor_sync(0xffffffffu, b, lane);
-            a = other_a > a ? other_a : a;
-            b = other_b < b ? other_b : b;
-        }
-    } else {
-        a = __reduce_max_sync(0xffffffffu, a);
-        b = __reduce_min_sync(0xffffffffu, b);
-    }
-    if constexpr (COUNT > 1 && COUNT <= 32) __syncwarp();
-    if constexpr (COUNT > 32) {
-        uint2* part = warps_parts(key);
-        int warp = threadIdx.x / 32, begin = warp / (COUNT / 32) * (COUNT / 32);
-        if (threadIdx.x % 32 == 0) part[warp] = make_uint2(a, b);
-        group_sync<THREADS>();
-#pragma unroll
-        for (int i = 0; i < COUNT / 32; i++) {
-            uint2 other = part[begin + i];
-            a = other.x > a ? other.x : a;
-            b = other.y < b ? other.y : b;
-        }
-    }
-    return make_uint2(a, b);
-}
-
-// Does the same for the largest `top` only; top is at least 0.
+// Returns the largest `top`, at least 0, among the COUNT neighbouring threads of a block, in each of them. All THREADS
+// of a group call it together. It also orders memory: earlier reads, such as of the block's old scale, complete before
+// a thread writes the new scale afterwards. Shuffles and reductions alone do not guarantee that.
 template <int COUNT, int THREADS>
 __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
@@ -490,7 +438,17 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
         if constexpr (COUNT > 1) __syncwarp();
         return top;
     } else {
-        return __uint_as_float(neighbours_both<COUNT, THREADS>(__float_as_uint(top), 0u, key).x);
+        uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
+        if constexpr (COUNT == 32) __syncwarp();
+        if constexpr (COUNT > 32) {
+            uint32_t* part = warps_parts(key);
+            int warp = threadIdx.x / 32, begin = warp / (COUNT / 32) * (COUNT / 32);
+            if (threadIdx.x % 32 == 0) part[warp] = max;
+            group_sync<THREADS>();
+#pragma unroll
+            for (int i = 0; i < COUNT / 32; i++) max = part[begin + i] > max ? part[begin + i] : max;
+        }
+        return __uint_as_float(max);
     }
 }
 
@@ -498,14 +456,14 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
 // threads call group_sync once, then group_told returns the maximum of an array.
 __device__ __forceinline__ void group_tell(float top, const NoiseKey& key) {
     const uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
-    if (threadIdx.x % 32 == 0) ((uint32_t*)warps_parts(key))[threadIdx.x / 32] = max;
+    if (threadIdx.x % 32 == 0) warps_parts(key)[threadIdx.x / 32] = max;
 }
 
 template <int THREADS>
 __device__ __forceinline__ float group_told(const NoiseKey& key) {
     constexpr int WARPS = THREADS / 32;
     static_assert(WARPS % 4 == 0, "read four at a time");
-    const uint4* part = (const uint4*)((const uint32_t*)warps_parts(key) + threadIdx.x / THREADS * WARPS);
+    const uint4* part = (const uint4*)(warps_parts(key) + threadIdx.x / THREADS * WARPS);
     uint32_t max = 0;
 #pragma unroll
     for (int i = 0; i < WARPS / 4; i++) {

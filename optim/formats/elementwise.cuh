@@ -50,13 +50,12 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     static OPTIM_INLINE int shift(int i) { return BITS * (BITS == 4 ? i % EACH ^ 1 : i % EACH); }
     OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & ((1u << BITS) - 1u); }
 
-    // Returns 2^23 + code i, of 8 or 16 bits, as a float. On a GPU it takes one instruction, where the compiler would
-    // use up to three.
+    // Returns 2^23 + code i, of 8 bits, as a float. On a GPU it takes one instruction, where the compiler would use up
+    // to three.
     OPTIM_INLINE float number(int i) const {
-        static_assert(BITS != 4, "bytes are picked");
+        static_assert(BITS == 8, "a byte is picked");
 #ifdef __CUDA_ARCH__
-        const uint32_t bytes = BITS == 8 ? 0x7540u + i % 4 : i % 2 ? 0x7532u : 0x7510u;
-        return __uint_as_float(__byte_perm(word[i / EACH], 0x4b000000u, bytes));
+        return __uint_as_float(__byte_perm(word[i / EACH], 0x4b000000u, 0x7540u + i % 4));
 #else
         return bits_float(0x4b000000u | get(i));
 #endif
@@ -64,11 +63,6 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 
     OPTIM_INLINE void add(int i, uint32_t code) {
         word[i / EACH] += code << shift(i);
-    }
-
-    // Clears code i when `so`.
-    OPTIM_INLINE void clear(int i, bool so) {
-        word[i / EACH] &= so ? ~(((1u << BITS) - 1u) << shift(i)) : ~0u;
     }
 
     // Subtracts a bias with which every code was added.
@@ -94,9 +88,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
 #pragma unroll
         for (int w = 0; w < WORDS; w++) {
             const uint32_t* c = codes + w * EACH;
-            if constexpr (BITS == 16) {
-                word[w] = __byte_perm(c[0], c[1], 0x5410 + BYTE * 0x1111);
-            } else if constexpr (BITS == 8) {
+            if constexpr (BITS == 8) {
                 word[w] = bytes<BYTE>(c[0], c[1], c[2], c[3]);
             } else {
                 uint32_t upper = bytes<BYTE>(c[0], c[2], c[4], c[6]), lower = bytes<BYTE>(c[1], c[3], c[5], c[7]);
