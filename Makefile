@@ -268,7 +268,7 @@ format-check:
 	clang-format --dry-run --Werror $(SOURCES)
 
 loc:
-	@wc -l $(SOURCES) | sort -n
+	@python3 dev/loc.py
 
 clean:
 	rm -rf build train test_gpt2
@@ -289,7 +289,7 @@ help:
 	@echo "                  about 90 s; FAULTS=\"--kills 300 --calls 300 --limits 100 --signals 200\" for longer"
 	@echo "make venv         Python tools for data preparation and plots, in .venv"
 	@echo "make format       clang-format in place; make format-check only looks"
-	@echo "make loc          lines of each file"
+	@echo "make loc          lines and code lines of each part, beside the limits of dev/limits.txt"
 	@echo "make clean        remove what was built"
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 

@@ -163,7 +163,8 @@ def main():
     found = rows(program, cases, options)
     file = ROOT / RECORDED
     lines = file.read_text().split("\n") if file.exists() else []
-    before = {line.split("  ")[1]: line.split("  ")[2] for line in lines if line.startswith(options.device + "  ")}
+    recorded = {line.split("  ")[1]: line.split("  ")[2] for line in lines if line.startswith(options.device + "  ")}
+    before = recorded
     was = next((line.split(": ", 1)[1] for line in lines if line.startswith(f"# {options.device}: ")), None)
     if options.against:
         before = rows(options.against.resolve(), cases, options)
@@ -179,17 +180,16 @@ def main():
         if case.endswith(" ->") and found[case].split()[:2] != found.get(case[:-3], found[case]).split()[:2]:
             wrong += 1
             print(f"{case}\n    is not what the run without a resume gives: {found[case[:-3]]}")
-    if options.record and not any(text.startswith("failed") for text in found.values()):
-        gone = set() if options.short or options.k else set(before) - set(cases)
-        kept = {**before, **found}
-        others = [line for line in lines if line and not line.startswith((options.device + "  ", f"# {options.device}: "))]
+    failed = any(text.startswith("failed") for text in found.values())
+    if options.record and not failed:
+        whole = not options.short and not options.k
+        kept = {case: text for case, text in {**recorded, **found}.items() if case in found or not whole}
+        others = [line for line in lines if line and not line.startswith((f"{options.device}  ", f"# {options.device}: "))]
         others = others or ["# Rows of `make hash` (dev/hash.py): device, case, checksums of weights, states, losses, samples."]
-        head = [line for line in others if line.startswith("#")]
-        body = [line for line in others if not line.startswith("#")]
-        mine = [f"{options.device}  {case}  {kept[case]}" for case in kept if case not in gone]
-        file.write_text("\n".join([*head, f"# {options.device}: {here}", *sorted(mine + body), ""]))
+        mine = [f"# {options.device}: {here}", *(f"{options.device}  {case}  {text}" for case, text in kept.items())]
+        file.write_text("\n".join(sorted(others + mine, key=lambda line: (line[0] != "#", line != others[0], line))) + "\n")
     print(f"hash: {len(cases)} rows, {wrong} {'changed' if options.record else 'differ'}")
-    return 0 if options.record and not any(text.startswith("failed") for text in found.values()) else min(wrong, 1)
+    return failed if options.record else min(wrong, 1)
 
 
 if __name__ == "__main__":
