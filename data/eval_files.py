@@ -18,21 +18,33 @@ import struct
 import sys
 from pathlib import Path
 
-from input_files import PREPARE, READ_ERRORS, Problem, damaged, download, make_folder, open_input
+from input_files import PREPARE, READ_ERRORS, Problem, damaged, download, lines_of, make_folder, open_input, say
 from vocabulary import Bytes, crc32c, open_vocabulary
 
 MAGIC, VERSION, HEADER = b"nib-eval", 1, "<8sIIIIIIQI16x"
 CHOICES, LAST_WORD = 0, 1  # kinds of files
-PUBLIC = {  # name: where its authors' file is
-    "hellaswag": "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
-    "lambada": "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
+MAX_QUESTION, MAX_CHOICES = 1 << 20, 1000  # bytes of a line; each choice repeats the context
+PUBLIC = {  # name: where its authors' file is, and its SHA-256
+    "hellaswag": (
+        "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl",
+        "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
+    ),
+    "lambada": (
+        "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
+        "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
+    ),
 }
 
 
 def cleaned(text):
     """Returns HellaSwag's text without the marks of WikiHow."""
+
+    def unmarked(line):  # only what has a bracket behind it is searched, so the time grows with the length alone
+        marked, bracket, rest = line.rpartition("]")
+        return re.sub(r"\[.*?\]", "", marked + bracket) + rest
+
     text = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+    return "\n".join(map(unmarked, text.split("\n"))).replace("  ", " ")
 
 
 def answer_of(record, name, choices, where):
@@ -92,6 +104,8 @@ class Questions:
 
     def add(self, record, where):
         kind, context, choices, answer = question_of(record, where)
+        if len(choices) > MAX_CHOICES:
+            raise Problem(f"{where}: {len(choices)} choices; give at most {MAX_CHOICES}")
         if self.kind not in (None, kind):
             raise Problem(f"{where}: a question of another kind than those before; give each kind its own file")
         if not isinstance(context, str) or not all(isinstance(choice, str) and choice for choice in choices):
@@ -120,8 +134,10 @@ def read_questions(path, vocabulary):
     questions = Questions(vocabulary)
     try:
         with open_input(path) as stream:
-            for number, line in enumerate(stream, 1):
+            for number, line in enumerate(lines_of(stream, MAX_QUESTION), 1):
                 where = f"{path}: line {number}"
+                if line is None:
+                    raise Problem(f"{where}: longer than {MAX_QUESTION >> 20} MiB; give one question a line")
                 if not line.strip():
                     continue
                 try:
@@ -144,7 +160,7 @@ def sources(inputs):
         name, equals, path = text.partition("=")
         if not equals and text in PUBLIC and not os.path.exists(text):
             instead = f"without network type {PREPARE} --eval {text}=FILE.jsonl"
-            path = str(download(PUBLIC[text], instead))
+            path = str(download(*PUBLIC[text], instead))
         elif not equals:
             name, path = Path(text).name.split(".")[0], text
         if not re.fullmatch(r"[\w-]+", name):
@@ -172,7 +188,7 @@ def write_all(options):
         partial = target.with_name(target.name + ".tmp")
         partial.write_bytes(contents)
         os.replace(partial, target)
-        print(
+        say(
             f"{target}: {len(questions.examples) // 2:,} questions, {len(questions.rows) // 4:,} rows, "
             f"{len(questions.tokens):,} tokens of {vocabulary.size}, the longest row has {questions.longest}"
         )

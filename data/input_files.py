@@ -1,7 +1,9 @@
 """What data/prepare.py reads from: files that may be packed, and downloads. A failure is a Problem: one sentence."""
 
 import bz2
+import errno
 import gzip
+import hashlib
 import http.client
 import io
 import lzma
@@ -30,6 +32,15 @@ class Problem(Exception):
     """A mistake that the user can correct. It is reported in one sentence, and the exit status is 2."""
 
 
+# What could control a terminal, as text_disarm of data/text.c has it, and halves of surrogate pairs.
+CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def say(line, file=None):
+    """Prints a line that may quote what a stranger wrote: names of files, fields and runs."""
+    print(CONTROL.sub("?", str(line)), file=file, flush=True)
+
+
 def make_folder(folder, out):
     """Makes the folder that --out OUT asks for, and those above it. The folder may exist."""
     try:
@@ -38,8 +49,42 @@ def make_folder(folder, out):
         raise Problem(f"--out {out}: the folder cannot be made ({error.strerror}); give another --out") from None
 
 
+def read_own(path):
+    """Returns the bytes of a file that will be copied to where it may be published. A link may lead to a secret, so it
+    follows none but those in the cache of Hugging Face's hub, to ../../blobs/HASH."""
+    path = Path(path)
+    if path.is_symlink() and re.fullmatch(r"\.\./\.\./blobs/[0-9a-f]+", os.readlink(path)):
+        path = path.parent / os.readlink(path)
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            return file.read()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise damaged(path, error) from None
+        raise Problem(f"{path}: a link, whose contents would be published; put the file itself there") from None
+
+
+MAX_LINE = 1 << 26  # bytes of a line of JSON, or of a text without white space
+
+
+def lines_of(stream, most=MAX_LINE):
+    """Yields the lines of a stream; None for one of more than `most` bytes, which is never in memory as a whole."""
+    while True:
+        line = stream.readline(most + 1)
+        if not line:
+            return
+        if len(line) <= most:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(1 << 20)
+        yield None
+
+
 class ZstdFile(io.RawIOBase):
     """Reads the contents of zstd's frames one after another. A file that ends within a frame raises EOFError."""
+
+    PACKED = 1 << 10  # bytes at a time: they unpack to at most 32 MiB
 
     def __init__(self, path):
         try:
@@ -56,7 +101,7 @@ class ZstdFile(io.RawIOBase):
         while not self.ready:
             if self.frame and self.frame.eof:
                 self.packed, self.frame = self.frame.unused_data, None
-            block = self.packed or self.file.read(1 << 16)
+            block = self.packed or self.file.read(self.PACKED)
             self.packed = b""
             if not block:
                 if self.frame:
@@ -64,7 +109,7 @@ class ZstdFile(io.RawIOBase):
                 return 0
             try:
                 self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                self.ready = self.frame.decompress(block)
+                self.ready = memoryview(self.frame.decompress(block))
             except self.library.ZstdError as error:
                 raise OSError(str(error)) from None
         count = min(len(buffer), len(self.ready))
@@ -128,20 +173,32 @@ def damaged(path, error):
     return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); fetch or write it again")
 
 
-READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)  # pyarrow's own derive from ValueError
+# pyarrow's own derive from ValueError and NotImplementedError.
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError, NotImplementedError)
 
 
 def cache_folder():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"
 
 
-def download(url, instead):
+def download(url, sha256, instead):
     """Downloads a file into the cache, once, and returns its path. `instead` says what to do without a network."""
+    path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
+    if not path.exists():
+        fetch(url, path, instead)
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            found.update(block)
+    if found.hexdigest() == sha256:
+        return path
+    path.unlink()
+    raise Problem(f"{url}: another file than it was: its SHA-256 is {found.hexdigest()}; {instead}")
+
+
+def fetch(url, path, instead):
     from tqdm import tqdm
 
-    path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
-    if path.exists():
-        return path
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # another program may download the same
     try:
@@ -161,4 +218,3 @@ def download(url, instead):
         raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
     finally:
         partial.unlink(missing_ok=True)
-    return path

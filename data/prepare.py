@@ -47,8 +47,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from input_files import MAKE, PACKED_NAME, PREPARE, READ_ERRORS, ROOT, VENV, Problem, damaged, download, first_bytes
-from input_files import here, make_folder, open_input, unpacker
+from input_files import MAKE, MAX_LINE, PACKED_NAME, PREPARE, READ_ERRORS, ROOT, VENV, Problem, damaged, download
+from input_files import first_bytes, here, lines_of, make_folder, open_input, say, unpacker
 
 try:
     import numpy as np
@@ -69,16 +69,35 @@ NOTED_PLACES = 10  # of a notice
 SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
 
 HUGGING_FACE = "https://huggingface.co/datasets/"
-STORIES = HUGGING_FACE + "roneneldan/TinyStories/resolve/main/TinyStoriesV2-GPT4-"
-FINEWEB = HUGGING_FACE + "HuggingFaceFW/fineweb-edu/resolve/main/sample/10BT/"
-CORPORA = {  # name: (training files, validation files)
-    "tinyshakespeare": (
-        ["https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"],
-        [],
+STORIES = HUGGING_FACE + "roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4-"
+FINEWEB = HUGGING_FACE + "HuggingFaceFW/fineweb-edu/resolve/87f09149ef4734204d70ed1d046ddc9ca3f2b8f9/sample/10BT/"
+FINEWEB_SHA256 = (
+    "b1ba7b2ce4cb5ea6ef42dca40263eabb85f37700d01693a68e9b30a31d78e871",
+    "3fcf2dc69cd52503986276d3d2d26a8c356d0f2ea28a0de4fdbda8cf87755693",
+    "547ae182d132c9f06b6ce63149567208ea9f57630bfd9b1a2938e504f0c9ebd7",
+    "22184e6eb25759ddd97783751ffc73e1705dfa2542e630dae1f2a8bac8ee6ddb",
+    "33557ddd87a07a4ae6fcaf7a4789c7b484e5cc0c273ca12a65b74200e6d8748b",
+    "e08d79927ecb377786572cd854817c748ceb8880878b1a0eb91abf8c85d505ea",
+    "554fa2613c9261d6c9c396caab881de3160175794c6c3e1856bf28a0e9cb9b76",
+    "4b7d1f697d4afff7f5f65cb7aa4d83acc6db716da4d46ea23399d0c50608c6e3",
+    "a6d9dcc0c72ecd7c7f0173c2d06b3a4249a2ccaa94961469d1a522ca689bbf1a",
+    "f836cd3c70b95776699eb6c356b2dbf702816e25dcf39992f5c80a29029d23c3",
+    "e5a2eae25f057f0856a10bfae314c6ca8ea8bb08456d2131e9e89b2b8305e2f6",
+    "db71cf0425bb3d1813a09f12ff1acd6dabdfb91a2e4f141960254ee5a7f036e7",
+    "08b47a3e1c25161f796d2f8dbf99ccf60affdebdcea4910833d0d5783315551f",
+    "b393f51fefab26cd6f4c8f65707c1924f6666c4961a0ebebe04bb57f7ec832de",
+)
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+CORPORA = {  # name: (training files, validation files), each a URL and the SHA-256 of what it must hold
+    "tinyshakespeare": ([(SHAKESPEARE, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")], []),
+    "tinystories": (
+        [(STORIES + "train.txt", "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443")],
+        [(STORIES + "valid.txt", "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d")],
     ),
-    "tinystories": ([STORIES + "train.txt"], [STORIES + "valid.txt"]),
-    "fineweb-edu-10B": ([f"{FINEWEB}{i:03d}_00000.parquet" for i in range(14)], []),
+    "fineweb-edu-10B": ([(f"{FINEWEB}{i:03d}_00000.parquet", FINEWEB_SHA256[i]) for i in range(14)], []),
 }
+MAX_WORD = 1 << 20  # characters without white space: tiktoken takes 45 bytes of memory for each
+MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
 BPE_BYTES = 1 << 30  # --train-bpe reads this much of the training text
 BPE_MIN = 258  # tokens: 256 bytes, a merge, <|endoftext|>
 
@@ -117,16 +136,22 @@ def open_parquet(path):
         raise Problem(f"a .parquet file needs pyarrow; {VENV}") from None
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
+    except READ_ERRORS as error:
         raise damaged(path, error) from None
 
 
 def parquet_column(path, field):
     """Returns the file and the index of its column of text."""
     file = open_parquet(path)
-    names = file.schema_arrow.names
-    if field not in names:
-        raise Problem(f'{path}: there is no field "{field}" but {", ".join(names)}: choose one with --field')
+    try:
+        schema = file.schema_arrow
+    except READ_ERRORS as error:
+        raise damaged(path, error) from None
+    if field not in schema.names:
+        raise Problem(f'{path}: there is no field "{field}" but {", ".join(schema.names)}: choose one with --field')
+    kind = schema.field(field).type
+    if not re.fullmatch(r"(large_)?string(_view)?|null|dictionary<values=string.*", str(kind)):
+        raise Problem(f'{path}: field "{field}" is {kind} and not a text; choose another with --field')
     return file, file.schema.names.index(field)
 
 
@@ -189,6 +214,10 @@ def read_text(path):
             data += line
             if len(data) >= PIECE_BYTES:
                 cut = safe_cut(data, max(searched, PIECE_BYTES // 2))
+                if not cut and len(data) >= MAX_LINE:  # no text has such a word: cut it before its last character
+                    cut = len(data) - 1
+                    while cut > 0 and data[cut] & 0xC0 == 0x80:
+                        cut -= 1
                 searched = max(0, len(data) - 4)
                 if cut:
                     yield Piece(path, "text", place, begins, bytes(data[:cut]))
@@ -198,7 +227,10 @@ def read_text(path):
 
 def read_jsonl(path):
     with open_input(path) as stream:
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(lines_of(stream), 1):
+            if line is None:
+                yield Piece(path, "too long", number, True, b"")
+                continue
             if number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
@@ -227,13 +259,19 @@ def read_json(path):
             yield from read_jsonl(path)
             return
     with open_input(path) as stream:
-        text = stream.read()
+        text = stream.read(MAX_ARRAY + 1)
+    if len(text) > MAX_ARRAY:
+        raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a document a line (jq -c '.[]')")
     try:
         records = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Problem(f"{path}: not JSON ({error})") from None
     for number, record in enumerate(records, 1):
-        yield Piece(path, "element", number, True, json.dumps(record).encode())
+        try:
+            data = json.dumps(record).encode()
+        except RecursionError:
+            data = b"["  # too deep, so it is left out as what is not JSON
+        yield Piece(path, "element", number, True, data)
 
 
 def read_inputs(paths, field):
@@ -371,6 +409,8 @@ def text_of(piece, field):
     """Returns the text of a piece, None for a null. Raises a Problem that names the line if there is no text."""
     if piece.kind == "null":
         return None
+    if piece.kind == "too long":
+        raise Problem(f"{place_of(piece)}: longer than {MAX_LINE >> 20} MiB")
     try:
         text = piece.data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -398,7 +438,7 @@ def text_of(piece, field):
 
 def readable_text(piece, field, strict, notes):
     """Returns the text of a piece. If it has none that can be encoded, returns None and makes a note."""
-    record = piece.kind in ("json", "element")
+    record = piece.kind in ("json", "element", "too long")
     try:
         text = text_of(piece, field)
     except Problem as problem:
@@ -422,6 +462,12 @@ def readable_text(piece, field, strict, notes):
     return text
 
 
+def long_places(text):
+    """Returns where to cut a text so that no piece has more white space, or a longer word, than tiktoken takes."""
+    runs = re.finditer(rf"\s{{{MAX_SPACE}}}|\s+|\S{{{MAX_WORD}}}|\S+", text)
+    return [run.end() for run in runs if run.end() - run.start() == (MAX_SPACE if run[0].isspace() else MAX_WORD)]
+
+
 class Encoder:
     """Encodes pieces of documents."""
 
@@ -430,15 +476,18 @@ class Encoder:
         self.end = self.vocabulary.end
 
     def tokens(self, text, piece, strict, notes):
-        """Returns the tokens of a text. White space too long for tiktoken is encoded in pieces of MAX_SPACE."""
-        try:
-            return self.vocabulary.encode(text)
-        except ValueError as error:
-            cuts = [0, *(match.end() for match in re.finditer(rf"\s{{{MAX_SPACE}}}", text)), len(text)]
-            if strict or len(cuts) == 2:
-                advice = "; leave --strict out to encode it in pieces" if len(cuts) > 2 else ""
-                raise Problem(f"{place_of(piece)}: the text cannot be encoded ({error}){advice}") from None
-        notes.add("very long white space, encoded in pieces", place_of(piece))
+        """Returns the tokens of a text. White space and words too long for tiktoken are encoded in pieces."""
+        reason, cuts = "it has a very long word", long_places(text) if len(text) > MAX_WORD else []
+        if not cuts:
+            try:
+                return self.vocabulary.encode(text)
+            except ValueError as error:
+                reason, cuts = error, long_places(text)
+        if strict or not cuts:
+            advice = "; leave --strict out to encode it in pieces" if cuts else ""
+            raise Problem(f"{place_of(piece)}: the text cannot be encoded ({reason}){advice}")
+        notes.add("very long white space or words, encoded in pieces", place_of(piece))
+        cuts = [0, *cuts, len(text)]
         return np.concatenate([self.vocabulary.encode(text[begin:end]) for begin, end in zip(cuts, cuts[1:])])
 
     def encode(self, pieces, field, strict=False, inline=False, notes=None):
@@ -720,9 +769,9 @@ def find_inputs(options):
             train.append(path)
             continue
         instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
-        train += [str(download(url, instead)) for url in CORPORA[path][0]]
+        train += [str(download(*file, instead)) for file in CORPORA[path][0]]
         if not options.val and not options.val_fraction:
-            validation += [str(download(url, instead)) for url in CORPORA[path][1]]
+            validation += [str(download(*file, instead)) for file in CORPORA[path][1]]
     return train, validation
 
 
@@ -883,15 +932,15 @@ def prepare(options):
 
 def report(out, meta, notes, seconds, workers):
     speed = (meta["train"]["bytes"] + meta["val"]["bytes"]) / seconds / 1e6
-    print(f"{out}: vocabulary {meta['vocabulary']}, {seconds:.1f} s, {speed:.1f} MB/s, processes: {workers}")
+    say(f"{out}: vocabulary {meta['vocabulary']}, {seconds:.1f} s, {speed:.1f} MB/s, processes: {workers}")
     for part in ("train", "val"):
         tokens, size, shards = (meta[part][key] for key in ("tokens", "bytes", "shards"))
-        print(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
+        say(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
     for line in notes.lines():
-        print(line)
+        say(line)
     if meta["val"]["tokens"] < 1025:
-        print(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
-    print(f"next: {next_command(out)}")
+        say(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
+    say(f"next: {next_command(out)}")
 
 
 def main(arguments=None):
@@ -903,11 +952,11 @@ def main(arguments=None):
     except BrokenPipeError:  # nobody reads what is printed, which comes last
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Problem as problem:
-        print(f"prepare: error: {problem}", file=sys.stderr)
+        say(f"prepare: error: {problem}", sys.stderr)
         return 2
     except OSError as error:  # the disk is full, a folder cannot be written
         what = f"{error.filename or 'writing'}: {error.strerror or error}"
-        print(f"prepare: error: {what}; free space, or give another --out", file=sys.stderr)
+        say(f"prepare: error: {what}; free space, or give another --out", sys.stderr)
         return 2
     except MemoryError:
         print("prepare: error: out of memory; free some, or try fewer --workers", file=sys.stderr)

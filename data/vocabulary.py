@@ -6,10 +6,8 @@ the tokens have does not matter, so vocabularies that other programs trained are
 rank of a merge; a table turns ranks into numbers), the tokenizers library trains.
 """
 
-import hashlib
 import json
 import os
-import shutil
 import struct
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import numpy as np
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from input_files import VENV, Problem, damaged, download
+from input_files import VENV, Problem, damaged, download, read_own
 
 END = "<|endoftext|>"
 MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
@@ -75,6 +73,7 @@ class Vocabulary:
 
     def __init__(self, names, merges, source):
         self.names, self.merges, self.source = names, merges, source
+        "".join(names).encode("utf-8")  # half of a surrogate pair raises ValueError
         if len(set(names.values())) < len(names) or not all(type(n) is int and n >= 0 for n in names.values()):
             raise ValueError("each token has a number of its own")
         self.size, self.end = max(names.values()) + 1, names[END]
@@ -178,11 +177,8 @@ def find_gpt2():
         return found
     files = []
     for name, sha256 in GPT2_SHA256.items():
-        file = download(GPT2 + name, "give a folder with encoder.json and vocab.bpe by --tokenizer")
-        if hashlib.sha256(file.read_bytes()).hexdigest() != sha256:
-            file.unlink()
-            raise Problem(f"{GPT2 + name}: not GPT-2's file (its checksum differs); give a folder by --tokenizer")
-        files.append(file)
+        instead = "give a folder with encoder.json and vocab.bpe by --tokenizer"
+        files.append(download(GPT2 + name, sha256, instead))
     return files
 
 
@@ -200,7 +196,7 @@ def open_vocabulary(folder=None):
         return Vocabulary(names, merges, str(files[0]))
     except OSError as error:
         raise damaged(error.filename or files[0], error) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         both = f"{files[0]} and {files[1].name} are" if len(files) == 2 else f"{files[0]} is"
         raise Problem(f"{both} no byte-pair vocabulary like GPT-2's; {OTHERS}") from None
 
@@ -209,8 +205,17 @@ def copy_vocabulary(vocabulary, source, folder):
     """Writes the vocabulary's files into a folder, and those of its own folder that transformers reads."""
     vocabulary.write(folder)
     for name in FILES[2:]:
-        if source and (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, folder / name)
+        path = Path(source or "") / name
+        if not source or not path.is_file():
+            continue
+        contents = read_own(path)
+        try:
+            whole = json.loads(contents)
+        except (ValueError, RecursionError):
+            whole = None
+        if not isinstance(whole, dict):
+            raise Problem(f"{path}: no JSON object; mend it, or remove it")
+        (folder / name).write_bytes(contents)
 
 
 def train_vocabulary(texts, size, folder):

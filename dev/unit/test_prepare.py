@@ -206,6 +206,7 @@ def test_parquet(case):
     assert Corpus(case.folder / "nulls").documents("train") == ["the", "in"]
     case.refuse('a.PARQUET: row 2: field "text" is null', "a.PARQUET", "--val", "a.parquet", "--strict")
     case.refuse("id, text", "a.parquet", "--field", "body")
+    case.refuse('field "id" is int64 and not a text', "a.parquet", "--field", "id")
     case.refuse("cannot be read", case.write("b.parquet", "text"))
 
 
@@ -322,7 +323,7 @@ def test_bad_documents(case):
             done = case.run(name, "--val", val, "--out", "o", "--force", "--workers", workers)
             assert done.returncode == 0, done.stderr
             assert f"documents without a text, left out: 1 ({name}: {what} 2)\n" in done.stdout, done.stdout
-            assert f"very long white space, encoded in pieces: 1 ({name}: {what} 4)\n" in done.stdout, done.stdout
+            assert f"very long white space or words, encoded in pieces: 1 ({name}: {what} 4)\n" in done.stdout, done.stdout
             assert Corpus(case.folder / "o").documents("train") == ["first", spaces, "last"]
         case.refuse(f"{name}: {what} 2: field", name, "--val", val, "--strict")
     text = case.write("a.txt", joined(["first", "x\n" + spaces, "last"]))
@@ -347,6 +348,72 @@ def test_bad_documents(case):
     case.refuse("nothing.txt: empty", "nothing.txt", text, "--strict")
     os.mkfifo(case.folder / "fifo.txt")
     case.refuse("fifo.txt: not a regular file", "fifo.txt")
+
+
+MEASURED = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import prepare
+prepare.MAX_LINE = prepare.MAX_WORD = 1 << 20
+code = prepare.main(sys.argv[2:])
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+sys.exit(code)
+"""
+
+
+def test_memory_is_bounded(case):
+    """A small packed file does not fill the memory, whatever it unpacks to."""
+    try:
+        import zstandard
+    except ImportError:
+        return "skipped: no zstandard"
+    case.write("v.txt", "validation")
+    for name, begins, mebibytes, ends, said in (
+        ("a.jsonl.zst", b'{"text": "', 512, b'"}\n{"text": "the"}\n', "left out: 1 (a.jsonl.zst: line 1: longer than"),
+        ("a.json.zst", b'["', 512, b'"]', "a.json.zst: an array of more than 256 MiB; write a document a line"),
+        ("a.txt.zst", b"", 12, b"", "12,582,912 bytes"),
+    ):
+        with zstandard.open(case.folder / name, "wb") as file:
+            file.write(begins)
+            for _ in range(mebibytes):
+                file.write(b"a" * (1 << 20))
+            file.write(ends)
+        assert (case.folder / name).stat().st_size < 1 << 17
+        words = [name, "--val", "v.txt", "--out", name + "d", "--workers", "1", "--tokenizer", "vocabulary"]
+        command = [sys.executable, "-c", MEASURED, str(ROOT / "data"), *words]
+        done = subprocess.run(command, cwd=case.folder, capture_output=True, text=True, timeout=300)
+        assert said in done.stdout + done.stderr and "Traceback" not in done.stderr, done
+        assert int(done.stdout.rpartition("peak")[2]) < (900 if "array" in said else 400), (name, done.stdout)
+
+
+def test_strange_texts(case):
+    """Escapes and halves of characters in names are not printed; what is not a text is refused by one sentence."""
+    val = case.write("v.txt", "validation")
+    lines = case.write("a.jsonl", '{"\\ud800\\u001b]0;x\\u0007": 1}\n{"text": "the"}\n')
+    done = case.run(lines, "--val", val, "--out", "o")
+    assert done.returncode == 0 and 'no field "text" but ??]0;x?' in done.stdout, done
+    names = write_vocabulary(case.folder / "half", ("vocab.json", "merges.txt"))
+    file = case.folder / "half" / "vocab.json"
+    file.write_text(json.dumps({**json.loads(file.read_text("utf-8")), "\ud800": names}))
+    case.refuse("half/vocab.json and merges.txt are no byte-pair vocabulary", val, vocabulary="half")
+    good, secret = case.folder / "vocabulary", case.folder / "secret"
+    secret.write_text("machine a login b password c")
+    (good / "tokenizer_config.json").symlink_to(secret)
+    case.refuse("tokenizer_config.json: a link, whose contents would be published", val, "--out", "p")
+    (good / "tokenizer_config.json").unlink()
+    secret.rename(good / "tokenizer_config.json")
+    case.refuse("tokenizer_config.json: no JSON object", val, "--out", "p")
+    cached = case.folder / "cache/nibble/raw.githubusercontent.com_karpathy_char-rnn_master_data_tinyshakespeare_input.txt"
+    cached.parent.mkdir(parents=True)
+    cached.write_text("not Shakespeare")
+    case.refuse("another file than it was: its SHA-256 is ", "tinyshakespeare")
+    assert not cached.exists()
+    begin, question = time.monotonic(), {**HELLASWAG, "ctx_a": "[" * 400000}
+    assert case.run("--eval", case.write("q.jsonl", json.dumps(question)), "--out", "o").returncode == 0
+    assert time.monotonic() - begin < 20
+    case.refuse("line 1: longer than 1 MiB", "--eval", case.write("l.jsonl", json.dumps({"text": "a " * 600000})))
+    many = json.dumps({"context": "a", "choices": ["b"] * 1001, "answer": 0})
+    case.refuse("line 1: 1001 choices; give at most 1000", "--eval", case.write("m.jsonl", many))
 
 
 def test_inline_separators(case):
