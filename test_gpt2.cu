@@ -719,8 +719,6 @@ TEST_BOTH(model_release) {
     }
 }
 
-#include "dev/unit/folded.h"
-
 // A residual stream that goes through host memory has the bits of one that stays, for any number of layers.
 TEST_BOTH(model_spills) {
     const Device device = test_device(gpu), *dev = &device;

@@ -501,9 +501,9 @@ static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, i
 }
 
 // True if this micro-batch adds to the gradients in memory. The first one of a step overwrites them, and so does each
-// one if it is reduced across ranks at once. With `folds`, that holds for matrices alone (block_backward).
+// one if it is reduced across ranks at once.
 static bool accumulates(const Model* m, bool first) {
-    return !first && (m->arena.folds || !shard_splits(m->arena.shard, SHARD_GRADS));
+    return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
 }
 
 // Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
@@ -548,7 +548,6 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
     float* scratch = (float*)a->scratch;
-    const bool adds_matrix = adds && !m->arena.folds;
     const Fp8Use* use = &a->fp8;
     const int qkv = fp8_slot(l, QKV), projection = fp8_slot(l, ATTENTION_PROJECTION), fc = fp8_slot(l, FC),
               fc_projection = fp8_slot(l, FC_PROJECTION);
@@ -564,13 +563,13 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
                                a->dresidual, weight_of<X>(m, l, FC_PROJECTION), b->fc, N, 4 * C, C, adds);
     linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
-                                 b->gelu, b->gelu_codes, N, 4 * C, C, adds_matrix);
+                                 b->gelu, b->gelu_codes, N, 4 * C, C, adds);
     linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C, adds);
     const Fp8Use wide = linear_use_before_gelu(use, a->dwide);
     linear_backward_input<X>(named(dev, "d fc input"), &wide, fc, a->dbranch, a->dwide, weight_of<X>(m, l, FC), N, C,
                              4 * C);
     linear_backward_weight<X, G>(named(dev, "d fc weight"), &wide, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
-                                 4 * C, adds_matrix);
+                                 4 * C, adds);
     Fp8Codes codes = linear_gradient_codes(use, projection, use->made);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
                              a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, adds, &codes);
@@ -579,7 +578,7 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
                              weight_of<X>(m, l, ATTENTION_PROJECTION), N, C, C);
     linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
-                                 a->dresidual, b->attention, b->attention_codes, N, C, C, adds_matrix);
+                                 a->dresidual, b->attention, b->attention_codes, N, C, C, adds);
     codes = linear_gradient_codes(use, qkv, use->attention_made);
     arena_attention(&m->arena);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
@@ -588,7 +587,7 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
     linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, weight_of<X>(m, l, QKV), N, C,
                              3 * C);
     linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
-                                 3 * C, adds_matrix);
+                                 3 * C, adds);
 }
 
 // Computes the gradients of all parameters from dbranch, the gradient of lnf. The first micro-batch of a step
@@ -785,7 +784,7 @@ static void model_init(Model* m, uint64_t seed) {
 
 // One optimizer step: the gradients of `micro_batches` and the update. It queues all work without waiting for the
 // device; the caller reads the scalars. `step` counts from 1. With bad data it returns false, or, among several ranks,
-// which wait for each other, it completes the step and all find SCALAR_BAD. No weight changes, only m if it folds.
+// which wait for each other, it completes the step and all find SCALAR_BAD. Nothing changes then.
 static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
@@ -1069,7 +1068,7 @@ static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
     const Options* o = (const Options*)p->options;
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
-    if (several && strcmp(o->release, "auto") == 0) m.arena.releases = false;
+    if (several) m.arena.releases = false;
     if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
     return memory_plan(&m, (const OptimConfig*)p->config);
@@ -1147,10 +1146,10 @@ static void resolve_release(Options* o, Model* m, OptimConfig* config) {
     const int64_t tokens = o->tokens_per_step, micro = o->batch * o->seq * ranks_of(m);
     char why[DATA_ERROR_BYTES];
     m->arena.clip_by = clip_by_from(o->clip_by);
-    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, on, why);
+    const bool may = arena_may_release(&m->arena, config, o->clip, tokens, micro, why);
     if (on && !may) user_error("--release on: %s", why);
     const bool fits = off || !may || memory_plan(m, config).total <= available_to(m);
-    if (on || shard_min(m->arena.shard, fits) == 0) arena_release(&m->arena, config, tokens != micro);
+    m->arena.releases = on || shard_min(m->arena.shard, fits) == 0;
     o->release = m->arena.releases ? "on" : "off";
 }
 

@@ -9,9 +9,6 @@
 //
 // Every factor is NaN, which makes the optimizer leave the part alone, if the loss or the part's norm is not finite.
 //
-// If a step updates with the gradients of each micro-batch (release.h), the part's square is the sum of theirs, so that
-// a part that was not finite once is left alone for the rest of the step.
-//
 // G is float or bf16; a tensor begins at 16 bytes. Bytes: reads the gradients once, at the speed of a copy for large
 // tensors. Sums are made of fixed pieces in a fixed order, so they do not depend on where the gradients lie.
 #pragma once
@@ -38,18 +35,17 @@ struct PartGrads {
 struct PartClip {
     ClipBy by;
     float clip;
-    const float* loss;  // scalar; NULL: it is not known yet
+    const float* loss;  // scalar
     const float* last;  // scalar
     double* square;     // scalar: the part's square, NaN if the part is left alone
     float* factor;      // (PART_TENSORS)
-    bool adds;          // to the square of earlier micro-batches
 };
 
 // square: (count) of the tensors.
 __host__ __device__ inline void part_norm_result(const PartClip& c, const double* square, int count) {
-    double sum = c.adds ? *c.square : 0.0;
+    double sum = 0.0;
     for (int t = 0; t < count; t++) sum += square[t];
-    const bool finite = isfinite((float)sqrt(sum)) && (!c.loss || isfinite(*c.loss));
+    const bool finite = isfinite((float)sqrt(sum)) && isfinite(*c.loss);
     *c.square = finite ? sum : NAN;
     for (int t = 0; t < count; t++) {
         double length = sqrt(c.by == CLIP_TENSOR ? square[t] : sum);
@@ -59,8 +55,8 @@ __host__ __device__ inline void part_norm_result(const PartClip& c, const double
 }
 
 // The end of a step: scalars[1], the norm of all parts that were stepped, and scalars[2], 1 or, if nothing changed,
-// NaN, as global_norm leaves them; *left_alone, the number of parts that were not stepped; last[0] for the next step;
-// and last[1], 1 or, if any part was left alone, NaN. scalars[0] is the loss; square: (parts).
+// NaN, as global_norm leaves them; *left_alone, the number of parts that were not stepped; and *last for the next step.
+// scalars[0] is the loss; square: (parts).
 __host__ __device__ inline void part_norm_end(float* scalars, float* left_alone, float* last, const double* square,
                                               int parts) {
     double sum = 0.0;
@@ -73,8 +69,7 @@ __host__ __device__ inline void part_norm_end(float* scalars, float* left_alone,
     scalars[1] = stepped ? (float)sqrt(sum) : NAN;
     scalars[2] = stepped ? 1.0f : NAN;
     *left_alone = (float)(parts - stepped);
-    if (stepped) last[0] = scalars[1];
-    last[1] = stepped == parts ? 1.0f : NAN;
+    if (stepped) *last = scalars[1];
 }
 
 // scratch: GLOBAL_NORM_CPU_PARTS doubles.

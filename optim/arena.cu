@@ -25,9 +25,7 @@ static ShardTensor* shard_tensors(const Arena* a) {
     ShardTensor* tensors = (ShardTensor*)memory_take(a->count * sizeof(ShardTensor));
     for (int t = 0; t < a->count; t++) {
         const OptimTensor* tensor = &a->tensors[t];
-        const int part = a->part[t] < a->layers ? a->part[t] : a->layers;
-        tensors[t] = {tensor->offset, tensor->rows * tensor->cols, part,
-                      !release_turns(tensor, part, a->layers, a->folds)};
+        tensors[t] = {tensor->offset, tensor->rows * tensor->cols, a->part[t] < a->layers ? a->part[t] : a->layers};
     }
     return tensors;
 }
@@ -60,59 +58,32 @@ void arena_spread(Arena* a, OptimConfig* config) {
     a->scales_apart = config->keeps_copy && lent > 0;
 }
 
-// Returns true if the gradients of micro-batches can be added to m of the layers' matrices; otherwise false with a
-// reason.
-static bool may_fold(const Arena* a, const OptimConfig* config, char* reason) {
-    bool* turns = (bool*)memory_take((size_t)a->count + 1);
-    for (int t = 0; t < a->count; t++) turns[t] = release_turns(&a->tensors[t], a->part[t], a->layers, true);
-    const bool may = optim_folds(config, a->tensors, a->count, turns, reason);
-    free(turns);
-    return may;
-}
-
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
-                       bool asked, char* why) {
+                       char* why) {
     char reason[DATA_ERROR_BYTES];
-    const bool together = !optim_releases(config, a->tensors, a->count, reason);
-    const bool by_parts = a->clip_by != CLIP_STEP, several = tokens != micro;
-    const char* when = several ? "with several micro-batches a step, " : "";
+    const bool by_parts = a->clip_by != CLIP_STEP, together = !optim_releases(config, a->tensors, a->count, reason);
     if (together && by_parts) {
         user_error("--clip-by %s: %s; type --clip-by step", a->clip_by == CLIP_TENSOR ? "tensor" : "last", reason);
     }
-    const bool folds = several || together;
-    if (folds && !asked) return false;  // it changes how numbers are rounded
-    if (folds && !may_fold(a, config, reason)) {
-        char type[64] = "type --release off";
-        if (!together) snprintf(type, sizeof(type), "type --release off, or --tokens-per-step %lld", (long long)micro);
-        const bool says = strstr(reason, "; type ") != nullptr;
-        return data_error(why, "%s%s%s%s", when, reason, says ? "" : "; ", says ? "" : type);
-    }
-    if (clip > 0 && folds) {
-        return data_error(why, "%snothing has the norm that --clip %g needs; type --clip 0", when, clip);
+    if (together) return data_error(why, "%s; type --release off", reason);
+    if (tokens != micro) {
+        return data_error(why,
+                          "the gradients of several micro-batches need room for their sum; type --release off, or "
+                          "--tokens-per-step %lld",
+                          (long long)micro);
     }
     if (clip <= 0 || by_parts) return true;
     return data_error(why, "--clip %g by the norm of the step needs all gradients; type --clip-by last", clip);
 }
 
-void arena_release(Arena* a, OptimConfig* config, bool several) {
-    char reason[DATA_ERROR_BYTES];
-    a->releases = true;
-    a->folds = config->folds = several || !optim_releases(config, a->tensors, a->count, reason);
-    if (!a->shard || !a->folds) return;
-    ShardTensor* tensors = shard_tensors(a);
-    shard_places(a->shard, tensors, a->count, a->layers);
-    free(tensors);
-}
-
-bool arena_plan_release(Arena* a, OptimConfig* config, double clip, bool on, char* why) {
+bool arena_plan_release(Arena* a, const OptimConfig* config, double clip, bool on, char* why) {
     const bool parts = config->offload || a->clip_by != CLIP_STEP;
     char reason[DATA_ERROR_BYTES];
     if (parts && !optim_releases(config, a->tensors, a->count, reason)) {
         return data_error(why, "%s; type %s", reason, config->offload ? "--offload none" : "--clip-by step");
     }
-    if (on && !arena_may_release(a, config, clip, 1, 1, true, why)) return false;
-    if (on) arena_release(a, config, false);
-    return true;
+    a->releases = on;
+    return !on || arena_may_release(a, config, clip, 1, 1, why);
 }
 
 // Returns true if steps are taken part by part.
@@ -126,7 +97,7 @@ int64_t arena_grads_bytes(const Arena* a) {
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_sums(a->shard);
     if (a->releases && a->shard) elements = a->shard->packed;
     const ModelParts model = arena_parts(a);
-    if (a->releases && !a->shard) elements = release_places(&model, a->folds, a->place);
+    if (a->releases && !a->shard) elements = release_places(&model, a->place);
     return elements * (a->grads_bf16 ? 2 : 4);
 }
 
@@ -301,14 +272,12 @@ void arena_changed(const Arena* a) {
 }
 
 void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
-    a->step = {clip, lr, step, scalars + SCALAR_LOSS, 1, true};
+    a->step = {clip, lr, step, scalars + SCALAR_LOSS};
     a->scalars = scalars;
     a->stepping = a->releases;
 }
 
 void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
-    a->step.micro_batch = a->folds ? (int)number + 1 : 1;
-    a->step.last = !a->folds || number == count - 1;
     shard_micro_batch(a->shard, number == 0, number == count - 1);
 }
 
@@ -342,7 +311,7 @@ static void arena_step_sums(const Arena* a, int part) {
 // is needed again, or at the end. The last layernorm is summed with the embeddings.
 static void arena_done_ranks(const Arena* a, int part) {
     const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
-    if (part == final && a->step.last) arena_agree(a);
+    if (part == final) arena_agree(a);
     if (part == final) return;
     if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
     if (part == embeddings) arena_step_sums(a, 0);
@@ -372,7 +341,7 @@ void arena_step(Arena* a, float* scalars, void* scratch) {
     if (a->release) {
         if (!a->stepping) arena_agree(a);  // also waits for the last sums
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) arena_step_part(a, part);
-        release_end(a->release, scalars, SCALAR_LEFT, &a->step);
+        release_end(a->release, scalars, SCALAR_LEFT);
         optim_step_end(a->optim);
     } else {
         named(a->dev, "gradient norm");

@@ -30,9 +30,7 @@ struct Arena {
     OptimType type;    // X: the type of the weights that the matmuls read
     bool grads_bf16;   // G: the type of the gradients is bf16, otherwise float
     ClipBy clip_by;
-    // arena_release sets these.
     bool releases;  // gradients are released
-    bool folds;     // and those of matrices are added to m
     // arena_spread sets these.
     int64_t lent_bytes;  // bytes that arena_lend needs
     bool scales_apart;   // products could read the codes of some matrices, but each rank has only its own codes
@@ -57,17 +55,13 @@ void arena_tensors(Arena* arena, int count);
 void arena_spread(Arena* arena, OptimConfig* config);
 
 // Returns true if the gradients of parts can take turns in memory and, with clip_by, parts can be stepped one by one. A
-// step has `tokens` tokens, and one micro-batch of all ranks has `micro`. `asked`: the user asked for it, so it may
-// change bits, and a refusal writes a reason and what to type into `why`. Exits with a sentence if --clip-by asks for
-// steps by parts and the rule does not allow them.
+// step has `tokens` tokens, and one micro-batch of all ranks has `micro`. Otherwise writes a reason and what to type
+// into `why`. Exits with a sentence if --clip-by asks for steps by parts and the rule does not allow them.
 bool arena_may_release(const Arena* arena, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
-                       bool asked, char* why);
+                       char* why);
 // Releases gradients if `on`, for a plan of memory whose steps have one micro-batch. Returns false with a reason in
 // `why` if --release, --clip-by or --offload is impossible.
-bool arena_plan_release(Arena* arena, OptimConfig* config, double clip, bool on, char* why);
-// Makes gradients take turns in memory, and sets `folds` of the configuration. `several`: a step has several
-// micro-batches.
-void arena_release(Arena* arena, OptimConfig* config, bool several);
+bool arena_plan_release(Arena* arena, const OptimConfig* config, double clip, bool on, char* why);
 
 // Bytes of device memory, and of host memory in `host`, known before anything is allocated. `other`: the buffers of the
 // exchange between ranks and of release.h.
@@ -127,7 +121,7 @@ void arena_micro_batch(Arena* arena, int64_t number, int64_t count);
 // is everything outside of the layers.
 void arena_room(const Arena* arena, int part);
 // Call this when the gradients of a part are complete in this micro-batch. If gradients are released, it takes the
-// part's step or adds them to m; otherwise it begins their sum over the ranks, or leaves that to arena_attention.
+// part's step; otherwise it begins their sum over the ranks, or leaves that to arena_attention.
 void arena_done(const Arena* arena, int part);
 // Call this before the attention's backward pass of each layer. Over fast NCCL, the sum of the gradients of the layer
 // above begins here (shard.cuh).

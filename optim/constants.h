@@ -133,9 +133,3 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
 inline Hyper hyper_create(const OptimConfig* config, const Settings* settings, double rate, int64_t step) {
     return hyper_create(hyper_source(config, settings), rate, step);
 }
-
-// Returns the factor of gradients that are added to a launch's m before the step (rules/fold.cuh); 0: none may be.
-inline float launch_fold(const OptimConfig* launch) {
-    const Settings settings = {1.0, 0.0};
-    return rule_of(launch)->fold(hyper_create(launch, &settings, 1.0, 1));
-}

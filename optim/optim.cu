@@ -59,8 +59,7 @@ struct StepLaunch {
     StepKernel kernel;  // with a rule that reads matrices: from gradients to directions
     StepKernel apply;   // with such a rule: from updates to weights
     MatrixWork matrix;
-    StepKernel fold;  // adds gradients to m before the step
-    RowWork passes;   // before the step, of a rule that reads rows and of --limit-growth
+    RowWork passes;  // before the step, of a rule that reads rows and of --limit-growth
 };
 
 struct Optim {
@@ -454,14 +453,8 @@ static void launch_create(Optim* optim, int index) {
         list_streams(optim, array, format, kept, run, false);
         if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = from_begin(format, *kept, run->begin);
     }
-    const Rows fold = fold_rows(&launch->rows);
-    OptimConfig config = planned->config;
-    const bool folds = config.folds && launch_fold(&config) > 0.0f;
-    Rows first = first_rows(&config);
-    if (folds && first.rule->matrix) first.grads = none_row();
-    kernel_create(optim->dev, &config, optim->compute, &launch->kernel, &first, kernel_tiles(optim, planned));
-    config.limit_growth = 0.0f;  // a fold makes no update that could be limited
-    if (folds) kernel_create(optim->dev, &config, optim->compute, &launch->fold, &fold, kernel_tiles(optim, planned));
+    const Rows first = first_rows(&planned->config);
+    kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, kernel_tiles(optim, planned));
     rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
     replayed_create(optim, index);
@@ -914,17 +907,6 @@ void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_
     StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
     arguments.grads = run->grads;
     launch_step(optim, launch, run->first, run->tiles, &arguments, step);
-}
-
-void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number) {
-    const StepLaunch* launch = &optim->launch[run->launch];
-    StepArguments arguments = step_arguments(optim, launch, grad_scale, 0.0f, step);
-    for (Hyper& hyper : arguments.group) hyper.lr = launch_fold(&launch->plan->config);
-    launch_arrays(optim, launch, &arguments);
-    arguments.seed = optim->config.seed + ((uint64_t)number << 53);  // the trainer's seeds are below 2^53
-    arguments.grads = run->grads, arguments.copy = {nullptr, nullptr}, arguments.factor = nullptr;
-    arguments.tiles = launch->tiles + run->first, arguments.tile_count = run->tiles;
-    if (run->tiles > 0) kernel_run(optim, &launch->fold, &arguments);
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {

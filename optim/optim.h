@@ -65,7 +65,6 @@ struct OptimConfig {
     bool relative_steps = false;     // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;       // adafactor: the update is multiplied by the RMS of the tensor's weights
     bool offload = false;            // the states lie in host memory; the caller copies them to the device (offload.h)
-    bool folds = false;              // optim_fold_tensors will be called
     bool replays = false;            // placed steps may be captured in CUDA graphs
     bool placed = false;  // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
@@ -234,26 +233,8 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 // Ends a step that optim_step_tensors has taken: refreshes a compute copy that the step's kernels do not write.
 void optim_step_end(Optim* optim);
 
-// Adds the gradients of a micro-batch, times the factor of their rule (rules/fold.cuh), to m of some tensors. The
-// micro-batch is not the last one of step number `step`; the last one calls optim_step_tensors, which then steps as if
-// its gradients were the sum of all. OptimConfig.folds must be set and optim_folds must allow it. `number` counts these
-// calls for a tensor from 1 in each step, since each call draws its own noise. If grad_scale is NaN or infinite, m
-// stays unchanged.
-void optim_fold_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
-                        int64_t step, int number);
-
-// Steps all tensors of rules that read whole matrices, after one optim_step_tensors for each of them, which only adds
-// the tensor's gradients to m. If grad_scale is NaN or infinite, their weights stay unchanged; m keeps the gradients
-// that were added.
-void optim_step_matrices(Optim* optim, const float* grad_scale, float lr, int64_t step);
-
-// Returns true if gradients can be added to m before the step (optim_fold_tensors), for the tensors with folds[t] and
-// for those of rules that read matrices. Otherwise returns false with a reason in `error`, followed by a semicolon and
-// what to type if another option would allow it.
-bool optim_folds(const OptimConfig* config, const OptimTensor* tensors, int count, const bool* folds, char* error);
-
-// Returns true if a resolved configuration allows optim_step_tensors. Otherwise, for rules that read matrices, returns
-// false with a sentence; their tensors need optim_folds.
+// Returns true if a resolved configuration allows optim_step_tensors; otherwise, for rules that read matrices, false
+// with a sentence.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error);
 
 // Return the number of stored streams, and stream `index`, in a fixed order.

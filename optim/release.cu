@@ -15,7 +15,7 @@ struct Release {
     ClipBy by;
     bool grads_bf16;
     double* square;        // (parts) device memory
-    float *factor, *last;  // (PART_TENSORS), (2) device memory, which part_norm_end sets
+    float *factor, *last;  // (PART_TENSORS), scalar: device memory
     void* scratch;         // of the norm: device memory; with a shard a double for each tile of the largest part
 };
 
@@ -31,11 +31,7 @@ int part_tensors(const ModelParts* model, int part, int* tensor) {
     return found;
 }
 
-bool release_turns(const OptimTensor* tensor, int part, int layers, bool folds) {
-    return part < layers && (!folds || tensor->rows > 1);
-}
-
-int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
+int64_t release_places(const ModelParts* parts, int64_t* place) {
     const OptimTensor* tensors = parts->tensors;
     const int layers = parts->layers;
     int* order = (int*)memory_zero((size_t)parts->count + 1, sizeof(int));
@@ -47,17 +43,15 @@ int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
         const int shift = l * in_layer;  // layers follow each other in the list of tensors
         used = l % 2 * layer;
         for (int i = 0; i < in_layer; i++) {
-            if (!release_turns(&tensors[order[i]], l, layers, folds)) continue;
             place[order[i] + shift] = used;
             used += tensor_padded(&tensors[order[i] + shift]);
         }
         if (l == 0) layer = used;
     }
     used = (layers > 1 ? 2 : 1) * layer;
-    for (int p = 0; p < layers + 2; p++) {
+    for (int p = layers; p < layers + 2; p++) {
         const int rest = part_tensors(parts, p, order);
         for (int i = 0; i < rest; i++) {
-            if (release_turns(&tensors[order[i]], p, layers, folds)) continue;
             place[order[i]] = used;
             used += tensor_padded(&tensors[order[i]]);
         }
@@ -68,7 +62,7 @@ int64_t release_places(const ModelParts* parts, bool folds, int64_t* place) {
 
 // Returns the bytes of the allocation for squares, factors and last.
 static int64_t numbers_bytes(int parts) {
-    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 2) * (int64_t)sizeof(float);
+    return parts * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float);
 }
 
 static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
@@ -117,42 +111,29 @@ static void release_norm(Release* r, const PartClip& clip, const PartGrads& its,
 
 void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
     const int64_t element = r->grads_bf16 ? 2 : 4;
-    const int layers = r->parts - 2;
     const ModelParts* model = &r->model.parts;
-    int tensor[PART_TENSORS], *all = (int*)memory_take((size_t)model->count * sizeof(int));
-    const int found = part_tensors(model, part, all);
+    int* tensor = (int*)memory_take((size_t)model->count * sizeof(int));
     PartGrads its = {};
-    assert(found <= PART_TENSORS);
-    for (int i = 0; i < found; i++) {
-        const int t = all[i];
-        if (!step->last && !release_turns(&model->tensors[t], part, layers, true)) continue;
-        tensor[its.count] = t;
-        its.grads[its.count] = (const char*)grads + place[t] * element;
-        its.n[its.count++] = model->tensors[t].rows * model->tensors[t].cols;
+    its.count = part_tensors(model, part, tensor);
+    assert(its.count <= PART_TENSORS);
+    for (int i = 0; i < its.count; i++) {
+        its.grads[i] = (const char*)grads + place[tensor[i]] * element;
+        its.n[i] = model->tensors[tensor[i]].rows * model->tensors[tensor[i]].cols;
     }
-    free(all);
-    // Ranks agree on the loss before the first part of the last micro-batch; earlier micro-batches have none to check.
-    const bool follows = part < layers && step->micro_batch > 1;
-    const float* loss = step->last ? step->loss : nullptr;
-    const PartClip clip = {r->by, step->clip, loss, r->last, r->square + part, r->factor, follows};
-    if (its.count > 0)
-        r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
+    const PartClip clip = {r->by, step->clip, step->loss, r->last, r->square + part, r->factor};
+    r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
     offload_take(r->model.offload, part);
-    if (!step->last) {
-        optim_fold_tensors(r->model.optim, tensor, its.grads, its.count, r->factor, step->step, step->micro_batch);
-        return offload_give(r->model.offload, part);
-    }
     // The part has one factor, or each tensor has its own.
     const int each = r->by == CLIP_TENSOR ? 1 : its.count;
     for (int i = 0; i < its.count; i += each) {
         optim_step_tensors(r->model.optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);
     }
+    free(tensor);
     offload_give(r->model.offload, part);
 }
 
-void release_end(Release* r, float* scalars, int left_alone, const ReleaseStep* step) {
+void release_end(Release* r, float* scalars, int left_alone) {
     part_norm_finish(r->dev, scalars, scalars + left_alone, r->last, r->square, r->parts);
-    optim_step_matrices(r->model.optim, r->last + 1, step->lr, step->step);
 }
 
 float release_last(const Release* r) {

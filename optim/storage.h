@@ -44,7 +44,6 @@ struct RuleRow {
     bool divides;       // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
     double slower;      // adamw's usual learning rate over this rule's
-    float (*fold)(const Hyper& hyper);  // factor of gradients that are added to m before the step; 0: none may be
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);
 };
 
@@ -105,8 +104,6 @@ Rows moment_rows(const Rows* rows);
 Rows apply_rows(const Rows* rows);
 // Returns true for a rule that keeps moments of a projected gradient; the projection takes the gradient's place.
 bool is_low_rank(const RuleRow* rule);
-// Returns the rows of the kernel that adds the gradients of a micro-batch to m (rules/fold.cuh).
-Rows fold_rows(const Rows* rows);
 
 // Returns the step's kernel for these rows, without a copy of the weights, if it was compiled ahead of time; otherwise
 // null.
@@ -170,10 +167,9 @@ struct TileRun {
     Streams grads;
     int64_t first, tiles;  // of the launch's list
 };
-// optim_step_tiles takes the step of these tiles; optim_fold_tiles adds their gradients to m, as optim_fold_tensors
-// with this `number` does. Call optim_settle_tensor once all tiles of a tensor are stepped; it ends the tensor's step.
+// Takes the step of these tiles. Call optim_settle_tensor once all tiles of a tensor are stepped; it ends the tensor's
+// step.
 void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step);
-void optim_fold_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, int64_t step, int number);
 void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale);
 
 // The states that a launch's step reads and writes: m, v, and the slow average of rules that keep one.

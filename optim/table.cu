@@ -42,7 +42,6 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .divides = T::ADAPTIVE,
             .matrix = T::MATRIX,
             .slower = slower,
-            .fold = T::fold,
             .update = EachElement<T>::update};
 }
 
@@ -81,11 +80,6 @@ Table<PresetRow> preset_table() {
 
 static const RuleRow* matrix_apply_row() {
     static const RuleRow row = rule_row<MatrixApply>("apply", "", 1, "MatrixApply");
-    return &row;
-}
-
-static const RuleRow* fold_row() {
-    static const RuleRow row = rule_row<Fold>("fold", "", 1, "Fold");
     return &row;
 }
 
@@ -146,8 +140,4 @@ Rows moment_rows(const Rows* rows) {
 
 Rows apply_rows(const Rows* rows) {
     return {matrix_apply_row(), rows->weights, find_row(grads_table(), "fp32"), none_row(), none_row()};
-}
-
-Rows fold_rows(const Rows* rows) {
-    return {fold_row(), none_row(), rows->grads, rows->m, none_row()};
 }

@@ -26,7 +26,6 @@
 #include "rules/adamw.cuh"
 #include "rules/ademamix.cuh"
 #include "rules/came.cuh"
-#include "rules/fold.cuh"
 #include "rules/lion.cuh"
 #include "rules/lowrank.cuh"
 #include "rules/muon.cuh"

@@ -183,49 +183,6 @@ GPUS_TEST(multi_released_gpu) {
     check_released(test, true, ranks, "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --grads bf16");
 }
 
-// With several micro-batches a step, or with muon, the gradients of matrices go into m. Such runs are the same to the
-// bit whatever is sharded and wherever the states are, and go on so; without release there are other roundings.
-static void check_folded(Test* test, bool gpu, int ranks, int micro_batches, const char* options) {
-    static Losses kept, folded;
-    const char* offload = strstr(options, "muon ") ? "none" : "states";  // not of rules that read matrices
-    const char* common =
-        formatted("--tokens-per-step %d --save-every 3 --keep 9 --clip 0 %s", 32 * ranks * micro_batches, options);
-    std::vector<const char*> all;
-    for (int i = 0; i < 8; i++) {
-        const char* host = i / 4 ? offload : "none";
-        if ((i / 4 && strcmp(host, "none") == 0) || (runs_few(gpu, ranks) && i != 0 && i != 3 && i != 5)) continue;
-        all.push_back(formatted("--release on --shard %s --offload %s", modes[i % 4], host));
-    }
-    const char* first = expect_same(test, gpu, ranks, 6, common, all);
-    const char *work = work_folder(), *run = joined(work, "kept"), *again = joined(work, "again");
-    train_ranks(gpu, ranks, SEVERAL " --batch 2 --steps 6 --shard none --offload none --release off %s", work, run,
-                common);
-    read_losses(test, first, &folded), read_losses(test, run, &kept);
-    const double a = atof(folded.text[6]), b = atof(kept.text[6]);
-    expect(fabs(a - b) < 1e-3 * b, "%s: loss %g, without release %g", options, a, b);
-    expect(!equal_files(test, checkpoint_name(first, 6), checkpoint_name(run, 6), "model.safetensors"),
-           "%s: with and without release the weights are the same, so no gradient went into m", options);
-    note(test, "off by %.1g", fabs(a - b) / b);
-    train_ranks(gpu, ranks, "--resume %s/step_00000003 --run %s --shard weights --offload %s", first, again, offload);
-    expect_equal_runs(test, first, again, 6, 4);
-}
-
-TEST(multi_folded) {
-    check_folded(test, false, 2, 3, "--rule sgd --lr 0.02 --m fp32 --weights fp32");
-    check_folded(test, false, 3, 3, "--rule rmnp --nesterov off --m bf16:sr --weights lin8:sr");
-    check_folded(test, false, 3, 3, "--rule lion --beta1 0.95 --m bf16:sr --weights bf16:sr --limit-growth 1.05");
-    check_folded(test, false, 3, 3, "--rule normuon-lite --nesterov off --m fp32 --weights bf16+fp32 --comm bf16");
-    check_folded(test, false, 2, 2, "--rule rmnp --nesterov off --m bf16:sr --weights e4m3/tensor:sr --matmul fp8");
-    check_folded(test, false, 3, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
-    check_folded(test, false, 2, 1, "--rule normuon --nesterov off --m fp32 --layers 4");
-}
-
-GPUS_TEST(multi_folded_gpu) {
-    check_folded(test, true, ranks, 3, "--rule rmnp --nesterov off --m bf16:sr --weights lin8:sr --grads bf16");
-    check_folded(test, true, ranks, 2, "--rule muon --nesterov off --m bf16:sr --weights bf16:sr");
-    if (!runs_few(true, ranks)) check_folded(test, true, ranks, 3, "--rule sgd --lr 0.02 --m fp32 --weights fp32");
-}
-
 // The transport of the bytes changes none of them.
 GPUS_TEST(multi_transports_gpu) {
     if (!gpus_reach_each_other(ranks)) skip("these GPUs do not reach each other's memory");

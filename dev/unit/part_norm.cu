@@ -9,19 +9,17 @@ struct PartCase {
     const char* what;
     ClipBy by;
     float clip, loss, last;
-    int bad;            // tensor with an infinite gradient; -1: none
-    double before = 0;  // square of the step's earlier micro-batches, which is added if it is not 0
-    bool knows_loss = true;
+    int bad;  // tensor with an infinite gradient; -1: none
 };
 
 // Computes what part_norm must give, from sums of squares in double.
 static void want_factors(const PartCase& row, const double* square, double* total, float* factor) {
-    *total = row.before + square[0] + square[1] + square[2];
+    *total = square[0] + square[1] + square[2];
     for (int t = 0; t < COUNT; t++) {
         double norm = sqrt(row.by == CLIP_TENSOR ? square[t] : *total);
         if (row.by == CLIP_LAST) norm = fmax(norm, row.last);
         factor[t] = row.clip > 0 && norm > row.clip ? (float)(row.clip / norm) : 1.0f;
-        if (row.bad >= 0 || !isfinite(*total) || (row.knows_loss && !isfinite(row.loss))) factor[t] = NAN;
+        if (row.bad >= 0 || !isfinite(*total) || !isfinite(row.loss)) factor[t] = NAN;
     }
 }
 
@@ -48,13 +46,8 @@ static void check_part(Test* test, const Device* dev, const PartCase& row, bool 
     float scalars[2] = {row.loss, row.last}, factor[PART_TENSORS], want[COUNT];
     double got, total;
     float* on_device = room.to_device(scalars, 2);
-    PartClip clip = {row.by,
-                     row.clip,
-                     row.knows_loss ? on_device : nullptr,
-                     on_device + 1,
-                     room.to_device(row.before != 0 ? &row.before : &unset, 1),
-                     room.device<float>(PART_TENSORS),
-                     row.before != 0};
+    PartClip clip = {
+        row.by, row.clip, on_device, on_device + 1, room.to_device(&unset, 1), room.device<float>(PART_TENSORS)};
     if (tiled) part_norm_of_tiles(dev, clip, COUNT, room.to_device(tiles, 64), first);
     if (!tiled) part_norm<G>(dev, clip, part, room.device<char>(part_norm_scratch_bytes(dev)));
     copy_to_host(dev, factor, clip.factor, sizeof(factor));
@@ -75,19 +68,19 @@ static void check_part(Test* test, const Device* dev, const PartCase& row, bool 
 static void check_end(Test* test, const Device* dev) {
     const struct {
         double square[3];
-        float norm, factor, left, last, all;
-    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5, 1}, {{9, NAN, 16}, 5, 1, 1, 5, NAN}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7, NAN}};
+        float norm, factor, left, last;
+    } rows[] = {{{9, 16, 0}, 5, 1, 0, 5}, {{9, NAN, 16}, 5, 1, 1, 5}, {{NAN, NAN, NAN}, NAN, NAN, 3, 7}};
     Room room(dev);
-    float* values = room.device<float>(6);
+    float* values = room.device<float>(5);
     double* square = room.device<double>(3);
     for (const auto& row : rows) {
-        float host[6] = {1, 0, 0, 0, 7, 0};  // scalars, left alone, last, all
+        float host[5] = {1, 0, 0, 0, 7};  // scalars, left alone, last
         copy_to_device(dev, values, host, sizeof(host));
         copy_to_device(dev, square, row.square, sizeof(row.square));
         part_norm_finish(dev, values, values + 3, values + 4, square, 3);
         copy_to_host(dev, host, values, sizeof(host));
-        const float want[6] = {1, row.norm, row.factor, row.left, row.last, row.all};
-        for (int i = 0; i < 6; i++) {
+        const float want[5] = {1, row.norm, row.factor, row.left, row.last};
+        for (int i = 0; i < 5; i++) {
             expect(host[i] == want[i] || (isnan(host[i]) && isnan(want[i])), "value %d is %g, want %g", i, host[i],
                    want[i]);
         }
@@ -102,10 +95,7 @@ TEST_BOTH(part_norm) {
                              {"by last, nothing to clip", CLIP_LAST, 1e6f, 2, 900, -1},
                              {"by tensor", CLIP_TENSOR, 1.5f, 2, 900, -1},
                              {"an infinite gradient", CLIP_TENSOR, 1.5f, 2, 900, 1},
-                             {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1},
-                             {"a loss that is not known yet", CLIP_STEP, 0, NAN, 0, -1, 0, false},
-                             {"micro-batches before", CLIP_STEP, 0, 2, 0, -1, 1e5},
-                             {"one of them not finite", CLIP_STEP, 0, 2, 0, -1, NAN, false}};
+                             {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1}};
     Device dev = test_device(gpu);
     for (const PartCase& row : rows) {
         for (const bool tiled : {false, true}) check_part<float>(test, &dev, row, tiled);

@@ -44,10 +44,9 @@ constexpr double SHARD_WAIT_RATE = 100e9;  // bytes a second; slower exchanges n
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 enum CommFormat { COMM_AS_IS, COMM_BF16 };
 
-// A run of the arena, in elements; `at`: its place in packed memory; `stays`: it does not share that place.
+// A run of the arena, in elements; `at`: its place in packed memory.
 struct ShardRun {
     int64_t begin, end, at;
-    bool stays;
 };
 
 struct ShardBucket {
@@ -397,7 +396,6 @@ inline int64_t shard_bytes(const Shard* s) {
 struct ShardTensor {
     int64_t offset, elements;  // where it begins in the arena; tensors begin at tiles
     int layer;                 // that it belongs to; `layers` for the rest
-    bool stays = false;        // it has room of its own in packed memory, as the rest has
 };
 
 // Lists the chunks of all runs.
@@ -437,29 +435,25 @@ inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int la
     s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
     for (int t = 0; t < count; t++) {
         const int64_t length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-        if (tensors[t].layer == 0 && !tensors[t].stays) of_layer += length;
+        if (tensors[t].layer == 0) of_layer += length;
     }
-    int64_t rest = 2 * of_layer;
     for (int b = 0; b <= layers; b++) {
         ShardBucket* bucket = &s->bucket[b];
-        int64_t turn = b % 2 * of_layer;
+        int64_t at = b < layers ? b % 2 * of_layer : 2 * of_layer;
         bucket->run = (ShardRun*)memory_zero((size_t)count, sizeof(ShardRun));
         for (int t = 0; t < count; t++) {
             if (tensors[t].layer != b) continue;
-            const bool stays = b == layers || tensors[t].stays;
             int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-            int64_t* at = stays ? &rest : &turn;
             ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
-            bool follows = last && last->end == begin && last->at + last->end - last->begin == *at;
-            follows = follows && last->stays == stays;
+            const bool follows = last && last->end == begin && last->at + last->end - last->begin == at;
             if (follows) last->end += length;
-            if (!follows) bucket->run[bucket->runs++] = {begin, begin + length, *at, stays};
-            s->place[t] = *at;
-            *at += length;
+            if (!follows) bucket->run[bucket->runs++] = {begin, begin + length, at};
+            s->place[t] = at;
+            at += length;
         }
+        s->packed = at;
         bucket->run = (ShardRun*)memory_grow(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
     }
-    s->packed = rest;
     shard_list_chunks(s);
 }
 
@@ -648,7 +642,7 @@ void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
     if (s->mode == SHARD_NONE) {
         shard_all_gather_chunk<G>(s, local, chunk);
     } else {
-        shard_keep_chunk<G>(s, local, chunk, s->mode >= SHARD_GRADS && !s->first && !s->releases);
+        shard_keep_chunk<G>(s, local, chunk, s->mode >= SHARD_GRADS && !s->first);
     }
 }
 
@@ -673,17 +667,15 @@ void shard_reduce_run(Shard* s, G* local, const ShardRun* run) {
 }
 
 // Begins to reduce a bucket whose gradients are complete on the device's stream, on the comm's stream: after the last
-// micro-batch or, if no rank keeps all gradients, after each one. With `releases`, only gradients that share their
-// place are reduced after each one.
+// micro-batch or, if no rank keeps all gradients, after each one.
 template <typename G>
 void shard_reduce_now(Shard* s, int bucket) {
-    if (!s->last && s->mode < SHARD_GRADS && !s->releases) return;
+    if (!s->last && s->mode < SHARD_GRADS) return;
     const ShardBucket* b = &s->bucket[bucket];
     const bool packed = shard_is_packed(s, s->grads);
     comm_after_device(&s->comm);
     for (int i = 0; i < b->runs; i++) {
         const ShardRun* run = &b->run[i];
-        if (s->releases && run->stays && !s->last) continue;
         shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run);
     }
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));

@@ -56,15 +56,7 @@ struct RuleDefaults {
     static constexpr bool SCALED = false;        // each tensor's update has a factor
     static constexpr bool HAS_MOMENTUM = false;  // m decays by --momentum; vectors and embeddings then get adamw
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
-    // Returns the factor of gradients that are added to m before the step (fold.cuh); 0: the step does not read them
-    // through m alone.
-    static OPTIM_INLINE float fold(const Hyper&) { return 0.0f; }
 };
-
-// Returns that factor for a step that sets m = beta m + rest g.
-OPTIM_INLINE float fold_factor(float rest, float beta) {
-    return beta > 0.0f ? rest / beta : 0.0f;
-}
 
 // Return a + rest (x - a), and a + rest (x^2 - a).
 OPTIM_INLINE float average(float a, float x, float rest) {
@@ -79,11 +71,6 @@ OPTIM_INLINE float average_square(float a, float x, float rest) {
 // for a rounding to 2^-24 of the larger of m and g.
 OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
     return average(g, m, hyper.look);
-}
-
-// Returns the factor of fold() for such a rule.
-OPTIM_INLINE float nesterov_fold(const Hyper& hyper) {
-    return hyper.look == 1.0f ? fold_factor(hyper.rest1, hyper.beta1) : 0.0f;
 }
 
 // A rule whose update has a factor for each tensor. hyper_scaled returns its constants.

@@ -11,9 +11,6 @@ EMBED_SOURCE
 
 struct Lion : RuleDefaults {
     // With equal betas, sign(c) is the sign of the new m.
-    static OPTIM_INLINE float fold(const Hyper& hyper) {
-        return hyper.beta1 == hyper.beta2 ? fold_factor(hyper.rest2, hyper.beta2) : 0.0f;
-    }
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         float c = average(*m, g, hyper.rest1);

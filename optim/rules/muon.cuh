@@ -15,8 +15,6 @@ struct Muon : RuleDefaults {
     static constexpr MatrixRule MATRIX = MATRIX_MUON;
     static constexpr bool HAS_MOMENTUM = true;
 
-    static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
-
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         *m = average(*m, g, hyper.rest1);
         *p = nesterov(hyper, g, *m);

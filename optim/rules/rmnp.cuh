@@ -18,8 +18,6 @@ struct Rmnp : RuleDefaults {
     static constexpr RowRule ROWS = ROWS_RMNP;
     static constexpr bool BY_ROWS = true, HAS_MOMENTUM = true;
 
-    static OPTIM_INLINE float fold(const Hyper& hyper) { return nesterov_fold(hyper); }
-
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
         *m = average(*m, g, hyper.rest1);
         *p = exact_fma(-hyper.lr, exact_mul(nesterov(hyper, g, *m), *v), exact_mul(hyper.keep, *p));

@@ -11,8 +11,6 @@ EMBED_SOURCE
 struct Sgd : RuleDefaults {
     static constexpr bool DECOUPLED = false;
 
-    static OPTIM_INLINE float fold(const Hyper& hyper) { return fold_factor(1.0f, hyper.beta1); }
-
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
         g = exact_fma(hyper.decay, *p, g);
         *m = exact_fma(hyper.beta1, *m, g);
