@@ -74,10 +74,10 @@ constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, C
 // Only the first row of a group names it.
 static const Option OPTIONS[] = {
     {"data", TEXT, AT(data), "", 0, 0, "PATH", "data", "prepared folder, shard, glob or any file; none: built-in text"},
-    {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards|nanogpt", "",
-     "what --data and --val hold; auto: shards or text; bytes: any file; nanogpt: its train.bin, val.bin and meta.pkl"},
+    {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards", "",
+     "what --data and --val hold; auto: shards or text; bytes: any file that is no shard"},
     {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
-    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "", "share of a single file for validation"},
+    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "", "share of the data for validation"},
     {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
      "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84|d96|d120, or a Hugging Face folder"},
     {"size", TEXT, AT(size), "", 0, 0, "N", "", "instead of --model: a shape of about N parameters, such as 30B"},
@@ -152,7 +152,7 @@ static const Option OPTIONS[] = {
     {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "end: also stop a sample at the end-of-text token"},
     {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
     {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
-    {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "", "names (data/eval/NAME.eval) or paths: in a run or of --model DIR"},
+    {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "", "names (of data/eval) or paths: in a run or of --model DIR"},
     {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "", "steps between evaluations and one at the end; 0: none"},
     {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
@@ -1179,8 +1179,7 @@ static void resolve(Run* run) {
     bool bytes;
     require(dataset_look(&source, &vocabulary, &bytes, run->folder.error), run->folder.error);
     resolve_model(o, m, vocabulary, bytes, run->resume.from, run->model_folder);
-    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, m->config.V, run->folder.error),
-            run->folder.error);
+    require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, run->folder.error), run->folder.error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
     require(options_needed(&TABLE, o, run->resume.given, o->overrides, run->folder.error), run->folder.error);
@@ -1189,6 +1188,7 @@ static void resolve(Run* run) {
     resolve_offload(o, m, config);
     resolve_release(o, m, config);
     resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
+    require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, run->folder.error), run->folder.error);
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
 
@@ -1424,7 +1424,8 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    Tokenizer* tokenizer = tokenizer_open_for(m.config.V == 256 ? nullptr : folder, m.config.V, error);
+    const bool bytes = m.config.V == 256 && !tokenizer_exists(folder);
+    Tokenizer* tokenizer = tokenizer_open_for(bytes ? nullptr : folder, m.config.V, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
     model_allocate(&m, nullptr);
     model_read(&m, folder);

@@ -177,7 +177,8 @@ def sources(inputs):
 def write_all(options):
     named = list(sources(options.inputs))
     vocabulary = Bytes() if options.tokenizer == "bytes" else open_vocabulary(options.tokenizer)
-    folder = Path(options.out)
+    # One folder for each vocabulary, in which ./train looks.
+    folder = Path(options.out or f"data/eval/{vocabulary.size}-{vocabulary.fingerprint():08x}")
     for name, path in named:
         target = folder / f"{name}.eval"
         if target.exists() and not options.force:

@@ -1,4 +1,5 @@
 #include "evaluation.h"
+#include <glob.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +23,7 @@ _Static_assert(sizeof(Header) == HEADER_BYTES, "as data/README.md says");
 // The checksum of the vocabulary, as data/README.md defines it.
 static uint32_t fingerprint(const Tokenizer* tokenizer) {
     uint32_t crc = 0;
-    for (int token = 0; token < tokenizer_vocabulary(tokenizer); token++) {
+    for (int token = 0; token < tokenizer_tokens(tokenizer); token++) {
         int bytes = 0;
         const char* text = tokenizer_decode(tokenizer, token, &bytes);
         const uint32_t length = (uint32_t)bytes;
@@ -84,8 +85,8 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
                           fits ? "checksum differs" : "size is not what its header says");
     }
     if (tokenizer &&
-        ((int)header.vocabulary != tokenizer_vocabulary(tokenizer) || header.fingerprint != fingerprint(tokenizer))) {
-        const int vocabulary = tokenizer_vocabulary(tokenizer);
+        ((int)header.vocabulary != tokenizer_tokens(tokenizer) || header.fingerprint != fingerprint(tokenizer))) {
+        const int vocabulary = tokenizer_tokens(tokenizer);
         return data_error(error,
                           "%s was made for another vocabulary (of %u tokens) than the model's (of %d); make it again "
                           "with .venv/bin/python data/prepare.py --eval %s%s --force --tokenizer %s",
@@ -112,9 +113,22 @@ static bool is_path(const char* name) {
     return strchr(name, '/') || text_ends(name, ".eval");
 }
 
-// Returns the file that a name stands for.
-static const char* task_path(const char* name) {
-    return text_kept(is_path(name) ? "%s" : "data/eval/%s.eval", name);
+bool evaluation_is_name(const char* name) {
+    return name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
+}
+
+// Returns the file that a name stands for: of the tokenizer's vocabulary, or the only one if that is not known.
+static const char* task_path(const char* name, const Tokenizer* tokenizer) {
+    if (is_path(name)) return name;
+    if (tokenizer) {
+        return text_kept("data/eval/%d-%08x/%s.eval", tokenizer_tokens(tokenizer), fingerprint(tokenizer), name);
+    }
+    const char* path = text_kept("data/eval/*/%s.eval", name);
+    glob_t found;
+    if (!evaluation_is_name(name) || glob(path, 0, NULL, &found) != 0) return path;
+    if (found.gl_pathc == 1) path = text_kept("%s", found.gl_pathv[0]);
+    globfree(&found);
+    return path;
 }
 
 const char* evaluation_paths(const char* names) {
@@ -122,7 +136,7 @@ const char* evaluation_paths(const char* names) {
     SCOPED char* list = text_copy(names);
     char* rest = *list ? list : NULL;
     for (char* name; (name = strsep(&rest, ","));) {
-        SCOPED char* path = path_absolute(task_path(name));
+        SCOPED char* path = is_path(name) ? path_absolute(name) : text_copy(name);
         all = text_kept("%s%s%s", all, *all ? "," : "", strchr(path, ',') ? name : path);
     }
     return all;
@@ -135,19 +149,18 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
                           "--eval names nothing where a task belongs; type names or paths with one comma between two, "
                           "such as --eval hellaswag,lambada, or --eval-every 0");
     }
-    SCOPED char* path = text_copy(task_path(name));
+    const char* path = task_path(name, tokenizer);
     snprintf(e->name, sizeof(e->name), "%s", path_name(path));
     char* dot = strrchr(e->name, '.');
     if (dot && dot != e->name) *dot = 0;
     text_disarm(e->name, false);
     int64_t bytes = 0;
     if (!is_path(name) && !file_exists(path)) {
-        const bool is_name =
-            name[strspn(name, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")] == 0;
         return data_error(error,
-                          "--eval %s: there is no %s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
-                          "type the path of an evaluation file, such as data/eval/NAME.eval",
-                          name, path, is_name ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
+                          "--eval %s: there is no %s%s; make it with .venv/bin/python data/prepare.py --eval %s%s, or "
+                          "type the path of an evaluation file, such as FOLDER/NAME.eval",
+                          name, path, strchr(path, '*') ? ", or more than one" : "",
+                          evaluation_is_name(name) ? name : "NAME", is_public(name) ? "" : "=FILE.jsonl");
     }
     e->file = file_read(path, &bytes, error);
     if (!e->file) return data_error(error, "--eval: %s; type the path of an evaluation file", error);
@@ -185,14 +198,33 @@ static int row_length(const EvaluationRow* row, int T) {
     return length < T ? (int)length : T;
 }
 
+// True if a model with a context of T reads all of each choice of an example, whose first row is `row`.
+static bool example_fits(const EvaluationExample* example, const EvaluationRow* row, int T) {
+    bool fits = true;
+    for (uint32_t i = 0; i < example->rows; i++) fits = fits && row[i].continuation <= (uint32_t)T;
+    return fits;
+}
+
+// Lists the rows of the examples that fit. Returns how many they are.
+static int rows_that_fit(const Evaluation* e, int T, int* rows) {
+    int count = 0, row = 0;
+    for (int i = 0; i < e->examples; row += (int)e->example[i++].rows) {
+        const bool fits = example_fits(&e->example[i], &e->row[row], T);
+        for (int j = 0; fits && j < (int)e->example[i].rows; j++) rows[count++] = row + j;
+    }
+    return count;
+}
+
 EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
     EvaluationPlan plan = {memory_take((size_t)e->rows * sizeof(int)), NULL, 0};
+    SCOPED int* rows = memory_take((size_t)e->rows * sizeof(int));
+    const int count = rows_that_fit(e, T, rows);
     int used = 0;
-    for (int length = ROUND; used < e->rows; length += ROUND) {  // rows of a length keep their order
+    for (int length = ROUND; used < count; length += ROUND) {  // rows of a length keep their order
         const int max = length < T ? length : T, first = used;
-        for (int i = 0; i < e->rows; i++) {
-            const int own = row_length(&e->row[i], T);
-            if (own <= max && own > length - ROUND) plan.order[used++] = i;
+        for (int i = 0; i < count; i++) {
+            const int own = row_length(&e->row[rows[i]], T);
+            if (own <= max && own > length - ROUND) plan.order[used++] = rows[i];
         }
         const int64_t fit = tokens / max > 0 ? tokens / max : 1;
         const int B = used - first < fit ? used - first : (int)fit;
@@ -216,8 +248,7 @@ int evaluation_fill(const Evaluation* e, const EvaluationPlan* plan, int batch, 
         const uint16_t* last = e->tokens + e->first[index] + row->context + row->continuation - 1;
         const uint16_t* first = last - length;
         for (int t = 0; t < length; t++) tokens[i * b->T + t] = first[t];
-        int t = length - (int)row->continuation;
-        for (t = t < 0 ? 0 : t; t < length; t++) {
+        for (int t = length - (int)row->continuation; t < length; t++) {
             places[count] = i * b->T + t;
             targets[count++] = first[t + 1];
         }
@@ -232,10 +263,8 @@ void evaluation_take(const Evaluation* e, const EvaluationPlan* plan, int batch,
     for (int i = 0; i < b->count; i++) {
         const int index = plan->order[b->first + i];
         const EvaluationRow* row = &e->row[index];
-        const int length = row_length(row, b->T);
-        const int scored = (int)row->continuation < length ? (int)row->continuation : length;
         EvaluationScore score = {0, 1, 0};
-        for (int t = 0; t < scored; t++, at++) {
+        for (uint32_t t = 0; t < row->continuation; t++, at++) {
             score.sum -= losses[at];
             score.right = score.right && likeliest[at];
         }
@@ -260,36 +289,47 @@ static double standard_error(double share, int n) {
     return n > 1 ? sqrt(share * (1 - share) / (n - 1)) : 0;
 }
 
-EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* scores) {
+EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* scores, int T) {
+    EvaluationResult r = {NAN, NAN, NAN, NAN, NAN, NAN, 0, 0, 0, T};
     int64_t right[3] = {0};
     double sum = 0;
     const EvaluationRow* row = e->row;
-    for (int i = 0; i < e->examples; i++) {
+    for (int i = 0; i < e->examples; row += e->example[i].rows, scores += e->example[i].rows, i++) {
         const EvaluationExample* example = &e->example[i];
+        bool cut = false;
+        if (!example_fits(example, row, T)) {
+            r.left_out++;
+            continue;
+        }
         for (int divided = 0; divided < 3; divided++) {
             right[divided] += best_choice(row, scores, (int)example->rows, divided) == (int)example->answer;
         }
         if (e->kind == EVALUATION_LAST_WORD) right[0] += scores->right - 1;  // its only choice counted as right
-        for (uint32_t j = 0; j < example->rows; j++) sum += scores[j].sum;
-        row += example->rows, scores += example->rows;
+        for (uint32_t j = 0; j < example->rows; j++) {
+            sum += scores[j].sum;
+            cut = cut || (uint64_t)row[j].context + row[j].continuation > (uint64_t)T + 1;
+        }
+        r.examples++, r.cut += cut;
     }
-    if (!isfinite(sum)) return (EvaluationResult){NAN, NAN, NAN, NAN, NAN, NAN};
-    const double n = e->examples, acc = (double)right[0] / n, norm = (double)right[1] / n;
-    return (EvaluationResult){acc,
-                              norm,
-                              (double)right[2] / n,
-                              exp(-sum / n),
-                              standard_error(acc, e->examples),
-                              standard_error(norm, e->examples)};
+    if (!isfinite(sum)) return r;
+    const double n = r.examples;
+    r.acc = (double)right[0] / n, r.acc_norm = (double)right[1] / n, r.acc_bytes = (double)right[2] / n;
+    r.perplexity = exp(-sum / n);
+    r.acc_error = standard_error(r.acc, r.examples), r.acc_norm_error = standard_error(r.acc_norm, r.examples);
+    return r;
 }
 
 const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, double seconds) {
+    const char* out =
+        r->left_out == 0 ? "" : text_kept("  %d left out: longer than the context of %d tokens", r->left_out, r->T);
+    const char* cut = r->cut == 0 ? "" : text_kept("  %d contexts cut", r->cut);
     if (e->kind == EVALUATION_LAST_WORD) {
-        return text_kept("%s  acc %.4f ± %.4f  perplexity %.4f  %d last words  %.1f s", e->name, r->acc, r->acc_error,
-                         r->perplexity, e->examples, seconds);
+        return text_kept("%s  acc %.4f ± %.4f  perplexity %.4f  %d last words%s%s  %.1f s", e->name, r->acc,
+                         r->acc_error, r->perplexity, r->examples, out, cut, seconds);
     }
-    return text_kept("%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions  %.1f s", e->name, r->acc,
-                     r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, e->examples, seconds);
+    return text_kept("%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions%s%s  %.1f s", e->name,
+                     r->acc, r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, r->examples, out, cut,
+                     seconds);
 }
 
 void evaluation_print(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
@@ -300,7 +340,7 @@ void evaluation_print(void* context, const Evaluation* e, const EvaluationResult
 
 void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     json_write_text_member(log, "", "name", e->name);
-    fprintf(log, ", \"examples\": %d", e->examples);
+    fprintf(log, ", \"examples\": %d", r->examples);
     json_write_number_member(log, ", ", "acc", r->acc);
     if (e->kind == EVALUATION_LAST_WORD) {
         json_write_number_member(log, ", ", "perplexity", r->perplexity);
@@ -308,6 +348,7 @@ void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
         json_write_number_member(log, ", ", "acc_norm", r->acc_norm);
         json_write_number_member(log, ", ", "acc_bytes", r->acc_bytes);
     }
+    fprintf(log, ", \"left_out\": %d, \"cut\": %d", r->left_out, r->cut);
 }
 
 static void write_numbers(FILE* file, const char* name, const EvaluationRow* row, int count, bool characters) {
@@ -317,21 +358,25 @@ static void write_numbers(FILE* file, const char* name, const EvaluationRow* row
 }
 
 // Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores" (ln p of each choice),
-// "characters", "bytes", "choice", "choice_norm", "choice_bytes"}, or "right" instead of choices for last words.
-static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, char* error) {
+// "characters", "bytes", "choice", "choice_norm", "choice_bytes"}, or "right" instead of choices for last words, or
+// "left_out", with null as scores, where a choice is longer than the context.
+static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, int T, char* error) {
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; i++) {
         const int count = (int)e->example[i].rows;
+        const bool fits = example_fits(&e->example[i], row, T);
         json_write_text_member(file, "{", "task", e->name);
         fprintf(file, ", \"example\": %d, \"answer\": %u, \"scores\": [", i, e->example[i].answer);
         for (int j = 0; j < count; j++) {
             if (j) fputs(", ", file);
-            json_write_number(file, scores[j].sum);
+            json_write_number(file, fits ? scores[j].sum : NAN);
         }
         fputc(']', file);
         write_numbers(file, "characters", row, count, true);
         write_numbers(file, "bytes", row, count, false);
-        if (e->kind == EVALUATION_LAST_WORD) {
+        if (!fits) {
+            fputs(", \"left_out\": true}\n", file);
+        } else if (e->kind == EVALUATION_LAST_WORD) {
             fprintf(file, ", \"right\": %s}\n", scores->right ? "true" : "false");
         } else {
             fprintf(file, ", \"choice\": %d, \"choice_norm\": %d, \"choice_bytes\": %d}\n",
@@ -384,9 +429,13 @@ static bool evaluation_one(const Evaluator* by, const char* name, const Tokenize
     SCOPED EvaluationScore* scores = memory_zero((size_t)e.rows, sizeof(*scores));
     *stopped = ok && !evaluation_score(by, &e, scores);
     if (ok && !*stopped && by->rank == 0) {
-        const EvaluationResult result = evaluation_result(&e, scores);
-        by->done(by->context, &e, &result, seconds_now() - begin);
-        ok = !out || evaluation_write(out, &e, scores, error);
+        const EvaluationResult result = evaluation_result(&e, scores, by->T);
+        if (result.examples == 0)
+            ok = data_error(error,
+                            "--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
+                            name, by->T);
+        if (ok) by->done(by->context, &e, &result, seconds_now() - begin);
+        ok = ok && (!out || evaluation_write(out, &e, scores, by->T, error));
     }
     evaluation_close(&e);
     return ok;

@@ -29,12 +29,14 @@ typedef struct {
     char* file;                        // its bytes, into which these point
 } Evaluation;
 
-// Opens NAME.eval of data/eval, or the file itself if the name has a slash or ends in .eval. Refuses a damaged file,
-// and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
+// Opens NAME.eval in the tokenizer's folder of data/eval, or the file itself if the name has a slash or ends in .eval.
+// Refuses a damaged file, and one that was made for another vocabulary than the tokenizer's (NULL: unknown).
 bool evaluation_open(Evaluation* evaluation, const char* name, const Tokenizer* tokenizer, char* error);
 void evaluation_close(Evaluation* evaluation);
-// Returns the absolute paths of these tasks, whose names have commas between them, kept as by text_kept. A path that
-// has a comma stays relative.
+// Returns whether a task is a name of letters, digits, - and _, which stands for a file of data/eval alone.
+bool evaluation_is_name(const char* name);
+// Makes the paths among these names, which have commas between them, absolute; kept as by text_kept. A path whose
+// absolute form has a comma stays relative.
 const char* evaluation_paths(const char* names);
 // Returns whether all these tasks can be opened.
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
@@ -52,7 +54,8 @@ typedef struct {
     EvaluationBatch* batch;
     int batches;
 } EvaluationPlan;
-// Plans the batches, of at most `tokens` tokens each, for a context of T tokens. The caller frees `order` and `batch`.
+// Plans the batches, of at most `tokens` tokens each, for a context of T tokens. Examples with a longer choice are left
+// out. The caller frees `order` and `batch`.
 EvaluationPlan evaluation_plan(const Evaluation* evaluation, int T, int64_t tokens);
 // Fills in a batch as a model reads it: tokens (B, T), and the places that are scored, as indices into these, with the
 // token that follows each. `places` and `targets` have room for B * T. Returns how many places there are.
@@ -74,8 +77,10 @@ void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, i
 typedef struct {
     double acc, acc_norm, acc_bytes, perplexity;
     double acc_error, acc_norm_error;
+    int examples, left_out, cut;  // scored, with a choice longer than the context T, with a context that was cut
+    int T;
 } EvaluationResult;
-EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores);
+EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores, int T);
 // The processes of a run score tasks together: all call evaluation_run, and take equally many batches in turn.
 typedef void (*EvaluationDone)(void* context, const Evaluation* evaluation, const EvaluationResult* result,
                                double seconds);

@@ -295,9 +295,11 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     }
     for (int i = 0; i < SPECIAL_TOKENS; i++) {
         const Json* kept = json_get(loaded, SPECIAL_TOKEN_IDS[i]);
-        if (tokens->id[i] < 0 || tokens->id[i] >= shape->vocabulary) continue;
         if (kept && is_token_id(kept, shape->vocabulary)) continue;
-        fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
+        const bool there = tokens->id[i] >= 0 && tokens->id[i] < shape->vocabulary;
+        if (there) fprintf(file, "  \"%s\": %d,\n", SPECIAL_TOKEN_IDS[i], tokens->id[i]);
+        // Where a member is missing transformers takes GPT-2's own token, 50256.
+        if (!there && shape->vocabulary <= 50256) fprintf(file, "  \"%s\": null,\n", SPECIAL_TOKEN_IDS[i]);
     }
     fprintf(file, "  \"dtype\": \"%s\"\n}\n", dtype);
     fclose(file);

@@ -20,6 +20,7 @@
 #include "options.h"
 #include "signals.h"
 #include "text.h"
+#include "tokenizer.h"
 
 enum {
     SHARD_MAGIC = 20240520,
@@ -45,7 +46,7 @@ typedef struct DatasetFile {
 typedef struct {
     char** path;
     int count;
-    bool split;  // the validation part is the tail of the last one
+    bool split;  // the validation part is the end of each
 } FileList;
 
 static void list_add(FileList* list, const char* path) {
@@ -90,10 +91,6 @@ static bool list_glob(FileList* list, const char* pattern, char* error) {
     globfree(&found);
     list_sort(list);
     return true;
-}
-
-static bool folder_has(const char* folder, const char* name) {
-    return access(path_in(folder, name), R_OK) == 0;
 }
 
 static bool lists_share(const FileList* sorted, const FileList* other) {
@@ -142,7 +139,11 @@ static bool folder_is_nanogpt(const char* folder) {
 static bool list_of_folder(FileList* list, FileList* validation, const char* path, DatasetPart part, char* error) {
     if (!list_folder(list, path, "train_", error) || !list_folder(validation, path, "val_", error)) return false;
     if (list->count + validation->count == 0 && folder_is_nanogpt(path)) {
-        return data_error(error, "the folder %s is laid out as nanoGPT's; add --data-format nanogpt", path);
+        return data_error(
+            error,
+            "the folder %s is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt "
+            "%s --out DIR, and --data DIR here",
+            path, shell_word(path));
     }
     if (list->count + validation->count == 0) {
         return data_error(error,
@@ -158,23 +159,8 @@ static bool list_of_folder(FileList* list, FileList* validation, const char* pat
     return true;
 }
 
-// nanoGPT's train.bin, in the folder or named itself, with the val.bin beside it.
-static bool list_nanogpt(FileList* list, FileList* validation, const char* path, bool folder, char* error) {
-    SCOPED char* train = folder ? text_format("%s/train.bin", path) : text_copy(path);
-    SCOPED char* val = text_format("%.*sval.bin", (int)(path_name(train) - train), train);
-    if (folder && !folder_has(path, "train.bin")) {
-        return data_error(error,
-                          "the folder %s holds no train.bin, which nanoGPT's data begins with; name one that does, or "
-                          "type --data-format auto",
-                          path);
-    }
-    list_add(list, train);
-    if (strcmp(path_name(train), "train.bin") == 0 && access(val, F_OK) == 0) list_add(validation, val);
-    return true;
-}
-
 // The files that the user named.
-static bool find_files(FileList* list, const char* path, DataFormat format, DatasetPart part, char* error) {
+static bool find_files(FileList* list, const char* path, DatasetPart part, char* error) {
     __attribute__((cleanup(list_free))) FileList validation = {NULL, 0, false};
     struct stat status;
     if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
@@ -184,9 +170,7 @@ static bool find_files(FileList* list, const char* path, DataFormat format, Data
         return data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
                           strerror(errno));
     }
-    if (there && format == DATA_NANOGPT) {
-        if (!list_nanogpt(list, &validation, path, folder, error)) return false;
-    } else if (folder) {
+    if (folder) {
         if (!list_of_folder(list, &validation, path, part, error)) return false;
     } else if (there) {
         list_add(list, path);
@@ -213,19 +197,12 @@ static const char* magic_name(int32_t magic) {
     return NULL;
 }
 
-// Takes a file without a shard's header as bytes or as nanoGPT's 16 bits, or refuses it.
+// Takes a file without a shard's header as bytes, or refuses it.
 static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
     const char *path = file->path, *known = magic_name(magic);
-    if (format == DATA_NANOGPT && file->bytes % 2 != 0) {
-        return data_error(
-            error,
-            "%s has %lld bytes, an odd number, so it holds no uint16 tokens as nanoGPT writes them; copy it again, or "
-            "type --data-format auto",
-            path, (long long)file->bytes);
-    }
-    file->width = format == DATA_NANOGPT ? 2 : 1;
-    file->tokens = file->bytes / file->width;
-    if (format == DATA_BYTES || (format == DATA_NANOGPT && !known)) return true;
+    file->width = 1;
+    file->tokens = file->bytes;
+    if (format == DATA_BYTES) return true;
     if (known) return data_error(error, "%s is %s; name shards of 16-bit tokens or a text", path, known);
     if (format == DATA_SHARDS) {
         return data_error(error,
@@ -233,22 +210,19 @@ static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic,
                           "auto",
                           path, magic, SHARD_MAGIC);
     }
-    Content content = content_of(file->descriptor, file->bytes, path, error);
-    if (content == CONTENT_UNREADABLE || content == CONTENT_KNOWN) return false;
-    if (!text_ends(path, ".bin")) return content == CONTENT_TEXT;
-    return data_error(error,
-                      "%s is not a shard of tokens (its first number is %d, a shard's is %d); add --data-format "
-                      "nanogpt if it holds nanoGPT's uint16 tokens, or --data-format bytes to train on its bytes",
+    if (!content_is_text(file->descriptor, file->bytes, path, error)) return false;
+    return !text_ends(path, ".bin") ||
+           data_error(error,
+                      "%s is not a shard of tokens (its first number is %d, a shard's is %d); prepare it again, or "
+                      "add --data-format bytes to train on its bytes",
                       path, magic, SHARD_MAGIC);
 }
 
 // Checks the header of a shard against the file.
 static bool file_shard(DatasetFile* file, DataFormat format, const int32_t header[3], char* error) {
     int64_t size = file->bytes, count = (int64_t)(uint32_t)header[2], expected = SHARD_HEADER + 2 * count;
-    if (format == DATA_NANOGPT) {
-        return data_error(error,
-                          "%s is a shard with a header, which nanoGPT's files lack; type --data %s --data-format auto",
-                          file->path, shell_word(file->path));
+    if (format == DATA_BYTES) {
+        return data_error(error, "%s is a shard of tokens, not bytes; leave --data-format out", file->path);
     }
     if (size >= 8 && header[1] != SHARD_VERSION) {
         return data_error(error, "%s is a shard of version %d and version %d can be read; prepare it again", file->path,
@@ -276,13 +250,19 @@ static bool shard_open(DatasetFile* file, const char* path, DataFormat format, c
     if (file->descriptor < 0) return data_error(error, "%s; name files with text or tokens in them", error);
     if (file->bytes == 0) return data_error(error, "%s is empty; name a file with text or tokens in it", path);
     if (!file_read_at(file->descriptor, path, header, 0, file->bytes < 12 ? file->bytes : 12, error)) return false;
-    if (header[0] == SHARD_MAGIC && format != DATA_BYTES) return file_shard(file, format, header, error);
+    if (header[0] == SHARD_MAGIC) return file_shard(file, format, header, error);
     return file_headerless(file, format, header[0], error);
 }
 
 static void file_close(DatasetFile* file) {
     if (file->descriptor >= 0) close(file->descriptor);
     free(file->path);
+}
+
+// Keeps the last `validation` tokens of a file, or what comes before them.
+static void file_keep(DatasetFile* file, DatasetPart part, int64_t validation) {
+    if (part == DATASET_VALIDATION) file->first = file->tokens - validation;
+    file->tokens = part == DATASET_VALIDATION ? validation : file->tokens - validation;
 }
 
 // Cuts the file into its training part and its last `fraction`, and keeps the one asked for.
@@ -300,8 +280,7 @@ static bool file_split(DatasetFile* file, DatasetPart part, double fraction, int
                           "each; take more text or a shorter sequence length",
                           file->path, (long long)file->tokens, (long long)min);
     }
-    if (part == DATASET_VALIDATION) file->first = file->tokens - validation;
-    file->tokens = part == DATASET_VALIDATION ? validation : file->tokens - validation;
+    file_keep(file, part, validation);
     return true;
 }
 
@@ -312,73 +291,75 @@ static bool check_length(const DatasetFile* file, int T, char* error) {
                       file->path, (long long)file->tokens, T, T + 1);
 }
 
-// Returns the bytes of text per token in the files' parts, as meta.json counts both; 0 when it does not say.
-static double meta_ratio(const Dataset* data, const Json* meta) {
-    double tokens = 0.0, bytes = 0.0;
-    bool part[2] = {false, false};
-    for (int i = 0; i < data->files; i++) part[strncmp(path_name(data->file[i].path), "val", 3) == 0] = true;
-    for (int i = 0; i < 2; i++) {
-        const Json* counts = part[i] ? json_get(meta, i ? "val" : "train") : NULL;
-        tokens += json_number(counts, "tokens", 0.0);
-        bytes += json_number(counts, "bytes", 0.0);
-    }
-    return tokens > 0.0 ? bytes / tokens : 0.0;
-}
-
-// Reads the vocabulary from nanoGPT's meta.pkl, which texts of characters have; without one the tokens are GPT-2's.
-static bool read_pickle(Dataset* data, const char* folder, char* error) {
-    const char* path = path_in(folder, "meta.pkl");
-    int64_t bytes = 0;
-    if (access(path, F_OK) != 0) return true;
-    SCOPED char* pickle = file_read(path, &bytes, error);
-    if (!pickle) return false;
-    int64_t vocabulary = pickle_int(pickle, bytes, "vocab_size");
-    if (vocabulary < 1 || vocabulary > MAX_VOCABULARY) {
-        return data_error(
-            error, "%s gives no vocab_size between 1 and %d; write {\"vocabulary\": N} into a meta.json beside it",
-            path, MAX_VOCABULARY);
-    }
-    data->vocabulary = (int)vocabulary;
-    return true;
-}
-
-// Reads what lies beside the first shard and describes all: meta.json, and where the tokenizer's files are.
-static bool read_meta(Dataset* data, DataFormat format, char* error) {
-    const char* folder = path_parent(data->file[0].path);
-    bool tokenizer = (folder_has(folder, "vocab.json") && folder_has(folder, "merges.txt")) ||
-                     (folder_has(folder, "encoder.json") && folder_has(folder, "vocab.bpe")) ||
-                     folder_has(folder, "tokenizer.json");
-    if (tokenizer) snprintf(data->tokenizer, sizeof(data->tokenizer), "%s", folder);
-    data->vocabulary = GPT2_VOCABULARY;
+// Reads what lies beside a shard: the vocabulary of meta.json, GPT-2's without one, and where the tokenizer's files
+// are.
+static bool read_meta(const char* folder, int* vocabulary, const char** tokenizer, char* error) {
     const char* path = path_in(folder, "meta.json");
-    if (access(path, F_OK) != 0) return format != DATA_NANOGPT || read_pickle(data, folder, error);
+    *tokenizer = tokenizer_exists(folder) ? folder : "";
+    *vocabulary = GPT2_VOCABULARY;
+    if (access(path, F_OK) != 0) return true;
     JSON_SCOPED Json* meta = json_read(path, error);
     if (!meta) return data_error(error, "%s; prepare the folder again", error);
-    int64_t vocabulary = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
-    data->bytes_per_token = meta_ratio(data, meta);
-    if (vocabulary < 1 || vocabulary > MAX_VOCABULARY) {
+    const int64_t found = json_int(meta, "vocabulary", json_get(meta, "vocabulary") ? -1 : GPT2_VOCABULARY);
+    if (found < 1 || found > MAX_VOCABULARY) {
         return data_error(error, "%s gives no vocabulary between 1 and %d; prepare the folder again", path,
                           MAX_VOCABULARY);
     }
-    data->vocabulary = (int)vocabulary;
+    *vocabulary = (int)found;
     return true;
 }
 
-// Keeps the training part of the files, or the validation part: the tail of the last file with two windows, else of the
-// longest.
+// Returns whether tokens of both folders' vocabularies mean the same: they have as many, and no number has two texts.
+static bool same_tokens(const char* folder, int vocabulary, const char* tokenizer, const Dataset* other, char* error) {
+    if (vocabulary == other->vocabulary && tokenizers_agree(tokenizer, other->tokenizer)) return true;
+    return data_error(error,
+                      "%s has another vocabulary (of %d tokens) than %s (of %d); prepare both with one --tokenizer",
+                      folder, vocabulary, path_parent(other->file->path), other->vocabulary);
+}
+
+// Finds the vocabulary of the shards. Each folder that has some must have the same one.
+static bool read_vocabulary(Dataset* data, char* error) {
+    for (int i = 0; i < data->files; i++) {
+        const char *folder = path_parent(data->file[i].path), *tokenizer;
+        if (i > 0 && strcmp(folder, path_parent(data->file[i - 1].path)) == 0) continue;
+        int vocabulary;
+        if (!read_meta(folder, &vocabulary, &tokenizer, error)) return false;
+        if (i > 0 && !same_tokens(folder, vocabulary, tokenizer, data, error)) return false;
+        data->vocabulary = vocabulary;
+        if (!*data->tokenizer) snprintf(data->tokenizer, sizeof(data->tokenizer), "%s", tokenizer);
+    }
+    return true;
+}
+
+// Keeps the training part of several files, or the validation part: the end of each, in all `fraction` of the tokens. A
+// file whose share is below a window passes it on to the next. If no share is a window, the last file with two gives
+// one.
 static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
-    int last = 0;
-    for (int i = 1; i < data->files; i++) {
-        bool fits = data->file[i].tokens >= 2 * ((int64_t)T + 1);
-        if (fits || data->file[i].tokens > data->file[last].tokens) last = i;
+    const int64_t window = (int64_t)T + 1;
+    SCOPED int64_t* share = memory_zero((size_t)data->files, sizeof(int64_t));
+    double owed = 0.0;
+    int last = 0, kept = 0, sharing = 0;
+    for (int i = 0; i < data->files; i++) {
+        const int64_t tokens = data->file[i].tokens;
+        if (i > 0 && (tokens >= 2 * window || tokens > data->file[last].tokens)) last = i;
+        owed += fraction * (double)tokens;
+        if (!(fraction > 0.0 && fraction < 1.0) || owed < (double)window || tokens < 2 * window) continue;
+        share[i] = (int64_t)owed < tokens - window ? (int64_t)owed : tokens - window;
+        owed -= (double)share[i], sharing++;
     }
-    if (part == DATASET_VALIDATION) {
-        for (int i = 0; i < data->files; i++) {
-            if (i != last) file_close(&data->file[i]);
-        }
-        data->file[0] = data->file[last], data->files = 1, last = 0;
+    if (data->files == 1 || sharing == 0) {
+        if (!file_split(&data->file[last], part, fraction, T, error)) return false;
+        share[last] = data->file[last].tokens, sharing = 1;
+    } else {
+        for (int i = 0; i < data->files; i++) file_keep(&data->file[i], part, share[i]);
     }
-    return file_split(&data->file[last], part, fraction, T, error);
+    for (int i = 0; i < data->files && part == DATASET_VALIDATION; i++) {
+        if (share[i] == 0) file_close(&data->file[i]);
+        if (share[i] > 0) data->file[kept++] = data->file[i];
+    }
+    if (part == DATASET_VALIDATION) data->files = kept;
+    data->mixed = part == DATASET_VALIDATION && sharing > 1;
+    return true;
 }
 
 // Leaves out, and counts, the files without a window; a data set of nothing else is refused.
@@ -420,7 +401,7 @@ static bool open_files(Dataset* data, const FileList* list, DataFormat format, D
     for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;
     data->bytes_per_token = data->bytes ? 1.0 : 0.0;
-    return data->bytes || read_meta(data, format, error);
+    return data->bytes || read_vocabulary(data, error);
 }
 
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
@@ -429,8 +410,8 @@ bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPar
     memset(data, 0, sizeof(*data));
     if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
     snprintf(data->path, sizeof(data->path), "%s", path);
-    const bool ok = find_files(&list, path, format, part, error) &&
-                    open_files(data, &list, format, part, validation_fraction, T, error);
+    const bool ok =
+        find_files(&list, path, part, error) && open_files(data, &list, format, part, validation_fraction, T, error);
     if (!ok) dataset_close(data);
     return ok;
 }
@@ -455,7 +436,7 @@ bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, Dataset
 
 // Opens the training or the validation part.
 static bool open_source(Dataset* data, const DataSource* source, DatasetPart part, int T, char* error) {
-    static const char* const formats[] = {"auto", "bytes", "shards", "nanogpt"};  // as DataFormat numbers them
+    static const char* const formats[] = {"auto", "bytes", "shards"};  // as DataFormat numbers them
     const bool val = part == DATASET_VALIDATION && *source->val;
     const char *path = val ? source->val : source->data, *option = val ? "--val" : "--data";
     int format = 0;
@@ -470,17 +451,15 @@ static bool open_source(Dataset* data, const DataSource* source, DatasetPart par
            data_error(error, "%s %s: %s", option, path, error);
 }
 
-bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error) {
+bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, char* error) {
     if (!open_source(train, source, DATASET_TRAIN, T, error)) return false;
     if (!open_source(val, source, DATASET_VALIDATION, T, error)) return false;
     if (val->bytes != train->bytes) {
         return data_error(error, "--val %s is %s and --data %s; prepare both alike", source->val,
                           val->bytes ? "read as bytes" : "tokens", train->bytes ? "is read as bytes" : "tokens");
     }
-    return val->vocabulary <= V ||
-           data_error(error,
-                      "the validation data has a vocabulary of %d tokens and the model of %d; prepare both alike",
-                      val->vocabulary, V);
+    const char* folder = path_parent(val->file->path);
+    return val->bytes || same_tokens(folder, val->vocabulary, val->tokenizer, train, error);
 }
 
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error) {
@@ -586,6 +565,32 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
     return true;
 }
 
+// The window that comes at place `n` where nothing is shuffled: of a mixed data set, one drawn from all files.
+static int64_t window_in_order(const Dataset* data, int64_t n, int64_t windows) {
+    return data->mixed ? shuffle_index(0, 0, n % windows, windows) : n % windows;
+}
+
+bool dataset_count_bytes(Dataset* data, int T, int64_t tokens, char* error) {
+    const int64_t windows = dataset_windows(data, T), read = dataset_windows_of(data, T, tokens);
+    char ignored[DATA_ERROR_BYTES];
+    Tokenizer* tokenizer = *data->tokenizer ? tokenizer_open(data->tokenizer, ignored) : NULL;
+    SCOPED int* window = memory_take(2 * (size_t)T * sizeof(int));
+    int* targets = window + T;
+    double bytes = 0.0;
+    bool ok = true;
+    for (int64_t n = 0; ok && tokenizer && n < read; n++) {
+        ok = dataset_window(data, T, window_in_order(data, n, windows), window, targets, error);
+        for (int t = 0, length = 0; ok && t < T; t++) {
+            if (targets[t] == tokenizer_end(tokenizer)) continue;
+            tokenizer_decode(tokenizer, targets[t], &length);
+            bytes += length;
+        }
+    }
+    if (tokenizer) data->bytes_per_token = bytes / ((double)read * T);
+    tokenizer_close(tokenizer);
+    return ok;
+}
+
 // Six Feistel rounds over the smallest even number of bits that holds n permute 0..4^half-1. Repeated until the result
 // is below n, they permute 0..n-1; since 4^half < 4n, that takes at most 4 turns on average.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n) {
@@ -655,10 +660,9 @@ static void batch_sort(Batch* batch, int n, int vocabulary, int* count) {
 static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
     int B = loader->B, T = loader->T;
     for (int b = 0; b < B; b++) {
-        int64_t window = loader->sequence % loader->windows;
-        if (loader->shuffle) {
-            window = shuffle_index(loader->seed, loader->sequence / loader->windows, window, loader->windows);
-        }
+        const int64_t n = loader->sequence, windows = loader->windows;
+        const int64_t window = loader->shuffle ? shuffle_index(loader->seed, n / windows, n % windows, windows)
+                                               : window_in_order(loader->data, n, windows);
         int* tokens = batch->tokens + (int64_t)b * T;
         int* targets = batch->targets + (int64_t)b * T;
         if (!dataset_window(loader->data, T, window, tokens, targets, error)) return false;

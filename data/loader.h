@@ -19,21 +19,21 @@ typedef struct {
     int left_out;             // files that are shorter than a window
     int64_t left_out_tokens;  // in these
     uint32_t crc;             // set by dataset_fingerprint
-    double bytes_per_token;   // of the text, for bits per byte; 1 for bytes, 0 when unknown
-    char tokenizer[4096];     // folder that holds vocab.json and merges.txt, "" when unknown or bytes
+    double bytes_per_token;   // for bits per byte: 1 for bytes, else set by dataset_count_bytes; 0 when unknown
+    char tokenizer[4096];     // folder that holds the tokenizer's files, "" when unknown or bytes
+    bool mixed;               // the ends of several files: what is not shuffled is drawn from all of them
     struct DatasetFile* file;
 } Dataset;
 
 typedef enum { DATASET_TRAIN, DATASET_VALIDATION, DATASET_WHOLE } DatasetPart;
-// The contents of the files. AUTO: a shard if a file begins like one, else text as bytes. NANOGPT: uint16 tokens
-// without a header, in a folder's train.bin and val.bin; the vocabulary is meta.pkl's, or GPT-2's if there is none.
-typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS, DATA_NANOGPT } DataFormat;
+// The contents of the files. AUTO: a shard if a file begins like one, else text as bytes.
+typedef enum { DATA_AUTO, DATA_BYTES, DATA_SHARDS } DataFormat;
 
 // Opens a folder, file or glob. prepare.py writes the parts of a folder as train_*.bin and val_*.bin; for a glob, the
 // validation files match the same pattern with "val" instead of "train". If there are none, the last
-// `validation_fraction` of the last file that has two windows is the validation part, at least one window of T+1
-// tokens, and the rest is the training part; with 0 all of it is. Of several files, those without a window are left out
-// and counted. Checks magic, version and length of each header.
+// `validation_fraction` of each file is the validation part, at least one window of T+1 tokens in all, and the rest is
+// the training part; with 0 all of it is. Of several files, those without a window are left out and counted. Checks
+// magic, version and length of each header, and that all shards' folders have one vocabulary.
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error);
 // Does the same over memory (the built-in corpus), as bytes.
@@ -46,8 +46,8 @@ typedef struct {
     const char* text;
     int64_t text_bytes;
 } DataSource;
-// Opens both parts, which must be of one kind, with tokens below the model's V. The error message names the option.
-bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, int V, char* error);
+// Opens both parts, which must be of one kind and vocabulary. The error message names the option.
+bool dataset_open_both(Dataset* train, Dataset* val, const DataSource* source, int T, char* error);
 // Finds, before the length of a window is known, whether the training data is bytes, and its vocabulary.
 bool dataset_look(const DataSource* source, int* vocabulary, bool* bytes, char* error);
 void dataset_close(Dataset* data);
@@ -58,6 +58,9 @@ bool dataset_overlap(const Dataset* a, const Dataset* b);
 int64_t dataset_windows(const Dataset* data, int T);
 // Returns how many windows a validation of at most `tokens` tokens reads: at least one.
 int64_t dataset_windows_of(const Dataset* data, int T, int64_t tokens);
+// Sets data->bytes_per_token to the mean over the targets of a validation of at most `tokens` tokens, if the tokenizer
+// is known.
+bool dataset_count_bytes(Dataset* data, int T, int64_t tokens, char* error);
 // Copies window `window` (not permuted) into tokens[T] and targets[T]. Returns false if a token is not below
 // data->vocabulary; then only a part of the window is copied.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
@@ -65,7 +68,8 @@ bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 
-// A loader reads batches of B windows ahead, on a thread. Without shuffle, sequence n is window n mod windows.
+// A loader reads batches of B windows ahead, on a thread. Without shuffle, sequence n is window n mod windows, or,
+// of a mixed data set, a fixed permutation of it.
 typedef struct Loader Loader;
 typedef struct {
     int* tokens;   // (B, T)

@@ -1,5 +1,6 @@
 #include "memory.h"
 #include <fcntl.h>
+#include <search.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -96,15 +97,20 @@ char* text_format(const char* format, ...) {
     return text;
 }
 
+static int by_contents(const void* a, const void* b) {
+    return strcmp(a, b);
+}
+
+// Equal texts are kept once, so that what a step prints again and again takes no more memory.
 const char* text_kept(const char* format, ...) {
-    static _Thread_local char* kept[64];
-    static _Thread_local unsigned next;
+    static _Thread_local void* kept;
     va_list arguments;
     va_start(arguments, format);
-    char *text = text_of(format, arguments), **place = &kept[next++ % 64];
+    char* text = text_of(format, arguments);
     va_end(arguments);
-    free(*place);  // only now, since the arguments may have pointed to it
-    return *place = text;
+    char** found = there(tsearch(text, &kept, by_contents), sizeof(*found));
+    if (*found != text) free(text);
+    return *found;
 }
 
 typedef struct {

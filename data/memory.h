@@ -18,7 +18,7 @@ void memory_drop(void* pointer);  // frees what the variable at `pointer` points
 char* text_copy(const char* text);
 char* text_part(const char* text, size_t bytes);  // its first `bytes` at most
 __attribute__((format(printf, 1, 2))) char* text_format(const char* format, ...);
-// Returns a formatted text that stays valid until the thread has made 64 more, here or in functions that use this one.
+// Returns a formatted text that stays valid. It is meant for texts of which a program makes few different ones.
 __attribute__((format(printf, 1, 2))) const char* text_kept(const char* format, ...);
 // Opens a stream whose text, followed by a NUL byte, is in *text with its length in *bytes after each fflush and after
 // fclose. Unlike open_memstream's, it never drops a part of what is written to it.

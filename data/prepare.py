@@ -6,6 +6,7 @@
     python data/prepare.py books.txt.xz more.jsonl --out data/corpus --val held_out.txt
     python data/prepare.py books.txt --train-bpe 8192 --out data/corpus    # with a vocabulary of its own
     python data/prepare.py --eval hellaswag lambada                        # questions for ./train --eval
+    python data/prepare.py --from-nanogpt data/shakespeare_char            # nanoGPT's train.bin, val.bin, meta.pkl
     ./train --data data/corpus
 
 An input is a .txt, .jsonl, .json (an array, or a document a line) or .parquet file, each but the last also packed by
@@ -45,6 +46,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain
 from pathlib import Path
 
 from input_files import MAKE, MAX_LINE, PACKED_NAME, PREPARE, READ_ERRORS, ROOT, VENV, Problem, damaged, download
@@ -55,6 +57,7 @@ try:
     from tqdm import tqdm
 
     import eval_files
+    import nanogpt
     import vocabulary
     from vocabulary import END, MAX_SPACE
 except ImportError as missing:
@@ -188,8 +191,19 @@ def safe_cut(data, start):
     return 0
 
 
+def is_utf8(data):
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def read_text(path):
-    """Yields the pieces of a .txt file, without lines `<|endoftext|>` and documents of white space."""
+    """Yields the pieces of a .txt file, without lines `<|endoftext|>` and documents of white space.
+
+    A piece that is not UTF-8 will be left out, so the one after it begins a document.
+    """
     separator = END.encode()
     data, begins, place, line_number, line_starts, searched = bytearray(), True, 1, 1, True, 0
     with open_input(path) as stream:
@@ -220,9 +234,10 @@ def read_text(path):
                         cut -= 1
                 searched = max(0, len(data) - 4)
                 if cut:
-                    yield Piece(path, "text", place, begins, bytes(data[:cut]))
+                    piece = Piece(path, "text", place, begins, bytes(data[:cut]))
+                    yield piece
                     place += data.count(b"\n", 0, cut)
-                    data, begins, searched = data[cut:], False, 0
+                    data, begins, searched = data[cut:], not is_utf8(piece.data), 0
 
 
 def read_jsonl(path):
@@ -243,7 +258,11 @@ def read_parquet(path, field):
     for batch in file.iter_batches(batch_size=1024, columns=[field]):
         for value in batch.column(0):
             row += 1
-            text = value.as_py()
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError:  # is told of when the piece is encoded
+                yield Piece(path, "row", row, True, value.as_buffer().to_pybytes())
+                continue
             if text is not None and not isinstance(text, str):
                 raise Problem(f'{path}: row {row}: field "{field}" is not a text')
             if text is None:
@@ -262,15 +281,18 @@ def read_json(path):
         text = stream.read(MAX_ARRAY + 1)
     if len(text) > MAX_ARRAY:
         raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a document a line (jq -c '.[]')")
+    errors = "strict" if is_utf8(text) else "surrogateescape"  # keeps a bad byte, for its element alone is left out
     try:
-        records = json.loads(text)
+        records = json.loads(text.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors))
     except (ValueError, RecursionError) as error:
         raise Problem(f"{path}: not JSON ({error})") from None
     for number, record in enumerate(records, 1):
         try:
-            data = json.dumps(record).encode()
+            data = json.dumps(record, ensure_ascii=errors == "strict").encode("utf-8", errors)
         except RecursionError:
             data = b"["  # too deep, so it is left out as what is not JSON
+        except UnicodeEncodeError:  # half of a surrogate pair that JSON spelled
+            data = json.dumps(record).encode()
         yield Piece(path, "element", number, True, data)
 
 
@@ -379,7 +401,7 @@ def shuffled(tokens, end, seed):
     return np.concatenate(documents)
 
 
-UNREADABLE = "documents that cannot be read, left out"  # one record of many that is no text
+UNREADABLE = "documents that cannot be read, left out"  # of a long one the piece of about PIECE_BYTES
 
 
 class Notes:
@@ -438,12 +460,9 @@ def text_of(piece, field):
 
 def readable_text(piece, field, strict, notes):
     """Returns the text of a piece. If it has none that can be encoded, returns None and makes a note."""
-    record = piece.kind in ("json", "element", "too long")
     try:
         text = text_of(piece, field)
     except Problem as problem:
-        if not record:
-            raise
         if strict:
             raise Problem(f"{problem}; leave --strict out to skip it") from None
         notes.add(UNREADABLE, str(problem))
@@ -453,7 +472,7 @@ def readable_text(piece, field, strict, notes):
             raise Problem(f'{place_of(piece)}: field "{field}" is null; leave --strict out to skip it')
         notes.add("documents without a text, left out", place_of(piece))
         return None
-    if record and not text.strip():
+    if piece.kind in ("json", "element") and not text.strip():
         return None
     try:
         text.encode("utf-8")
@@ -466,6 +485,17 @@ def long_places(text):
     """Returns where to cut a text so that no piece has more white space, or a longer word, than tiktoken takes."""
     runs = re.finditer(rf"\s{{{MAX_SPACE}}}|\s+|\S{{{MAX_WORD}}}|\S+", text)
     return [run.end() for run in runs if run.end() - run.start() == (MAX_SPACE if run[0].isspace() else MAX_WORD)]
+
+
+def inline_pieces(piece):
+    """Yields the documents of a piece that is not UTF-8, each as a piece, since only some will be left out."""
+    if piece.kind != "text" or is_utf8(piece.data):
+        yield piece
+        return
+    for i, data in enumerate(piece.data.split(END.encode())):
+        if data.strip():
+            yield piece._replace(begins=bool(piece.begins or i), data=data)
+        piece = piece._replace(place=piece.place + data.count(b"\n"))
 
 
 class Encoder:
@@ -493,7 +523,7 @@ class Encoder:
     def encode(self, pieces, field, strict=False, inline=False, notes=None):
         """Returns the tokens of the pieces as uint16. With `inline`, END within a text begins a document."""
         notes, parts = Notes() if notes is None else notes, []
-        for piece in pieces:
+        for piece in chain.from_iterable(map(inline_pieces, pieces)) if inline else pieces:
             text = readable_text(piece, field, strict, notes)
             if text is None:
                 continue
@@ -683,7 +713,7 @@ def parse(arguments):
     add = parser.add_argument
     names = ", ".join(CORPORA)
     inputs = ".txt, .jsonl, .json (also .gz, .xz, .bz2, .zst), .parquet, or a corpus"
-    add("inputs", nargs="+", metavar="INPUT", help=f"{inputs}: {names}")
+    add("inputs", nargs="*", metavar="INPUT", help=f"{inputs}: {names}")
     add("--out", metavar="DIR", help="folder to write (default: data/corpus)")
     add("--force", action="store_true", help="replace an earlier OUT")
     add("--val", nargs="+", metavar="FILE", help="validation text (default: documents of all INPUT, drawn by --seed)")
@@ -719,23 +749,30 @@ def parse(arguments):
         "--eval",
         action="store_true",
         help="write evaluation files OUT/NAME.eval instead of shards; then INPUT is NAME=FILE.jsonl, or one of "
-        f"{', '.join(eval_files.PUBLIC)}, and OUT is data/eval unless --out says otherwise (--tokenizer bytes: for "
-        "models of bytes)",
+        f"{', '.join(eval_files.PUBLIC)}, and OUT is a folder of data/eval for each vocabulary unless --out says "
+        "otherwise (--tokenizer bytes: for models of bytes)",
+    )
+    add(
+        "--from-nanogpt",
+        metavar="FOLDER",
+        help="write shards of nanoGPT's train.bin and val.bin instead, with the vocabulary of its meta.pkl, else GPT-2's",
     )
     add("--shard-tokens", type=count, default=10**8, metavar="N", help="tokens in a shard (default: %(default)s)")
     add("--limit-tokens", type=count, metavar="N", help="stop after N training tokens")
     add("--workers", type=count, metavar="N", help="processes (default: one a core; 1 for little text)")
     options = parser.parse_args(arguments)
-    options.out = options.out or ("data/eval" if options.eval else "data/corpus")
+    if bool(options.inputs) == bool(options.from_nanogpt):
+        parser.error("give INPUT or --from-nanogpt FOLDER, one of the two")
+    if not options.eval:  # eval_files.py has its own
+        options.out = options.out or "data/corpus"
     if options.tokenizer and options.train_bpe:
         parser.error("give --tokenizer or --train-bpe, not both")
-    shards = "val", "val_fraction", "train_bpe", "limit_tokens", "workers", "strict", "inline_separators"
-    for name in shards if options.eval else ():
+    shards = ["val", "train_bpe", "workers", "strict", "inline_separators"]
+    shards += ["val_fraction", "limit_tokens", "from_nanogpt"] if options.eval else []
+    for name in shards if options.eval or options.from_nanogpt else ():
         if getattr(options, name):
-            parser.error(
-                "--eval goes with --tokenizer, --out and --force alone: it writes no shards; "
-                f"leave --{name.replace('_', '-')} out"
-            )
+            mode, option = "eval" if options.eval else "from-nanogpt", name.replace("_", "-")
+            parser.error(f"--{option} does not go with --{mode}; leave --{option} out")
     if options.tokenizer == "bytes" and not options.eval:
         parser.error("bytes need no preparation: ./train --data FILE takes any file")
     if options.val and options.val_fraction:
@@ -894,12 +931,27 @@ def write_corpus(options, folder, train_files, validation_files):
     options.workers = worker_count(options.workers, parts.bytes)
     writers = write_shards(options, parts, encoder, folder, notes)
     check_parts(writers, train_files, notes)
-    meta = {"version": 1, "vocabulary": encoder.vocabulary.size, "tokenizer": "gpt2"}
+    return write_meta(folder, encoder.vocabulary.size, writers, options.inputs + (options.val or [])), notes
+
+
+def write_meta(folder, vocabulary_size, writers, sources):
+    meta = {"version": 1, "vocabulary": vocabulary_size, "tokenizer": "gpt2"}
     for part, writer in writers.items():
         meta[part] = {"tokens": writer.tokens, "bytes": writer.bytes, "shards": writer.shards}
-    meta["sources"] = options.inputs + (options.val or [])
+    meta["sources"] = sources
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-    return meta, notes
+    return meta
+
+
+def write_nanogpt(options, folder):
+    """Fills the folder from nanoGPT's and returns the contents of meta.json, and the notes."""
+    notes, limits, options.workers = Notes(), {"train": options.limit_tokens, "val": None}, 1
+
+    def writers(lengths):
+        return {part: ShardWriter(folder, part, options.shard_tokens, limits[part], lengths) for part in limits}
+
+    made, size = nanogpt.convert(options, folder, writers, notes)
+    return write_meta(folder, size, made, [options.from_nanogpt]), notes
 
 
 def next_command(out):
@@ -915,11 +967,12 @@ def prepare(options):
         raise Problem(f"{out}: exists already; give another --out, or --force to replace it")
     if out.exists():
         check_ours(out)
-    train_files, validation_files = find_inputs(options)
+    train_files, validation_files = find_inputs(options)  # none for --from-nanogpt
     folder = out.with_name(out.name + ".tmp")
     make_own_folder(folder, out)
     try:
-        meta, notes = write_corpus(options, folder, train_files, validation_files)
+        nano = options.from_nanogpt
+        meta, notes = write_nanogpt(options, folder) if nano else write_corpus(options, folder, train_files, validation_files)
         if options.force and out.exists():
             check_ours(out)
             shutil.rmtree(out)

@@ -16,6 +16,8 @@ static const struct {
 static const struct {
     const char *option, *value, *answer;
 } VALUES[] = {
+    {"data-format", "nanogpt",
+     "type .venv/bin/python data/prepare.py --from-nanogpt FOLDER --out DIR, and --data DIR here"},
     {NULL, NULL, NULL},
 };
 

@@ -13,8 +13,10 @@ static void report_data(RunFolder* run, const Dataset* train, const Dataset* val
     const Dataset* const parts[] = {train, val};
     const char *tokens = text_count((double)train->tokens), *all = text_count((double)val->tokens);
     const char* read = text_count((double)(dataset_windows_of(val, T, val_tokens) * T));
-    run_say(run, " data     %s  %s tokens in %d file%s  validation reads %s of %s  vocabulary %d%s\n", train->path,
-            tokens, train->files, train->files == 1 ? "" : "s", read, all, vocabulary, train->bytes ? " (bytes)" : "");
+    const char* ends = val->mixed ? text_kept(", the ends of %d files", val->files) : "";
+    run_say(run, " data     %s  %s tokens in %d file%s  validation reads %s of %s%s  vocabulary %d%s\n", train->path,
+            tokens, train->files, train->files == 1 ? "" : "s", read, all, ends, vocabulary,
+            train->bytes ? " (bytes)" : "");
     for (int i = 0; i < 2; i++) {
         const int files = parts[i]->left_out;
         if (files == 0) continue;

@@ -103,7 +103,7 @@ static bool resume_paths_taken(Resume* resume, char* error) {
         if ((i == 1 && every == 0) || is_left(resume, option_find(resume->table, name))) continue;
         SCOPED char* list = text_copy(resume_given(resume, name) ? "" : value);
         for (char *rest = *list ? list : NULL, *path; (path = strsep(&rest, i == 1 ? "," : ""));) {
-            if (is_in_run(resume, path)) continue;
+            if (is_in_run(resume, path) || (i == 1 && evaluation_is_name(path))) continue;
             return data_error(error,
                               "--resume: the checkpoint's --%s %s is not in its run, so it may be a stranger's choice; "
                               "type --%s %s%s again, or %s",

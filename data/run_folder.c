@@ -276,7 +276,7 @@ static const char* weights_folder(const RunFolder* run) {
 }
 
 // Copies the tokenizer's files into the run folder, and reads the config.json that the run began with.
-static bool tokenizer_take(RunFolder* run, const Json* state) {
+static bool tokenizer_take(RunFolder* run, const Json* state, bool bytes) {
     char* error = run->error;
     const char* const sources[2] = {weights_folder(run), run->sources[2]};
     if (state && !checkpoint_has_copies(sources[0], state, run->path, error)) {
@@ -288,18 +288,18 @@ static bool tokenizer_take(RunFolder* run, const Json* state) {
             return data_error(error, "--run %s: %s", run->path, error);
         }
     }
+    if (bytes && !tokenizer_exists(run->path) && !tokenizer_write_bytes(run->path, error)) return false;
     if (!*sources[0]) return true;
-    int64_t bytes;
+    int64_t size;
     const char* path = path_in(sources[0], "config.json");
-    SCOPED char* text = file_read_own(path, &bytes, error);
-    run->config = text ? json_parse(text, bytes, path, error) : NULL;
+    SCOPED char* text = file_read_own(path, &size, error);
+    run->config = text ? json_parse(text, size, path, error) : NULL;
     return run->config != NULL;
 }
 
 // Opens the tokenizer, and prints why there are no samples if it does not fit.
 static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
-    int token;
     bool there = bytes || tokenizer_exists(run->path);
     Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : run->path, reason) : NULL;
     run->tokenizer = opened;
@@ -309,7 +309,7 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
         run_say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", reason);
     }
     run->samples =
-        opened && tokenizer_encode(opened, "a", 1, &token, 1) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
+        opened && tokenizer_encode(opened, "", 0, NULL, 0) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
     if (!run->samples && (opened || !there)) {
         run_say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", vocabulary);
     }
@@ -332,7 +332,7 @@ bool run_folder_possible(RunFolder* run, bool bytes) {
 bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary) {
     char* error = run->error;
     const bool again = checkpoint || strcmp(run_text(run, "resume"), "auto") == 0;
-    if (!files_make(run, again) || !tokenizer_take(run, checkpoint)) return false;
+    if (!files_make(run, again) || !tokenizer_take(run, checkpoint, bytes)) return false;
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
     if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;

@@ -14,8 +14,15 @@ static bool prompts_add(Prompts* prompts, const char* text, size_t bytes, const 
     prompts->text[at] = text_part(text, bytes);
     prompts->tokens[at] = memory_zero((size_t)room, sizeof(int));
     prompts->length[at] = tokenizer ? tokenizer_prompt(tokenizer, prompts->text[at], V, prompts->tokens[at], room) : 1;
-    return prompts->length[at] > 0 ||
-           data_error(error, "the prompt cannot be encoded without merges.txt; put it beside vocab.json");
+    for (int i = 0; i < prompts->length[at]; i++) {
+        if (prompts->tokens[at][i] < V || !tokenizer) continue;
+        return data_error(error, "the prompt has token %d, and the model's vocabulary has %d; type another prompt",
+                          prompts->tokens[at][i], V);
+    }
+    if (prompts->length[at] > 0) return true;
+    return data_error(error, tokenizer_encode(tokenizer, "", 0, NULL, 0) < 0
+                                 ? "the prompt cannot be encoded without merges.txt; put it beside vocab.json"
+                                 : "the prompt has a character that the model's vocabulary lacks; type another prompt");
 }
 
 // Returns memory with the text of a prompt file, which begins at *lines behind its byte-order mark, for `each` samples

@@ -30,7 +30,9 @@ struct Tokenizer {
     int vocabulary;  // without tokens that were added later
     int tokens;      // with them
     int end;         // <|endoftext|>, or -1
-    bool encodes;    // there are merges
+    bool encodes;    // there are merges, or each token is a character
+    int* added[2];   // tokens that were added later: a text is cut at those of the first, and its pieces at the others
+    int adds[2];     // how many they are
     int byte[256];   // the token of each byte, -1 when there is none
     char* text;      // all tokens' bytes, one after another
     int64_t* first;  // (tokens) of a token in text
@@ -99,12 +101,19 @@ static int64_t to_bytes(const char* text, int64_t count, char* to) {
     return used;
 }
 
+// True if `json` is absent, null, false or an empty text.
+static bool is_nothing(const Json* json) {
+    return !json || json->kind == JSON_NULL || (json->kind == JSON_BOOL && json->number == 0) ||
+           (json->kind == JSON_STRING && json->text_bytes == 0);
+}
+
 // A token as a file gives it.
 typedef struct {
     const char* text;
     int64_t bytes;
     const Json* number;
     bool added;  // later, by hand: it stands for its own text; otherwise the text is in the alphabet
+    bool normalized;
 } Entry;
 
 typedef struct {
@@ -126,7 +135,7 @@ static bool entries_object(Entries* entries, const Json* json, bool added, const
         return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
     }
     for (const Json* member = json->child; member; member = member->next) {
-        entries_add(entries, (Entry){member->key, (int64_t)strlen(member->key), member, added});
+        entries_add(entries, (Entry){member->key, (int64_t)strlen(member->key), member, added, true});
     }
     return true;
 }
@@ -134,11 +143,18 @@ static bool entries_object(Entries* entries, const Json* json, bool added, const
 // Adds the list "added_tokens" of tokenizer.json, whose elements have an id and a content.
 static bool entries_list(Entries* entries, const Json* list, const char* path, char* error) {
     for (const Json* token = list ? list->child : NULL; token; token = token->next) {
+        static const char* const flags[] = {"single_word", "lstrip", "rstrip"};
         const Json *id = json_get(token, "id"), *content = json_get(token, "content");
-        if (!id || !content || content->kind != JSON_STRING) {
+        if (!id || !content || content->kind != JSON_STRING || content->text_bytes == 0) {
             return data_error(error, "%s has an added token without id and content", path);
         }
-        entries_add(entries, (Entry){content->text, content->text_bytes, id, true});
+        for (int i = 0; i < 3 && strcmp(content->text, end_of_text) != 0; i++) {
+            if (is_nothing(json_get(token, flags[i]))) continue;
+            return data_error(error, "%s: its added token \"%.40s\" has %s, which nibble does not encode", path,
+                              content->text, flags[i]);
+        }
+        const bool normalized = !is_nothing(json_get(token, "normalized"));
+        entries_add(entries, (Entry){content->text, content->text_bytes, id, true, normalized});
     }
     return true;
 }
@@ -169,6 +185,12 @@ static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, co
     return true;
 }
 
+static void added_add(Tokenizer* tokenizer, int token, bool normalized) {
+    int** list = &tokenizer->added[normalized];
+    *list = memory_grow(*list, (size_t)(tokenizer->adds[normalized] + 1) * sizeof(int));
+    (*list)[tokenizer->adds[normalized]++] = token;
+}
+
 static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
     if (!vocabulary_allocate(tokenizer, entries, path, error)) return false;
     int64_t used = 0;
@@ -182,16 +204,16 @@ static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const 
         if (tokenizer->length[token] > 0) {
             bool same = entry->added && tokenizer->length[token] == length &&
                         memcmp(tokenizer->text + tokenizer->first[token], text, (size_t)length) == 0;
-            if (same) continue;  // files list a token again that was added by hand
-            return data_error(error, "%s gives token %d to two texts", path, token);
+            if (!same) return data_error(error, "%s gives token %d to two texts", path, token);
         }
+        const bool is_end = length == (int64_t)strlen(end_of_text) && memcmp(text, end_of_text, (size_t)length) == 0;
+        if (entry->added && !is_end && length > 0) added_add(tokenizer, token, entry->normalized);
+        if (tokenizer->length[token] > 0) continue;  // files list a token again that was added by hand
         tokenizer->first[token] = used;
         tokenizer->length[token] = (int)length;
         if (length == 1 && !entry->added) tokenizer->byte[(unsigned char)*text] = token;
         tokenizer->slot[find_slot(tokenizer, text, length)] = token;
-        if (length == (int64_t)strlen(end_of_text) && memcmp(text, end_of_text, (size_t)length) == 0) {
-            tokenizer->end = token;
-        }
+        if (is_end) tokenizer->end = token;
         used += length;
     }
     return true;
@@ -284,12 +306,6 @@ static const char* find_file(const char* folder, const char* name, const char* o
     return access(path, F_OK) == 0 ? path : NULL;
 }
 
-// True if `json` is absent, null, false or an empty text.
-static bool is_nothing(const Json* json) {
-    return !json || json->kind == JSON_NULL || (json->kind == JSON_BOOL && json->number == 0) ||
-           (json->kind == JSON_STRING && json->text_bytes == 0);
-}
-
 // True if tokenizer.json describes what the encoder here does: byte-pair encoding of bytes, in GPT-2's words.
 static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
     static const char* const unknown[] = {"continuing_subword_prefix", "end_of_word_suffix", "byte_fallback",
@@ -341,6 +357,16 @@ static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char
     return read_vocabulary(tokenizer, &entries, path, error);
 }
 
+// True if each token is one character, as in a vocabulary of nanoGPT's.
+static bool is_of_characters(const Tokenizer* tokenizer) {
+    uint32_t point;
+    for (int i = 0; i < tokenizer->tokens; i++) {
+        const int length = tokenizer->length[i];
+        if (length > 0 && utf8_next(tokenizer->text + tokenizer->first[i], length, &point) != length) return false;
+    }
+    return true;
+}
+
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     int64_t bytes = 0;
     const char* path = find_file(folder, "vocab.json", "encoder.json");
@@ -349,7 +375,7 @@ static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
     if (whole) return open_tokenizer_json(tokenizer, whole, error);
     if (!path) return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
     if (!open_vocabulary(tokenizer, folder, path, error)) return false;
-    if (!merges) return true;
+    if (!merges) return tokenizer->encodes = is_of_characters(tokenizer), true;
     SCOPED char* text = file_read(merges, &bytes, error);
     tokenizer->encodes = true;
     return text && read_merges(tokenizer, text, bytes, merges, error);
@@ -388,7 +414,7 @@ bool tokenizers_agree(const char* folder, const char* other) {
     Tokenizer* mine = *folder && tokenizer_exists(folder) ? tokenizer_open(folder, ignored) : NULL;
     Tokenizer* its = mine && *other && tokenizer_exists(other) ? tokenizer_open(other, ignored) : NULL;
     bool agree = true;
-    for (int token = 0; its && agree && token < mine->vocabulary && token < its->vocabulary; token++) {
+    for (int token = 0; its && agree && token < mine->tokens && token < its->tokens; token++) {
         int bytes[2] = {0};
         const char *text = tokenizer_decode(mine, token, &bytes[0]), *same = tokenizer_decode(its, token, &bytes[1]);
         if (bytes[0] == 0 || bytes[1] == 0) continue;  // one of them has no such token
@@ -436,6 +462,37 @@ bool tokenizer_files_copy(const char* from, const char* to, char* error) {
            copy_one(from, "vocab.bpe", to, "merges.txt", error);
 }
 
+bool tokenizer_write_bytes(const char* folder, char* error) {
+    static const char config[] =
+        "{\"tokenizer_class\": \"PreTrainedTokenizerFast\", \"clean_up_tokenization_spaces\": "
+        "false}\n";
+    SCOPED char* text;
+    size_t length;
+    FILE* file = text_stream(&text, &length);
+    fputs(
+        "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null, \"added_tokens\": [], \"normalizer\": null,\n"
+        "\"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, "
+        "\"use_regex\": true},\n\"post_processor\": null,\n\"decoder\": {\"type\": \"ByteLevel\", "
+        "\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": true},\n\"model\": {\"type\": \"BPE\", "
+        "\"dropout\": null, \"unk_token\": null, \"continuing_subword_prefix\": null, \"end_of_word_suffix\": null, "
+        "\"fuse_unk\": false, \"byte_fallback\": false, \"vocab\": {",
+        file);
+    const char* separator = "";
+    for (uint32_t point = 0; point < 256 + 68; point++) {
+        if (byte_of(point) < 0) continue;
+        const char character[] = {point < 0x80 ? (char)point : (char)(0xC0 | point >> 6),
+                                  point < 0x80 ? 0 : (char)(0x80 | (point & 0x3F)), 0};
+        fputs(separator, file);
+        json_write_string(file, character);
+        fprintf(file, ": %d", byte_of(point));
+        separator = ", ";
+    }
+    fputs("}, \"merges\": []}}\n", file);
+    fclose(file);
+    return file_write(path_in(folder, "tokenizer.json"), text, (int64_t)length, error) &&
+           file_write(path_in(folder, "tokenizer_config.json"), config, sizeof(config) - 1, error);
+}
+
 const char* const SPECIAL_TOKEN_IDS[SPECIAL_TOKENS] = {"bos_token_id", "eos_token_id", "pad_token_id"};
 
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error) {
@@ -463,11 +520,15 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
 void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
     free(tokenizer->text), free(tokenizer->first), free(tokenizer->length), free(tokenizer->slot);
-    free(tokenizer->merge), free(tokenizer);
+    free(tokenizer->added[0]), free(tokenizer->added[1]), free(tokenizer->merge), free(tokenizer);
 }
 
 int tokenizer_vocabulary(const Tokenizer* tokenizer) {
     return tokenizer->vocabulary;
+}
+
+int tokenizer_tokens(const Tokenizer* tokenizer) {
+    return tokenizer->tokens;
 }
 
 int tokenizer_end(const Tokenizer* tokenizer) {
@@ -544,21 +605,68 @@ static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int6
     return count;
 }
 
+// The state of one tokenizer_encode.
+typedef struct {
+    const Tokenizer* tokenizer;
+    int *tokens, max;
+    int64_t total;
+    int *token, *rank;  // room for the longest word, which may be the whole text
+    bool failed;        // a character has no token
+} Encoding;
+
+static void put_token(Encoding* e, int token) {
+    if (e->total < e->max) e->tokens[e->total] = token;
+    e->total++;
+}
+
+// Encodes a text that has no added token.
+static void encode_plain(Encoding* e, const char* text, int64_t bytes) {
+    const Tokenizer* tokenizer = e->tokenizer;
+    for (int64_t at = 0, count; at < bytes; at += count) {
+        uint32_t point;
+        if (tokenizer->slots > 0 && !tokenizer->merge) {
+            count = utf8_next(text + at, bytes - at, &point);
+            const int token = tokenizer->slot[find_slot(tokenizer, text + at, count)];
+            if (token < 0) e->failed = true, count = 1;
+            put_token(e, token);
+            continue;
+        }
+        count = tokenizer->merge ? word_bytes(text + at, bytes - at) : bytes - at;
+        for (int64_t i = 0; i < count; i++) e->token[i] = tokenizer->byte[(unsigned char)text[at + i]];
+        const int64_t joined = tokenizer->merge ? join_word(tokenizer, e->token, e->rank, count) : count;
+        for (int64_t i = 0; i < joined; i++) put_token(e, e->token[i]);
+    }
+}
+
+// Encodes a text that is cut at the added tokens of list `list` and, between them, of those after it. The first place
+// counts, and there the longest.
+static void encode_from(Encoding* e, const char* text, int64_t bytes, int list) {
+    const Tokenizer* tokenizer = e->tokenizer;
+    while (list < 2 && tokenizer->adds[list] == 0) list++;
+    if (list == 2) return encode_plain(e, text, bytes);
+    int64_t begin = 0;
+    for (int64_t at = 0; at < bytes; at++) {
+        int best = -1, longest = 0;
+        for (int i = 0; i < tokenizer->adds[list]; i++) {
+            const int token = tokenizer->added[list][i], length = tokenizer->length[token];
+            if (length <= longest || length > bytes - at) continue;
+            if (memcmp(text + at, tokenizer->text + tokenizer->first[token], (size_t)length) == 0)
+                best = token, longest = length;
+        }
+        if (best < 0) continue;
+        encode_from(e, text + begin, at - begin, list + 1);
+        put_token(e, best);
+        begin = at + longest, at = begin - 1;
+    }
+    encode_from(e, text + begin, bytes - begin, list + 1);
+}
+
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max) {
     if (!tokenizer->encodes) return -1;
-    // Two arrays for the longest word, which may be the whole text.
     SCOPED int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
-    int* rank = token + bytes + 1;
-    int64_t total = 0;
-    for (int64_t at = 0; at < bytes;) {
-        int64_t count = tokenizer->merge ? word_bytes(text + at, bytes - at) : bytes - at;
-        for (int64_t i = 0; i < count; i++) token[i] = tokenizer->byte[(unsigned char)text[at + i]];
-        at += count;
-        if (tokenizer->merge) count = join_word(tokenizer, token, rank, count);
-        for (int64_t i = 0; i < count && total + i < max; i++) tokens[total + i] = token[i];
-        total += count;
-    }
-    return (int)total;
+    Encoding e = {tokenizer, tokens, max, 0, token, token + bytes + 1, false};
+    encode_from(&e, text, bytes, 0);
+    return e.failed ? -1 : (int)e.total;
 }
 
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
@@ -572,8 +680,10 @@ Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max) {
     const int end = tokenizer->end, begin = end >= 0 && end < V;
     if (begin) tokens[0] = end;
+    if (!begin && !*prompt) {  // something must come first: a line end where there is one
+        if (tokenizer_encode(tokenizer, "\n", 1, tokens, 1) < 1 || tokens[0] >= V) tokens[0] = 0;
+        return 1;
+    }
     const int encoded = tokenizer_encode(tokenizer, prompt, (int64_t)strlen(prompt), tokens + begin, max - begin);
-    if (encoded < 0) return -1;
-    if (begin + encoded == 0) tokens[0] = '\n';
-    return begin + encoded > 0 ? begin + encoded : 1;
+    return encoded < 0 ? -1 : begin + encoded;
 }

@@ -9,7 +9,8 @@ C_LINKAGE_BEGIN
 typedef struct Tokenizer Tokenizer;
 // folder NULL or "": tokens are bytes. Otherwise it reads vocab.json and merges.txt, or the same under OpenAI's names,
 // encoder.json and vocab.bpe, or else tokenizer.json, if it describes GPT-2's kind of tokenizer. Without merges
-// tokenizer_encode returns -1. Tokens that were added (in tokenizer.json or added_tokens.json) decode to their text.
+// tokenizer_encode returns -1, unless each token is a character. Tokens that were added (in tokenizer.json or
+// added_tokens.json) are encoded as the tokenizers library does; one whose flags ask for more is refused.
 Tokenizer* tokenizer_open(const char* folder, char* error);
 // Does the same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
@@ -17,14 +18,17 @@ Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
 bool tokenizer_exists(const char* folder);
 // Copies MODEL_FOLDER_FILES of FROM that TO does not have yet. OpenAI's names become vocab.json and merges.txt.
 bool tokenizer_files_copy(const char* from, const char* to, char* error);
+// Writes tokenizer.json and tokenizer_config.json, by which transformers reads the vocabulary of bytes.
+bool tokenizer_write_bytes(const char* folder, char* error);
 // Returns false if both folders hold a vocabulary and a number stands for different tokens in them.
 bool tokenizers_agree(const char* folder, const char* other);
 void tokenizer_close(Tokenizer* tokenizer);
 int tokenizer_vocabulary(const Tokenizer* tokenizer);  // without tokens that were added later
+int tokenizer_tokens(const Tokenizer* tokenizer);      // with them
 // Returns <|endoftext|>'s token, or -1 for bytes.
 int tokenizer_end(const Tokenizer* tokenizer);
 // Encodes text, <|endoftext|> as its characters. Returns the number of tokens, of which at most `max` are written; -1:
-// there are no merges.
+// there are no merges, or a character has no token.
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max);
 // Returns the bytes of one token, without a NUL and not always whole characters; none for a number without a token.
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes);
@@ -39,7 +43,7 @@ typedef struct {
 // a text.
 bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTokens* tokens, char* error);
 
-// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `max` tokens; -1: no merges.
+// Encodes a prompt, after the end-of-text token if a vocabulary of V has it, in 1 to `max` tokens; -1 as above.
 int tokenizer_prompt(const Tokenizer* tokenizer, const char* prompt, int V, int* tokens, int max);
 
 C_LINKAGE_END

@@ -8,6 +8,7 @@ rank of a merge; a table turns ranks into numbers), the tokenizers library train
 
 import json
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -28,7 +29,8 @@ GPT2_SHA256 = {
 }
 PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
 OTHERS = "give a folder that holds one by --tokenizer, or leave that out for GPT-2's"
-FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json")  # of a folder, the last two not always
+# Of a folder, the last three not always.
+FILES = "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 
 
 def make_alphabet():
@@ -69,14 +71,23 @@ def crc32c(data, crc=0):
 
 
 class Vocabulary:
-    """names: {text: number} of all tokens, with END; merges: ["left right", ...]; source: its file, for messages."""
+    """names: {text: number} of all tokens, with END; merges: ["left right", ...]; source: its file, for messages.
 
-    def __init__(self, names, merges, source):
-        self.names, self.merges, self.source = names, merges, source
-        "".join(names).encode("utf-8")  # half of a surrogate pair raises ValueError
-        if len(set(names.values())) < len(names) or not all(type(n) is int and n >= 0 for n in names.values()):
+    added: two {text: number} of tokens that were added later. The tokenizers library first cuts a text at those of the
+    first, which are not normalized, and then the pieces at those of the second; the longest at a place counts.
+    """
+
+    def __init__(self, names, merges, source, added=({}, {})):
+        self.names, self.merges, self.source, self.added = names, merges, source, added
+        self.added_numbers = {**added[0], **added[1]}
+        "".join([*names, *self.added_numbers]).encode("utf-8")  # half of a surrogate pair raises ValueError
+        more = [number for text, number in self.added_numbers.items() if names.get(text) != number]
+        every = [*names.values(), *more]
+        if len(set(every)) < len(every) or not all(type(n) is int and n >= 0 for n in every):
             raise ValueError("each token has a number of its own")
-        self.size, self.end = max(names.values()) + 1, names[END]
+        self.size, self.end = max(every) + 1, names[END]
+        longest = [sorted(part, key=len, reverse=True) for part in added]
+        self.cuts = [re.compile(f"({'|'.join(map(re.escape, texts))})") for texts in longest if texts]
         ranks = {bytes([byte]): rank for rank, byte in enumerate(ALPHABET.values())}
         numbers = [names[character] for character in ALPHABET]
         for merge in merges:
@@ -95,16 +106,28 @@ class Vocabulary:
         self.lengths = np.zeros(self.size, np.int64)  # bytes of text that a token stands for; 0 for <|endoftext|>
         for text, rank in ranks.items():
             self.lengths[numbers[rank]] = len(text)
+        for text, number in self.added_numbers.items():
+            self.lengths[number] = len(text.encode("utf-8"))
 
-    def encode(self, text):
+    def encode(self, text, cuts=None):
         """Returns the tokens of a text as uint16. Raises ValueError if it has more white space than tiktoken takes."""
-        return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
+        cuts = self.cuts if cuts is None else cuts
+        if not cuts:
+            return self.numbers[self.tokenizer.encode_to_numpy(text, allowed_special=set(), disallowed_special=())]
+        pieces = cuts[0].split(text)  # every second one is an added token
+        parts = [
+            np.array([self.added_numbers[piece]], np.uint16) if i % 2 else self.encode(piece, cuts[1:])
+            for i, piece in enumerate(pieces)
+        ]
+        return np.concatenate(parts)
 
     def fingerprint(self):
         """Returns the fingerprint that data/README.md defines for evaluation files."""
         texts = [b""] * self.size
         for text, number in self.names.items():
             texts[number] = to_bytes(text)
+        for text, number in self.added_numbers.items():
+            texts[number] = text.encode("utf-8")
         return crc32c(b"".join(struct.pack("<I", len(text)) + text for text in texts))
 
     def write(self, folder):
@@ -141,13 +164,36 @@ def check_words(whole, path):
         raise Problem(f"{path}: holds no tokenizer {kind}; {OTHERS}")
 
 
+def read_added(folder):
+    """Returns the added tokens of a folder's tokenizer.json, else added_tokens.json, as Vocabulary has them, and END's.
+
+    END is none of them, since in a text it stands for its characters.
+    """
+    path, added, end = folder / "tokenizer.json", ({}, {}), {}
+    if path.is_file():
+        tokens = json.loads(path.read_text("utf-8")).get("added_tokens") or []
+    else:
+        path = folder / "added_tokens.json"
+        texts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        tokens = [{"content": text, "id": number, "normalized": True} for text, number in texts.items()]
+    for token in tokens:
+        text = token["content"]
+        if text == END:
+            end = {END: token["id"]}
+            continue
+        flags = [flag for flag in ("single_word", "lstrip", "rstrip") if token.get(flag)]
+        if flags or not text or re.search(r"\S\s", text):  # a long document is cut where white space begins
+            what = flags[0] if flags else "white space within it" if text else "no text"
+            raise Problem(f"{path}: its added token {json.dumps(text)} has {what}, which nothing here encodes; {OTHERS}")
+        added[bool(token.get("normalized"))][text] = token["id"]
+    return added, end
+
+
 def read_whole(path):
     """Returns (names, merges) of a tokenizer.json, where merges are texts or pairs of texts."""
     whole = json.loads(path.read_text("utf-8"))
     check_words(whole, path)
     names = dict(whole["model"]["vocab"])
-    for token in whole.get("added_tokens") or []:
-        names.setdefault(token["content"], token["id"])
     merges = whole["model"]["merges"]
     return names, [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
@@ -192,8 +238,10 @@ def open_vocabulary(folder=None):
         if len(files) == 2 and beside.is_file():
             check_words(json.loads(beside.read_text("utf-8")), beside)
         names, merges = read_pair(*files) if len(files) == 2 else read_whole(files[0])
-        names.setdefault(END, max(names.values()) + 1)
-        return Vocabulary(names, merges, str(files[0]))
+        added, end = read_added(files[0].parent)
+        numbers = [*names.values(), *added[0].values(), *added[1].values()]
+        names = {**names, END: names.get(END, end.get(END, max(numbers) + 1))}
+        return Vocabulary(names, merges, str(files[0]), added)
     except OSError as error:
         raise damaged(error.filename or files[0], error) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -131,6 +131,9 @@ def check(options):
     rounding = options.tolerance or measured_rounding(options, questions, reference)
     counts, at, largest = {"same": 0, "within rounding": 0, "DIFFERENT": 0}, 0, 0.0
     for line, (rows, answer) in zip(lines, questions.examples):
+        if line.get("left_out"):
+            at += rows
+            continue
         mine, its = [x for x in line["scores"] if x is not None], reference[at : at + rows]
         if len(mine) == rows:
             largest = max(largest, float(np.abs(np.array(mine) - its[:, 0]).max()))

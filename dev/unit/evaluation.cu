@@ -122,6 +122,7 @@ Evaluation evaluation_make(Test* test, uint32_t kind, const uint32_t (*examples)
 // Batches have every row once, with its last tokens and the places of its continuation, and hold what they may.
 TEST(evaluation_batches) {
     Evaluation e = evaluation_make(test, 0, FOUR);
+    const bool fits[] = {false, true, false, false};  // in 3 tokens: the choices of rows 3, 7 and 11 have 4
     for (int T : {3, 4, 64, 100}) {
         for (int tokens : {1, 64, 130, 5000}) {
             EvaluationPlan plan = evaluation_plan(&e, T, tokens);
@@ -150,7 +151,10 @@ TEST(evaluation_batches) {
                 }
                 expect(at == count, "%d places, want %d", count, at);
             }
-            for (int r = 0; r < e.rows; r++) expect(seen[r] == 1, "row %d is in %d batches", r, seen[r]);
+            for (int r = 0, i = 0, end = 4; r < e.rows; r++) {
+                if (r == end) end += (int)e.example[++i].rows;
+                expect(seen[r] == (T > 3 || fits[i]), "row %d is in %d batches", r, seen[r]);
+            }
         }
     }
 }
@@ -163,16 +167,24 @@ TEST(evaluation_figures) {
     const double sums[] = {-9, -8, -3, -3.5, -2, -2, -5, -1, -4, -5, -9, -3, -3.218};
     EvaluationScore scores[16];
     for (int i = 0; i < 13; i++) scores[i] = {sums[i], 0, 0};
-    EvaluationResult r = evaluation_result(&e, scores);
+    EvaluationResult r = evaluation_result(&e, scores, 64);
     expect(r.acc == 0.5, "acc %g", r.acc);
     expect(fabs(r.acc_error - sqrt(0.25 / 3)) < 1e-15, "its error %g", r.acc_error);
     expect(r.acc_norm == 0 && r.acc_bytes == 0.25, "acc_norm %g, acc_bytes %g", r.acc_norm, r.acc_bytes);
+    expect(r.examples == 4 && r.left_out == 0 && r.cut == 0, "%d, %d, %d", r.examples, r.left_out, r.cut);
+    // In a context of 3 tokens a choice of 4 does not fit, and other rows lose the beginning of their contexts.
+    r = evaluation_result(&e, scores, 3);
+    expect(r.acc == 1 && r.examples == 1 && r.left_out == 3 && r.cut == 1, "%g: %d, %d, %d", r.acc, r.examples,
+           r.left_out, r.cut);
+    expect(
+        strstr(evaluation_describe(&e, &r, 1), "1 questions  3 left out: longer than the context of 3 tokens  1 cont"),
+        "%s", evaluation_describe(&e, &r, 1));
     scores[5].sum = NAN;
-    r = evaluation_result(&e, scores);
+    r = evaluation_result(&e, scores, 64);
     expect(isnan(r.acc) && isnan(r.acc_norm), "NaN counts as an answer");
     e = evaluation_make(test, 1, WORDS);
     for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2, 0};
-    r = evaluation_result(&e, scores);
+    r = evaluation_result(&e, scores, 64);
     expect(r.acc == 0.4 && fabs(r.perplexity - exp(3)) < 1e-12, "acc %g, perplexity %g", r.acc, r.perplexity);
 }
 
@@ -356,7 +368,7 @@ FOLDER_TEST(evaluation_bad_input) {
             EVALUATED " --batch 2 --data %s --run %s/new --steps 1 --eval %s/four.eval --eval-every 1", tokens, work,
             work);
     expect(!exists(work, "new"), "a run folder was made before the evaluation was refused");
-    refused("a task without a file", "data/eval/nothing.eval", "data/prepare.py --eval nothing",
+    refused("a task without a file", "data/eval/256-794ecc1a/nothing.eval", "data/prepare.py --eval nothing",
             "--eval nothing --model %s/run --device cpu", work);
     refused("no model", "--model", "", "--eval four --device cpu%s", "");
 }

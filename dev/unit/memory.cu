@@ -28,6 +28,13 @@ TEST(memory_missing_is_one_sentence) {
     }
 }
 
+// A text stays where it is, however many follow it, and the same text takes no more memory.
+TEST(memory_texts_stay) {
+    const char *first = text_kept("%s of %d", "one", 7), *same = first;
+    for (int i = 0; i < 1000; i++) text_kept("%d", i), same = text_kept("one of %d", 7);
+    expect(strcmp(first, "one of 7") == 0 && same == first, "%s", same);
+}
+
 TEST(memory_missing_names_the_last_checkpoint) {
     const Ended its = run_apart([] {
         static char path[64] = "";

@@ -8,12 +8,14 @@ and a few merges, so nothing is downloaded; one case uses GPT-2's own where ../s
 prepare.py needs is missing, all is skipped and the exit status is 0.
 """
 
+import array
 import bz2
 import ctypes
 import gzip
 import json
 import lzma
 import os
+import pickle
 import random
 import shlex
 import signal
@@ -549,6 +551,11 @@ def test_evaluation_files(case):
     file = EvaluationFile(case.folder / "o" / "words.eval")
     assert file.rows[2][1] == [tokens["Ġthe"]] and file.rows[0][0] == [tokens["in"], tokens["Ġthe"]]
     bytes_ = case.write("b.jsonl", json.dumps({"text": "is é"}))
+    # Without --out each vocabulary has a folder of its own.
+    for _ in range(2):
+        done = case.run("--eval", bytes_, "--force", "--tokenizer", "bytes", vocabulary=None)
+        assert "data/eval/256-794ecc1a/b.eval: " in done.stdout and case.run("--eval", words, "--force").returncode == 0
+    assert len(list(case.folder.glob("data/eval/*/*.eval"))) == 2
     done = case.run("--eval", bytes_, "--out", "o", "--tokenizer", "bytes", vocabulary=None)
     file = EvaluationFile(case.folder / "o" / "b.eval")
     assert file.rows == [([105, 115], [32, 0xC3, 0xA9], 1, 2)] and file.vocabulary == 256, file.rows
@@ -668,6 +675,114 @@ def test_train_bpe(case):
         (other / "tokenizer.json").write_text(json.dumps(changed), "utf-8")
         case.refuse("other/tokenizer.json: holds no tokenizer of GPT-2's kind", text, vocabulary="other")
     return None if loaded else "skipped: no C compiler"
+
+
+def test_added_tokens(case):
+    """Tokens that were added to a tokenizer.json are encoded as the tokenizers library does, here and in the trainer."""
+    try:
+        import tokenizers
+    except ImportError:
+        return "skipped: no tokenizers"
+    val, other = case.write("v.txt", "in"), case.folder / "other"
+    first = case.prepare(case.write("t.txt", sample(1, 20000)), "--val", val, "--train-bpe", 300, vocabulary=None)
+    whole = tokenizers.Tokenizer.from_file(str(first.folder / "tokenizer.json"))
+    whole.add_tokens(["<tool>", "<tool>x", "né", "   ", "l>x"])
+    whole.add_special_tokens(["<|im|>", "x<to"])
+    other.mkdir()
+    whole.save(str(other / "tokenizer.json"))
+    pieces = ["<tool>", "<tool>x", "né", "   ", "l>x", "<|im|>", "x<to", " the", "<", "ol>", "\n", "a  ", "é"]
+    generator = random.Random(3)
+    texts = ["".join(generator.choices(pieces, k=40)) + "." for _ in range(50)]
+    want = [whole.encode(text).ids for text in texts]
+    corpus = case.prepare(case.write("a.txt", joined(texts)), "--val", val, "--tokenizer", "other", out="o", vocabulary=None)
+    tokens, line = corpus.tokens("train"), whole.encode("\n").ids
+    assert tokens == [token for ids in want for token in [corpus.end, *ids, *line]]
+    assert corpus.meta["vocabulary"] == 307 and corpus.meta["train"]["bytes"] == sum(len(text.encode()) + 1 for text in texts)
+    loaded = library(case)
+    for folder in (other, corpus.folder) if loaded else ():
+        assert all(encode_by_c(loaded, folder, text)[0] == ids for text, ids in zip(texts, want))
+    whole.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    whole.save(str(other / "tokenizer.json"))
+    case.refuse('its added token "<mask>" has lstrip', "a.txt", "--tokenizer", "other", vocabulary=None)
+    return None if loaded else "skipped: no C compiler"
+
+
+def test_bad_bytes(case):
+    """A document with a byte that is no UTF-8 is left out and counted, whatever holds it; the others are kept."""
+    val, good = case.write("v.txt", "in"), [sample(i, 300) for i in range(6)]
+    text = joined(good[:3]).encode() + b"<|endoftext|>\nbad \xff\n" + joined(good[3:]).encode()
+    array = json.dumps([{"text": text} for text in (*good, "b@d")], ensure_ascii=False).encode().replace(b"b@d", b"b\xffd")
+    for name, content, place in (("a.txt", text, None), ("b.txt.gz", text, None), ("c.json", array, "element 7")):
+        done = case.run(case.write(name, content), "--val", val, "--out", "o-" + name)
+        assert done.returncode == 0 and "cannot be read, left out: 1" in done.stdout, done
+        assert "not UTF-8 (byte 0xff)" in done.stdout and (place or "line ") in done.stdout, done.stdout
+        assert [text.rstrip("\n") for text in Corpus(case.folder / ("o-" + name)).documents("train")] == [
+            text.rstrip("\n") for text in good
+        ]
+        case.refuse("leave --strict out", name, "--val", val, "--strict")
+    inline = " <|endoftext|> ".join(["one", "b\udcffd", "two"]).encode("utf-8", "surrogateescape")
+    got = case.prepare(case.write("d.txt", inline), "--val", val, "--inline-separators", out="inline").documents("train")
+    assert got == ["one ", " two"], got
+    # Of a long document the piece is left out, and what follows begins a document.
+    long = ("the red man\n" * 300000).encode()
+    got = case.prepare(case.write("e.txt", long[:2500000] + b"\xff" + long[2500000:]), "--val", val, out="long")
+    got = got.documents("train")
+    assert len(got) == 2 and len(long) - (1 << 21) < sum(map(len, got)) < len(long) and long.startswith(got[0].encode())
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        return "skipped: no pyarrow"
+    texts = pyarrow.array([b"one", b"b\xffd", b"two"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), case.folder / "f.parquet")
+    assert case.prepare("f.parquet", "--val", val, out="rows").documents("train") == ["one", "two"]
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("evil",)
+
+
+def test_from_nanogpt(case):
+    """The tokens stay; a vocabulary of characters comes along, and without one GPT-2's; a pickle runs no code."""
+    text, nano = "wörld of the red\n" * 500, case.folder / "nano"
+    characters = sorted(set(text))
+    tokens = [characters.index(c) for c in text]
+    meta = {"vocab_size": len(characters), "itos": dict(enumerate(characters)), "stoi": {}}
+    nano.mkdir()
+    (nano / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+    def shard(folder, part):
+        return list(memoryview((case.folder / folder / f"{part}_000000.bin").read_bytes()[1024:]).cast("H"))
+
+    for kind, out in (("H", "o16"), ("I", "o32")):
+        (nano / "train.bin").write_bytes(array.array(kind, tokens))
+        (nano / "val.bin").write_bytes(array.array(kind, tokens[:700]))
+        done = case.run("--from-nanogpt", nano, "--out", out, vocabulary=None)
+        assert done.returncode == 0 and shard(out, "train") == tokens and shard(out, "val") == tokens[:700], done
+        names = {name: byte for byte, name in byte_names().items()}
+        stored = json.loads((case.folder / out / "vocab.json").read_text("utf-8"))
+        assert [bytes(names[c] for c in name).decode() for name in stored] == characters
+        counts = json.loads((case.folder / out / "meta.json").read_text())
+        assert counts["vocabulary"] == len(characters) and counts["train"]["bytes"] == len(text.encode())
+    loaded = library(case)
+    assert not loaded or encode_by_c(loaded, case.folder / "o16", text[:99])[0] == tokens[:99]
+    case.refuse("o16: holds no train.bin", "--from-nanogpt", "o16", vocabulary=None)
+    case.refuse("leave --strict out", "--from-nanogpt", nano, "--strict", vocabulary=None)
+    case.refuse("leave --val-fraction out", "--from-nanogpt", nano, "--val-fraction", 0.1, vocabulary=None)
+    (nano / "meta.pkl").write_bytes(pickle.dumps({**meta, "itos": Evil()}))
+    case.refuse("it names the code posix.mkdir", "--from-nanogpt", nano, vocabulary=None)
+    assert not (case.folder / "evil").exists()
+    for broken in (b"", b"junk", pickle.dumps([1]), pickle.dumps({**meta, "vocab_size": 70000}), pickle.dumps({"itos": [1]})):
+        (nano / "meta.pkl").write_bytes(broken)
+        case.refuse("meta.pkl: cannot be read", "--from-nanogpt", nano, vocabulary=None)
+    (nano / "meta.pkl").unlink(), (nano / "val.bin").unlink()
+    done = case.run("--from-nanogpt", nano, "--val-fraction", 0.2, "--out", "cut")
+    assert done.returncode == 0 and shard("cut", "val") == tokens[-len(tokens) // 5 :], done
+    (nano / "train.bin").write_bytes(array.array("H", [300]))
+    case.refuse(f"holds token 300, and the vocabulary has {case.vocabulary}", "--from-nanogpt", nano)
+    (nano / "train.bin").write_bytes(b"odd")
+    case.refuse("train.bin: 3 bytes are no uint16", "--from-nanogpt", nano)
 
 
 def test_single_document_split(case):

@@ -1,0 +1,108 @@
+"""nanoGPT's folders: train.bin and val.bin hold uint16 or uint32 tokens alone, meta.pkl may hold a vocabulary of texts.
+
+prepare.py --from-nanogpt DIR writes shards of them. Without meta.pkl the tokens are GPT-2's, or those of --tokenizer.
+"""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+
+from input_files import Problem, damaged
+from vocabulary import ALPHABET, MAX_VOCABULARY, copy_vocabulary, open_vocabulary
+
+META_BYTES = 1 << 26
+SHARD_MAGIC = (20240520).to_bytes(4, "little")
+BLOCK = 1 << 24  # tokens that are converted at a time
+WIDE_MAX = 1 << 4  # the upper half of a uint32 token is below this
+
+
+class Plain(pickle.Unpickler):
+    """Reads numbers, texts, lists and dictionaries. Any other thing in a pickle names code, which never runs."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it names the code {module}.{name}")
+
+
+def read_meta(path):
+    """Returns (number of tokens, their texts or None) of a meta.pkl."""
+    try:
+        if path.stat().st_size > META_BYTES:
+            raise ValueError("it is too large")
+        with open(path, "rb") as file:
+            meta = Plain(file).load()
+        texts = meta.get("itos")
+        if isinstance(texts, dict):
+            texts = [texts[i] for i in range(len(texts))]
+        size = meta.get("vocab_size", len(texts or ()))
+        if type(size) is not int or not 1 <= size <= MAX_VOCABULARY:
+            raise ValueError(f"its vocab_size is not within 1 and {MAX_VOCABULARY}")
+        if texts is not None and not (len(texts) == size == len(set(texts)) and all(texts)):
+            raise ValueError("its itos is no list of vocab_size different texts")
+        return size, texts and [text.encode("utf-8") for text in texts]
+    except Problem:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise Problem(f"{path}: cannot be read ({error}); write it again, or take it away for GPT-2's tokens") from None
+
+
+def open_tokens(path):
+    """Returns the tokens of a file as an array that is read when it is used. uint32 is told by its upper halves."""
+    size = path.stat().st_size
+    if not size or size % 2:
+        raise Problem(f"{path}: {size} bytes are no uint16 or uint32 tokens; copy it again")
+    tokens = np.memmap(path, "<u2", "r")
+    if tokens[:2].tobytes() == SHARD_MAGIC:
+        raise Problem(f"{path}: a shard of tokens already; type ./train --data {path}")
+    if size % 4 == 0:
+        halves = tokens[::2], tokens[1::2]
+        low, high = (max(int(half[at : at + BLOCK].max()) for at in range(0, len(half), BLOCK)) for half in halves)
+        if high == 0 < low or high < WIDE_MAX <= low:
+            return tokens.view("<u4")
+    return tokens
+
+
+def write_characters(texts, folder):
+    """Writes the vocabulary of meta.pkl as vocab.json. The trainer encodes with it where each text is a character."""
+    names = {byte: name for name, byte in ALPHABET.items()}
+    tokens = {"".join(names[byte] for byte in text): i for i, text in enumerate(texts)}
+    (folder / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=False), "utf-8")
+
+
+def convert(options, folder, writers, notes):
+    """Writes all shards, by writers(lengths of the tokens' texts). Returns them and the size of the vocabulary."""
+    source, tokenizer = Path(options.from_nanogpt), options.tokenizer
+    train, val = source / "train.bin", source / "val.bin"
+    if not train.is_file():
+        raise Problem(f"{source}: holds no train.bin; name a folder of nanoGPT's, such as data/shakespeare_char")
+    if val.is_file() and options.val_fraction:
+        raise Problem(f"{source}: has a val.bin; leave --val-fraction out, or move that file away")
+    size, texts = read_meta(source / "meta.pkl") if (source / "meta.pkl").is_file() and not tokenizer else (None, None)
+    if texts:
+        write_characters(texts, folder)
+        lengths = np.array([len(text) for text in texts], np.int64)
+    elif size:
+        lengths = np.zeros(size, np.int64)
+        notes.add("no texts of tokens, so no samples and no bits per byte; name a folder by --tokenizer", "meta.pkl")
+    else:
+        vocabulary = open_vocabulary(tokenizer)
+        copy_vocabulary(vocabulary, tokenizer, folder)
+        size, lengths = vocabulary.size, vocabulary.lengths
+    made = writers(lengths)
+    try:
+        tokens = open_tokens(train)
+        held_out = open_tokens(val) if val.is_file() else tokens[len(tokens) - int((options.val_fraction or 0.05) * len(tokens)) :]
+        if not val.is_file():
+            tokens = tokens[: len(tokens) - len(held_out)]
+        for part, path, tokens in (("train", train, tokens), ("val", val, held_out)):
+            for at in range(0, len(tokens), BLOCK):
+                block = tokens[at : at + BLOCK]
+                if block.max() >= size:
+                    advice = "name its tokenizer's folder by --tokenizer"
+                    raise Problem(f"{path}: holds token {block.max()}, and the vocabulary has {size}; {advice}")
+                made[part].write(block.astype(np.uint16))
+            made[part].close()
+    except OSError as error:
+        raise damaged(error.filename or source, error) from None
+    return made, size
