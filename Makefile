@@ -62,8 +62,8 @@ endif
 
 DATA_OBJECTS := $(patsubst data/%.c,$(BUILD)/data/%.o,$(wildcard data/*.c))
 RANKS_OBJECTS := $(patsubst kernels/ranks/%.c,$(BUILD)/kernels/ranks/%.o,$(wildcard kernels/ranks/*.c))
-# The two that take longest come first, so that nothing waits for them at the end.
-LONG := optim/table.cu optim/built_in.cu
+# The one that takes longest comes first, so that nothing waits for it at the end.
+LONG := optim/table.cu
 OPTIM_OBJECTS := $(patsubst optim/%.cu,$(BUILD)/optim/%.o,$(LONG) $(filter-out $(LONG) optim/nibble_optim.cu optim/loaded_cublaslt.cu,$(wildcard optim/*.cu optim/*/*.cu))) \
                  $(patsubst optim/%.c,$(BUILD)/optim/%.o,$(wildcard optim/*.c))
 UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*.cu))
@@ -104,9 +104,6 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 # Two thousand small functions, which -O3 makes no faster and takes three times as long for.
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
-# On a GPU that these kernels were not compiled for NVRTC compiles the one that is used.
-$(BUILD)/optim/built_in.o: private CUDA_PTX :=
-
 # These have no kernels, so one target is enough: the one that runs on every GPU.
 HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list offload optim override plan resolve tensors)
 $(HOST_ONLY): private CUDA_ARCH :=
@@ -139,10 +136,9 @@ $(BUILD)/optim/%.o: optim/%.c
 	$(CC) $(CFLAGS) -c -o $@ $<
 
 # The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
-# export nothing but nibble_optim.h. Its step's kernels are compiled by NVRTC, so none is built in, and it opens cuBLASLt
-# only for rules that read matrices.
+# export nothing but nibble_optim.h. It opens cuBLASLt only for rules that read matrices.
 LIB := $(BUILD)/lib
-LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out $(foreach o,built_in saved release offload decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out $(foreach o,saved release offload decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
                $(patsubst %,$(LIB)/data/%.o,errors files memory removed text)
 comma := ,
 LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)

@@ -97,9 +97,9 @@ static bool nvrtc_open(Nvrtc* nvrtc) {
 static bool nvrtc_missing(char* error) {
     const char* own = getenv("NIBBLE_NVRTC");
     snprintf(error, DATA_ERROR_BYTES,
-             "the optimizer is compiled here at run time, and %s could not be opened: install cuda-nvrtc (apt-get "
-             "install cuda-nvrtc-13-0), set NIBBLE_NVRTC to the library's path, or build on this machine (make clean "
-             "&& make) and take a --preset as it is",
+             "the optimizer's kernels are compiled at run time, and %s could not be opened: install cuda-nvrtc-13-0 "
+             "(or -12-8) by apt-get, or nvidia-cuda-nvrtc by pip, and set NIBBLE_NVRTC to the library's path if the "
+             "loader does not find it",
              own && *own ? own : "libnvrtc.so.13 or .12");
     return false;
 }
@@ -297,8 +297,7 @@ static int cache_open(int folder, const char* name, const char** reason) {
 __attribute__((format(printf, 1, 2))) static void cache_notice(const char* format, ...) {
     static bool told;
     const char* rank = getenv("LOCAL_RANK");
-    if (told || (rank && atoi(rank) > 0)) return;
-    told = true;
+    if ((rank && atoi(rank) > 0) || __atomic_exchange_n(&told, true, __ATOMIC_RELAXED)) return;
     char text[8192];
     va_list arguments;
     va_start(arguments, format);
@@ -434,7 +433,7 @@ static bool jit_load(const JitImage* image, JitKernel* kernel, char* error) {
     CUmodule module = nullptr;
     memset(kernel, 0, sizeof(*kernel));
     if (!driver_bind("cuModuleLoadData", &module_load) || !driver_bind("cuModuleGetFunction", &module_function) ||
-        !driver_bind("cuLaunchKernel", &kernel->launch)) {
+        !driver_bind("cuLaunchKernel", &kernel->launch) || !driver_bind("cuFuncSetAttribute", &kernel->allow)) {
         snprintf(error, DATA_ERROR_BYTES, "the NVIDIA driver lacks a call that loads a kernel; install 525 or later");
         return false;
     }
@@ -478,30 +477,52 @@ static void loaded_add(int device, const char* key, const JitKernel* kernel) {
     pthread_mutex_unlock(&loaded_lock);
 }
 
-void jit_kernel(int compute, const char* expression, JitKernel* kernel) {
+// Compiles or fetches request `index` unless an earlier request or this process has the same kernel. Returns false with
+// a sentence if that fails.
+static bool request_get(const JitRequest* request, int index, int device, const char* architecture, JitImage* image,
+                        char* error) {
+    char key[JIT_KEY_BYTES];
+    JitKernel loaded;
+    for (int i = 0; i < index; i++) {
+        if (strcmp(request[i].expression, request[index].expression) == 0) return true;
+    }
+    jit_key(request[index].expression, architecture, 0, 0, key);  // the process has one NVRTC
+    return loaded_find(device, key, &loaded) || jit_get(request[index].expression, architecture, image, error);
+}
+
+void jit_kernels(int compute, const JitRequest* request, int count) {
     char architecture[32], error[DATA_ERROR_BYTES], key[JIT_KEY_BYTES];
     int device;
-    JitImage image;
+    bool good = true;
+    if (count == 0) return;
     check(cudaGetDevice(&device));
     require(jit_architecture(compute, architecture, sizeof(architecture), error), error);
-    jit_key(expression, architecture, 0, 0, key);  // the process has one NVRTC
-    if (loaded_find(device, key, kernel)) return;
     check(cudaFree(nullptr));  // the runtime's context is current after this
-    require(jit_get(expression, architecture, &image, error), error);
-    const bool is_loaded = jit_load(&image, kernel, error);
-    jit_free(&image);
-    require(is_loaded, error);
-    loaded_add(device, key, kernel);
+    JitImage* image = (JitImage*)memory_zero((size_t)count, sizeof(JitImage));
+#pragma omp parallel for schedule(dynamic) num_threads(count)
+    for (int i = 0; i < count; i++) {
+        char reason[DATA_ERROR_BYTES];
+        if (request_get(request, i, device, architecture, &image[i], reason)) continue;
+#pragma omp critical
+        snprintf(error, sizeof(error), "%s", reason), good = false;
+    }
+    for (int i = 0; i < count && good; i++) {
+        Kernel* kernel = request[i].kernel;
+        jit_key(request[i].expression, architecture, 0, 0, key);
+        if (!loaded_find(device, key, &kernel->jit)) {
+            good = jit_load(&image[i], &kernel->jit, error);
+            if (good) loaded_add(device, key, &kernel->jit);
+        }
+        if (good)
+            check(kernel->jit.allow(kernel->jit.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                    kernel->shared_bytes));
+    }
+    for (int i = 0; i < count; i++) jit_free(&image[i]);
+    free(image);
+    require(good, error);
 }
 
-void jit_shared_bytes(const JitKernel* kernel, int bytes) {
-    CUresult (*set_attribute)(CUfunction function, CUfunction_attribute attribute, int value);
-    if (!driver_bind("cuFuncSetAttribute", &set_attribute)) user_error("libcuda has no cuFuncSetAttribute");
-    check(set_attribute(kernel->function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes));
-}
-
-void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,
-                cudaStream_t stream) {
-    check(kernel->launch(kernel->function, (unsigned)grid, 1, 1, (unsigned)block, 1, 1, (unsigned)shared_bytes, stream,
-                         arguments, nullptr));
+void jit_launch(const Kernel* kernel, int64_t grid, int shared_bytes, void** arguments, cudaStream_t stream) {
+    check(kernel->jit.launch(kernel->jit.function, (unsigned)grid, 1, 1, (unsigned)kernel->threads, 1, 1,
+                             (unsigned)shared_bytes, stream, arguments, nullptr));
 }

@@ -13,7 +13,8 @@
 // symbolic link, and anything but a regular file are not used, and one line says so. Folders are created with mode 0700
 // and files with 0600, for any umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
 //
-// A first use takes 0.1 to 0.75 s, nearly all of it in NVRTC's optimizer; reading the cache takes 7 ms.
+// A first use takes 0.1 to 0.75 s a kernel, nearly all of it in NVRTC's optimizer, which works in several threads at a
+// time; reading the cache takes 7 ms.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -65,23 +66,27 @@ bool jit_cache_path(const char* expression, const char* architecture, char* path
 // A kernel in the current device's memory.
 struct JitKernel {
     CUfunction function;  // NULL: there is none
+    CUresult (*allow)(CUfunction function, CUfunction_attribute attribute, int value);
     CUresult (*launch)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                        unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments,
                        void** extra);
 };
 
-// A kernel that was compiled ahead of time or by NVRTC.
+// A kernel and the shape of its launches; shared_bytes is the dynamic shared memory of the largest.
 struct Kernel {
-    const void* built_in;  // null: `jit` is the kernel
     JitKernel jit;
     int threads, shared_bytes;
 };
 
-// Compiles a kernel through the cache and loads it, for a device of compute capability `compute`, unless this process
-// has done so already. The kernel stays loaded until the process ends. Exits with a sentence if that fails.
-void jit_kernel(int compute, const char* expression, JitKernel* kernel);
-// Allows launches with up to `bytes` bytes of dynamic shared memory.
-void jit_shared_bytes(const JitKernel* kernel, int bytes);
+// A kernel that is asked for: jit_kernels fills kernel->jit.
+struct JitRequest {
+    const char* expression;
+    Kernel* kernel;
+};
+
+// Compiles kernels through the cache, each in a thread, and loads them, for a device of compute capability `compute`.
+// Kernels that this process has loaded already are taken as they are. A kernel stays loaded until the process ends.
+// Exits with a sentence if that fails.
+void jit_kernels(int compute, const JitRequest* request, int count);
 // Launches a kernel; `arguments` is as for cudaLaunchKernel.
-void jit_launch(const JitKernel* kernel, int64_t grid, int block, int shared_bytes, void** arguments,
-                cudaStream_t stream);
+void jit_launch(const Kernel* kernel, int64_t grid, int shared_bytes, void** arguments, cudaStream_t stream);

@@ -39,7 +39,7 @@ static thread_local Failure* failure;  // of the call that this thread is in
 }
 
 // These replace the weak functions of data/errors.c. They can return only from the thread that called the library,
-// which is enough, since no parallel region here allocates or reports mistakes.
+// which is enough, since no parallel region here reports mistakes.
 void launch_failed(int code, const char* text) {
     if (!failure) return;
     const bool memory = strstr(text, "cudaErrorMemoryAllocation") != nullptr;
@@ -54,15 +54,6 @@ void memory_failed(const char* text) {
 }
 
 void notice(const char*) {}
-
-// No kernel is built in, since those of ./train take arenas.
-const void* built_in_kernel(const Rows*) {
-    return nullptr;
-}
-
-const void* built_in_measure(const Rows*) {
-    return nullptr;
-}
 
 // Clears CUDA's error, which the check of the next launch would otherwise report.
 static void error_forget() {

@@ -1,5 +1,5 @@
 // Implements optim.h: the arrays of an optimizer by its plan (plan.h), the tile table, and the step. On a GPU a step is
-// one kernel launch for each combination of rule and formats; the kernel is built in, or NVRTC compiles it in
+// one kernel launch for each combination of rule and formats; NVRTC compiles the kernel in
 // optim_create. On the CPU the same template runs over the tables' function pointers, and each core takes a tile (build
 // with -fno-math-errno: a square root is then one instruction, and the update about four times faster; the bits are the
 // same). Bytes a parameter: those of the storages' STREAM, and 8 bytes of tile table every 2048 elements.
@@ -20,7 +20,7 @@
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
 // Returns the format of the copy that a step on a GPU writes beside the weights: bf16 or none. A separate kernel writes
-// an fp32 copy, which only --matmul fp32 needs, so that the built-in kernels can be used with it.
+// an fp32 copy, which only --matmul fp32 needs.
 static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* weights, OptimType compute) {
     const bool copies = config->keeps_copy && compute == OPTIM_BF16 && !serves_directly(weights, compute);
     return copies ? compute_row(OPTIM_BF16) : none_row();
@@ -81,6 +81,8 @@ struct Optim {
     int stream_count;
     Settle settle[4 * LAUNCHES];
     int settles;
+    JitRequest request[8 * LAUNCHES];  // the kernels that optim_make compiles
+    int requests;
     SpanTile* host;        // of spans_create; its tensors may be refused
     const Replay* replay;  // of the step that is captured in a CUDA graph, or null
 };
@@ -234,23 +236,10 @@ static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, O
     return rows->rule->matrix || rows->weights == none_row() ? none_row() : step_copy(config, rows->weights, compute);
 }
 
-// Returns the kernel of the step, or of the measuring pass, if it was compiled ahead of time; otherwise null.
-static const void* rows_kernel(const OptimConfig* config, const Rows* rows, OptimType compute, Pass pass) {
-    if (config->placed || config_scaled(config)) return nullptr;
-    if (pass == MEASURE) return built_in_measure(rows);
-    return rows_copy(config, rows, compute) == none_row() ? built_in_kernel(rows) : nullptr;
-}
-
 // Returns the rows of the first kernel of a step, which is the only one except with rules that read matrices.
 static Rows first_rows(const OptimConfig* config) {
     Rows rows = config_rows(config);
     return rows.rule->matrix ? moment_rows(&rows) : rows;
-}
-
-bool optim_built_in(const OptimConfig* config, OptimType compute) {
-    const Rows all = config_rows(config), first = first_rows(config), apply = apply_rows(&all);
-    return rows_kernel(config, &first, compute, STORE) &&
-           (!all.rule->matrix || rows_kernel(config, &apply, compute, STORE));
 }
 
 // Writes the C++ expression that names a kernel for NVRTC.
@@ -268,50 +257,30 @@ void optim_expression(const OptimConfig* config, OptimType compute, char* expres
     kernel_expression("optim_step_kernel", config, &rows, compute, expression, bytes);
 }
 
-// Makes a kernel: the built-in one, or one from NVRTC if none is built in for this GPU or NIBBLE_JIT=1 asks for it.
-static void kernel_make(const Device* dev, const OptimConfig* config, OptimType compute, const Rows* rows,
-                        const char* name, const void* built_in, int threads, int shared_bytes, Kernel* kernel) {
-    const char* always = getenv("NIBBLE_JIT");
-    *kernel = {always && strcmp(always, "1") == 0 ? nullptr : built_in, {}, threads, shared_bytes};
-    if (kernel->built_in) {
-        cudaError_t error =
-            cudaFuncSetAttribute(kernel->built_in, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        if (error != cudaErrorInvalidDeviceFunction && error != cudaErrorNoKernelImageForDevice) {
-            check(error);
-            return;
-        }
-        kernel->built_in = nullptr;
-        cudaGetLastError();  // clears the error, which CUDA would report at the next check
-    }
+// Asks for a kernel, which optim_make has compiled with all others at its end.
+static void kernel_make(Optim* optim, const OptimConfig* config, const Rows* rows, const char* name, int threads,
+                        int shared_bytes, Kernel* kernel) {
     char expression[2100];
-    kernel_expression(name, config, rows, compute, expression, sizeof(expression));
-    jit_kernel(dev->compute, expression, &kernel->jit);
-    jit_shared_bytes(&kernel->jit, shared_bytes);
-}
-
-static void kernel_launch(const Device* dev, const Kernel* kernel, int64_t blocks, int shared_bytes, void** arguments) {
-    if (kernel->built_in) {
-        check(cudaLaunchKernel(kernel->built_in, dim3((unsigned)blocks), dim3((unsigned)kernel->threads), arguments,
-                               (size_t)shared_bytes, dev->stream));
-    } else {
-        jit_launch(&kernel->jit, blocks, kernel->threads, shared_bytes, arguments, dev->stream);
-    }
+    kernel_expression(name, config, rows, optim->compute, expression, sizeof(expression));
+    *kernel = {{}, threads, shared_bytes};
+    optim->request[optim->requests++] = {text_copy(expression), kernel};
 }
 
 // Launches a kernel of the step with its only argument: StepArguments or, if it is replayed, their address.
 static void step_launch(const Device* dev, const Kernel* kernel, int64_t blocks, void* argument) {
-    kernel_launch(dev, kernel, blocks, kernel->shared_bytes, &argument);
+    jit_launch(kernel, blocks, kernel->shared_bytes, &argument, dev->stream);
 }
 
 // Makes a kernel of the step for up to `tiles` tiles: at most one thread block for each multiprocessor, with the
 // threads and shared memory of step_shape.
-static void kernel_create(const Device* dev, const OptimConfig* config, OptimType compute, StepKernel* kernel,
-                          const Rows* rows, int64_t tiles) {
+static void kernel_create(Optim* optim, const OptimConfig* config, StepKernel* kernel, const Rows* rows,
+                          int64_t tiles) {
+    const Device* dev = optim->dev;
     kernel->rows = *rows;
     kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
     if (!dev->gpu || tiles == 0) return;
     const FormatRow *weights = rows->weights, *m = rows->m, *v = rows->v,
-                    *slow = rows->rule->keeps_slow ? m : none_row(), *copy = rows_copy(config, rows, compute);
+                    *slow = rows->rule->keeps_slow ? m : none_row(), *copy = rows_copy(config, rows, optim->compute);
     StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0],
                           m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
                           slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
@@ -323,12 +292,11 @@ static void kernel_create(const Device* dev, const OptimConfig* config, OptimTyp
     }
     int64_t blocks = ceil_div(tiles, shape.groups);
     kernel->grid = blocks < dev->sm_count ? blocks : dev->sm_count;
-    kernel_make(dev, config, compute, rows, "optim_step_kernel", rows_kernel(config, rows, compute, STORE),
-                shape.block_threads, step_shared_bytes(shape, dev->compute), &kernel->step);
+    kernel_make(optim, config, rows, "optim_step_kernel", shape.block_threads, step_shared_bytes(shape, dev->compute),
+                &kernel->step);
     kernel->measure.shared_bytes = shape.table_bytes;
     if (!kernel->measures) return;
-    kernel_make(dev, config, compute, rows, "optim_measure_kernel", rows_kernel(config, rows, compute, MEASURE),
-                shape.threads, shape.table_bytes, &kernel->measure);
+    kernel_make(optim, config, rows, "optim_measure_kernel", shape.threads, shape.table_bytes, &kernel->measure);
 }
 
 // Allocates and lists the arrays of weights number `index` of the plan.
@@ -366,7 +334,7 @@ static void rows_create(Optim* optim, int index) {
     const OptimConfig* config = &launch->plan->config;
     const int shared_bytes = launch->kernel.measure.shared_bytes;
     auto make = [&](const char* name, Kernel* kernel) {
-        kernel_make(dev, config, optim->compute, &launch->rows, name, nullptr, 32 * SUM_WARPS, shared_bytes, kernel);
+        kernel_make(optim, config, &launch->rows, name, 32 * SUM_WARPS, shared_bytes, kernel);
     };
     make("optim_sums_kernel", &work->kernel);
     if (optim->config.replays) make("optim_sums_replayed_kernel", &work->replayed);
@@ -389,7 +357,7 @@ static void matrix_create(Optim* optim, int index) {
     MatrixWork* work = &launch->matrix;
     int64_t* total = &optim->allocated.tables;
     const Rows rows = apply_rows(&launch->rows);
-    kernel_create(dev, &launch->plan->config, optim->compute, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
+    kernel_create(optim, &launch->plan->config, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
     work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
     const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
     work->matrix = (Matrix*)allocate_zero(optim, bytes, total);
@@ -431,8 +399,8 @@ static void replayed_create(Optim* optim, int index) {
     if (measures || is_low_rank(rule)) return;
     for (StepKernel* kernel : {&launch->kernel, &launch->apply}) {
         if (kernel == &launch->apply && !rule->matrix) continue;
-        kernel_make(dev, &launch->plan->config, optim->compute, &kernel->rows, "optim_replayed_kernel", nullptr,
-                    kernel->step.threads, kernel->step.shared_bytes, &kernel->replayed);
+        kernel_make(optim, &launch->plan->config, &kernel->rows, "optim_replayed_kernel", kernel->step.threads,
+                    kernel->step.shared_bytes, &kernel->replayed);
     }
 }
 
@@ -454,10 +422,15 @@ static void launch_create(Optim* optim, int index) {
         if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = from_begin(format, *kept, run->begin);
     }
     const Rows first = first_rows(&planned->config);
-    kernel_create(optim->dev, &planned->config, optim->compute, &launch->kernel, &first, kernel_tiles(optim, planned));
+    kernel_create(optim, &planned->config, &launch->kernel, &first, kernel_tiles(optim, planned));
     rows_create(optim, index);
     if (launch->rows.rule->matrix) matrix_create(optim, index);
     replayed_create(optim, index);
+}
+
+static void requests_free(Optim* optim) {
+    for (int i = 0; i < optim->requests; i++) free((void*)optim->request[i].expression);
+    optim->requests = 0;
 }
 
 // Makes the arrays, tables and kernels of an optimizer.
@@ -487,6 +460,8 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     const int64_t factors = (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float);
     if (scaled) optim->factors = (float*)allocate_zero(optim, factors, &optim->allocated.tables);
     tiles_create(optim);
+    jit_kernels(optim->dev->compute, optim->request, optim->requests);
+    requests_free(optim);
 }
 
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
@@ -540,6 +515,7 @@ void optim_free(Optim* optim) {
     device_free(optim->dev, optim->factors), device_free(optim->dev, optim->tiles);
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
+    requests_free(optim);
     free(optim->tensors), free(optim->host), free(optim);
 }
 
@@ -679,8 +655,8 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
         const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
         const Kernel* kernel = replay ? &work->replayed : &work->kernel;
-        kernel_launch(dev, kernel, sums.blocks < blocks ? sums.blocks : blocks,
-                      sum_reads_m(sum) ? kernel->shared_bytes : 0, pointers);
+        jit_launch(kernel, sums.blocks < blocks ? sums.blocks : blocks, sum_reads_m(sum) ? kernel->shared_bytes : 0,
+                   pointers, dev->stream);
     } else {
         rows_sum_cpu(&launch->rows, arguments, &sums);
     }

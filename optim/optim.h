@@ -172,7 +172,7 @@ inline bool optim_model_dtype(const char* dtype) {
 void optim_describe(const OptimConfig* config, char* line, size_t line_bytes);
 
 // Makes an optimizer whose weights are zero and whose states encode zero; optim_free frees it. `tensors` are copied;
-// `dev` must outlive the optimizer. Exits on a CUDA error, and with a sentence if a kernel that is not built in cannot
+// `dev` must outlive the optimizer. Exits on a CUDA error, and with a sentence if a kernel cannot
 // be compiled.
 Optim* optim_create(const Device* dev, const OptimConfig* config, const OptimTensor* tensors, int count,
                     OptimType compute);
@@ -318,10 +318,7 @@ void optim_resume(OptimResume* resume);
 // Returns the bytes that are allocated: those of optim_bytes.
 OptimBytes optim_allocated(const Optim* optim);
 
-// Returns true if the combination's kernel is built in. On a GPU, optim_create compiles other kernels with NVRTC;
-// NIBBLE_JIT=1 in the environment makes it compile all of them. optim_expression writes the kernel's name for NVRTC
-// (jit.h).
-bool optim_built_in(const OptimConfig* config, OptimType compute);
+// Writes the name of the step's kernel for NVRTC (jit.h), which compiles it in optim_create.
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t expression_bytes);
 
 // Returns the name of preset i; NULL after the last one.

@@ -105,12 +105,6 @@ Rows apply_rows(const Rows* rows);
 // Returns true for a rule that keeps moments of a projected gradient; the projection takes the gradient's place.
 bool is_low_rank(const RuleRow* rule);
 
-// Returns the step's kernel for these rows, without a copy of the weights, if it was compiled ahead of time; otherwise
-// null.
-const void* built_in_kernel(const Rows* rows);
-// Does the same for the kernel of the measuring pass, which serves with and without a copy.
-const void* built_in_measure(const Rows* rows);
-
 // Returns the bytes of weights or of a moment for each parameter, without the few numbers for each tensor that spans
 // have.
 double format_bytes_each(const FormatRow* format);

@@ -1,5 +1,5 @@
 // The tables: each name that the user can type, the type that it stands for, and one line about when to use it. The CPU
-// path, the built-in kernels, NVRTC, --list-formats and the error messages know a format only by its row here.
+// path, NVRTC, --list-formats and the error messages know a format only by its row here.
 // ROW(name, when to use, type...); a type is last because it may hold commas.
 #pragma once
 #include "formats/elementwise.cuh"
@@ -169,9 +169,8 @@
     OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                             \
     OPTIM_DOUBLE(ROW, "e2m1", "", E2m1, 32)
 
-// Presets name good combinations. From a row follow the kernels that are compiled ahead of time (built_in.cu), the
-// lists, the benches and the tests. `overrides` may give some tensors other weights, or another rule whose kernel
-// belongs to another preset.
+// Presets name good combinations. From a row follow the lists, the benches and the tests. `overrides` may give some
+// tensors other weights, or another rule whose kernel belongs to another preset.
 struct PresetRow {
     const char *name, *rule, *weights, *m, *v, *note;
     const char* overrides = "";

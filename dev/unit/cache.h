@@ -75,7 +75,7 @@ inline const char* run_train(const char* words, int* code) {
 }
 
 // Calls body(k) for each k below `count` in as many processes as there are cores, and waits for them; returns how many
-// did not end well. (Threads do not help: NVRTC compiles one program at a time in a process.) The processes must not
+// did not end well. The processes must not
 // call CUDA, and count their failures in copies of the case.
 template <class Body>
 int in_processes(Test* test, int count, Body body) {

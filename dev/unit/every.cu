@@ -77,7 +77,7 @@ static Configs* every_config() {
 }
 
 static bool can_run(const OptimConfig* config, bool gpu) {
-    return !gpu || jit_available() || (!*config->overrides && optim_built_in(config, OPTIM_BF16));
+    return !gpu || jit_available();
 }
 
 // Returns the type that the matmuls read beside configuration k.
@@ -359,27 +359,6 @@ CACHE_TEST(TEST, every_race_gpu) {
     for (int k = 0; k < all.count; k++) {
         if (can_run(&all.config[k], true))
             expect_equal_cpu_gpu(test, &all.config[k], &tensor, 1, OPTIM_BF16, 2, Steps(), 1);
-    }
-}
-
-CACHE_TEST(JIT_TEST, every_built_in_equals_jit_gpu) {
-    for (const char* preset : element_presets()) {
-        for (const char* grads : GRADS_NAMES) {
-            OptimConfig config = preset_config(preset, grads, "none");
-            config.keeps_copy = false;
-            Run run[2];
-            int files[2];
-            for (int jit = 0; jit < 2; jit++) {
-                if (jit) setenv("NIBBLE_JIT", "1", 1);
-                run_open(&run[jit], &config, model, OPTIM_BF16, true);
-                run_steps(&run[jit], 1, 20);
-                files[jit] = folder_files(getenv("NIBBLE_CACHE"), false);
-            }
-            unsetenv("NIBBLE_JIT");
-            const int kernels = in_spans(config.weights) ? 2 : 1;  // with the pass before the step
-            expect(files[1] == files[0] + kernels, "%s was not compiled by NVRTC", preset);
-            expect_same(test, &run[0], &run[1], formatted("%s, grads %s", preset, grads));
-        }
     }
 }
 

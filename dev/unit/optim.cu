@@ -319,29 +319,6 @@ TEST(optim_refusals) {
     resolved(resolved(stored));
 }
 
-TEST(optim_presets_are_built_in) {
-    for (const char* preset : element_presets()) {
-        for (const char* grads : GRADS_NAMES) {
-            OptimConfig config = preset_config(preset, grads);
-            config.keeps_copy = false;
-            expect(optim_built_in(&config, OPTIM_BF16), "%s with %s gradients", preset, grads);
-            Override overrides[OVERRIDES];
-            int count;
-            expect(overrides_parse(config.overrides, overrides, &count, error), "%s", error);
-            for (int i = 0; i < count; i++) {
-                OptimConfig other = config;
-                if (*overrides[i].weights) other.weights = overrides[i].weights;
-                if (*overrides[i].m) other.m = overrides[i].m;
-                if (*overrides[i].v) other.v = overrides[i].v;
-                other = resolved(other);
-                expect(optim_built_in(&other, OPTIM_BF16), "%s with %s gradients: %s", preset, grads, config.overrides);
-            }
-        }
-    }
-    OptimConfig config = states_config("adamw", "fp32", "fp32", "bf16", "fp32");
-    expect(!optim_built_in(&config, OPTIM_BF16), "an odd one is not");
-}
-
 #ifdef __CUDACC__
 // Nodes of the graph that a step is when it is captured.
 static int launches_of_step(const OptimConfig* config) {
