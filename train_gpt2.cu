@@ -158,7 +158,8 @@ static const Option OPTIONS[] = {
     {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
     {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "", "steps between lines; log.jsonl has all"},
     {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "", "steps between checkpoints; one more at the end"},
-    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights", "", "weights: without states, so it cannot be resumed"},
+    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights|none", "",
+     "weights: without states, so no resume; none: nothing"},
     {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "newest checkpoints to keep"},
     {"resume", TEXT, AT(resume), "off", 0, 0, "off|auto|DIR", "", "auto: the newest of --run; DIR: run or checkpoint"},
     {"device", CHOICE, AT(device), "auto", 0, 0, "auto|gpu|cpu", "", "auto: a GPU when there is one"},
@@ -808,14 +809,15 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     return true;
 }
 
-// Stop requested? Several ranks agree on it, all at once, at asks_to_stop().
-static bool stops(const Model* m) {
+// Returns the signal that asks to stop, or 0. Several ranks agree on it, all at once, at asks_to_stop().
+static int stops(const Model* m) {
     return m->arena.shard ? m->arena.shard->stop : signal_stop;
 }
 static bool asks_to_stop(const Model* m) {
-    const bool asked = signal_stop || stops(m), stop = m->launch ? launch_any(m->launch, asked) : asked;
-    if (m->arena.shard) m->arena.shard->stop = stop;
-    return stop;
+    double stop = stops(m) ? stops(m) : signal_stop;
+    if (m->launch) launch_all_reduce(m->launch, &stop, 1, LAUNCH_MAX);
+    if (m->arena.shard) m->arena.shard->stop = (int)stop;
+    return stop > 0;
 }
 
 // Returns the mean loss over the first windows of the validation data, at most `tokens` tokens, or NaN if a signal
@@ -995,8 +997,9 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     return ok;
 }
 
-// Saves a checkpoint, then, with `prune`, removes older ones beyond --keep. All ranks call it.
+// Saves a checkpoint, unless --save is none; with `prune`, removes older ones beyond --keep. All ranks call it.
 static void checkpoint_save(Run* run, bool prune = true) {
+    if (strcmp(run->options->save, "none") == 0) return;
     const double begin = seconds_now();
     const Arena* a = &run->model->arena;
     signals_doing("this save", run->save_seconds);
@@ -1324,7 +1327,7 @@ static bool ends_useless(const Run* run) {
     const Shard* shard = run->model->arena.shard;
     if (!saved) checkpoint_save(run);
     if (shard && !feeder->error[0]) launch_any(shard->comm.launch, false);
-    user_error("--data: %s; the last checkpoint is %s", feeder->error, run->folder.last_checkpoint);
+    user_error("--data: %s; the last checkpoint is %s", feeder->error, run_last_checkpoint(&run->folder));
 }
 
 // Counts, logs and prints a step that left these scalars.
@@ -1553,8 +1556,9 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
+    const int stop = stops(run.model);
     end(&run);
-    return 0;
+    return stop ? 128 + stop : 0;
 }
 
 #ifndef TESTING

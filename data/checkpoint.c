@@ -520,10 +520,11 @@ bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64
     if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, error)) return true;
     return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
                       count > 1 ? "s" : "", keep > 1 && saves > 2 ? ", or type --keep 1" : "",
-                      states ? ", or type --save weights" : "");
+                      states ? ", or type --save weights or none" : "");
 }
 
 bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state) {
+    if (strcmp(run_text(run, "save"), "none") == 0) return true;
     const int64_t every = run_int(run, "save-every");
     const int64_t saves = state || every == 0 ? 1 : run_int(run, "steps") / every + 1;
     return checkpoint_room(run_text(run, "run"), bytes, saves, run_int(run, "keep"), run_saves_states(run), run->error);

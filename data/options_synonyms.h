@@ -190,6 +190,7 @@ static const OptionNeed NEEDS[] = {
     {"head fp8-grads", "matmul", "fp8"},
     {"kept-blocks", "recompute", "block"},
     {"decay-fraction", "schedule", "wsd"},
+    {"save-every keep", "save", "all|weights"},
     {"final-lr", "schedule", "cosine|linear|wsd"},
     {"alpha ramp", "rule", "ademamix"},
     {"beta3", "rule", "ademamix|came"},

@@ -204,8 +204,8 @@ static bool step_skipped(RunFolder* run, const StepReport* step) {
     return data_error(run->error,
                       "step %lld: the loss is %g and the norm of the gradient %g; %sthe last good checkpoint is %s; "
                       "type a smaller --lr (now %g), a longer --warmup or a smaller --clip",
-                      (long long)state->step, step->loss, step->norm, row,
-                      run->last_checkpoint[0] ? run->last_checkpoint : "none", run_real(run, "lr"));
+                      (long long)state->step, step->loss, step->norm, row, run_last_checkpoint(run),
+                      run_real(run, "lr"));
 }
 
 double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
@@ -306,5 +306,5 @@ bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool
     return !useless || data_error(run->error,
                                   "the run ended without a finite loss and gradient, so the weights of %s are of no "
                                   "use; type a smaller --lr (now %g)",
-                                  run->last_checkpoint, run_real(run, "lr"));
+                                  run->last_checkpoint[0] ? run->last_checkpoint : "the run", run_real(run, "lr"));
 }

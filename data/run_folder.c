@@ -160,8 +160,9 @@ static const char* typed_again(const RunFolder* run) {
 
 void run_say_next(RunFolder* run, bool stopped) {
     const char* self = shell_word(program_invocation_name);
-    if (stopped) run_say(run, "next     %s --resume %s%s\n", self, shell_word(run->path), typed_again(run));
-    const bool samples = run->samples && !stopped;
+    const bool saved = run->last_checkpoint[0] && strcmp(run_text(run, "save"), "none") != 0;
+    const bool samples = run->samples && !stopped && saved, resumes = stopped && saved;
+    if (resumes) run_say(run, "next     %s --resume %s%s\n", self, shell_word(run->path), typed_again(run));
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
     char program[RUN_PATH_BYTES];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
@@ -171,8 +172,12 @@ void run_say_next(RunFolder* run, bool stopped) {
     if (!file_exists(python) || !file_exists(plot)) return;
     SCOPED char* cwd = getcwd(NULL, 0);
     size_t skip = cwd && strcmp(cwd, folder) == 0 ? strlen(folder) + 1 : 0;
-    run_say(run, "%-9s%s %s %s\n", samples || stopped ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
+    run_say(run, "%-9s%s %s %s\n", samples || resumes ? "" : "next", shell_word(python + skip), shell_word(plot + skip),
             shell_word(run->path));
+}
+
+const char* run_last_checkpoint(const RunFolder* run) {
+    return run->last_checkpoint[0] ? run->last_checkpoint : "none";
 }
 
 const char* run_resume_words(const RunFolder* run) {
@@ -196,7 +201,7 @@ static void log_begin(RunFolder* run, const char* type) {
 static bool log_end(RunFolder* run) {
     return fflush(run->log) == 0 ||
            data_error(run->error, "%s/log.jsonl cannot be written: %s; the last checkpoint is %s", run->path,
-                      strerror(errno), run->last_checkpoint[0] ? run->last_checkpoint : "none");
+                      strerror(errno), run_last_checkpoint(run));
 }
 
 bool run_log(RunFolder* run, const char* type, int count, const char* const* names, const double* values) {

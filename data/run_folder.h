@@ -71,6 +71,8 @@ __attribute__((format(printf, 2, 3))) void run_say(RunFolder* run, const char* f
 // Prints the commands to type after a run: resume or sample, and plot if the plot can be drawn.
 void run_say_next(RunFolder* run, bool stopped);
 
+// Returns the path of the last checkpoint, or "none".
+const char* run_last_checkpoint(const RunFolder* run);
 // Returns what to type after --resume to continue from the last checkpoint.
 const char* run_resume_words(const RunFolder* run);
 // Returns whether a signal, or a file called `save` in the run folder, asks for a checkpoint. Removes that file.

@@ -10,7 +10,6 @@ volatile sig_atomic_t signal_stop, signal_save;
 static const char* volatile doing;     // what a stop waits for; NULL: there is nothing to save
 static volatile double began, expect;  // the clock when it began, and the seconds that it may take; 0: unknown
 static volatile double first_signal;   // the clock at the first request to stop
-static volatile sig_atomic_t first_number;
 static volatile sig_atomic_t quiet;
 
 static const int HANDLED[] = {SIGUSR1, SIGUSR2, SIGINT, SIGTERM, SIGHUP, SIGXCPU, SIGALRM, SIGVTALRM, SIGPROF, SIGPWR};
@@ -42,11 +41,10 @@ static void on_signal(int number) {
     } else if (!signal_stop) {
         double left = expect - (now - began);
         first_signal = now;
-        first_number = number;
-        signal_stop = 1;
+        signal_stop = number;
         tell("stopping after ", doing, expect > 0 ? (long)(left > 0 ? left + 0.999 : 0) : -1,
              expect > 0 ? " s; press again to quit without saving\n" : "; press again to quit without saving\n");
-    } else if (number != SIGXCPU && ((number == SIGINT && since >= 0.5) || (number == first_number && since >= 2.0))) {
+    } else if (number != SIGXCPU && ((number == SIGINT && since >= 0.5) || (number == signal_stop && since >= 2.0))) {
         tell("stopped again: ended without saving", "", -1, "\n");
         _exit(128 + number);
     }

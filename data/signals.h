@@ -14,6 +14,7 @@
 #include "linkage.h"
 C_LINKAGE_BEGIN
 
+// The signal that asked to stop, or 0, and whether one asked to save. A run that stops ends with the code 128 + signal.
 extern volatile sig_atomic_t signal_stop, signal_save;
 
 // Installs the handlers, lets blocked signals through, and opens /dev/null in the place of closed descriptors 0 to 2,

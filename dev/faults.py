@@ -336,8 +336,9 @@ class Harness:
             codes = (0,) + ((128 + number,) if stops else ()) + ((-number,) if early else ())
             self.check_end(ended, codes)
             self.check_checkpoints(folder)
-            if ended.code == 0 and not early:
-                need(self.steps(folder), "a run that was stopped left no checkpoint")
+            saved = stops and "stopped  " in ended.out
+            need(not saved or (ended.code == 128 + number and self.steps(folder)),
+                 f"a run that was stopped ended with {ended.code} and the checkpoints {self.steps(folder)}")
             self.check_again(folder)
         except Failed as failed:
             raise Failed(f"SIG{word} x {presses} after {time.monotonic() - begin:.3f} s: {failed}") from failed

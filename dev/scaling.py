@@ -77,8 +77,8 @@ class Run:
         tokens = batch * options.seq * micro_batches * len(gpus)
         command = [options.trainer, "--data", folder + "/tokens.bin", "--val", folder + "/tokens.bin",
                    "--model", model, "--batch", str(batch), "--seq", str(options.seq), "--tokens-per-step", str(tokens),
-                   "--steps", "1000000", "--warmup", "2", "--val-every", "0", "--sample-every", "0", "--save-every",
-                   "0", "--run", self.run, "--gpus", str(len(gpus)), "--shard", shard] + options.more
+                   "--steps", "1000000", "--warmup", "2", "--val-every", "0", "--sample-every", "0", "--save",
+                   "none", "--run", self.run, "--gpus", str(len(gpus)), "--shard", shard] + options.more
         environment = dict(os.environ, CUDA_VISIBLE_DEVICES=",".join(gpus))
         self.output = open(self.run + ".txt", "w+")
         self.child = subprocess.Popen(command, stdout=self.output, stderr=subprocess.STDOUT, env=environment)

@@ -113,7 +113,7 @@ def outcome(returncode, steps, log, words):
         return "diverged", told[0]
     if returncode < 0:
         return "died", f"killed by signal {-returncode} at step {reached} of {steps}"
-    if returncode == 0:
+    if returncode == 0 or returncode > 128:
         return "died", f"stopped at step {reached} of {steps}"
     return "died", sentences[-1] if sentences else f"ended with status {returncode} at step {reached} of {steps}"
 

@@ -461,11 +461,25 @@ TEST(cli_room) {
     const char* work = work_folder();
     const int64_t huge = (int64_t)1 << 55;
     expect(!checkpoint_room(work, huge, 3, 2, true, error) && strstr(error, "for 3 checkpoints; free some") &&
-               strstr(error, "or type --keep 1, or type --save weights") && strstr(error, " GiB are free"),
+               strstr(error, "or type --keep 1, or type --save weights or none") && strstr(error, " GiB are free"),
            "%s", error);
     expect(!checkpoint_room(work, huge, 3, 1, false, error) && !strstr(error, "--keep") && !strstr(error, "--save"),
            "%s", error);
     expect(checkpoint_room("/proc/x", huge, 1, 1, true, error), "where there is no disk: %s", error);
+    const Option save = {"save", OPTION_CHOICE, 0, "none", 0, 0, "none", "", ""};
+    const OptionTable table = {&save, 1, nullptr, 0, nullptr};
+    const char* none = "none";
+    RunFolder run = {};
+    run.table = &table, run.fields = &none;
+    expect(checkpoint_possible(&run, huge, nullptr), "--save none needs room: %s", run.error);
+}
+
+FOLDER_TEST(cli_save_none) {
+    run_train(child, BRIEF "/run --steps 4 --save none", work, work);
+    expect_code(child, 0);
+    expect(!exists(work, "run/step_00000004") && exists(work, "run/log.jsonl"), "a checkpoint, or no log");
+    expect(!strstr(OUT(child), "save ") && !strstr(OUT(child), "--model"), "%s", OUT(child));
+    refused("--keep", "--keep 1 goes with --save all or weights", "", BRIEF "/run2 --save none --keep 1", work, work);
 }
 
 FOLDER_TEST(cli_save_weights) {

@@ -215,7 +215,9 @@ static void supervise(const pid_t* ranks, int count, const sigset_t* signals) {
             over[i] = true;
             left--;
             code = rank_ended(i, ranks[i], status, late, code);
-            if (code != 0 && failed == 0) failed = seconds_now();
+            // A rank that a signal stopped has saved, and the others do the same in their own time.
+            const bool stopped = WIFEXITED(status) && WEXITSTATUS(status) > 128;
+            if (code != 0 && !stopped && failed == 0) failed = seconds_now();
         }
     }
     exit(code);

@@ -114,7 +114,7 @@ struct Shard {
     bool first, last;             // micro-batch of the step
     bool may_defer, defers;       // sums stay in slices until the step's last micro-batch is done
     double micro_batch_seconds;   // in the last step; 0: unknown
-    bool stop;                    // all ranks have agreed to end
+    int stop;                     // the signal at which all ranks have agreed to end, or 0
     int held[2];                  // layers whose weights are in packed memory; -1: none
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
 };
@@ -867,7 +867,7 @@ inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seco
     if (!s) return;
     launch_rest(s->comm.launch);
     s->micro_batch_seconds = micro_batch_seconds;
-    s->stop = s->stop || scalars[SCALAR_STOP] > 0;
+    if (!s->stop) s->stop = (int)scalars[SCALAR_STOP];
 }
 
 // Returns the minimum over all ranks.
