@@ -368,12 +368,7 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
         return NULL;
     }
     const char* folder = folder_exists(model) ? realpath(model, NULL) : NULL;
-    if (!folder) {
-        data_error(error,
-                   "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
-                   model, gpt2_names());
-        return NULL;
-    }
+    if (!folder) return gpt2_unknown(model, error), NULL;
     const bool weights = model_folder_has_weights(folder);
     const bool checkpoint = weights && access(path_in(folder, "state.json"), F_OK) == 0;
     Json* state = weights ? NULL : checkpoint_newest(folder, true, path, sizeof(path));

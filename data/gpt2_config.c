@@ -110,10 +110,24 @@ const Gpt2Name* gpt2_named(const char* name) {
     return wanted > 0 && size_choose(wanted, &sized) ? &sized : NULL;
 }
 
-const char* gpt2_names(void) {
-    const char* text = names[0].name;
-    for (int i = 1; i < NAMES; i++) text = text_kept("%s|%s", text, names[i].name);
-    return text;
+bool gpt2_unknown(const char* name, char* error) {
+    const char *owner = strchr(name, '/'), *text = "";
+    char plain[64];
+    name_plain(plain, name);
+    if (owner && owner > name && owner[1] && !strchr(owner + 1, '/') && *name != '.') {
+        return data_error(error,
+                          "--model %s is no folder here; for the model of that name on the Hugging Face hub type hf "
+                          "download %s --local-dir %s, and then --model ./%s",
+                          name, name, owner + 1, owner + 1);
+    }
+    for (int i = 0; i < NAMES; i++) {
+        if (strcmp(plain, names[i].name) != 0 && !name_is_near(plain, names[i].name)) continue;
+        return data_error(error, "--model '%s' is not known; did you mean %s?", name, names[i].name);
+    }
+    for (int i = 0; i < NAMES; i++) text = text_kept("%s%s%s", text, *text ? "|" : "", names[i].name);
+    return data_error(
+        error, "--model '%s' is neither a folder nor a name that nibble knows; type one of %s, or a folder's path",
+        name, text);
 }
 
 // True if a member has a value that nibble supports. It supports transformers' defaults, which absent members and null

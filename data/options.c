@@ -24,52 +24,31 @@ const char* option_group(const OptionTable* table, const Option* option) {
     return option->group;
 }
 
-// True if one word of an option's name looks like a typing mistake for another: two neighbours are exchanged, or, if
-// both begin alike, a letter is missing or doubled; in six letters or more one letter may be wrong, in ten or more two.
-static bool word_slips(const char* typed, size_t length, const char* name, size_t other) {
-    char a[64], b[64];
-    if (length >= sizeof(a) || other >= sizeof(b)) return false;
-    snprintf(a, sizeof(a), "%.*s", (int)length, typed);
-    snprintf(b, sizeof(b), "%.*s", (int)other, name);
-    if (strcmp(a, b) == 0) return true;
-    for (size_t i = 0; i + 1 < length && length == other; i++) {
-        char left = a[i], right = a[i + 1];
-        a[i] = right, a[i + 1] = left;
-        bool same = strcmp(a, b) == 0;
-        a[i] = left, a[i + 1] = right;
-        if (same) return true;
-    }
-    if (length < 3 || other < 4 || a[0] != b[0]) return false;
-    if (other >= 6) return edit_distance(a, length, b, other) <= (length < 10 ? 1 : 2);
-    size_t alike = 0;
-    while (a[alike] && a[alike] == b[alike]) alike++;
-    if (other == length + 1) return strcmp(a + alike, b + alike + 1) == 0;
-    return length == other + 1 && a[alike] == a[alike - 1] && strcmp(a + alike + 1, b + alike) == 0;
+void name_plain(char to[64], const char* name) {
+    snprintf(to, 64, "%s", name);
+    for (char* c = to; *c; c++) *c = *c == '_' ? '-' : *c >= 'A' && *c <= 'Z' ? (char)(*c - 'A' + 'a') : *c;
 }
 
-// True if `typed` looks like a typing mistake for `name`: each word does, or, if the numbers of words differ, the whole
-// name. Names of less than four letters do not count, and digits must be the same, since beta3 is not beta2.
-static bool is_slip(const char* typed, const char* name) {
+bool name_is_near(const char* typed, const char* name) {
     static const char DIGITS[] = "0123456789";
+    const size_t length = strlen(name), letters = strlen(typed);
     const char *a = strpbrk(typed, DIGITS), *b = strpbrk(name, DIGITS);
     while (a && b && *a == *b) a = strpbrk(a + 1, DIGITS), b = strpbrk(b + 1, DIGITS);
-    if (a || b || strlen(typed) < 4) return false;
-    for (a = typed, b = name;; a++, b++) {
-        size_t length = strcspn(a, "-"), other = strcspn(b, "-");
-        if (!a[length] != !b[other]) return word_slips(typed, strlen(typed), name, strlen(name));
-        if (!word_slips(a, length, b, other)) return false;
-        a += length, b += other;
-        if (!*a) return true;
+    if (a || b || letters < 4) return false;
+    for (size_t i = 0; i + 1 < letters && letters == length; i++) {  // are these two exchanged?
+        const bool exchanged = typed[i] == name[i + 1] && typed[i + 1] == name[i];
+        if (exchanged && strncmp(typed, name, i) == 0 && strcmp(typed + i + 2, name + i + 2) == 0) return true;
     }
+    return edit_distance(typed, letters, name, length) <= (length >= 8 && *typed == *name ? 2 : 1);
 }
 
-// Returns the answer for an option name of another program, with `slip` also for a mistyped one; NULL for other names.
-static const char* synonym_answer(const OptionTable* table, const char* typed, bool slip) {
+// Returns the answer for an option name of another program, with `near` also for a mistyped one; NULL for other names.
+static const char* synonym_answer(const OptionTable* table, const char* typed, bool near) {
     for (int i = 0; i < table->synonyms; i++) {
         for (const char *at = table->synonym[i].names, *end; *at; at = end + strspn(end, " ")) {
             end = at + strcspn(at, " ");
-            const char* name = text_kept("%.*s", (int)(end - at), at);
-            if (slip ? is_slip(typed, name) : strcmp(typed, name) == 0) return table->synonym[i].answer;
+            SCOPED char* name = text_part(at, (size_t)(end - at));
+            if (strcmp(typed, name) == 0 || (near && name_is_near(typed, name))) return table->synonym[i].answer;
         }
     }
     return NULL;
@@ -77,40 +56,32 @@ static const char* synonym_answer(const OptionTable* table, const char* typed, b
 
 // Refuses a word that is not an option, and says what to type instead if that is known.
 static bool unknown_option(const OptionTable* table, const char* word, char* error) {
-    char name[64];
-    size_t length = strcspn(word, "="), dashes = strspn(word, "-");
-    snprintf(name, sizeof(name), "%.*s", (int)(length - dashes < 63 ? length - dashes : 63), word + dashes);
-    for (char* c = name; *c; c++) *c = *c == '_' ? '-' : *c >= 'A' && *c <= 'Z' ? (char)(*c - 'A' + 'a') : *c;
-    // torchtitan's options have groups: --training.seq_len, --optimizer.lr. Outside of these groups the last part alone
-    // may mean something else, as in --validation.steps, unless it has several words.
+    static const char* const groups[] = {"training.", "optimizer.", "model.", "debug.", NULL};  // torchtitan's
+    const int length = (int)strcspn(word, "="), dashes = (int)strspn(word, "-");
+    char plain[64];
+    name_plain(plain, text_kept("%.*s", length - dashes, word + dashes));
+    const char* name = plain;
+    for (int i = 0; groups[i]; i++) name += strncmp(name, groups[i], strlen(groups[i])) == 0 ? strlen(groups[i]) : 0;
     const char* removed = removed_option(name, NULL);
     if (removed) return data_error(error, "--%s was removed: %s", name, removed);
-    const char *dot = strrchr(name, '.'), *last = dot ? dot + 1 : name;
-    bool known =
-        strncmp(name, "training.", 9) == 0 || strncmp(name, "optimizer.", 10) == 0 || strncmp(name, "debug.", 6) == 0;
-    if (!known && !strchr(last, '-')) last = name;
-    const Option* option = option_find(table, name);
-    SCOPED char* letters = text_format("-%s", name);  // llm.c's options have one dash and one or two letters
-    const char* answer = dashes == 1 && strlen(name) < 3 ? synonym_answer(table, letters, false) : NULL;
-    if (!option && !answer) answer = synonym_answer(table, name, false);
-    if (!option && !answer) option = option_find(table, last);
-    if (!option && !answer) answer = synonym_answer(table, last, false);
-    int slips = 0;
-    for (int i = 0; i < table->count && !answer && (!option || slips); i++) {
-        if (is_slip(name, table->option[i].name)) option = &table->option[i], slips++;
+    const Option *option = option_find(table, name), *nearest = NULL;
+    // llm.c's options have one dash.
+    SCOPED char* letters = text_format("-%s", name);
+    const char* answer = option ? NULL : synonym_answer(table, dashes == 1 ? letters : name, false);
+    for (int i = 0, count = 0; i < table->count && !option && !answer; i++) {
+        if (name_is_near(name, table->option[i].name)) nearest = count++ ? NULL : &table->option[i];
     }
-    if (!option && !answer) answer = synonym_answer(table, name, true);
-    if (slips > 1) option = NULL;
-    if (answer) return data_error(error, "unknown option %.*s; %s", (int)length, word, answer);
+    if (!option && !answer && !nearest) answer = synonym_answer(table, name, true);
+    if (answer) return data_error(error, "unknown option %.*s; %s", length, word, answer);
     if (dashes != 2 && !option) {
         return data_error(error, "'%s' is not an option; options begin with --, and --help lists them", word);
     }
-    if (!option) return data_error(error, "unknown option %.*s; --help lists all", (int)length, word);
-    if (slips) {
-        return data_error(error, "unknown option %.*s; did you mean --%s? (--help lists all)", (int)length, word,
-                          option->name);
+    if (nearest) {
+        return data_error(error, "unknown option %.*s; did you mean --%s? (--help lists all)", length, word,
+                          nearest->name);
     }
-    return data_error(error, "unknown option %.*s; type --%s%s%s", (int)length, word, option->name,
+    if (!option) return data_error(error, "unknown option %.*s; --help lists all", length, word);
+    return data_error(error, "unknown option %.*s; type --%s%s%s", length, word, option->name,
                       *option->values ? " " : "", option->values);
 }
 
@@ -124,21 +95,23 @@ static bool choice_known(const char* text, const char* values) {
 }
 
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
+    static const char units[] = "KMB";  // in either case, as in 10k; after whole numbers alone
     char* end;
     double number = strtod(text, &end);
-    int64_t whole = option->type == OPTION_INT ? strtoll(text, &end, 10) : 0;
-    if (end == text || *end != 0 || !isfinite(number) || strpbrk(text, "xX")) {
+    const bool whole = option->type == OPTION_INT;
+    const char* unit = whole && end != text && *end ? memchr(units, *end & ~32, strlen(units)) : NULL;
+    if (unit) number *= pow(1e3, 1 + (double)(unit - units)), end++;
+    if (end == text || *end != 0 || !isfinite(number) || strpbrk(text, "xX") || (whole && number != floor(number))) {
         return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
-                          option->type == OPTION_INT ? "a whole number" : "a number", text, option->name,
-                          option->values);
+                          whole ? "a whole number" : "a number", text, option->name, option->values);
     }
     if (number < option->low || number > option->high) {
-        const char* format = option->type == OPTION_INT ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
+        const char* format = whole ? "%.0f to %.0f" : "%.12g to %.12g";  // as it can be typed
         return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text,
                           text_kept(format, option->low, option->high));
     }
-    if (option->type == OPTION_INT) *(int64_t*)field = whole;
-    if (option->type == OPTION_REAL) *(double*)field = number;
+    if (whole) *(int64_t*)field = (int64_t)number;
+    if (!whole) *(double*)field = number;
     return true;
 }
 
@@ -212,35 +185,48 @@ bool options_defaults(const OptionTable* table, void* fields, char* error) {
     return true;
 }
 
-bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error) {
-    for (int i = 1; i < argc; i++) {
-        const char* word = strcmp(argv[i], "-h") == 0 ? "--help" : argv[i];
-        if (strncmp(word, "--", 2) != 0) return unknown_option(table, word, error);
-        char name[64];
-        const char* equals = strchr(word, '=');
-        size_t length = equals ? (size_t)(equals - word - 2) : strlen(word + 2);
-        snprintf(name, sizeof(name), "%.*s", (int)(length < 63 ? length : 63), word + 2);
-        const Option* option = option_find(table, name);
-        if (!option) return unknown_option(table, word, error);
-        given[option - table->option] = true;
-        const char* value = equals ? equals + 1 : NULL;
-        if (option->type == OPTION_FLAG) {
-            if (value) return data_error(error, "--%s takes no value; type --%s alone", name, name);
-            value = "true";
-        } else if (!value) {
-            if (i + 1 == argc) return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
-            value = argv[++i];
-            const char* other = text_kept("%.*s", (int)strcspn(value, "="), value);
-            if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
-                if (option->type != OPTION_TEXT)
-                    return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
-                return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant",
-                                  name, value, name, shell_word(value));
-            }
-        }
-        if (!option_set(option, fields, value, error)) return false;
+// Takes argv[*at] and its value, to which *at moves. A value that may be that of an unknown option is passed over.
+static bool parse_one(const OptionTable* table, void* fields, bool* given, int argc, char** argv, int* at,
+                      char* error) {
+    const char* word = strcmp(argv[*at], "-h") == 0 ? "--help" : argv[*at];
+    const char *equals = strchr(word, '='), *value = equals ? equals + 1 : NULL;
+    const char* next = *at + 1 < argc ? argv[*at + 1] : NULL;
+    const char* name = text_kept("%.*s", (int)(equals ? equals - word : (ptrdiff_t)strlen(word)), word);
+    const Option* option = strncmp(name, "--", 2) == 0 ? option_find(table, name += 2) : NULL;
+    if (!option) {
+        if ((*word == '-' || option_find(table, word)) && !equals && next && *next != '-') ++*at;
+        return unknown_option(table, word, error);
     }
-    return true;
+    given[option - table->option] = true;
+    if (option->type == OPTION_FLAG) {
+        if (value) return data_error(error, "--%s takes no value; type --%s alone", name, name);
+        return option_set(option, fields, "true", error);
+    }
+    if (!value) {
+        if (!next) return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
+        const char* other = text_kept("%.*s", (int)strcspn(next, "="), next);
+        if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
+            if (option->type != OPTION_TEXT)
+                return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
+            return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant", name,
+                              next, name, shell_word(next));
+        }
+        value = next, ++*at;
+    }
+    return option_set(option, fields, value, error);
+}
+
+bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error) {
+    char one[DATA_ERROR_BYTES];
+    size_t used = 0;
+    for (int i = 1; i < argc; i++) {
+        if (parse_one(table, fields, given, argc, argv, &i, one)) continue;
+        if (used < DATA_ERROR_BYTES) {  // one line for each mistake
+            used +=
+                (size_t)snprintf(error + used, DATA_ERROR_BYTES - used, "%s%s", used ? "\ntrain: error: " : "", one);
+        }
+    }
+    return used == 0;
 }
 
 bool option_given(const OptionTable* table, const bool* given, const char* name) {

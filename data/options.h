@@ -73,6 +73,12 @@ const char* text_count(double n);
 const char* text_duration(double seconds);
 // Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024, rounded to KiB; false if `text` is not a size.
 bool size_parse(const char* text, int64_t* bytes);
+// Copies a name in lower case, with '-' for '_', up to its 63rd letter.
+void name_plain(char to[64], const char* name);
+// Returns whether `typed`, of four letters or more, may be a slip for `name`: one edit away, or two if that has eight
+// letters or more and the same first letter, or two neighbours are exchanged. The digits must be the same, since beta3
+// is not beta2.
+bool name_is_near(const char* typed, const char* name);
 // Returns the text as one word of a shell's command: itself, or in quotes. It lives as long as the program.
 const char* shell_word(const char* text);
 

@@ -25,6 +25,22 @@ static bool resolve_name(const Table<Row>& table, const char* option, const char
     return row || name_unknown(table, option, *name, error);
 }
 
+// Does the same for a preset, which other programs call by its bits: adamw8bit, adamw_8bit, adam8bit.
+static bool resolve_preset(const char** name, char* error) {
+    char typed[64];
+    snprintf(typed, sizeof(typed), "%s", *name);
+    if (text_ends(typed, "bit")) typed[strlen(typed) - 3] = 0;
+    for (int most = 0; most < 2 && strlen(typed) > 3 && !find_row(preset_table(), *name); most++) {
+        for (int i = 0; i < preset_table().count; i++) {
+            const char* other = preset_table().row[i].name;
+            if (name_distance(typed, other) / 1000 > most) continue;
+            return data_error(error, "--preset: \"%s\" is not known; did you mean %s? (--list-presets has all)", *name,
+                              other);
+        }
+    }
+    return resolve_name(preset_table(), "--preset", name, error);
+}
+
 static bool resolve_number(const char* option, float value, bool fits, const char* range, char* error) {
     if (fits) return true;
     return data_error(error, "%s: %g was found and %s is needed", option, (double)value, range);
@@ -252,7 +268,7 @@ double optim_usual_beta3(const char* rule, double beta2, int64_t steps) {
 
 bool optim_resolve(OptimConfig* config, char* error) {
     take_default(&config->preset, PRESETS[0].name);
-    if (!resolve_name(preset_table(), "--preset", &config->preset, error)) return false;
+    if (!resolve_preset(&config->preset, error)) return false;
     const PresetRow* preset = find_row(preset_table(), config->preset);
     take_default(&config->rule, preset->rule);
     take_default(&config->weights, preset->weights);

@@ -325,6 +325,27 @@ FOLDER_TEST(cli_profile) {
     expect(exists(work, "run/log.jsonl") && !exists(work, "run/step_00000005"), "a checkpoint of --profile");
 }
 
+// Whole numbers take k, M and B, and all wrong options are told at once.
+TEST(option_numbers) {
+    const std::tuple<const char*, int64_t> numbers[] = {{"10k", 10000},     {"0.5M", 500000},
+                                                        {"2B", 2000000000}, {"1e4", 10000},
+                                                        {"7", 7},           {"1000000000000", 1000000000000}};
+    const char* const none[] = {"", "k", "1.5", "10q", "10kk", "0x10", "nan", "-1k", "0.0001k", "2e12"};
+    const Option steps = {"steps", OPTION_INT, 0, "auto", 0, 1e12, "N", "", ""};
+    int64_t value;
+    for (const auto& [text, want] : numbers)
+        expect(option_set(&steps, &value, text, error) && value == want, "%s is %lld", text, (long long)value);
+    for (const char* text : none)
+        expect(!option_set(&steps, &value, text, error), "%s is %lld", text, (long long)value);
+    run_train(child, "--stepps 3 --batch x --bathc=3 --lr --seq 64 --zzz --seed 1.5 more");
+    int lines = 0;
+    for (const char* at = ERR(child); *at; at++) lines += *at == '\n';
+    for (const char* said : {"did you mean --steps?", "--batch takes", "mean --batch?", "--lr needs a value", "--zzz;",
+                             "--seed takes a whole number", "'more' is not an option"})
+        expect(child.code == 2 && lines == 7 && strstr(ERR(child), said), "'%s' in %d lines: %s", said, lines,
+               ERR(child));
+}
+
 TEST(option_sizes) {
     const std::tuple<const char*, int64_t> sizes[] = {{"24G", 24ll << 30}, {"24GB", 24ll << 30}, {"24GiB", 24ll << 30},
                                                       {"1.5g", 3ll << 29}, {"800M", 800 << 20},  {"1k", 1024},
