@@ -15,7 +15,7 @@ import os
 import sys
 
 from colours import COLOURS, plain
-from problem import Parser, Problem, answered, installs
+from problem import Parser, Problem, answered, installs, say
 from runlog import RunLog, numbers
 
 try:
@@ -135,8 +135,26 @@ def draw_accuracies(axes, options, names, logs):
     axes.set_ylabel("right answers (%)")
 
 
+def read_logs(runs):
+    """Returns {run: its RunLog}. Of several, what is no run with a loss is left out, and a notice says so."""
+    logs, problems = {}, []
+    for run in runs:
+        try:
+            logs[run] = read_log(run)
+        except Problem as problem:
+            if not os.path.exists(run):
+                raise
+            problems.append(problem)
+    if not logs:
+        raise problems[0]
+    for problem in problems:
+        say(f"plot: notice: left out: {problem}", sys.stderr)
+    return logs
+
+
 def draw(options):
-    logs, names = [read_log(run) for run in options.runs], run_names(options.runs)
+    found = read_logs(options.runs)
+    logs, names = list(found.values()), run_names(found)
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     pictures = [draw_losses] + [draw_accuracies] * any(log.records["eval"] for log in logs)
     size = (8 if len(pictures) == 1 else 13, 4.8)
@@ -157,7 +175,7 @@ def draw(options):
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise Problem(f"{options.output}: cannot be written ({reason}); give another by -o") from None
-    print(options.output)
+    say(options.output)
 
 
 def main():

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 
-class Problem(Exception):
-    """A mistake that the user can correct."""
+sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+from input_files import Problem, say
 
 
 def regular(path):
@@ -59,7 +59,7 @@ def answered(name, run):
     try:
         return run() or 0
     except Problem as problem:
-        print(f"{name}: error: {problem}", file=sys.stderr)
+        say(f"{name}: error: {problem}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -67,5 +67,5 @@ def answered(name, run):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # the disk is full, a folder cannot be written
-        print(f"{name}: error: {error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
+        say(f"{name}: error: {error.filename or 'writing'}: {error.strerror or error}", sys.stderr)
         return 2

@@ -243,7 +243,7 @@ function take(name, news) {
   if (news.changes !== run.changes) run.columns = {};
   run.changes = news.changes;
   for (const [kind, columns] of Object.entries(news.columns)) {
-    const its = (run.columns[kind] ||= {});
+    const its = (run.columns[kind] ||= Object.create(null)); // a field may have any name
     const had = its.step?.length || 0;
     for (const [field, values] of Object.entries(columns)) {
       its[field] ||= Array(had).fill(null); // a field that earlier records do not have

@@ -14,7 +14,7 @@ bokeh's program comes from the Python package, and only this machine can reach i
 import functools
 import http.server
 import json
-import math
+import re
 import sys
 import threading
 import time
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import watch_export
 from colours import COLOURS
-from problem import Parser, Problem, answered, installs
+from problem import Parser, Problem, answered, installs, say
 from runlog import KINDS, RunLog
 
 HERE = Path(__file__).resolve().parent
@@ -63,10 +63,7 @@ class Runs:
 def column(records, field):
     """Returns the field of every record for JSON: numbers of seven digits, null for what is not finite."""
     values = [record.get(field) for record in records]
-    return [
-        (float(f"{value:.7g}") if math.isfinite(value) else None) if isinstance(value, float) else value
-        for value in values
-    ]
+    return [float(f"{value:.7g}") if isinstance(value, float) else value for value in values]
 
 
 def columns(records):
@@ -133,6 +130,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     that leads here (Host) is refused."""
 
     protocol_version = "HTTP/1.1"
+    timeout = 20  # seconds that a client may be silent, with its thread
 
     def __init__(self, runs, contents, *more):
         self.runs, self.contents = runs, contents
@@ -165,12 +163,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         length = self.headers.get("Content-Length", "")
-        body = self.rfile.read(min(int(length), 1 << 24)) if length.isdigit() else b""
+        body = self.rfile.read(int(length)) if re.fullmatch("[0-9]{1,7}", length) else b""
         if not self.local():
             return
         try:
             told = json.dumps(news(self.runs, json.loads(body))).encode()
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, RecursionError):
             self.answer(400, "text/plain", b"that is not what the page asks\n")
             return
         self.answer(200, "application/json", told)
@@ -186,7 +184,7 @@ def serve(runs, port):
         raise Problem(f"--port {port}: {error.strerror}; type --port 0 for a free one") from None
     server.daemon_threads = True
     count = f"{len(runs.logs)} run" + "s" * (len(runs.logs) > 1)
-    print(f"http://127.0.0.1:{server.server_port} follows {count} in {runs.folder}; Ctrl-C ends", flush=True)
+    say(f"http://127.0.0.1:{server.server_port} follows {count} in {runs.folder}; Ctrl-C ends")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

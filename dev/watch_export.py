@@ -8,12 +8,11 @@ the last bit, unless options changed). A library is imported only for its own ex
 import csv
 import hashlib
 import io
-import math
 import os
 import re
 import time
 
-from problem import Problem, installs, python_here, write_whole
+from problem import Problem, installs, python_here, say, write_whole
 from runlog import KINDS
 
 EVERY_S = 2.0
@@ -23,11 +22,8 @@ NOT_VALUES = ("type", "step", "name", "index", "nonfinite", "prompt", "text")
 def values_of(kind, record):
     """Returns the finite values of a record as {name: number}, with names like "train/loss" or "eval/hellaswag/acc"."""
     prefix = f"eval/{record['name']}/" if kind == "eval" else f"{kind}/"
-    numbers = {field: value for field, value in record.items() if field not in NOT_VALUES}
     return {
-        prefix + field: value
-        for field, value in numbers.items()
-        if isinstance(value, (int, float)) and math.isfinite(value)
+        prefix + field: value for field, value in record.items() if field not in NOT_VALUES and value is not None
     }
 
 
@@ -152,7 +148,7 @@ def export(runs, kind, folder, follow):
             if name not in writers:
                 writers[name] = WRITERS[kind](folder, name, log)
                 steps = f"{len(log.records['train'])} training steps"
-                print(f"{name}: {steps}{', ' * bool(log.bad)}{log.complaint()}", flush=True)
+                say(f"{name}: {steps}{', ' * bool(log.bad)}{log.complaint()}")
             state = log.changes, log.line
             if seen.get(name) == state and not closing:
                 continue
@@ -169,4 +165,4 @@ def export(runs, kind, folder, follow):
         write(True)
     for writer in writers.values():
         writer.close()
-    print(f"{kind}: {len(writers)} run{'s' * (len(writers) != 1)} in {folder}")
+    say(f"{kind}: {len(writers)} run{'s' * (len(writers) != 1)} in {folder}")

@@ -29,7 +29,7 @@ def options_read(arguments):
     parser = Parser(prog="compare", description=__doc__.split("\n")[0])
     parser.add_argument("sweep", type=Path, metavar="SWEEP.toml")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="records and report (default: dev/compare/results/NAME)"
+        "--out", type=Path, metavar="DIR", help="records and report (default: runs/compare/NAME)"
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="run folders of ./train (default: build/compare/NAME)")
     parser.add_argument("--trainer", type=Path, default=ROOT / "train", metavar="PATH", help="default: ./train")
@@ -70,7 +70,7 @@ def options_read(arguments):
         raise Problem(f"--silence {options.silence:g}: give seconds, more than 0")
     options.until = time.monotonic() + (math.inf if options.budget is None else options.budget)
     options.overrides = dict(text.split("=", 1) for text in options.set)
-    options.out = (options.out or ROOT / "dev/compare/results" / options.sweep.stem).absolute()
+    options.out = (options.out or ROOT / "runs/compare" / options.sweep.stem).absolute()
     options.work = (options.work or ROOT / "build/compare" / options.sweep.stem).absolute()
     return options
 

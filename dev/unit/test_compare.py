@@ -403,8 +403,10 @@ def test_progress(case):
     from types import SimpleNamespace
 
     sys.path.insert(0, str(COMPARE))
+    from run import ROOT, options_read
     from runner import Runner
 
+    assert options_read(["dev/compare/sweeps/d6.toml"]).out == ROOT / "runs/compare/d6", "outside of what git tracks"
     plan = {"tokens_per_step": 10, "steps": 100}
     (case.folder / "log.jsonl").write_text('{"type": "train", "step": 59}\n{"type": "train", "step": 60}\n')
     at_work = Runner(None, None, case.folder, case.folder, 1, [], math.inf, math.inf, "")

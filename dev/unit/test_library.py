@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zipfile
 
 from cases import run_cases
 
@@ -420,6 +421,11 @@ def test_library_wheel_in_an_empty_environment():
     wheels = sorted(ROOT.glob("dist/nibble_optim-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         return "skipped: no wheel; make wheel makes one"
+    with zipfile.ZipFile(wheels[-1]) as wheel:
+        names = {name.rpartition("/")[2]: name for name in wheel.namelist()}
+        if "libgomp.so.1" in names:
+            assert b"Runtime Library Exception" in wheel.read(names["LICENSE.libgomp"]), "of another licence"
+            assert b"WITH GCC-exception-3.1\n" in wheel.read(names["METADATA"])
     code = "from nibble_optim import Handle; print(Handle({'preset': 'adamw8'}, [('w', 3, 4, 0, -1)]).describe())"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)

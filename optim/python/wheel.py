@@ -29,21 +29,32 @@ def needed(path, name):
     return pathlib.Path(found[1]).resolve() if found else None
 
 
+GOMP = """nibble_optim/libgomp.so.1 is GCC's OpenMP runtime, unmodified, of the system that built this wheel.
+Copyright Free Software Foundation, Inc. It is under the GNU General Public License, version 3 or later, with the GCC
+Runtime Library Exception, version 3.1, which allows programs of any licence to be linked with it. Source:
+https://gcc.gnu.org, directory libgomp. Texts: https://www.gnu.org/licenses/gpl-3.0.txt and
+https://www.gnu.org/licenses/gcc-exception-3.1.html, and below where the system has them.
+"""
+TEXTS = "/usr/share/doc/libgomp1/copyright", "/usr/share/common-licenses/GPL-3"
+
+
 def main():
     library = pathlib.Path(sys.argv[1])
     version = re.search(r'__version__ = "(.*)"', (HERE / "nibble_optim" / "__init__.py").read_text())[1]
     files = {str(path.relative_to(HERE)): path.read_bytes() for path in sorted(HERE.glob("nibble_optim/**/*.py"))}
     files["nibble_optim/libnibble_optim.so"] = library.read_bytes()
-    newest = glibc(library)
+    newest, info = glibc(library), f"nibble_optim-{version}.dist-info"
     gomp = needed(library, "libgomp")
     if gomp:  # slim images lack it; the loader looks in the library's own folder first
         files["nibble_optim/libgomp.so.1"] = gomp.read_bytes()
         newest = max(newest, glibc(gomp))
+        texts = [path.read_text("utf-8", "replace") for path in map(pathlib.Path, TEXTS) if path.is_file()]
+        files[f"{info}/LICENSE.libgomp"] = "\n".join([GOMP, *texts]).encode()
     tag = f"py3-none-manylinux_2_{max(newest, 17)}_{platform.machine()}"
-    info = f"nibble_optim-{version}.dist-info"
     files[f"{info}/METADATA"] = (
         f"Metadata-Version: 2.1\nName: nibble_optim\nVersion: {version}\nSummary: Optimizers with states and weights "
-        "of 4, 8 and 16 bits for PyTorch, one launch a step\nLicense: MIT\nRequires-Python: >=3.9\n"
+        "of 4, 8 and 16 bits for PyTorch, one launch a step\nLicense: "
+        f"MIT{'; libgomp.so.1: GPL-3.0-or-later WITH GCC-exception-3.1' * bool(gomp)}\nRequires-Python: >=3.9\n"
         "Description-Content-Type: text/markdown\n\n" + (HERE / "README.md").read_text()).encode()
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: nibble\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
     files[f"{info}/LICENSE"] = (ROOT / "LICENSE").read_bytes()
