@@ -233,7 +233,7 @@ fuzz: train
 
 # What files of dev/fuzz include is not linked a second time. optim.cu reads nothing and takes long with sanitizers.
 build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o \
-                 $(filter-out %/launch.o %/rendezvous.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
+                 $(filter-out %/launch.o %/rendezvous.o %/watch.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
 
 build/fuzz/dev/fuzz/%.o: dev/fuzz/%.c

@@ -30,8 +30,7 @@ ROWS = [
     ("kernels/ranks/shard.cuh", "s->defers && !s->first);", "s->defers);", "exchange_between", ["unit/exchange"]),
     ("kernels/ranks/shard.cuh", "chunk[r]->sums + (out.begin - mine.begin);", "chunk[r]->sums;", "exchange_between",
      ["unit/exchange"]),
-    ("kernels/ranks/rendezvous.c", "if (hmac_equal(want, greeting->proof)) return", "if (true) return", "doors_",
-     ["kernels/ranks/rendezvous"]),
+    ("kernels/ranks/rendezvous.c", "return differ == 0;", "return true;", "doors_", ["kernels/ranks/rendezvous"]),
     # optim
     ("optim/formats/bf16.cuh", "bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u", "optim_bf16", ["unit/optim"]),
     ("optim/noise.cuh", "c[2] = high0 ^ c[3] ^ key1;", "c[2] = high0 ^ c[3] ^ key0;", "optim_philox", ["unit/optim"]),

@@ -54,17 +54,17 @@ def shard(tokens):
 
 
 def greetings():
-    """Returns messages of rendezvous.h and launch.c, each behind the two bytes that choose a part of the target."""
-    magic, version = 0x6E696264, 3
-    hello = struct.pack("<2I4i128s64s32s", magic, version, 1, 3, 0, 4711, b"", b"host", b"random")
-    challenge = struct.pack("<2Ii32s", magic, version, 1, b"random")
-    welcome = struct.pack("<I2i512s32s", magic, 1, 4711, b"", b"")
-    beat = struct.pack("<I4i4xq", 0x6E69626C, 40, 0, 0, 30, 7) + b"training"
-    failed = struct.pack("<I4i4xq", 0x6E69626C, 37, 1, 2, 30, 7) + b"sorry"
+    """Returns messages of rendezvous.h and watch.c, each behind the two bytes that choose a part of the target."""
+    magic = 0x6E696204
+    hello = struct.pack("<I3i128s64s32s32s", magic, 1, 3, 4711, b"", b"host", b"random", b"")
+    challenge, welcome = struct.pack("<I32s", magic, b"random"), struct.pack("<2i32s", 1, 4711, b"")
+    beat = struct.pack("<3i4xq", 1, 8, 30, 7) + b"training"
+    failed, data, bye = (struct.pack("<3i4xq", kind, 5, 2, 7) + b"sorry" for kind in (2, 0, 3))
     environment = ("RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\nNIBBLE_SECRET=x\n"
-                   "SLURM_PROCID=1\nSLURM_NTASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_JOB_NODELIST=gpu[3-7,9]\n")
-    return [b"\0\1" + hello, b"\0\0" + hello + bytes(32), b"\1\1" + challenge + welcome, b"\2\1" + beat + beat + failed,
-            b"\2\0" + beat, b"\3\0" + environment.encode(), b"\3\0gpu[003-007,9],login"]
+                   "SLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_STEP_ID=0\n"
+                   "SLURM_JOB_NODELIST=gpu[3-7,9]\n")
+    return [b"\0\1" + hello, b"\0\0" + hello, b"\1\0" + challenge + welcome, b"\2\1" + beat + data + failed,
+            b"\2\0" + beat + bye, b"\3\0" + environment.encode(), b"\3\0gpu[003-007,9],login"]
 
 
 def seeds():

@@ -215,7 +215,7 @@ TEST(exchange_lost) {
         Device dev = test_device(false);
         Comm comm;
         if (launch->rank == 0) comm_open(&comm, launch, &dev, 1);
-        launch_hurry(launch, "connecting", 1);
+        watchdog_arm(launch, "connecting", 1);
         sleep(30);
     };
     // Without its flag a stream waits for ever: then the ranks end, and say what to try.
@@ -224,7 +224,7 @@ TEST(exchange_lost) {
         Comm comm;
         comm_open(&comm, launch, &dev);
         if (launch->rank == 0) comm_try(&comm, 1);
-        launch_hurry(launch, "first exchange", 1);  // as in comm_try, but nothing is sent
+        watchdog_arm(launch, "first exchange", 1);  // as in comm_try, but nothing is sent
         sleep(30);
     };
     expect_ranks(test, 2, unconnected, 1, "(connecting; NCCL_DEBUG=INFO says more)");
@@ -573,5 +573,5 @@ static void slow_main(Launch* launch) {
 }
 
 TEST(exchange_patience) {
-    expect_ended(test, run_ranks(2, slow_main), 1, {"rank 1 on ", "waited for it for 2 s (training)"});
+    expect_ended(test, run_ranks(2, slow_main), 1, {"rank 1 on ", "has not made progress for 2 s (training)"});
 }

@@ -26,9 +26,10 @@ TEST(launch_environment) {
     // Rank, world and local rank follow, and the port; 0: any.
     const std::tuple<const char*, const char*, const char*, int, int, int, int> cases[] = {
         {"", "", "", 0, 1, 0, 0},
-        {TORCHRUN, "RANK, WORLD_SIZE, ...", "gpu1", 3, 8, 1, 29500},
+        {TORCHRUN, "torchrun's variables", "gpu1", 3, 8, 1, 29500},
         {TORCHRUN "TORCHELASTIC_RUN_ID=none", "torchrun's variables", "gpu1", 3, 8, 1, 29501},
-        {TORCHRUN OPEN_MPI SLURM "SLURM_STEP_NODELIST=a", "RANK, WORLD_SIZE, ...", "gpu1", 3, 8, 1, 29500},
+        {TORCHRUN OPEN_MPI SLURM "SLURM_STEP_NODELIST=a", "torchrun's variables", "gpu1", 3, 8, 1, 29500},
+        {"RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1", "torchrun's variables", "gpu1", 3, 8, 1, 0},
         {"RANK=3 " OPEN_MPI "MASTER_ADDR=gpu2", "Open MPI's variables", "gpu2", 5, 6, 2, 0},
         {OPEN_MPI "OMPI_COMM_WORLD_LOCAL_SIZE=6", "Open MPI's variables", "127.0.0.1", 5, 6, 2, 0},
         {SLURM "SLURM_STEP_NODELIST=gpu[003-007]", "Slurm's variables", "gpu003", 7, 16, 7, 0},
@@ -52,16 +53,18 @@ TEST(launch_environment) {
         expect(port ? launch.port == port : low, "%s: port %d", set, launch.port);
     }
     const std::tuple<const char*, const char*, int> wrong[] = {
-        {"WORLD_SIZE=4 RANK=2", "LOCAL_RANK, MASTER_ADDR and MASTER_PORT are not all set", 1},
+        {"WORLD_SIZE=4 RANK=2", "RANK ('2'), WORLD_SIZE ('4') and LOCAL_RANK ('')", 1},
         {TORCHRUN, "leave --gpus out", 4},
         {"RANK=8 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=29500", "rank 8 of 8 is impossible", 1},
-        {"RANK=3", "WORLD_SIZE is ''", 1},
-        {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE is '0'", 1},
-        {"RANK=0 WORLD_SIZE=four LOCAL_RANK=0 MASTER_ADDR=gpu1 MASTER_PORT=29500", "WORLD_SIZE is 'four'", 1},
-        {"RANK=1 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=70000", "MASTER_PORT is 70000", 1},
-        {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", "not all of Open MPI's", 1},
-        {"SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_STEP_ID=0", "not all of Slurm's", 1},
-        {"PMI_RANK=1 PMI_SIZE=4", "PMI's are not read", 1},
+        {"RANK=3", "WORLD_SIZE ('')", 1},
+        {"RANK=0 WORLD_SIZE=0", "WORLD_SIZE ('0')", 1},
+        {"RANK=0 WORLD_SIZE=four LOCAL_RANK=0 MASTER_ADDR=gpu1 MASTER_PORT=29500", "WORLD_SIZE ('four')", 1},
+        {"RANK=1 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_PORT=29500", "set MASTER_ADDR", 1},
+        {"RANK=1 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1 MASTER_PORT=70000", "MASTER_PORT '70000'", 1},
+        {TORCHRUN "TORCHELASTIC_RUN_ID=none MASTER_PORT=2147483647", "MASTER_PORT '2147483647'", 1},
+        {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_LOCAL_RANK ('')", 1},
+        {"SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_STEP_ID=0", "SLURM_LOCALID ('')", 1},
+        {"PMI_RANK=1 PMI_SIZE=4", "does not read PMI's", 1},
         {OPEN_MPI, "set MASTER_ADDR", 1},
         {SLURM, "set MASTER_ADDR", 1},
     };
@@ -105,7 +108,10 @@ static void agree_main(Launch* l) {
         launch_broadcast(l, from, word, sizeof(word));
         if (word[0] != from * 1000 || word[999] != from * 1000 + 999) launch_failed(7, "shared wrongly\n");
     }
+    int64_t own[2] = {l->rank, -l->rank}, all[2 * 16];
+    launch_gather(l, own, sizeof(own), all);
     for (int r = 0; r < l->world; r++) {
+        if (all[2 * r] != r || all[2 * r + 1] != -r) launch_failed(7, "gathered wrongly\n");
         if (!launch_any(l, r == l->rank) || launch_any(l, false)) launch_failed(7, "any of them, wrongly\n");
     }
 }
@@ -126,8 +132,8 @@ TEST(launch_agrees) {
 TEST(launch_rests_and_fails_together) {
     // A rank may take longer than the others wait, if it says so.
     const auto rests = [](Launch* l) {
-        launch_hurry(l, "working", 0);
-        if (l->rank == 1) launch_rest(l), sleep(4);
+        watchdog_arm(l, "working", 1);
+        if (l->rank == 1) watchdog_disarm(l), sleep(4);
         launch_any(l, false);
     };
     // An error that all ranks find at once is printed once, without the number of a rank.

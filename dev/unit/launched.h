@@ -1,4 +1,4 @@
-// Tests of ./train use this to start ranks as a launcher does, and to look at their ports and connect to them.
+// Tests of ./train use this to start ranks as a launcher does, and to connect to their port.
 #pragma once
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -12,43 +12,18 @@ inline int own_port(int which) {
     return 10000 + (getpid() * 16 + which * 1000) % 9000;
 }
 
-// Returns an address of this machine.
-inline struct sockaddr_in local_address(int port) {
+// Connects to a port of this machine. Returns the socket, -1 if nobody listens for twenty seconds.
+inline int connect_to(int port) {
     struct sockaddr_in address = {};
     address.sin_family = AF_INET;
     address.sin_port = htons((uint16_t)port);
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    return address;
-}
-
-// Connects to a port of this machine. Returns the socket, -1 if nobody listens for twenty seconds.
-inline int connect_to(int port) {
-    const struct sockaddr_in address = local_address(port);
     for (double begin = seconds_now(); seconds_now() - begin < 20; pause_ms(10)) {
         int one = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0) {
-            set_time_limit(one, 10);
-            return one;
-        }
+        if (connect(one, (const struct sockaddr*)&address, sizeof(address)) == 0) return one;
         close(one);
     }
     return -1;
-}
-
-// Calls body(address, port, state) for each TCP socket of this machine, as the kernel spells its address. States are
-// the kernel's: 10 it listens, 1 it is connected, 6 it was until it closed.
-template <class Body>
-void for_sockets(Body body) {
-    char line[512], address[64];
-    unsigned port, state;
-    for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
-        FILE* file = fopen(path, "r");
-        while (file && fgets(line, sizeof(line), file)) {
-            const int read = sscanf(line, "%*d: %63[0-9A-F]:%x %*x:%*x %x", address, &port, &state);
-            if (read == 3) body(address, (int)port, state);
-        }
-        if (file) fclose(file);
-    }
 }
 
 // A launcher sets these variables; "rank", "local", "ranks", "half" and "port" stand for numbers. They tell of two

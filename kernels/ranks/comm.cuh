@@ -203,12 +203,13 @@ inline void peers_part(Peers* peers, const Launch* launch) {
 inline Peers* peers_open(const Launch* launch, cudaStream_t stream) {
     Peers* peers = (Peers*)memory_zero(1, sizeof(Peers));
     PeerCard own = peers_begin(peers, stream, launch->rank, peers_wanted() ? launch->world : 0);
-    bool failed = !own.good;
-    for (int r = 0; r < launch->world; r++) {
-        PeerCard card = own;
-        launch_broadcast(launch, r, &card, sizeof(card));
-        if (r != launch->rank && !failed) failed = !peers_connect(peers, &own, &card, r);
+    bool failed = launch_any(launch, !own.good);
+    PeerCard* card = (PeerCard*)memory_zero((size_t)launch->world, sizeof(PeerCard));
+    if (!failed) launch_gather(launch, &own, sizeof(own), card);
+    for (int r = 0; r < launch->world && !failed; r++) {
+        if (r != launch->rank) failed = !peers_connect(peers, &own, &card[r], r);
     }
+    free(card);
     if (!launch_any(launch, failed)) {
         peers_ready(peers);
         return peers;
@@ -355,10 +356,10 @@ inline void comm_try(const Comm* comm, double patience) {
         pieces[comm->world + r] = {device + half + r * PIECE, PIECE};
     }
     copy_to_device(comm->dev, device, host, half);
-    launch_hurry(comm->launch, "first exchange; try NCCL_P2P_DISABLE=1 in the environment", patience);
+    watchdog_arm(comm->launch, "first exchange; try NCCL_P2P_DISABLE=1 in the environment", patience);
     comm_exchange(comm, pieces, pieces + comm->world);
     if (!comm->stand_in) check(cudaStreamSynchronize(comm->stream));
-    launch_rest(comm->launch);
+    watchdog_disarm(comm->launch);
     copy_to_host(comm->dev, host, device, 2 * half);
     for (int r = 0; r < comm->world; r++) {
         bool came = r == comm->rank || host[half + r * PIECE + PIECE - 1] == 1 + (r * 7 + comm->rank) % 251;
@@ -372,15 +373,19 @@ inline void comm_try(const Comm* comm, double patience) {
     free(pieces), free(host);
 }
 
-// Measures the rate of exchanges of 16 MiB with each other rank: the best of a few, on an idle device.
+// Measures the rate of exchanges of 32 MiB each way, spread over all other ranks: the best of a few, on an idle device.
 inline double comm_rate(const Comm* comm) {
-    constexpr int64_t PIECE = 16 << 20;
+    const int64_t piece = (32 << 20) / (comm->world - 1) / 256 * 256;
     CommPiece* pieces = (CommPiece*)memory_zero(2 * comm->world, sizeof(CommPiece));
-    char* memory = (char*)device_alloc(comm->dev, 2 * comm->world * PIECE);
+    char* memory = (char*)device_alloc(comm->dev, 2 * (comm->world - 1) * piece);
     double seconds = INFINITY;
     cudaEvent_t event[2];
     for (cudaEvent_t& each : event) check(cudaEventCreate(&each));
-    for (int r = 0; r < 2 * comm->world; r++) pieces[r] = {memory + r * PIECE, PIECE};
+    for (int r = 0, at = 0; r < comm->world; r++) {
+        if (r == comm->rank) continue;
+        pieces[r] = {memory + at++ * piece, piece};
+        pieces[comm->world + r] = {memory + at++ * piece, piece};
+    }
     for (int run = 0; run < 5; run++) {
         float ms;
         check(cudaEventRecord(event[0], comm->stream));
@@ -394,7 +399,7 @@ inline double comm_rate(const Comm* comm) {
     device_free(comm->dev, memory);
     free(pieces);
     launch_all_reduce(comm->launch, &seconds, 1, LAUNCH_MAX);
-    return (double)((comm->world - 1) * PIECE) / seconds;
+    return (double)((comm->world - 1) * piece) / seconds;
 }
 
 // Identifies a GPU among those of all machines.
@@ -405,15 +410,16 @@ struct GpuCard {
 
 // Refuses two ranks on one GPU, which would work at half the speed each.
 inline void comm_require_own_card(const Launch* launch, const GpuCard* own) {
-    for (int r = 0; r < launch->world; r++) {
-        GpuCard card = *own;
-        launch_broadcast(launch, r, &card, sizeof(card));
-        if (r >= launch->rank || memcmp(&card, own, sizeof(card)) != 0) continue;
+    GpuCard* card = (GpuCard*)memory_zero((size_t)launch->world, sizeof(GpuCard));
+    launch_gather(launch, own, sizeof(*own), card);
+    for (int r = 0; r < launch->rank; r++) {
+        if (memcmp(&card[r], own, sizeof(*own)) != 0) continue;
         user_error(
             "ranks %d and %d have the same GPU of the same machine; start one rank a GPU, or show each its own by "
             "CUDA_VISIBLE_DEVICES",
             r, launch->rank);
     }
+    free(card);
 }
 
 inline void comm_require_own_gpu(const Launch* launch) {
@@ -440,7 +446,7 @@ inline void nccl_join(Comm* comm) {
 inline void comm_open(Comm* comm, const Launch* launch, const Device* dev, double patience = 120) {
     memset(comm, 0, sizeof(*comm));
     comm->launch = launch, comm->dev = dev, comm->rank = launch->rank, comm->world = launch->world;
-    launch_hurry(launch, "connecting; NCCL_DEBUG=INFO says more", patience);
+    watchdog_arm(launch, "connecting; NCCL_DEBUG=INFO says more", patience);
     if (!dev->gpu) {
         comm->stand_in = stand_in_open(launch);
         comm_try(comm, patience);

@@ -1,14 +1,9 @@
 #include "hmac.h"
 #include <stdint.h>
 #include <string.h>
+#include "../../data/memory.h"
 
 enum { BLOCK = 64 };
-
-typedef struct {
-    uint32_t state[8];
-    uint64_t bytes;  // that were added
-    unsigned char block[BLOCK];
-} Sha256;
 
 static const uint32_t constants[64] = {
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -48,41 +43,26 @@ static void add_block(uint32_t state[8], const unsigned char* block) {
     for (int i = 0; i < 8; i++) state[i] += s[i];
 }
 
-static void add(Sha256* sha, const void* bytes, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        sha->block[sha->bytes++ % BLOCK] = ((const unsigned char*)bytes)[i];
-        if (sha->bytes % BLOCK == 0) add_block(sha->state, sha->block);
-    }
-}
-
-// The hash of `first` and, after it, `second`, where `hash` may be.
-static void sha256(const void* first, size_t first_bytes, const void* second, size_t second_bytes,
-                   unsigned char hash[HMAC_BYTES]) {
-    Sha256 sha = {
-        .state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}};
-    add(&sha, first, first_bytes);
-    add(&sha, second, second_bytes);
-    uint64_t bits = 8 * sha.bytes;
-    unsigned char length[8];
-    add(&sha, "\x80", 1);
-    while (sha.bytes % BLOCK != BLOCK - sizeof(length)) add(&sha, "", 1);
-    for (int i = 0; i < 8; i++) length[i] = (unsigned char)(bits >> (56 - 8 * i));
-    add(&sha, length, sizeof(length));
-    for (int i = 0; i < HMAC_BYTES; i++) hash[i] = (unsigned char)(sha.state[i / 4] >> (24 - 8 * (i % 4)));
+// Hashes a block, unless it is NULL, and then `count` bytes.
+static void sha256(const unsigned char* first, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]) {
+    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                         0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    const size_t head = first ? BLOCK : 0, length = head + count, blocks = (length + 8) / BLOCK + 1;
+    SCOPED unsigned char* text = memory_zero(blocks, BLOCK);
+    if (first) memcpy(text, first, BLOCK);
+    memcpy(text + head, bytes, count);
+    text[length] = 0x80;
+    for (int i = 0; i < 8; i++) text[blocks * BLOCK - 1 - i] = (unsigned char)(8 * (uint64_t)length >> 8 * i);
+    for (size_t i = 0; i < blocks; i++) add_block(state, text + i * BLOCK);
+    for (int i = 0; i < HMAC_BYTES; i++) hash[i] = (unsigned char)(state[i / 4] >> (24 - 8 * (i % 4)));
 }
 
 void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]) {
     unsigned char pad[BLOCK] = {0};
-    if (key_bytes > BLOCK) sha256(key, key_bytes, "", 0, pad);
+    if (key_bytes > BLOCK) sha256(NULL, key, key_bytes, pad);
     if (key_bytes <= BLOCK && key_bytes > 0) memcpy(pad, key, key_bytes);
     for (int i = 0; i < BLOCK; i++) pad[i] ^= 0x36;
-    sha256(pad, BLOCK, bytes, count, hash);
+    sha256(pad, bytes, count, hash);
     for (int i = 0; i < BLOCK; i++) pad[i] ^= 0x36 ^ 0x5c;
-    sha256(pad, BLOCK, hash, HMAC_BYTES, hash);
-}
-
-int hmac_equal(const unsigned char a[HMAC_BYTES], const unsigned char b[HMAC_BYTES]) {
-    int differ = 0;
-    for (int i = 0; i < HMAC_BYTES; i++) differ |= a[i] ^ b[i];
-    return differ == 0;
+    sha256(pad, hash, HMAC_BYTES, hash);
 }

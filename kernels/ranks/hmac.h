@@ -6,10 +6,7 @@ C_LINKAGE_BEGIN
 
 enum { HMAC_BYTES = 32 };
 
-// The hash of `count` bytes under a key of any length.
+// Computes the hash of `count` bytes under a key of any length.
 void hmac_sha256(const void* key, size_t key_bytes, const void* bytes, size_t count, unsigned char hash[HMAC_BYTES]);
-
-// Compares two hashes in a time that does not depend on where they differ.
-int hmac_equal(const unsigned char a[HMAC_BYTES], const unsigned char b[HMAC_BYTES]);
 
 C_LINKAGE_END

@@ -646,7 +646,7 @@ void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
     }
 }
 
-// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all ranks (launch_hurry).
+// Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all ranks (watchdog_arm).
 // The host is at most three micro-batches ahead of the device, so it returns here within the time of six; the first
 // step, in which kernels are loaded or compiled, gets ten minutes.
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
@@ -654,7 +654,7 @@ inline void shard_micro_batch(Shard* s, bool first, bool last) {
     s->first = first, s->last = last;
     s->defers = s->may_defer && !(first && last);
     const double patience = s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600;
-    if (!s->comm.dev->rehearsal) launch_hurry(s->comm.launch, "training", patience);
+    if (!s->comm.dev->rehearsal) watchdog_arm(s->comm.launch, "training", patience);
 }
 
 // Reduces a run of gradients, whose element x is local[x], in chunks.
@@ -865,7 +865,7 @@ inline void shard_all_reduce(Shard* s, uint32_t* values, int maxima, int sums) {
 // Ends a step whose scalars the host has read.
 inline void shard_agreed(Shard* s, const float* scalars, double micro_batch_seconds) {
     if (!s) return;
-    launch_rest(s->comm.launch);
+    watchdog_disarm(s->comm.launch);
     s->micro_batch_seconds = micro_batch_seconds;
     if (!s->stop) s->stop = (int)scalars[SCALAR_STOP];
 }
