@@ -5,6 +5,7 @@
 #include <string.h>
 #include "files.h"
 #include "options.h"  // shell_word
+#include "text.h"
 
 enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
 
@@ -53,15 +54,16 @@ static bool sample_is_text(const Sample* sample) {
     return sample->begins_as_text && sample->nul * 1000 <= sample->bytes && sample->control * 100 <= sample->bytes;
 }
 
-// True if a file begins as a JSON object or an array of them, which data/prepare.py takes the text out of.
-static bool is_json(const unsigned char* head, int64_t bytes) {
+// True if a file is JSON by its name, or begins as an object or an array of those or of texts.
+static bool is_json(const char* path, const unsigned char* head, int64_t bytes) {
     int64_t at = bytes >= 3 && memcmp(head, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;
     char two[2] = {0, 0};  // the first characters that are no white space
     for (int i = 0; i < 2; i++, at++) {
         while (at < bytes && strchr(" \t\r\n", head[at]) && head[at]) at++;
         if (at < bytes) two[i] = (char)head[at];
     }
-    return (two[0] == '{' && two[1] == '"') || (two[0] == '[' && two[1] == '{');
+    const bool begins = (two[0] == '{' && two[1] == '"') || (two[0] == '[' && (two[1] == '{' || two[1] == '"'));
+    return begins || text_ends(path, ".jsonl") || text_ends(path, ".ndjson");
 }
 
 static bool refuse(char* error, const char* path, const char* name, const char* advice) {
@@ -96,7 +98,7 @@ bool content_is_text(int descriptor, int64_t size, const char* path, char* error
         if (text && strcmp(signature, "PAR1") == 0) continue;  // a text may begin so
         return refuse(error, path, name, signatures[i].advice);
     }
-    if (text && is_json(head, size < HEAD ? size : HEAD)) {
+    if (text && is_json(path, head, size < HEAD ? size : HEAD)) {
         return refuse(error, path, "JSON, whose marks and names would be learned as well", prepare);
     }
     if (text) return true;

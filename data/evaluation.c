@@ -208,9 +208,10 @@ static bool example_fits(const EvaluationExample* example, const EvaluationRow* 
 // Lists the rows of the examples that fit. Returns how many they are.
 static int rows_that_fit(const Evaluation* e, int T, int* rows) {
     int count = 0, row = 0;
-    for (int i = 0; i < e->examples; row += (int)e->example[i++].rows) {
+    for (int i = 0; i < e->examples; i++) {
         const bool fits = example_fits(&e->example[i], &e->row[row], T);
-        for (int j = 0; fits && j < (int)e->example[i].rows; j++) rows[count++] = row + j;
+        for (uint32_t j = 0; j < e->example[i].rows; j++, row++)
+            if (fits) rows[count++] = row;
     }
     return count;
 }
@@ -272,13 +273,12 @@ void evaluation_take(const Evaluation* e, const EvaluationPlan* plan, int batch,
     }
 }
 
-// The choice with the largest score, the first of equal ones; each sum is divided by 1, by characters or by bytes.
-static int best_choice(const EvaluationRow* row, const EvaluationScore* score, int count, int divided) {
+// The choice with the largest score, the first of equal ones. With `norm` a sum is divided by the choice's characters.
+static int best_choice(const EvaluationRow* row, const EvaluationScore* score, int count, bool norm) {
     int best = 0;
     double largest = -INFINITY;
     for (int i = 0; i < count; i++) {
-        const uint32_t by = divided == 0 ? 1 : divided == 1 ? row[i].characters : row[i].bytes;
-        const double value = score[i].sum / (by > 0 ? by : 1);
+        const double value = score[i].sum / (norm && row[i].characters > 0 ? row[i].characters : 1);
         if (value > largest) largest = value, best = i;
     }
     return best;
@@ -290,8 +290,8 @@ static double standard_error(double share, int n) {
 }
 
 EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* scores, int T) {
-    EvaluationResult r = {NAN, NAN, NAN, NAN, NAN, NAN, 0, 0, 0, T};
-    int64_t right[3] = {0};
+    EvaluationResult r = {NAN, NAN, NAN, NAN, NAN, 0, 0, 0, T};
+    int64_t right[2] = {0};
     double sum = 0;
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; row += e->example[i].rows, scores += e->example[i].rows, i++) {
@@ -301,9 +301,8 @@ EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* s
             r.left_out++;
             continue;
         }
-        for (int divided = 0; divided < 3; divided++) {
-            right[divided] += best_choice(row, scores, (int)example->rows, divided) == (int)example->answer;
-        }
+        for (int norm = 0; norm < 2; norm++)
+            right[norm] += best_choice(row, scores, (int)example->rows, norm) == (int)example->answer;
         if (e->kind == EVALUATION_LAST_WORD) right[0] += scores->right - 1;  // its only choice counted as right
         for (uint32_t j = 0; j < example->rows; j++) {
             sum += scores[j].sum;
@@ -313,8 +312,7 @@ EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* s
     }
     if (!isfinite(sum)) return r;
     const double n = r.examples;
-    r.acc = (double)right[0] / n, r.acc_norm = (double)right[1] / n, r.acc_bytes = (double)right[2] / n;
-    r.perplexity = exp(-sum / n);
+    r.acc = (double)right[0] / n, r.acc_norm = (double)right[1] / n, r.perplexity = exp(-sum / n);
     r.acc_error = standard_error(r.acc, r.examples), r.acc_norm_error = standard_error(r.acc_norm, r.examples);
     return r;
 }
@@ -323,13 +321,11 @@ const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, 
     const char* out =
         r->left_out == 0 ? "" : text_kept("  %d left out: longer than the context of %d tokens", r->left_out, r->T);
     const char* cut = r->cut == 0 ? "" : text_kept("  %d contexts cut", r->cut);
-    if (e->kind == EVALUATION_LAST_WORD) {
-        return text_kept("%s  acc %.4f ± %.4f  perplexity %.4f  %d last words%s%s  %.1f s", e->name, r->acc,
-                         r->acc_error, r->perplexity, r->examples, out, cut, seconds);
-    }
-    return text_kept("%s  acc %.4f ± %.4f  acc_norm %.4f ± %.4f  acc_bytes %.4f  %d questions%s%s  %.1f s", e->name,
-                     r->acc, r->acc_error, r->acc_norm, r->acc_norm_error, r->acc_bytes, r->examples, out, cut,
-                     seconds);
+    const bool words = e->kind == EVALUATION_LAST_WORD;
+    const char* more = words ? text_kept("perplexity %.4f", r->perplexity)
+                             : text_kept("acc_norm %.4f ± %.4f", r->acc_norm, r->acc_norm_error);
+    return text_kept("%s  acc %.4f ± %.4f  %s  %d %s%s%s  %.1f s", e->name, r->acc, r->acc_error, more, r->examples,
+                     words ? "last words" : "questions", out, cut, seconds);
 }
 
 void evaluation_print(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
@@ -342,23 +338,13 @@ void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     json_write_text_member(log, "", "name", e->name);
     fprintf(log, ", \"examples\": %d", r->examples);
     json_write_number_member(log, ", ", "acc", r->acc);
-    if (e->kind == EVALUATION_LAST_WORD) {
-        json_write_number_member(log, ", ", "perplexity", r->perplexity);
-    } else {
-        json_write_number_member(log, ", ", "acc_norm", r->acc_norm);
-        json_write_number_member(log, ", ", "acc_bytes", r->acc_bytes);
-    }
+    const bool words = e->kind == EVALUATION_LAST_WORD;
+    json_write_number_member(log, ", ", words ? "perplexity" : "acc_norm", words ? r->perplexity : r->acc_norm);
     fprintf(log, ", \"left_out\": %d, \"cut\": %d", r->left_out, r->cut);
 }
 
-static void write_numbers(FILE* file, const char* name, const EvaluationRow* row, int count, bool characters) {
-    fprintf(file, ", \"%s\": [", name);
-    for (int i = 0; i < count; i++) fprintf(file, "%s%u", i ? ", " : "", characters ? row[i].characters : row[i].bytes);
-    fputc(']', file);
-}
-
 // Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores" (ln p of each choice),
-// "characters", "bytes", "choice", "choice_norm", "choice_bytes"}, or "right" instead of choices for last words, or
+// "characters", "choice", "choice_norm"}, or "right" instead of choices for last words, or
 // "left_out", with null as scores, where a choice is longer than the context.
 static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, int T, char* error) {
     const EvaluationRow* row = e->row;
@@ -371,17 +357,15 @@ static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationSc
             if (j) fputs(", ", file);
             json_write_number(file, fits ? scores[j].sum : NAN);
         }
+        for (int j = 0; j < count; j++) fprintf(file, "%s%u", j ? ", " : "], \"characters\": [", row[j].characters);
         fputc(']', file);
-        write_numbers(file, "characters", row, count, true);
-        write_numbers(file, "bytes", row, count, false);
         if (!fits) {
             fputs(", \"left_out\": true}\n", file);
         } else if (e->kind == EVALUATION_LAST_WORD) {
             fprintf(file, ", \"right\": %s}\n", scores->right ? "true" : "false");
         } else {
-            fprintf(file, ", \"choice\": %d, \"choice_norm\": %d, \"choice_bytes\": %d}\n",
-                    best_choice(row, scores, count, 0), best_choice(row, scores, count, 1),
-                    best_choice(row, scores, count, 2));
+            fprintf(file, ", \"choice\": %d, \"choice_norm\": %d}\n", best_choice(row, scores, count, false),
+                    best_choice(row, scores, count, true));
         }
         row += count, scores += count;
     }

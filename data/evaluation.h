@@ -73,9 +73,9 @@ void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, i
                      const int* likeliest, EvaluationScore* scores);
 
 // Shares of right answers and their standard errors, which data/README.md defines. Last words have acc and perplexity,
-// choices the three shares. All are NaN if a score is not finite.
+// choices the two shares. All are NaN if a score is not finite.
 typedef struct {
-    double acc, acc_norm, acc_bytes, perplexity;
+    double acc, acc_norm, perplexity;
     double acc_error, acc_norm_error;
     int examples, left_out, cut;  // scored, with a choice longer than the context T, with a context that was cut
     int T;

@@ -122,23 +122,9 @@ static void list_part(FileList* list, FileList* validation, DatasetPart part) {
     *list = *validation, *validation = training;
 }
 
-// True if a folder has a train.bin or val.bin that is not a shard.
-static bool folder_is_nanogpt(const char* folder) {
-    static const char* const names[] = {"train.bin", "val.bin"};
-    for (int i = 0; i < 2; i++) {
-        int32_t magic = 0;
-        int descriptor = open(path_in(folder, names[i]), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-        if (descriptor < 0) continue;
-        bool raw = pread(descriptor, &magic, sizeof(magic), 0) == sizeof(magic) && magic != SHARD_MAGIC;
-        close(descriptor);
-        if (raw) return true;
-    }
-    return false;
-}
-
 static bool list_of_folder(FileList* list, FileList* validation, const char* path, DatasetPart part, char* error) {
     if (!list_folder(list, path, "train_", error) || !list_folder(validation, path, "val_", error)) return false;
-    if (list->count + validation->count == 0 && folder_is_nanogpt(path)) {
+    if (list->count + validation->count == 0 && file_exists(path_in(path, "train.bin"))) {
         return data_error(
             error,
             "the folder %s is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt "
@@ -183,27 +169,18 @@ static bool find_files(FileList* list, const char* path, DatasetPart part, char*
     return true;
 }
 
-// Returns what a file of another kind is, by its first number; NULL: unknown.
-static const char* magic_name(int32_t magic) {
-    static const struct {
-        int32_t magic;
-        const char* name;
-    } known[] = {{20240522, "an evaluation set of llm.c"},  {20240326, "a model of llm.c"},
-                 {20240327, "a debug state of llm.c"},      {20240328, "a tokenizer of llm.c"},
-                 {20240527, "an optimizer state of llm.c"}, {20240801, "a shard of Llama 3 tokens, 32 bits each"}};
-    for (size_t i = 0; i < sizeof(known) / sizeof(known[0]); i++) {
-        if (known[i].magic == magic) return known[i].name;
-    }
-    return NULL;
-}
-
 // Takes a file without a shard's header as bytes, or refuses it.
 static bool file_headerless(DatasetFile* file, DataFormat format, int32_t magic, char* error) {
-    const char *path = file->path, *known = magic_name(magic);
+    const char* path = file->path;
     file->width = 1;
     file->tokens = file->bytes;
     if (format == DATA_BYTES) return true;
-    if (known) return data_error(error, "%s is %s; name shards of 16-bit tokens or a text", path, known);
+    if (magic / 10000 == SHARD_MAGIC / 10000) {
+        return data_error(
+            error,
+            "%s is a file of llm.c, but no shard of 16-bit tokens (its first number is %d); name those or a text", path,
+            magic);
+    }
     if (format == DATA_SHARDS) {
         return data_error(error,
                           "%s is not a shard of tokens (its first number is %d, a shard's is %d); type --data-format "

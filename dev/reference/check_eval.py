@@ -19,7 +19,7 @@ import sys
 from check_export import Parser, Problem, answered, load, np, torch
 
 HEADER = "<8s6IQI16xI"
-NORMS = ("choice", "choice_norm", "choice_bytes")
+NORMS = ("choice", "choice_norm")
 
 
 class Questions:
@@ -104,7 +104,7 @@ def differences(line, answer, reference, lengths, rounding):
         if line["right"] != (reference[0, 1] > 0):
             wrong.append((f"right {line['right']}, lead {reference[0, 1]:.5f}", abs(reference[0, 1]) <= 2 * rounding))
         return wrong
-    for name, norm in zip(NORMS, (np.ones(len(mine)), lengths[:, 0], lengths[:, 1])):
+    for name, norm in zip(NORMS, (np.ones(len(mine)), lengths[:, 0])):
         normal, mine_is = reference[:, 0] / norm, line.get(name)
         best = int(np.argmax(normal))
         if mine_is not in range(len(mine)):

@@ -119,7 +119,7 @@ DATA_TEST(corpus_text_or_not) {
         {"tokens of characters", "\x27\0\1\0\x30\0\0\0\x28\0\x0A\0", 12, "--from-nanogpt DIR"},
         {"GPT-2's tokens", "\x0D\0\x06\1\x86\x34\x0B\0\x2C\1", 10, "--from-nanogpt DIR"},
         {"documents of JSON", "{ \"text\": \"a\"}\n", 15, "is JSON, whose marks and names"},
-        {"an array", " [\n{\"text\": \"a\"}]\n", 20, "data/prepare.py"},
+        {"an array", " [\n{\"text\": \"a\"}]\n", 18, "data/prepare.py"},
         {"a text with braces", "{x} [y]\n", 8, nullptr},
         {"control bytes", "abcdefghijklmnop\1", 17, "is binary"},
     };

@@ -162,15 +162,14 @@ TEST(evaluation_batches) {
 // The figures are those computed by hand. Row r has 3 + r characters and 5 + 2 r bytes.
 TEST(evaluation_figures) {
     Evaluation e = evaluation_make(test, 0, FOUR);
-    // Choices by sum: 2 (right), the first of equal ones, 0 (right), 0 and 0. By characters: 3, 1, 0 and 0, all wrong;
-    // by bytes the last is 1, which is right.
+    // Choices by sum: 2 (right), the first of equal ones, 0 (right), 0 and 0. By characters: 3, 1, 0 and 0, all wrong.
     const double sums[] = {-9, -8, -3, -3.5, -2, -2, -5, -1, -4, -5, -9, -3, -3.218};
     EvaluationScore scores[16];
     for (int i = 0; i < 13; i++) scores[i] = {sums[i], 0, 0};
     EvaluationResult r = evaluation_result(&e, scores, 64);
     expect(r.acc == 0.5, "acc %g", r.acc);
     expect(fabs(r.acc_error - sqrt(0.25 / 3)) < 1e-15, "its error %g", r.acc_error);
-    expect(r.acc_norm == 0 && r.acc_bytes == 0.25, "acc_norm %g, acc_bytes %g", r.acc_norm, r.acc_bytes);
+    expect(r.acc_norm == 0, "acc_norm %g", r.acc_norm);
     expect(r.examples == 4 && r.left_out == 0 && r.cut == 0, "%d, %d, %d", r.examples, r.left_out, r.cut);
     // In a context of 3 tokens a choice of 4 does not fit, and other rows lose the beginning of their contexts.
     r = evaluation_result(&e, scores, 3);

@@ -315,9 +315,9 @@ DATA_TEST(data_loader_bad_files) {
     Dataset data;
     const char* path = joined(folder, "x.bin");
     const std::tuple<int, int, int, int, const char*> headers[] = {
-        {100, -1, 20240522, 1, "an evaluation set of llm.c"},
-        {100, -1, 20240326, 1, "a model of llm.c; name shards of 16-bit tokens"},
-        {100, -1, 20240801, 7, "Llama 3"},
+        {100, -1, 20240522, 1, "a file of llm.c, but no shard of 16-bit tokens"},
+        {100, -1, 20240326, 1, "(its first number is 20240326); name those or a text"},
+        {100, -1, 20240801, 7, "a file of llm.c, but no shard of 16-bit tokens"},
         {100, -1, 20240520, 2, "version 2 and version 1 can be read"},
         {100, 101, 20240520, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
         {100, 99, 20240520, 1, "corrupted: its header says 99 tokens"},
