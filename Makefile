@@ -101,7 +101,7 @@ $(BUILD)/unit/%.o: dev/unit/%.cu $(BUILD)/found
 # The optimizer's bits are the same on the host and on every device: nothing is contracted behind our back.
 $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 
-# Two thousand small functions, which -O3 makes no faster and takes three times as long for.
+# Many small functions, which -O3 makes no faster and takes three times as long for.
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.

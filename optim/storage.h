@@ -8,25 +8,42 @@
 #include "optim.h"
 #include "rules/hyper.cuh"
 
-// A storage of weights, gradients or a moment as function pointers (formats/storage.cuh describes the functions). On
-// the CPU, update_elements takes it as a storage.
+struct FormatRow;
+
+// The functions of a storage (formats/storage.cuh), which get its row: functions of a format in blocks read the block
+// and the scale's type there. Only rows of weights and of compute_row have set and view.
+struct StorageCalls {
+    void (*load)(const FormatRow& row, const Streams& streams, int first, float* x, int n, const NoiseKey& key);
+    void (*store)(const FormatRow& row, const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
+    void (*set)(const Streams& streams, int first, const float* x, int n);
+    void (*view)(const Streams& streams, int first, float* x, int n);
+    void (*measure)(const Streams& streams, int first, const float* x, int n);  // nothing for formats without spans
+};
+
+// A storage of weights, gradients or a moment, known at run time. On the CPU, update_elements takes it as a storage.
 struct FormatRow : StorageDefaults {
     static constexpr bool HAS_SPANS = true, FEEDS_BACK = true;  // some rows have these properties
     const char* name;
     const char* note;
     const char* type;      // the C++ type, for NVRTC
     StreamInfo stream[3];  // codes, extra and more; arrays that do not exist have no bits
-    void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
-    void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
-    void (*set)(const Streams& streams, int first, const float* x, int n);
-    void (*view)(const Streams& streams, int first, float* x, int n);
-    void (*measure)(const Streams& streams, int first, const float* x, int n);  // nothing for formats without spans
+    StorageCalls call;
     int table_bytes;  // of the constants that the format looks up; fill makes them
     void (*fill)(void* table);
     bool has_sign;
     bool feeds_back;        // the rounding error of these weights goes into m
     const void* decode[2];  // of weights: optim_decode_kernel to each OptimType; null without CUDA
     const void* set_tiles;  // of weights: optim_set_kernel; null for formats with spans and without CUDA
+
+    void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) const {
+        call.load(*this, streams, first, x, n, key);
+    }
+    void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) const {
+        call.store(*this, streams, first, x, n, key);
+    }
+    void set(const Streams& streams, int first, const float* x, int n) const { call.set(streams, first, x, n); }
+    void view(const Streams& streams, int first, float* x, int n) const { call.view(streams, first, x, n); }
+    void measure(const Streams& streams, int first, const float* x, int n) const { call.measure(streams, first, x, n); }
 };
 
 struct RuleRow {

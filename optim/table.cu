@@ -1,29 +1,118 @@
 // Makes the rows of the tables (table.cuh) for the host: names, function pointers and the constants of the types.
+#include <assert.h>
+
 #include "kernel.cuh"
 #include "names.h"
 #include "storage.h"
 #include "table.cuh"
 
+// Returns a row without its functions.
 template <class T>
-constexpr FormatRow format_row(const char* name, const char* note, const char* type) {
+static FormatRow constants_row(const char* name, const char* note, const char* type) {
     FormatRow row = {};
     row.name = name, row.note = note, row.type = type;
     for (int i = 0; i < 3; i++) row.stream[i] = T::STREAM[i];
-    row.load = T::load, row.store = T::store, row.set = T::set, row.view = T::view, row.measure = T::measure;
+    row.call.measure = T::measure;
     row.table_bytes = T::TABLE_BYTES, row.fill = T::fill;
     row.has_sign = T::SIGNED, row.feeds_back = T::FEEDS_BACK;
     return row;
 }
 
 template <class T>
-static FormatRow weights_row(const char* name, const char* note, const char* type) {
+static FormatRow format_row(const char* name, const char* note, const char* type) {
+    FormatRow row = constants_row<T>(name, note, type);
+    row.call.load = [](const FormatRow&, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+        T::load(streams, first, x, n, key);
+    };
+    row.call.store = [](const FormatRow&, const Streams& streams, int first, const float* x, int n,
+                        const NoiseKey& key) { T::store(streams, first, x, n, key); };
+    return row;
+}
+
+// Returns a row that can also be written and seen from outside.
+template <class T>
+static FormatRow seen_row(const char* name, const char* note, const char* type) {
     FormatRow row = format_row<T>(name, note, type);
+    row.call.set = T::set, row.call.view = T::view;
+    return row;
+}
+
+template <class T>
+static FormatRow weights_row(const char* name, const char* note, const char* type) {
+    FormatRow row = seen_row<T>(name, note, type);
 #ifdef __CUDACC__
     row.decode[0] = (const void*)optim_decode_kernel<T, Elementwise<Fp32, NEAREST>>;
     row.decode[1] = (const void*)optim_decode_kernel<T, Elementwise<Bf16, NEAREST>>;
     if constexpr (!T::HAS_SPANS) row.set_tiles = (const void*)optim_set_kernel<T>;
 #endif
     return row;
+}
+
+// The rows of the formats of states. Those in blocks are made here, one for each block, scale and rounding.
+struct StateRows {
+    FormatRow row[320];
+    int count;
+};
+
+static FormatRow* add_row(StateRows* rows, const FormatRow& row) {
+    assert(rows->count < (int)(sizeof(rows->row) / sizeof(rows->row[0])));
+    rows->row[rows->count] = row;
+    return &rows->row[rows->count++];
+}
+
+// Adds the row of a storage in blocks: T with another block. `type` is its type for NVRTC without the rounding.
+template <class T, Rounding ROUNDING>
+static FormatRow* add_block(StateRows* rows, const char* base, int block, const char* scale, const char* note,
+                            const char* type) {
+    const bool noisy = ROUNDING == STOCHASTIC;
+    const char* name = text_format("%s/%d%s%s", base, block, scale, noisy ? ":sr" : "");
+    type = text_format("%s, %s>", type, noisy ? "STOCHASTIC" : "NEAREST");
+    FormatRow* row = add_row(rows, constants_row<T>(name, noisy ? "" : note, type));
+    row->stream[1].run = block;
+    return row;
+}
+
+template <class Format, class Scale, Rounding ROUNDING>
+static void add_plain(StateRows* rows, const char* base, int block, const char* note, const char* format) {
+    typedef Blocks<Format, 32, Scale, ROUNDING> Storage;
+    const bool powers = SAME_TYPE<Scale, ScaleE8m0>;
+    const char* type = text_kept("Blocks<%s, %d, %s", format, block, powers ? "ScaleE8m0" : "ScaleFp32");
+    FormatRow* row = add_block<Storage, ROUNDING>(rows, base, block, powers ? "@e8m0" : "", note, type);
+    row->call.load = [](const FormatRow& its, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+        const StreamInfo& scales = its.stream[1];
+        blocks_load<typename Storage::Format>(scales.run, scales.bits == 8, streams, first, x, n, key);
+    };
+    row->call.store = [](const FormatRow& its, const Streams& streams, int first, const float* x, int n,
+                         const NoiseKey& key) {
+        const StreamInfo& scales = its.stream[1];
+        blocks_store<typename Storage::Format, ROUNDING>(scales.run, scales.bits == 8, streams, first, x, n, key);
+    };
+}
+
+template <class Format>
+static void add_blocks(StateRows* rows, const char* base, const char* note, const char* format, int usual) {
+    const int blocks[] = {usual, 32, 64, 128, 256, 512, 1024, 2048};
+    for (int i = 0; i < 8; i++) {
+        if (i > 0 && blocks[i] == usual) continue;
+        add_plain<Format, ScaleFp32, NEAREST>(rows, base, blocks[i], i == 0 ? note : "", format);
+        add_plain<Format, ScaleFp32, STOCHASTIC>(rows, base, blocks[i], "", format);
+    }
+    add_plain<Format, ScaleE8m0, NEAREST>(rows, base, usual, "", format);
+    add_plain<Format, ScaleE8m0, STOCHASTIC>(rows, base, usual, "", format);
+}
+
+template <class Format, int BLOCK, Rounding ROUNDING>
+static void add_doubled(StateRows* rows, const char* base, const char* note, const char* format) {
+    typedef DoubleBlocks<Format, BLOCK, ROUNDING> Storage;
+    const char* type = text_kept("DoubleBlocks<%s, %d", format, BLOCK);
+    FormatRow* row = add_block<Storage, ROUNDING>(rows, base, BLOCK, "@dq8", note, type);
+    row->call.load = [](const FormatRow& its, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+        double_load<typename Storage::Format>(its.stream[1].run, streams, first, x, n, key);
+    };
+    row->call.store = [](const FormatRow& its, const Streams& streams, int first, const float* x, int n,
+                         const NoiseKey& key) {
+        double_store<typename Storage::Format, ROUNDING>(its.stream[1].run, streams, first, x, n, key);
+    };
 }
 
 template <class T>
@@ -69,9 +158,21 @@ Table<FormatRow> grads_table() {
     return table_of(rows);
 }
 
+#define STATE_ROW(NAME, NOTE, ...) add_row(rows, format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__));
+#define STATE_BLOCKS(NAME, NOTE, FORMAT, BLOCK) add_blocks<FORMAT>(rows, NAME, NOTE, #FORMAT, BLOCK);
+#define STATE_DOUBLED(NAME, NOTE, FORMAT, BLOCK)                    \
+    add_doubled<FORMAT, BLOCK, NEAREST>(rows, NAME, NOTE, #FORMAT); \
+    add_doubled<FORMAT, BLOCK, STOCHASTIC>(rows, NAME, "", #FORMAT);
+
+static const StateRows* state_rows_create() {
+    StateRows* rows = (StateRows*)memory_zero(1, sizeof(StateRows));
+    OPTIM_STATES(STATE_ROW, STATE_BLOCKS, STATE_DOUBLED)
+    return rows;
+}
+
 Table<FormatRow> state_table() {
-    static const FormatRow rows[] = {OPTIM_STATES(FORMAT_ROW)};
-    return table_of(rows);
+    static const StateRows* rows = state_rows_create();
+    return {rows->row, rows->count};
 }
 
 Table<PresetRow> preset_table() {
@@ -105,8 +206,8 @@ const FormatRow* norms_row() {
 }
 
 const FormatRow* compute_row(OptimType compute) {
-    static const FormatRow rows[] = {format_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
-                                     format_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
+    static const FormatRow rows[] = {seen_row<Elementwise<Fp32, NEAREST>>("fp32", "", ""),
+                                     seen_row<Elementwise<Bf16, NEAREST>>("bf16", "", "Elementwise<Bf16, NEAREST>")};
     return &rows[compute];
 }
 

@@ -99,54 +99,32 @@
     ROW("fp32", "sums of many micro-batches keep their small terms", Elementwise<Fp32, NEAREST>) \
     ROW("bf16", "half the memory; right with few micro-batches a step", Elementwise<Bf16, NEAREST>)
 
-// The rows of a format in blocks: the default block first, which the lists show, then all blocks, then other scales
-// with the default block. Each has a row for rounding to nearest and a stochastic one.
-#define OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)                       \
-    ROW(NAME "/" #BLOCK, NOTE, Blocks<FORMAT, BLOCK, ScaleFp32, NEAREST>) \
-    ROW(NAME "/" #BLOCK ":sr", "", Blocks<FORMAT, BLOCK, ScaleFp32, STOCHASTIC>)
-#define OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, SUFFIX, SCALE)               \
-    ROW(NAME "/" #BLOCK SUFFIX, "", Blocks<FORMAT, BLOCK, SCALE, NEAREST>) \
-    ROW(NAME "/" #BLOCK SUFFIX ":sr", "", Blocks<FORMAT, BLOCK, SCALE, STOCHASTIC>)
-#define OPTIM_BLOCKS(ROW, NAME, NOTE, FORMAT, BLOCK) \
-    OPTIM_BLOCK(ROW, NAME, NOTE, FORMAT, BLOCK)      \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 32)           \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 64)           \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 128)          \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 256)          \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 512)          \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 1024)         \
-    OPTIM_BLOCK(ROW, NAME, "", FORMAT, 2048)         \
-    OPTIM_SCALE(ROW, NAME, FORMAT, BLOCK, "@e8m0", ScaleE8m0)
-
 // Formats whose scales reach further than a tile.
 #define OPTIM_SPAN(ROW, NAME, NOTE, FORMAT, SPAN) \
     ROW(NAME, NOTE, Spans<FORMAT, SPAN, NEAREST>) \
     ROW(NAME ":sr", "", Spans<FORMAT, SPAN, STOCHASTIC>)
 
-// Two rows, to nearest and stochastic, with quantised scales.
-#define OPTIM_DOUBLE(ROW, NAME, NOTE, FORMAT, BLOCK)                        \
-    ROW(NAME "/" #BLOCK "@dq8", NOTE, DoubleBlocks<FORMAT, BLOCK, NEAREST>) \
-    ROW(NAME "/" #BLOCK "@dq8:sr", "", DoubleBlocks<FORMAT, BLOCK, STOCHASTIC>)
-
-#define OPTIM_STATES(ROW)                                                                                             \
+// BLOCKS(name, when to use, format, usual block) stands for NAME/32 to NAME/2048, and NAME/BLOCK@e8m0 with the usual
+// block. DOUBLED(name, when to use, format, block) stands for NAME/BLOCK@dq8. Each of these exists with :sr, too.
+#define OPTIM_STATES(ROW, BLOCKS, DOUBLED)                                                                            \
     ROW("fp32", "the reference", Elementwise<Fp32, NEAREST>)                                                          \
     ROW("bf16", "for m; a v stalls when 1 - beta2 is below 2^-8, half a step", Elementwise<Bf16, NEAREST>)            \
     ROW("bf16:sr", "half of fp32, unbiased: the moving averages decay as they should", Elementwise<Bf16, STOCHASTIC>) \
     ROW("fp16", "for comparison: below 3e-8 all becomes 0, and the loss shows it", Elementwise<Fp16, NEAREST>)        \
     ROW("fp16:sr", "for m, unbiased; a v below 3e-8 is still 0 at most steps", Elementwise<Fp16, STOCHASTIC>)         \
-    OPTIM_BLOCKS(ROW, "dyn8", "for m, as in torchao and bitsandbytes: seven decades a block", Dyn8, 256)              \
-    OPTIM_BLOCKS(ROW, "udyn8", "for v: dyn8 without a sign", Udyn8, 256)                                              \
-    OPTIM_BLOCKS(ROW, "e4m3", "for m or v: fp8 with 3 bits of mantissa, as in torchao", E4m3, 256)                    \
-    OPTIM_BLOCKS(ROW, "e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                        \
-    OPTIM_BLOCKS(ROW, "soft8", "for m, as in FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)     \
-    OPTIM_BLOCKS(ROW, "sqrt8", "for v, as in FlashOptim: linear in the root", Sqrt8, 32)                              \
-    OPTIM_BLOCKS(ROW, "lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                               \
-    OPTIM_BLOCKS(ROW, "ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)               \
-    OPTIM_BLOCKS(ROW, "de4", "for m, as in lpmm and torchao: three decades in 4 bits", De4, 128)                      \
-    OPTIM_BLOCKS(ROW, "lin4", "for v, as in lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)     \
-    OPTIM_BLOCKS(ROW, "sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                             \
-    OPTIM_BLOCKS(ROW, "nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                    \
-    OPTIM_BLOCKS(ROW, "e2m1", "for m: fp4", E2m1, 32)                                                                 \
+    BLOCKS("dyn8", "for m, as in torchao and bitsandbytes: seven decades a block", Dyn8, 256)                         \
+    BLOCKS("udyn8", "for v: dyn8 without a sign", Udyn8, 256)                                                         \
+    BLOCKS("e4m3", "for m or v: fp8 with 3 bits of mantissa, as in torchao", E4m3, 256)                               \
+    BLOCKS("e5m2", "for v of a wide range: fp8 with 2 bits of mantissa", E5m2, 256)                                   \
+    BLOCKS("soft8", "for m, as in FlashOptim: the most precise at 8 bits, in short blocks", Soft8, 32)                \
+    BLOCKS("sqrt8", "for v, as in FlashOptim: linear in the root", Sqrt8, 32)                                         \
+    BLOCKS("lin8", "for m: linear; for comparison, or with lion", Lin8, 256)                                          \
+    BLOCKS("ulin8", "for v: linear; for comparison, its floor inflates small v", Ulin8, 256)                          \
+    BLOCKS("de4", "for m, as in lpmm and torchao: three decades in 4 bits", De4, 128)                                 \
+    BLOCKS("lin4", "for v, as in lpmm and torchao: a floor of 1/16 of the block's largest", Lin4, 128)                \
+    BLOCKS("sqrt4", "for v: linear in the root, a floor of 1/256", Sqrt4, 128)                                        \
+    BLOCKS("nf4", "for m: quantiles of a normal distribution", Nf4, 64)                                               \
+    BLOCKS("e2m1", "for m: fp4", E2m1, 32)                                                                            \
     OPTIM_SPAN(ROW, "e4m3/tensor", "for study: one scale a tensor; two passes a step", E4m3, SPAN_TENSOR)             \
     OPTIM_SPAN(ROW, "e5m2/tensor", "for study: as e4m3/tensor", E5m2, SPAN_TENSOR)                                    \
     OPTIM_SPAN(ROW, "dyn8/rank1", "for m, for study: scales by row and column; two passes", Dyn8, SPAN_RANK1)         \
@@ -156,18 +134,18 @@
     OPTIM_SPAN(ROW, "sqrt4/rank1", "for v, for study: as lin4/rank1, of the root", Sqrt4, SPAN_RANK1)                 \
     ROW("adalog8/2048", "for v, as in adafactor8bit: from 2^-126 on, steps of about 0.4 binades", AdaLog8<NEAREST>)   \
     ROW("adalog8/2048:sr", "", AdaLog8<STOCHASTIC>)                                                                   \
-    OPTIM_DOUBLE(ROW, "soft8", "soft8 with 8-bit scales, like all @dq8", Soft8, 32)                                   \
-    OPTIM_DOUBLE(ROW, "sqrt8", "", Sqrt8, 32)                                                                         \
-    OPTIM_DOUBLE(ROW, "dyn8", "", Dyn8, 64)                                                                           \
-    OPTIM_DOUBLE(ROW, "udyn8", "", Udyn8, 64)                                                                         \
-    OPTIM_DOUBLE(ROW, "e4m3", "", E4m3, 64)                                                                           \
-    OPTIM_DOUBLE(ROW, "de4", "as precise as de4/32 in 4.3 bits", De4, 32)                                             \
-    OPTIM_DOUBLE(ROW, "de4", "", De4, 64)                                                                             \
-    OPTIM_DOUBLE(ROW, "sqrt4", "as precise as sqrt4/32 in 4.3 bits", Sqrt4, 32)                                       \
-    OPTIM_DOUBLE(ROW, "sqrt4", "", Sqrt4, 64)                                                                         \
-    OPTIM_DOUBLE(ROW, "lin4", "", Lin4, 64)                                                                           \
-    OPTIM_DOUBLE(ROW, "nf4", "", Nf4, 64)                                                                             \
-    OPTIM_DOUBLE(ROW, "e2m1", "", E2m1, 32)
+    DOUBLED("soft8", "soft8 with 8-bit scales, like all @dq8", Soft8, 32)                                             \
+    DOUBLED("sqrt8", "", Sqrt8, 32)                                                                                   \
+    DOUBLED("dyn8", "", Dyn8, 64)                                                                                     \
+    DOUBLED("udyn8", "", Udyn8, 64)                                                                                   \
+    DOUBLED("e4m3", "", E4m3, 64)                                                                                     \
+    DOUBLED("de4", "as precise as de4/32 in 4.3 bits", De4, 32)                                                       \
+    DOUBLED("de4", "", De4, 64)                                                                                       \
+    DOUBLED("sqrt4", "as precise as sqrt4/32 in 4.3 bits", Sqrt4, 32)                                                 \
+    DOUBLED("sqrt4", "", Sqrt4, 64)                                                                                   \
+    DOUBLED("lin4", "", Lin4, 64)                                                                                     \
+    DOUBLED("nf4", "", Nf4, 64)                                                                                       \
+    DOUBLED("e2m1", "", E2m1, 32)
 
 // Presets name good combinations. From a row follow the lists, the benches and the tests. `overrides` may give some
 // tensors other weights, or another rule whose kernel belongs to another preset.
@@ -211,8 +189,7 @@ constexpr PresetRow PRESETS[] = {
 };
 constexpr int PRESET_COUNT = sizeof(PRESETS) / sizeof(PRESETS[0]);
 
-// The names of each table, in order.
+// The names of these tables, in order.
 #define OPTIM_NAME(NAME, ...) NAME,
 constexpr const char* RULE_NAMES[] = {OPTIM_ALL_RULES(OPTIM_NAME)};
 constexpr const char* WEIGHTS_NAMES[] = {OPTIM_WEIGHTS(OPTIM_NAME)};
-constexpr const char* STATE_NAMES[] = {OPTIM_STATES(OPTIM_NAME)};

@@ -11,7 +11,6 @@
 namespace example {
 #include "../examples/format.cuh"
 #include "../examples/rule.cuh"
-typedef My8 Mine8;
 }  // namespace example
 
 static const PresetRow presets[] = {
@@ -19,27 +18,33 @@ static const PresetRow presets[] = {
 };
 
 // The rows that one adds to table.cuh.
-#define FORMAT_LINE OPTIM_BLOCKS(ROW, "mine8", "for m: when to use it", Mine8, 64)
 #define RULE_LINE ROW("my-rule", "adamw with Nesterov's momentum", 1, MyRule)
 
+namespace example {
+#define ROW(NAME, NOTE, SLOWER, TYPE) TYPE::KEEPS_V&& TYPE::DECOUPLED
+static_assert(RULE_LINE, "the rule's row");
+#undef ROW
+}  // namespace example
+
+// The example's storages, and the names of lin8's that they equal.
 struct BlocksRow {
     const char* name;
     void (*store)(const Streams& streams, int first, const float* x, int n, const NoiseKey& key);
     void (*load)(const Streams& streams, int first, float* x, int n, const NoiseKey& key);
 };
 
-namespace example {
-#define ROW(NAME, NOTE, ...) {NAME, __VA_ARGS__::store, __VA_ARGS__::load},
-static const BlocksRow format_rows[] = {FORMAT_LINE};
-static const BlocksRow same_rows[] = {OPTIM_BLOCKS(ROW, "lin8", "", Lin8, 64)};
-#undef ROW
-#define ROW(NAME, NOTE, SLOWER, TYPE) TYPE::KEEPS_V&& TYPE::DECOUPLED
-static_assert(RULE_LINE, "the rule's row");
-#undef ROW
-}  // namespace example
+#define MINE(NAME, BLOCK, SCALE)                                                                                   \
+    {NAME, Blocks<example::My8, BLOCK, SCALE, NEAREST>::store, Blocks<example::My8, BLOCK, SCALE, NEAREST>::load}, \
+        {NAME ":sr", Blocks<example::My8, BLOCK, SCALE, STOCHASTIC>::store,                                        \
+         Blocks<example::My8, BLOCK, SCALE, STOCHASTIC>::load},
+static const BlocksRow mine_rows[] = {
+    MINE("lin8/32", 32, ScaleFp32) MINE("lin8/64", 64, ScaleFp32) MINE("lin8/128", 128, ScaleFp32)
+        MINE("lin8/256", 256, ScaleFp32) MINE("lin8/512", 512, ScaleFp32) MINE("lin8/1024", 1024, ScaleFp32)
+            MINE("lin8/2048", 2048, ScaleFp32) MINE("lin8/256@e8m0", 256, ScaleE8m0)};
 
 // Stores a tile in a row's arrays and reads it from them again, as m and as v.
-static void store_row(const BlocksRow* row, uint32_t slot, unsigned char* codes, unsigned char* scales, float* back) {
+template <class Row>
+static void store_row(const Row* row, uint32_t slot, unsigned char* codes, unsigned char* scales, float* back) {
     static float x[TILE_ELEMENTS];
     for (int i = 0; i < TILE_ELEMENTS; i++) {
         float value = ldexpf(test_uniform(6, i), i / 64 % 9 - i % 7);
@@ -50,27 +55,25 @@ static void store_row(const BlocksRow* row, uint32_t slot, unsigned char* codes,
     row->load({codes, scales}, 0, back, TILE_ELEMENTS, NoiseKey{3, 5, slot});
 }
 
-// In every block and with every scale that the line makes, to nearest and with noise: the bits of lin8, as it says.
-TEST(examples_format_built_in) {
-    constexpr int ROWS = sizeof(example::format_rows) / sizeof(BlocksRow);
+// In every block and with every scale, to nearest and with noise: the bits of lin8, as it says.
+TEST(examples_format) {
     static unsigned char codes[2][TILE_ELEMENTS], scales[2][TILE_ELEMENTS];
     static float back[2][TILE_ELEMENTS];
-    for (int i = 0; i < ROWS; i++) {
-        const BlocksRow *mine = &example::format_rows[i], *same = &example::same_rows[i];
-        expect(is(strchr(mine->name, '/'), strchr(same->name, '/')), "%s and %s", mine->name, same->name);
+    for (const BlocksRow& mine : mine_rows) {
+        const FormatRow* same = find_row(state_table(), mine.name);
+        expect(is(same->name, mine.name), "%s", mine.name);
         for (uint32_t slot : {NOISE_M, NOISE_V}) {
-            store_row(mine, slot, codes[0], scales[0], back[0]);
+            store_row(&mine, slot, codes[0], scales[0], back[0]);
             store_row(same, slot, codes[1], scales[1], back[1]);
             int moved = 0;
             for (float x : back[0]) moved += x != 0.0f;
             expect(memcmp(codes[0], codes[1], sizeof(codes[0])) == 0 &&
                        memcmp(scales[0], scales[1], sizeof(scales[0])) == 0 &&
                        memcmp(back[0], back[1], sizeof(back[0])) == 0,
-                   "%s is not %s", mine->name, same->name);
-            expect(moved > TILE_ELEMENTS / 4, "%s: %d elements are not zero", mine->name, moved);
+                   "the example is not %s", mine.name);
+            expect(moved > TILE_ELEMENTS / 4, "%s: %d elements are not zero", mine.name, moved);
         }
     }
-    note(test, "%d rows", ROWS);
 }
 
 // The formulas at the head of the file, in double.

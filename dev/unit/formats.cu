@@ -87,37 +87,22 @@ static void check_rows(Test* test, const std::vector<std::pair<const char*, Chec
     note(test, "%zu rows", rows.size());
 }
 
-template <class Format>
-static bool is_known = false;
-
-template <class Storage>
-struct AddCase {
-    static void to(Cases*, const char*) {}
-};
-
-template <class Format, int BLOCK>
-struct AddCase<Blocks<Format, BLOCK, ScaleFp32, NEAREST>> {
-    static void to(Cases* cases, const char* row) {
-        cases->blocks.push_back({row, check_blocks<Format, BLOCK>});
-        if (is_known<Format>) return;
-        is_known<Format> = true;
-        const char* name = strndup(row, strcspn(row, "/"));
-        cases->formats.push_back(Case<Format>::get(name, Format::SIGNED));
-        cases->scales.push_back({name, check_over_largest<Format>});
-    }
-};
-
-template <class Format, int BLOCK>
-struct AddCase<DoubleBlocks<Format, BLOCK, NEAREST>> {
-    static void to(Cases* cases, const char* row) {
-        cases->double_blocks.push_back({row, check_double_blocks<Format, BLOCK>});
-    }
-};
+template <class Format, int USUAL>
+static void add_blocks(Cases* cases, const char* name) {
+    cases->formats.push_back(Case<Format>::get(name, Format::SIGNED));
+    cases->scales.push_back({name, check_over_largest<Format>});
+    cases->blocks.push_back({strdup(formatted("%s/%d", name, USUAL)), check_blocks<Format, USUAL>});
+    cases->blocks.push_back({strdup(formatted("%s/512", name)), check_blocks<Format, 512>});
+    cases->blocks.push_back({strdup(formatted("%s/2048", name)), check_blocks<Format, 2048>});
+}
 
 static Cases all_cases() {
     Cases all;
-#define ADD_CASE(NAME, NOTE, ...) AddCase<__VA_ARGS__>::to(&all, NAME);
-    OPTIM_STATES(ADD_CASE)
+#define NO_CASE(...)
+#define ADD_BLOCKS(NAME, NOTE, FORMAT, BLOCK) add_blocks<FORMAT, BLOCK>(&all, NAME);
+#define ADD_DOUBLED(NAME, NOTE, FORMAT, BLOCK) \
+    all.double_blocks.push_back({NAME "/" #BLOCK "@dq8", check_double_blocks<FORMAT, BLOCK>});
+    OPTIM_STATES(NO_CASE, ADD_BLOCKS, ADD_DOUBLED)
     return all;
 }
 
@@ -298,6 +283,27 @@ static void store_tile(Store* store, uint32_t slot, uint32_t step = 7) {
     Storage::load(store->streams(), 0, store->back, TILE_ELEMENTS, NoiseKey{});
 }
 
+// The table's row, whose functions get block and scale as arguments, does what the type does.
+template <class Storage>
+static void check_row(Test* test, const float* x, const char* name) {
+    static Store own, other;
+    const FormatRow* row = find_row(state_table(), name);
+    expect(row && is(row->name, name), "%s is not in the table", name);
+    memset(&own, 0, sizeof(own)), memset(&other, 0, sizeof(other));
+    for (Store* store : {&own, &other}) memcpy(store->x, x, sizeof(store->x));
+    store_tile<Storage>(&own, NOISE_V);
+    row->fill(other.table);
+    row->store(other.streams(), 0, other.x, TILE_ELEMENTS, NoiseKey{5, 7, NOISE_V});
+    row->load(other.streams(), 0, other.back, TILE_ELEMENTS, NoiseKey{});
+    expect(memcmp(&own, &other, sizeof(own)) == 0, "the row of %s does something else", name);
+    for (int i = 0; i < 3; i++) {
+        const StreamInfo &its = Storage::STREAM[i], &listed = row->stream[i];
+        expect(is(its.name, listed.name) && is(its.dtype, listed.dtype) && its.bits == listed.bits &&
+                   its.run == listed.run,
+               "array %d of %s", i, name);
+    }
+}
+
 // Every mantissa, at a magnitude where nothing is subnormal: the rest only shifts it.
 template <class Format>
 void check_over_largest(Test* test, const char* name) {
@@ -361,6 +367,8 @@ void check_blocks(Test* test, const char* name) {
     for (int i = 0; i < TILE_ELEMENTS; i++) x[i] = ldexpf(1.0f + fabsf(test_uniform(3, i)), -(i * 37 % 120));
     check_v<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(test, &store, name);
     check_v<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(test, &store, name);
+    check_row<Blocks<Format, BLOCK, ScaleFp32, NEAREST>>(test, x, name);
+    check_row<Blocks<Format, BLOCK, ScaleFp32, STOCHASTIC>>(test, x, formatted("%s:sr", name));
 }
 
 TEST(formats_blocks) {
@@ -433,6 +441,8 @@ void check_double_blocks(Test* test, const char* name) {
     for (float& x : tile.x) x = fabsf(x) < 0x1p-99f && x != 0.0f ? 0x1p-99f : fabsf(x);
     check_v<DoubleBlocks<Format, BLOCK, NEAREST>>(test, &tile, name);
     check_v<DoubleBlocks<Format, BLOCK, STOCHASTIC>>(test, &tile, name);
+    check_row<DoubleBlocks<Format, BLOCK, NEAREST>>(test, tile.x, name);
+    check_row<DoubleBlocks<Format, BLOCK, STOCHASTIC>>(test, tile.x, formatted("%s:sr", name));
     // A block of subnormal numbers, then nothing but zeros.
     for (int i = 0; i < TILE_ELEMENTS; i++) tile.x[i] = i / BLOCK == 4 ? 0x1p-140f : 1.0f;
     store_tile<DoubleBlocks<Format, BLOCK, NEAREST>>(&tile, NOISE_V);

@@ -13,6 +13,17 @@
 constexpr const char* SIMPLE_RULES[] = {OPTIM_RULES(OPTIM_NAME)};
 constexpr const char* GRADS_NAMES[] = {OPTIM_GRADS(OPTIM_NAME)};
 
+inline std::vector<const char*> state_names() {
+    std::vector<const char*> names;
+    for (int i = 0; i < state_table().count; i++) names.push_back(state_table().row[i].name);
+    return names;
+}
+static const std::vector<const char*> STATE_NAMES = state_names();
+
+inline int name_count(const std::vector<const char*>& names) {
+    return (int)names.size();
+}
+
 // Returns the presets whose rule reads single elements; rows.cu and matrix.cu have the others.
 inline std::vector<const char*> element_presets() {
     std::vector<const char*> names;

@@ -189,11 +189,12 @@ struct Rounded {
     typedef typename Either<ROUNDING == STOCHASTIC && !SAME_TYPE<Noisy, void>, Noisy, Format>::Type Type;
 };
 
+constexpr double SCALE_MAX = 4.25e37;  // below 2^125, so that the reciprocal is not subnormal
+
 // The types of stored scales. ScaleE8m0 rounds up, so that no element of a block exceeds LARGEST.
 struct ScaleFp32 {
     typedef float Code;
     static constexpr const char* DTYPE = "F32";
-    static constexpr double MAX = 4.25e37;  // below 2^125, so that the reciprocal is not subnormal
     static OPTIM_INLINE float encode(float scale) { return scale; }
     static OPTIM_INLINE float decode(float code) { return code; }
 };
@@ -202,7 +203,6 @@ struct ScaleFp32 {
 struct ScaleE8m0 {
     typedef uint8_t Code;
     static constexpr const char* DTYPE = "F8_E8M0";
-    static constexpr double MAX = 4.25e37;
     static OPTIM_INLINE uint8_t encode(float scale) {
         uint32_t bits = float_bits(scale);
         return (uint8_t)((bits > 0x7f000000u ? 0x7f000000u : bits + 0x7fffffu) >> 23);
@@ -241,10 +241,10 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 
 // Returns the limit to which a block's values are cut: the smallest of the format's MAX, 1.84e19 if roots are stored,
 // and LARGEST times the largest scale.
-template <class Format, class Scale>
+template <class Format>
 OPTIM_INLINE constexpr float block_max() {
     double top = Format::ROOT && Format::MAX > 1.84e19 ? 1.84e19 : Format::MAX,
-           max = Scale::MAX * (double)Format::LARGEST;
+           max = SCALE_MAX * (double)Format::LARGEST;
     return (float)(top < max ? top : max);
 }
 
@@ -271,7 +271,7 @@ OPTIM_INLINE float scale_inverse(float scale) {
 // Returns the scale of a block, as stored, and its inverse; writes the stored scale to *code.
 template <class Format, class Scale>
 OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
-    top = exact_min(top, block_max<Format, Scale>());
+    top = exact_min(top, block_max<Format>());
     bool some = top > (Format::ROOT ? MIN_ROOT : 0.0f);
     *code = Scale::encode(some ? exact_max(over_largest<Format>(top), Format::UNITS * 1.17549435e-38f) : 0.0f);
     float scale = Scale::decode(*code);
@@ -356,17 +356,17 @@ OPTIM_INLINE float block_value(float x) {
 // Returns the largest top that is not rare. Formats that fold a power of two into the inverse (minifloat.cuh) would
 // lose bits of the inverse with a larger top. For such a top, which no usual state or weight has, block_cut and
 // block_inverse move a power of two from the values to the inverse.
-template <class Format, class Scale, Rounding ROUNDING>
+template <class Format, Rounding ROUNDING>
 OPTIM_INLINE constexpr float block_usual() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
-    constexpr float max = block_max<Format, Scale>(), fold = folds ? Format::FOLD_MAX : max;
+    constexpr float max = block_max<Format>(), fold = folds ? Format::FOLD_MAX : max;
     return fold < max ? fold : max;
 }
 
 // block_cut cuts the values of a rare block; block_inverse returns the inverse for storing them.
-template <class Format, class Scale, Rounding ROUNDING>
+template <class Format, Rounding ROUNDING>
 OPTIM_INLINE void block_cut(float top, float* value, int n) {
-    constexpr float max = block_max<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
+    constexpr float max = block_max<Format>(), fold = block_usual<Format, ROUNDING>();
     constexpr float down = fold < max ? 1.17549435e-38f : 1.0f;  // 2^-126
     if (!(top > fold)) return;
     OPTIM_UNROLL
@@ -376,36 +376,42 @@ OPTIM_INLINE void block_cut(float top, float* value, int n) {
     }
 }
 
-template <class Format, class Scale, Rounding ROUNDING>
+template <class Format, Rounding ROUNDING>
 OPTIM_INLINE float block_inverse(float top, float inverse) {
-    constexpr float max = block_max<Format, Scale>(), fold = block_usual<Format, Scale, ROUNDING>();
+    constexpr float max = block_max<Format>(), fold = block_usual<Format, ROUNDING>();
     return fold < max && top > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
 }
 
-template <class Format, class Scale, Rounding ROUNDING>
+template <class Format, Rounding ROUNDING>
 OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
-    block_cut<Format, Scale, ROUNDING>(top, value, n);
-    return block_inverse<Format, Scale, ROUNDING>(top, inverse);
+    block_cut<Format, ROUNDING>(top, value, n);
+    return block_inverse<Format, ROUNDING>(top, inverse);
 }
 
-// These load and store runs of whole blocks on the CPU.
-template <class Format, class Scale>
-OPTIM_HOST void blocks_load(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+// These load and store runs of whole blocks on the CPU. `powers`: scales are ScaleE8m0, otherwise ScaleFp32.
+template <class Format>
+OPTIM_HOST void blocks_load(int block, bool powers, const Streams& streams, int first, float* x, int n,
+                            const NoiseKey& key) {
     for (int i = 0; i < n; i += 8) {
-        float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[(first + i) / block]);
+        const int index = (first + i) / block;
+        float scale = powers ? ScaleE8m0::decode(((const uint8_t*)streams.extra)[index])
+                             : ScaleFp32::decode(((const float*)streams.extra)[index]);
         block_get<Format, 8>(streams, first + i, scale, x + i, key);
     }
 }
 
-template <class Format, class Scale, Rounding ROUNDING>
-OPTIM_HOST void blocks_store(int block, const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+template <class Format, Rounding ROUNDING>
+OPTIM_HOST void blocks_store(int block, bool powers, const Streams& streams, int first, const float* x, int n,
+                             const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
+        const int index = (first + b) / block;
         float top = 0.0f, value[8];
         for (int i = 0; i < block; i++) top = exact_max(exact_abs(block_value<Format>(x[b + i])), top);
-        BlockScale s = block_scale<Format, Scale>(top, (typename Scale::Code*)streams.extra + (first + b) / block);
+        BlockScale s = powers ? block_scale<Format, ScaleE8m0>(top, (uint8_t*)streams.extra + index)
+                              : block_scale<Format, ScaleFp32>(top, (float*)streams.extra + index);
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
-            float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, 8);
+            float inverse = block_limit<Format, ROUNDING>(top, s.inverse, value, 8);
             block_put<Format, ROUNDING, 8>(streams, first + b + c, value, inverse, key);
         }
     }
@@ -514,7 +520,7 @@ struct Blocks
     // store. So the waits for the exchanges of several arrays overlap, and one test and one branch serve all arrays.
     // `value` is x or its roots, whichever is stored.
     static constexpr bool HAS_TOP = true, OF_ROOTS = Format::ROOT;
-    static constexpr float USUAL_TOP = block_usual<Format, Scale, ROUNDING>();
+    static constexpr float USUAL_TOP = block_usual<Format, ROUNDING>();
 
     template <int COUNT>
     static __device__ __forceinline__ float top(const float* value, const NoiseKey& key) {
@@ -524,7 +530,7 @@ struct Blocks
 
     template <int COUNT>
     static __device__ __forceinline__ void cut(float* value, float top) {
-        block_cut<Format, Scale, ROUNDING>(top, value, COUNT);
+        block_cut<Format, ROUNDING>(top, value, COUNT);
     }
 
     template <int COUNT>
@@ -532,7 +538,7 @@ struct Blocks
                                                      bool rare, const NoiseKey& key) {
         typename Scale::Code code;
         BlockScale s = block_scale<Format, Scale>(top, &code);
-        if (rare) s.inverse = block_inverse<Format, Scale, ROUNDING>(top, s.inverse);
+        if (rare) s.inverse = block_inverse<Format, ROUNDING>(top, s.inverse);
         if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
         block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
         if constexpr (GIVES_SEEN) {
@@ -559,10 +565,10 @@ struct Blocks
     }
 
     static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-        blocks_load<Format, Scale>(BLOCK, streams, first, x, n, key);
+        blocks_load<Format>(BLOCK, SAME_TYPE<Scale, ScaleE8m0>, streams, first, x, n, key);
     }
 
     static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        blocks_store<Format, Scale, ROUNDING>(BLOCK, streams, first, x, n, key);
+        blocks_store<Format, ROUNDING>(BLOCK, SAME_TYPE<Scale, ScaleE8m0>, streams, first, x, n, key);
     }
 };

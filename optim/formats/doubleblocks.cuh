@@ -75,7 +75,7 @@ OPTIM_HOST void double_store_tile(int block, const Streams& streams, int first, 
         ((uint8_t*)streams.extra)[first / block + b] = (uint8_t)code;
         for (int c = b * block; c < (b + 1) * block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[c + i]);
-            float scaled = block_limit<Format, ScaleFp32, ROUNDING>(top[b], s.inverse, value, 8);
+            float scaled = block_limit<Format, ROUNDING>(top[b], s.inverse, value, 8);
             block_put<Format, ROUNDING, 8>(streams, first + c, value, scaled, key);
         }
     }
@@ -108,7 +108,7 @@ struct DoubleBlocks : Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> {
         block_scale<Format, ScaleFp32>(max, &second);
         uint32_t code;
         BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
-        if (rare) s.inverse = block_inverse<Format, ScaleFp32, ROUNDING>(top, s.inverse);
+        if (rare) s.inverse = block_inverse<Format, ROUNDING>(top, s.inverse);
         if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = (uint8_t)code;
         if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
         block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);

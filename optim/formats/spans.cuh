@@ -118,7 +118,7 @@ struct Spans
         BlockScale s = span_scale<Format, Scale>(top);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
-        float inverse = block_limit<Format, Scale, ROUNDING>(top, s.inverse, value, COUNT);
+        float inverse = block_limit<Format, ROUNDING>(top, s.inverse, value, COUNT);
         block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
         streams.next[tile.at + 1] = s.scale;
@@ -138,7 +138,7 @@ struct Spans
         for (int i = 0; i < COUNT; i++) {
             float value = block_value<Format>(x[i]), top = span_top(tile, walk, streams.next);
             float inverse = span_scale<Format, Scale>(top).inverse;
-            inverse = block_limit<Format, Scale, ROUNDING>(top, inverse, &value, 1);
+            inverse = block_limit<Format, ROUNDING>(top, inverse, &value, 1);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
             uint32_t code;
             if constexpr (ROUNDING == STOCHASTIC) {
