@@ -86,23 +86,24 @@ def case(dtype, preset, min_quantized, shapes):
             assert torch.equal(p, q), (ranks, dtype, preset, i)
 
 
-def fsdp(preset, whole_file):
+def fsdp(preset, whole_file, dtype=torch.float32, weights=None):
     """The same of fully_shard's model and torch's functions for checkpoints; or with a file of whole states."""
     def open_model():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24)).to(device)
+        model = torch.nn.Sequential(torch.nn.Linear(40, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 24))
+        model.to(device, dtype)
         for layer in (*model, model):
             fully_shard(layer, mesh=mesh)
-        return model, nibble_optim.Optimizer(model.named_parameters(), preset=preset, lr=1e-2, seed=5,
+        return model, nibble_optim.Optimizer(model.named_parameters(), preset=preset, lr=1e-2, seed=5, weights=weights,
                                              overrides="*.bias|1.*: rule=adamw m=fp32 v=fp32")
 
     def train(model, optimizer, number):
         torch.manual_seed(number)
         for p in model.parameters():
-            p.grad = distribute_tensor(torch.randn(p.shape, device=device), mesh, [Shard(0)])
+            p.grad = distribute_tensor(torch.randn(p.shape, device=device).to(dtype), mesh, [Shard(0)])
         optimizer.step()
 
-    path = f"{folder}/fsdp.{preset}.{whole_file}"
+    path = f"{folder}/fsdp.{preset}.{whole_file}.{weights}"
     save = StateDictOptions(full_state_dict=whole_file, cpu_offload=whole_file)
     load = StateDictOptions(full_state_dict=whole_file, broadcast_from_rank0=whole_file)
     model, optimizer = open_model()
@@ -142,6 +143,7 @@ for preset in OF_WHOLE:
 for whole_file in (False, True):
     fsdp("muon8", whole_file)
     fsdp("adamw8", whole_file)
+    fsdp("adamw32", whole_file, torch.bfloat16, "bf16+16")  # collectives take no int16
 print("ok", flush=True)
 dist.barrier()  # a rank that goes while the other still reads from it ends with an error of gloo
 dist.destroy_process_group()

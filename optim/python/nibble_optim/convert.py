@@ -47,7 +47,26 @@ def _single(optimizer):
     part = optimizer._parts[0]
     if part.shares or any(count >= 0 for *_, count in part.tensors):
         raise ValueError("the parameters are sharded; gather them first")
+    _require_order(part)
     return part
+
+
+def _require_order(part):
+    """Refuses parameters that do not come in ./train's order, or matrices whose rows are ./train's columns."""
+    shapes, d = [(rows, cols) for _, rows, cols, *_ in part.tensors], part.tensors[0][2]
+    block = [(1, d), (1, d), (3 * d, d), (1, 3 * d), (d, d), (1, d), (1, d), (1, d), (4 * d, d), (1, 4 * d), (d, 4 * d),
+             (1, d)]
+    wanted = shapes[:2] + block * ((len(shapes) - 4) // 12) + [(1, d)] * 2
+    if len(shapes) < 4 or len(shapes) != len(wanted):
+        raise ValueError(f"the optimizer has {len(shapes)} parameters, and ./train's GPT-2 has 4 and 12 for each layer")
+    for (name, *_), shape, want in zip(part.tensors, shapes, wanted):
+        if shape == want[::-1] != want:
+            raise ValueError(f"{name} is {shape[0]} x {shape[1]}, inputs by outputs, as transformers' Conv1D has it, "
+                             "and ./train has outputs by inputs; make the optimizer with "
+                             'transposed="c_attn.weight|c_proj.weight|c_fc.weight"')
+        if shape != want:
+            raise ValueError(f"{name} is {shape[0]} x {shape[1]}, and ./train has {want[0]} x {want[1]} in its place; "
+                             "give the parameters in ./train's order")
 
 
 def to_train(optimizer, path):

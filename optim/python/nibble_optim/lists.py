@@ -26,14 +26,6 @@ def increment_versions(tensors):
             increment_version(tensor)
 
 
-_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-
-
-def same_addresses(tensors, known, numbers):
-    """Returns True if the tensors lie at these addresses; `numbers` is list(range(len(tensors)))."""
-    return _equal(tensors, known, numbers) if _equal else addresses(tensors) == known
-
-
 class Layout:
     """Holds types, devices, shapes and strides of tensors, without the tensors."""
 
@@ -68,14 +60,4 @@ try:
     _guards = _trusted(torch._C._dynamo.guards.TensorGuards)
 except Exception:  # another version of torch lacks the class, or it has other arguments
     _guards = None
-_one = torch.zeros(2)
-try:
-    if not _equal([_one], [_one.data_ptr()], [0]) or _equal([_one], [_one.data_ptr() + 4], [0]):
-        _equal = None
-except Exception:
-    _equal = None
-try:
-    increment_version([_one])
-    _takes_lists = _one._version == 1
-except Exception:  # before torch 2.6
-    _takes_lists = False
+_takes_lists = torch.__version__ >= (2, 6)

@@ -1,0 +1,214 @@
+"""Cases of test_torch.py about what the optimizer takes and refuses: mistakes at construction, parameters of mixed
+types, orders and orientations, gradients of another type than theirs, and states that other code changes."""
+import copy
+import io
+import tempfile
+
+from test_torch import batch, make, model_of, nibble_optim, raises, same, torch, train
+
+
+def parameter(*shape):
+    return torch.nn.Parameter(torch.sin(torch.arange(float(torch.Size(shape).numel())) ** 2).view(shape))
+
+
+def give(params, number):
+    """Gives the parameters gradients, which depend on a step's number."""
+    for i, p in enumerate(params):
+        p.grad = torch.cos(number * (i + 1.0) + torch.arange(float(p.numel())) ** 2).view(p.shape).to(p.dtype)
+
+
+def test_torch_refused_at_construction():
+    vector, matrix, wide = parameter(8), parameter(6, 8), parameter(4, 12)
+    of = nibble_optim.Optimizer
+    for kind, words, function in [
+            (ValueError, "overrides: lnn matches no parameter", lambda: of([("ln", vector)], overrides="lnn: m=fp32")),
+            (ValueError, "stacked: q matches no parameter", lambda: of([("a", matrix)], rule="muon", stacked="q:3")),
+            (ValueError, "transposed: q matches no", lambda: of([("a", matrix)], rule="muon", transposed="q")),
+            (ValueError, "is a vector", lambda: of([vector], rule="muon", overrides="none")),
+            (ValueError, "e4m3x", lambda: of([{"params": [matrix]}, {"params": [vector], "m": "e4m3x"}])),
+            (ValueError, "no 4 equal matrices", lambda: of([("a", matrix)], rule="muon", stacked="a:4")),
+            (ValueError, 'add transposed="a"', lambda: of([("a", wide)], rule="muon", stacked="a:3")),
+            (ValueError, "takes all matrices", lambda: of([matrix], rule="muon").step_in_backward()),
+            (ValueError, "eps: 0 was", lambda: of([vector], eps=0.0)),
+            (ValueError, "eps: 0 was", lambda: of([matrix, vector], rule="muon", eps=0.0)),
+            (ValueError, "all parameters are fp32", lambda: of([vector], weights="bf16:sr")),
+            (TypeError, "set", lambda: of({vector})), (TypeError, "set", lambda: of([{"params": {vector}}]))]:
+        raises(kind, words, function)
+    optimizer = of([("a", matrix)], rule="muon", overrides="none")
+    raises(ValueError, "is a vector", lambda: optimizer.add_param_group({"params": [("b", vector)]}))
+    give([matrix, vector], 1)
+    before = matrix.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, matrix) and len(optimizer.param_groups) == 1
+    for settings in (dict(rule="lion"), dict(rule="sgd"), dict(preset="muon")):
+        p = parameter(6, 8)
+        give([p], 1)
+        of([p], eps=0.0, **settings).step()
+        assert p.isfinite().all() and not torch.equal(p, parameter(6, 8))
+
+
+def test_torch_types_of_parameters():
+    """With `weights`, each parameter is stored as its type allows."""
+    params = [parameter(6, 8), torch.nn.Parameter(parameter(8, 6).bfloat16())]
+    optimizer = nibble_optim.Optimizer(params, preset="adamw32", weights="bf16+16")
+    give(params, 1)
+    optimizer.step()
+    assert [len(optimizer.state[p]) for p in params] == [4, 5] and "fp32" in optimizer.describe()[0]
+
+
+def test_torch_parameters_that_lie_otherwise():
+    """Transposed, with holes, and channels last: steps are those of the same parameters in their usual order."""
+    for settings in (dict(preset="adamw8"), dict(preset="adamw32"), dict(preset="muon"), dict(rule="adam-mini"),
+                     dict(preset="adafactor8"), dict(preset="rmnp4")):
+        base = torch.zeros(24, 40).bfloat16()
+        image = parameter(8, 4, 3, 3).detach().bfloat16()
+        others = [base[:, 8:32], torch.zeros(24, 16).bfloat16().t(), image.to(memory_format=torch.channels_last)]
+        usual = [parameter(24, 24), parameter(16, 24), image]
+        usual = [torch.nn.Parameter(p.detach().bfloat16().contiguous()) for p in usual]
+        for q, p in zip(others, usual):
+            q.copy_(p.detach())
+        others = [torch.nn.Parameter(q) for q in others]
+        runs = [(params, nibble_optim.Optimizer(params, lr=1e-2, seed=1, **settings)) for params in (usual, others)]
+        for number in range(1, 5):
+            for params, optimizer in runs:
+                give(params, number)
+                if number == 2:
+                    with torch.no_grad():
+                        params[0].mul_(0.5)
+                if number == 3:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                optimizer.step()
+        assert all(map(torch.equal, usual, others)) and not others[0].is_contiguous(), settings
+        assert (base[:, :8] == 0).all() and (base[:, 32:] == 0).all(), "the holes hold what they did"
+
+
+def test_torch_transposed():
+    """Matrices with inputs as rows, as transformers' Conv1D keeps them: steps and states are torch.nn.Linear's."""
+    for settings in (dict(preset="adamw8"), dict(preset="muon", stacked="c_attn.weight:3"), dict(preset="rmnp4"),
+                     dict(preset="adafactor8"), dict(rule="normuon"), dict(rule="adam-mini", m="bf16")):
+        linear = {"c_attn.weight": parameter(36, 12), "c_attn.bias": parameter(36), "c_proj.weight": parameter(12, 24)}
+        conv = {name: torch.nn.Parameter(p.detach().t().contiguous() if p.dim() > 1 else p.detach().clone())
+                for name, p in linear.items()}
+        runs = [nibble_optim.Optimizer(params.items(), lr=1e-2, seed=1, **settings, **more)
+                for params, more in ((linear, {}), (conv, {"transposed": "c_attn|c_proj.weight"}))]
+        for number in range(1, 4):
+            give(linear.values(), number)
+            for name, q in conv.items():
+                grad = linear[name].grad
+                q.grad = grad.t() if grad.dim() > 1 else grad
+            for optimizer in runs:
+                optimizer.step()
+            runs[1].load_state_dict(copy.deepcopy(runs[1].state_dict()))
+        for name, p in linear.items():
+            assert torch.equal(p, conv[name].t() if p.dim() > 1 else conv[name]), (settings, name)
+
+
+def test_torch_rules_of_matrices_leave_the_rest():
+    """Embeddings, heads, norms and biases by the names of several models, and all vectors, are adamw's."""
+    rest = ["model.embed_tokens.weight", "lm_head.weight", "tok_embeddings.weight", "model.norm.weight", "bias",
+            "transformer.wte.weight", "layers.0.attention_norm.weight"]
+    for preset in ("muon", "muon8", "galore8", "rmnp4"):
+        named = [(name, parameter(8, 8)) for name in rest + ["layers.0.fc.weight"]] + [("layers.0.gain", parameter(8))]
+        optimizer = nibble_optim.Optimizer(named, preset=preset)
+        give([p for _, p in named], 1)
+        optimizer.step()
+        rules = {name: set(optimizer.state[p]) for name, p in named}
+        own = rules.pop("layers.0.fc.weight")
+        assert len(set(map(frozenset, rules.values()))) == 1 and own != rules["bias"], (preset, own, rules)
+        assert "v" in rules["bias"], preset
+    unnamed = [parameter(8, 6), parameter(8)]
+    optimizer = nibble_optim.Optimizer(unnamed, preset="muon")
+    give(unnamed, 1)
+    optimizer.step()
+    assert ["v" in optimizer.state[p] for p in unnamed] == [False, True]
+
+
+def test_torch_gradients_of_another_type():
+    """bf16 parameters with fp32 gradients: saved states, copies and pickles go on to the bit."""
+    if not hasattr(torch.nn.Parameter, "grad_dtype"):
+        return "skipped: torch has no grad_dtype before 2.10"
+
+    def steps(params, optimizer, first, last):
+        for number in range(first, last + 1):
+            for i, p in enumerate(params):
+                p.grad_dtype = torch.float32
+                p.grad = torch.cos(number * (i + 1.0) + torch.arange(float(p.numel()))).view(p.shape)
+            optimizer.step()
+
+    def start(params):
+        return nibble_optim.Optimizer(params, preset="adamw8", lr=1e-2, seed=1)
+
+    params = [torch.nn.Parameter(p.detach().bfloat16()) for p in (parameter(24, 24), parameter(30))]
+    optimizer = start(params)
+    steps(params, optimizer, 1, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = [copy.deepcopy((params, optimizer))]
+    file = io.BytesIO()
+    torch.save((params, optimizer), file)
+    file.seek(0)
+    others.append(torch.load(file, weights_only=False))
+    loaded = copy.deepcopy(params)
+    others.append((loaded, start(loaded)))
+    others[-1][1].load_state_dict(saved)
+    steps(params, optimizer, 4, 6)
+    assert "grads fp32" in optimizer.describe()[0]
+    for again, other in others:
+        steps(again, other, 4, 6)
+        assert all(map(torch.equal, params, again)) and len(other.describe()) == 1
+        assert all(torch.equal(value, other.state[q][name]) for p, q in zip(params, again)
+                   for name, value in optimizer.state[p].items())
+
+
+def test_torch_states_taken_and_replaced():
+    def pop(optimizer, p):
+        optimizer.state.pop(p)
+
+    def replace_all(optimizer, p):
+        optimizer.state = {q: {name: value.clone() for name, value in state.items()}
+                           for q, state in optimizer.state.items() if q is not p}
+
+    for change in (pop, replace_all):
+        model = model_of()
+        optimizer = make(model, preset="adamw8")
+        train(model, optimizer, 1, 3)
+        saved = copy.deepcopy(optimizer.state_dict())
+        del saved["state"][1]
+        again = copy.deepcopy(model)
+        other = make(again, preset="adamw8")
+        other.load_state_dict(saved)
+        change(optimizer, model[0].bias)
+        train(model, optimizer, 4, 6)
+        train(again, other, 4, 6)
+        assert same(model, again) and int(optimizer.state[model[0].bias]["step"]) == 3, change
+    # A state's tensor is replaced; a parameter is replaced, and its state goes with it.
+    for replaces in (False, True):
+        params = [parameter(8, 8), parameter(8)]
+        optimizer = nibble_optim.Optimizer(params, preset="adamw32", lr=1e-2, weight_decay=0.0)
+        give(params, 1)
+        optimizer.step()
+        state = optimizer.state[params[0]]
+        state["m"] = torch.zeros(8, 8)
+        if replaces:
+            new = torch.nn.Parameter(params[0].detach().clone())
+            optimizer.state[new] = optimizer.state.pop(params[0])
+            optimizer.param_groups[0]["params"][0] = params[0] = new
+        before = params[0].detach().clone()
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert torch.equal(params[0], before) and int(optimizer.state[params[0]]["step"]) == 2, "m was 0, and is used"
+        optimizer.state[params[0]]["m"] = torch.zeros(3)
+        raises(ValueError, "shapes that it was saved with", optimizer.step)
+
+
+def test_torch_release_under_ddp_is_refused():
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        try:
+            model = model_of()
+            make(model, preset="adamw8").step_in_backward()
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+            x, y = batch(model, 1)
+            raises(RuntimeError, "DistributedDataParallel", lambda: (wrapped(x) - y).square().sum().backward())
+        finally:
+            torch.distributed.destroy_process_group()
