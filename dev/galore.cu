@@ -1,18 +1,18 @@
-// GaLore's step of one matrix (optim/matrix/low_rank.h): project the gradient onto r directions, Adam there, project
-// back, and update the weights:
+// A study of GaLore's step of one matrix (optim/matrix/low_rank.h, whose way is like "plain"): project the gradient
+// onto r directions, Adam there, project back, and update the weights:
 //     low = G Q^T;  m, v, N = Adam of low;  W = keep W - rate N Q         (a wide matrix: low = Q G, W = ... Q^T N)
 //     plain     the library's products, Adam and the update of the weights as kernels of their own; U is in memory
 //     hybrid    the library's products, of which the second adds to the weights (beta = keep); Adam between them
-//     ours      kernels/low_rank.cuh: Adam in the epilogue of the first product, the weights in that of the second
-//     wgmma     the same on sm_90a: in bf16 by galore_project.cuh and low_rank_back.cuh for ranks up to 256, in fp32 by
-//               low_rank_project.cuh and galore_turned.cuh up to 128; the second product begins while the first one
+//     ours      galore_mma.cuh: Adam in the epilogue of the first product, the weights in that of the second
+//     wgmma     the same on sm_90a: in bf16 by galore_project.cuh and galore_back.cuh for ranks up to 256, in fp32 by
+//               galore_project_tf32.cuh and galore_turned.cuh up to 128; the second product begins while the first one
 //               ends
 // in fp32 (ours: each product as three of TF32), fp32 with TF32 products, and bf16 (weights, gradients, Q and N bf16; m
 // and v fp32). Each is checked against float64 first. Floor: the gradient read once, the weights and m and v read and
 // written once, at the copy rate of the same run. The library's algorithm is the fastest of its first eight proposals.
 //   make build/dev/galore && ./build/dev/galore [parts] [bf16] [128] [ours]
 // "parts" times both halves of the step by themselves; a precision, a rank or a variant picks that one alone.
-#include "../kernels/low_rank_back.cuh"
+#include "galore_back.cuh"
 #include "galore_project.cuh"
 #include "galore_turned.cuh"
 #include "double.h"

@@ -1,4 +1,4 @@
-// The first product of low_rank.cuh in bf16 on sm_90a, with operands and clusters as in kernels/low_rank_project.cuh:
+// The first product of galore_mma.cuh in bf16 on sm_90a, with operands and clusters as in galore_project_tf32.cuh:
 //     a: Q, 64 rows a warpgroup;  b: G, 128 to 192 channels, as many as are done first
 // The end differs from the one there, which takes a third of a short product's time. The blocks of a cluster own groups
 // of eight channels in turns. When all have multiplied, a thread sends its sums of a group, four
@@ -7,7 +7,7 @@
 // which leaves this product to the library, does not use it. Deterministic. Sizes are multiples of 8, addresses of 16
 // bytes.
 #pragma once
-#include "../kernels/low_rank_project.cuh"
+#include "galore_project_tf32.cuh"
 
 #ifdef __CUDACC__
 constexpr int LH_PIECE_BYTES = 256 * 16;  // what the threads of a block send of a group

@@ -1,5 +1,5 @@
-// The second product of low_rank.cuh, U = x^T y^T turned, with its update of the weights, in fp32 with TF32 products on
-// sm_90a: for matrices W (rows, cols),
+// The second product of galore_mma.cuh, U = x^T y^T turned, with its update of the weights, in fp32 with TF32 products
+// on sm_90a: for matrices W (rows, cols),
 //     right: x = Q (rank, C), y = N (R, rank),      left: x = N (rank, C), y = Q^T (R, rank)
 // wgmma takes operands of TF32 from shared memory only with K along a row, which y has and x has not. So x goes through
 // registers, and what a block makes is U transposed: it keeps 128 columns of x as operands of its two warpgroups, walks
@@ -7,11 +7,11 @@
 // engine's permutation puts the words of a warp in different banks. The blocks share all steps evenly.
 //
 // y must be rounded to TF32 (low_split), since the tensor cores cut; x is rounded here. With PARTS 3, x and y are in
-// two parts of 11 bits, as in low_rank.cuh, and y's second one is an array of its own. The rank is at most 128.
+// two parts of 11 bits, as in galore_mma.cuh, and y's second one is an array of its own. The rank is at most 128.
 // The optimizer, whose products of fp32 have a rank of any size, does not use it. Deterministic. Sizes are multiples of
 // 8, addresses of 16 bytes.
 #pragma once
-#include "../kernels/low_rank_project.cuh"
+#include "galore_project_tf32.cuh"
 
 #ifdef __CUDACC__
 constexpr int LT_ROWS = 32, LT_THREADS = 384, LT_PANEL_BYTES = LT_ROWS * PANEL_ROW_BYTES;

@@ -19,6 +19,7 @@ struct MatmulShape {
     cudaDataType_t input, output;
     cudaDataType_t input_b;  // of b, where a is fp8; otherwise b is as a
     int32_t fast;            // fp8: sums may have fewer bits between instructions
+    int32_t tf32;            // fp32: operands may be rounded to TF32
     cublasLtEpilogue_t epilogue;
     uint32_t alignment;  // of every pointer, at most 256 bytes
     bool batched;
@@ -303,7 +304,8 @@ inline void matmul_describe(MatmulPlan* plan, const MatmulShape* shape) {
     plan->shape = *shape;
     const bool fp8 = matmul_is_fp8(shape);
     bool transpose_a = shape->op_a == CUBLAS_OP_T, transpose_b = shape->op_b == CUBLAS_OP_T;
-    check(cublasLtMatmulDescCreate(&plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    check(cublasLtMatmulDescCreate(&plan->desc, shape->tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F,
+                                   CUDA_R_32F));
     matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSA, shape->op_a);
     matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_TRANSB, shape->op_b);
     matmul_set(plan->desc, CUBLASLT_MATMUL_DESC_EPILOGUE, shape->epilogue);

@@ -18,6 +18,8 @@ struct MatmulProduct {
     bool transpose_a, transpose_b;
     float alpha, beta;
     int64_t batch, stride_a, stride_b, stride_d;  // strides in elements; c has d's
+    bool alone = false;                           // one matrix, never more: thread blocks may share its depth
+    float* parts = nullptr;  // of fp32 on a GPU: device memory for a and b, for the products described below
 };
 
 // Plainly, and fp32: each element is one chain of fmaf over k, and then alpha sum + beta c, where an alpha of 1 begins
@@ -46,16 +48,11 @@ inline void matmul_product_cpu(const MatmulProduct* p, float* d, const float* a,
     }
 }
 
-// Sums are fp32; X is bf16 or, on the CPU always, float. Dimensions of bf16 are multiples of 8.
-template <typename X, typename D>
-void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a, const X* b, const D* c) {
-    if (p->batch == 0) return;
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
-        matmul_product_cpu(p, (float*)d, (const float*)a, (const float*)b, (const float*)c);
-        return;
-    }
 #ifdef __CUDACC__
+// One launch of cuBLASLt. With `tf32` it may round operands of fp32 to the 11 bits of TF32.
+template <typename X, typename D>
+void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X* a, const X* b, const D* c,
+                        bool tf32) {
     // cuBLASLt reads all of them transposed: d^T = op(b)^T op(a)^T.
     MatmulShape shape;
     memset(&shape, 0, sizeof(shape));
@@ -64,12 +61,14 @@ void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a,
     shape.op_b = p->transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     shape.input = matmul_type<X>(), shape.output = matmul_type<D>();
     shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-    shape.batched = true;
+    shape.batched = !p->alone, shape.tf32 = tf32;
     // One matrix needs no strides, but cuBLASLt is asked for an algorithm for several, whose outputs must not overlap.
     const bool one = p->batch == 1;
-    shape.stride_a = one ? p->depth * p->cols : p->stride_b;
-    shape.stride_b = one ? p->rows * p->depth : p->stride_a;
-    shape.stride_d = one ? p->rows * p->cols : p->stride_d;
+    if (!p->alone) {
+        shape.stride_a = one ? p->depth * p->cols : p->stride_b;
+        shape.stride_b = one ? p->rows * p->depth : p->stride_a;
+        shape.stride_d = one ? p->rows * p->cols : p->stride_d;
+    }
     MatmulPointers pointers = {b, a, d, p->beta != 0.0f ? c : d, nullptr};
     const uint64_t apart =
         256 | (uint64_t)(shape.stride_a | shape.stride_b) * sizeof(X) | (uint64_t)shape.stride_d * sizeof(D);
@@ -81,9 +80,57 @@ void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a,
         user_error("cuBLASLt has no algorithm for an optimizer's product of %lld x %lld x %lld; take another --rule",
                    (long long)p->rows, (long long)p->cols, (long long)p->depth);
     }
-    matmul_batch(plan, (int32_t)p->batch);
+    if (!p->alone) matmul_batch(plan, (int32_t)p->batch);
     check(cublasLtMatmul(dev->cublaslt, plan->desc, &p->alpha, b, plan->a, a, plan->b, &p->beta,
                          p->beta != 0.0f ? c : d, plan->d, d, plan->d, &plan->algorithm, dev->workspace,
                          WORKSPACE_BYTES, dev->stream));
+}
+
+// to = x rounded to TF32 or, with `rest`, what that leaves of x, rounded to TF32. Grid any, block 256.
+static __global__ void matmul_part_kernel(float* to, const float* x, int64_t n, bool rest) {
+    for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < n; i += 256ll * gridDim.x) {
+        uint32_t part;
+        asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(part) : "f"(x[i]));
+        if (rest) asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(part) : "f"(x[i] - __uint_as_float(part)));
+        to[i] = __uint_as_float(part);
+    }
+}
+
+inline void matmul_part(const Device* dev, float* to, const float* x, int64_t n, bool rest) {
+    const int64_t blocks = ceil_div(n, 1024);
+    matmul_part_kernel<<<(unsigned)(blocks < 8192 ? blocks : 8192), 256, 0, dev->stream>>>(to, x, n, rest);
+    check_launch();
+}
+
+// One product of fp32 as three of TF32. Each operand is the sum of two parts of 11 bits and a rest of at most 2^-22 of
+// it: a = a1 + a2. The sum a2 b1 + a1 b2 + a1 b1 leaves out a2 b2 and the rests, at most 3 2^-22 of |a| |b|.
+inline void matmul_product_parts(const Device* dev, const MatmulProduct* p, float* d, const float* a, const float* b,
+                                 const float* c) {
+    const int64_t of_a = p->rows * p->depth, of_b = p->depth * p->cols;
+    float *part_a = p->parts, *part_b = part_a + of_a;
+    MatmulProduct sum = *p;
+    for (int i = 0; i < 3; i++) {
+        if (i < 2) matmul_part(dev, part_a, a, of_a, i == 0);
+        matmul_part(dev, part_b, b, of_b, i == 1);
+        matmul_product_gpu<float, float>(dev, &sum, d, part_a, part_b, i == 0 ? c : d, true);
+        sum.beta = 1.0f;
+    }
+}
+#endif
+
+// Sums are fp32; X is bf16 or fp16 or, on the CPU always, float. Dimensions of 16 bits are multiples of 8.
+template <typename X, typename D>
+void matmul_product(const Device* dev, const MatmulProduct* p, D* d, const X* a, const X* b, const D* c) {
+    if (p->batch == 0) return;
+    if (!dev->gpu) {
+        assert(sizeof(X) == sizeof(float) && sizeof(D) == sizeof(float));
+        matmul_product_cpu(p, (float*)d, (const float*)a, (const float*)b, (const float*)c);
+        return;
+    }
+#ifdef __CUDACC__
+    if constexpr (std::is_same_v<X, float> && std::is_same_v<D, float>) {
+        if (p->parts) return matmul_product_parts(dev, p, d, a, b, c);
+    }
+    matmul_product_gpu<X, D>(dev, p, d, a, b, c, false);
 #endif
 }

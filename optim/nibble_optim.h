@@ -76,8 +76,7 @@ typedef struct {
     double lr, weight_decay;
     float beta1, beta2, eps;  // rmnp, normuon-lite, muon and normuon have the setting momentum in beta1's place
     // Number of these tensors' step, from 1, for bias corrections and new directions; 0: the NibbleStep's. Do not count
-    // steps that changed nothing: galore and fira could then miss their first directions and not move for rank_gap
-    // steps.
+    // steps that changed nothing.
     int64_t step;
     const float* lr_at;  // on the device: a captured step reads lr here in each replay; null: it keeps `lr`
 } NibbleGroup;

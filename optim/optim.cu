@@ -356,9 +356,10 @@ static void matrix_create(Optim* optim, int index) {
     const Device* dev = optim->dev;
     MatrixWork* work = &launch->matrix;
     int64_t* total = &optim->allocated.tables;
-    const Rows rows = apply_rows(&launch->rows);
-    kernel_create(optim, &launch->plan->config, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
     work->plan = matrix_plan(dev, optim->plan, index, optim->tensors, optim->count);
+    Rows rows = apply_rows(&launch->rows);
+    if (low_rank_in_bf16(dev, &launch->plan->config, &work->plan)) rows.grads = launch->rows.grads;
+    kernel_create(optim, &launch->plan->config, &launch->apply, &rows, kernel_tiles(optim, launch->plan));
     const int64_t bytes = work->plan.matrices * (int64_t)sizeof(Matrix);
     work->matrix = (Matrix*)allocate_zero(optim, bytes, total);
     upload(optim, work->matrix, work->plan.matrix, bytes);
@@ -729,7 +730,7 @@ static void moment_arguments(const StepLaunch* launch, const MatrixChunk* chunk,
         moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
         moment->grads = from_begin(rows->grads, {work->low, nullptr}, chunk->low_begin);
         moment->weights = from_begin(rows->weights, {work->direction, nullptr}, chunk->low_begin);
-        if (!low->fused) moment->grad_scale = work->unit;  // the scratch includes the factor
+        if (!low->in_bf16) moment->grad_scale = work->unit;  // the scratch includes the factor
         const Settings rate = {1.0, 0.0};  // a direction has learning rate 1; the update has the real one
         for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
     } else {
@@ -748,10 +749,10 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
     const Device* dev = optim->dev;
     const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
     const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
-               fused = projects && low_rank_fuses(dev, &launch->plan->config, work);
+               in_bf16 = low_rank_in_bf16(dev, &launch->plan->config, &work->plan);
     const LowStep low = {
         dev,       its->config, work, &launch->kept[SLOT_BASIS], arguments->grads.codes, is_bf16, arguments->grad_scale,
-        its->step, fused};
+        its->step, in_bf16};
     matrix_begin(dev, work, arguments->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
@@ -762,11 +763,6 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
         if (projects) low_rank_project(&low, i);
         moment_arguments(launch, chunk, &low, &moment);
         kernel_run(optim, &launch->kernel, &moment);
-        if (fused) {
-            if (optim->compute != OPTIM_BF16) apply.copy = none;  // optim_step_end makes it
-            low_rank_apply(&low, i, &apply, its->places);
-            continue;
-        }
         if (projects) low_rank_update(&low, i);
         if (!projects) matrix_update(dev, its->config, work, i, (const float*)v->extra, v->next);
         chunk_tiles(chunk, &apply);
@@ -807,7 +803,7 @@ static void launch_step(const Optim* optim, const StepLaunch* launch, int64_t fi
     launch_arrays(optim, launch, arguments);
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
-    const LaunchStep its = {&launch->plan->config, step, nullptr};
+    const LaunchStep its = {&launch->plan->config, step};
     if (!launch->rows.rule->matrix) launch_passes(optim, launch, its.config, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments, &its);
 }

@@ -26,7 +26,6 @@ struct PlacedState {
     PlacedTensor its;
     int group;                    // the caller's; -1: no gradient
     bool weights_off, grads_off;  // true if they do not begin at a multiple of 16 bytes
-    int32_t first_slot;           // weights_slot of its first tile
     int number;                   // of its constants among those of its run; -1: none yet
 };
 
@@ -66,7 +65,6 @@ struct PlacedTables {
     bool built;
     PlacedRun* run;
     int runs;
-    LowPlace* low;  // of the matrices that are stepped now
     int64_t tiles, staged;
     Tile* step_tiles;            // device memory (tiles)
     int64_t whole_at[LAUNCHES];  // first tile, in the arena beside, of the gradients of a rule of rows or matrices
@@ -212,7 +210,7 @@ void placed_free(PlacedTables* tables) {
     device_free(tables->parts.dev, tables->scalars), device_free(tables->parts.dev, tables->clock);
     device_free(tables->parts.dev, tables->replayed);
     device_free(tables->parts.dev, tables->view.pointers);
-    free(tables->tensor), free(tables->pointers), free(tables->low), free(tables);
+    free(tables->tensor), free(tables->pointers), free(tables);
 }
 
 // Building the tables.
@@ -245,21 +243,16 @@ static int run_group(PlacedRun* run, int group, int settings) {
     return run->groups++;
 }
 
-// Returns true if a tensor's weights are updated as a matrix, not by tiles (the fused way of low_rank.h).
-static bool is_fused(const PlacedTables* tables, int t) {
-    const OptimParts* parts = &tables->parts;
-    const int launch = parts->plan->launch_of[t];
-    const OptimConfig* config = &parts->plan->launch[launch].config;
-    return is_low_rank(rule_of(config)) && low_rank_fuses(parts->dev, config, optim_matrix_work(tables->optim, launch));
-}
-
 // Returns where the updates of a launch's tile of this number will be, in the scratch of its chunk; null with rules
 // that read no matrices.
-static const float* update_of(const PlacedTables* tables, int launch, int64_t tile) {
+static const void* update_of(const PlacedTables* tables, int launch, int64_t tile) {
     const MatrixWork* work = optim_matrix_work(tables->optim, launch);
+    const OptimParts* parts = &tables->parts;
+    const int64_t bytes = low_rank_in_bf16(parts->dev, &parts->plan->launch[launch].config, &work->plan) ? 2 : 4;
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
-        if (tile < chunk->tile + chunk->tiles) return work->scratch + (tile - chunk->tile) * TILE_ELEMENTS;
+        if (tile < chunk->tile + chunk->tiles)
+            return (char*)work->scratch + (tile - chunk->tile) * TILE_ELEMENTS * bytes;
     }
     return nullptr;
 }
@@ -271,7 +264,7 @@ static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int gr
     const OptimTensor* tensor = &tables->parts.tensors[t];
     PlacedState* state = &tables->tensor[t];
     const PlacedTensor* placed = &state->its;
-    const bool whole = run->has_passes || run->matrix, fused = is_fused(tables, t);
+    const bool whole = run->has_passes || run->matrix;
     const int64_t tiles = tensor_padded(tensor) / TILE_ELEMENTS, first = tensor->offset / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
         const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from;
@@ -279,8 +272,7 @@ static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int gr
         tile.begin = (uint16_t)(from < 0 ? -from : 0);
         tile.end = (uint16_t)(left < TILE_ELEMENTS ? left : TILE_ELEMENTS);
         const bool partly = tile.end - tile.begin < TILE_ELEMENTS;
-        if ((partly && !fused) || state->weights_off) tile.weights_slot = build->weights_slots++;
-        if (i == 0) state->first_slot = tile.weights_slot;
+        if (partly || state->weights_off) tile.weights_slot = build->weights_slots++;
         if (run->matrix) tile.update = update_of(tables, run->launch, build->tiles - run->first);
         if (whole) {
             tile.grads_slot = (int32_t)(whole_slot + first + i);
@@ -494,30 +486,11 @@ static const char* whole_grads(const PlacedTables* tables, int launch) {
     return tables->view.grads + first * tables->view.grad_bytes;
 }
 
-// Returns the places of the weights of a launch's matrices, in the order of its plan. Matrices that are not aligned
-// are in the arena beside.
-static LowPlace* low_places(PlacedTables* tables, int launch) {
-    const OptimParts* parts = &tables->parts;
-    const PlacedView* view = &tables->view;
-    const MatrixPlan* matrices = &optim_matrix_work(tables->optim, launch)->plan;
-    LowPlace* places = tables->low = (LowPlace*)memory_grow(tables->low, (size_t)matrices->matrices * sizeof(LowPlace));
-    for (int i = 0; i < matrices->matrices; i++) {
-        const int t = matrices->matrix[i].tensor;
-        const int64_t slot = tables->tensor[t].first_slot;
-        const int64_t before = matrices->matrix[i].element - parts->tensors[t].offset;  // above 0 in a stacked tensor
-        char* weights =
-            slot < 0 ? (char*)tables->pointers[t].weights : view->weights + slot * TILE_ELEMENTS * view->weight_bytes;
-        places[i] = {weights + before * view->weight_bytes, tables->tensor[t].number};
-    }
-    return places;
-}
-
 static void run_step(PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
     const NibbleGroup* group = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
     const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
-    LowPlace* places = run->matrix ? low_places(tables, run->launch) : nullptr;
-    const LaunchStep its = {&own, own_step(group, step), places};
+    const LaunchStep its = {&own, own_step(group, step)};
     optim_launch(tables->optim, run->launch, run->matrix ? whole_grads(tables, run->launch) : nullptr, &arguments,
                  &its);
 }
@@ -635,7 +608,7 @@ static void run_passes(const PlacedTables* tables, const PlacedRun* run, const N
     for (int i = 0; i < plan->groups; i++) {
         arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step);
     }
-    const LaunchStep its = {&own, own_step(group, step), nullptr};
+    const LaunchStep its = {&own, own_step(group, step)};
     optim_passes(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
 }
 

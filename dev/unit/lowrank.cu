@@ -1,8 +1,6 @@
 // Tests of the rules that project gradients: galore, fira, apollo and apollo-mini against the papers' equations in
 // double, five steps; the directions of galore against the gradient's leading ones; and the products of its fused way.
-#include "../../kernels/low_rank_back.cuh"
-#include "../galore_project.cuh"
-#include "../galore_turned.cuh"
+#include "../../kernels/matmul_product.cuh"
 #include "../../optim/matrix/low_rank.h"
 #include "steps.h"
 #include "tensor_cores.h"
@@ -31,9 +29,10 @@ struct LowRun {
 };
 
 static Shape stepped;  // the shape of given_gradient's matrix
+static int zeros;      // steps before its first gradient that is not zero
 
 static float given_gradient(int64_t step, int, int64_t i) {
-    return (float)low_gradient((int)step, stepped, (int)i);
+    return step > zeros ? (float)low_gradient((int)step - zeros, stepped, (int)i) : 0.0f;
 }
 
 // Five steps with low->config, whose gradients are fp32 or bf16; if `beside`, next to another matrix, which comes
@@ -84,7 +83,7 @@ static double stored_weight(const OptimConfig* config, int step, int i, double p
 }
 
 // The papers' steps in double, with the directions q (rank, side); channel c is an index of the longer side. With
-// `rounds`, gradients and N are rounded to bf16.
+// `rounds`, gradients, N and U are rounded to bf16.
 static void reference_low(const LowRun* run, const Shape& s, const double* q, double* p, bool rounds = false) {
     const OptimConfig* config = &run->config;
     static double g[MOST_LOW], low[MOST_LOW], m[MOST_LOW], v[MOST_LOW], direction[MOST_LOW];
@@ -127,7 +126,7 @@ static void reference_low(const LowRun* run, const Shape& s, const double* q, do
                 for (int r = 0; r < rank; r++) inside += low[c * rank + r] * q[r * side + k];
                 for (int r = 0; r < rank; r++) back += direction[c * rank + r] * q[r * side + k];
                 const double rest = scale * (fira ? g[at(c, k)] - inside : g[at(c, k)]);
-                update[at(c, k)] = galore ? 0.25 * back : rest;
+                update[at(c, k)] = galore ? (rounds ? in_bf16(0.25 * back, true) : 0.25 * back) : rest;
                 norm += rest * rest;
                 if (fira) g[at(c, k)] = 0.25 * back;  // no channel reads it again
             }
@@ -175,11 +174,10 @@ TEST_BOTH(lowrank_against_double) {
     snprintf(test->note, sizeof(test->note), "%.2g of the bound", worst);
 }
 
-// The fused way with gradients of fp32, which a GPU takes where sizes and rank allow it, against the CPU, with a
-// refresh in between. Weights of fp32 are within the bound above. Those of bf16 are the same codes but where the two
-// updates lie on both sides of a rounding, whose share is about the bound times the steps' size in codes, and one code
-// apart there.
-static void check_fused(Test* test, const char* weights) {
+// A GPU with gradients of fp32 against the CPU, with a refresh in between. Weights of fp32 are within the bound above.
+// Those of bf16 are the same codes but where the two updates lie on both sides of a rounding, whose share is about the
+// bound times the steps' size in codes, and one code apart there.
+static void check_fp32(Test* test, const char* weights) {
     static LowRun run[2];
     for (const Shape& s : {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}, Shape{96, 32, 3}}) {
         for (LowRun& each : run) {
@@ -199,18 +197,17 @@ static void check_fused(Test* test, const char* weights) {
         expect(sqrt(error / moved) <= (rounds ? 1.0 / 64 : 1.0 / 1024), "%s, %d x %d: %g off", weights, s.rows, s.cols,
                sqrt(error / moved));
         expect(!rounds || differ <= n / 50, "%s, %d x %d: %d of %d codes differ", weights, s.rows, s.cols, differ, n);
-        expect(differ > 0 || rounds, "%s, %d x %d: to the bit, so that way was not taken", weights, s.rows, s.cols);
     }
 }
 
-// With gradients of bf16, Q and N are rounded to bf16. Against a reference in double that rounds where the step does,
-// with the step's own Q, the sums of fp32 are left, as above; and an N on both sides of a rounding, by 2^-8 of itself,
-// whose share is that of the sums' error in a place of bf16, 2^-18 / 2^-9: 2^-8 sqrt(2^-9), a sixth of the bound.
-// (Beside a step that does not round, Adam makes more of it: in the first step N is the sign of low, and the leading
-// directions leak into the others through the rounding of Q.) Weights of bf16 are updated where the copy engine has
-// brought them. Their codes are the reference's but for updates on both sides of a rounding, and those are one code
-// apart; rows of 40 and 72 are not whole draws of noise.
-static void check_fused_bf16(Test* test, const char* weights, std::initializer_list<Shape> some) {
+// With gradients of bf16, Q, N and U are rounded to bf16. Against a reference in double that rounds where the step
+// does, with the step's own Q, the sums of fp32 are left, as above; and an N or U on both sides of a rounding, by 2^-8
+// of itself, whose share is that of the sums' error in a place of bf16, 2^-18 / 2^-9: 2^-8 sqrt(2^-9) each, a fourth of
+// the bound together. (Beside a step that does not round, Adam makes more of it: in the first step N is the sign of
+// low, and the leading directions leak into the others through the rounding of Q.) Codes of weights are the reference's
+// but for updates on both sides of a rounding, and those are one code apart; rows of 40 and 72 are not whole draws of
+// noise.
+static void check_bf16(Test* test, const char* weights, std::initializer_list<Shape> some) {
     static LowRun run;
     static double q[MOST_LOW], p[MOST_LOW];
     const bool codes = !is(weights, "fp32");
@@ -234,11 +231,11 @@ static void check_fused_bf16(Test* test, const char* weights, std::initializer_l
     }
 }
 
-TEST(lowrank_fused_gpu) {
-    for (const char* weights : {"fp32", "bf16", "bf16:sr"}) check_fused(test, weights);
-    check_fused_bf16(test, "fp32", {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}});
+TEST(lowrank_formats_gpu) {
+    for (const char* weights : {"fp32", "bf16", "bf16:sr"}) check_fp32(test, weights);
+    check_bf16(test, "fp32", {Shape{96, 32}, Shape{32, 96}, Shape{48, 48}});
     for (const char* weights : {"bf16", "bf16:sr"})
-        check_fused_bf16(test, weights, {Shape{96, 32}, Shape{32, 96}, Shape{72, 40}, Shape{40, 72}});
+        check_bf16(test, weights, {Shape{96, 32}, Shape{32, 96}, Shape{72, 40}, Shape{40, 72}});
 }
 
 // The matmuls read one of two formats of weights as it is stored: its memory is that of the other one's copy. adamw has
@@ -276,153 +273,80 @@ TEST_BOTH(lowrank_copies) {
 }
 
 #ifdef __CUDACC__
-// Bounds the error of a product of uniform numbers. fp32 is in two parts of 11 bits: three products, of which each has
-// at most 3 2^-22 of itself too little or too much; six standard deviations of these. Blocks that share a tile add up
-// to eight sums.
-static double low_bound(const Device* dev, int64_t depth, bool fp32) {
-    TensorCore core = tensor_core(dev->compute);
-    const double sums = 4.0 * EPS32 * 2.0 * sqrt((double)depth);
-    if (!fp32) return tensor_core_bound(core, depth, 1.0) + sums;
-    core.products /= 2;
-    return tensor_core_bound(core, 3 * depth, 1.0) + sums + 6.0 * ldexp(1.0, -22) * sqrt((double)depth);
-}
-
-// Adds U to weights.
-struct AddPairs {
-    struct Line {};
-    __device__ Line line(int, int) const { return {}; }
-    __device__ void pairs(Line, int, int, int, uint32_t (&w)[2], const float (&u)[4]) const {
-        const float2 near = pair_floats(w[0]), far = pair_floats(w[1]);
-        w[0] = pack_bf16(near.x + u[0], near.y + u[1]), w[1] = pack_bf16(far.x + u[2], far.y + u[3]);
-    }
-    __device__ float one(int, int, float w, float u) const { return w + u; }
-};
-
-// low, as the product of warpgroups in bf16 hands it over.
-struct StorePairs {
-    struct Two {};
-    float* low;
-    int64_t cols;
-
-    static __device__ Two outside() { return {}; }
-    __device__ Two load_two(int, int) const { return {}; }
-    __device__ void take_twos(const int (&row)[2], const int (&column)[2], const bool (&inside)[2], const float (&x)[4],
-                              const Two (&)[2]) const {
-        for (int i = 0; i < 2; i++)
-            if (inside[i]) *(float2*)(low + row[i] * cols + column[i]) = make_float2(x[2 * i], x[2 * i + 1]);
-    }
-};
-
-// low and U by products of warpgroups, U added to weights, in fp32 in two parts.
-static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const float* g,
-                         const float* q, const float* n, const float* want_low, float* want, double* worst) {
-    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
-    const bool right = R >= C;
-    const Array<float> first(dev, rank * side), rest(dev, rank * side), y(dev, rank * R), rest_y(dev, rank * R);
-    Array<float> low(dev, rank * length), w(dev, R * C, 4, 1.0f);
-    low_split(dev, first.device, rest.device, q, rank, side, false);
-    low_split(dev, y.device, rest_y.device, right ? n : q, right ? R : rank, right ? rank : R, !right);
-    const LowStore sink = {low.device, right ? rank : length};
-    const LowProjectPlan project = low_project_plan<float>(dev, g, first.device, rest.device, R, C, rank);
-    check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
-                 [&] { low_project_run<3>(dev, &project, sink); });
-    if (!low_turned_fits(dev, rank)) return;
-    float* before = floats(R * C);
-    for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
-    const LowTurnedPlan back = low_turned_plan(w.device, right ? y.device : n, q, y.device, rest_y.device, R, C, rank);
-    check_output(test, worst, what, &w, before, want, low_bound(dev, rank, true),
-                 [&] { low_turned_run<3>(dev, &back, AddPairs{}, false); });
-}
-
-// The same in bf16.
-static void check_hopper(Test* test, const Device* dev, const char* what, const Shape& s, int64_t rank, const bf16* g,
-                         const bf16* q, const bf16* n, const float* want_low, float* want, double* worst) {
-    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
-    Array<float> low(dev, rank * length);
-    Array<bf16> w(dev, R * C, 4, 1.0f);
-    const StorePairs sink = {low.device, R >= C ? rank : length};
-    const LowProjectPlan project = low_project_plan_bf16(dev, g, q, R, C, rank);
-    check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, false),
-                 [&] { low_project_run_bf16(dev, &project, sink); });
-    float* before = floats(R * C);
-    for (int64_t i = 0; i < R * C; i++) before[i] = w.host[i], want[i] += before[i];
-    const LowBackPlan back = low_back_plan(w.device, n, q, R, C, rank);
-    check_output(test, worst, what, &w, before, want, low_bound(dev, rank, false),
-                 [&] { low_back_run(dev, &back, AddPairs{}, false); });
-}
-
-// Both products of a matrix, as the fused way takes them: with gradients of bf16 the library has the first one.
-template <typename E>
-static void check_products(Test* test, const Device* dev, const Shape& s, int64_t rank, double* worst) {
-    constexpr bool FP32 = sizeof(E) == 4;
-    constexpr int PARTS = FP32 ? 3 : 1;
-    const int64_t R = s.rows, C = s.cols, side = R < C ? R : C, length = R + C - side;
-    const bool right = R >= C;
-    const char* what = formatted("%s, %d x %d to %d", FP32 ? "fp32" : "bf16", s.rows, s.cols, (int)rank);
-    const Array<E> g(dev, R * C, 1, 1.0f), q(dev, rank * side, 2, 1.0f), n(dev, rank * length, 3, 1.0f);
-    Array<float> low(dev, rank * length), u(dev, R * C);
-    float *turned = floats(rank * side), *want_low = floats(rank * length), *want = floats(R * C);
-    for (int64_t i = 0; i < rank * side; i++) turned[i % side * rank + i / side] = q.host[i];
-    const CpuGemm low_rows = {R, rank, C, g.host, C, 1, turned, rank, 1, want_low, false},
-                  low_columns = {rank, C, R, q.host, side, 1, g.host, C, 1, want_low, false};
-    exact_gemm(right ? &low_rows : &low_columns);
-    if constexpr (FP32) {
-        const LowStore sink = {low.device, right ? rank : length};
-        check_output(test, worst, what, &low, nullptr, want_low, low_bound(dev, side, true),
-                     [&] { low_project<E, PARTS>(dev, g.device, q.device, R, C, rank, sink); });
-    }
-    const CpuGemm of_rows = {R, C, rank, n.host, rank, 1, q.host, side, 1, want, false},
-                  of_columns = {R, C, rank, q.host, 1, side, n.host, length, 1, want, false};
-    exact_gemm(right ? &of_rows : &of_columns);
-    const LowStore sink = {u.device, C};
-    check_output(test, worst, what, &u, nullptr, want, low_bound(dev, rank, FP32),
-                 [&] { low_back<E, PARTS>(dev, n.device, q.device, R, C, rank, sink); });
-    if (low_back_fits(dev, rank))
-        check_hopper(test, dev, what, s, rank, g.device, q.device, n.device, want_low, want, worst);
-}
-
-// Tiles of each width, several of them and some that are not whole; K of one step, and of more than the stages hold, in
-// one block and divided among several.
+// Products of fp32 in parts of TF32, of uniform numbers: at most 3 2^-22 of each term is left out, and six standard
+// deviations of these; a few thread blocks may share a sum. The norm of the error is within 2^-19 of the operands'.
 OPERATOR_TEST(lowrank_products_gpu) {
-    const std::tuple<Shape, int> rows[] = {{{32, 32}, 8},   {{48, 96}, 24},      {{136, 40}, 40},    {{264, 264}, 136},
-                                           {{72, 520}, 64}, {{1040, 1032}, 136}, {{1032, 1040}, 72}, {{34000, 64}, 16}};
-    for (const auto& [shape, rank] : rows) {
-        check_products<float>(test, &dev, shape, rank, &worst);
-        check_products<bf16>(test, &dev, shape, rank, &worst);
+    const struct {
+        int64_t rows, cols, depth;
+        bool transpose_a;
+        float alpha, beta;
+    } rows[] = {{32, 8, 32, false, 1.0f, 0.0f},
+                {45, 7, 83, true, 1.0f, 0.0f},
+                {136, 40, 1040, false, 0.25f, 0.0f},
+                {1032, 136, 72, true, 1.0f, 1.0f},
+                {128, 1024, 4096, false, 1.0f, 0.0f}};
+    for (const auto& row : rows) {
+        const int64_t M = row.rows, N = row.cols, K = row.depth;
+        const Array<float> a(&dev, M * K, 1, 1.0f), b(&dev, K * N, 2, 1.0f), parts(&dev, M * K + K * N);
+        Array<float> d(&dev, M * N, 3, 1.0f);
+        float *want = floats(M * N), *before = floats(M * N);
+        const CpuGemm gemm = {M, N, K,    a.host, row.transpose_a ? 1 : K, row.transpose_a ? M : 1, b.host,
+                              N, 1, want, false};
+        exact_gemm(&gemm);
+        double norm = 0.0, error = 0.0;
+        for (int64_t i = 0; i < M * N; i++) {
+            before[i] = d.host[i];
+            want[i] = row.alpha * want[i] + row.beta * before[i];
+        }
+        const MatmulProduct p = {M, N, K, row.transpose_a, false, row.alpha, row.beta, 1, 0, 0, 0, true, parts.device};
+        TensorCore core = tensor_core(dev.compute);
+        core.products /= 2;
+        const double bound = tensor_core_bound(core, 3 * K, 1.0) + EPS32 * 8.0 * sqrt((double)K) +
+                             6.0 * ldexp(1.0, -22) * sqrt((double)K);
+        check_output(test, &worst, formatted("%d x %d x %d", (int)M, (int)N, (int)K), &d, before, want, bound,
+                     [&] { matmul_product<float, float>(&dev, &p, d.device, a.device, b.device, d.device); });
+        const float* got = Room(&dev).to_host(d.device, M * N);
+        for (int64_t i = 0; i < M * N; i++) error += pow((double)got[i] - (double)want[i], 2);
+        norm = (double)K / 4.0 * sqrt((double)(M * N)) * row.alpha;  // of |a| |b|, whose mean is K / 4
+        expect(sqrt(error) <= ldexp(norm, -19), "%d x %d x %d: %g of the norm", (int)M, (int)N, (int)K,
+               sqrt(error) / norm);
     }
 }
 #endif
 
-// Rows of the basis are orthonormal, and hold the 4 leading directions of the first step's gradient: what it leaves of
-// the gradient is the noise.
+// Rows of the basis are orthonormal, and hold the 4 leading directions of the first gradient that is not zero: what
+// they leave of it is the noise.
 TEST_BOTH(lowrank_basis) {
     static LowRun run;
-    for (const Shape& s : shapes) {
-        low_run(&run, "galore", s, gpu);
-        const bool right = s.rows >= s.cols;
-        const int side = right ? s.cols : s.rows, length = right ? s.rows : s.cols;
-        const int rank = (int)low_shape(&run.config, s.rows, s.cols).rank;
-        double off = 0.0, all = 0.0, inside = 0.0, noise = 0.0;
-        for (int i = 0; i < rank; i++) {
-            for (int j = 0; j <= i; j++) {
-                double dot = 0.0;
-                for (int k = 0; k < side; k++) dot += (double)run.q[i * side + k] * (double)run.q[j * side + k];
-                off = fmax(off, fabs(dot - (i == j)));
+    for (const auto& [rule, before] : {std::pair{"galore", 0}, {"galore", 2}, {"fira", 1}})
+        for (const Shape& s : shapes) {
+            zeros = before;
+            low_run(&run, rule, s, gpu);
+            const bool right = s.rows >= s.cols;
+            const int side = right ? s.cols : s.rows, length = right ? s.rows : s.cols;
+            const int rank = (int)low_shape(&run.config, s.rows, s.cols).rank;
+            double off = 0.0, all = 0.0, inside = 0.0, noise = 0.0;
+            for (int i = 0; i < rank; i++) {
+                for (int j = 0; j <= i; j++) {
+                    double dot = 0.0;
+                    for (int k = 0; k < side; k++) dot += (double)run.q[i * side + k] * (double)run.q[j * side + k];
+                    off = fmax(off, fabs(dot - (i == j)));
+                }
             }
-        }
-        for (int c = 0; c < length; c++) {
-            for (int r = 0; r < rank; r++) {
-                double low = 0.0;
-                for (int k = 0; k < side; k++)
-                    low += low_gradient(1, s, right ? c * s.cols + k : k * s.cols + c) * (double)run.q[r * side + k];
-                inside += low * low;
+            for (int c = 0; c < length; c++) {
+                for (int r = 0; r < rank; r++) {
+                    double low = 0.0;
+                    for (int k = 0; k < side; k++)
+                        low +=
+                            low_gradient(1, s, right ? c * s.cols + k : k * s.cols + c) * (double)run.q[r * side + k];
+                    inside += low * low;
+                }
             }
+            for (int i = 0; i < s.rows * s.cols; i++)
+                all += pow(low_gradient(1, s, i), 2), noise += pow(0.1 * (double)test_uniform(51, i), 2);
+            expect(off <= side * 0x1p-22, "%d x %d: rows are %g from orthonormal", s.rows, s.cols, off);
+            // A row that is longer than 1 by its rounding has that share of `all` in it too much.
+            expect(fabs(all - inside) <= noise + side * 0x1p-22 * all && all > 10.0 * noise,
+                   "%d x %d: %g of %g are outside", s.rows, s.cols, all - inside, all);
         }
-        for (int i = 0; i < s.rows * s.cols; i++)
-            all += pow(low_gradient(1, s, i), 2), noise += pow(0.1 * (double)test_uniform(51, i), 2);
-        expect(off <= side * 0x1p-22, "%d x %d: rows are %g from orthonormal", s.rows, s.cols, off);
-        // A row that is longer than 1 by its rounding has that share of `all` in it too much.
-        expect(fabs(all - inside) <= noise + side * 0x1p-22 * all && all > 10.0 * noise,
-               "%d x %d: %g of %g are outside", s.rows, s.cols, all - inside, all);
-    }
 }

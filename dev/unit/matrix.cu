@@ -206,8 +206,7 @@ JIT_BOTH(matrix_resume_skip_and_shard) {
     }
 }
 
-// No bit depends on how many matrices are taken at a time: all, two tensors or one. The rows with overrides go the
-// fused way on a GPU, as their sizes and ranks are multiples of 8.
+// No bit depends on how many matrices are taken at a time: all, two tensors or one.
 JIT_BOTH(matrix_chunks) {
     CacheFolder folder;
     const char* const rows[][4] = {{"muon", "bf16:sr", "bf16:sr", ""},
@@ -232,9 +231,6 @@ JIT_BOTH(matrix_chunks) {
             const MatrixWork* work = optim_matrix_work(parts.optim, 0);
             expect(work->plan.chunks > 1 || (tiles == 4 && *overrides), "%s: one chunk of %lld tiles", rule,
                    (long long)tiles);
-            const LaunchPlan* launch = &optim_parts(parts.optim).plan->launch[0];
-            expect(!gpu || low_rank_fuses(&parts.dev, &launch->config, work) == (*overrides != 0), "%s, \"%s\"", rule,
-                   overrides);
             expect_planned(test, &parts, rule);
         }
     }

@@ -187,16 +187,13 @@ static bool states_same(const Placed* arena, const Placed* placed, const char** 
     return true;
 }
 
-// Returns whether the first launch went galore's fused way.
-static bool compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
+static void compare_case(Test* test, const Case* its, OptimType compute, const char* grads, int shift, bool gpu) {
     const OptimConfig config = case_config(its, compute, grads);
     OptimConfig chunks = config;
     Placed arena, placed;
     placed_open(&arena, &config, compute, gpu, false, 0);
     if (shift > 0 && strcmp(grads, "fp32") == 0) chunks.matrix_chunk = TILE_ELEMENTS;  // each tensor alone
     placed_open(&placed, &chunks, compute, gpu, true, shift);
-    const LaunchPlan* launch = &optim_parts(placed.optim).plan->launch[0];
-    const bool fused = low_rank_fuses(&placed.dev, &launch->config, optim_matrix_work(placed.optim, 0));
     for (int step = 1; step <= STEPS; step++) {
         run_step(&arena, step);
         run_step(&placed, step);
@@ -209,7 +206,6 @@ static bool compare_case(Test* test, const Case* its, OptimType compute, const c
     }
     expect(states_same(&arena, &placed, &name), "%s%s weights %s m %s, grads %s, shift %d: %s differs", its->preset,
            config.rule, config.weights, config.m, grads, shift, name);
-    return fused;
 }
 
 TEST_BOTH(placed_same_as_arenas) {
@@ -223,9 +219,8 @@ TEST_BOTH(placed_same_as_arenas) {
     }
 }
 
-// A GPU takes galore's fused way (matrix/low_rank.h) without c_proj, whose sides are no multiples of 8. It writes
-// weights of each kind, in the caller's tensors or beside them, from gradients of both types.
-TEST_BOTH(placed_fused) {
+// Without c_proj, whose sides are no multiples of 8, galore's products are in bf16 if the gradients are.
+TEST_BOTH(placed_galore) {
     constexpr const char* REST = "*.c_proj.weight: rule=adamw";
     const std::tuple<Case, OptimType, const char*, int> rows[] = {
         {{"", "galore", "bf16:sr", "dyn8", "udyn8", "*.c_proj.weight: rule=adamw; *.c_fc.weight: lr=0.5"},
@@ -239,8 +234,7 @@ TEST_BOTH(placed_fused) {
         {{"", "galore", "fp32", "bf16:sr", "fp32", REST}, OPTIM_FP32, "fp32", 1},
         {{"", "galore", "bf16", "fp32", "fp32", REST}, OPTIM_BF16, "bf16", 1}};
     for (const auto& [its, compute, grads, shift] : rows) {
-        const bool fused = compare_case(test, &its, compute, grads, shift, gpu);
-        expect(fused == gpu, "%s, grads %s: the fused way was not taken", its.weights, grads);
+        compare_case(test, &its, compute, grads, shift, gpu);
     }
 }
 

@@ -2,7 +2,6 @@
 // (each.cuh).
 #include "low_rank.h"
 
-#include "../../kernels/low_rank_back.cuh"
 #include "../../kernels/matmul_product.cuh"
 #include "../each.cuh"
 #include "../formats/bf16.cuh"
@@ -87,19 +86,37 @@ struct StartBasis {
     }
 };
 
-// Stores a new basis, unless the step changes nothing.
+// Stores a row of a new basis, unless the step changes nothing or the row is zero, as all rows of a zero gradient are.
 struct KeepBasis {
     float* to;
     const float *from, *unit;
+    int64_t side;
 
-    OPTIM_INLINE void at(int64_t i) const {
-        if (is_finite(*unit)) to[i] = from[i];
+    OPTIM_INLINE void at(int64_t row) const {
+        bool any = false;
+        for (int64_t i = row * side; i < (row + 1) * side && !any; i++) any = from[i] != 0.0f;
+        for (int64_t i = row * side; i < (row + 1) * side && any && is_finite(*unit); i++) to[i] = from[i];
     }
 };
 
+// Sums the magnitudes of the first row of each matrix's basis; the sum is 0 if it has no directions yet.
+struct FirstRow {
+    const Matrix* matrix;
+    const float* basis;
+    float* to;
+
+    OPTIM_INLINE float lane(int64_t i, int lane) const {
+        const int side = matrix[i].rows < matrix[i].cols ? matrix[i].rows : matrix[i].cols;
+        float sum = 0.0f;
+        for (int k = lane; k < side; k += 32) sum = exact_add(sum, fabsf(basis[matrix[i].basis + k]));
+        return sum;
+    }
+    OPTIM_INLINE void end(int64_t i, float sum) const { to[i] = sum; }
+};
+
 // Makes the rows of y (rank, side) orthonormal, in order, by classical Gram-Schmidt, twice for each row. If less than a
-// hundred-thousandth of a row is left, the row is a combination of earlier ones, and a random row takes its place. c
-// has room for `rank` numbers.
+// hundred-thousandth of a row is left, the row is a combination of earlier ones, and a random row takes its place. If
+// all rows are zero, they stay so. c has room for `rank` numbers.
 struct Orthonormal {
     float *y, *c;
     int64_t rank, side;
@@ -116,6 +133,9 @@ static float dot_cpu(const float* a, const float* b, int64_t n) {
 }
 
 static void orthonormal_cpu(const Orthonormal& o) {
+    bool any = false;
+    for (int64_t i = 0; i < o.rank * o.side && !any; i++) any = o.y[i] != 0.0f;
+    if (!any) return;
     for (int64_t j = 0; j < o.rank; j++) {
         float* row = o.y + j * o.side;
         for (uint32_t attempt = 1;; attempt++) {
@@ -151,6 +171,9 @@ __device__ inline float dot_warp(const float* a, const float* b, int64_t n) {
 // grid 1, block 1024; deterministic, with the bits of orthonormal_cpu.
 __global__ void __launch_bounds__(1024) orthonormal_kernel(Orthonormal o) {
     const int warp = threadIdx.x / 32;
+    bool any = false;
+    for (int64_t i = threadIdx.x; i < o.rank * o.side; i += 1024) any = any || o.y[i] != 0.0f;
+    if (!__syncthreads_or(any)) return;
     for (int64_t j = 0; j < o.rank; j++) {
         float* row = o.y + j * o.side;
         for (uint32_t attempt = 1;; attempt++) {
@@ -204,6 +227,7 @@ struct LowMatrix {
     float *g, *low, *direction;
     float* last;       // the norm that the limit keeps, or null
     float *q, *y, *z;  // room for (rank, side), (rank, side) and the moments' shape
+    float* parts;      // on a GPU room for two operands of a product, else null
     float* sums;       // room for 4 length + 4 numbers
 };
 
@@ -221,6 +245,7 @@ static LowMatrix low_matrix(const LowStep* its, const Matrix* m) {
     float* basis = (float*)its->basis->codes + m->basis;
     l.last = l.rule == MATRIX_GALORE ? nullptr : basis + shape.basis - 1;
     l.q = (float*)work->work, l.y = l.q + l.rank * l.side, l.z = l.y + l.rank * l.side;
+    l.parts = its->dev->gpu ? l.z + l.rank * l.length : nullptr;
     l.sums = work->sums;
     if (stores_basis(l.rule)) l.q = basis;
     return l;
@@ -237,43 +262,6 @@ static void each_matrix(const LowStep* its, int chunk, Function function) {
     }
 }
 
-// Sets low = G Q^T, or Q G for R < C.
-static void project(const Device* dev, const LowMatrix* l, const float* q, float* low) {
-    const int64_t R = l->shape->rows, C = l->shape->cols;
-    const MatmulProduct right = {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0};
-    const MatmulProduct left = {l->rank, C, R, false, false, 1.0f, 0.0f, 1, 0, 0, 0};
-    matmul_product<float, float>(dev, l->right ? &right : &left, low, l->right ? l->g : q, l->right ? q : l->g,
-                                 nullptr);
-}
-
-// Sets g = scale low Q + beta g, in the full shape.
-static void project_back(const Device* dev, const LowMatrix* l, const float* low, float scale, float beta) {
-    const int64_t R = l->shape->rows, C = l->shape->cols;
-    const MatmulProduct product = {R, C, l->rank, !l->right, false, scale, beta, 1, 0, 0, 0};
-    matmul_product<float, float>(dev, &product, l->g, l->right ? low : l->q, l->right ? l->q : low, l->g);
-}
-
-// Computes new directions from g, and stores them. `refresh` is the number of the refresh, for the random numbers.
-static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refresh) {
-    const Device* dev = its->dev;
-    const uint64_t seed = its->config->seed;
-    const int64_t R = l->shape->rows, C = l->shape->cols;
-    const uint64_t element = (uint64_t)l->shape->element;
-    const Orthonormal o = {l->y, l->sums, l->rank, l->side, seed, element, refresh};
-    for_each(dev, StartBasis{l->y, l->q, seed, element, refresh, l->side}, l->rank);
-    for (int i = 0; i < POWER_ITERATIONS; i++) {
-        project(dev, l, l->y, l->z);
-        const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0, 0, 0};
-        const MatmulProduct left = {l->rank, R, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0};
-        matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
-        orthonormal(dev, o);
-    }
-    for_each(dev, KeepBasis{l->q, l->y, its->work->unit}, l->rank * l->side);
-}
-
-// The fused way.
-
-#ifdef __CUDACC__
 struct RoundToBf16 {
     const float* from;
     uint16_t* to;
@@ -287,213 +275,85 @@ static const bf16* in_bf16(const Device* dev, const float* from, float* to, int6
     return (const bf16*)to;
 }
 
-// Sets low = G Q^T or Q G in bf16, with the library: its products, which share K among thread blocks, are faster than
-// ours here.
-static void project_bf16(const Device* dev, const LowMatrix* l, const bf16* g, const bf16* q) {
-    // cuBLASLt reads all matrices transposed: low^T = op(b)^T op(a)^T.
-    const Matrix* m = l->shape;
-    MatmulShape shape;
-    memset(&shape, 0, sizeof(shape));
-    shape.m = l->right ? l->rank : m->cols, shape.n = l->right ? m->rows : l->rank, shape.k = l->side;
-    shape.op_a = l->right ? CUBLAS_OP_T : CUBLAS_OP_N, shape.op_b = CUBLAS_OP_N;
-    shape.input = CUDA_R_16BF, shape.output = CUDA_R_32F, shape.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-    const MatmulPointers pointers = {l->right ? q : g, l->right ? g : q, l->low, nullptr, nullptr};
-    shape.alignment = matmul_alignment(&pointers);
-    const MatmulPlan* plan = matmul_plan(dev, &shape, &pointers, false);
-    if (!plan->found) {
-        user_error("cuBLASLt has no algorithm for a projection of %d x %d to rank %lld; take --grads fp32", m->rows,
-                   m->cols, (long long)l->rank);
-    }
-    matmul_run(dev, plan, &pointers, &plan->algorithm, false);
+// Returns the sizes of low = G Q^T, or Q G for R < C.
+static MatmulProduct projection(const LowMatrix* l) {
+    const int64_t R = l->shape->rows, C = l->shape->cols;
+    if (l->right) return {R, l->rank, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
+    return {l->rank, C, R, false, false, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
 }
 
-static void project_fused(const LowStep* its, const LowMatrix* l) {
+// Returns the sizes of scale low Q + beta g, or scale Q^T low + beta g.
+static MatmulProduct back_projection(const LowMatrix* l, float scale, float beta) {
+    return {l->shape->rows, l->shape->cols, l->rank, !l->right, false, scale, beta, 1, 0, 0, 0, true, l->parts};
+}
+
+static void project(const Device* dev, const LowMatrix* l, const float* q, float* low) {
+    const MatmulProduct p = projection(l);
+    matmul_product<float, float>(dev, &p, low, l->right ? l->g : q, l->right ? q : l->g, nullptr);
+}
+
+static void project_back(const Device* dev, const LowMatrix* l, const float* low, float scale, float beta) {
+    const MatmulProduct p = back_projection(l, scale, beta);
+    matmul_product<float, float>(dev, &p, l->g, l->right ? low : l->q, l->right ? l->q : low, l->g);
+}
+
+// Does the same with operands in bf16: the gradient is read where it is, and U is bf16.
+static void project_bf16(const LowStep* its, const LowMatrix* l) {
+    const bf16 *g = (const bf16*)its->grads + l->shape->element, *q = in_bf16(its->dev, l->q, l->y, l->rank * l->side);
+    const MatmulProduct p = projection(l);
+    matmul_product<bf16, float>(its->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
+}
+
+static void project_back_bf16(const LowStep* its, const LowMatrix* l, float scale) {
+    const bf16 *q = in_bf16(its->dev, l->q, l->y, l->rank * l->side),
+               *n = in_bf16(its->dev, l->direction, l->z, l->rank * l->length);
+    const MatmulProduct p = back_projection(l, scale, 0.0f);
+    bf16* u = (bf16*)its->work->scratch + l->shape->at;
+    matmul_product<bf16, bf16>(its->dev, &p, u, l->right ? n : q, l->right ? q : n, nullptr);
+}
+
+// Computes new directions from g, and stores them. `refresh` is the number of the refresh, for the random numbers.
+static void basis_refresh(const LowStep* its, const LowMatrix* l, uint32_t refresh) {
     const Device* dev = its->dev;
-    const Matrix* m = l->shape;
-    const LowStore sink = {l->low, l->right ? l->rank : l->length};
-    const float* g = (const float*)its->grads + m->element;
-    if (its->is_bf16) {
-        const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
-        project_bf16(dev, l, (const bf16*)its->grads + m->element, q);
-    } else if (low_project_fits(dev)) {
-        low_split(dev, l->y, l->z, l->q, l->rank, l->side, false);
-        const LowProjectPlan plan = low_project_plan<float>(dev, g, l->y, l->z, m->rows, m->cols, l->rank);
-        low_project_run<3>(dev, &plan, sink);
-    } else {
-        low_project<float, 3>(dev, g, l->q, m->rows, m->cols, l->rank, sink);
+    const uint64_t seed = its->config->seed;
+    const int64_t R = l->shape->rows, C = l->shape->cols;
+    const uint64_t element = (uint64_t)l->shape->element;
+    const Orthonormal o = {l->y, l->sums, l->rank, l->side, seed, element, refresh};
+    for_each(dev, StartBasis{l->y, l->q, seed, element, refresh, l->side}, l->rank);
+    for (int i = 0; i < POWER_ITERATIONS; i++) {
+        project(dev, l, l->y, l->z);
+        const MatmulProduct right = {l->rank, C, R, true, false, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
+        const MatmulProduct left = {l->rank, R, C, false, true, 1.0f, 0.0f, 1, 0, 0, 0, true, l->parts};
+        matmul_product<float, float>(dev, l->right ? &right : &left, l->y, l->z, l->g, nullptr);
+        orthonormal(dev, o);
     }
+    for_each(dev, KeepBasis{l->q, l->y, its->work->unit, l->side}, l->rank);
 }
 
-enum LowWeights { LOW_FP32, LOW_BF16, LOW_BF16_SR, LOW_OTHER };
-
-// Applies elements of U to the weights, with the bits of MatrixApply (rules/muon.cuh) and of the weights' storage.
-template <LowWeights KIND>
-struct ApplySink {
-    typedef std::conditional_t<KIND == LOW_FP32, float, uint16_t> Code;
-    Code* weights;   // from the arena's first element on
-    uint16_t* copy;  // the copy that the matmuls read, or null
-    Hyper hyper;
-    uint64_t seed;
-    uint32_t step;
-    float scale;
-    const float* unit;
-    int64_t element, rows, cols;  // element: the matrix's first one in the arena
-
-    // Prefetches the tile's weights into the L2 cache while the product is computed.
-    __device__ void begin(int row, int column, int down, int across) const {
-        const int lines = across * (int)sizeof(Code) / 128;
-        for (int i = threadIdx.x; i < down * lines; i += blockDim.x) {
-            const int64_t r = row + i / lines, c = column + i % lines * (128 / (int)sizeof(Code));
-            if (r < rows && c < cols) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + element + r * cols + c));
-        }
-    }
-
-    struct Old {
-        std::conditional_t<KIND == LOW_FP32, uint4, uint2> codes;
-    };
-    __device__ Old load(int row, int column) const {
-        return {*(const decltype(Old::codes)*)(weights + element + row * cols + column)};
-    }
-
-    __device__ void take(int row, int column, float4 x, const Old& old) const {
-        if (!is_finite(*unit)) return;
-        const int64_t at = element + row * cols + column;
-        const float u[4] = {x.x, x.y, x.z, x.w};
-        alignas(16) Code code[4];
-        float p[4];
-        *(decltype(Old::codes)*)code = old.codes;
-        Noise noise = {};
-        if (KIND == LOW_BF16_SR) {
-            noise = noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
-            const int word = (int)(at % NOISE_ELEMENTS) / 4;
-            noise.word[0] = word == 0   ? noise.word[0]
-                            : word == 1 ? noise.word[1]
-                            : word == 2 ? noise.word[2]
-                                        : noise.word[3];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if constexpr (KIND == LOW_FP32) p[i] = code[i];
-            if constexpr (KIND != LOW_FP32) p[i] = Bf16::decode(code[i]);
-            MatrixApply::update(hyper, exact_mul(scale, u[i]), &p[i], nullptr, nullptr, nullptr);
-            if constexpr (KIND == LOW_FP32) code[i] = p[i];
-            if constexpr (KIND == LOW_BF16) code[i] = Bf16::encode(p[i]);
-            if constexpr (KIND == LOW_BF16_SR) code[i] = Bf16::encode(p[i], noise_lane(noise, i));
-        }
-        *(decltype(Old::codes)*)(weights + at) = *(const decltype(Old::codes)*)code;
-        if (copy) *(uint2*)(copy + at) = make_uint2(pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]));
-    }
-
-    // The functions below serve low_rank_back.cuh, which passes weights of bf16 as two pairs, the second one eight
-    // columns after the first. If the matrix's rows begin at multiples of 16 elements, each of the four lanes of a row
-    // draws the noise of 16 of its 64 columns.
-
-    struct Line {
-        Noise noise;
-    };
-    __device__ bool draws_by_line() const {
-        return element % NOISE_ELEMENTS == 0 && cols % NOISE_ELEMENTS == 0;
-    }
-    __device__ Noise draw(int64_t at) const {
-        return noise_draw({seed, step, NOISE_WEIGHTS, at & ~(int64_t)(NOISE_ELEMENTS - 1)}, 0);
-    }
-    __device__ __forceinline__ Line line(int row, int column) const {
-        if (KIND != LOW_BF16_SR || !draws_by_line()) return {};
-        return {draw(element + row * cols + column + threadIdx.x % 4 * NOISE_ELEMENTS)};
-    }
-    // Returns the words of noise of the two pairs in word[0] and [1], and their shared bytes in word[2] and [3].
-    __device__ __forceinline__ Noise noise_of(const Line& line, int group, int64_t at) const {
-        const int lane = (int)(at % NOISE_ELEMENTS);
-        Noise noise = line.noise, more;
-        if (draws_by_line()) {
-            for (uint32_t& word : noise.word) word = __shfl_sync(0xffffffffu, word, group, 4);
-            noise.shared = __shfl_sync(0xffffffffu, noise.shared, group, 4);
-            more = noise;
-        } else {
-            // The element eight further is in the other half of the same 16, or in the first half of the next 16.
-            noise = draw(at), more = draw(at + 8);
-        }
-        const bool second = lane % 8 >= 4, upper = lane >= 8;
-        const uint32_t low = second ? noise.word[1] : noise.word[0], high = second ? noise.word[3] : noise.word[2];
-        const uint32_t more_low = second ? more.word[1] : more.word[0],
-                       more_high = second ? more.word[3] : more.word[2];
-        return {{upper ? high : low, upper ? more_low : more_high, noise.shared, more.shared}, 0};
-    }
-    __device__ __forceinline__ void pairs(const Line& line, int group, int row, int column, uint32_t (&w)[2],
-                                          const float (&u)[4]) const {
-        if (!is_finite(*unit)) return;
-        const int64_t at = element + row * cols + column;
-        Noise noise = {};
-        if (KIND == LOW_BF16_SR) noise = noise_of(line, group, at);
-#pragma unroll
-        for (int pair = 0; pair < 2; pair++) {
-            Noise mine = {};
-            mine.word[0] = noise.word[pair], mine.shared = noise.word[pair + 2];
-            uint32_t code[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float p = Bf16::decode((uint16_t)(w[pair] >> i * 16));
-                MatrixApply::update(hyper, exact_mul(scale, u[pair * 2 + i]), &p, nullptr, nullptr, nullptr);
-                const uint32_t bits = at % 4 ? noise_lane(mine, 2 + i) : noise_lane(mine, i);
-                code[i] = KIND == LOW_BF16_SR ? Bf16::encode(p, bits) : Bf16::encode(p);
-            }
-            w[pair] = code[0] | code[1] << 16;
-        }
-    }
-};
-
-static LowWeights low_weights(const OptimConfig* config) {
-    const char* const names[] = {"fp32", "bf16", "bf16:sr"};
-    int kind = 0;
-    while (kind < LOW_OTHER && strcmp(config->weights, names[kind]) != 0) kind++;
-    return (LowWeights)kind;
+bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const MatrixPlan* plan) {
+    const Rows rows = config_rows(config);
+    return dev->gpu && rows.rule->matrix == MATRIX_GALORE && rows.grads->stream[0].bits == 16 && plan->by_eights;
 }
 
-template <LowWeights KIND>
-static void apply_fused(const LowStep* its, const LowMatrix* l, const StepArguments* apply, const LowPlace* place,
-                        float scale) {
-    const Device* dev = its->dev;
-    const Matrix* m = l->shape;
-    typedef typename ApplySink<KIND>::Code Code;
-    Code* weights = (Code*)apply->weights.codes;
-    uint16_t* copy = (uint16_t*)apply->copy.codes;
-    // A matrix of the caller's own gets the address of an arena in which it would lie.
-    if (place && copy) copy = (uint16_t*)place->weights - m->element;
-    if (place && !apply->copy.codes) weights = (Code*)place->weights - m->element;
-    const Hyper& hyper = apply->group[place ? place->group : m->group];
-    const ApplySink<KIND> sink = {weights,         copy,       hyper,   apply->seed.seed, apply->step, scale,
-                                  its->work->unit, m->element, m->rows, m->cols};
-    if (its->is_bf16) {
-        const bf16* q = in_bf16(dev, l->q, l->y, l->rank * l->side);
-        const bf16* n = in_bf16(dev, l->direction, l->z, l->rank * l->length);
-        if constexpr (KIND != LOW_FP32) {
-            if (!copy && low_back_fits(dev, l->rank)) {
-                const LowBackPlan plan = low_back_plan((bf16*)weights + m->element, n, q, m->rows, m->cols, l->rank);
-                low_back_run(dev, &plan, sink, false);
-                return;
-            }
-        }
-        low_back<bf16, 1>(dev, n, q, m->rows, m->cols, l->rank, sink);
-    } else {
-        low_back<float, 3>(dev, l->direction, l->q, m->rows, m->cols, l->rank, sink);
-    }
-}
-#endif
-
-bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work) {
-#ifdef __CUDACC__
-    // Only this function chooses the way (dev/galore.cu has the times). The choice is the same for all matrices of the
-    // launch, whichever rank owns them, so that the bits do not depend on the sharding.
-    return dev->gpu && dev->compute >= 80 && rule_of(config)->matrix == MATRIX_GALORE &&
-           low_weights(config) != LOW_OTHER && work->plan.by_eights;
-#else
-    return false;
-#endif
+// Finds out which matrices have directions, unless all had some before. It waits for the device, in the first two steps
+// and while a matrix has had no gradient but zero.
+static void find_directions(const LowStep* its) {
+    const MatrixPlan* plan = &its->work->plan;
+    bool all = true;
+    for (int i = 0; i < plan->matrices; i++) all = all && plan->matrix[i].has_basis;
+    if (all || !stores_basis(rule_of(its->config)->matrix)) return;
+    float* host = (float*)memory_take((size_t)plan->matrices * sizeof(float));
+    const FirstRow first = {its->work->matrix, (const float*)its->basis->codes, its->work->sums};
+    for_lanes(its->dev, first, plan->matrices);
+    copy_to_host(its->dev, host, its->work->sums, plan->matrices * (int64_t)sizeof(float));
+    for (int i = 0; i < plan->matrices; i++) plan->matrix[i].has_basis = host[i] != 0.0f;
+    free(host);
 }
 
-// Returns true if this step computes a new Q, for which the gradients must lie in the scratch.
-static bool refreshes(const OptimConfig* config, int64_t step) {
-    return stores_basis(rule_of(config)->matrix) && (step - 1) % config->rank_gap == 0;
+// Returns true if this step computes a new Q for a matrix, for which the gradients must lie in the scratch.
+static bool refreshes(const LowStep* its, const Matrix* m) {
+    const OptimConfig* config = its->config;
+    return stores_basis(rule_of(config)->matrix) && ((its->step - 1) % config->rank_gap == 0 || !m->has_basis);
 }
 
 static float rank_scale(const OptimConfig* config) {
@@ -502,36 +362,29 @@ static float rank_scale(const OptimConfig* config) {
     return config->rank_scale > 0.0f ? config->rank_scale : usual;
 }
 
-void low_rank_apply(const LowStep* its, int chunk, const StepArguments* apply, const LowPlace* places) {
-#ifdef __CUDACC__
-    const LowWeights weights = low_weights(its->config);
-    const auto run = weights == LOW_FP32   ? apply_fused<LOW_FP32>
-                     : weights == LOW_BF16 ? apply_fused<LOW_BF16>
-                                           : apply_fused<LOW_BF16_SR>;
-    each_matrix(its, chunk, [&](const LowMatrix* l, int number) {
-        run(its, l, apply, places ? &places[number] : nullptr, rank_scale(its->config));
-    });
-#endif
-}
-
 void low_rank_project(const LowStep* its, int chunk) {
     const OptimConfig* config = its->config;
-    const bool due = refreshes(config, its->step);
     const uint32_t refresh = (uint32_t)((its->step - 1) / config->rank_gap);
-    if (!its->fused || due) low_gradients(its, &its->work->plan.chunk[chunk]);
+    const MatrixChunk* taken = &its->work->plan.chunk[chunk];
+    int64_t padding = taken->end - taken->begin;
+    bool reads = !its->in_bf16;
+    if (chunk == 0) find_directions(its);
+    each_matrix(its, chunk, [&](const LowMatrix* l, int) { reads = reads || refreshes(its, l->shape); });
+    if (reads) low_gradients(its, taken);
     each_matrix(its, chunk, [&](const LowMatrix* l, int) {
         if (!stores_basis(l->rule)) {
             const float scale = (float)(1.0 / sqrt((double)l->rank));
             const RandomBasis random = {l->q, config->seed, (uint64_t)l->shape->element, refresh, scale};
             for_each(its->dev, random, l->rank * l->side);
-        } else if (due) {
+        } else if (refreshes(its, l->shape)) {
             basis_refresh(its, l, refresh);
         }
-#ifdef __CUDACC__
-        if (its->fused) return project_fused(its, l);
-#endif
+        padding -= (int64_t)l->shape->rows * l->shape->cols;
+        if (its->in_bf16) return project_bf16(its, l);
         project(its->dev, l, l->q, l->low);
     });
+    // U will not cover the padding between tensors, whose gradients must be zero.
+    if (its->in_bf16 && padding > 0) device_zero(its->dev, its->work->scratch, (taken->end - taken->begin) * 2);
 }
 
 // The update.
@@ -657,6 +510,7 @@ void low_rank_update(const LowStep* its, int chunk) {
     const Device* dev = its->dev;
     const float scale = rank_scale(its->config), root = sqrtf(scale);
     each_matrix(its, chunk, [&](const LowMatrix* l, int) {
+        if (its->in_bf16) return project_back_bf16(its, l, scale);
         if (l->rule == MATRIX_GALORE) return project_back(dev, l, l->direction, scale, 0.0f);
         scale_factors(dev, its->work, l);
         const bool fira = l->rule == MATRIX_FIRA;

@@ -17,23 +17,20 @@
 // A randomised range finder computes Q of galore and fira. It starts from the last Q, or at first from normal numbers,
 // and twice sets Q <- rows of (Q G) G^T, or (G Q^T)^T G, made orthonormal by Gram-Schmidt, each row twice. A row that
 // is a combination of earlier rows becomes a random one. Moments keep their values when Q changes, as in the papers'
-// code. apollo's Q is computed in each step from (seed, element of the arena, (step - 1) / gap), so it is not stored;
-// its normal numbers are sums of eight uniform numbers of 16 bits.
+// code. A matrix whose gradients were all zero so far has no Q and does not move; it takes its first directions from
+// the first gradient that is not zero. A zero gradient changes no Q. apollo's Q is computed in each step from (seed,
+// element of the arena, (step - 1) / gap), so it is not stored; its normal numbers are sums of eight uniform numbers of
+// 16 bits.
 //
-// Arithmetic: all in fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so CPU and GPU differ only in
-// the products' sums, of K terms: by at most about K 2^-24 of their norms, times 1 / (1 - share of the rest) for Q.
-// Memory: the moments; 4 r m bytes of Q; and buffers of a chunk (matrix.h).
-// Cost: 4 R C r flop, and at each refresh of Q 8 R C r.
-//
-// A step goes one of two ways, which low_rank_fuses chooses.
-// Apart, the definition: G is copied to the scratch, the products go through the library, and the step's kernel applies
-// the updates, which lie in the scratch. G is read twice and written once, U is written and read.
-// Fused, on GPUs, for galore with weights of fp32, bf16 or bf16:sr and sides and ranks that are multiples of 8: there
-// is a launch for each matrix and product. Kernels of our own (kernels/low_rank.cuh; the library makes the first
-// product of bf16 gradients) read G in place, and the second product updates the weights, with the bits that the step's
-// kernel would give them. G is read once, and U is never in memory. The products of fp32 gradients are as precise as
-// fp32's (2^-21); with bf16 gradients, Q and N are rounded to bf16, as in the paper's code. On sm_90a two products have
-// special kernels (kernels/low_rank_project.cuh, low_rank_back.cuh); the matrix alone decides if they are used.
+// Arithmetic: fp32. Sums over a row or column have 32 partial sums as in rows.cuh, so CPU and GPU differ only in the
+// products. A GPU makes a product of fp32 as three of TF32, within 3 2^-22 of the operands' magnitudes, and sums of K
+// terms in another order, by at most about K 2^-24 of their norms; times 1 / (1 - share of the rest) for Q.
+// galore with gradients of bf16 on a GPU, if sides and ranks are multiples of 8, reads G in place and rounds Q, N and U
+// to bf16, each to 2^-9 of a number, as in the paper's code; directions are still found in fp32.
+// Memory: the moments; 4 r m bytes of Q; the buffers of a chunk (matrix.h); and on a GPU 4 bytes for each element of
+// the largest matrix, a part of a product's operand.
+// Cost: 4 R C r flop, and at each refresh of Q 8 R C r; on a GPU three times these in fp32. G is copied to the scratch
+// (bf16: only at a refresh), U is written there, and the step's kernel applies it.
 #pragma once
 #include "../kernel.cuh"
 #include "matrix.h"
@@ -46,16 +43,9 @@ struct LowShape {
 };
 LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols);
 
-// Returns true if the steps of these matrices go the fused way. All matrices of the launch in the whole model decide,
-// so that a matrix's bits do not depend on which others a rank keeps.
-bool low_rank_fuses(const Device* dev, const OptimConfig* config, const MatrixWork* work);
-
-// The place of a matrix's weights, in the type that the matmuls read, if they are in a tensor of the caller's own
-// (placed.h), and its group of constants.
-struct LowPlace {
-    void* weights;  // aligned to 16 bytes
-    int group;
-};
+// Returns true if the products of a launch are those of bf16. All matrices of the launch in the whole model decide, so
+// that a matrix's bits do not depend on which others a rank keeps.
+bool low_rank_in_bf16(const Device* dev, const OptimConfig* config, const MatrixPlan* plan);
 
 // A step of a launch: the arguments that the functions below share.
 struct LowStep {
@@ -67,16 +57,11 @@ struct LowStep {
     bool is_bf16;       // the gradients are bf16
     const float* grad_scale;
     int64_t step;
-    bool fused;
+    bool in_bf16;  // low_rank_in_bf16
 };
 
 // Computes new directions Q if they are due, and projects the gradients of a chunk into work->low.
 void low_rank_project(const LowStep* its, int chunk);
 
-// Runs the second half of a fused step: updates the weights of `apply` from work->direction. Unless `places` is null,
-// it has one place for each of the launch's matrices, and these weights are updated instead.
-void low_rank_apply(const LowStep* its, int chunk, const StepArguments* apply, const LowPlace* places);
-
-// Runs the second half of a step that is not fused: turns N, in work->direction, and the gradients into the updates, in
-// work->scratch.
+// Turns N, in work->direction, and the gradients into the updates, in work->scratch.
 void low_rank_update(const LowStep* its, int chunk);

@@ -62,8 +62,8 @@ static void chunk_close(const Device* dev, MatrixPlan* plan) {
 }
 
 // Sets where a matrix's moments and basis begin, and raises the plan's buffers to what its products need.
-static void low_place(const Plan* plan, int index, int tensor, int part, const MatrixChunk* chunk, Matrix* matrix,
-                      MatrixPlan* its) {
+static void low_place(const Device* dev, const Plan* plan, int index, int tensor, int part, const MatrixChunk* chunk,
+                      Matrix* matrix, MatrixPlan* its) {
     const LaunchPlan* launch = &plan->launch[index];
     const OptimTensor* kept = plan->kept[tensor];
     const LowShape shape = low_shape(&launch->config, matrix->rows, matrix->cols);
@@ -71,7 +71,8 @@ static void low_place(const Plan* plan, int index, int tensor, int part, const M
                   length = matrix->rows + matrix->cols - side;
     matrix->low = kept[SLOT_M].offset - chunk->low_begin + part * shape.rows * shape.cols;
     matrix->basis = kept[SLOT_BASIS].offset - launch->kept[SLOT_BASIS].begin + part * shape.basis;
-    its->work = larger(its->work, (2 * shape.rank * side + shape.rank * length) * (int64_t)sizeof(float));
+    const int64_t parts = dev->gpu ? side * length + shape.rank * length : 0;
+    its->work = larger(its->work, (2 * shape.rank * side + shape.rank * length + parts) * (int64_t)sizeof(float));
     its->sums = larger(its->sums, (4 * length + 4) * (int64_t)sizeof(float));
 }
 
@@ -96,7 +97,8 @@ static void chunk_open(const Plan* plan, int index, int t, int64_t begin, Matrix
 }
 
 // Adds tensor t to the last chunk.
-static void chunk_add(const Plan* plan, int index, int t, const OptimTensor* tensor, bool low, MatrixPlan* its) {
+static void chunk_add(const Device* dev, const Plan* plan, int index, int t, const OptimTensor* tensor, bool low,
+                      MatrixPlan* its) {
     MatrixChunk* chunk = &its->chunk[its->chunks - 1];
     const OptimTensor* moments = &plan->kept[t][SLOT_M];
     const int64_t rows = tensor->rows / tensor->parts;
@@ -109,7 +111,7 @@ static void chunk_add(const Plan* plan, int index, int t, const OptimTensor* ten
         matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
         matrix->tensor = t;
         matrix->group = plan->group_of[t];
-        if (low) low_place(plan, index, t, part, chunk, matrix, its);
+        if (low) low_place(dev, plan, index, t, part, chunk, matrix, its);
     }
     if (low) chunk->low_end = moments->offset + tensor_padded(moments);
     chunk->end = tensor->offset + tensor_padded(tensor);
@@ -145,10 +147,11 @@ MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const Opt
                                     end - chunk->begin > config->matrix_chunk);
         if (full) chunk_close(dev, &its);
         if (full || !chunk) chunk_open(plan, index, t, begin, &its);
-        chunk_add(plan, index, t, tensor, low, &its);
+        chunk_add(dev, plan, index, t, tensor, low, &its);
     }
     if (its.chunks) chunk_close(dev, &its);
     const ArenaRun* moments = &plan->launch[index].kept[SLOT_M];
+    if (low) its.sums = larger(its.sums, its.matrices * (int64_t)sizeof(float));
     if (low) its.low_tiles = (moments->end - moments->begin) / TILE_ELEMENTS * (int64_t)sizeof(Tile);
     return its;
 }

@@ -41,7 +41,8 @@ struct Matrix {
     // Rules that project the gradient (low_rank.h) need these: where its moments begin in work->low, where its basis
     // begins in the launch's, and its first element in the whole arena.
     int64_t low, basis, element;
-    int group;  // of its tensor's constants (Plan)
+    int group;       // of its tensor's constants (Plan)
+    bool has_basis;  // on the host: a step has found that its basis is not zero
 };
 
 // Matrices of one shape, one after another in MatrixPlan.matrix.

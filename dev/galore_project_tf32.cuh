@@ -1,4 +1,5 @@
-// The first product of low_rank.cuh by products of warpgroups (wgmma) on operands that the copy engine brings (sm_90a):
+// The first product of galore_mma.cuh by products of warpgroups (wgmma) on operands that the copy engine brings
+// (sm_90a):
 //     right: low (R, rank) = G Q^T,  left: low (rank, C) = Q G;   summed over the shorter side
 // It has few tiles and a long sum. A block has CHANNELS channels, 128 of the rank and a part of the sum; the blocks of
 // a tile are a cluster, each of which adds up a part of the tile from all of their shared memories, in order, and hands
@@ -14,7 +15,7 @@
 // (dev/galore_project.cuh).
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
-#include "low_rank_hopper.cuh"
+#include "galore_hopper.cuh"
 
 #ifdef __CUDACC__
 constexpr int LH_PROJECT_THREADS = 288;
@@ -170,7 +171,7 @@ struct LowPieces {
 #endif
 
 // Grid (slices, tiles of the rank, tiles of channels), clusters of `slices`, at most 8. The sink takes four elements of
-// a row at a time, as low_rank.cuh's do.
+// a row at a time, as galore_mma.cuh's do.
 template <typename E, int PARTS, bool LEFT, int CHANNELS, int STAGES, typename Sink>
 __global__ void __launch_bounds__(LH_PROJECT_THREADS, 1)
     low_project_kernel(const __grid_constant__ LowProjectMaps maps, LowResult s, Sink sink) {

@@ -13,9 +13,9 @@
 //     float, 3      each operand in two parts of 11 bits, three products: 2^-21, as good as fp32
 // A projection has few tiles (32 for 4096 channels and rank 128) and a long K, so up to 8 blocks share a tile, each
 // with a part of K; they are a cluster, and add up through each other's shared memory, in order (sm_90; elsewhere one
-// block does all). Deterministic. Sizes are multiples of 8. low_rank_hopper.cuh lists kernels for sm_90a alone.
+// block does all). Deterministic. Sizes are multiples of 8. galore_hopper.cuh lists kernels for sm_90a alone.
 #pragma once
-#include "common.cuh"
+#include "../kernels/common.cuh"
 
 #ifdef __CUDACC__
 constexpr int LP_ROWS = 128, LP_THREADS = 256, LP_STAGES = 3, LP_LINE = 128, LP_SLICES = 8;

@@ -1,4 +1,4 @@
-// The second product of low_rank.cuh in bf16 with its update of the weights, by products of warpgroups (sm_90a):
+// The second product of galore_mma.cuh in bf16 with its update of the weights, by products of warpgroups (sm_90a):
 //     right: U (R, C) = N Q,  left: U = Q^T N;   summed over the rank, at most 256
 // The weights' bytes are what takes time. A block stays, keeps 128 rows of the left operand in shared memory, and walks
 // along their columns, 64 at a time: the copy engine brings columns of the right operand and the weights there,
@@ -8,7 +8,7 @@
 //
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
-#include "low_rank_project.cuh"
+#include "galore_project_tf32.cuh"
 
 #ifdef __CUDACC__
 struct LowBackMaps {

@@ -1,11 +1,11 @@
-// The parts that the sm_90a kernels of low_rank.cuh's two products share. The copy engine loads their operands, and
+// The parts that the sm_90a kernels of galore_mma.cuh's two products share. The copy engine loads their operands, and
 // warpgroups multiply them (wgmma):
-//     low_rank_project.cuh  the first product, in fp32
-//     low_rank_back.cuh     the second one and the weights' update, in bf16
+//     galore_project_tf32.cuh  the first product, in fp32
+//     galore_back.cuh     the second one and the weights' update, in bf16
 #pragma once
-#include "low_rank.cuh"
+#include "galore_mma.cuh"
 #ifdef __CUDACC__
-#include "hopper.cuh"
+#include "../kernels/hopper.cuh"
 
 constexpr int LH_SHARED_BYTES = 227 * 1024;
 constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
