@@ -21,7 +21,7 @@ if sys.version_info < (3, 11):
 import record
 import runner
 import sweep as sweeps
-from problem import Parser, Problem, installs
+from problem import Parser, Problem, installs, say
 from trainer import ROOT, Trainer, check
 
 
@@ -116,9 +116,9 @@ def gpus_of(options, runs):
 def tell_plan(todo, done):
     for run in todo:
         typed = " ".join(f"--{key} {run.options[key]}" for key in sorted(run.own) if key in run.options)
-        print(f"run    {run.label:40} {typed}")
+        say(f"run    {run.label:40} {typed}")
     for run in done:
-        print(f"done   {run.label}")
+        say(f"done   {run.label}")
     tokens = sum(run.plan["tokens_per_step"] * run.plan["steps"] for run in todo)
     print(f"{len(todo)} to run ({tokens / 1e6:.3g}M tokens), {len(done)} done")
 
@@ -183,13 +183,13 @@ def main(arguments=None):
         report.write(sweeps.load(options.sweep, options.overrides), options.out)
         return status
     except Problem as problem:
-        print(f"compare: error: {problem}", file=sys.stderr)
+        say(f"compare: error: {problem}", sys.stderr)
         return 2
     except BrokenPipeError:  # of `| head`
         sys.stdout = open(os.devnull, "w")
         return 1
     except OSError as error:  # of a folder or the trainer that was typed, or a full disk
-        print(f"compare: error: {error}; see --out, --work and --trainer", file=sys.stderr)
+        say(f"compare: error: {error}; see --out, --work and --trainer", sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the first run or in the report; runner.py stops runs by itself
         return 130
