@@ -381,7 +381,16 @@ inline bool decode_prompts(Decoder* d, const DecodePrompts* p) {
 inline bool decode_run(const Device* dev, const DecodeShape* shape, bool fp32, const void* const* tensors,
                        const DecodePrompts* prompts, const DrawOptions* draw, const DecodeCalls* calls, void* memory,
                        int64_t room) {
-    const int S = decode_sequences(shape, fp32, prompts->count * prompts->each, room);
+    const int64_t texts = (int64_t)prompts->count * prompts->each;
+    int64_t longest = 0;
+    for (int i = 0; i < prompts->count; i++) longest = std::max(longest, prompts->lengths[i] + prompts->length);
+    if (texts > DRAW_SAMPLES || longest >= DRAW_PLACES || shape->V > DRAW_TOKENS) {
+        user_error(
+            "%lld samples of up to %lld tokens out of %d, and draws repeat beyond %lld samples and 2^20 tokens; type "
+            "fewer --samples, or a shorter prompt",
+            (long long)texts, (long long)longest, shape->V, (long long)DRAW_SAMPLES);
+    }
+    const int S = decode_sequences(shape, fp32, (int)texts, room);
     if (S == 0) user_error("a sample with %d tokens of context does not fit in memory; type a shorter --seq", shape->T);
     Decoder d;
     decode_open(&d, dev, shape, fp32, tensors, S, draw, calls, memory);

@@ -21,6 +21,9 @@
 #include "random.h"
 
 constexpr int DRAW_NOT_FINITE = -2;
+constexpr int64_t DRAW_TENSORS = 1 << 20;  // random numbers of lower ones are the initial weights'
+constexpr int64_t DRAW_SAMPLES = RANDOM_TENSORS - DRAW_TENSORS, DRAW_PLACES = 1 << 20, DRAW_TOKENS = 1 << 20;
+static_assert(DRAW_PLACES * DRAW_TOKENS == RANDOM_ELEMENTS, "a place and a token are an element");
 constexpr int DRAW_THREADS = 1024;
 constexpr int DRAW_SHORT = 512;  // up to this k, the tokens that may be among the k likeliest usually fit the threads
 constexpr double DRAW_COLD = 1e-200;  // below it g is lost beside logit / temperature, which might overflow
@@ -42,7 +45,7 @@ __host__ __device__ inline double draw_score(float logit, double temperature, ui
                                              int token) {
     if (temperature < DRAW_COLD) return logit;
     const uint64_t bits =
-        random_bits(seed, ((uint64_t)1 << 20) + (uint64_t)sample, (uint64_t)place << 20 | (uint64_t)token);
+        random_bits(seed, DRAW_TENSORS + (uint64_t)sample, (uint64_t)place * DRAW_TOKENS + (uint64_t)token);
     const double u = ((double)(bits >> 11) + 0.5) / 9007199254740992.0;
     return (double)logit / temperature - log(-log(u));
 }
@@ -195,7 +198,7 @@ __global__ static void __launch_bounds__(DRAW_THREADS)
 #endif
 
 // tokens: (R) drawn from logits: (R, Vp). samples: (R) which sample each row belongs to; places: (R) of the token in
-// its text, below 2^20. All on the device.
+// its text. All on the device; decode_run checks that they are below DRAW_SAMPLES and DRAW_PLACES, and V.
 inline void draw(const Device* dev, int* tokens, const float* logits, const int* samples, const int* places,
                  const DrawOptions* o, int R, int V, int Vp) {
     if (!dev->gpu) {

@@ -65,6 +65,8 @@ __global__ static void initial_normals_kernel(float* to, int64_t n, uint64_t see
 inline void initial_normals(const Device* dev, float* to, int64_t n, uint64_t seed, uint64_t tensor, int64_t first,
                             float deviation, uint32_t* list) {
     if (n <= 0) return;
+    require(n < 1ll << 32 && first + n <= RANDOM_ELEMENTS && tensor < (uint64_t)RANDOM_TENSORS,
+            "a tensor is too large for its random numbers; type a smaller model");
 #ifdef __CUDACC__
     if (dev->gpu) {
         uint32_t found[1 + NORMAL_DOUBTS];

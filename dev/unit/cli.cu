@@ -494,4 +494,7 @@ FOLDER_TEST(cli_sample) {
     expect(strcmp(text[0], text[1]) == 0, "the same seed, another text");
     expect(strcmp(text[0], text[2]) != 0, "another seed, the same text");
     expect(strcmp(text[3], text[4]) == 0 && strcmp(text[3], text[5]) == 0, "--temperature 0 depends on the seed");
+    write_text(work, "many", "a\na\na\na\na\na\na\na\na\na\na\na\na\na\na\na\n");
+    refused("16 million samples", "16000000 samples", "type fewer --samples",
+            "--sample= --prompt-file %s/many --samples 1000000 --model %s/run --device cpu", work, work);
 }
