@@ -1427,8 +1427,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
     resolve_model(o, &m, 0, false, "", folder);
     m.B = tokens > m.T ? (int)(tokens / m.T) : 1;
     m.logit_rows = samples ? 1 : 1024;
-    const bool bytes = m.config.V == 256 && !tokenizer_exists(folder);
-    Tokenizer* tokenizer = tokenizer_open_for(bytes ? nullptr : folder, m.config.V, error);
+    Tokenizer* tokenizer = tokenizer_open_for(folder, m.config.V, error);
     if (!tokenizer) user_error("--model %s: %s", o->model, error);
     model_allocate(&m, nullptr);
     model_read(&m, folder);

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from input_files import Problem, damaged
+from input_files import Problem
 from vocabulary import ALPHABET, MAX_VOCABULARY, copy_vocabulary, open_vocabulary
 
 META_BYTES = 1 << 26
@@ -41,8 +41,6 @@ def read_meta(path):
         if texts is not None and not (len(texts) == size == len(set(texts)) and all(texts)):
             raise ValueError("its itos is no list of vocab_size different texts")
         return size, texts and [text.encode("utf-8") for text in texts]
-    except Problem:
-        raise
     except Exception as error:  # a damaged pickle may raise anything
         raise Problem(f"{path}: cannot be read ({error}); write it again, or take it away for GPT-2's tokens") from None
 
@@ -63,13 +61,6 @@ def open_tokens(path):
     return tokens
 
 
-def write_characters(texts, folder):
-    """Writes the vocabulary of meta.pkl as vocab.json. The trainer encodes with it where each text is a character."""
-    names = {byte: name for name, byte in ALPHABET.items()}
-    tokens = {"".join(names[byte] for byte in text): i for i, text in enumerate(texts)}
-    (folder / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=False), "utf-8")
-
-
 def convert(options, folder, writers, notes):
     """Writes all shards, by writers(lengths of the tokens' texts). Returns them and the size of the vocabulary."""
     source, tokenizer = Path(options.from_nanogpt), options.tokenizer
@@ -79,8 +70,10 @@ def convert(options, folder, writers, notes):
     if val.is_file() and options.val_fraction:
         raise Problem(f"{source}: has a val.bin; leave --val-fraction out, or move that file away")
     size, texts = read_meta(source / "meta.pkl") if (source / "meta.pkl").is_file() and not tokenizer else (None, None)
-    if texts:
-        write_characters(texts, folder)
+    if texts:  # the trainer encodes with them where each is a character
+        names = {byte: name for name, byte in ALPHABET.items()}
+        tokens = {"".join(names[byte] for byte in text): i for i, text in enumerate(texts)}
+        (folder / "vocab.json").write_text(json.dumps(tokens, ensure_ascii=False), "utf-8")
         lengths = np.array([len(text) for text in texts], np.int64)
     elif size:
         lengths = np.zeros(size, np.int64)
@@ -89,20 +82,14 @@ def convert(options, folder, writers, notes):
         vocabulary = open_vocabulary(tokenizer)
         copy_vocabulary(vocabulary, tokenizer, folder)
         size, lengths = vocabulary.size, vocabulary.lengths
-    made = writers(lengths)
-    try:
-        tokens = open_tokens(train)
-        held_out = open_tokens(val) if val.is_file() else tokens[len(tokens) - int((options.val_fraction or 0.05) * len(tokens)) :]
-        if not val.is_file():
-            tokens = tokens[: len(tokens) - len(held_out)]
-        for part, path, tokens in (("train", train, tokens), ("val", val, held_out)):
-            for at in range(0, len(tokens), BLOCK):
-                block = tokens[at : at + BLOCK]
-                if block.max() >= size:
-                    advice = "name its tokenizer's folder by --tokenizer"
-                    raise Problem(f"{path}: holds token {block.max()}, and the vocabulary has {size}; {advice}")
-                made[part].write(block.astype(np.uint16))
-            made[part].close()
-    except OSError as error:
-        raise damaged(error.filename or source, error) from None
+    made, tokens = writers(lengths), open_tokens(train)
+    cut = len(tokens) if val.is_file() else len(tokens) - int((options.val_fraction or 0.05) * len(tokens))
+    held_out = open_tokens(val) if val.is_file() else tokens[cut:]
+    for part, path, tokens in (("train", train, tokens[:cut]), ("val", val, held_out)):
+        for block in (tokens[at : at + BLOCK] for at in range(0, len(tokens), BLOCK)):
+            if block.max() >= size:
+                advice = "name its tokenizer's folder by --tokenizer"
+                raise Problem(f"{path}: holds token {block.max()}, and the vocabulary has {size}; {advice}")
+            made[part].write(block.astype(np.uint16))
+        made[part].close()
     return made, size

@@ -463,20 +463,14 @@ bool tokenizer_files_copy(const char* from, const char* to, char* error) {
 }
 
 bool tokenizer_write_bytes(const char* folder, char* error) {
-    static const char config[] =
-        "{\"tokenizer_class\": \"PreTrainedTokenizerFast\", \"clean_up_tokenization_spaces\": "
-        "false}\n";
+    static const char config[] = "{\"tokenizer_class\": \"PreTrainedTokenizerFast\"}\n";
+    static const char level[] = "{\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true}";
     SCOPED char* text;
     size_t length;
     FILE* file = text_stream(&text, &length);
-    fputs(
-        "{\"version\": \"1.0\", \"truncation\": null, \"padding\": null, \"added_tokens\": [], \"normalizer\": null,\n"
-        "\"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, \"trim_offsets\": true, "
-        "\"use_regex\": true},\n\"post_processor\": null,\n\"decoder\": {\"type\": \"ByteLevel\", "
-        "\"add_prefix_space\": false, \"trim_offsets\": true, \"use_regex\": true},\n\"model\": {\"type\": \"BPE\", "
-        "\"dropout\": null, \"unk_token\": null, \"continuing_subword_prefix\": null, \"end_of_word_suffix\": null, "
-        "\"fuse_unk\": false, \"byte_fallback\": false, \"vocab\": {",
-        file);
+    fprintf(file, "{\"version\": \"1.0\", \"added_tokens\": [], \"pre_tokenizer\": %s, \"decoder\": %s,\n", level,
+            level);
+    fputs("\"model\": {\"type\": \"BPE\", \"merges\": [], \"vocab\": {", file);
     const char* separator = "";
     for (uint32_t point = 0; point < 256 + 68; point++) {
         if (byte_of(point) < 0) continue;
@@ -487,7 +481,7 @@ bool tokenizer_write_bytes(const char* folder, char* error) {
         fprintf(file, ": %d", byte_of(point));
         separator = ", ";
     }
-    fputs("}, \"merges\": []}}\n", file);
+    fputs("}}}\n", file);
     fclose(file);
     return file_write(path_in(folder, "tokenizer.json"), text, (int64_t)length, error) &&
            file_write(path_in(folder, "tokenizer_config.json"), config, sizeof(config) - 1, error);
@@ -670,7 +664,7 @@ int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes
 }
 
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error) {
-    Tokenizer* tokenizer = tokenizer_open(folder, error);
+    Tokenizer* tokenizer = tokenizer_open(vocabulary == 256 && !tokenizer_exists(folder) ? NULL : folder, error);
     if (!tokenizer || tokenizer->vocabulary <= vocabulary) return tokenizer;
     data_error(error, "its tokenizer has %d tokens and its vocab_size is %d; put the tokenizer of the model there",
                tokenizer->vocabulary, vocabulary);

@@ -12,7 +12,8 @@ typedef struct Tokenizer Tokenizer;
 // tokenizer_encode returns -1, unless each token is a character. Tokens that were added (in tokenizer.json or
 // added_tokens.json) are encoded as the tokenizers library does; one whose flags ask for more is refused.
 Tokenizer* tokenizer_open(const char* folder, char* error);
-// Does the same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's.
+// Does the same for a model of `vocabulary` tokens, which must not be fewer than the tokenizer's. 256 tokens without a
+// tokenizer are bytes.
 Tokenizer* tokenizer_open_for(const char* folder, int vocabulary, char* error);
 // Returns whether the folder holds a vocabulary.
 bool tokenizer_exists(const char* folder);
