@@ -573,7 +573,7 @@ def test_torch_mistakes_are_exceptions():
             (TypeError, "float16", lambda: nibble_optim.Optimizer([torch.nn.Parameter(p.half())]))]:
         raises(kind, words, function)
     for words, settings in [("momentum changes nothing", dict(momentum=0.9)), ("", dict(rule="rmnp", momentum=0.9)),
-                            ("nothing without rule galore, fira or apollo, and the optimizer has adamw", dict(rank=4)),
+                            ("nothing without rule galore or fira or apollo, and the optimizer has adamw", dict(rank=4)),
                             ("", dict(overrides="0.0: rule=muon", ns_steps=3))]:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
