@@ -206,7 +206,9 @@ def test_torch_release_under_ddp_is_refused():
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         try:
             model = model_of()
-            make(model, preset="adamw8").step_in_backward()
+            saved = make(model, preset="adamw8")
+            train(model, saved, 1, 1)
+            make(model, preset="adamw8").step_in_backward().load_state_dict(saved.state_dict())
             wrapped = torch.nn.parallel.DistributedDataParallel(model)
             x, y = batch(model, 1)
             raises(RuntimeError, "DistributedDataParallel", lambda: (wrapped(x) - y).square().sum().backward())

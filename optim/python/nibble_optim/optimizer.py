@@ -89,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _begin(self):
         self._parts, self._part_of, self._names, self._rules, self._end = [], {}, {}, {}, 0
-        self._flat, self._apart, self._hooks, self._dicts = None, None, [], []
+        self._flat, self._apart, self._hooks, self._dicts, self._unwrapped = None, None, [], [], False
 
     @staticmethod
     def _check_group(group):
@@ -534,8 +534,9 @@ class Optimizer(torch.optim.Optimizer):
     def _set_apart(self):
         """Hooks new parameters. Each has the place in the model that it would have if all were stepped together."""
         def hook(param):
-            if not self._parts:
+            if not self._unwrapped:
                 _require_no_wrapper(set(self._flat))
+                self._unwrapped = True
             with torch.no_grad():
                 self._step([param], [param.grad])
             param.grad = None
