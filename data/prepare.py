@@ -229,9 +229,7 @@ def read_text(path):
             if len(data) >= PIECE_BYTES:
                 cut = safe_cut(data, max(searched, PIECE_BYTES // 2))
                 if not cut and len(data) >= MAX_LINE:  # no text has such a word: cut it before its last character
-                    cut = len(data) - 1
-                    while cut > 0 and data[cut] & 0xC0 == 0x80:
-                        cut -= 1
+                    cut = next((at for at in range(len(data) - 1, len(data) - 5, -1) if data[at] & 0xC0 != 0x80), len(data))
                 searched = max(0, len(data) - 4)
                 if cut:
                     piece = Piece(path, "text", place, begins, bytes(data[:cut]))
