@@ -20,7 +20,8 @@ endif
 $(if $(filter build/cpu,$(BUILD)),$(info CPU build, without nvcc; for GPUs install the CUDA toolkit 12.4 or later (package cuda-toolkit), or type make CUDA_HOME=/path/to/cuda))
 endif
 endif
-CUDA_HOME := $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
+# An absolute path, also where a relative one was typed: the program finds the toolkit's libraries by it.
+override CUDA_HOME := $(if $(NVCC),$(if $(filter command,$(origin CUDA_HOME)),$(abspath $(CUDA_HOME)),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))))
 # An apt or .run toolkit has lib64; a pip or conda one has lib.
 CUDA_LIB := $(firstword $(wildcard $(CUDA_HOME)/lib64 $(CUDA_HOME)/lib))
 CUDA_RELEASE := $(if $(NVCC),$(shell $(NVCC) --version 2>/dev/null | sed -n 's/.*release \([0-9.]*\).*/\1/p'))

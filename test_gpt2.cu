@@ -578,7 +578,7 @@ TEST(learning_rate) {
                      {"constant", 2.0, 2.0, 2.0},
                      {"wsd", 2.0, 0.2 + 1.8 * (1 - sqrt(0.5)), 0.2}};
     for (const auto& s : schedules) {
-        Schedule o = {s.name, 2.0, 0.1, 0.2, 111, 10};
+        Schedule o = {s.name, 2.0, 0.1, 0.2, 111, 10, 0, 0};
         for (int step = 0; step < 10; step++) {
             expect(fabs(learning_rate(&o, step) - 0.2 * (step + 1)) < eps, "%s: warm-up step %d", s.name, step);
         }
@@ -605,16 +605,32 @@ TEST(learning_rate) {
     }
 }
 
+// Resumed at step 50 with a larger rate, a run comes to the schedule's over as many steps as its warm-up has, or over
+// half of those that are left.
+TEST(learning_rate_rises) {
+    for (int warmup : {8, 40}) {
+        const Schedule usual = {"cosine", 2.0, 0.1, 0.2, 100, warmup, 0, 0},
+                       resumed = {"cosine", 2.0, 0.1, 0.2, 100, warmup, 50, 0.1};
+        const int length = warmup < 25 ? warmup : 25;
+        for (int step = 0; step < 100; step++) {
+            const double rate = learning_rate(&usual, step), share = (step - 49.0) / length;
+            const double want = step < 50 || share >= 1 ? rate : 0.1 + (rate - 0.1) * share;
+            expect(fabs(learning_rate(&resumed, step) - want) < 1e-12, "step %d: %g", step,
+                   learning_rate(&resumed, step));
+        }
+    }
+}
+
 TEST(warmup_auto) {
     const int64_t cases[][2] = {{0, 0},     {1, 0},     {2, 1},      {20, 10},     {119, 59},   {120, 60}, {200, 60},
                                 {1200, 60}, {1220, 61}, {2000, 100}, {14000, 700}, {20000, 700}};  // steps, warm-up
     char error[DATA_ERROR_BYTES];
     for (const auto& c : cases) {
-        Schedule s = {"cosine", 1, 0.1, 0.2, c[0], OPTION_AUTO};
+        Schedule s = {"cosine", 1, 0.1, 0.2, c[0], OPTION_AUTO, 0, 0};
         expect(schedule_choose(&s, false, error) && s.warmup == c[1], "%lld steps: warm-up %lld", (long long)c[0],
                (long long)s.warmup);
     }
-    Schedule wsd = {"wsd", 1, 0, 0.8, 100, OPTION_AUTO};
+    Schedule wsd = {"wsd", 1, 0, 0.8, 100, OPTION_AUTO, 0, 0};
     expect(schedule_choose(&wsd, false, error) && wsd.warmup == 20, "wsd's decay begins after the warm-up, %lld steps",
            (long long)wsd.warmup);
 }

@@ -1113,7 +1113,7 @@ static void resolve_grads(Options* o, Model* m, OptimConfig* config) {
 }
 
 static Schedule schedule_of(const Options* o) {
-    return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup};
+    return {o->schedule, o->lr, o->final_lr, o->decay_fraction, o->steps, o->warmup, 0, 0};
 }
 
 // The number of steps and what depends on it.
@@ -1348,7 +1348,8 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
 // checkpoint has the weights as they are before the step.
 static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars, StepTimer* timer) {
     const RunState* state = &run->folder.state;
-    const Schedule schedule = schedule_of(run->options);
+    Schedule schedule = schedule_of(run->options);
+    schedule.rise_step = state->rise_step, schedule.rise_lr = state->rise_lr;
     Model* m = run->model;
     Shard* shard = m->arena.shard;
     const double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
@@ -1526,18 +1527,16 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.folder.table = run.resume.table = &TABLE, run.folder.fields = run.resume.fields = o;
     run.resume.given = given;
     resume(&run);
-    if (o->eval_every == 0 && option_given(&TABLE, given, "eval-out")) {
-        user_error("--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
-    }
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
-    require(run.model_folder != nullptr, run.folder.error);
+    require(run.model_folder && resume_intent(&run.resume, *run.model_folder, run.folder.error), run.folder.error);
     const char** sources = run.folder.sources;
     sources[0] = run.resume.from, sources[1] = run.model_folder, sources[2] = run.train_data.tokenizer;
     open_device(&run);
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
                       run.folder.error);
-    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data);
+    const Schedule schedule = schedule_of(o);
+    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &schedule);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
     print_plan(&run, &plan);

@@ -50,7 +50,8 @@ static const struct {
              {"skipped", offsetof(RunState, skipped)},
              {"skipped_last", offsetof(RunState, skipped_last)},
              {"parts_left", offsetof(RunState, parts_left)},
-             {"saturated", offsetof(RunState, saturated)}};
+             {"saturated", offsetof(RunState, saturated)},
+             {"rise_step", offsetof(RunState, rise_step)}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
 int run_state_resume(RunState* state, const Json* json, const char* changes[2]) {
@@ -62,6 +63,7 @@ int run_state_resume(RunState* state, const Json* json, const char* changes[2]) 
     }
     state->best_val = json_number(json, "best_val", now.best_val);
     state->last_norm = json_number(json, "last_norm", 0);
+    state->rise_lr = json_number(json, "rise_lr", 0);
     if (state->data_tokens != now.data_tokens) {
         changes[count++] = text_format("the data: %lld tokens (were %lld), so they come in another order from here on",
                                        (long long)now.data_tokens, (long long)state->data_tokens);
@@ -187,6 +189,7 @@ static bool state_write(const RunFolder* run, const char* folder, const Checkpoi
     }
     json_write_number_member(state, "", "best_val", run->state.best_val);
     json_write_number_member(state, ",\n", "last_norm", run->state.last_norm);
+    json_write_number_member(state, ",\n", "rise_lr", run->state.rise_lr);
     fprintf(state, ",\n\"formats\": %s,\n\"options\": ", checkpoint->formats);
     options_json(run->table, checkpoint->options, false, state);
     fprintf(state, ",\n");

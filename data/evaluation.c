@@ -10,6 +10,8 @@
 
 enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
 
+static const double TELL_SECONDS = 5;  // between two lines of progress
+
 static const char SCORES[] = "{\"task\": ";  // the first bytes of --eval-out's file
 
 typedef struct {
@@ -380,6 +382,7 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
     int *places = tokens + room, *targets = tokens + 2 * room, *likeliest = tokens + 3 * room;
     SCOPED float* losses = memory_take(room * sizeof(float));
     bool stopped = false;
+    double told = seconds_now();
     for (int i = 0; i < plan.batches && !stopped; i += by->world) {
         const int own = i + by->rank, batch = own < plan.batches ? own : plan.batches - 1;
         const int count = evaluation_fill(e, &plan, batch, tokens, places, targets);
@@ -387,6 +390,9 @@ static bool evaluation_score(const Evaluator* by, const Evaluation* e, Evaluatio
                   likeliest);
         evaluation_take(e, &plan, batch, losses, likeliest, scores);
         stopped = by->stops(by->model);
+        if (by->rank > 0 || seconds_now() < told + TELL_SECONDS) continue;
+        fprintf(stderr, "eval     %s  %d of %d batches\n", e->name, i + by->world, plan.batches);
+        told = seconds_now();
     }
     SCOPED EvaluationScore* theirs = memory_take((size_t)e->rows * sizeof(*theirs));
     for (int rank = 0; rank < by->world && by->world > 1 && !stopped; rank++) {

@@ -65,6 +65,27 @@ static void report_schedule(RunFolder* run, const PlanReport* plan) {
             run_real(run, "clip"), run_real(run, "weight-decay"));
 }
 
+// Warns of a v whose 8-bit scales do not fall as v does with a larger beta2 (optim/README.md, "How v falls").
+static void report_v(RunFolder* run) {
+    const char *v = run_text(run, "v"), *override = run_text(run, "override"), *at = override;
+    if (run_real(run, "beta2") <= 0.95) return;
+    const bool own = strstr(v, "@dq8") != NULL;
+    while (!own && (at = strstr(at, "v=")) != NULL &&
+           !strstr(v = text_kept("%.*s", (int)strcspn(at, " ;"), at), "@dq8"))
+        at++;
+    if (!at) return;
+    const char* other = strstr(v, "4/") ? "lin4/64" : "udyn8";
+    const bool more = own && *override && strcmp(override, "none") != 0;
+    const char* type =
+        own ? text_format("--v %s%s%s", other, more ? " --override " : "", more ? shell_word(override) : "")
+            : text_format("v=%s in --override", other);
+    if (strcmp(run_text(run, "preset"), "adamw4d") == 0 && own) type = "--preset adamw4l";
+    run_say(run,
+            " notice   v in %s with --beta2 %g costs loss, since its 8-bit scales do not fall as v does; type --beta2 "
+            "0.95, or %s\n",
+            v + (own ? 0 : 2), run_real(run, "beta2"), type);
+}
+
 static void report_memory(RunFolder* run, const PlanReport* plan) {
     const MemoryPlan* memory = &plan->memory;
     const bool several = plan->world > 1, large = memory->total >= (1ll << 30);
@@ -95,6 +116,7 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     report_batch(run, plan, V);
     run_say(run, " optim    %s\n", plan->optim);
     if (strcmp(run_text(run, "override"), "none") != 0) run_say(run, " override %s\n", run_text(run, "override"));
+    report_v(run);
     report_schedule(run, plan);
     report_memory(run, plan);
     if (run->taken) run_say(run, " resume   takes the checkpoint's%s\n", run->taken);

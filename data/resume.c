@@ -173,11 +173,50 @@ bool resume_take(Resume* resume, char* error) {
     return resume_options(resume, error);
 }
 
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val) {
+static double saved_number(const Resume* resume, const char* name) {
+    return strtod(json_string(resume->saved, name, "0"), NULL);
+}
+
+// If the rate rises at the resume, as with more --steps, m and its :ef errors are in units of a smaller one.
+static void resume_rate(Resume* resume, RunState* state, const Schedule* schedule) {
+    Schedule now = *schedule, was = {.kind = json_string(resume->saved, "schedule", "cosine")};
+    was.lr = saved_number(resume, "lr"), was.final_lr = saved_number(resume, "final-lr");
+    was.steps = (int64_t)saved_number(resume, "steps"), was.warmup = (int64_t)saved_number(resume, "warmup");
+    was.decay_fraction = saved_number(resume, "decay-fraction");
+    was.rise_step = now.rise_step = state->rise_step, was.rise_lr = now.rise_lr = state->rise_lr;
+    const double before = learning_rate(&was, state->step), after = learning_rate(&now, state->step);
+    if (!(after > 1.000001 * before) || now.warmup == 0) return;
+    state->rise_step = state->step, state->rise_lr = before;
+    resume_changed(resume, "%s the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps",
+                   *resume->changed ? ";" : "", before, after, (long long)now.warmup);
+}
+
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, const Schedule* schedule) {
     const char* changes[2];
     run->state = (RunState){.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
     run->state.best_val = INFINITY, run->taken = resume->taken;
     const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
     for (int i = 0; i < count; i++) resume_changed(resume, *resume->changed ? "; %s" : " %s", changes[i]);
+    if (resume->state) resume_rate(resume, &run->state, schedule);
     run->state.tokens = run->state.sequences * run_int(run, "seq");
+}
+
+bool resume_intent(const Resume* resume, bool folder, char* error) {
+    const char* every = option_text(option_find(resume->table, "eval-every"), resume->fields);
+    const char* samples = option_text(option_find(resume->table, "sample-every"), resume->fields);
+    if (resume_given(resume, "eval-out") && strcmp(every, "0") == 0) {
+        return data_error(
+            error, "--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
+    }
+    if (*text_of(resume, "data")) return true;
+    if (resume_given(resume, "prompt-file") && strcmp(samples, "auto") == 0) {
+        return data_error(error,
+                          "--prompt-file alone would train on nibble's own source text; type --sample '' --model DIR "
+                          "too, or --data PATH for samples of a run");
+    }
+    return !folder ||
+           data_error(error,
+                      "--model %s would train on nibble's own source text; type --data PATH, or --sample PROMPT or "
+                      "--eval NAMES to try the model",
+                      text_of(resume, "model"));
 }

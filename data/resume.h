@@ -3,6 +3,7 @@
 #pragma once
 #include "checkpoint.h"
 #include "loader.h"
+#include "schedule.h"
 C_LINKAGE_BEGIN
 
 enum { RESUME_CHANGED_BYTES = 16384 };
@@ -26,8 +27,11 @@ bool resume_given(const Resume* resume, const char* name);
 bool resume_find(Resume* resume, RunFolder* run, char* error);
 // Opens `state` if resume_find has not, and takes the checkpoint's options.
 bool resume_take(Resume* resume, char* error);
-// Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same.
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val);
+// Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same, or
+// if its next rate is larger than the checkpoint's `schedule` would have it: it then rises as in a warm-up.
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, const Schedule* schedule);
+// Refuses options that mean something else than training, but would train. `folder`: --model names a folder.
+bool resume_intent(const Resume* resume, bool folder, char* error);
 // Refuses an option for a path or name that was typed empty, for example by an unset shell variable.
 bool resume_words(const Resume* resume, char* error);
 // Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and lists typed

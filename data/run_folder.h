@@ -18,8 +18,10 @@ typedef struct {
     double best_val;                // infinite before the first validation
     double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
     int64_t tokens;                 // of those sequences; not stored
-    int64_t parts_left;             // layers that kept their weights in a step because their gradients were not finite
-    int64_t saturated;              // elements that were too large for their fp8 codes
+    int64_t rise_step;              // of Schedule
+    double rise_lr;
+    int64_t parts_left;  // layers that kept their weights in a step because their gradients were not finite
+    int64_t saturated;   // elements that were too large for their fp8 codes
 } RunState;
 
 typedef struct {

@@ -99,6 +99,9 @@ bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
     }
     if (s->warmup > s->steps && !warmup_typed) s->warmup = s->steps;  // a resumed run that was made shorter
     const long long warmup = s->warmup, steps = s->steps;
+    if ((float)s->lr == 0 && steps > 0) {
+        return data_error(error, "--lr %g leaves every weight as it is; leave --lr out, or type a larger one", s->lr);
+    }
     if (wsd && warmup_typed && warmup > flat && steps > 0) {
         return data_error(error,
                           "--warmup %lld reaches into wsd's decay, which begins at step %lld; type --warmup %lld or a "
@@ -110,7 +113,7 @@ bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
                       steps);
 }
 
-double learning_rate(const Schedule* s, int64_t step) {
+static double usual_rate(const Schedule* s, int64_t step) {
     if (step < s->warmup) return s->lr * (double)(step + 1) / (double)s->warmup;
     if (strcmp(s->kind, "constant") == 0) return s->lr;
     const double end = s->lr * s->final_lr, last = (double)(s->steps - 1);
@@ -122,4 +125,11 @@ double learning_rate(const Schedule* s, int64_t step) {
     if (wsd) return end + (s->lr - end) * (1.0 - sqrt(done));
     if (strcmp(s->kind, "linear") == 0) return s->lr + (end - s->lr) * done;
     return end + (s->lr - end) * 0.5 * (1.0 + cos(3.14159265358979 * done));
+}
+
+double learning_rate(const Schedule* s, int64_t step) {
+    const int64_t half = (s->steps - s->rise_step) / 2, length = s->warmup < half ? s->warmup : half;
+    const double rate = usual_rate(s, step), since = (double)(step - s->rise_step);
+    if (s->rise_step == 0 || since < 0 || since >= (double)length || rate <= s->rise_lr) return rate;
+    return s->rise_lr + (rate - s->rise_lr) * (since + 1) / (double)length;
 }

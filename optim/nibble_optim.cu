@@ -13,6 +13,7 @@
 #include <setjmp.h>
 #include <stddef.h>
 
+#include "../kernels/count_gpus.cuh"
 #include "loaded_cublaslt.h"
 #include "placed.h"
 
@@ -132,10 +133,15 @@ static NibbleStatus on_device(const NibbleOptim* optim, void* stream, char* erro
 }
 
 static void gpu_open(NibbleOptim* optim) {
-    const int gpus = nibble_optim_gpus();
+    int gpus = 0;
+    const cudaError_t status = count_gpus(&gpus);
 #ifndef __CUDACC__
     user_error("device=cuda was asked for and this libnibble_optim was built without CUDA; take device=cpu");
 #endif
+    if (gpus == 0) {
+        user_error("device=cuda:%d was asked for and no GPU answers (%s); take device=cpu", optim->gpu,
+                   no_gpu_reason(status, driver_version()));
+    }
     if (optim->gpu >= gpus) {
         user_error("device=cuda:%d was asked for and %d GPUs were found; take device=cpu or a lower number", optim->gpu,
                    gpus);
@@ -849,9 +855,7 @@ NIBBLE_API const char* nibble_optim_setting(const NibbleOptim* optim, const char
 
 NIBBLE_API int nibble_optim_gpus(void) {
     int gpus = 0;
-#ifdef __CUDACC__
-    if (cudaGetDeviceCount(&gpus) != cudaSuccess) gpus = 0;
-#endif
+    count_gpus(&gpus);
     return gpus;
 }
 

@@ -163,6 +163,12 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--override ****************************************z:m=bf16", "*z\"", "wte, wpe, ln*"},
     {ALL, "--grads bf16", "--grads bf16", "--grads fp32"},
     {ALL, "--warmup 9 --steps 4", "--warmup 9", "--warmup 4"},
+    {ALL, "--lr 0", "--lr 0 leaves every weight as it is", "leave --lr out"},
+    {ALL, "--lr 1e-50", "--lr 1e-50 leaves every weight as it is", "leave --lr out"},
+    {NOTHING, "--prompt-file @/p", "--prompt-file alone would train", "type --sample '' --model DIR"},
+    {ALL, "--model GPT2", "'GPT2' is not known", "did you mean gpt2?"},
+    {ALL, "--model openai-community/gpt2", "--model openai-community/gpt2", "hf download openai-community/gpt2"},
+    {ALL, "--preset adamw8bit", "adamw8bit", "did you mean adamw8?"},
     {ALL, "--tokens-per-step 100", "--tokens-per-step 100", "--tokens-per-step 64"},
     {ALL, "--tokens-per-step 192 --batch 4", "--tokens-per-step 192", "--batch 3"},
     {ALL, "--channels 256 --heads 1", "256", "--heads 4"},
@@ -327,6 +333,8 @@ FOLDER_TEST(cli_bad_data) {
 }
 
 FOLDER_TEST(cli_bad_folders) {
+    train_well(BRIEF "/own --steps 1", work, work);
+    refused("--model", "would train on nibble's own source text", "type --data PATH", "--model %s/own", work);
     make_bad_data(work);
     make_bad_models(test, work);
     check_bad(test, work, BAD_FOLDERS, sizeof(BAD_FOLDERS) / sizeof(Bad));
@@ -349,6 +357,22 @@ FOLDER_TEST(cli_full_disk) {
         train_well(BRIEF " --steps 40 --resume auto", work, run);
         read_losses(test, run, &losses);
         expect(losses.last == 40, "%s: resumed to step %d", what, losses.last);
+    }
+}
+
+// What the documents advise against is said in the banner, with what to type.
+TEST(cli_advises_against) {
+    const char* const cases[][2] = {
+        {"--preset adamw4d --beta2 0.999", "type --beta2 0.95, or --preset adamw4l"},
+        {"--preset int8w4 --beta2 0.96", "or --v lin4/64 --override 'ln*|*.bias: weights=bf16:sr'"},
+        {"--v soft8/32@dq8 --beta2 0.999", "or --v udyn8"},
+        {"--override wte:v=sqrt4/32@dq8 --beta2 0.999", "or v=lin4/64 in --override"},
+        {"--preset adamw4d", ""},
+        {"--preset adamw4l --beta2 0.999", ""}};
+    for (const auto& [words, says] : cases) {
+        run_well(plan, "--dry-run --device cpu %s", words);
+        const char* notice = strstr(OUT(plan), " notice   v in ");
+        expect(*says ? notice && strstr(notice, says) : !notice, "%s: %s", words, OUT(plan));
     }
 }
 

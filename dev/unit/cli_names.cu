@@ -325,6 +325,18 @@ FOLDER_TEST(cli_profile) {
     expect(exists(work, "run/log.jsonl") && !exists(work, "run/step_00000005"), "a checkpoint of --profile");
 }
 
+// A toolkit that is named by a relative path is linked by its absolute one.
+FOLDER_TEST(cli_relative_toolkit) {
+    int code;
+    make_folder(work, "bin"), make_folder(work, "lib");
+    write_text(work, "bin/nvcc", "#!/bin/sh\necho release 13.0,\n");
+    const char* said = shell_in(test_folder(), &code,
+                                formatted("chmod +x %s/bin/nvcc; env -u MAKEFLAGS make -pn CUDA_HOME=$(realpath "
+                                          "--relative-to=. %s) help | grep ^LDFLAGS",
+                                          work, work));
+    expect(strstr(said, formatted("-rpath,%s/lib ", work)), "%s", said);
+}
+
 // Whole numbers take k, M and B, and all wrong options are told at once.
 TEST(option_numbers) {
     const std::tuple<const char*, int64_t> numbers[] = {{"10k", 10000},     {"0.5M", 500000},

@@ -116,6 +116,16 @@ TEST_BOTH(cli_resume_presets) {
     for_presets(test, [&](const char* name) { check_half_way(test, work, name, formatted("--preset %s", name), gpu); });
 }
 
+// A finished run that is resumed with more steps warms up again, since its rate rises, and so does its own resume.
+FOLDER_TEST(cli_resume_warms_up) {
+    train_well(BRIEF "/run --steps 8 --preset adamw8e", work, work);
+    run_well(more, "--resume %s/run --steps 40 --save-every 11 --keep 9", work);
+    expect(strstr(OUT(more), "the rate rises from 0.0003 to the schedule's 0.0027"), "%s", OUT(more));
+    run_well(again, "--resume %s/run/step_00000011 --run %s/again", work, work);
+    expect(!strstr(OUT(again), "the rate rises"), "%s", OUT(again));
+    expect_equal_checkpoints(test, joined(work, "run"), joined(work, "again"), 40);
+}
+
 // States may move to host memory and back, and steps into the backward pass and out, between a checkpoint and the rest
 // of a run, which changes no bit.
 static void check_resume_offload(Test* test, const char* formats) {

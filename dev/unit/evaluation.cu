@@ -299,8 +299,10 @@ FOLDER_TEST(evaluation_command) {
                                    {joined(work, "four.eval"), "holds something else already"},
                                    {joined(work, "none/x"), "No such file or directory"}};
     for (const auto& to : outs) {
-        for (const char* how : {"--device cpu --model", "--device cpu --steps 1 --eval-every 1 --run none --model"})
-            refused(to[1], to[1], "name a file that", "%s %s --eval %s/four.eval --eval-out %s", how, run, work, to[0]);
+        for (const char* how :
+             {"--model", formatted("--steps 1 --eval-every 1 --run none --data %s/text.txt --model", work)})
+            refused(to[1], to[1], "name a file that", "--device cpu %s %s --eval %s/four.eval --eval-out %s", how, run,
+                    work, to[0]);
         expect(access("none", F_OK) != 0, "%s leaves a run folder", to[1]);
     }
     expect(strcmp(contents(work, "victim"), "kept") == 0, "a link was followed");

@@ -17,6 +17,17 @@ static void fill_gradients(float* grads, int seed) {
     }
 }
 
+#ifdef __CUDACC__
+// A driver that is older than the toolkit is said to be so.
+TEST(exchange_old_driver) {
+    const char* said = no_gpu_reason(cudaErrorInsufficientDriver, 11040);
+    expect(strstr(said, "the driver has CUDA 11.4 and this program ") && strstr(said, "install NVIDIA's driver "), "%s",
+           said);
+    said = no_gpu_reason(cudaErrorNoDevice, 11040);
+    expect(strcmp(said, cudaGetErrorString(cudaErrorNoDevice)) == 0, "%s", said);
+}
+#endif
+
 // Gradients are sent as the nearest bf16. One that is not finite stays so: the step is then skipped by all.
 TEST(exchange_formats) {
     static float grads[TILES * TILE_ELEMENTS];

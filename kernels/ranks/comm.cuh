@@ -16,6 +16,7 @@
 
 #include "../../data/files.h"
 #include "../common.cuh"
+#include "../count_gpus.cuh"
 #include "launch.h"
 #include "peer.cuh"
 
@@ -483,17 +484,6 @@ inline int rank_device(const Launch* launch, int64_t asked, bool cpu, int gpus) 
     return launch->local_rank;
 }
 
-// Counts the GPUs that this process may use. If CUDA_VISIBLE_DEVICES hides all of them, it does not start the driver,
-// which takes seconds.
-inline cudaError_t count_gpus(int* gpus) {
-    const char* visible = getenv("CUDA_VISIBLE_DEVICES");
-    *gpus = 0;
-    if (visible && visible[0] == 0) return cudaSuccess;
-    const cudaError_t status = cudaGetDeviceCount(gpus);
-    if (status != cudaSuccess) *gpus = 0;
-    return status;
-}
-
 // Opens the device that --device names: "auto", "gpu" or "cpu". `launch` is NULL for a program without ranks.
 inline void device_choose(Device* dev, const char* name, const Launch* launch, int64_t asked) {
     const bool cpu = strcmp(name, "cpu") == 0;
@@ -501,7 +491,10 @@ inline void device_choose(Device* dev, const char* name, const Launch* launch, i
     const cudaError_t status = cpu ? cudaSuccess : count_gpus(&gpus);
     if (strcmp(name, "gpu") == 0 && gpus == 0) {
         user_error("--device gpu: no GPU answers (%s); type --device cpu, or --dry-run --memory 24G to plan for one",
-                   status == cudaSuccess ? "none is there" : cudaGetErrorString(status));
+                   no_gpu_reason(status, driver_version()));
+    }
+    if (status != cudaSuccess && driver_version() > 0 && status != cudaErrorNoDevice) {
+        notice(text_kept("train: notice: no GPU answers (%s)\n", no_gpu_reason(status, driver_version())));
     }
     int index = launch && launch->world > 1 ? rank_device(launch, asked, cpu, gpus) : 0;
     device_open(dev, gpus > 0 && !cpu, index);
