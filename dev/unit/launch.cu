@@ -32,6 +32,7 @@ TEST(launch_environment) {
         {"RANK=3 WORLD_SIZE=8 LOCAL_RANK=1 MASTER_ADDR=gpu1", "torchrun's variables", "gpu1", 3, 8, 1, 0},
         {"RANK=3 " OPEN_MPI "MASTER_ADDR=gpu2", "Open MPI's variables", "gpu2", 5, 6, 2, 0},
         {OPEN_MPI "OMPI_COMM_WORLD_LOCAL_SIZE=6", "Open MPI's variables", "127.0.0.1", 5, 6, 2, 0},
+        {"PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=0 MASTER_ADDR=a", "MPICH's variables", "a", 1, 4, 0, 0},
         {SLURM "SLURM_STEP_NODELIST=gpu[003-007]", "Slurm's variables", "gpu003", 7, 16, 7, 0},
         {SLURM "SLURM_STEP_NODELIST=gpu[003-007] MASTER_PORT=77", "Slurm's variables", "gpu003", 7, 16, 7, 77},
         {SLURM "SLURM_STEP_NUM_NODES=1", "Slurm's variables", "127.0.0.1", 7, 16, 7, 0},
@@ -64,7 +65,7 @@ TEST(launch_environment) {
         {TORCHRUN "TORCHELASTIC_RUN_ID=none MASTER_PORT=2147483647", "MASTER_PORT '2147483647'", 1},
         {"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_LOCAL_RANK ('')", 1},
         {"SLURM_PROCID=3 SLURM_NTASKS=8 SLURM_STEP_ID=0", "SLURM_LOCALID ('')", 1},
-        {"PMI_RANK=1 PMI_SIZE=4", "does not read PMI's", 1},
+        {"PMI_RANK=1 PMI_SIZE=4", "PMI_SIZE ('4') and MPI_LOCALRANKID ('')", 1},
         {OPEN_MPI, "set MASTER_ADDR", 1},
         {SLURM, "set MASTER_ADDR", 1},
     };

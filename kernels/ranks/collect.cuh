@@ -80,28 +80,32 @@ struct ShardArrays {
 // arena's order, so an array that an earlier rank lacks comes after those that it has.
 inline ShardArrays shard_arrays(Shard* s, const ShardArray* own, int count) {
     assert(count <= SHARD_ARRAYS);
-    ShardArray table[SHARD_ARRAYS] = {};
+    ShardArray mine[SHARD_ARRAYS] = {};
+    double most = count;  // arrays of a rank
     bool split = shard_splits(s, SHARD_STATES);
     ShardArrays all = {(ShardArray*)memory_zero(SHARD_ARRAYS, sizeof(ShardArray)), 0, split ? s->comm.world : 1,
                        nullptr, nullptr};
     all.bytes = (int64_t*)memory_zero((size_t)SHARD_ARRAYS * all.ranks, sizeof(int64_t));
     all.own = (const void**)memory_zero(SHARD_ARRAYS, sizeof(void*));
+    memcpy(mine, own, (size_t)count * sizeof(ShardArray));
+    if (split) launch_all_reduce(s->comm.launch, &most, 1, LAUNCH_MAX);
+    const int64_t rows = (int64_t)most;
+    ShardArray* tables = (ShardArray*)memory_zero((size_t)(all.ranks * rows), sizeof(ShardArray));
+    if (split) launch_gather(s->comm.launch, mine, rows * (int64_t)sizeof(ShardArray), tables);
+    if (!split) memcpy(tables, mine, (size_t)rows * sizeof(ShardArray));
     for (int r = 0; r < all.ranks; r++) {
-        bool mine = !split || r == s->comm.rank;
-        int64_t theirs = count;
-        if (mine) memcpy(table, own, (size_t)count * sizeof(ShardArray));
-        if (split) launch_broadcast(s->comm.launch, r, &theirs, sizeof(theirs));
-        if (split) launch_broadcast(s->comm.launch, r, table, sizeof(table));
-        for (int i = 0; i < theirs; i++) {
+        const ShardArray* table = &tables[r * rows];
+        for (int i = 0; i < rows && table[i].name[0]; i++) {
             int at = 0;
             while (at < all.count && strcmp(all.whole[at].name, table[i].name) != 0) at++;
             assert(at < SHARD_ARRAYS);
             if (at == all.count) all.whole[all.count++] = table[i], all.whole[at].elements = 0;
             all.whole[at].elements += table[i].elements;
             all.bytes[at * all.ranks + r] = table[i].elements * table[i].element_bytes;
-            if (mine) all.own[at] = table[i].data;
+            if (!split || r == s->comm.rank) all.own[at] = table[i].data;
         }
     }
+    free(tables);
     return all;
 }
 

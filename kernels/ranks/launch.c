@@ -46,28 +46,16 @@ bool launch_first_host(const char* list, char* host, size_t bytes) {
 
 // The variables of each launcher. Together with two that name the job they say who a rank is.
 static const struct {
-    const char *source, *rank, *world, *local_rank, *local_world, *job[2];
+    const char *source, *rank, *world, *local_rank, *local_world, *job, *job_part;
 } LAUNCHERS[] = {
-    {"torchrun's variables",
-     "RANK",
-     "WORLD_SIZE",
-     "LOCAL_RANK",
-     "LOCAL_WORLD_SIZE",
-     {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
-    {"Open MPI's variables",
-     "OMPI_COMM_WORLD_RANK",
-     "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE",
-     {"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"}},
-    {"Slurm's variables",
-     "SLURM_PROCID",
-     "SLURM_STEP_NUM_TASKS",
-     "SLURM_LOCALID",
-     "",
-     {"SLURM_JOB_ID", "SLURM_STEP_ID"}},
+    {"torchrun's variables", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
+     "TORCHELASTIC_RESTART_COUNT"},
+    {"Open MPI's variables", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"},
+    {"Slurm's variables", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_JOB_ID", "SLURM_STEP_ID"},
+    {"MPICH's variables", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", ""},
 };
-enum { TORCHRUN, OPEN_MPI, SLURM, LAUNCHER_COUNT };
+enum { TORCHRUN, OPEN_MPI, SLURM, MPICH, LAUNCHER_COUNT };
 
 // Reads row i. False if it is incomplete, as in Slurm's batch script, which is one process and no step.
 static bool read_rank(Launch* launch, int i) {
@@ -75,8 +63,8 @@ static bool read_rank(Launch* launch, int i) {
     launch->world = variable(LAUNCHERS[i].world), launch->local_rank = variable(LAUNCHERS[i].local_rank);
     launch->local_world = variable(LAUNCHERS[i].local_world);
     if (i == SLURM && variable("SLURM_STEP_NUM_NODES") == 1) launch->local_world = launch->world;
-    snprintf(launch->job, sizeof(launch->job), "%s %.60s %.40s", LAUNCHERS[i].rank, text_variable(LAUNCHERS[i].job[0]),
-             text_variable(LAUNCHERS[i].job[1]));
+    snprintf(launch->job, sizeof(launch->job), "%s %.60s %.40s", LAUNCHERS[i].rank, text_variable(LAUNCHERS[i].job),
+             text_variable(LAUNCHERS[i].job_part));
     return launch->rank >= 0 && launch->world >= 1 && launch->local_rank >= 0 &&
            (i != SLURM || variable("SLURM_STEP_ID") >= 0);
 }
@@ -88,7 +76,7 @@ static bool read_address(Launch* launch, int i) {
     const int port = variable("MASTER_PORT");
     launch->port = port >= 0 ? port : 20000 + (int)(crc32c(0, launch->job, (int64_t)strlen(launch->job)) % 10000);
     // torchrun itself listens at MASTER_PORT.
-    launch->port += i == TORCHRUN && text_variable(LAUNCHERS[i].job[0])[0] && port < 65535;
+    launch->port += i == TORCHRUN && text_variable(LAUNCHERS[i].job)[0] && port < 65535;
     snprintf(launch->host, sizeof(launch->host), "%s", one_machine ? "127.0.0.1" : "");
     if (i == SLURM && !one_machine) {
         launch_first_host(*list ? list : text_variable("SLURM_JOB_NODELIST"), launch->host, sizeof(launch->host));
@@ -105,17 +93,12 @@ bool launch_environment(Launch* launch, int64_t gpus, char* error) {
         if (launch->rank > 0 || (*world && strcmp(world, "1") != 0)) half = i;
     }
     if (i == LAUNCHER_COUNT && half >= 0) {
+        const char* names[3] = {LAUNCHERS[half].rank, LAUNCHERS[half].world, LAUNCHERS[half].local_rank};
         return data_error(error,
                           "a launcher has made several processes, but %s ('%s'), %s ('%s') and %s ('%s') do not say "
                           "who this one is; set them, or unset all of them and type --gpus N",
-                          LAUNCHERS[half].rank, text_variable(LAUNCHERS[half].rank), LAUNCHERS[half].world,
-                          text_variable(LAUNCHERS[half].world), LAUNCHERS[half].local_rank,
-                          text_variable(LAUNCHERS[half].local_rank));
-    }
-    if (i == LAUNCHER_COUNT && variable("PMI_SIZE") > 1) {
-        return data_error(error,
-                          "a launcher has made several processes, and nibble does not read PMI's variables; set RANK, "
-                          "WORLD_SIZE, LOCAL_RANK and MASTER_ADDR, or type --gpus N without a launcher");
+                          names[0], text_variable(names[0]), names[1], text_variable(names[1]), names[2],
+                          text_variable(names[2]));
     }
     if (i < LAUNCHER_COUNT && (launch->rank >= launch->world || launch->world > MOST_RANKS)) {
         return data_error(error, "%s: rank %d of %d is impossible; ranks count from 0, and are at most %d",

@@ -13,9 +13,9 @@
 // So W ranks take 4 (W - 1) messages. Rank 0 handles all handshakes at the same time. Each may take HANDSHAKE_SECONDS
 // or, when there are W + SPARE of them, a quarter of a second, so a slow or silent connection delays others by no more.
 //
-// The secret is not sent, and an old proof is worth nothing. A stranger without it can take one such place, and cause
-// one note on the terminal. One who can relay packets between the machines can take the place of a rank: what follows
-// the handshake is neither encrypted nor signed.
+// The secret is not sent, and an old proof is worth nothing. A stranger without it can take such places, no more. One
+// who can relay packets between the machines can take the place of a rank: what follows the handshake is neither
+// encrypted nor signed.
 #include "rendezvous.h"
 #include <errno.h>
 #include <math.h>
@@ -153,26 +153,11 @@ typedef struct {
     Peer* peers;
     Handshake* open;  // (room)
     int count, room;
-    int came;    // admitted ranks
-    bool noted;  // a stranger has been reported
-    bool ok;     // false: the run cannot go on, and `error` says why
+    int came;        // admitted ranks
+    bool strangers;  // some have not proven that they know the secret
+    bool ok;         // false: the run cannot go on, and `error` says why
     char* error;
 } Listener;
-
-static void note_stranger(Listener* listener, const Handshake* handshake) {
-    struct sockaddr_storage address;
-    socklen_t bytes = sizeof(address);
-    char from[64] = "?";
-    if (listener->noted) return;
-    listener->noted = true;
-    if (getpeername(handshake->socket, (struct sockaddr*)&address, &bytes) == 0) {
-        getnameinfo((struct sockaddr*)&address, bytes, from, sizeof(from), NULL, 0, NI_NUMERICHOST);
-    }
-    fprintf(stderr,
-            "train: note: a process at %s that says it is rank %d is not let in, since it does not know this run's "
-            "secret; if it is yours, set NIBBLE_SECRET to the same text on all ranks\n",
-            from, handshake->hello.rank);
-}
 
 // True if the other side, which must not send anything now, has closed the connection: it gave up waiting.
 static bool is_closed(int socket) {
@@ -220,7 +205,7 @@ static bool read_handshake(Listener* listener, Handshake* handshake) {
     if (handshake->bytes < sizeof(*hello)) return true;
     if (memcmp(hello->job, listener->launch->job, sizeof(hello->job)) != 0) return false;
     if (!verify_proof(listener->launch, "rank", &handshake->challenge, hello, hello->proof)) {
-        note_stranger(listener, handshake);
+        listener->strangers = true;
     } else if (admit(listener, handshake)) {
         handshake->socket = -1;
     }
@@ -251,7 +236,7 @@ static void serve(Listener* listener, struct pollfd* polled) {
     if (poll(polled, (nfds_t)count + 1, 250) < 0) return;
     for (int i = count - 1; i >= 0 && listener->ok; i--) {
         Handshake* handshake = &listener->open[i];
-        if (polled[i].revents ? read_handshake(listener, handshake) : seconds_now() - handshake->since < limit)
+        if (seconds_now() - handshake->since < limit && (!polled[i].revents || read_handshake(listener, handshake)))
             continue;
         if (handshake->socket >= 0) close(handshake->socket);
         *handshake = listener->open[--listener->count];
@@ -285,16 +270,16 @@ bool rendezvous_gather(Launch* launch, Peer* peers, int64_t limit, char* error) 
     Listener listener = {.launch = launch, .peers = peers, .open = open, .room = room, .ok = true, .error = error};
     while (listener.came < launch->world - 1 && listener.ok && seconds_now() < deadline) serve(&listener, polled);
     if (listener.came < launch->world - 1 && listener.ok) {
-        listener.ok =
-            data_error(error,
-                       "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at "
-                       "what they say, or give them longer with --join-timeout",
-                       (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers));
+        listener.ok = data_error(
+            error,
+            "after %lld s these of the %d ranks have not come to rank 0 at %s:%d: %s; look at what they say, %sor give "
+            "them longer with --join-timeout",
+            (long long)limit, launch->world, launch->host, launch->port, list_missing(launch, peers),
+            listener.strangers ? "set NIBBLE_SECRET to the same text on all ranks (some did not know it), " : "");
     }
     const Welcome word = {.goes_on = listener.ok};
     for (int r = 1; r < launch->world; r++) {
-        if (peers[r].socket >= 0)
-            send_message(peers[r].socket, &word, sizeof(word));  // the watch finds one that has ended
+        if (peers[r].socket >= 0) send_message(peers[r].socket, &word, sizeof(word));  // watch.c finds a dead one
     }
     for (int i = 0; i < listener.count; i++) close(open[i].socket);
     close(launch->listener);
@@ -324,7 +309,7 @@ bool rendezvous_reach(const Launch* launch, Peer* first, int64_t limit, char* er
     const double deadline = seconds_now() + (double)limit;
     const char* reason = "";
     Welcome welcome;
-    for (bool greeted = false, noted = false; !greeted;) {
+    for (bool noted = false;; sleep_ms(50)) {
         const double now = seconds_now();
         if (now >= deadline) {
             return data_error(error,
@@ -333,16 +318,13 @@ bool rendezvous_reach(const Launch* launch, Peer* first, int64_t limit, char* er
                               launch->rank, launch->host, launch->port, reason);
         }
         first->socket = open_socket(launch->host, launch->port, false, &reason);
-        greeted = first->socket >= 0 &&
-                  greet(launch, first->socket, &welcome, fmin(now + HANDSHAKE_SECONDS, deadline), &reason);
-        if (greeted) break;
-        if (first->socket >= 0 && !noted) {
-            fprintf(stderr, "train: note: rank %d tries to join rank 0 at %s:%d, and %s\n", launch->rank, launch->host,
-                    launch->port, reason);
-            noted = true;
-        }
-        if (first->socket >= 0) close(first->socket);
-        sleep_ms(50);
+        if (first->socket < 0) continue;
+        if (greet(launch, first->socket, &welcome, fmin(now + HANDSHAKE_SECONDS, deadline), &reason)) break;
+        close(first->socket);
+        if (noted) continue;
+        fprintf(stderr, "train: note: rank %d tries to join rank 0 at %s:%d, and %s\n", launch->rank, launch->host,
+                launch->port, reason);
+        noted = true;
     }
     first->pid = welcome.pid;
     if (welcome.goes_on && !receive_by(first->socket, &welcome, sizeof(welcome), deadline + 5)) {

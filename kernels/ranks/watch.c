@@ -19,7 +19,7 @@
 #include "../../data/text.h"
 #include "rendezvous.h"
 
-enum { PAYLOAD = 4096 };
+enum { PAYLOAD = 16384 };
 
 typedef enum { DATA, BEAT, FAILED, BYE } Kind;
 
@@ -42,6 +42,7 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static pthread_cond_t arrived = PTHREAD_COND_INITIALIZER;
 
 static void bytes_add(Bytes* to, const void* bytes, size_t count) {
+    if (count == 0) return;
     if (to->count + count > to->room) to->data = memory_grow(to->data, to->room = 2 * (to->count + count));
     memcpy(to->data + to->count, bytes, count);
     to->count += count;
