@@ -32,6 +32,7 @@ def test_torch_refused_at_construction():
             (ValueError, "eps: 0 was", lambda: of([vector], eps=0.0)),
             (ValueError, "eps: 0 was", lambda: of([matrix, vector], rule="muon", eps=0.0)),
             (ValueError, "all parameters are fp32", lambda: of([vector], weights="bf16:sr")),
+            (ValueError, "all groups share", lambda: of([{"params": [matrix], "momentum": 0.9}], rule="muon")),
             (TypeError, "set", lambda: of({vector})), (TypeError, "set", lambda: of([{"params": {vector}}]))]:
         raises(kind, words, function)
     optimizer = of([("a", matrix)], rule="muon", overrides="none")

@@ -110,6 +110,9 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         if param_group.get("preset") is not None:  # it brings its rule and formats, so the optimizer's do not apply
             param_group = {**dict.fromkeys(FORMATS), **param_group}
+        for name in self._shared.keys() & param_group.keys():
+            raise ValueError(f"{name}={param_group[name]!r} was found in a group, and all groups share it; give it to the "
+                             "optimizer, or make two")
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets
             params = list(params)
