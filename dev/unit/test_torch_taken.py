@@ -181,6 +181,7 @@ def test_torch_states_taken_and_replaced():
         train(model, optimizer, 4, 6)
         train(again, other, 4, 6)
         assert same(model, again) and int(optimizer.state[model[0].bias]["step"]) == 3, change
+        assert len(optimizer.describe()) == 3, "the first, the two after it, and the one made anew"
     # A state's tensor is replaced; a parameter is replaced, and its state goes with it.
     for replaces in (False, True):
         params = [parameter(8, 8), parameter(8)]

@@ -490,11 +490,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
-        fits = all(part.handle.element(t) == int(states[p]["element"]) for t, p in enumerate(params))
-        if not fits and len(params) > 1:  # they were not made as one part
+        other = [t for t, p in enumerate(params) if part.handle.element(t) != int(states[p]["element"])]
+        if other:  # they were not made as one part
             self._parts.remove(part)
-            for p in params:
-                self._restore_part([p], grads, states)
+            for its in (params[:other[0]], params[other[0]:]):
+                self._restore_part(its, grads, states)
             return
         part.restore_all([states[p] for p in params], [self._names[p] for p in params])
         part.publish(self.state, [int(states[p]["step"]) for p in params])
