@@ -71,7 +71,7 @@ UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*
 SHARED_OBJECTS := $(OPTIM_OBJECTS) $(DATA_OBJECTS) $(RANKS_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
                              optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cu optim/*/*.cuh optim/*/*.h data/*.c data/*.h dev/*.cu dev/*.h \
-                             dev/examples/*.cuh dev/unit/*.cu dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
+                             dev/examples/*.cuh dev/unit/*.cu dev/unit/*.c dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 # Without the table of numbers in data/unicode.h.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu data/unicode.h,$(SOURCES)) train_gpt2.cu
@@ -150,7 +150,7 @@ lib: $(LIB)/libnibble_optim.so
 
 $(LIB)/libnibble_optim.so: $(LIB_OBJECTS)
 	$(LINK) -shared -o $@ $^ $(if $(NVCC),-cudart static -lgomp -Xlinker -rpath='$$ORIGIN' \
-	    -Xlinker -z -Xlinker defs,-Wl$(comma)-rpath='$$ORIGIN' -Wl$(comma)-z$(comma)defs) -lpthread -ldl -lrt
+	    -Xlinker -z -Xlinker defs -Xlinker --wrap=free,-Wl$(comma)-rpath='$$ORIGIN' -Wl$(comma)-z$(comma)defs -Wl$(comma)--wrap=free) -lpthread -ldl -lrt
 
 $(LIB)/optim/%.o: NVCCFLAGS += -fmad=false
 $(LIB)/optim/%.o: optim/%.cu $(BUILD)/found

@@ -24,6 +24,14 @@ __attribute__((weak)) void memory_failed(const char* text) {
     (void)text;
 }
 
+__attribute__((weak)) void block_taken(void* block) {
+    (void)block;
+}
+
+__attribute__((weak)) void block_left(void* block) {
+    (void)block;
+}
+
 __attribute__((weak)) void notice(const char* text) {
     fputs(text, stderr);
 }

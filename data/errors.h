@@ -21,6 +21,11 @@ void launch_failed(int code, const char* text);
 // (optim/nibble_optim.cu) replaces it by a function that does not return.
 void memory_failed(const char* text);
 
+// memory.h tells what it hands out, and block_left what was moved or stays for good. They do nothing; such a library
+// keeps a list, to free what a function had taken that ended early.
+void block_taken(void* block);
+void block_left(void* block);
+
 // Prints a notice to stderr; a library replaces it by a function that prints nothing.
 void notice(const char* text);
 

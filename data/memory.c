@@ -42,6 +42,7 @@ void memory_missing(size_t bytes) {
 
 static void* there(void* pointer, size_t bytes) {
     if (!pointer) memory_missing(bytes);
+    block_taken(pointer);
     return pointer;
 }
 
@@ -54,13 +55,16 @@ void* memory_zero(size_t count, size_t bytes) {
 }
 
 void* memory_grow(void* pointer, size_t bytes) {
-    return there(realloc(pointer, bytes ? bytes : 1), bytes);
+    block_left(pointer);
+    void* grown = realloc(pointer, bytes ? bytes : 1);
+    if (!grown && pointer) block_taken(pointer);  // it is still there
+    return there(grown, bytes);
 }
 
 void* memory_aligned(size_t alignment, size_t bytes) {
     void* pointer = NULL;
-    if (posix_memalign(&pointer, alignment, bytes) != 0) memory_missing(bytes);
-    return pointer;
+    if (posix_memalign(&pointer, alignment, bytes) != 0) pointer = NULL;
+    return there(pointer, bytes);
 }
 
 void memory_drop(void* pointer) {

@@ -469,6 +469,7 @@ static bool loaded_find(int device, const char* key, JitKernel* kernel) {
 
 static void loaded_add(int device, const char* key, const JitKernel* kernel) {
     LoadedKernel* added = (LoadedKernel*)memory_zero(1, sizeof(LoadedKernel));
+    block_left(added);
     added->device = device, added->kernel = *kernel;
     memcpy(added->key, key, JIT_KEY_BYTES);
     pthread_mutex_lock(&loaded_lock);

@@ -2,9 +2,8 @@
 // caller's weights and gradients (placed.h).
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
-// call launch_failed below, which returns to the library's function by longjmp with the sentence. So nearly
-// everything that a function makes before it may meet a mistake belongs to the optimizer from the start, and is freed
-// with it.
+// call launch_failed below, which returns to the library's function by longjmp with the sentence. What a function takes
+// from memory.h is in a list until it ends or frees it; if it ends early, the rest is freed with the optimizer.
 #include "nibble_optim.h"
 
 #include <ctype.h>
@@ -21,9 +20,15 @@
 
 // Errors.
 
+struct Taken {
+    void** block;
+    int64_t count, room;
+};
+
 struct Failure {
     jmp_buf jump;
     NibbleStatus status;
+    Taken blocks, *lost;  // what this call has taken and not freed, and what earlier calls had that ended early
     char text[NIBBLE_ERROR_BYTES];
 };
 
@@ -54,6 +59,45 @@ void memory_failed(const char* text) {
     fail(NIBBLE_MEMORY, first);
 }
 
+extern "C" void __real_free(void* block);
+
+static bool blocks_add(Taken* blocks, void* block) {
+    if (blocks->count == blocks->room) {
+        void** grown = (void**)realloc(blocks->block, (size_t)(blocks->room * 2 + 64) * sizeof(void*));
+        if (!grown) return false;
+        blocks->block = grown, blocks->room = blocks->room * 2 + 64;
+    }
+    blocks->block[blocks->count++] = block;
+    return true;
+}
+
+void block_taken(void* block) {
+    if (!failure || blocks_add(&failure->blocks, block)) return;
+    __real_free(block);
+    fail(NIBBLE_MEMORY, "this process gets no more memory");
+}
+
+void block_left(void* block) {
+    if (!failure || !block) return;
+    for (Taken* blocks : {&failure->blocks, failure->lost}) {
+        for (int64_t i = blocks->count - 1; i >= 0; i--) {
+            if (blocks->block[i] == block) blocks->block[i] = blocks->block[--blocks->count];
+        }
+    }
+}
+
+// The linker puts it in the place of free in the library's own objects (--wrap).
+extern "C" void __wrap_free(void* block) {
+    block_left(block);
+    __real_free(block);
+}
+
+static void blocks_free(Taken* blocks) {
+    for (int64_t i = 0; i < blocks->count; i++) __real_free(blocks->block[i]);
+    __real_free(blocks->block);
+    *blocks = {};
+}
+
 void notice(const char*) {}
 
 // Clears CUDA's error, which the check of the next launch would otherwise report.
@@ -63,16 +107,25 @@ static void error_forget() {
 #endif
 }
 
-// Calls the function and turns an error in it into a status and a sentence.
+// Calls the function and turns an error in it into a status and a sentence. If the function ends early, `lost` receives
+// what it has taken, some of which the optimizer may know.
 template <class Function>
-static NibbleStatus guarded(char* error, Function function) {
+static NibbleStatus guarded(char* error, Taken* lost, Function function) {
     Failure own;
     Failure* const before = failure;
     own.status = NIBBLE_OK;
+    own.blocks = {};
+    own.lost = lost;
     failure = &own;
     if (setjmp(own.jump) == 0) function();
-    if (own.status != NIBBLE_OK) error_forget();
     failure = before;
+    if (own.status != NIBBLE_OK) {
+        error_forget();
+        for (int64_t i = 0; i < own.blocks.count && blocks_add(lost, own.blocks.block[i]); i++) {
+        }
+    }
+    own.blocks.count = 0;
+    blocks_free(&own.blocks);
     if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", own.status == NIBBLE_OK ? "" : own.text);
     return own.status;
 }
@@ -103,6 +156,7 @@ struct NibbleOptim {
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
     void* context;
     char describe[256];
+    Taken lost;  // that calls which ended early have taken
 };
 
 // Makes the optimizer's device the current one, and sets its stream to the caller's. Returns the device to restore, or
@@ -124,7 +178,7 @@ static void device_leave(const NibbleOptim* optim, int before) {
 template <class Function>
 static NibbleStatus on_device(const NibbleOptim* optim, void* stream, char* error, Function function) {
     int before = -1;
-    const NibbleStatus status = guarded(error, [&] {
+    const NibbleStatus status = guarded(error, (Taken*)&optim->lost, [&] {
         before = device_enter(optim, stream);
         function();
     });
@@ -585,6 +639,7 @@ static void optim_unmake(NibbleOptim* optim) {
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {
     if (!optim) return;
     on_device(optim, optim->dev.stream, nullptr, [&] { optim_unmake(optim); });
+    blocks_free(&optim->lost);
     free(optim);
 }
 
@@ -594,15 +649,18 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
                                             void* stream, char* error) {
     NibbleOptim* optim = nullptr;
     *result = nullptr;
-    NibbleStatus status = guarded(error, [&] {
+    Taken lost = {};
+    NibbleStatus status = guarded(error, &lost, [&] {
         optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
         optim->config = OptimConfig();
         optim->gpu = -1;
         optim->count = count;
     });
+    blocks_free(&lost);
     if (status != NIBBLE_OK) return status;
     int before = -1;
-    status = guarded(error, [&] { optim_make(optim, settings, tensors, allocate, context, stream, &before); });
+    status =
+        guarded(error, &optim->lost, [&] { optim_make(optim, settings, tensors, allocate, context, stream, &before); });
     device_leave(optim, before);
     if (status == NIBBLE_OK) {
         *result = optim;
@@ -695,7 +753,7 @@ NIBBLE_API int nibble_optim_arrays(const NibbleOptim* optim) {
 }
 
 NIBBLE_API NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, NibbleState* state, char* error) {
-    return guarded(error, [&] {
+    return guarded(error, (Taken*)&optim->lost, [&] {
         if (index < 0 || index >= optim_stream_count(optim->optim)) user_error("there is no array %d", index);
         const OptimStream stream = optim_stream(optim->optim, index);
         *state = {"", stream.dtype, stream.data, stream.elements * stream.element_bytes, 0, 0};
@@ -734,7 +792,7 @@ NIBBLE_API int nibble_optim_states(const NibbleOptim* optim, int tensor) {
 
 NIBBLE_API NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state,
                                            char* error) {
-    return guarded(error, [&] {
+    return guarded(error, (Taken*)&optim->lost, [&] {
         if (index < 0 || index >= nibble_optim_states(optim, tensor)) {
             user_error("tensor %d has no state %d", tensor, index);
         }

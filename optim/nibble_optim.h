@@ -10,6 +10,11 @@
 // `error`, which is NIBBLE_ERROR_BYTES long or null. A step that returns NIBBLE_MISTAKE has changed nothing. Optimizers
 // share only compiled kernels, under a lock, so threads may use several at once, each of them from one thread at a
 // time. Plain C99.
+//
+// After NIBBLE_MEMORY or NIBBLE_SYSTEM, nibble_optim_free frees all that the call has taken. What the library cannot
+// prevent: OpenMP ends the process if it gets no memory or no threads. A thread that calls the library needs 256 KiB of
+// stack. A process forked after a step must not step: on the CPU the call would wait for ever for OpenMP's threads, and
+// CUDA does not work there.
 #ifndef NIBBLE_OPTIM_H
 #define NIBBLE_OPTIM_H
 #include <stdint.h>

@@ -404,17 +404,29 @@ def test_library_threads_do_not_meet():
     assert all(run.bytes() == want.bytes() for run in runs)
 
 
+def in_c(source, *options):
+    """Builds a program with the library and runs it to its end. Returns what it prints."""
+    where = pathlib.Path(library.library()._name).resolve().parent
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/program"
+        subprocess.run(["gcc", *options, "-Wall", "-Wextra", "-Werror", ROOT / source, f"-L{where}", "-lnibble_optim", "-o",
+                        program], check=True)
+        run = subprocess.run([program], capture_output=True, text=True,
+                             env={**os.environ, "LD_LIBRARY_PATH": str(where), "OMP_NUM_THREADS": "1"})
+    assert run.returncode == 0, run
+    return run.stdout
+
+
 def test_library_example_in_c():
     if not shutil.which("gcc"):
         return "skipped: no gcc"
-    where = pathlib.Path(library.library()._name).resolve().parent
-    with tempfile.TemporaryDirectory() as folder:
-        program = f"{folder}/optim"
-        subprocess.run(["gcc", "-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", ROOT / "dev/examples/optim.c",
-                        f"-L{where}", "-lnibble_optim", "-o", program], check=True)
-        run = subprocess.run([program], capture_output=True, text=True,
-                             env={**os.environ, "LD_LIBRARY_PATH": str(where)})
-    assert run.returncode == 0 and "has the same bits" in run.stdout, run
+    assert "has the same bits" in in_c("dev/examples/optim.c", "-std=c99", "-pedantic")
+
+
+def test_library_frees_all_after_no_memory():
+    if not shutil.which("gcc"):
+        return "skipped: no gcc"
+    in_c("dev/unit/library_memory.c", "-std=gnu11", "-D_GNU_SOURCE")
 
 
 def test_library_wheel_in_an_empty_environment():
