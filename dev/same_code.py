@@ -44,7 +44,7 @@ step|AdamW|Feedback<Blocks<E4m3, 128, ScaleE8m0, STOCHASTIC>>|E4SR|SQRT|None|BF
 step|AdamW|TENSOR|E4SR|SQRT|None|BF
 measure|AdamW|TENSOR|E4SR|SQRT|None|BF
 step|AdamW|Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>|DE4D|SQ4D|None|BF
-step|AdamW|Kahan<Bf16>|BSR|LogBlocks<AdaLog8, 2048, NEAREST>|None|BF
+step|AdamW|Kahan|BSR|AdaLog8<NEAREST>|None|BF
 step|AdamW|MASTER|Spans<De4, SPAN_RANK1, NEAREST>|Spans<Lin4, SPAN_RANK1, NEAREST>|None|F
 measure|AdamW|MASTER|Spans<De4, SPAN_RANK1, NEAREST>|Spans<Lin4, SPAN_RANK1, NEAREST>|None|F
 step|NAdamW|Split<int16_t, NEAREST>|Blocks<E2m1, 32, ScaleFp32, NEAREST>|Blocks<Ulin8, 256, ScaleFp32, NEAREST>|None|F

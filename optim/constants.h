@@ -78,7 +78,7 @@ OPTIM_INLINE void ramp_create(const HyperSource& from, int64_t step, double* bet
 
 // Returns 1 - beta of an average of squares that began at 0. From the second step on it stays below 1: a + 1 * (x^2 -
 // a) is 0, not x^2, if x^2 is far below a.
-OPTIM_INLINE float square_rest(double beta, int64_t step) {
+OPTIM_INLINE float one_minus_beta2_at(double beta, int64_t step) {
     const double rest = 1.0 - beta, max = step > 1 ? 1.0 - 0x1p-24 : 1.0;
     return (float)(rest < max ? rest : max);
 }
@@ -89,7 +89,7 @@ OPTIM_INLINE double bias_root(double beta, int64_t step) {
 }
 
 // Returns Adafactor's 1 - beta2, which is step^-0.8.
-OPTIM_INLINE double adafactor_rest(int64_t step) {
+OPTIM_INLINE double adafactor_one_minus_beta2(int64_t step) {
     return step > 1 ? exponential(0.8 * logarithm(1.0 / (double)step)) : 1.0;
 }
 
@@ -105,14 +105,14 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     hyper.decay = (float)from.settings.decay;
     hyper.step_size = (float)(lr / bias1);
     hyper.beta1 = from.beta1;
-    hyper.rest1 = (float)(1.0 - beta1);
-    hyper.look = from.nesterov ? from.beta1 : 1.0f;
+    hyper.one_minus_beta1 = (float)(1.0 - beta1);
+    hyper.nesterov_beta = from.nesterov ? from.beta1 : 1.0f;
     hyper.beta2 = from.beta2;
-    hyper.rest2 = square_rest(beta2, step);
+    hyper.one_minus_beta2 = one_minus_beta2_at(beta2, step);
     hyper.root2 = (float)bias_root(beta2, step);
     hyper.eps = from.eps;
     hyper.beta3 = (float)beta3;
-    hyper.rest3 = (float)(1.0 - beta3);
+    hyper.one_minus_beta3 = (float)(1.0 - beta3);
     hyper.alpha = (float)(alpha * bias1);
     // `ahead` estimates the size of the steps that give the error back: lr / bias1, enlarged as if the learning rate
     // still rose from 0 in proportion to the step. This matters in a warm-up and fades after it. The first tens of
@@ -123,9 +123,9 @@ OPTIM_INLINE Hyper hyper_create(const HyperSource& from, double rate, int64_t st
     ahead = ahead > min ? ahead : min;
     hyper.feedback = lr > 0.0 && beta1 > 0.0 ? (float)((1.0 - beta1) / beta1 / ahead) : 0.0f;
     if (from.adafactor) {
-        hyper.rest2 = (float)adafactor_rest(step);
+        hyper.one_minus_beta2 = (float)adafactor_one_minus_beta2(step);
         hyper.root2 = 1.0f;
-        if (!from.keeps_m) hyper.rest1 = 1.0f;
+        if (!from.keeps_m) hyper.one_minus_beta1 = 1.0f;
     }
     return hyper;
 }

@@ -81,7 +81,7 @@ struct Kept {
     const Optim* optim;
     const Device* dev;
     const OptimTensor* tensor;  // the shape in which the slot keeps it
-    Place place;
+    ArrayRef place;
     int64_t elements;    // of the tensor, without padding
     int64_t begin, end;  // those that lie in the arrays, with padding
 };
@@ -89,7 +89,7 @@ struct Kept {
 static Kept kept_of(const Optim* optim, int index, Slot slot) {
     const OptimParts parts = optim_parts(optim);
     const OptimTensor* tensor = &parts.plan->kept[index][slot];
-    const Place place = plan_place(parts.plan, index, slot);
+    const ArrayRef place = plan_array_ref(parts.plan, index, slot);
     const int64_t padded = tensor_padded(tensor), first = place.run->begin - tensor->offset,
                   end = place.run->end - tensor->offset;
     return {optim,
@@ -101,7 +101,7 @@ static Kept kept_of(const Optim* optim, int index, Slot slot) {
             end < padded ? end : padded};
 }
 
-OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info) {
+OptimStream array_ref_stream(const Optim* optim, const ArrayRef* place, const StreamInfo& info) {
     char name[256];
     stream_name(place->array, info, name, sizeof(name));
     return info.bits > 0 ? optim_stream_named(optim, name) : OptimStream{};
@@ -111,7 +111,7 @@ OptimStream place_stream(const Optim* optim, const Place* place, const StreamInf
 // array.
 static char* kept_at(const Kept* kept, int i, int64_t start) {
     const StreamInfo& info = kept->place.format->stream[i];
-    char* array = (char*)place_stream(kept->optim, &kept->place, info).data;
+    char* array = (char*)array_ref_stream(kept->optim, &kept->place, info).data;
     if (!array) return nullptr;
     if (info.span != SPAN_RUN) return array + kept->place.at * (int64_t)sizeof(float);
     return array + stream_bytes(info, kept->tensor->offset + start - kept->place.run->begin);
@@ -245,7 +245,7 @@ static bool in_model_file(Slot slot, int index, const StreamInfo& info) {
 }
 
 // Returns the checkpoint's array for a stream of a place; null if there is none.
-static const void* stored_array(const Conversion* c, const Place* place, const StreamInfo& info) {
+static const void* stored_array(const Conversion* c, const ArrayRef* place, const StreamInfo& info) {
     char name[256];
     stream_name(place->array, info, name, sizeof(name));
     return c->stored->array(c->stored->context, name, info.dtype, run_bytes(place->run, info));
@@ -256,7 +256,7 @@ static bool arrays_complete(const Conversion* c, char* error) {
     int arrays = 0;
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
-            Place place = plan_place(c->from_plan, t, (Slot)slot);
+            ArrayRef place = plan_array_ref(c->from_plan, t, (Slot)slot);
             // An array is checked once, at its first tensor.
             if (!place.format || place.run->begin != c->from_plan->kept[t][slot].offset) continue;
             for (int i = 0; i < 3; i++) {
@@ -280,15 +280,15 @@ static bool arrays_complete(const Conversion* c, char* error) {
 struct Pair {
     Slot slot;
     int tensor;
-    Place from, to;
+    ArrayRef from, to;
 };
 
 // Returns true if `fits` accepts each slot of each tensor.
 static bool all_fit(const Conversion* c, bool (*fits)(const Conversion*, const Pair*, char*), char* error) {
     for (int slot = 0; slot < SLOTS; slot++) {
         for (int t = 0; t < c->to.count; t++) {
-            const Pair its = {(Slot)slot, t, plan_place(c->from_plan, t, (Slot)slot),
-                              plan_place(c->to.plan, t, (Slot)slot)};
+            const Pair its = {(Slot)slot, t, plan_array_ref(c->from_plan, t, (Slot)slot),
+                              plan_array_ref(c->to.plan, t, (Slot)slot)};
             if (!fits(c, &its, error)) return false;
         }
     }
@@ -319,7 +319,7 @@ static bool by_numbers(const FormatRow* format) {
 
 // Refuses a v that means something else than the checkpoint's. came's confidence has no counterpart in other rules.
 static bool rows_convert(const Conversion*, const Pair* its, char* error) {
-    const Place *from = &its->from, *to = &its->to;
+    const ArrayRef *from = &its->from, *to = &its->to;
     if (its->slot != SLOT_V || !to->format || from->format == to->format) return true;
     if (!by_numbers(from->format) && !by_numbers(to->format)) return true;
     const bool came = find_row(rule_table(), to->rule)->rows == ROWS_CAME;
@@ -345,7 +345,7 @@ static bool shapes_convert(const Conversion* c, const Pair* its, char* error) {
 }
 
 // Counts a change of format.
-static void note_change(Conversion* c, Slot slot, const Place* from, const Place* to) {
+static void note_change(Conversion* c, Slot slot, const ArrayRef* from, const ArrayRef* to) {
     const char *old = from->format ? from->format->name : nullptr, *now = to->format ? to->format->name : nullptr;
     for (int i = 0; i < c->changes; i++) {
         Change* known = &c->change[i];
@@ -357,7 +357,7 @@ static void note_change(Conversion* c, Slot slot, const Place* from, const Place
 }
 
 // Reads a piece of the checkpoint, from element `start` of a tensor on. `values` are the model file's weights.
-static void piece_read(const Conversion* c, const Place* from, Slot slot, int tensor, const float* values,
+static void piece_read(const Conversion* c, const ArrayRef* from, Slot slot, int tensor, const float* values,
                        int64_t start, int64_t n, Piece* piece) {
     const OptimTensor* kept = &c->from_plan->kept[tensor][slot];
     int64_t elements = kept->rows * kept->cols;
@@ -376,7 +376,7 @@ static void piece_read(const Conversion* c, const Place* from, Slot slot, int te
 }
 
 // Reads a tensor's numbers of spans.
-static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
+static void numbers_read(const Conversion* c, const ArrayRef* from, Piece* piece) {
     if (!piece->span) return;
     c->stored->read(c->stored->context, stored_array(c, from, from->format->stream[1]),
                     from->at * (int64_t)sizeof(float), piece->number_bytes, piece->streams.extra);
@@ -384,7 +384,7 @@ static void numbers_read(const Conversion* c, const Place* from, Piece* piece) {
 
 // Turns a checkpoint's numbers of rows and columns into those whose products `load` returns as v: r is divided by its
 // mean, and c gets the layout of the step. It may overwrite came's second numbers, which no other rule reads.
-static void numbers_prepare(const Place* from, const OptimTensor* tensor, Piece* piece) {
+static void numbers_prepare(const ArrayRef* from, const OptimTensor* tensor, Piece* piece) {
     if (!is_by_columns(format_span(from->format))) return;
     float *rows = (float*)piece->streams.extra, *to = rows + ready_rows(tensor->rows);
     float* columns = (float*)memory_take((size_t)tensor->cols * sizeof(float));
@@ -418,7 +418,7 @@ static void kept_means(const Kept* kept, Fill fill) {
 
 // Loads a slot of a tensor: copies its arrays, or converts them.
 static void slot_load(Conversion* c, int index, Slot slot) {
-    const Place from = plan_place(c->from_plan, index, slot);
+    const ArrayRef from = plan_array_ref(c->from_plan, index, slot);
     const Kept to = kept_of(c->optim, index, slot);
     if (!from.format && !to.place.format) return;
     const bool same = from.nearest == to.place.nearest;

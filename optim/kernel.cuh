@@ -73,11 +73,11 @@ struct StepKeys {
 };
 template <bool ORDERED>
 OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
-                                uint32_t* seen) {
+                                uint32_t* bf16_out) {
     const uint64_t seed = step.seed.seed;
     const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
     const int order = ORDERED ? element_order(first) : 0;
-    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, seen, round, ORDERED, order},
+    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, bf16_out, round, ORDERED, order},
              {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
              {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
              {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
@@ -97,16 +97,16 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
                                  float* v, float* slow, float* root, const NoiseKey* key);
 
 // Takes one step for n elements (n <= MAX) from element `first` on of a tile that begins at `element` of the arena.
-// `turn` alternates between 0 and 1 from tile to tile of a thread. `seen`, unless null, receives the new weights as the
-// model sees them, in pairs of bf16.
+// `turn` alternates between 0 and 1 from tile to tile of a thread. If `bf16_out` is not null, the store also writes the
+// new weights there, rounded to bf16, in pairs.
 template <int MAX, Pass PASS = STORE, class Rule, class Weights, class Grads, class M, class V>
 OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, const Grads& grads, const M& state_m,
                                   const V& state_v, const StepArguments& step, const TileStreams& tile,
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
-                                  uint32_t* seen = nullptr) {
+                                  uint32_t* bf16_out = nullptr) {
     float p[MAX], g[MAX], m[MAX], v[MAX], slow[MAX], root[MAX];
     const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(
-        step, element, first, rule.adaptive ? root : nullptr, turn, seen);
+        step, element, first, rule.keeps_roots ? root : nullptr, turn, bf16_out);
     // Load and dequantise.
     float row = 1.0f, second = 1.0f;
     if constexpr (V::COMES_LATE) {
@@ -139,71 +139,72 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     }
 }
 
-// Storing. A thread stores its arrays together. If their storages have HAS_TOP (formats/blocks.cuh), it does so in
-// steps: find the largest magnitude of each block, cut rare values that are too large, then write the codes.
+// Storing. A thread stores its arrays together. If their storages have HAS_ABSMAX (formats/blocks.cuh), it does so in
+// steps: find the largest magnitude of each block (absmax), clamp values that are too large, then write the codes.
 
 #ifdef __CUDACC__
 template <int COUNT, class Storage>
-__device__ __forceinline__ float thread_top_of(const Storage&, const float* x, const NoiseKey& key) {
-    if constexpr (Storage::HAS_TOP) return Storage::template top<COUNT>(x, key);
+__device__ __forceinline__ float thread_absmax_of(const Storage&, const float* x, const NoiseKey& key) {
+    if constexpr (Storage::HAS_ABSMAX) return Storage::template absmax<COUNT>(x, key);
     return 0.0f;
 }
 
 template <class Storage>
-__device__ __forceinline__ bool is_rare(const Storage&, float top) {
-    if constexpr (Storage::HAS_TOP) return !(top <= Storage::USUAL_TOP);
+__device__ __forceinline__ bool needs_clamp(const Storage&, float absmax) {
+    if constexpr (Storage::HAS_ABSMAX) return !(absmax <= Storage::NO_CLAMP_ABSMAX);
     return false;
 }
 
 template <int COUNT, class Storage>
-__device__ __forceinline__ void cut_of(const Storage&, float* x, float top) {
-    if constexpr (Storage::HAS_TOP) Storage::template cut<COUNT>(x, top);
+__device__ __forceinline__ void clamp_of(const Storage&, float* x, float absmax) {
+    if constexpr (Storage::HAS_ABSMAX) Storage::template clamp<COUNT>(x, absmax);
 }
 
-// Finds the maximum of `top` over all threads of a group, that is over a tile, for each array that is `wanted`. It
+// Finds the maximum of `absmax` over all threads of a group, that is over a tile, for each array that is `wanted`. It
 // takes one barrier.
 template <int COUNT>
-__device__ __forceinline__ void tile_max(const bool (&wanted)[4], const float* top, const NoiseKey* key, float* max) {
+__device__ __forceinline__ void tile_max(const bool (&wanted)[4], const float* absmax, const NoiseKey* key,
+                                         float* max) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (wanted[i]) group_tell(top[i], key[i]);
+        if (wanted[i]) tile_max_put(absmax[i], key[i]);
     }
     group_sync<TILE_ELEMENTS / COUNT>();
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (wanted[i]) max[i] = group_told<TILE_ELEMENTS / COUNT>(key[i]);
+        if (wanted[i]) max[i] = tile_max_get<TILE_ELEMENTS / COUNT>(key[i]);
     }
 }
 
 template <int COUNT, class Storage>
 __device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
-                                            float top, float max, bool rare, const NoiseKey& key) {
+                                            float absmax, float max, bool clamped, const NoiseKey& key) {
     if constexpr (Storage::WANTS_TILE_MAX) {
-        Storage::template store_in_tile<COUNT>(streams, first, x, top, max, rare, key);
-    } else if constexpr (Storage::HAS_TOP) {
-        Storage::template store_top<COUNT>(streams, first, x, top, rare, key);
+        Storage::template store_in_tile<COUNT>(streams, first, x, absmax, max, clamped, key);
+    } else if constexpr (Storage::HAS_ABSMAX) {
+        Storage::template store_absmax<COUNT>(streams, first, x, absmax, clamped, key);
     } else {
         storage.store(streams, first, x, COUNT, key);
     }
 }
 
 template <int COUNT, class Weights, class M, class V>
-__device__ __forceinline__ void cut_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
-                                        const float* top) {
-    cut_of<COUNT>(weights, x[0], top[0]);
-    cut_of<COUNT>(state_m, x[1], top[1]);
-    cut_of<COUNT>(state_v, x[2], top[2]);
-    if (x[3]) cut_of<COUNT>(state_m, x[3], top[3]);
+__device__ __forceinline__ void clamp_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
+                                          const float* absmax) {
+    clamp_of<COUNT>(weights, x[0], absmax[0]);
+    clamp_of<COUNT>(state_m, x[1], absmax[1]);
+    clamp_of<COUNT>(state_v, x[2], absmax[2]);
+    if (x[3]) clamp_of<COUNT>(state_m, x[3], absmax[3]);
 }
 
 template <int COUNT, class Weights, class M, class V>
 __device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
-                                          const TileStreams& tile, int first, float* const* x, const float* top,
-                                          const float* max, bool rare, const NoiseKey* key) {
-    store_known<COUNT>(weights, tile.weights, first, x[0], top[0], max[0], rare, key[0]);
-    store_known<COUNT>(state_m, tile.m, first, x[1], top[1], max[1], rare, key[1]);
-    store_known<COUNT>(state_v, tile.v, first, x[2], top[2], max[2], rare, key[2]);
-    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], top[3], max[3], rare, key[3]);
+                                          const TileStreams& tile, int first, float* const* x, const float* absmax,
+                                          const float* max, bool clamped, const NoiseKey* key) {
+    store_known<COUNT>(weights, tile.weights, first, x[0], absmax[0], max[0], clamped, key[0]);
+    store_known<COUNT>(state_m, tile.m, first, x[1], absmax[1], max[1], clamped, key[1]);
+    store_known<COUNT>(state_v, tile.v, first, x[2], absmax[2], max[2], clamped, key[2]);
+    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], absmax[3], max[3], clamped, key[3]);
 }
 
 // Stores a thread's values. All exchanges between threads come first, so that their waits overlap. Then one test
@@ -215,23 +216,23 @@ __device__ __forceinline__ void store_all(const Weights& weights, const M& state
 template <int COUNT, bool APART, class Weights, class M, class V>
 __device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
                                              const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
-    const float top[4] = {thread_top_of<COUNT>(weights, x[0], key[0]), thread_top_of<COUNT>(state_m, x[1], key[1]),
-                          thread_top_of<COUNT>(state_v, x[2], key[2]),
-                          x[3] ? thread_top_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
+    const float absmax[4] = {
+        thread_absmax_of<COUNT>(weights, x[0], key[0]), thread_absmax_of<COUNT>(state_m, x[1], key[1]),
+        thread_absmax_of<COUNT>(state_v, x[2], key[2]), x[3] ? thread_absmax_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
     const bool wanted[4] = {Weights::WANTS_TILE_MAX, M::WANTS_TILE_MAX, V::WANTS_TILE_MAX, M::WANTS_TILE_MAX && x[3]};
     float max[4] = {};
     if constexpr (Weights::WANTS_TILE_MAX || M::WANTS_TILE_MAX || V::WANTS_TILE_MAX) {
-        tile_max<COUNT>(wanted, top, key, max);
+        tile_max<COUNT>(wanted, absmax, key, max);
     }
-    const bool mine =
-        is_rare(weights, top[0]) || is_rare(state_m, top[1]) || is_rare(state_v, top[2]) || is_rare(state_m, top[3]);
-    constexpr bool some = Weights::HAS_TOP || M::HAS_TOP || V::HAS_TOP;
-    const bool rare = some && __any_sync(0xffffffffu, mine);
-    if (rare) cut_all<COUNT>(weights, state_m, state_v, x, top);
-    if (APART && !rare) {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, false, key);
+    const bool mine = needs_clamp(weights, absmax[0]) || needs_clamp(state_m, absmax[1]) ||
+                      needs_clamp(state_v, absmax[2]) || needs_clamp(state_m, absmax[3]);
+    constexpr bool some = Weights::HAS_ABSMAX || M::HAS_ABSMAX || V::HAS_ABSMAX;
+    const bool clamped = some && __any_sync(0xffffffffu, mine);
+    if (clamped) clamp_all<COUNT>(weights, state_m, state_v, x, absmax);
+    if (APART && !clamped) {
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, absmax, max, false, key);
     } else {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, top, max, rare, key);
+        store_all<COUNT>(weights, state_m, state_v, tile, first, x, absmax, max, clamped, key);
     }
 }
 #endif
@@ -242,13 +243,14 @@ template <int MAX, class Weights>
 OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, const Hyper& hyper, int first,
                             const float* p, const float* root, float* m, int n, const NoiseKey& key) {
     float stored[MAX];
-    if constexpr (ON_GPU && Weights::SEEN_IS_STORED) {
-        uint32_t buffer[MAX / 2], *seen = key.seen ? key.seen : buffer;
-        NoiseKey seeing = key;
-        seeing.seen = seen;
-        weights.store(streams, first, p, n, seeing);
+    if constexpr (ON_GPU && Weights::BF16_IS_STORED) {
+        uint32_t buffer[MAX / 2], *bf16_out = key.bf16_out ? key.bf16_out : buffer;
+        NoiseKey writing = key;
+        writing.bf16_out = bf16_out;
+        weights.store(streams, first, p, n, writing);
         OPTIM_UNROLL
-        for (int i = 0; i < n; i++) stored[i] = bits_float(i % 2 ? seen[i / 2] & 0xffff0000u : seen[i / 2] << 16);
+        for (int i = 0; i < n; i++)
+            stored[i] = bits_float(i % 2 ? bf16_out[i / 2] & 0xffff0000u : bf16_out[i / 2] << 16);
     } else {
         weights.store(streams, first, p, n, key);
 #ifdef __CUDA_ARCH__
@@ -265,8 +267,8 @@ OPTIM_INLINE void feed_back(const Weights& weights, const Streams& streams, cons
     }
 }
 
-// Stores the new values of n elements; `root` has the roots of v if the rule is adaptive. On the CPU the storages may
-// be table rows, whose member feeds_back says if errors are fed back.
+// Stores the new values of n elements; `root` has the roots of v if the rule divides by them. On the CPU the storages
+// may be table rows, whose member feeds_back says if errors are fed back.
 template <int MAX, class Rule, class Weights, class M, class V>
 OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const M& state_m, const V& state_v,
                                  const TileStreams& tile, const Hyper& hyper, int first, int n, float* p, float* m,
@@ -274,7 +276,7 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 #ifdef __CUDA_ARCH__
     if constexpr (V::OF_ROOTS) {
         OPTIM_UNROLL
-        for (int i = 0; i < (rule.adaptive ? 0 : n); i++) root[i] = moment_root(v[i]);
+        for (int i = 0; i < (rule.keeps_roots ? 0 : n); i++) root[i] = moment_root(v[i]);
     }
     float* x[4] = {p, m, V::OF_ROOTS ? root : v, rule.keeps_slow ? slow : nullptr};
     if constexpr (Weights::FEEDS_BACK) {
@@ -301,7 +303,7 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
 // A group of threads updates a tile on a GPU; each thread takes 16 consecutive elements (8 if a moment has more than 8
 // bits). From Hopper on, tiles travel through shared memory. The copy engine (TMA) loads all arrays of a tile into one
 // of the group's 2 to 4 stages while the group computes on another one, the update writes in place, and the copy engine
-// stores the stage. Each group has a courier, a warp that issues the copies, so the group's threads do not wait for
+// stores the stage. Each group has a producer warp, which issues the TMA copies, so the group's threads do not wait for
 // memory, spend no registers on loads in flight and compute no addresses. The next tile of the table goes to the first
 // group that has a free stage, since multiprocessors differ in speed: with fixed shares, the tiles in flight would
 // drift apart in memory. Older GPUs run the same code on memory directly; a CPU core takes a whole tile.
@@ -552,17 +554,17 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
     int64_t element = Layout::PLACED ? place.element : (int64_t)tile.index * TILE_ELEMENTS;
     int first = thread * COUNT;
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
-    constexpr bool SEEN = COPIES && Weights::GIVES_SEEN && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
+    constexpr bool BF16_OUT = COPIES && Weights::WRITES_BF16 && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
     Packed<16, COUNT> codes;
     if constexpr (Rule::SCALED) {
         const Hyper hyper = hyper_scaled(step.group[tile.group], step.factor[tile.index]);
         update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale,
-                               element, first, COUNT, turn, SEEN ? codes.word : nullptr);
+                               element, first, COUNT, turn, BF16_OUT ? codes.word : nullptr);
     } else {
         update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, step.group[tile.group],
-                               grad_scale, element, first, COUNT, turn, SEEN ? codes.word : nullptr);
+                               grad_scale, element, first, COUNT, turn, BF16_OUT ? codes.word : nullptr);
     }
-    if constexpr (SEEN) {
+    if constexpr (BF16_OUT) {
         NoiseKey key = {};
         key.ordered = step_ordered<COUNT, Weights, Grads, M, V>();
         key.order = element_order(first);
@@ -571,10 +573,10 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
         // Wait for the scales that other threads write.
         if constexpr (Layout::ARRAYS.array[1].run > 32 * COUNT) group_sync<TILE_ELEMENTS / COUNT>();
         if constexpr (Layout::ARRAYS.array[1].run > COUNT) __syncwarp();
-        float seen[COUNT];
+        float read[COUNT];
         if constexpr (Weights::HAS_SPANS) streams.weights.extra = streams.weights.next;
-        Weights::view(streams.weights, first, seen, COUNT);
-        Copy::set(streams.copy, first, seen, COUNT);
+        Weights::view(streams.weights, first, read, COUNT);
+        Copy::set(streams.copy, first, read, COUNT);
     }
 }
 
@@ -613,9 +615,9 @@ struct Staged<T, false, GROUPS, STAGES> {
     __device__ __forceinline__ T get(int, int) const { return {}; }
 };
 
-// A courier issues the copies of one group.
+// The producer warp of a group issues its TMA copies.
 template <class Layout, class Shared, class PlacesOf, class SpansOf>
-struct Courier {
+struct ProducerWarp {
     static constexpr StepShape SHAPE = Layout::SHAPE;
     static constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
     const StepArguments& step;
@@ -677,36 +679,37 @@ struct Courier {
     }
 };
 
-// Runs a courier, in one thread. It fills its group's stages. Then, as the group computes one stage after another, it
-// begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next tile.
+// Runs a producer warp, in one thread. It fills its group's stages. Then, as the group computes one stage after
+// another, it begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next
+// tile.
 template <class Layout, class Shared, class PlacesOf, class SpansOf>
 __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, PlacesOf* places, SpansOf* spans,
                                             unsigned char* memory, int group) {
     constexpr StepShape SHAPE = Layout::SHAPE;
     constexpr int STAGES = SHAPE.stages;
-    Courier<Layout, Shared, PlacesOf, SpansOf> courier = {
+    ProducerWarp<Layout, Shared, PlacesOf, SpansOf> producer = {
         step, shared, places, spans, memory + group * (STAGES * SHAPE.stage_bytes), group, {}};
     const uint32_t count = (uint32_t)step.tile_count;
-    uint32_t next = courier.next_tile(), first = group * gridDim.x + blockIdx.x;
+    uint32_t next = producer.next_tile(), first = group * gridDim.x + blockIdx.x;
     int filled = 0;
     for (; filled < STAGES && first < count; filled++, first += gridDim.x * SHAPE.groups) {
-        courier.read(step.tiles[first]);
-        courier.fill(step.tiles[first], Layout::place_of(step, first), filled);
+        producer.read(step.tiles[first]);
+        producer.fill(step.tiles[first], Layout::place_of(step, first), filled);
     }
     bool more = filled == STAGES;
-    if (!more) courier.end(filled);
+    if (!more) producer.end(filled);
     int before = -1, s = 0;
     uint32_t parity = 0;
     for (; filled > 0; filled--) {
         const bool comes = before >= 0 && next < count;
         const Tile coming = comes ? step.tiles[next] : Tile{};  // both loads are in flight during the wait
         const TilePlace place = comes ? Layout::place_of(step, next) : TilePlace{};
-        if (comes) next = courier.next_tile();
-        if (comes) courier.read(coming);
-        courier.take_back(s, parity);
+        if (comes) next = producer.next_tile();
+        if (comes) producer.read(coming);
+        producer.take_back(s, parity);
         store_wait_read<1>();
-        if (comes) courier.fill(coming, place, before), filled++;
-        if (!comes && more && before >= 0) courier.end(before), more = false;
+        if (comes) producer.fill(coming, place, before), filled++;
+        if (!comes && more && before >= 0) producer.end(before), more = false;
         before = s;
         if (++s == STAGES) s = 0, parity ^= 1;
     }

@@ -674,7 +674,7 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
 
 // Returns true if the optimizer keeps codes or a master of a parameter.
 static bool keeps_weights(const NibbleOptim* optim, int tensor) {
-    const FormatRow* row = plan_place(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
+    const FormatRow* row = plan_array_ref(optim_parts(optim->optim).plan, tensor, SLOT_WEIGHTS).format;
     return strcmp(row->stream[0].dtype, optim->compute == OPTIM_FP32 ? "F32" : "BF16") != 0 ||
            row->stream[1].bits > 0 || row->stream[2].bits > 0;
 }
@@ -768,10 +768,10 @@ static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleSta
     int number = 0;
     if (is_elsewhere(optim, tensor)) return 0;
     for (int slot = 0; slot < SLOTS; slot++) {
-        const Place place = plan_place(plan, tensor, (Slot)slot);
+        const ArrayRef place = plan_array_ref(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
-            const OptimStream stream = place_stream(optim->optim, &place, info);
+            const OptimStream stream = array_ref_stream(optim->optim, &place, info);
             if (!stream.data || number++ != index) continue;
             const OptimTensor* kept = &plan->kept[tensor][slot];  // has another shape with projected gradients
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;

@@ -43,7 +43,7 @@ struct NoiseKey {
     int64_t element = 0;              // index in the arena of the storage functions' element 0
     const float* roots = nullptr;     // on a GPU: the roots of the values to store, if the update computed them
     int turn = 0;                     // on a GPU: alternates between 0 and 1 from tile to tile of a group of threads
-    uint32_t* seen = nullptr;         // on a GPU: receives the weights as the model sees them, in pairs of bf16
+    uint32_t* bf16_out = nullptr;     // on a GPU: if not null, the store also writes the weights here, in pairs of bf16
     const uint32_t* round = nullptr;  // on a GPU: the keys of the rounds (NoiseSeed), or null
     bool ordered = false;             // on a GPU: x[i] is the element first + (i ^ order) (elementwise.cuh)
     int order = 0;

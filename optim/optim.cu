@@ -667,8 +667,9 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
     settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;
     settle.factor = (float*)arguments->factor, settle.norms = (float*)launch->kept[SLOT_NORMS].extra;
-    settle.rest2 = arguments->group[0].rest2, settle.root2 = arguments->group[0].root2;
-    settle.rest3 = square_rest(config->beta3, step), settle.root3 = (float)bias_root(config->beta3, step);
+    settle.one_minus_beta2 = arguments->group[0].one_minus_beta2, settle.root2 = arguments->group[0].root2;
+    settle.one_minus_beta3 = one_minus_beta2_at(config->beta3, step),
+    settle.root3 = (float)bias_root(config->beta3, step);
     settle.clip = config->clip_update, settle.growth = config->limit_growth;
     settle.changing = replay ? replay->to->changing : nullptr;
     rows_settle(dev, &settle);
@@ -838,7 +839,7 @@ const MatrixWork* optim_matrix_work(const Optim* optim, int launch) {
     return &optim->launch[launch].matrix;
 }
 
-void optim_settle(const Optim* optim, const float* grad_scale) {
+void optim_commit_scales(const Optim* optim, const float* grad_scale) {
     for (int i = 0; i < optim->settles; i++) spans_settle(optim->dev, &optim->settle[i], grad_scale);
 }
 
@@ -888,7 +889,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
         const TileRun all = {i, from, 0, optim->plan->launch[i].tiles};
         optim_step_tiles(optim, &all, grad_scale, lr, step);
     }
-    optim_settle(optim, grad_scale);  // last, since tensors of several launches share the weights' array
+    optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
     optim_step_end(optim);
 }
 

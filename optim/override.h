@@ -17,7 +17,7 @@
 constexpr int OVERRIDES = 16;  // at most
 
 // The tensors that rules of matrices leave to adamw: embeddings (one is also the head) and vectors.
-constexpr const char* MATRIX_REST = "wte|wpe|ln*|*.bias";
+constexpr const char* NON_MATRIX_TENSORS = "wte|wpe|ln*|*.bias";
 
 struct Override {
     char patterns[128];                        // as typed, without spaces; part of the names of a checkpoint's arrays

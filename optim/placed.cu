@@ -573,7 +573,7 @@ __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments rep
     const int64_t own = now - its.lag[group];
     to->group[group] = hyper_create(its.source[group], rate, own);
     if (group > 0) return;
-    its.to->changing[0] = to->group[0].rest2, its.to->changing[1] = to->group[0].root2;
+    its.to->changing[0] = to->group[0].one_minus_beta2, its.to->changing[1] = to->group[0].root2;
     its.to->changing[2] = (float)bias_root(its.source[0].beta3, own);
 }
 
@@ -641,7 +641,7 @@ static void tables_settle(const PlacedTables* tables, const float* scale) {
     const int count = tables->parts.count;
     bool all = true;
     for (int t = 0; t < count; t++) all = all && (tables->tensor[t].group >= 0 || tables->tensor[t].its.count == 0);
-    if (all) return optim_settle(tables->optim, scale);
+    if (all) return optim_commit_scales(tables->optim, scale);
     for (int t = 0; t < count; t++) {
         if (tables->tensor[t].group >= 0) optim_settle_tensor(tables->optim, t, scale);
     }

@@ -73,7 +73,7 @@ bool optim_replays(const Optim* optim, int launch);
 // The arguments of captured kernels, in device memory.
 struct Replayed {
     StepArguments step;
-    float changing[3];  // the first group's rest2 and root2, and root3 (SettleArguments)
+    float changing[3];  // the first group's one_minus_beta2 and root2, and root3 (SettleArguments)
 };
 
 // The numbers from which each replay of a captured step computes its constants.
@@ -92,4 +92,4 @@ struct Replay {
 void optim_replay(Optim* optim, const Replay* replay);
 void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments);
 // Ends a step, after all launches.
-void optim_settle(const Optim* optim, const float* grad_scale);
+void optim_commit_scales(const Optim* optim, const float* grad_scale);

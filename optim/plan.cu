@@ -65,7 +65,7 @@ static int plan_group(Plan* plan, double lr, double decay) {
 static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     const OptimConfig* config = &plan->launch[0].config;
     const char *rule = config->rule, *weights = config->weights, *m = config->m, *v = nullptr, *pattern[2] = {"", ""};
-    bool of_rest = false;  // v comes from the override MATRIX_REST
+    bool of_rest = false;  // v comes from the override NON_MATRIX_TENSORS
     double lr = 1.0, decay = tensor->decay ? (double)config->weight_decay : 0.0;
     for (int i = 0; i < plan->override_count; i++) {
         const Override* change = &plan->overrides[i];
@@ -74,7 +74,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
         if (*change->weights) weights = change->weights, pattern[0] = change->patterns;
         if (*change->m) m = change->m, pattern[1] = change->patterns;
         if (*change->v) v = change->v, pattern[1] = change->patterns;
-        if (*change->v) of_rest = strcmp(change->patterns, MATRIX_REST) == 0;
+        if (*change->v) of_rest = strcmp(change->patterns, NON_MATRIX_TENSORS) == 0;
         if (change->decay >= 0.0) decay = change->decay;
         lr *= change->lr;
     }
@@ -89,7 +89,7 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
     }
     if (row->matrix && vector) {
         user_error("%s updates matrices, and %s is a vector; type --override \"%s: rule=adamw v=fp32\", say", row->name,
-                   tensor->name, MATRIX_REST);
+                   tensor->name, NON_MATRIX_TENSORS);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
     plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name, find_state(m)->name,
@@ -105,7 +105,7 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
     const OptimConfig* config = &plan->launch[0].config;
     if (strcmp(config->overrides, optim_preset_overrides(config->preset)) == 0) return;
     for (int i = 0; i < plan->override_count; i++) {
-        if (strcmp(plan->overrides[i].patterns, MATRIX_REST) == 0) continue;
+        if (strcmp(plan->overrides[i].patterns, NON_MATRIX_TENSORS) == 0) continue;
         for (const char *p = plan->overrides[i].patterns, *end; *p; p = *end ? end + 1 : end) {
             end = p + strcspn(p, "|");
             int t = 0;
@@ -396,12 +396,12 @@ static const char* nearest_name(const char* name, char (&nearest)[64]) {
     return nearest;
 }
 
-Place plan_place(const Plan* plan, int tensor, Slot slot) {
+ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     const int launch = plan->launch_of[tensor];
     const LaunchPlan* its = &plan->launch[launch];
     const FormatRow* format = slot_format(&its->config, slot);
     const bool weights = slot == SLOT_WEIGHTS;
-    Place place = {};
+    ArrayRef place = {};
     place.rule = its->config.rule;
     place.run = weights ? &plan->weights[its->weights].run : &its->kept[slot];
     if (format->stream[0].bits == 0 && format->stream[1].bits == 0) return place;  // the rule keeps nothing there

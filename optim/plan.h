@@ -80,7 +80,7 @@ const FormatRow* slot_format(const OptimConfig* config, Slot slot);
 constexpr int ARRAY_NAME_BYTES = 160;
 
 // The place of a tensor in an array of the optimizer (a slot), by name, format and element.
-struct Place {
+struct ArrayRef {
     const char* rule;              // the tensor's
     const FormatRow* format;       // null: the rule keeps no such moment
     const FormatRow* nearest;      // the format with the same arrays that rounds to nearest
@@ -88,7 +88,7 @@ struct Place {
     const ArenaRun* run;           // of its arrays
     int64_t at;                    // where the tensor's numbers of spans begin in its array
 };
-Place plan_place(const Plan* plan, int tensor, Slot slot);
+ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot);
 
 // Writes the name of a slot's arrays: "m", or "m.1[wpe|ln*]" if an override asked for them. `index` is the number of
 // the plan's weights for SLOT_WEIGHTS, otherwise of the launch.
@@ -99,7 +99,7 @@ void plan_array(const Plan* plan, int index, Slot slot, char array[ARRAY_NAME_BY
 void stream_name(const char* array, const StreamInfo& stream, char* name, size_t bytes);
 
 // Returns the optimizer's array for a stream of a place; its data is null if there is none.
-OptimStream place_stream(const Optim* optim, const Place* place, const StreamInfo& info);
+OptimStream array_ref_stream(const Optim* optim, const ArrayRef* place, const StreamInfo& info);
 
 // Returns the arrays of tile number `index`, given arrays that begin at the arena's first element.
 inline Streams row_tile(const FormatRow* format, const Streams& streams, int64_t index) {

@@ -103,7 +103,7 @@ bool optim_feedback_fits(const OptimConfig* config, bool overridden, char* error
     } else if (rows.rule->matrix) {
         type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s's m passes through products of whole matrices", config->rule);
-    } else if (!rows.rule->divides) {
+    } else if (!rows.rule->divides_by_root_v) {
         type = overridden ? "rule=adamw" : "--rule adamw";
         snprintf(why, sizeof(why), "%s does not divide by a root of v", config->rule);
     } else if (config->beta1 == 0.0f) {
@@ -167,20 +167,21 @@ bool optim_rule_fits(const OptimConfig* launch, const OptimConfig* run, char* er
     return true;
 }
 
-// Puts the override MATRIX_REST first, since rules of matrices, rmnp and normuon-lite leave some tensors to adamw. The
-// preset's override is taken if the preset has such a rule and its formats are used (`its`); otherwise adamw gets the
-// preset's moments, or fp32 if the preset keeps no v. The typed overrides follow, or else the preset's. Nothing is
-// added if these begin with MATRIX_REST already or are "none".
+// Puts the override NON_MATRIX_TENSORS first, since rules of matrices, rmnp and normuon-lite leave some tensors to
+// adamw. The preset's override is taken if the preset has such a rule and its formats are used (`its`); otherwise adamw
+// gets the preset's moments, or fp32 if the preset keeps no v. The typed overrides follow, or else the preset's.
+// Nothing is added if these begin with NON_MATRIX_TENSORS already or are "none".
 static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool its) {
-    const bool has_v = strcmp(preset->v, NONE) != 0, own = find_row(rule_table(), preset->rule)->leaves_rest;
+    const bool has_v = strcmp(preset->v, NONE) != 0,
+               own = find_row(rule_table(), preset->rule)->leaves_vectors_to_adamw;
     const char* more = config->overrides && *config->overrides ? config->overrides
                        : its && !own                           ? preset->overrides
                                                                : "";
     char rest[256];
-    if (strcmp(more, NONE) == 0 || strncmp(more, MATRIX_REST, strlen(MATRIX_REST)) == 0) return;
+    if (strcmp(more, NONE) == 0 || strncmp(more, NON_MATRIX_TENSORS, strlen(NON_MATRIX_TENSORS)) == 0) return;
     const double slower = rule_of(config)->slower;
-    const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", MATRIX_REST, has_v ? preset->m : "fp32",
-                              has_v ? preset->v : "fp32");
+    const int used = snprintf(rest, sizeof(rest), "%s: rule=adamw m=%s v=%s", NON_MATRIX_TENSORS,
+                              has_v ? preset->m : "fp32", has_v ? preset->v : "fp32");
     if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // gives adamw its usual rate
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
     const size_t bytes = strlen(rest) + strlen(more) + 3;
@@ -195,7 +196,7 @@ static bool resolve_overrides(OptimConfig* config, char* error) {
     const PresetRow* preset = find_row(preset_table(), config->preset);
     const bool its = strcmp(config->weights, preset->weights) == 0 && strcmp(config->m, preset->m) == 0 &&
                      (strcmp(config->v, preset->v) == 0 || !rule_of(config)->keeps_v);
-    const bool rest = rule_of(config)->leaves_rest;
+    const bool rest = rule_of(config)->leaves_vectors_to_adamw;
     if (rest && !config->stored) rest_overrides(config, preset, its);
     if (its && !rest && !config->stored) take_default(&config->overrides, preset->overrides);
     Override overrides[OVERRIDES];

@@ -206,7 +206,7 @@ __device__ __forceinline__ int64_t settle_find(const SettleArguments& a, SumTens
 // grid: a.blocks, block: SETTLE_BLOCK; deterministic.
 __global__ void __launch_bounds__(SETTLE_BLOCK) rows_settle_parts_kernel(SettleArguments a) {
     if (!is_finite(*a.grad_scale)) return;  // the step changes nothing
-    if (a.changing) a.rest2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
+    if (a.changing) a.one_minus_beta2 = a.changing[0], a.root2 = a.changing[1], a.root3 = a.changing[2];
     SumTensor t;
     const int64_t i = settle_find(a, &t);
     if (i < t.rows) {

@@ -3,7 +3,7 @@
 // reads in place of v. So these rules work with every format, rounding and noise of the step.
 //
 // With g the gradient, and a tensor of R x C (a vector is one row), the passes sum and leave the following:
-//     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + rest2 (mean - v_i)
+//     SUM_SQUARES    rows of g^2                        adam-mini: v_i = v_i + one_minus_beta2 (mean - v_i)
 //     SUM_DIRECTION  rows of u^2 (rules/rmnp.cuh)       rmnp: a_i = s / |u_i|, s = sqrt(max(1, R / C))
 //                                                       normuon-lite: v_i as above, o_i = u_i / sqrt(v_i), and
 //                                                       a_i = s sqrt(R) / |o| / sqrt(v_i)
@@ -201,9 +201,9 @@ OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, floa
     if (sum == SUM_UPDATE) return exact_mul(g, v);
     if (sum == SUM_RESIDUAL) {
         const float u = exact_mul(g, v);
-        return exact_add(u, -average(m, u, hyper.rest1));
+        return exact_add(u, -average(m, u, hyper.one_minus_beta1));
     }
-    if (sum == SUM_DIRECTION) return nesterov(hyper, g, average(m, g, hyper.rest1));
+    if (sum == SUM_DIRECTION) return nesterov(hyper, g, average(m, g, hyper.one_minus_beta1));
     return g;
 }
 
@@ -219,20 +219,21 @@ struct SettleArguments {
     float* factor;                // (tiles of the arena) factors of the step's update
     float* norms;                 // (tensors)
     bool by_rms;                  // as in SumArguments
-    float rest2, root2, rest3, root3;
-    float clip, growth;     // --clip-update, or infinity; --limit-growth
-    const float* changing;  // device memory: rest2, root2 and root3 of a step in a CUDA graph; null: those above
+    float one_minus_beta2, root2, one_minus_beta3, root3;
+    float clip, growth;  // --clip-update, or infinity; --limit-growth
+    const float*
+        changing;  // device memory: one_minus_beta2, root2 and root3 of a step in a CUDA graph; null: those above
 };
 
 constexpr float RESIDUAL_EPS = 1e-16f, MIN_WEIGHTS = 1e-3f;
 
 // Return the new average of a row or column, from a sum of squares; `inverse` is 1 over the count of the squares.
-OPTIM_INLINE float row_moment(float v, float sum, float inverse, float rest) {
-    return canonical(exact_fma(rest, exact_fma(sum, inverse, -v), v));
+OPTIM_INLINE float row_moment(float v, float sum, float inverse, float one_minus_beta) {
+    return canonical(exact_fma(one_minus_beta, exact_fma(sum, inverse, -v), v));
 }
 
-OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float rest) {
-    return canonical(exact_fma(rest, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
+OPTIM_INLINE float residual_moment(float s, float sum, float inverse, float one_minus_beta) {
+    return canonical(exact_fma(one_minus_beta, exact_add(exact_fma(sum, inverse, RESIDUAL_EPS), -s), s));
 }
 
 // Keeps a GPU's compiler from using a loaded number before all loads above are in flight. Lanes of a warp may be on
@@ -273,13 +274,13 @@ OPTIM_INLINE float settle_row(const SettleArguments& a, const SumTensor& t, int6
     const float sum = parts_sum(a.parts + t.row_parts + i, t.panels, t.rows), inverse = exact_div(1.0f, (float)t.cols);
     const int64_t at = t.number + i, second = at + t.rows + t.cols;
     if (a.sum == SUM_SQUARES) {
-        a.ready[t.ready + i] = row_moment(a.kept[at], sum, inverse, a.rest2);
+        a.ready[t.ready + i] = row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
     } else if (a.sum == SUM_MOMENTS) {
-        return a.kept[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+        return a.kept[at] = row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
     } else if (a.sum == SUM_RESIDUAL) {
-        return a.kept[second] = residual_moment(a.kept[second], sum, inverse, a.rest3);
+        return a.kept[second] = residual_moment(a.kept[second], sum, inverse, a.one_minus_beta3);
     } else if (a.sum == SUM_DIRECTION && a.rule == ROWS_NORMUON_LITE) {
-        a.kept[at] = row_moment(a.kept[at], sum, inverse, a.rest2);
+        a.kept[at] = row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
         const float root = moment_root(a.kept[at]);
         return exact_div(exact_div(sum, root), root);
     } else if (a.sum == SUM_DIRECTION) {
@@ -294,8 +295,8 @@ OPTIM_INLINE void settle_column(const SettleArguments& a, const SumTensor& t, in
     const bool residual = a.sum == SUM_RESIDUAL;
     const int64_t at = t.number + (residual ? t.rows + t.cols : 0) + t.rows + j;
     const int64_t place = (residual ? ready_pair(t.rows, t.cols) : 0) + ready_rows(t.rows) + ready_place((uint32_t)j);
-    a.kept[at] =
-        residual ? residual_moment(a.kept[at], sum, inverse, a.rest3) : row_moment(a.kept[at], sum, inverse, a.rest2);
+    a.kept[at] = residual ? residual_moment(a.kept[at], sum, inverse, a.one_minus_beta3)
+                          : row_moment(a.kept[at], sum, inverse, a.one_minus_beta2);
     const float root = exact_mul(moment_root(a.kept[at]), residual ? a.root3 : a.root2);
     a.ready[t.ready + place] = residual && t.rows == 1 ? 1.0f : exact_div(1.0f, root);  // a vector has no confidence
 }

@@ -47,18 +47,18 @@ struct FormatRow : StorageDefaults {
 };
 
 struct RuleRow {
-    static constexpr bool adaptive = false;  // only GPUs keep the roots of v
+    static constexpr bool keeps_roots = false;  // only GPUs keep the roots of v
     const char* name;
     const char* note;
     const char* type;
     bool keeps_v, keeps_slow;
-    bool by_rows;       // v is made of numbers of rows, or of rows and columns; keeps_v is then false
-    RowRule rows;       // the sums that the passes of rows.cuh make; ROWS_NONE: there are no passes
-    bool pairs;         // v has a second number
-    bool has_momentum;  // m decays by OptimConfig.momentum, which becomes the launch's beta1
-    bool leaves_rest;   // vectors and embeddings get adamw by an override (MATRIX_REST in override.h)
-    bool decoupled;     // the decay does not pass through the gradient
-    bool divides;       // the update divides by the root of v
+    bool by_rows;                  // v is made of numbers of rows, or of rows and columns; keeps_v is then false
+    RowRule rows;                  // the sums that the passes of rows.cuh make; ROWS_NONE: there are no passes
+    bool pairs;                    // v has a second number
+    bool has_momentum;             // m decays by OptimConfig.momentum, which becomes the launch's beta1
+    bool leaves_vectors_to_adamw;  // vectors and embeddings get adamw by an override (NON_MATRIX_TENSORS in override.h)
+    bool decoupled;                // the decay does not pass through the gradient
+    bool divides_by_root_v;        // the update divides by the root of v
     MatrixRule matrix;  // not MATRIX_NONE: the rule reads whole matrices, and a step has three parts (matrix/matrix.h)
     double slower;      // adamw's usual learning rate over this rule's
     void (*update)(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow, float* root, int n);

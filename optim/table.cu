@@ -126,9 +126,9 @@ constexpr RuleRow rule_row(const char* name, const char* note, double slower, co
             .rows = T::ROWS,
             .pairs = T::PAIRS,
             .has_momentum = T::HAS_MOMENTUM,
-            .leaves_rest = T::HAS_MOMENTUM || T::MATRIX != MATRIX_NONE,
+            .leaves_vectors_to_adamw = T::HAS_MOMENTUM || T::MATRIX != MATRIX_NONE,
             .decoupled = T::DECOUPLED,
-            .divides = T::ADAPTIVE,
+            .divides_by_root_v = T::DIVIDES_BY_ROOT_V,
             .matrix = T::MATRIX,
             .slower = slower,
             .update = EachElement<T>::update};

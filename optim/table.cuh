@@ -48,7 +48,8 @@
     ROW("rmnp", "momentum (--momentum) with rows of one length; vectors, embeddings: adamw", 1, Rmnp)               \
     ROW("normuon-lite", "rmnp with each row divided by the root of its own v", 1, NorMuonLite)
 
-// Rules that read whole matrices. Vectors and embeddings need another rule; MATRIX_REST (override.h) gives them adamw.
+// Rules that read whole matrices. Vectors and embeddings need another rule; NON_MATRIX_TENSORS (override.h) gives them
+// adamw.
 #define OPTIM_MATRIX_RULES(ROW)                                                                                   \
     ROW("muon", "orthogonalised momentum of matrices (--momentum, --ns-steps, --ns-coefficients)", 1, Muon)       \
     ROW("normuon", "muon with rows scaled to equal size by a v of each row", 1, NorMuon)                          \

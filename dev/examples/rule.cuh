@@ -12,13 +12,13 @@
 EMBED_SOURCE
 
 struct MyRule : RuleDefaults {
-    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, ADAPTIVE = true, DECOUPLED = true;
+    static constexpr bool KEEPS_V = true, KEEPS_SLOW = false, DIVIDES_BY_ROOT_V = true, DECOUPLED = true;
 
     // The averages; returns what is divided by the root of v.
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
-        *m = average(*m, g, hyper.rest1);
-        *v = average_square(*v, g, hyper.rest2);
-        return average(*m, g, hyper.rest1);
+        *m = average(*m, g, hyper.one_minus_beta1);
+        *v = average_square(*v, g, hyper.one_minus_beta2);
+        return average(*m, g, hyper.one_minus_beta1);
     }
 
     static OPTIM_INLINE void weight(const Hyper& hyper, float* p, float quotient) {

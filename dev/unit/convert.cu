@@ -23,19 +23,19 @@ static void* table_of(const Run* f, const FormatRow* format) {
     return table;
 }
 
-static Streams place_streams(const Run* f, int tensor, const Place* place) {
+static Streams place_streams(const Run* f, int tensor, const ArrayRef* place) {
     void* data[3] = {};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = place->format->stream[i];
-        char* array = (char*)place_stream(f->optim, place, info).data;
+        char* array = (char*)array_ref_stream(f->optim, place, info).data;
         if (array) data[i] = array + stream_bytes(info, f->tensor[tensor].offset - place->run->begin);
     }
     return {data[0], data[1], table_of(f, place->format), data[2]};
 }
 
-static Place find_place(const Run* f, int tensor, Slot slot) {
+static ArrayRef find_place(const Run* f, int tensor, Slot slot) {
     Plan* plan = plan_ranges(&f->config, f->tensor, TENSORS);
-    return plan_place(plan, tensor, slot);
+    return plan_array_ref(plan, tensor, slot);
 }
 
 // Returns the properties that decide how a slot's zeros are stored.
@@ -46,7 +46,7 @@ static NoiseKey slot_key(const Run* f, int tensor, Slot slot) {
 
 // Returns the values that the update reads, in memory that goes with the run. Padding counts as zero.
 static float* slot_values(const Run* f, int tensor, Slot slot) {
-    Place place = find_place(f, tensor, slot);
+    ArrayRef place = find_place(f, tensor, slot);
     Streams streams = place_streams(f, tensor, &place);
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     float* values = f->room.host<float>(padded);
@@ -58,7 +58,7 @@ static float* slot_values(const Run* f, int tensor, Slot slot) {
 
 // True if the slot's arrays hold these bytes: those of `values` stored to nearest.
 static bool holds_nearest(const Run* f, int tensor, Slot slot, const float* values) {
-    Place place = find_place(f, tensor, slot);
+    ArrayRef place = find_place(f, tensor, slot);
     Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
     void** to[3] = {&want.codes, &want.extra, &want.more};
@@ -173,7 +173,7 @@ static void check_overrides(Test* test, const char* weights, const char* const (
         expect(differing(&f[1], &f[0], slot) == 0, "%s: the same formats in another order", slot_name(slot));
         for (int i = 2; i < 4; i++) {
             for (int t = 0; t < TENSORS; t++) {
-                Place from = find_place(&f[0], t, slot), to = find_place(&f[i], t, slot);
+                ArrayRef from = find_place(&f[0], t, slot), to = find_place(&f[i], t, slot);
                 float *x = slot_values(&f[0], t, slot), *y = slot_values(&f[i], t, slot);
                 bool same = memcmp(x, y, (size_t)f[0].tensor[t].cols * 4) == 0;
                 if (from.nearest == to.nearest) expect(same, "%s of %s", slot_name(slot), f[0].tensor[t].name);

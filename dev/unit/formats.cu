@@ -534,7 +534,7 @@ __device__ unsigned long long packed_differ(uint32_t first, float inverse, int l
             wrong += (pair >> 8 & 0xffu) != Format::nearest(nullptr, x[i + 1], inverse, lowest);
         }
     }
-    if constexpr (Format::GIVES_SEEN) {
+    if constexpr (Format::WRITES_BF16) {
         uint32_t scale = (first >> 3) * 2654435761u >> 24;
         if (lowest > 0 || scale == 0 || scale == 255) return wrong;
         Format::template seen_scaled<8>(scale, true, seen);

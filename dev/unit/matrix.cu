@@ -44,9 +44,9 @@ static double reference_update(const OptimConfig* config, Dense* x, double* v, d
         for (int i = 0; i < rows; i++) {
             double sum = 0.0;
             for (int j = 0; j < cols; j++) sum += x->x[i * cols + j] * x->x[i * cols + j];
-            const double rest2 = 1.0 - (double)config->beta2;
-            v[i] += rest2 * (sum / cols - v[i]);
-            v_error[i] += rest2 * ((2.0 * sqrt(sum) * error + 1e-6 * sum) / cols - v_error[i]);
+            const double one_minus_beta2 = 1.0 - (double)config->beta2;
+            v[i] += one_minus_beta2 * (sum / cols - v[i]);
+            v_error[i] += one_minus_beta2 * ((2.0 * sqrt(sum) * error + 1e-6 * sum) / cols - v_error[i]);
             const double root = sqrt(v[i]) + (double)config->eps, lost = v_error[i] / (2.0 * v[i]);
             for (int j = 0; j < cols; j++) x->x[i * cols + j] /= root;
             largest = fmax(largest, 1.0 / root);

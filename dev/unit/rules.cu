@@ -366,13 +366,14 @@ static void check_feedback(Test* test, const char* name, float rate) {
         memcpy(v, optim_stream_named(run.optim, "v").data, sizeof(v));
     }
     // The update of step 1 is m / (1 - beta1) over the root of v / (1 - beta2).
-    const double beta1 = (double)0.9f, rest1 = 1.0 - beta1, rest2 = 1.0 - (double)0.95f, least = 0.01 * (double)lr_max;
-    double counted = fmax(rate / rest1 * (1.0 + 1.0 / rest1), least), worst = 0.0;
+    const double beta1 = (double)0.9f, one_minus_beta1 = 1.0 - beta1, one_minus_beta2 = 1.0 - (double)0.95f,
+                 least = 0.01 * (double)lr_max;
+    double counted = fmax(rate / one_minus_beta1 * (1.0 + 1.0 / one_minus_beta1), least), worst = 0.0;
     int fed = 0;
     for (int i = 0; i < N; i++) {
         expect(weights[1][i] == weights[2][i], "%s: weight %d differs from :sr's in the first step", name, i);
-        double lost = (double)weights[2][i] - (double)weights[0][i], unit = sqrt((double)v[i] / rest2) + 1e-8;
-        double want = rest1 / beta1 / counted * unit * lost, got = (double)m[2][i] - (double)m[1][i];
+        double lost = (double)weights[2][i] - (double)weights[0][i], unit = sqrt((double)v[i] / one_minus_beta2) + 1e-8;
+        double want = one_minus_beta1 / beta1 / counted * unit * lost, got = (double)m[2][i] - (double)m[1][i];
         double size = fabs(want) + fabs((double)m[1][i]) + 1e-12;
         worst = fmax(worst, fabs(got - want) / size);
         fed += fabs(want) > 1e-3 * size;

@@ -73,8 +73,8 @@ constexpr float LOG_MIN = 1.17549435e-38f, LOG_MAX = 1.70141183e38f;  // 2^-126,
 constexpr float LOG_STEPS = 255.0f;                                   // from the first level to the last
 
 // Returns adafactor8bit's scale of a block, given its largest element.
-OPTIM_INLINE float log_scale(float top) {
-    return exact_add(log2_precise(exact_min(exact_max(top, LOG_MIN), LOG_MAX)), 126.0f);
+OPTIM_INLINE float log_scale(float absmax) {
+    return exact_add(log2_precise(exact_min(exact_max(absmax, LOG_MIN), LOG_MAX)), 126.0f);
 }
 
 // A block of zeros has the shortest range, as in adafactor8bit.
@@ -149,7 +149,7 @@ OPTIM_INLINE uint32_t log_word(float value, const LogEncoding& s, uint32_t noise
 
 // Stores the codes of COUNT elements of a block with this largest element; none of them is negative or NaN.
 template <Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, float top, const LogEncoding& s,
+OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, float absmax, const LogEncoding& s,
                           const NoiseKey& key) {
     Packed<8, COUNT> packed = {};
     float value[COUNT];
@@ -157,7 +157,7 @@ OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, flo
     if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
     OPTIM_UNROLL
     for (int i = 0; i < COUNT; i++) value[i] = x[i];
-    if (top > LOG_MAX) {
+    if (absmax > LOG_MAX) {
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = exact_min(x[i], LOG_MAX);
     }
@@ -265,10 +265,10 @@ struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
                 max = __float_as_uint(value[i]) > max ? __float_as_uint(value[i]) : max;
             }
         }
-        const float top = neighbours_max<TILE_ELEMENTS / COUNT, TILE_ELEMENTS / COUNT>(__uint_as_float(max), key);
-        const float scale = log_scale(top);
+        const float absmax = neighbours_max<TILE_ELEMENTS / COUNT, TILE_ELEMENTS / COUNT>(__uint_as_float(max), key);
+        const float scale = log_scale(absmax);
         if (first % TILE_ELEMENTS == 0) ((float*)streams.extra)[first / TILE_ELEMENTS] = scale;
-        log_put<ROUNDING, COUNT>(streams, first, value, top, log_encoding<ROUNDING>(scale), key);
+        log_put<ROUNDING, COUNT>(streams, first, value, absmax, log_encoding<ROUNDING>(scale), key);
     }
 #endif
 
@@ -278,15 +278,15 @@ struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
 
     static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
         for (int b = 0; b < n; b += TILE_ELEMENTS) {
-            float top = 0.0f;
-            for (int i = 0; i < TILE_ELEMENTS; i++) top = exact_max(x[b + i], top);
-            const float scale = log_scale(top);
+            float absmax = 0.0f;
+            for (int i = 0; i < TILE_ELEMENTS; i++) absmax = exact_max(x[b + i], absmax);
+            const float scale = log_scale(absmax);
             const LogEncoding s = log_encoding<ROUNDING>(scale);
             ((float*)streams.extra)[(first + b) / TILE_ELEMENTS] = scale;
             for (int c = b; c < b + TILE_ELEMENTS; c += 8) {
                 float value[8];
                 for (int i = 0; i < 8; i++) value[i] = log_value(x[c + i]);
-                log_put<ROUNDING, 8>(streams, first + c, value, top, s, key);
+                log_put<ROUNDING, 8>(streams, first + c, value, absmax, s, key);
             }
         }
     }

@@ -1,6 +1,6 @@
 // Storage in blocks that share a scale, which all narrow formats use.
-//     top = max |x| over the block             (of sqrt(x) where the format keeps roots)
-//     scale = top / LARGEST                    at least 2^-126; 0 when the block is all zero; as stored, rounded up
+//     absmax = max |x| over the block             (of sqrt(x) where the format keeps roots)
+//     scale = absmax / LARGEST                    at least 2^-126; 0 when the block is all zero; as stored, rounded up
 //     code = encode(x * (1 / scale))           one division a block, then a product: this is the definition
 //     x = decode(code, scale)
 // A block is a run of BLOCK elements, counted from a tensor's first one; BLOCK is a power of 2 from 32 to 2048. The
@@ -13,7 +13,7 @@
 // other than zero by the root of zero would give an update of m / eps.
 //
 // A format derives from FormatDefaults (storage.cuh) and has
-//     BITS, DTYPE, ZERO, LARGEST   bits of a code; safetensors' name; the code of zero, or -1; scale = top / LARGEST
+//     BITS, DTYPE, ZERO, LARGEST   bits of a code; safetensors' name; the code of zero, or -1; scale = absmax / LARGEST
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random bits, and codes for x >= 0 must not be below `lowest`. |y| exceeds UNITS
 // * LARGEST by rounding errors at most. A format may also have
@@ -29,8 +29,8 @@
 //     PAIRS                  a PairTable and unit_of
 //     ALL                    get_all and, with noise, put_all
 //     PACKS_NOISE            stochastic_pack
-//     GIVES_SEEN             stochastic_pack and seen_scaled fill key.seen; SEEN_IS_STORED: with what load() returns
-//     Decoder                the format itself if it has decode_number, which decodes the float 2^23 + code
+//     WRITES_BF16             stochastic_pack and bf16_scaled fill key.bf16_out; BF16_IS_STORED: with what load()
+//     returns Decoder                the format itself if it has decode_number, which decodes the float 2^23 + code
 #pragma once
 #include "elementwise.cuh"
 
@@ -243,18 +243,18 @@ OPTIM_INLINE uint32_t floor_part_bits(float x) {
 // and LARGEST times the largest scale.
 template <class Format>
 OPTIM_INLINE constexpr float block_max() {
-    double top = Format::ROOT && Format::MAX > 1.84e19 ? 1.84e19 : Format::MAX,
+    double limit = Format::ROOT && Format::MAX > 1.84e19 ? 1.84e19 : Format::MAX,
            max = SCALE_MAX * (double)Format::LARGEST;
-    return (float)(top < max ? top : max);
+    return (float)(limit < max ? limit : max);
 }
 
-// Returns top / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
+// Returns absmax / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
 template <class Format>
-OPTIM_INLINE float over_largest(float top) {
-    if constexpr (Format::LARGEST == 1.0f) return top;
+OPTIM_INLINE float over_largest(float absmax) {
+    if constexpr (Format::LARGEST == 1.0f) return absmax;
     constexpr float inverse = 1.0f / Format::LARGEST;
-    float quotient = exact_mul(top, inverse);
-    return exact_fma(exact_fma(-Format::LARGEST, quotient, top), inverse, quotient);
+    float quotient = exact_mul(absmax, inverse);
+    return exact_fma(exact_fma(-Format::LARGEST, quotient, absmax), inverse, quotient);
 }
 
 // The numbers that the elements of one block share while it is stored.
@@ -270,10 +270,10 @@ OPTIM_INLINE float scale_inverse(float scale) {
 
 // Returns the scale of a block, as stored, and its inverse; writes the stored scale to *code.
 template <class Format, class Scale>
-OPTIM_INLINE BlockScale block_scale(float top, typename Scale::Code* code) {
-    top = exact_min(top, block_max<Format>());
-    bool some = top > (Format::ROOT ? MIN_ROOT : 0.0f);
-    *code = Scale::encode(some ? exact_max(over_largest<Format>(top), Format::UNITS * 1.17549435e-38f) : 0.0f);
+OPTIM_INLINE BlockScale block_scale(float absmax, typename Scale::Code* code) {
+    absmax = exact_min(absmax, block_max<Format>());
+    bool some = absmax > (Format::ROOT ? MIN_ROOT : 0.0f);
+    *code = Scale::encode(some ? exact_max(over_largest<Format>(absmax), Format::UNITS * 1.17549435e-38f) : 0.0f);
     float scale = Scale::decode(*code);
     return {scale, some ? scale_inverse<Format>(scale) : 0.0f};
 }
@@ -285,7 +285,7 @@ OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, f
     int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
     Packed<Format::BITS, COUNT> packed = {};
     if constexpr (ROUNDING == STOCHASTIC && ON_GPU && Format::PACKS_NOISE) {
-        Format::stochastic_pack(x, inverse, noise_draw(key, first), lowest, &packed, key.seen);
+        Format::stochastic_pack(x, inverse, noise_draw(key, first), lowest, &packed, key.bf16_out);
     } else if constexpr (ROUNDING == STOCHASTIC && Format::ALL) {
         const Noise noise = noise_draw(key, first);
         uint32_t bits[COUNT];
@@ -347,28 +347,28 @@ OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, floa
     }
 }
 
-// Returns the value that is stored for x: x or its root. Once the block's largest is known, block_cut cuts it.
+// Returns the value that is stored for x: x or its root. Once the block's largest is known, block_clamp clamps it.
 template <class Format>
 OPTIM_INLINE float block_value(float x) {
     return Format::ROOT ? moment_root(x) : x;
 }
 
-// Returns the largest top that is not rare. Formats that fold a power of two into the inverse (minifloat.cuh) would
-// lose bits of the inverse with a larger top. For such a top, which no usual state or weight has, block_cut and
-// block_inverse move a power of two from the values to the inverse.
+// Returns the largest absmax whose values need no clamp. Formats that fold a power of two into the inverse
+// (minifloat.cuh) would lose bits of the inverse with a larger one. No usual state or weight has a larger one; for it,
+// block_clamp and block_inverse move a power of two from the values to the inverse.
 template <class Format, Rounding ROUNDING>
-OPTIM_INLINE constexpr float block_usual() {
+OPTIM_INLINE constexpr float block_no_clamp() {
     constexpr bool folds = ROUNDING == STOCHASTIC || Format::BITS == 4;
     constexpr float max = block_max<Format>(), fold = folds ? Format::FOLD_MAX : max;
     return fold < max ? fold : max;
 }
 
-// block_cut cuts the values of a rare block; block_inverse returns the inverse for storing them.
+// block_clamp clamps the values of a block if its absmax needs it; block_inverse returns the inverse for storing them.
 template <class Format, Rounding ROUNDING>
-OPTIM_INLINE void block_cut(float top, float* value, int n) {
-    constexpr float max = block_max<Format>(), fold = block_usual<Format, ROUNDING>();
+OPTIM_INLINE void block_clamp(float absmax, float* value, int n) {
+    constexpr float max = block_max<Format>(), fold = block_no_clamp<Format, ROUNDING>();
     constexpr float down = fold < max ? 1.17549435e-38f : 1.0f;  // 2^-126
-    if (!(top > fold)) return;
+    if (!(absmax > fold)) return;
     OPTIM_UNROLL
     for (int i = 0; i < n; i++) {
         float cut = exact_max(exact_min(value[i], max), -max);  // a number even for NaN
@@ -377,15 +377,15 @@ OPTIM_INLINE void block_cut(float top, float* value, int n) {
 }
 
 template <class Format, Rounding ROUNDING>
-OPTIM_INLINE float block_inverse(float top, float inverse) {
-    constexpr float max = block_max<Format>(), fold = block_usual<Format, ROUNDING>();
-    return fold < max && top > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
+OPTIM_INLINE float block_inverse(float absmax, float inverse) {
+    constexpr float max = block_max<Format>(), fold = block_no_clamp<Format, ROUNDING>();
+    return fold < max && absmax > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
 }
 
 template <class Format, Rounding ROUNDING>
-OPTIM_INLINE float block_limit(float top, float inverse, float* value, int n) {
-    block_cut<Format, ROUNDING>(top, value, n);
-    return block_inverse<Format, ROUNDING>(top, inverse);
+OPTIM_INLINE float block_limit(float absmax, float inverse, float* value, int n) {
+    block_clamp<Format, ROUNDING>(absmax, value, n);
+    return block_inverse<Format, ROUNDING>(absmax, inverse);
 }
 
 // These load and store runs of whole blocks on the CPU. `powers`: scales are ScaleE8m0, otherwise ScaleFp32.
@@ -405,13 +405,13 @@ OPTIM_HOST void blocks_store(int block, bool powers, const Streams& streams, int
                              const NoiseKey& key) {
     for (int b = 0; b < n; b += block) {
         const int index = (first + b) / block;
-        float top = 0.0f, value[8];
-        for (int i = 0; i < block; i++) top = exact_max(exact_abs(block_value<Format>(x[b + i])), top);
-        BlockScale s = powers ? block_scale<Format, ScaleE8m0>(top, (uint8_t*)streams.extra + index)
-                              : block_scale<Format, ScaleFp32>(top, (float*)streams.extra + index);
+        float absmax = 0.0f, value[8];
+        for (int i = 0; i < block; i++) absmax = exact_max(exact_abs(block_value<Format>(x[b + i])), absmax);
+        BlockScale s = powers ? block_scale<Format, ScaleE8m0>(absmax, (uint8_t*)streams.extra + index)
+                              : block_scale<Format, ScaleFp32>(absmax, (float*)streams.extra + index);
         for (int c = 0; c < block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
-            float inverse = block_limit<Format, ROUNDING>(top, s.inverse, value, 8);
+            float inverse = block_limit<Format, ROUNDING>(absmax, s.inverse, value, 8);
             block_put<Format, ROUNDING, 8>(streams, first + b + c, value, inverse, key);
         }
     }
@@ -433,18 +433,18 @@ __device__ __forceinline__ uint32_t* warps_parts(const NoiseKey& key) {
     return part[key.turn][key.stream];
 }
 
-// Returns the largest `top`, at least 0, among the COUNT neighbouring threads of a block, in each of them. All THREADS
-// of a group call it together. It also orders memory: earlier reads, such as of the block's old scale, complete before
-// a thread writes the new scale afterwards. Shuffles and reductions alone do not guarantee that.
+// Returns the largest `absmax`, at least 0, among the COUNT neighbouring threads of a block, in each of them. All
+// THREADS of a group call it together. It also orders memory: earlier reads, such as of the block's old scale, complete
+// before a thread writes the new scale afterwards. Shuffles and reductions alone do not guarantee that.
 template <int COUNT, int THREADS>
-__device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) {
+__device__ __forceinline__ float neighbours_max(float absmax, const NoiseKey& key) {
     if constexpr (COUNT < 32) {
 #pragma unroll
-        for (int lane = 1; lane < COUNT; lane *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, lane));
+        for (int lane = 1; lane < COUNT; lane *= 2) absmax = fmaxf(absmax, __shfl_xor_sync(0xffffffffu, absmax, lane));
         if constexpr (COUNT > 1) __syncwarp();
-        return top;
+        return absmax;
     } else {
-        uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
+        uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(absmax));
         if constexpr (COUNT == 32) __syncwarp();
         if constexpr (COUNT > 32) {
             uint32_t* part = warps_parts(key);
@@ -458,15 +458,15 @@ __device__ __forceinline__ float neighbours_max(float top, const NoiseKey& key) 
     }
 }
 
-// These find the largest `top` of all THREADS of a group: each warp calls group_tell for one or more arrays, then all
-// threads call group_sync once, then group_told returns the maximum of an array.
-__device__ __forceinline__ void group_tell(float top, const NoiseKey& key) {
-    const uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(top));
+// These find the largest `absmax` of all THREADS of a group: each warp calls tile_max_put for one or more arrays, then
+// all threads call group_sync once, then tile_max_get returns the maximum of an array.
+__device__ __forceinline__ void tile_max_put(float absmax, const NoiseKey& key) {
+    const uint32_t max = __reduce_max_sync(0xffffffffu, __float_as_uint(absmax));
     if (threadIdx.x % 32 == 0) warps_parts(key)[threadIdx.x / 32] = max;
 }
 
 template <int THREADS>
-__device__ __forceinline__ float group_told(const NoiseKey& key) {
+__device__ __forceinline__ float tile_max_get(const NoiseKey& key) {
     constexpr int WARPS = THREADS / 32;
     static_assert(WARPS % 4 == 0, "read four at a time");
     const uint4* part = (const uint4*)(warps_parts(key) + threadIdx.x / THREADS * WARPS);
@@ -508,41 +508,41 @@ struct Blocks
                                              {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
     static constexpr bool TAKES_ORDER = true, CROWDS_BANKS = Format::CROWDS_BANKS;
     static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
-    // True if store() fills key.seen on this GPU.
-    static constexpr bool GIVES_SEEN = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::GIVES_SEEN;
-    static constexpr bool SEEN_IS_STORED = GIVES_SEEN && Format::SEEN_IS_STORED;
+    // True if store() fills key.bf16_out on this GPU.
+    static constexpr bool WRITES_BF16 = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::WRITES_BF16;
+    static constexpr bool BF16_IS_STORED = WRITES_BF16 && Format::BF16_IS_STORED;
     static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
 
     typedef Blocks<Format, BLOCK, Scale, NEAREST> Nearest;
 
 #ifdef __CUDACC__
-    // A thread's store has parts: find the largest value of its block, cut the values if that is above block_usual, and
+    // A thread's store has parts: find the absmax of its block, clamp the values if it is above block_no_clamp, and
     // store. So the waits for the exchanges of several arrays overlap, and one test and one branch serve all arrays.
     // `value` is x or its roots, whichever is stored.
-    static constexpr bool HAS_TOP = true, OF_ROOTS = Format::ROOT;
-    static constexpr float USUAL_TOP = block_usual<Format, ROUNDING>();
+    static constexpr bool HAS_ABSMAX = true, OF_ROOTS = Format::ROOT;
+    static constexpr float NO_CLAMP_ABSMAX = block_no_clamp<Format, ROUNDING>();
 
     template <int COUNT>
-    static __device__ __forceinline__ float top(const float* value, const NoiseKey& key) {
+    static __device__ __forceinline__ float absmax(const float* value, const NoiseKey& key) {
         return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
             thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void cut(float* value, float top) {
-        block_cut<Format, ROUNDING>(top, value, COUNT);
+    static __device__ __forceinline__ void clamp(float* value, float absmax) {
+        block_clamp<Format, ROUNDING>(absmax, value, COUNT);
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* value, float top,
-                                                     bool rare, const NoiseKey& key) {
+    static __device__ __forceinline__ void store_absmax(const Streams& streams, int first, const float* value,
+                                                        float absmax, bool clamped, const NoiseKey& key) {
         typename Scale::Code code;
-        BlockScale s = block_scale<Format, Scale>(top, &code);
-        if (rare) s.inverse = block_inverse<Format, ROUNDING>(top, s.inverse);
+        BlockScale s = block_scale<Format, Scale>(absmax, &code);
+        if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
         if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
         block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
-        if constexpr (GIVES_SEEN) {
-            if (key.seen) Format::template seen_scaled<COUNT>(code, rare, key.seen);
+        if constexpr (WRITES_BF16) {
+            if (key.bf16_out) Format::template bf16_scaled<COUNT>(code, clamped, key.bf16_out);
         }
     }
 
@@ -552,9 +552,9 @@ struct Blocks
         float value[COUNT];
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
-        const float top_value = top<COUNT>(value, key);
-        cut<COUNT>(value, top_value);
-        store_top<COUNT>(streams, first, value, top_value, true, key);
+        const float largest = absmax<COUNT>(value, key);
+        clamp<COUNT>(value, largest);
+        store_absmax<COUNT>(streams, first, value, largest, true, key);
     }
 #endif
 

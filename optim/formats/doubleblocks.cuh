@@ -34,12 +34,12 @@ OPTIM_INLINE float double_decode(uint32_t code, float second) {
     return code > 0 ? exact_max(scale, Format::UNITS * 1.17549435e-38f) : 0.0f;
 }
 
-// Returns the scale of a block with largest value `top`, its inverse and its code. `second` is the tile's, and
+// Returns the scale of a block with largest value `absmax`, its inverse and its code. `second` is the tile's, and
 // `inverse` double_inverse of it.
 template <class Format>
-OPTIM_INLINE BlockScale double_scale(float top, float second, float inverse, uint32_t* code) {
+OPTIM_INLINE BlockScale double_scale(float absmax, float second, float inverse, uint32_t* code) {
     float wanted;
-    block_scale<Format, ScaleFp32>(top, &wanted);
+    block_scale<Format, ScaleFp32>(absmax, &wanted);
     *code = double_encode(wanted, inverse);
     float scale = double_decode<Format>(*code, second);
     return {scale, *code > 0 ? scale_inverse<Format>(scale) : 0.0f};
@@ -58,24 +58,24 @@ OPTIM_HOST void double_load(int block, const Streams& streams, int first, float*
 
 template <class Format, Rounding ROUNDING>
 OPTIM_HOST void double_store_tile(int block, const Streams& streams, int first, const float* x, const NoiseKey& key) {
-    float top[TILE_ELEMENTS / 32], max = 0.0f, value[8];
+    float absmax[TILE_ELEMENTS / 32], max = 0.0f, value[8];
     for (int b = 0; b < TILE_ELEMENTS / block; b++) {
-        top[b] = 0.0f;
+        absmax[b] = 0.0f;
         for (int i = b * block; i < (b + 1) * block; i++) {
-            top[b] = exact_max(exact_abs(block_value<Format>(x[i])), top[b]);
+            absmax[b] = exact_max(exact_abs(block_value<Format>(x[i])), absmax[b]);
         }
-        max = exact_max(top[b], max);
+        max = exact_max(absmax[b], max);
     }
     float* second = (float*)streams.more + first / TILE_ELEMENTS;
     block_scale<Format, ScaleFp32>(max, second);
     float inverse = double_inverse(*second);
     for (int b = 0; b < TILE_ELEMENTS / block; b++) {
         uint32_t code;
-        BlockScale s = double_scale<Format>(top[b], *second, inverse, &code);
+        BlockScale s = double_scale<Format>(absmax[b], *second, inverse, &code);
         ((uint8_t*)streams.extra)[first / block + b] = (uint8_t)code;
         for (int c = b * block; c < (b + 1) * block; c += 8) {
             for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[c + i]);
-            float scaled = block_limit<Format, ROUNDING>(top[b], s.inverse, value, 8);
+            float scaled = block_limit<Format, ROUNDING>(absmax[b], s.inverse, value, 8);
             block_put<Format, ROUNDING, 8>(streams, first + c, value, scaled, key);
         }
     }
@@ -97,18 +97,18 @@ struct DoubleBlocks : Blocks<Format_, BLOCK, ScaleFp32, ROUNDING> {
         Plain::STREAM[0], {".scales", "U8", 8, BLOCK}, {".scales2", "F32", 32, TILE_ELEMENTS}};
 
 #ifdef __CUDACC__
-    // A store has the parts of Blocks, with store_in_tile in place of store_top; `max` is the largest value of the
+    // A store has the parts of Blocks, with store_in_tile in place of store_absmax; `max` is the largest value of the
     // tile.
     static constexpr bool WANTS_TILE_MAX = true;
 
     template <int COUNT>
     static __device__ __forceinline__ void store_in_tile(const Streams& streams, int first, const float* value,
-                                                         float top, float max, bool rare, const NoiseKey& key) {
+                                                         float absmax, float max, bool clamped, const NoiseKey& key) {
         float second;
         block_scale<Format, ScaleFp32>(max, &second);
         uint32_t code;
-        BlockScale s = double_scale<Format>(top, second, double_inverse(second), &code);
-        if (rare) s.inverse = block_inverse<Format, ROUNDING>(top, s.inverse);
+        BlockScale s = double_scale<Format>(absmax, second, double_inverse(second), &code);
+        if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
         if (first % BLOCK == 0) ((uint8_t*)streams.extra)[first / BLOCK] = (uint8_t)code;
         if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
         block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);

@@ -243,7 +243,7 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
     }
 
     // Returns x, raised to the format's SMALLEST if x is a v between 0 and that.
-    static OPTIM_INLINE float kept(float x, const NoiseKey& key) {
+    static OPTIM_INLINE float raise_tiny_v(float x, const NoiseKey& key) {
         constexpr float min = Format::SMALLEST;
         return min > 0.0f && key.stream == NOISE_V && x > 0.0f && x < min ? min : x;
     }
@@ -255,11 +255,11 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
 #ifdef __CUDACC__
     // A store has two parts (blocks.cuh); values are rare if NaN or infinity is among them. As an integer, NaN is the
     // largest float, so the maximum of integers finds it.
-    static constexpr bool HAS_TOP = ROUNDING == STOCHASTIC && Format::ENCODES_PAIRS;
-    static constexpr float USUAL_TOP = 3.40282347e38f;  // infinity is rare too
+    static constexpr bool HAS_ABSMAX = ROUNDING == STOCHASTIC && Format::ENCODES_PAIRS;
+    static constexpr float NO_CLAMP_ABSMAX = 3.40282347e38f;  // infinity is clamped too
 
     template <int COUNT>
-    static __device__ __forceinline__ float top(const float* x, const NoiseKey&) {
+    static __device__ __forceinline__ float absmax(const float* x, const NoiseKey&) {
         int max = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) max = __float_as_int(x[i]) > max ? __float_as_int(x[i]) : max;
@@ -267,14 +267,14 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void cut(float* value, float) {
+    static __device__ __forceinline__ void clamp(float* value, float) {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) value[i] = Format::storable(value[i]);
     }
 
     template <int COUNT>
-    static __device__ __forceinline__ void store_top(const Streams& streams, int first, const float* value, float, bool,
-                                                     const NoiseKey& key) {
+    static __device__ __forceinline__ void store_absmax(const Streams& streams, int first, const float* value, float,
+                                                        bool, const NoiseKey& key) {
         store_part<false>(streams, first, value, COUNT, key);
     }
 #endif
@@ -286,7 +286,7 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
             for (int c = 0; c < n; c += 8) {
                 float value[8];
                 OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) value[i] = kept(x[c + i], key);
+                for (int i = 0; i < 8; i++) value[i] = raise_tiny_v(x[c + i], key);
                 set(streams, first + (c ^ key.order), value, 8);
             }
         } else {
@@ -299,14 +299,14 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
                 if constexpr (Format::ENCODES_PAIRS) {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i += 2) {
-                        float a = kept(x[c + i], key), b = kept(x[c + i + 1], key);
+                        float a = raise_tiny_v(x[c + i], key), b = raise_tiny_v(x[c + i + 1], key);
                         ((uint32_t*)&codes)[i / 2] = Format::template encode2<MAY_BE_NAN>(
                             a, b, noise_lane(noise, lane + i), noise_lane(noise, lane + i + 1));
                     }
                 } else {
                     OPTIM_UNROLL
                     for (int i = 0; i < 8; i++) {
-                        codes.lane[i] = Format::encode(kept(x[c + i], key), noise_lane(noise, lane + i));
+                        codes.lane[i] = Format::encode(raise_tiny_v(x[c + i], key), noise_lane(noise, lane + i));
                     }
                 }
                 store_codes(streams.codes, first + (c ^ key.order), codes);

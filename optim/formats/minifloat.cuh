@@ -23,7 +23,7 @@ struct Minifloat : FormatDefaults {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
     static constexpr bool HARDWARE = BITS == 8;
 #endif
-    static constexpr bool PACKS_NOISE = true, GIVES_SEEN = BITS == 8 && ON_HOPPER;
+    static constexpr bool PACKS_NOISE = true, WRITES_BF16 = BITS == 8 && ON_HOPPER;
     static constexpr uint32_t SIGN = 1u << (BITS - 1);
 
     // The bits of the magnitude, moved to their place in an fp32, make a float 2^(MIN + 126) times too small,
@@ -190,16 +190,16 @@ struct Minifloat : FormatDefaults {
 
     // Multiplies stochastic_pack's tiny numbers by scale / LOWER, a power of two. bf16 holds the products as fp32
     // would, rounded if they are subnormal. `scale` is the scale's exponent, which is small enough for one factor
-    // unless the block is `rare`.
+    // unless the block is `clamped`.
     template <int COUNT>
-    static __device__ __forceinline__ void seen_scaled(uint32_t scale, bool rare, uint32_t* seen) {
+    static __device__ __forceinline__ void bf16_scaled(uint32_t scale, bool clamped, uint32_t* bf16_out) {
         const uint32_t exponent = scale + (uint32_t)(126 + MIN), max = 254;
-        if (rare && exponent > max) {  // no weights are so large
+        if (clamped && exponent > max) {  // no weights are so large
 #pragma unroll
-            for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent - max + 127);
+            for (int i = 0; i < COUNT / 2; i++) bf16_out[i] = bf16_times(bf16_out[i], exponent - max + 127);
         }
 #pragma unroll
-        for (int i = 0; i < COUNT / 2; i++) seen[i] = bf16_times(seen[i], exponent < max ? exponent : max);
+        for (int i = 0; i < COUNT / 2; i++) bf16_out[i] = bf16_times(bf16_out[i], exponent < max ? exponent : max);
     }
 #endif
 };

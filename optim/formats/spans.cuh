@@ -1,10 +1,10 @@
 // Storage with scales that reach further than a tile: one scale for each tensor, or rank-1 scales (lpmm, arXiv
 // 2309.01507).
-//     tensor    top = max |x| over the tensor
-//     rank-1    top of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j); in a vector, top of
-//               each 128 elements = max |x|
-// Scale and code follow from top as in blocks.cuh, which also says how zeros, NaN and infinity are stored. Weights that
-// are updated in place have a power of two as scale (ScaleE8m0). So unchanged weights keep their codes while the
+//     tensor    absmax = max |x| over the tensor
+//     rank-1    absmax of element (i, j) of a matrix = min(max |x| of row i, max |x| of column j);
+//               in a vector, absmax of each 128 elements = max |x|
+// Scale and code follow from absmax as in blocks.cuh, which also says how zeros, NaN and infinity are stored. Weights
+// that are updated in place have a power of two as scale (ScaleE8m0). So unchanged weights keep their codes while the
 // largest weight stays in its binade, and fp8 products can read the codes in place (kernels/linear.cuh).
 //
 // A scale must be known before the first code is written, so a step takes two passes. First optim_measure_kernel
@@ -23,7 +23,7 @@
 EMBED_SOURCE
 
 constexpr int SPAN_BLOCK = 128;    // of a vector
-constexpr int TENSOR_NUMBERS = 3;  // top, scale, inverse
+constexpr int TENSOR_NUMBERS = 3;  // absmax, scale, inverse
 
 // The place of a tile among the numbers of its tensor. A vector is a matrix of rows of SPAN_BLOCK whose columns have no
 // maxima.
@@ -35,16 +35,16 @@ struct alignas(16) SpanTile {
     uint32_t begins;      // 1 if the tensor begins with this tile
 };
 
-// Sets maximum = max(maximum, top) atomically; NaN does not count.
-OPTIM_INLINE void span_raise(float* maximum, float top) {
+// Sets maximum = max(maximum, absmax) atomically; NaN does not count.
+OPTIM_INLINE void span_raise(float* maximum, float absmax) {
 #ifdef __CUDA_ARCH__
     // Most tops do not exceed the current maximum. A stale read of it is never too large, so the test is safe.
-    if (top > *(volatile const float*)maximum) atomicMax((int*)maximum, __float_as_int(top));
+    if (absmax > *(volatile const float*)maximum) atomicMax((int*)maximum, __float_as_int(absmax));
 #else
     float seen;
     __atomic_load(maximum, &seen, __ATOMIC_RELAXED);
-    while (top > seen) {
-        if (__atomic_compare_exchange(maximum, &seen, &top, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
+    while (absmax > seen) {
+        if (__atomic_compare_exchange(maximum, &seen, &absmax, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) break;
     }
 #endif
 }
@@ -68,17 +68,17 @@ OPTIM_INLINE bool span_advance(const SpanTile& tile, SpanWalk* walk) {
     return true;
 }
 
-// Returns the top of an element, the largest magnitude that it can have; 0 in the padding.
-OPTIM_INLINE float span_top(const SpanTile& tile, const SpanWalk& walk, const float* maxima) {
+// Returns the absmax of an element, the largest magnitude that it can have; 0 in the padding.
+OPTIM_INLINE float span_absmax(const SpanTile& tile, const SpanWalk& walk, const float* maxima) {
     if (walk.row >= tile.rows) return 0.0f;
-    float top = maxima[tile.at + walk.row];
-    return tile.columns ? exact_min(top, maxima[tile.at + tile.rows + walk.col]) : top;
+    float absmax = maxima[tile.at + walk.row];
+    return tile.columns ? exact_min(absmax, maxima[tile.at + tile.rows + walk.col]) : absmax;
 }
 
 template <class Format, class Scale>
-OPTIM_INLINE BlockScale span_scale(float top) {
+OPTIM_INLINE BlockScale span_scale(float absmax) {
     typename Scale::Code code;
-    return block_scale<Format, Scale>(top, &code);
+    return block_scale<Format, Scale>(absmax, &code);
 }
 
 // Scale is ScaleFp32 or ScaleE8m0; it says how the scale is rounded. The stored scale is fp32.
@@ -103,7 +103,7 @@ struct Spans
             SpanWalk walk = span_start(tile, first);
             OPTIM_UNROLL
             for (int i = 0; i < COUNT; i++) {
-                float scale = span_scale<Format, Scale>(span_top(tile, walk, maxima)).scale;
+                float scale = span_scale<Format, Scale>(span_absmax(tile, walk, maxima)).scale;
                 x[i] = Format::decode(table, packed.get(i), scale);
                 span_advance(tile, &walk);
             }
@@ -114,11 +114,11 @@ struct Spans
     template <int COUNT>
     static OPTIM_INLINE void put_tensor(const Streams& streams, int first, const float* x, const NoiseKey& key) {
         const SpanTile tile = *streams.span;
-        float value[COUNT], top = streams.next[tile.at];
-        BlockScale s = span_scale<Format, Scale>(top);
+        float value[COUNT], absmax = streams.next[tile.at];
+        BlockScale s = span_scale<Format, Scale>(absmax);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
-        float inverse = block_limit<Format, ROUNDING>(top, s.inverse, value, COUNT);
+        float inverse = block_limit<Format, ROUNDING>(absmax, s.inverse, value, COUNT);
         block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
         streams.next[tile.at + 1] = s.scale;
@@ -136,9 +136,9 @@ struct Spans
         Noise noise = {};
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            float value = block_value<Format>(x[i]), top = span_top(tile, walk, streams.next);
-            float inverse = span_scale<Format, Scale>(top).inverse;
-            inverse = block_limit<Format, ROUNDING>(top, inverse, &value, 1);
+            float value = block_value<Format>(x[i]), absmax = span_absmax(tile, walk, streams.next);
+            float inverse = span_scale<Format, Scale>(absmax).inverse;
+            inverse = block_limit<Format, ROUNDING>(absmax, inverse, &value, 1);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
             uint32_t code;
             if constexpr (ROUNDING == STOCHASTIC) {
@@ -164,26 +164,26 @@ struct Spans
     // Raises the next maxima to include elements that are going to be stored. On a GPU all threads of a warp call it.
     static OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) {
         const SpanTile tile = *streams.span;
-        float top = 0.0f;
+        float absmax = 0.0f;
         if constexpr (SPAN == SPAN_TENSOR) {
             OPTIM_UNROLL
-            for (int i = 0; i < n; i++) top = exact_max(exact_abs(block_value<Format>(x[i])), top);
+            for (int i = 0; i < n; i++) absmax = exact_max(exact_abs(block_value<Format>(x[i])), absmax);
 #ifdef __CUDA_ARCH__
-            top = neighbours_max<32, TILE_ELEMENTS>(top, NoiseKey{});
+            absmax = neighbours_max<32, TILE_ELEMENTS>(absmax, NoiseKey{});
             if (threadIdx.x % 32 != 0) return;
 #endif
-            span_raise(&streams.next[tile.at], top);
+            span_raise(&streams.next[tile.at], absmax);
         } else {
             SpanWalk walk = span_start(tile, first);
             OPTIM_UNROLL
             for (int i = 0; i < n; i++) {
                 if (walk.row >= tile.rows) continue;
                 float size = exact_abs(block_value<Format>(x[i])), *row = &streams.next[tile.at + walk.row];
-                top = exact_max(size, top);
+                absmax = exact_max(size, absmax);
                 if (tile.columns) span_raise(&streams.next[tile.at + tile.rows + walk.col], size);
                 bool over = span_advance(tile, &walk);
-                if (over || i + 1 == n) span_raise(row, top);
-                if (over) top = 0.0f;
+                if (over || i + 1 == n) span_raise(row, absmax);
+                if (over) absmax = 0.0f;
             }
         }
     }

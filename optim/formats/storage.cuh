@@ -102,14 +102,14 @@ struct StorageDefaults {
     static constexpr bool LOADS_TOGETHER = false;  // threads share the decoding in load(); load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
     static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order is faster
-    static constexpr bool GIVES_SEEN = false;      // store() fills key.seen
-    static constexpr bool SEEN_IS_STORED = false;  // key.seen then has the numbers that load() would return
+    static constexpr bool WRITES_BF16 = false;     // store() fills key.bf16_out
+    static constexpr bool BF16_IS_STORED = false;  // key.bf16_out then has the numbers that load() would return
     static constexpr bool STORES_APART = false;    // common and rare values get separate code paths (kernel.cuh)
-    // A store has parts: top(), cut(), then store_top(), or with WANTS_TILE_MAX store_in_tile() (blocks.cuh,
+    // A store has parts: absmax(), clamp(), then store_absmax(), or with WANTS_TILE_MAX store_in_tile() (blocks.cuh,
     // kernel.cuh).
-    static constexpr bool HAS_TOP = false, WANTS_TILE_MAX = false;
-    static constexpr bool OF_ROOTS = false;      // these parts take the roots of the values
-    static constexpr float USUAL_TOP = 3.4e38f;  // a larger top needs cut()
+    static constexpr bool HAS_ABSMAX = false, WANTS_TILE_MAX = false;
+    static constexpr bool OF_ROOTS = false;            // these parts take the roots of the values
+    static constexpr float NO_CLAMP_ABSMAX = 3.4e38f;  // a larger absmax needs clamp()
 };
 
 // The functions that most storages have. load() and store() call get<COUNT>() and put<COUNT>() for 16 elements at a
@@ -155,8 +155,8 @@ struct FormatDefaults {
     static constexpr float UNITS = 1.0f;        // y is counted in 1/UNITS of the scale
     static constexpr uint32_t BIAS = 0;         // what nearest() and stochastic() add to a code
     static constexpr double MAX = 4.25e37;      // a block's largest is cut to this
-    static constexpr float FOLD_MAX = 3.4e38f;  // a larger top would lose bits of the inverse
+    static constexpr float FOLD_MAX = 3.4e38f;  // a larger absmax would lose bits of the inverse
     static constexpr bool OF_POWERS = false;    // scales must be powers of two
     static constexpr bool IN_UPPER_BITS = false, HARDWARE = false, PAIRS = false, ALL = false, PACKS_NOISE = false;
-    static constexpr bool GIVES_SEEN = false, SEEN_IS_STORED = false, CROWDS_BANKS = false;
+    static constexpr bool WRITES_BF16 = false, BF16_IS_STORED = false, CROWDS_BANKS = false;
 };

@@ -74,7 +74,7 @@ struct Uniform : FormatDefaults {
     }
 
     // A level times a power of two, at least 2^-126, is a bf16 number: the model sees exactly the stored value.
-    static constexpr bool PACKS_NOISE = true, GIVES_SEEN = POWERS && ON_HOPPER, SEEN_IS_STORED = GIVES_SEEN;
+    static constexpr bool PACKS_NOISE = true, WRITES_BF16 = POWERS && ON_HOPPER, BF16_IS_STORED = WRITES_BF16;
     static constexpr uint32_t STOCHASTIC_BIAS = 0x4b000000u + 128u + (uint32_t)FIRST;
 
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
@@ -112,11 +112,11 @@ struct Uniform : FormatDefaults {
     // Multiplies stochastic_pack's levels by a scale, given by its exponent, as decode_number does. There is no
     // negative zero in a block of scale 0, where only NaN has a level.
     template <int COUNT>
-    static __device__ __forceinline__ void seen_scaled(uint32_t exponent, bool, uint32_t* seen) {
+    static __device__ __forceinline__ void bf16_scaled(uint32_t exponent, bool, uint32_t* bf16_out) {
         const uint32_t factor = exponent << 7 | exponent << 23;
 #pragma unroll
         for (int i = 0; i < COUNT / 2; i++) {
-            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(seen[i]) : "r"(seen[i]), "r"(factor), "r"(0));
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(bf16_out[i]) : "r"(bf16_out[i]), "r"(factor), "r"(0));
         }
     }
 #endif

@@ -187,11 +187,11 @@ static double sum_of_squares(const float* x, int64_t n) {
 
 // Updates NorMuon's v of the rows of x, and divides each row by its root.
 static void rows_cpu(const OptimConfig* config, const Matrix* m, float* x, const float* now, float* next) {
-    const float rest2 = (float)(1.0 - (double)config->beta2);
+    const float one_minus_beta2 = (float)(1.0 - (double)config->beta2);
     for (int64_t i = 0; i < m->rows; i++) {
         float* row = x + i * m->cols;
         const float mean = (float)(sum_of_squares(row, m->cols) / m->cols);
-        next[m->row + i] = canonical(exact_fma(rest2, exact_add(mean, -now[m->row + i]), now[m->row + i]));
+        next[m->row + i] = canonical(exact_fma(one_minus_beta2, exact_add(mean, -now[m->row + i]), now[m->row + i]));
         const float factor = 1.0f / (sqrtf(next[m->row + i]) + config->eps);
         for (int64_t j = 0; j < m->cols; j++) row[j] *= factor;
     }
@@ -255,8 +255,8 @@ __global__ void __launch_bounds__(256) matrix_pack_kernel(BatchArguments batch, 
 }
 
 // NorMuon's v. grid (ceil(rows / 8), count), block 256, a warp a row; deterministic.
-__global__ void __launch_bounds__(256)
-    matrix_rows_kernel(BatchArguments batch, const __half* x, const float* now, float* next, float rest2, float eps) {
+__global__ void __launch_bounds__(256) matrix_rows_kernel(BatchArguments batch, const __half* x, const float* now,
+                                                          float* next, float one_minus_beta2, float eps) {
     const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= batch.rows) return;
     x += ((int64_t)blockIdx.y * batch.padded_rows + row) * batch.padded_cols;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(256)
     if (lane != 0) return;
     const int64_t i = batch.matrix[blockIdx.y].row + row;
     const float mean = sum / (float)batch.cols;
-    next[i] = canonical(exact_fma(rest2, exact_add(mean, -now[i]), now[i]));
+    next[i] = canonical(exact_fma(one_minus_beta2, exact_add(mean, -now[i]), now[i]));
     const float factor = 1.0f / (exact_sqrt(next[i]) + eps);
     batch.factors[blockIdx.y * batch.rows + row] = factor;
     batch.squares[blockIdx.y * batch.rows + row] = factor * factor * sum;

@@ -18,7 +18,7 @@ struct Adafactor : RuleDefaults {
     static constexpr RowRule ROWS = ROWS_ADAFACTOR;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
-        *m = average(*m, exact_mul(g, *v), hyper.rest1);
+        *m = average(*m, exact_mul(g, *v), hyper.one_minus_beta1);
         *p = exact_fma(-hyper.lr, *m, exact_mul(hyper.keep, *p));
     }
 };

@@ -10,12 +10,12 @@
 EMBED_SOURCE
 
 struct Adam : RuleDefaults {
-    static constexpr bool KEEPS_V = true, ADAPTIVE = true, DECOUPLED = false;
+    static constexpr bool KEEPS_V = true, DIVIDES_BY_ROOT_V = true, DECOUPLED = false;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
         g = exact_fma(hyper.decay, *p, g);
-        *m = average(*m, g, hyper.rest1);
-        *v = average_square(*v, g, hyper.rest2);
+        *m = average(*m, g, hyper.one_minus_beta1);
+        *v = average_square(*v, g, hyper.one_minus_beta2);
         return *m;
     }
 

@@ -16,7 +16,7 @@ struct AdamMini : AdamW {
     static constexpr RowRule ROWS = ROWS_ADAM_MINI;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float*, float*) {
-        *m = average(*m, g, hyper.rest1);
+        *m = average(*m, g, hyper.one_minus_beta1);
         return *m;
     }
 };

@@ -11,11 +11,11 @@
 EMBED_SOURCE
 
 struct AdamW : RuleDefaults {
-    static constexpr bool KEEPS_V = true, ADAPTIVE = true;
+    static constexpr bool KEEPS_V = true, DIVIDES_BY_ROOT_V = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float*) {
-        *m = average(*m, g, hyper.rest1);
-        *v = average_square(*v, g, hyper.rest2);
+        *m = average(*m, g, hyper.one_minus_beta1);
+        *v = average_square(*v, g, hyper.one_minus_beta2);
         return *m;
     }
 

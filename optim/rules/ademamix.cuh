@@ -19,9 +19,9 @@ struct AdEMAMix : AdamW {
     static constexpr bool KEEPS_SLOW = true;
 
     static OPTIM_INLINE float moments(const Hyper& hyper, float g, float*, float* m, float* v, float* slow) {
-        *m = average(*m, g, hyper.rest1);
-        *slow = average(*slow, g, hyper.rest3);
-        *v = average_square(*v, g, hyper.rest2);
+        *m = average(*m, g, hyper.one_minus_beta1);
+        *slow = average(*slow, g, hyper.one_minus_beta3);
+        *v = average_square(*v, g, hyper.one_minus_beta2);
         return exact_fma(hyper.alpha, *slow, *m);
     }
 };

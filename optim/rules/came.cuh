@@ -18,7 +18,7 @@ struct Came : RuleDefaults {
     static constexpr bool BY_ROWS = true, PAIRS = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float* second) {
-        *m = average(*m, exact_mul(g, *v), hyper.rest1);
+        *m = average(*m, exact_mul(g, *v), hyper.one_minus_beta1);
         *p = exact_fma(-hyper.lr, exact_mul(*m, *second), exact_mul(hyper.keep, *p));
     }
 };

@@ -4,11 +4,11 @@
 // from the defaults, constants:
 //     KEEPS_V, KEEPS_SLOW    the states that it keeps besides m (the slow average has m's format)
 //     DECOUPLED              it decays by `keep`; otherwise through the gradient, by `decay`
-//     ADAPTIVE               it divides by the root of v, and has the two functions that EachElement names; otherwise
+//     DIVIDES_BY_ROOT_V      it divides by the root of v, and has the two functions that EachElement names; otherwise
 //         update(hyper, g, &p, &m, &v, &slow)      sets new values in place; states that are not kept are 0
 //     BY_ROWS                v is a number of the element's row, or of its row and column, computed before the step;
 //                            KEEPS_V is then false. ROWS says how rows.cuh computes it
-// average(a, x, rest) moves an average towards x by `rest` = 1 - beta, as PyTorch's lerp does.
+// average(a, x, weight) moves an average towards x by `weight` = 1 - beta, as PyTorch's lerp does.
 // If an element, its states and its gradient are 0, a step must leave them 0, since padding is updated like the rest.
 //
 // Hyper holds the constants of a step, which are the same for all elements of a group (tensors with the same decay and
@@ -20,18 +20,18 @@
 EMBED_SOURCE
 
 struct Hyper {
-    float lr;            // the step's learning rate
-    float keep;          // 1 - lr * weight decay, or 1 - weight decay * lr / largest lr; 1 without decay
-    float decay;         // weight decay, for rules that add it to the gradient; 0 without
-    float step_size;     // lr / (1 - beta1^step)
-    float beta1, rest1;  // rest = 1 - beta
-    float beta2, rest2;
+    float lr;         // the step's learning rate
+    float keep;       // 1 - lr * weight decay, or 1 - weight decay * lr / largest lr; 1 without decay
+    float decay;      // weight decay, for rules that add it to the gradient; 0 without
+    float step_size;  // lr / (1 - beta1^step)
+    float beta1, one_minus_beta1;
+    float beta2, one_minus_beta2;
     float root2;  // 1 / sqrt(1 - beta2^step)
     float eps;
-    float beta3, rest3;  // for the slow average at this step
-    float alpha;         // its weight at this step, times 1 - beta1^step
-    float look;          // of nesterov(): beta1, or 1 with --nesterov off
-    float feedback;      // factor of the weights' rounding error in m (formats/feedback.cuh)
+    float beta3, one_minus_beta3;  // for the slow average at this step
+    float alpha;                   // its weight at this step, times 1 - beta1^step
+    float nesterov_beta;           // of nesterov(): beta1, or 1 with --nesterov off
+    float feedback;                // factor of the weights' rounding error in m (formats/feedback.cuh)
 };
 
 // The product that a rule takes of whole matrices (matrix/matrix.h). A rule with MATRIX_NONE reads none.
@@ -50,7 +50,8 @@ enum RowRule { ROWS_NONE, ROWS_ADAM_MINI, ROWS_RMNP, ROWS_NORMUON_LITE, ROWS_ADA
 
 // The optional members of a rule.
 struct RuleDefaults {
-    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, ADAPTIVE = false, DECOUPLED = true, BY_ROWS = false;
+    static constexpr bool KEEPS_V = false, KEEPS_SLOW = false, DIVIDES_BY_ROOT_V = false, DECOUPLED = true,
+                          BY_ROWS = false;
     static constexpr RowRule ROWS = ROWS_NONE;
     static constexpr bool PAIRS = false;         // v has a second number, which `update` gets as `slow`
     static constexpr bool SCALED = false;        // each tensor's update has a factor
@@ -58,19 +59,19 @@ struct RuleDefaults {
     static constexpr MatrixRule MATRIX = MATRIX_NONE;
 };
 
-// Return a + rest (x - a), and a + rest (x^2 - a).
-OPTIM_INLINE float average(float a, float x, float rest) {
-    return exact_fma(rest, exact_add(x, -a), a);
+// Return a + weight (x - a), and a + weight (x^2 - a).
+OPTIM_INLINE float average(float a, float x, float weight) {
+    return exact_fma(weight, exact_add(x, -a), a);
 }
 
-OPTIM_INLINE float average_square(float a, float x, float rest) {
-    return exact_fma(rest, exact_fma(x, x, -a), a);
+OPTIM_INLINE float average_square(float a, float x, float weight) {
+    return exact_fma(weight, exact_fma(x, x, -a), a);
 }
 
-// Returns the direction of Nesterov's momentum, g + look (m - g), for the new average m. With look 1 it is m, except
-// for a rounding to 2^-24 of the larger of m and g.
+// Returns the direction of Nesterov's momentum, g + nesterov_beta (m - g), for the new average m. With nesterov_beta 1
+// it is m, except for a rounding to 2^-24 of the larger of m and g.
 OPTIM_INLINE float nesterov(const Hyper& hyper, float g, float m) {
-    return average(g, m, hyper.look);
+    return average(g, m, hyper.nesterov_beta);
 }
 
 // A rule whose update has a factor for each tensor. hyper_scaled returns its constants.
@@ -93,13 +94,13 @@ OPTIM_INLINE Hyper hyper_scaled(Hyper hyper, float factor) {
 // `root` receives the roots of v.
 template <class Rule>
 struct EachElement {
-    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, adaptive = Rule::ADAPTIVE, pairs = Rule::PAIRS;
+    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, keeps_roots = Rule::DIVIDES_BY_ROOT_V, pairs = Rule::PAIRS;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow,
                                     float* root, int n) {
         OPTIM_UNROLL
         for (int i = 0; i < n; i++) {
-            if constexpr (Rule::ADAPTIVE) {
+            if constexpr (Rule::DIVIDES_BY_ROOT_V) {
                 float numerator = Rule::moments(hyper, g[i], &p[i], &m[i], &v[i], &slow[i]);
                 root[i] = moment_root(v[i]);
                 float reciprocal = exact_reciprocal(exact_fma(root[i], hyper.root2, hyper.eps));

@@ -13,9 +13,9 @@ struct Lion : RuleDefaults {
     // With equal betas, sign(c) is the sign of the new m.
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
-        float c = average(*m, g, hyper.rest1);
+        float c = average(*m, g, hyper.one_minus_beta1);
         float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;
         *p = exact_fma(-hyper.lr, sign, exact_mul(hyper.keep, *p));
-        *m = average(*m, g, hyper.rest2);
+        *m = average(*m, g, hyper.one_minus_beta2);
     }
 };

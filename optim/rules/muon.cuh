@@ -3,8 +3,8 @@
 // in place of the weight:
 //     m = m + (1 - momentum) * (g - m)
 //     u = g + momentum * (m - g)                           --nesterov off: u = m
-// beta1 and rest1 of these rules come from --momentum. The step after the products applies an update U, which it reads
-// as an fp32 gradient:
+// beta1 and one_minus_beta1 of these rules come from --momentum. The step after the products applies an update U, which
+// it reads as an fp32 gradient:
 //     p = p * (1 - lr * wd) - lr * U
 #pragma once
 #include "hyper.cuh"
@@ -16,7 +16,7 @@ struct Muon : RuleDefaults {
     static constexpr bool HAS_MOMENTUM = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float*, float*) {
-        *m = average(*m, g, hyper.rest1);
+        *m = average(*m, g, hyper.one_minus_beta1);
         *p = nesterov(hyper, g, *m);
     }
 };

@@ -19,7 +19,7 @@ struct Rmnp : RuleDefaults {
     static constexpr bool BY_ROWS = true, HAS_MOMENTUM = true;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float g, float* p, float* m, float* v, float*) {
-        *m = average(*m, g, hyper.rest1);
+        *m = average(*m, g, hyper.one_minus_beta1);
         *p = exact_fma(-hyper.lr, exact_mul(nesterov(hyper, g, *m), *v), exact_mul(hyper.keep, *p));
     }
 };
