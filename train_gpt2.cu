@@ -58,7 +58,7 @@ constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: 
 struct Options {
     const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
         *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
-        *fp8_grads, *recompute, *release, *offload, *shard, *comm, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
+        *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
         *resume, *device, *save, *sample, *completion;
     int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
         kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k,
@@ -140,7 +140,6 @@ static const Option OPTIONS[] = {
     {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
     {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs", "GPUs here, a process each; leave out under torchrun"},
     {"shard", CHOICE, AT(shard), "none", 0, 0, "none|states|grads|weights", "", "split over the GPUs: ZeRO 0, 1, 2, 3"},
-    {"comm", CHOICE, AT(comm), "grads", 0, 0, "grads|bf16", "", "type in which gradients are sent; their sum is fp32"},
     {"join-timeout", INT, AT(join_timeout), "300", 1, 1e6, "SECONDS", "", "seconds to wait for all ranks to connect"},
     {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps between; 0: never"},
     {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "", "validate on this many tokens, from the beginning"},
@@ -1463,7 +1462,7 @@ static void open_device(Run* run) {
     if (o->memory > 0) device_imagine(&run->dev, o->memory);
     if (o->memory == 0) device_choose(&run->dev, o->device, run->launch, o->gpus);
     m->dev = &run->dev, m->launch = run->launch;
-    m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard, o->comm);
+    m->arena.shard = shard_connect(&run->shard, run->launch, &run->dev, o->shard);
 }
 
 // Gives weights and states their first values: from the checkpoint, from --model DIR, or drawn.

@@ -109,8 +109,7 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     run_say(run, " device   %s\n", plan->device);
     if (plan->world > 1) {
         run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
-                plan->transport, run_text(run, "shard"),
-                run_text(run, strcmp(run_text(run, "comm"), "grads") == 0 ? "grads" : "comm"));
+                plan->transport, run_text(run, "shard"), run_text(run, "grads"));
     }
     report_data(run, train, val, (int)run_int(run, "seq"), run_int(run, "val-tokens"), V);
     report_batch(run, plan, V);

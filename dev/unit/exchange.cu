@@ -28,51 +28,25 @@ TEST(exchange_old_driver) {
 }
 #endif
 
-// Gradients are sent as the nearest bf16. One that is not finite stays so: the step is then skipped by all.
-TEST(exchange_formats) {
-    static float grads[TILES * TILE_ELEMENTS];
-    alignas(16) uint16_t sent[TILE_ELEMENTS];
-    fill_gradients(grads, 3);
-    grads[77] = INFINITY, grads[78] = -INFINITY, grads[79] = NAN;
-    for (int i = 0; i < TILES * TILE_ELEMENTS; i++) {
-        const int at = i % TILE_ELEMENTS;
-        if (at == 0) shard_encode_tile_cpu((char*)sent, grads + i);
-        const uint32_t want = Bf16::encode(grads[i]), got = float_bits(shard_decode<float, COMM_BF16>((char*)sent, at));
-        expect(sent[at] == want && got == want << 16, "%a is sent as %04x, want %04x", grads[i], sent[at], want);
-    }
-}
-
 // Compares the kernels with the plain C versions: to the bit, but for the squares, whose order differs, within the
 // rounding of 64.
-template <typename G, CommFormat FORMAT>
+template <typename G>
 static void check_kernels(Test* test, const Device* dev, const char* what) {
     constexpr int world = 3;
-    int64_t tile_bytes = shard_tile_bytes(FORMAT, sizeof(G)), n = TILES * TILE_ELEMENTS;
-    const int64_t bytes = world * TILES * tile_bytes;
+    int64_t tile_bytes = TILE_ELEMENTS * (int64_t)sizeof(G), n = TILES * TILE_ELEMENTS;
     Room room(dev);
     float* grads = room.host<float>(world * n);
     G *typed = room.host<G>(world * n), *sum = room.host<G>(n), *got = room.host<G>(n);
-    char* codes = room.zeros<char>(bytes);
     for (int r = 0; r < world; r++) fill_gradients(grads + r * n, 20 + r);
     for (int64_t i = 0; i < world * n; i++) typed[i] = from_float<G>(grads[i]), grads[i] = to_float(typed[i]);
-    for (int t = 0; t < world * TILES; t++) {
-        if (FORMAT == COMM_AS_IS) memcpy(codes + t * tile_bytes, typed + t * TILE_ELEMENTS, tile_bytes);
-        if (FORMAT != COMM_AS_IS) shard_encode_tile_cpu(codes + t * tile_bytes, grads + t * TILE_ELEMENTS);
-    }
-    Contributions c = {codes + TILES * tile_bytes, codes, TILES * tile_bytes, tile_bytes, 1, world};
+    Contributions c = {(const char*)(typed + n), (const char*)typed, TILES * tile_bytes, tile_bytes, 1, world};
 
     G *d_grads = room.to_device(typed, world * n), *d_sum = room.device<G>(n);
-    char* d_codes = room.to_device(codes, bytes);
-    if constexpr (FORMAT != COMM_AS_IS) {
-        device_zero(dev, d_codes, bytes);
-        shard_encode<G>(dev, dev->stream, d_codes, d_grads, world * TILES, tile_bytes);
-        expect(memcmp(room.to_host(d_codes, bytes), codes, bytes) == 0, "%s: the GPU encodes otherwise", what);
-    }
     Contributions d = c;
-    d.mine = d_codes + TILES * tile_bytes, d.others = d_codes;
+    d.mine = (const char*)(d_grads + n), d.others = (const char*)d_grads;
     for (bool add : {false, true}) {
-        shard_sum<G, FORMAT>(dev, dev->stream, d_sum, d, TILES, add);
-        shard_sum_cpu<G, FORMAT>(sum, c, TILES, add);
+        shard_sum<G>(dev, dev->stream, d_sum, d, TILES, add);
+        shard_sum_cpu<G>(sum, c, TILES, add);
         copy_to_host(dev, got, d_sum, n * sizeof(G));
         expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU sums otherwise, add %d", what, add);
     }
@@ -99,9 +73,8 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
 
 TEST(exchange_kernels_gpu) {
     Device dev = test_device(true);
-    check_kernels<float, COMM_AS_IS>(test, &dev, "fp32");
-    check_kernels<float, COMM_BF16>(test, &dev, "fp32 as bf16");
-    check_kernels<bf16, COMM_AS_IS>(test, &dev, "bf16");
+    check_kernels<float>(test, &dev, "fp32");
+    check_kernels<bf16>(test, &dev, "bf16");
 }
 
 // Every element is in one bucket and of one rank, and tensors of a layer stand alike in packed memory, whatever the
@@ -456,9 +429,9 @@ struct Mini : Shard {
     float *grads, *own, *weights;
     double* parts;
 
-    Mini(Launch* launch, const Device* dev, ShardMode how, CommFormat sent, bool wait, bool defer) : Shard() {
+    Mini(Launch* launch, const Device* dev, ShardMode how, bool wait, bool defer) : Shard() {
         comm_open(&comm, launch, dev);
-        mode = how, format = sent, waits = wait, chunk = 16, gradient_bytes = weight_bytes = 4;
+        mode = how, waits = wait, chunk = 16, gradient_bytes = weight_bytes = 4;
         shard_plan(this, mini, MINI_TENSORS, MINI_LAYERS, MINI);
         if (comm.world == 5) cut[1] = cut[2];  // rank 1 keeps nothing
         part = shard_kept(this);
@@ -476,7 +449,7 @@ struct Mini : Shard {
 };
 
 static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits, bool defers) {
-    Mini s(launch, dev, mode, COMM_AS_IS, waits, defers);
+    Mini s(launch, dev, mode, waits, defers);
     const int me = s.comm.rank, world = s.comm.world;
     const bool split = mode >= SHARD_GRADS;
     const int64_t begin = s.cut[me], part = s.part;
@@ -522,8 +495,8 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool wa
 }
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
-static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommFormat format, int64_t bad) {
-    Mini s(launch, dev, mode, format, false, false);
+static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, int64_t bad) {
+    Mini s(launch, dev, mode, false, false);
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
         mini_reduce(&s, s.grads, nan ? bad : -1);
@@ -536,9 +509,7 @@ static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, CommForm
 static void nan_main(Launch* launch) {
     Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (CommFormat format : {COMM_AS_IS, COMM_BF16}) {
-            for (int64_t bad : {(int64_t)-1, (int64_t)5, MINI - 1}) mini_nan(launch, &dev, mode, format, bad);
-        }
+        for (int64_t bad : {(int64_t)-1, (int64_t)5, MINI - 1}) mini_nan(launch, &dev, mode, bad);
     }
 }
 

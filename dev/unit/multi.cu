@@ -129,7 +129,7 @@ TEST(multi_modes) {
     check_modes(test, false, 3, 1, "--preset adamw4 --override ln*|*.bias:m=fp32\tv=fp32");
     check_modes(test, false, 2, 1, "--preset fp8w8e --override none");  // weights that no model file holds as they are
     check_modes(test, false, 3, 1, "--preset fp8w8e --override ln*|*.bias:weights=bf16+8:sr");  // but for some
-    check_modes(test, false, 2, 1, "--recompute block --comm bf16");
+    check_modes(test, false, 2, 1, "--recompute block");
     check_modes(test, false, 4, 1, "--preset muon4");  // whose matrices are not cut
     check_modes(test, false, 3, 1, "--rule normuon");
     check_modes(test, false, 3, 1, "--preset galore8 --rank-gap 2");
@@ -173,7 +173,7 @@ TEST(multi_released) {
     check_released(test, false, 2, "--clip 0 --preset fp8 --matmul fp8");
     check_released(test, false, 3, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
     check_released(test, false, 3,
-                   "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --comm bf16 --override "
+                   "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --override "
                    "ln*|*.bias:weights=fp32\tm=fp32");
 }
 
@@ -336,7 +336,7 @@ TEST(multi_losses) {
     check_losses(test, false, 0, DESCENT " --weights fp32", 0.01);
     check_losses(test, false, 0, "--weights fp32", 0.0003);
     check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);
-    check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32 --comm bf16", 0.001);
+    check_losses(test, false, ROUNDED, DESCENT " --weights bf16+fp32", 0.001);
 }
 
 GPUS_TEST(multi_losses_gpu) {
@@ -405,26 +405,6 @@ GPUS_TEST(multi_resume_gpu) {
     check_resume(test, true, ranks, 1, "states");
     check_resume(test, true, 1, ranks, "weights");
     check_resume(test, true, 2, ranks, "states");
-}
-
-// A run whose gradients are sent rounded trains nearly as well as one whose are not, and differs from it.
-RANKS_TEST(multi_comm, 2) {
-    static Losses exact, rounded;
-    const char* work = work_folder();
-    for (const char* format : {"grads", "bf16"}) {
-        const char* run = joined(work, format);
-        train_ranks(gpu, 2, SEVERAL " --batch 2 --tokens-per-step 64 --steps 60 --grads fp32 --comm %s", work, run,
-                    format);
-        read_losses(test, run, &rounded);
-        if (format[0] == 'g') exact = rounded;
-        double difference = 0;
-        for (int step = 41; step <= 60; step++) difference += (atof(rounded.text[step]) - atof(exact.text[step])) / 20;
-        if (format[0] == 'g') continue;
-        expect(strcmp(rounded.text[60], exact.text[60]) != 0, "%s: nothing was rounded", format);
-        expect(difference < 0.1, "%s: the last 20 losses are %.3f above those of unrounded gradients", format,
-               difference);
-        note(test, "loss of the last 20 steps with %s %+.4f", format, difference);
-    }
 }
 
 static const Variable open_mpi[] = {

@@ -19,9 +19,7 @@
 // again). So the order of the sum is defined here, by rank, and the CPU and the GPU get the same bits from equal
 // gradients. All modes get the same bits if a step has one micro-batch per rank; of several, `none` and `states` sum
 // over the micro-batches first, `grads` and `weights` over the ranks. A sum of k micro-batches on each of W ranks
-// differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes. With --comm bf16,
-// gradients are rounded to bf16 before they are sent, which changes an element by at most 2^-8 of its magnitude, and
-// are still summed in fp32.
+// differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes.
 //
 // When the sums are sent on, the owner of a layer receives, adds and stores W times as much as each rank did before,
 // and all wait for it. So over NCCL, `grads` and `weights` defer that if a step has several micro-batches: each rank
@@ -42,7 +40,6 @@
 constexpr double SHARD_WAIT_RATE = 100e9;  // bytes a second; slower exchanges need all of the layer's time
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
-enum CommFormat { COMM_AS_IS, COMM_BF16 };
 
 // A run of the arena, in elements; `at`: its place in packed memory.
 struct ShardRun {
@@ -86,7 +83,6 @@ inline Overlap shard_overlap(int64_t begin, int64_t end, int64_t low, int64_t hi
 struct Shard {
     Comm comm;
     ShardMode mode;
-    CommFormat format;
     int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
     ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
     int layers;
@@ -97,7 +93,7 @@ struct Shard {
     int chunk_count;
     int64_t sliced;                    // elements of this rank's slices of all chunks
     int gradient_bytes, weight_bytes;  // of an element
-    char *outgoing, *incoming;         // buffers of `chunk` tiles each for slices that are encoded or copied
+    char* incoming;                    // room for the slices of `chunk` tiles that arrive
     void* grads;                       // the trainer's: arena, or packed
     void* sums;                        // of the part, from cut[rank] on; if deferred, of this rank's slices
     void* kept_grads;                  // sums of the part, once they are complete
@@ -119,8 +115,8 @@ struct Shard {
     cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
 };
 
-// Connects the ranks. `shard` and `comm` are the values of --shard and --comm. NULL: there is one rank.
-inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard, const char* comm) {
+// Connects the ranks. `shard` is the value of --shard. NULL: there is one rank.
+inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, const char* shard) {
     const char* const modes[] = {"none", "states", "grads", "weights"};  // as ShardMode numbers them
     if (launch->world == 1) return nullptr;
     if (dev->gpu) comm_require_own_gpu(launch);
@@ -128,7 +124,6 @@ inline Shard* shard_connect(Shard* s, const Launch* launch, const Device* dev, c
     for (int i = 0; i < 4; i++) {
         if (strcmp(shard, modes[i]) == 0) s->mode = (ShardMode)i;
     }
-    s->format = strcmp(comm, "bf16") == 0 ? COMM_BF16 : COMM_AS_IS;
     s->waits = !s->comm.peers && s->comm.rate > SHARD_WAIT_RATE;
     return s;
 }
@@ -144,10 +139,6 @@ inline bool shard_is_packed(const Shard* s, const void* memory) {
             (memory == s->weights && s->mode >= SHARD_WEIGHTS));
 }
 
-inline int64_t shard_tile_bytes(CommFormat format, int gradient_bytes) {
-    return TILE_ELEMENTS * (format == COMM_BF16 ? 2 : gradient_bytes);
-}
-
 // Tile t of `tiles` belongs to the slice of rank r from here to slice_begin(r + 1).
 inline int64_t slice_begin(int64_t tiles, int r, int world) {
     return tiles * r / world;
@@ -160,19 +151,7 @@ inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
             begin + slice_begin(tiles, r + 1, s->comm.world) * TILE_ELEMENTS};
 }
 
-// The exchange of gradients in plain C: encoding, and the sum in the order of the ranks.
-
-// One tile of gradients as it is sent in bf16.
-inline void shard_encode_tile_cpu(char* out, const float* grads) {
-    for (int i = 0; i < TILE_ELEMENTS; i++) ((bf16*)out)[i] = __float2bfloat16(grads[i]);
-}
-
-// Element i of a tile as it arrived; G is the gradients' type.
-template <typename G, CommFormat FORMAT>
-__host__ __device__ inline float shard_decode(const char* tile, int i) {
-    if (FORMAT == COMM_AS_IS) return to_float(((const G*)tile)[i]);
-    return __bfloat162float(((const bf16*)tile)[i]);
-}
+// The exchange of gradients in plain C: the sum in the order of the ranks. G is the gradients' type.
 
 // The ranks' contributions to a slice: `mine` is this rank's, and that of rank r lies at from[r], or at others +
 // r * stride where others is not NULL.
@@ -188,13 +167,13 @@ __host__ __device__ inline const char* contribution(const Contributions& c, int 
 }
 
 // Writes the sums of a slice to out (tiles); `add`: adds the rounded sums to it.
-template <typename G, CommFormat FORMAT>
+template <typename G>
 void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles, bool add) {
 #pragma omp parallel for schedule(static)
     for (int64_t tile = 0; tile < tiles; tile++) {
         for (int i = 0; i < TILE_ELEMENTS; i++) {
             float sum = 0.0f;
-            for (int r = 0; r < c.world; r++) sum += shard_decode<G, FORMAT>(contribution(c, r, tile), i);
+            for (int r = 0; r < c.world; r++) sum += to_float(((const G*)contribution(c, r, tile))[i]);
             G* to = &out[tile * TILE_ELEMENTS + i];
             *to = from_float<G>(add ? to_float(*to) + to_float(from_float<G>(sum)) : sum);
         }
@@ -245,24 +224,12 @@ __host__ __device__ inline uint32_t shard_reduced(uint32_t own, const uint32_t* 
 
 constexpr int SHARD_THREADS = TILE_ELEMENTS / 8;
 
-// Grid: tiles; block SHARD_THREADS.
-template <typename G>
-__global__ void __launch_bounds__(SHARD_THREADS) shard_encode_kernel(char* out, const G* grads, int64_t tile_bytes) {
-    Vec<bf16> codes;
-    out += blockIdx.x * tile_bytes;
-    grads += (int64_t)blockIdx.x * TILE_ELEMENTS;
-    for (int j = 0; j < 8; j++) codes.lane[j] = __float2bfloat16(to_float(grads[threadIdx.x * 8 + j]));
-    store_vec((bf16*)out + threadIdx.x * 8, codes);
-}
-
 // The 8 elements of a thread.
-template <typename G, CommFormat FORMAT>
-__device__ inline void shard_decode_eight(const char* tile, float x[8]) {
-    int first = threadIdx.x * 8;
-    typedef std::conditional_t<FORMAT == COMM_BF16, bf16, G> Wire;
-    constexpr int size = Vec<Wire>::size;
+template <typename G>
+__device__ inline void shard_load_eight(const G* tile, float x[8]) {
+    constexpr int size = Vec<G>::size;
     for (int v = 0; v < 8 / size; v++) {
-        Vec<Wire> part = load_vec((const Wire*)tile + first + v * size);
+        const Vec<G> part = load_vec(tile + threadIdx.x * 8 + v * size);
         for (int j = 0; j < size; j++) x[v * size + j] = to_float(part.lane[j]);
     }
 }
@@ -278,16 +245,16 @@ __device__ inline void shard_store_eight(G* tile, const float x[8]) {
 }
 
 // Grid: tiles of the slice; block SHARD_THREADS. `out` may be where this rank's contribution lies.
-template <typename G, CommFormat FORMAT>
+template <typename G>
 __global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contributions c, bool add) {
     float sum[8] = {}, x[8];
     out += (int64_t)blockIdx.x * TILE_ELEMENTS;
 #pragma unroll 4
     for (int r = 0; r < c.world; r++) {
-        shard_decode_eight<G, FORMAT>(contribution(c, r, blockIdx.x), x);
+        shard_load_eight((const G*)contribution(c, r, blockIdx.x), x);
         for (int j = 0; j < 8; j++) sum[j] += x[j];
     }
-    if (add) shard_decode_eight<G, COMM_AS_IS>((const char*)out, x);
+    if (add) shard_load_eight(out, x);
     for (int j = 0; j < 8 && add; j++) sum[j] = x[j] + to_float(from_float<G>(sum[j]));
     shard_store_eight(out, sum);
 }
@@ -297,8 +264,8 @@ template <typename G>
 __global__ void __launch_bounds__(SHARD_THREADS) shard_keep_kernel(G* kept, const G* sum, bool add) {
     int64_t first = (int64_t)blockIdx.x * TILE_ELEMENTS;
     float x[8], before[8] = {};
-    shard_decode_eight<G, COMM_AS_IS>((const char*)(sum + first), x);
-    if (add) shard_decode_eight<G, COMM_AS_IS>((const char*)(kept + first), before);
+    shard_load_eight(sum + first, x);
+    if (add) shard_load_eight(kept + first, before);
     for (int j = 0; j < 8 && add; j++) x[j] += before[j];
     shard_store_eight(kept + first, x);
 }
@@ -338,33 +305,16 @@ __global__ static void shard_all_reduce_kernel(uint32_t* own, const uint32_t* al
 #endif
 
 template <typename G>
-void shard_encode(const Device* dev, cudaStream_t stream, char* out, const G* grads, int64_t tiles,
-                  int64_t tile_bytes) {
-    if (tiles == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        shard_encode_kernel<G><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, grads, tile_bytes);
-        check_launch();
-        return;
-    }
-#endif
-#pragma omp parallel for schedule(static)
-    for (int64_t t = 0; t < tiles; t++) {
-        shard_encode_tile_cpu(out + t * tile_bytes, (const float*)grads + t * TILE_ELEMENTS);
-    }
-}
-
-template <typename G, CommFormat FORMAT>
 void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributions& c, int64_t tiles, bool add) {
     if (tiles == 0) return;
 #ifdef __CUDACC__
     if (dev->gpu) {
-        shard_sum_kernel<G, FORMAT><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c, add);
+        shard_sum_kernel<G><<<(unsigned)tiles, SHARD_THREADS, 0, stream>>>(out, c, add);
         check_launch();
         return;
     }
 #endif
-    shard_sum_cpu<G, FORMAT>(out, c, tiles, add);
+    shard_sum_cpu<G>(out, c, tiles, add);
 }
 
 template <typename G>
@@ -389,8 +339,7 @@ inline int64_t shard_staging_bytes(const Shard* s) {
 
 // Device memory that shard_open takes.
 inline int64_t shard_bytes(const Shard* s) {
-    return shard_staging_bytes(s) * (s->format == COMM_AS_IS ? 1 : 2) +
-           s->comm.world * SCALARS * (int64_t)sizeof(float);
+    return shard_staging_bytes(s) + s->comm.world * SCALARS * (int64_t)sizeof(float);
 }
 
 struct ShardTensor {
@@ -505,7 +454,6 @@ inline void* shard_open(Shard* s, void* grads, void* weights) {
     s->kept_weights = weights;
     s->weights = gathers ? device_alloc(dev, shard_gathered_bytes(s)) : weights;
     if (gathers) device_zero(dev, s->weights, shard_gathered_bytes(s));
-    s->outgoing = (char*)device_alloc(dev, s->format == COMM_AS_IS ? 0 : shard_staging_bytes(s));
     s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
     s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
     s->held[0] = s->held[1] = s->waiting = -1;
@@ -520,7 +468,6 @@ inline void shard_close(Shard* s) {
     const Device* dev = s->comm.dev;
     device_sync(dev);
     comm_close(&s->comm);
-    device_free(dev, s->outgoing);
     device_free(dev, s->incoming);
     device_free(dev, s->gathered);
     for (int i = 0; i <= s->layers; i++) free(s->bucket[i].run);
@@ -532,30 +479,27 @@ inline void shard_close(Shard* s) {
 
 // Sums a chunk of gradients over the ranks: each sums a slice, in place or, if sums are deferred, to its deferred sums.
 // Element x of this rank's gradients is local[x].
-template <typename G, CommFormat FORMAT>
+template <typename G>
 void shard_sum_chunk(Shard* s, G* local, const ShardChunk* chunk) {
     const Device* dev = s->comm.dev;
     const int64_t begin = chunk->begin, end = chunk->end;
     int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / TILE_ELEMENTS, tile_bytes = shard_tile_bytes(FORMAT, sizeof(G));
+    int64_t tiles = (end - begin) / TILE_ELEMENTS, tile_bytes = TILE_ELEMENTS * (int64_t)sizeof(G);
     int64_t mine = slice_begin(tiles, me, world), mine_tiles = slice_begin(tiles, me + 1, world) - mine;
     int64_t stride = (ceil_div(tiles, world)) * tile_bytes;
     CommPiece *sends = s->sends, *receives = s->receives;
-    char* codes = FORMAT == COMM_AS_IS ? (char*)(local + begin) : s->outgoing;
-    if constexpr (FORMAT != COMM_AS_IS) {
-        shard_encode<G>(dev, s->comm.stream, codes, local + begin, tiles, tile_bytes);
-    }
+    char* own = (char*)(local + begin);
     for (int r = 0; r < world; r++) {
         int64_t first = slice_begin(tiles, r, world);
-        sends[r] = {codes + first * tile_bytes, (slice_begin(tiles, r + 1, world) - first) * tile_bytes};
+        sends[r] = {own + first * tile_bytes, (slice_begin(tiles, r + 1, world) - first) * tile_bytes};
         receives[r] = {s->incoming + r * stride, mine_tiles * tile_bytes};
     }
     comm_borrow(&s->comm, sends, receives);
     const bool many = world > PEER_MAX;
-    Contributions c = {codes + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
+    Contributions c = {own + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
     for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
     G* sums = s->defers ? (G*)s->sums + chunk->sums : local + begin + mine * TILE_ELEMENTS;
-    shard_sum<G, FORMAT>(dev, s->comm.stream, sums, c, mine_tiles, s->defers && !s->first);
+    shard_sum<G>(dev, s->comm.stream, sums, c, mine_tiles, s->defers && !s->first);
     comm_return(&s->comm, receives);
 }
 
@@ -633,11 +577,7 @@ void shard_deliver(Shard* s, G* kept) {
 
 template <typename G>
 void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
-    if (s->format == COMM_BF16 && sizeof(G) > 2) {
-        shard_sum_chunk<G, COMM_BF16>(s, local, chunk);
-    } else {
-        shard_sum_chunk<G, COMM_AS_IS>(s, local, chunk);
-    }
+    shard_sum_chunk<G>(s, local, chunk);
     if (s->defers) return;
     if (s->mode == SHARD_NONE) {
         shard_all_gather_chunk<G>(s, local, chunk);
