@@ -11,7 +11,7 @@
 // the tensor cores in the very layout in which they go back in for dv and dk, and only ds goes through shared memory,
 // for dq (see backward_block).
 // bf16 on Hopper: wgmma, in attention_hopper_forward.cuh and attention_hopper_backward.cuh.
-// fp32: the same sums with FFMA in 64 x 64 tiles, in attention_fp32.cuh; dq has a kernel of its own.
+// fp32: plainly, a warp for each query (forward, dq) or key (dk, dv), without tiles.
 #pragma once
 
 #include <math.h>
@@ -134,8 +134,7 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
     return scratch;
 }
 
-// Bytes of a block's shared memory that the backward pass needs for heads of 128: those of fp32, which needs more than
-// bf16.
+// Bytes of a block's shared memory that heads of 128 require; the backward pass of bf16 needs at most these.
 constexpr int ATTENTION_WIDE_BYTES = (4 * 64 * (128 + 4) + 64 * 65) * 4;
 
 // The same on Hopper: {ticket, flags}, rows, dq_sum, column sums.
@@ -159,10 +158,97 @@ inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int H
 }
 
 #ifdef __CUDACC__
-#include "attention_fp32.cuh"
 #include "attention_hopper_backward.cuh"
 #include "attention_hopper_forward.cuh"
 #include "attention_parts.cuh"
+
+// fp32. A warp has a query or a key; a lane has every 32nd of its HS columns. A block of 256 threads has 8 of B * NH *
+// T rows, so the grid is ceil(B * NH * T / 8). HS 64 or 128, any T; deterministic.
+
+template <int HS>
+struct Fp32Row {
+    float x[HS / 32];
+
+    __device__ void load(const float* row) {
+        for (int i = 0; i < HS / 32; i++) x[i] = row[i * 32 + threadIdx.x % 32];
+    }
+    __device__ void store(float* row, float factor) const {
+        for (int i = 0; i < HS / 32; i++) row[i * 32 + threadIdx.x % 32] = x[i] * factor;
+    }
+    __device__ void add(float factor, const Fp32Row& other) {
+        for (int i = 0; i < HS / 32; i++) x[i] = fmaf(factor, other.x[i], x[i]);
+    }
+    __device__ float dot(const Fp32Row& other) const {
+        float sum = 0.0f;
+        for (int i = 0; i < HS / 32; i++) sum = fmaf(x[i], other.x[i], sum);
+        return warp_sum(sum);
+    }
+};
+
+template <int HS>
+__global__ void __launch_bounds__(256)
+    attention_forward_fp32_kernel(float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/, const float* qkv /*(B,T,3C)*/, int B,
+                                  int T, int NH, float scale) {
+    const int64_t row = blockIdx.x * 8ll + threadIdx.x / 32, C = (int64_t)NH * HS;
+    if (row >= (int64_t)B * NH * T) return;
+    const int64_t bh = row / T, query = row % T, first = bh / NH * T, column = bh % NH * HS;
+    const float* qkv_head = qkv + first * 3 * C + column;
+    Fp32Row<HS> q, k, v, o = {};
+    float largest = -INFINITY, sum = 0.0f;
+    q.load(qkv_head + query * 3 * C);
+    for (int64_t key = 0; key <= query; key++) {
+        k.load(qkv_head + key * 3 * C + C), v.load(qkv_head + key * 3 * C + 2 * C);
+        const float s = q.dot(k) * scale, top = fmaxf(largest, s), factor = expf(largest - top), p = expf(s - top);
+        for (float& x : o.x) x *= factor;
+        o.add(p, v);
+        sum = sum * factor + p, largest = top;
+    }
+    o.store(out + (first + query) * C + column, 1.0f / sum);
+    if (threadIdx.x % 32 == 0) lse[row] = largest + logf(sum);
+}
+
+// FOR_KEYS: the row is a key and gets dk and dv; otherwise it is a query and gets dq.
+template <int HS, bool FOR_KEYS>
+__global__ void __launch_bounds__(256)
+    attention_backward_fp32_kernel(float* dqkv /*(B,T,3C)*/, const float* dout /*(B,T,C)*/,
+                                   const float* qkv /*(B,T,3C)*/, const float* lse /*(B,NH,T)*/,
+                                   const float* D /*(B,NH,T)*/, int B, int T, int NH, float scale) {
+    const int64_t row = blockIdx.x * 8ll + threadIdx.x / 32, C = (int64_t)NH * HS;
+    if (row >= (int64_t)B * NH * T) return;
+    const int64_t bh = row / T, own = row % T, first = bh / NH * T, column = bh % NH * HS;
+    const float *qkv_head = qkv + first * 3 * C + column, *dout_head = dout + first * C + column;
+    float* to = dqkv + (first + own) * 3 * C + column;
+    Fp32Row<HS> q, k, v, d, sum1 = {}, sum2 = {};  // dk and dv, or dq alone
+    for (int64_t other = FOR_KEYS ? own : 0; other < (FOR_KEYS ? T : own + 1); other++) {
+        const int64_t query = FOR_KEYS ? other : own, key = FOR_KEYS ? own : other;
+        q.load(qkv_head + query * 3 * C), d.load(dout_head + query * C);
+        k.load(qkv_head + key * 3 * C + C), v.load(qkv_head + key * 3 * C + 2 * C);
+        const float p = expf(q.dot(k) * scale - lse[bh * T + query]), ds = p * (d.dot(v) - D[bh * T + query]);
+        sum1.add(ds, FOR_KEYS ? q : k);
+        if (FOR_KEYS) sum2.add(p, d);
+    }
+    sum1.store(FOR_KEYS ? to + C : to, scale);
+    if (FOR_KEYS) sum2.store(to + 2 * C, 1.0f);
+}
+
+template <int HS>
+inline void attention_forward_fp32(const Device* dev, float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
+                                   const float* qkv /*(B,T,3C)*/, int B, int T, int NH) {
+    attention_forward_fp32_kernel<HS><<<(unsigned)ceil_div((int64_t)B * NH * T, 8), 256, 0, dev->stream>>>(
+        out, lse, qkv, B, T, NH, 1.0f / sqrtf((float)HS));
+    check_launch();
+}
+
+template <int HS>
+inline void attention_backward_fp32(const Device* dev, float* dqkv, const float* D, const float* dout, const float* qkv,
+                                    const float* lse, int B, int T, int NH) {
+    const unsigned grid = (unsigned)ceil_div((int64_t)B * NH * T, 8);
+    const float scale = 1.0f / sqrtf((float)HS);
+    attention_backward_fp32_kernel<HS, true><<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
+    check_launch();
+    attention_backward_fp32_kernel<HS, false><<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
+    check_launch();
+}
 
 // Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
 // shared memory across the waits.
@@ -750,10 +836,9 @@ inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch
     check_launch();
 }
 
-static_assert(fp32_shared_bytes(128, 4) == ATTENTION_WIDE_BYTES);
 static_assert(BackwardShape<128, 32>::SHARED <= ATTENTION_WIDE_BYTES);
 
-// Runs the backward pass by FFMA or mma.sync, on any GPU.
+// Runs the backward pass plainly or by mma.sync, on any GPU.
 template <typename X, int HS>
 inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
                                    const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/,
