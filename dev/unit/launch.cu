@@ -104,10 +104,13 @@ static void agree_main(Launch* l) {
     for (int r = 1; r < l->world; r++) want += 0.1 * (r + 1);  // in the order of the ranks, to the bit
     if (values[0] != l->world - 1 || values[1] != 0 || sum != want) launch_failed(7, "agreed wrongly\n");
     for (int from = 0; from < l->world; from++) {
-        int64_t word[1000];
-        for (int i = 0; i < 1000; i++) word[i] = l->rank * 1000 + i;
+        constexpr int WORDS = 100000;  // more than a socket takes at once
+        static int64_t word[WORDS];
+        for (int i = 0; i < WORDS; i++) word[i] = l->rank * WORDS + i;
         launch_broadcast(l, from, word, sizeof(word));
-        if (word[0] != from * 1000 || word[999] != from * 1000 + 999) launch_failed(7, "shared wrongly\n");
+        for (int i = 0; i < WORDS; i++) {
+            if (word[i] != from * WORDS + i) launch_failed(7, "shared wrongly\n");
+        }
     }
     int64_t own[2] = {l->rank, -l->rank}, all[2 * 16];
     launch_gather(l, own, sizeof(own), all);
