@@ -981,7 +981,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
         entries[i] = {array.name, array.dtype, {array.elements}, 1};
     }
     if (m->uses_fp8) entries[count - 1] = {magnitudes.name, magnitudes.dtype, {fp8_slots(m), FP8_HISTORY}, 2};
-    char* formats = optim_saved_formats(a->optim, &run->config);
+    char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);
     Checkpoint checkpoint = {};
     checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};

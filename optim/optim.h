@@ -293,7 +293,7 @@ void optim_saved_close(OptimSaved* saved);
 // matmuls read; NULL: the stored weights are compared.
 bool optim_saved_equal(const Optim* optim, struct Shard* shard, const void* weights, int64_t elements);
 // Returns rule, formats and overrides as the text of a JSON object, which the caller frees.
-char* optim_saved_formats(const Optim* optim, const OptimConfig* config);
+char* optim_saved_formats(const OptimConfig* config);
 // Calls optim_load for a checkpoint with these formats; `stored` has the callbacks and, in its config, the run's
 // numbers. Also reads `extra`, an array of the caller's, if the checkpoint has it and its `data` is not NULL; *found
 // says if it did. Returns false with a sentence that begins with the name of the file at fault.

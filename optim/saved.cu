@@ -100,7 +100,7 @@ bool optim_saved_equal(const Optim* optim, Shard* shard, const void* weights, in
     return true;
 }
 
-char* optim_saved_formats(const Optim* optim, const OptimConfig* config) {
+char* optim_saved_formats(const OptimConfig* config) {
     char* text = nullptr;
     size_t bytes = 0;
     const char* const formats[][2] = {{"rule", config->rule},

@@ -35,15 +35,15 @@ struct FormatRow : StorageDefaults {
     const void* decode[2];  // of weights: optim_decode_kernel to each OptimType; null without CUDA
     const void* set_tiles;  // of weights: optim_set_kernel; null for formats with spans and without CUDA
 
-    void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) const {
+    OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) const {
         call.load(*this, streams, first, x, n, key);
     }
-    void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) const {
+    OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) const {
         call.store(*this, streams, first, x, n, key);
     }
-    void set(const Streams& streams, int first, const float* x, int n) const { call.set(streams, first, x, n); }
-    void view(const Streams& streams, int first, float* x, int n) const { call.view(streams, first, x, n); }
-    void measure(const Streams& streams, int first, const float* x, int n) const { call.measure(streams, first, x, n); }
+    OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) const { call.set(streams, first, x, n); }
+    OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) const { call.view(streams, first, x, n); }
+    OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) const { call.measure(streams, first, x, n); }
 };
 
 struct RuleRow {
