@@ -4,7 +4,9 @@
 #pragma once
 #include "../../optim/formats/blocks.cuh"
 
-struct My8 : FormatDefaults {
+EMBED_SOURCE  // puts this file into the program, where NVRTC reads it
+
+    struct My8 : FormatDefaults {
     static constexpr int BITS = 8, ZERO = 127;
     static constexpr const char* DTYPE = "U8";
     static constexpr float LARGEST = 127.0f;
