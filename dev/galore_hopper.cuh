@@ -7,6 +7,33 @@
 #ifdef __CUDACC__
 #include "../kernels/hopper.cuh"
 
+// Products of more widths than the kernels that ship need.
+#define REGISTERS_72 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define OPERANDS_72(n) OPERANDS_64(n), OPERANDS_8(n + 16)
+#define OPERANDS_80(n) OPERANDS_64(n), OPERANDS_16(n + 16)
+#define OPERANDS_96(n) OPERANDS_64(n), OPERANDS_32(n + 16)
+WGMMA(bf16, "bf16", 144, 72, 72, 73, 74, 75, 76, 77, 78)
+WGMMA(bf16, "bf16", 160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(bf16, "bf16", 192, 96, 96, 97, 98, 99, 100, 101, 102)
+
+// TF32: a (64 x 8) in registers, words of fp32 of which the tensor cores read 19 bits, with the layout of mma.sync
+// m16n8k8; b (8 x N) k_major, a step of 32 bytes. R = N / 2 registers, followed by the numbers R to R + 5.
+#define WGMMA_TF32(N, R, r0, r1, r2, r3, r4, r5)                                                                   \
+    template <>                                                                                                    \
+    struct Wgmma<N, float> {                                                                                       \
+        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, \
+                                                         int add) {                                                \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
+                         "k8.f32.tf32.tf32 {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4      \
+                                                            ", p, 1, 1;}"                                          \
+                         : OPERANDS_##R(0)                                                                         \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                          \
+        }                                                                                                          \
+    };
+WGMMA_TF32(32, 16, 16, 17, 18, 19, 20, 21)
+WGMMA_TF32(128, 64, 64, 65, 66, 67, 68, 69)
+#undef WGMMA_TF32
+
 constexpr int LH_SHARED_BYTES = 227 * 1024;
 constexpr int LH_TILE = 128, LH_PANEL_BYTES = LH_TILE * PANEL_ROW_BYTES;
 

@@ -261,11 +261,11 @@ template <int N, typename T = bf16>
 struct Wgmma;
 
 // An asm statement spells out each register, so each N needs a text of its own.
+// These macros stay defined: benches of dev/ add widths of their own.
 #define REGISTERS_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGISTERS_32 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define REGISTERS_48 REGISTERS_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define REGISTERS_64 REGISTERS_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define REGISTERS_72 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define REGISTERS_80 REGISTERS_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define REGISTERS_96 REGISTERS_80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 #define REGISTERS_112 REGISTERS_96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
@@ -276,9 +276,6 @@ struct Wgmma;
 #define OPERANDS_16(n) OPERANDS_8(n), OPERANDS_8(n + 2)
 #define OPERANDS_32(n) OPERANDS_16(n), OPERANDS_16(n + 4)
 #define OPERANDS_64(n) OPERANDS_32(n), OPERANDS_32(n + 8)
-#define OPERANDS_72(n) OPERANDS_64(n), OPERANDS_8(n + 16)
-#define OPERANDS_80(n) OPERANDS_64(n), OPERANDS_16(n + 16)
-#define OPERANDS_96(n) OPERANDS_64(n), OPERANDS_32(n + 16)
 #define OPERANDS_128(n) OPERANDS_64(n), OPERANDS_64(n + 16)
 // R = N / 2 registers, followed by the numbers R to R + 6 of the operands after them.
 #define WGMMA(T, TYPE, N, R, r0, r1, r2, r3, r4, r5, r6)                                                               \
@@ -317,45 +314,6 @@ struct Wgmma;
     };
 WGMMA(bf16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA(bf16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA(bf16, "bf16", 144, 72, 72, 73, 74, 75, 76, 77, 78)
-WGMMA(bf16, "bf16", 160, 80, 80, 81, 82, 83, 84, 85, 86)
-WGMMA(bf16, "bf16", 192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(bf16, "bf16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
 WGMMA(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(__half, "f16", 256, 128, 128, 129, 130, 131, 132, 133, 134)
-#undef WGMMA
-
-// TF32: a (64 x 8) in registers, words of fp32 of which the tensor cores read 19 bits, with the layout of mma.sync
-// m16n8k8; b (8 x N) k_major, a step of 32 bytes. R = N / 2 registers, followed by the numbers R to R + 5.
-#define WGMMA_TF32(N, R, r0, r1, r2, r3, r4, r5)                                                                   \
-    template <>                                                                                                    \
-    struct Wgmma<N, float> {                                                                                       \
-        static __device__ __forceinline__ void registers(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, \
-                                                         int add) {                                                \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #r5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N         \
-                         "k8.f32.tf32.tf32 {" REGISTERS_##R "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4      \
-                                                            ", p, 1, 1;}"                                          \
-                         : OPERANDS_##R(0)                                                                         \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                          \
-        }                                                                                                          \
-    };
-WGMMA_TF32(32, 16, 16, 17, 18, 19, 20, 21)
-WGMMA_TF32(128, 64, 64, 65, 66, 67, 68, 69)
-#undef WGMMA_TF32
-#undef OPERANDS_128
-#undef OPERANDS_96
-#undef OPERANDS_80
-#undef OPERANDS_72
-#undef OPERANDS_64
-#undef OPERANDS_32
-#undef OPERANDS_16
-#undef OPERANDS_8
-#undef REGISTERS_128
-#undef REGISTERS_112
-#undef REGISTERS_96
-#undef REGISTERS_80
-#undef REGISTERS_72
-#undef REGISTERS_64
-#undef REGISTERS_48
-#undef REGISTERS_32
-#undef REGISTERS_16
