@@ -21,7 +21,7 @@ struct Decoded {
 enum DecodedKind { AS_STORED, DECODED, OPERAND };
 
 static DecodedKind decoded_kind(const Plan* plan, const ModelParts* model, int t) {
-    const FormatRow* weights = config_rows(&plan->launch[plan->launch_of[t]].config).weights;
+    const FormatRow* weights = plan->launch[plan->launch_of[t]].rows.weights;
     if (serves_directly(weights, model->compute)) return AS_STORED;
     return model->slot && model->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }

@@ -357,7 +357,7 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
 // Refuses weights that parameters of this type cannot hold: a parameter of fp32 holds fp32 alone.
 static void require_weights(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->weights_count; i++) {
-        const char* name = plan->weights[i].format;
+        const char* name = plan->weights[i].format->name;
         if (optim->compute == OPTIM_BF16 || strcmp(name, "fp32") == 0) continue;
         user_error(
             "weights: \"%s\" was found for parameters of fp32, which are stored as they are; give weights=fp32, or "
@@ -509,7 +509,7 @@ static void arena_place(NibbleOptim* optim) {
 static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
     for (int t = 0; t < optim->count; t++) {
         const NibbleTensor* tensor = &optim->tensor[t];
-        const Rows rows = config_rows(&plan->launch[plan->launch_of[t]].config);
+        const Rows rows = plan->launch[plan->launch_of[t]].rows;
         if (!is_cut(tensor) || tensor->count == 0) continue;
         if (rows.rule->matrix) {
             user_error(
@@ -578,7 +578,7 @@ static void tensors_take(NibbleOptim* optim, const NibbleTensor* tensors) {
 // Refuses limit_growth for rules that add the decay to the gradient, since each step's groups bring the decay.
 static void require_decoupled(const NibbleOptim* optim, const Plan* plan) {
     for (int i = 0; i < plan->launches && optim->config.limit_growth > 0.0f; i++) {
-        const RuleRow* rule = rule_of(&plan->launch[i].config);
+        const RuleRow* rule = plan->launch[i].rows.rule;
         if (rule->decoupled || plan->launch[i].tiles == 0) continue;
         user_error("limit_growth: %s adds the decay to the gradient, which the limit does not see; take adamw, say",
                    rule->name);
@@ -616,7 +616,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim->optim = optim_create(&optim->dev, config, optim->local, optim->count, optim->compute);
     const Plan* plan = optim_parts(optim->optim).plan;
     for (int i = 0; i < plan->launches; i++) {
-        const RuleRow* rule = rule_of(&plan->launch[i].config);
+        const RuleRow* rule = plan->launch[i].rows.rule;
         if (rule->matrix && plan->launch[i].tiles > 0) products_open(&optim->dev, rule->name);
     }
     require_weights(optim, plan);

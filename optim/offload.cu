@@ -57,7 +57,7 @@ static bool is_empty(const PartRuns* run) {
 
 // Returns the format of a launch's state; none_row() if there is no such state.
 static const FormatRow* kept_format(const Plan* plan, int launch, int k) {
-    return slot_format(&plan->launch[launch].config, (Slot)(SLOT_M + k));
+    return slot_format(&plan->launch[launch], (Slot)(SLOT_M + k));
 }
 
 // Calls function(launch, state, array, its StreamInfo, bytes) for each array of a part's states, in the order of a

@@ -304,7 +304,7 @@ static void weights_create(Optim* optim, int index) {
     const Plan* plan = optim->plan;
     const ArenaRun* run = &plan->weights[index].run;
     Weights* weights = &optim->weights[index];
-    weights->row = find_row(weights_table(), plan->weights[index].format);
+    weights->row = plan->weights[index].format;
     weights->run = run;
     const FormatRow* format = weights->row;
     weights->are_seen = serves_directly(format, optim->compute);
@@ -410,10 +410,10 @@ static void launch_create(Optim* optim, int index) {
     StepLaunch* launch = &optim->launch[index];
     const LaunchPlan* planned = &optim->plan->launch[index];
     launch->plan = planned;
-    launch->rows = config_rows(&planned->config);
+    launch->rows = planned->rows;
     launch->weights = &optim->weights[planned->weights];
     for (int slot = SLOT_M; slot < SLOTS; slot++) {
-        const FormatRow* format = slot_format(&planned->config, (Slot)slot);
+        const FormatRow* format = slot_format(planned, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
         Streams* kept = &launch->kept[slot];
         char array[ARRAY_NAME_BYTES];
@@ -507,7 +507,7 @@ void optim_free(Optim* optim) {
     for (int i = 0; i < launches; i++) {
         StepLaunch* launch = &optim->launch[i];
         for (int slot = SLOT_M; slot < SLOTS && launch->plan; slot++) {
-            const FormatRow* format = slot_format(&launch->plan->config, (Slot)slot);
+            const FormatRow* format = slot_format(launch->plan, (Slot)slot);
             free_streams(optim, format, &launch->kept[slot], true);
         }
         rows_free(optim->dev, &launch->passes);

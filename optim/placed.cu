@@ -289,7 +289,7 @@ static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int gr
 static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const OptimParts* parts = &tables->parts;
     const LaunchPlan* plan = &parts->plan->launch[launch];
-    const Rows rows = config_rows(&plan->config);
+    const Rows rows = plan->rows;
     const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
     int64_t whole_slot = 0;
     if (config_reads_whole(&plan->config)) require_all(tables, launch, &rows);

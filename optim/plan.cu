@@ -11,9 +11,9 @@ int64_t tensor_padded(const OptimTensor* tensor) {
 }
 
 // Finds or adds a format of weights, and returns its number.
-static int plan_weights(Plan* plan, const char* format, const char* pattern) {
+static int plan_weights(Plan* plan, const FormatRow* format, const char* pattern) {
     for (int i = 0; i < plan->weights_count; i++) {
-        if (strcmp(plan->weights[i].format, format) == 0) return i;
+        if (plan->weights[i].format == format) return i;
     }
     plan->weights[plan->weights_count] = {format, pattern, {}};
     return plan->weights_count++;
@@ -22,13 +22,13 @@ static int plan_weights(Plan* plan, const char* format, const char* pattern) {
 // Finds or adds a launch, and returns its number. LAUNCHES bounds launches and so formats of weights, too. `pattern`
 // has the patterns of the override that asked for the weights, and of the one that asked for the rule or moments, or
 // else for the weights.
-static int plan_launch(Plan* plan, const char* rule, const char* weights, const char* m, const char* v,
-                       const char* const (&pattern)[2]) {
+static int plan_launch(Plan* plan, const RuleRow* rule, const FormatRow* weights, const FormatRow* m,
+                       const FormatRow* v, const char* const (&pattern)[2]) {
     const OptimConfig* config = &plan->launch[0].config;
     for (int i = 0; i < plan->launches; i++) {
-        const OptimConfig* known = &plan->launch[i].config;
-        bool same = strcmp(known->rule, rule) == 0 && strcmp(known->weights, weights) == 0;
-        if (same && strcmp(known->m, m) == 0 && strcmp(known->v, v) == 0) return i;
+        const LaunchPlan* known = &plan->launch[i];
+        const bool same = known->rows.rule == rule && known->rows.weights == weights && known->rows.m == m;
+        if (same && strcmp(known->config.v, v->name) == 0) return i;
     }
     if (plan->launches == LAUNCHES) {
         user_error(
@@ -37,11 +37,12 @@ static int plan_launch(Plan* plan, const char* rule, const char* weights, const 
             pattern[1], LAUNCHES);
     }
     LaunchPlan* launch = &plan->launch[plan->launches];
-    *launch = {*config, pattern[1], plan_weights(plan, weights, pattern[0]), {}, 0, {}};
-    launch->config.rule = rule;
-    launch->config.weights = weights;
-    launch->config.m = m;
-    launch->config.v = v;
+    *launch = {*config, {}, pattern[1], plan_weights(plan, weights, pattern[0]), {}, 0, {}};
+    launch->config.rule = rule->name;
+    launch->config.weights = weights->name;
+    launch->config.m = m->name;
+    launch->config.v = v->name;
+    launch->rows = config_rows(&launch->config);
     char error[DATA_ERROR_BYTES];
     require(optim_rule_fits(&launch->config, config, error) && optim_feedback_fits(&launch->config, true, error),
             error);
@@ -92,8 +93,8 @@ static void plan_tensor(Plan* plan, const OptimTensor* tensor, int index) {
                    tensor->name, NON_MATRIX_TENSORS);
     }
     if (!v || (of_rest && !row->keeps_v)) v = row->keeps_v ? config->v : none_row()->name;
-    plan->launch_of[index] = plan_launch(plan, row->name, find_row(weights_table(), weights)->name, find_state(m)->name,
-                                         find_state(v)->name, pattern);
+    plan->launch_of[index] =
+        plan_launch(plan, row, find_row(weights_table(), weights), find_state(m), find_state(v), pattern);
     plan->group_of[index] =
         lr == 1.0 && decay == plan->group[1].decay && tensor->decay ? 1 : plan_group(plan, lr, decay);
     plan->launch[plan->launch_of[index]].tiles += tensor_padded(tensor) / TILE_ELEMENTS;
@@ -124,9 +125,9 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     if (config->planned) *config->planned = plan;
     char error[DATA_ERROR_BYTES];
     require(overrides_parse(config->overrides, plan->overrides, &plan->override_count, error), error);
-    plan->weights[0] = {config->weights, "", {}};
+    plan->launch[0] = {*config, config_rows(config), "", 0, {}, 0, {}};
+    plan->weights[0] = {plan->launch[0].rows.weights, "", {}};
     plan->weights_count = 1;
-    plan->launch[0] = {*config, "", 0, {}, 0, {}};
     plan->launches = 1;
     plan->group[0] = {1.0, 0.0};
     plan->group[1] = {1.0, (double)config->weight_decay};
@@ -140,7 +141,7 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         OptimConfig* its = &plan->launch[i].config;
-        const bool own = rule_of(its)->has_momentum;
+        const bool own = plan->launch[i].rows.rule->has_momentum;
         if (own) its->beta1 = config->momentum;
         its->nesterov = config->nesterov || !own;
     }
@@ -186,7 +187,7 @@ static int64_t arena_elements(const OptimTensor* tensors, int count) {
 
 // Refuses a shard that cuts a tensor which its rule, formats or --limit-growth read whole; returns if nothing does.
 static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
-    Rows rows = config_rows(&launch->config);
+    const Rows rows = launch->rows;
     if (launch->config.limit_growth > 0.0f) {
         user_error(
             "--limit-growth reads whole tensors, and the shard of elements %lld to %lld cuts %s; take --shard none",
@@ -208,7 +209,7 @@ static void require_whole(const Plan* plan, const LaunchPlan* launch, const Opti
 // Counts the numbers of spans of a launch's tensors that are kept here. `numbers` has the counts of earlier launches.
 static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, int count, int64_t (&numbers)[SPANS]) {
     LaunchPlan* launch = &plan->launch[index];
-    const Span ready = format_span(config_rows(&launch->config).v);
+    const Span ready = format_span(launch->rows.v);
     memcpy(launch->run.at, numbers, sizeof(numbers));
     for (int t = 0; t < count; t++) {
         int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
@@ -278,7 +279,7 @@ static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const 
 // Sets what each slot of a launch keeps. `begin` is where the launch's run begins in the whole arena.
 static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* tensors, int count) {
     LaunchPlan* launch = &plan->launch[index];
-    const Rows rows = config_rows(&launch->config);
+    const Rows rows = launch->rows;
     const bool low = is_low_rank(rows.rule);
     int64_t offset[2] = {begin, begin};
     for (int slot = 0; slot < SLOTS && !low; slot++) launch->kept[slot] = launch->run;
@@ -338,7 +339,7 @@ OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensor
     OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};
     Plan* plan = plan_ranges(&whole, tensors, count);
     for (int i = 0; i < plan->weights_count; i++) {
-        const StreamInfo* first = &find_row(weights_table(), plan->weights[i].format)->stream[0];
+        const StreamInfo* first = &plan->weights[i].format->stream[0];
         const int64_t elements = plan->weights[i].run.end - plan->weights[i].run.begin;
         const bool direct = optim_model_dtype(first->dtype);
         files.model += elements * (direct ? first->bits / 8 : 4);
@@ -352,7 +353,7 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     Plan* plan = plan_ranges(config, tensors, count);
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
-        const RuleRow* rule = rule_of(&plan->launch[i].config);
+        const RuleRow* rule = plan->launch[i].rows.rule;
         ok = !rule->matrix;
         if (!ok) data_error(error, "the rule %s takes all matrices of a shape together", rule->name);
     }
@@ -360,14 +361,14 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     return ok;
 }
 
-const FormatRow* slot_format(const OptimConfig* config, Slot slot) {
-    const Rows rows = config_rows(config);
+const FormatRow* slot_format(const LaunchPlan* launch, Slot slot) {
+    const Rows rows = launch->rows;
     if (slot == SLOT_WEIGHTS) return rows.weights;
     if (slot == SLOT_M) return rows.m;
     if (slot == SLOT_V) return rows.v;
     if (slot == SLOT_SLOW && rows.rule->keeps_slow) return rows.m;
     if (slot == SLOT_BASIS && is_low_rank(rows.rule)) return find_row(state_table(), "fp32");
-    return slot == SLOT_NORMS && config->limit_growth > 0.0f ? norms_row() : none_row();
+    return slot == SLOT_NORMS && launch->config.limit_growth > 0.0f ? norms_row() : none_row();
 }
 
 const char* slot_name(Slot slot) {
@@ -399,7 +400,7 @@ static const char* nearest_name(const char* name, char (&nearest)[64]) {
 ArrayRef plan_array_ref(const Plan* plan, int tensor, Slot slot) {
     const int launch = plan->launch_of[tensor];
     const LaunchPlan* its = &plan->launch[launch];
-    const FormatRow* format = slot_format(&its->config, slot);
+    const FormatRow* format = slot_format(its, slot);
     const bool weights = slot == SLOT_WEIGHTS;
     ArrayRef place = {};
     place.rule = its->config.rule;

@@ -25,13 +25,14 @@ struct ArenaRun {
 };
 
 struct WeightsPlan {
-    const char* format;
+    const FormatRow* format;
     const char* pattern;  // of the override that asked for it, or ""
     ArenaRun run;
 };
 
 struct LaunchPlan {
     OptimConfig config;  // with the launch's rule, weights, m and v
+    Rows rows;           // the rows that it names, looked up once
     const char* pattern;
     int weights;  // index of its WeightsPlan
     ArenaRun run;
@@ -74,8 +75,8 @@ int64_t plan_clamp(const Plan* plan, int64_t element);
 // Returns "weights", "m", "v", "slow", "basis" or "norms".
 const char* slot_name(Slot slot);
 
-// Returns the format of a slot under a launch's configuration; none_row() if nothing is kept there.
-const FormatRow* slot_format(const OptimConfig* config, Slot slot);
+// Returns the format of a launch's slot; none_row() if nothing is kept there.
+const FormatRow* slot_format(const LaunchPlan* launch, Slot slot);
 
 constexpr int ARRAY_NAME_BYTES = 160;
 

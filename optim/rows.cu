@@ -38,7 +38,7 @@ static void passes_add(RowPlan* its, const OptimConfig* config) {
 RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int count) {
     const LaunchPlan* launch = &plan->launch[index];
     const ArenaRun* run = &launch->run;
-    const Span span = format_span(config_rows(&launch->config).v);
+    const Span span = format_span(launch->rows.v);
     RowPlan its = {};
     passes_add(&its, &launch->config);
     its.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));

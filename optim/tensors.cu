@@ -8,7 +8,7 @@ static TileRun tensor_run(const OptimParts* parts, const int* tensor, const void
     const Plan* plan = parts->plan;
     const int l = plan->launch_of[tensor[0]];
     const LaunchPlan* launch = &plan->launch[l];
-    const int64_t element = config_rows(&launch->config).grads->stream[0].bits / 8;
+    const int64_t element = launch->rows.grads->stream[0].bits / 8;
     const int64_t begin = parts->tensors[tensor[0]].offset;
     const char* base = (const char*)grads[0] - begin * element;
     int64_t end = begin;
