@@ -622,7 +622,7 @@ TEST(learning_rate_rises) {
 }
 
 TEST(warmup_auto) {
-    const int64_t cases[][2] = {{0, 0},     {1, 0},     {2, 1},      {20, 10},     {119, 59},   {120, 60}, {200, 60},
+    const int64_t cases[][2] = {{0, 0},     {1, 0},     {2, 1},      {20, 15},     {79, 59},    {80, 60}, {200, 60},
                                 {1200, 60}, {1220, 61}, {2000, 100}, {14000, 700}, {20000, 700}};  // steps, warm-up
     char error[DATA_ERROR_BYTES];
     for (const auto& c : cases) {

@@ -125,7 +125,7 @@ static const Option OPTIONS[] = {
      "after a step whose loss or gradient is not finite, which changes nothing; skip: go on, up to 10 in a row"},
     {"schedule", CHOICE, AT(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "", "how the learning rate falls"},
     {"warmup", INT, AT(warmup), "auto", 0, 1e12, "N", "",
-     "steps of linear warm-up; auto: steps / 20 up to 700, at least 60 or half of a shorter run"},
+     "steps of linear warm-up; auto: steps / 20 up to 700, at least 60 or three quarters of a shorter run"},
     {"final-lr", REAL, AT(final_lr), "0.1", 0, 1, "F", "", "last learning rate as a share of --lr"},
     {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
     {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",

@@ -93,7 +93,7 @@ bool schedule_choose(Schedule* s, bool warmup_typed, char* error) {
     const bool wsd = strcmp(s->kind, "wsd") == 0;
     const int64_t flat = wsd ? (int64_t)((double)s->steps - (double)s->steps * s->decay_fraction) : s->steps;
     if (s->warmup < 0) {
-        const int64_t usual = s->steps / 20 < 700 ? s->steps / 20 : 700, least = s->steps / 2 < 60 ? s->steps / 2 : 60;
+        const int64_t usual = s->steps / 20 < 700 ? s->steps / 20 : 700, least = s->steps < 80 ? s->steps * 3 / 4 : 60;
         s->warmup = usual > least ? usual : least;
         if (s->warmup > flat) s->warmup = flat;
     }
