@@ -498,7 +498,6 @@ void jit_kernels(int compute, const JitRequest* request, int count) {
     if (count == 0) return;
     check(cudaGetDevice(&device));
     require(jit_architecture(compute, architecture, sizeof(architecture), error), error);
-    check(cudaFree(nullptr));  // the runtime's context is current after this
     JitImage* image = (JitImage*)memory_zero((size_t)count, sizeof(JitImage));
 #pragma omp parallel for schedule(dynamic) num_threads(count)
     for (int i = 0; i < count; i++) {
@@ -511,6 +510,7 @@ void jit_kernels(int compute, const JitRequest* request, int count) {
         Kernel* kernel = request[i].kernel;
         jit_key(request[i].expression, architecture, 0, 0, key);
         if (!loaded_find(device, key, &kernel->jit)) {
+            check(cudaFree(nullptr));  // the runtime's context is current after this
             good = jit_load(&image[i], &kernel->jit, error);
             if (good) loaded_add(device, key, &kernel->jit);
         }

@@ -546,7 +546,7 @@ __device__ unsigned long long packed_differ(uint32_t first, float inverse, int l
     if constexpr (Format::WRITES_BF16) {
         uint32_t scale = (first >> 3) * 2654435761u >> 24;
         if (lowest > 0 || scale == 0 || scale == 255) return wrong;
-        Format::template seen_scaled<8>(scale, true, seen);
+        Format::template bf16_scaled<8>(scale, true, seen);
         for (int i = 0; i < 8; i++) {
             float value = Format::decode(nullptr, packed.get(i), ScaleE8m0::decode((uint8_t)scale));
             uint32_t got = seen[i / 2] >> i % 2 * 16 & 0xffffu;
