@@ -185,9 +185,6 @@ OPTIM_INLINE constexpr Span numbers_span(RowRule rule) {
                                                           : SPAN_ROWS;
 }
 
-template <class Rule>
-using NumbersOf = RowNumbers<numbers_span(Rule::ROWS), Rule::ROWS != ROWS_RMNP>;
-
 typedef RowNumbers<SPAN_ROWS, true> RowMoments;     // a v for each row; the step reads the new one, which replaces it
 typedef RowNumbers<SPAN_SCALES, false> RowScales;   // a factor for each row
 typedef RowNumbers<SPAN_SCALES, true> RowScaledV;   // a factor for each row, made of a v for each row

@@ -78,13 +78,14 @@ static void add_plain(StateRows* rows, const char* base, int block, const char* 
     const bool powers = SAME_TYPE<Scale, ScaleE8m0>;
     const char* type = text_kept("Blocks<%s, %d, %s", format, block, powers ? "ScaleE8m0" : "ScaleFp32");
     FormatRow* row = add_block<Storage, ROUNDING>(rows, base, block, powers ? "@e8m0" : "", note, type);
-    row->call.load = [](const FormatRow& its, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-        const StreamInfo& scales = its.stream[1];
+    row->call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n,
+                        const NoiseKey& key) {
+        const StreamInfo& scales = self.stream[1];
         blocks_load<typename Storage::Format>(scales.run, scales.bits == 8, streams, first, x, n, key);
     };
-    row->call.store = [](const FormatRow& its, const Streams& streams, int first, const float* x, int n,
+    row->call.store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
                          const NoiseKey& key) {
-        const StreamInfo& scales = its.stream[1];
+        const StreamInfo& scales = self.stream[1];
         blocks_store<typename Storage::Format, ROUNDING>(scales.run, scales.bits == 8, streams, first, x, n, key);
     };
 }
@@ -106,12 +107,13 @@ static void add_doubled(StateRows* rows, const char* base, const char* note, con
     typedef DoubleBlocks<Format, BLOCK, ROUNDING> Storage;
     const char* type = text_kept("DoubleBlocks<%s, %d", format, BLOCK);
     FormatRow* row = add_block<Storage, ROUNDING>(rows, base, BLOCK, "@dq8", note, type);
-    row->call.load = [](const FormatRow& its, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-        double_load<typename Storage::Format>(its.stream[1].run, streams, first, x, n, key);
+    row->call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n,
+                        const NoiseKey& key) {
+        double_load<typename Storage::Format>(self.stream[1].run, streams, first, x, n, key);
     };
-    row->call.store = [](const FormatRow& its, const Streams& streams, int first, const float* x, int n,
+    row->call.store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
                          const NoiseKey& key) {
-        double_store<typename Storage::Format, ROUNDING>(its.stream[1].run, streams, first, x, n, key);
+        double_store<typename Storage::Format, ROUNDING>(self.stream[1].run, streams, first, x, n, key);
     };
 }
 
