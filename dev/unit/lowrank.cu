@@ -305,7 +305,8 @@ OPERATOR_TEST(lowrank_products_gpu) {
                              6.0 * ldexp(1.0, -22) * sqrt((double)K);
         check_output(test, &worst, formatted("%d x %d x %d", (int)M, (int)N, (int)K), &d, before, want, bound,
                      [&] { matmul_product<float, float>(&dev, &p, d.device, a.device, b.device, d.device); });
-        const float* got = Room(&dev).to_host(d.device, M * N);
+        Room host(&dev);  // frees what it hands out
+        const float* got = host.to_host(d.device, M * N);
         for (int64_t i = 0; i < M * N; i++) error += pow((double)got[i] - (double)want[i], 2);
         norm = (double)K / 4.0 * sqrt((double)(M * N)) * row.alpha;  // of |a| |b|, whose mean is K / 4
         expect(sqrt(error) <= ldexp(norm, -19), "%d x %d x %d: %g of the norm", (int)M, (int)N, (int)K,
