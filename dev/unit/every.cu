@@ -76,10 +76,6 @@ static Configs* every_config() {
     return &all;
 }
 
-static bool can_run(const OptimConfig* config, bool gpu) {
-    return !gpu || jit_available();
-}
-
 // Returns the type that the matmuls read beside configuration k.
 static OptimType compute_of(int k) {
     return k % 2 ? OPTIM_FP32 : OPTIM_BF16;
@@ -96,13 +92,13 @@ constexpr Part ALL = {-1};
 // Three cases on a GPU, NAME_1_gpu to NAME_3_gpu; the body has `part`.
 #define THIRDS_TEST(NAME)                             \
     static void thirds_##NAME(Test* test, Part part); \
-    TEST(NAME##_1_gpu) {                              \
+    JIT_TEST(NAME##_1_gpu) {                          \
         thirds_##NAME(test, {0});                     \
     }                                                 \
-    TEST(NAME##_2_gpu) {                              \
+    JIT_TEST(NAME##_2_gpu) {                          \
         thirds_##NAME(test, {1});                     \
     }                                                 \
-    TEST(NAME##_3_gpu) {                              \
+    JIT_TEST(NAME##_3_gpu) {                          \
         thirds_##NAME(test, {2});                     \
     }                                                 \
     static void thirds_##NAME(Test* test, Part part)
@@ -137,11 +133,11 @@ static void for_every(Test* test, bool gpu, bool only_listed, Part part, Body bo
     Configs* all = every_config();
     const int count = only_listed ? LISTED : all->count;
     int ran = 0;
-    if (gpu && jit_available()) compile_all(test, all, count, part, false);
+    if (gpu) compile_all(test, all, count, part, false);
     for (int k = 0; k < count && test->failures < 20; k++) {
-        if (part.has(k) && can_run(&all->config[k], gpu)) body(&all->config[k], k), ran++;
+        if (part.has(k)) body(&all->config[k], k), ran++;
     }
-    const int least = gpu && !jit_available() ? 10 : only_listed ? LISTED - 1 : 150;
+    const int least = only_listed ? LISTED - 1 : 150;
     expect(ran > (part.third < 0 ? least : least / 4), "%d configurations", ran);
     note(test, "%d configurations", ran);
 }
@@ -257,7 +253,7 @@ static void compare_all(Test* test, const Configs* all, Part part, bool wild) {
     compile_all(test, all, all->count, part, wild);
     for (int k = 0; k < all->count && test->failures < 20; k++) {
         const OptimConfig* config = &all->config[k];
-        if (!part.has(k) || !can_run(config, true)) continue;
+        if (!part.has(k)) continue;
         expect_equal_cpu_gpu(test, config, model, COUNT, compute_of(k), 20);
         if (wild) expect_equal_cpu_gpu(test, config, model, COUNT, OPTIM_BF16, 4, wildly);
     }
@@ -326,7 +322,7 @@ CACHE_TEST(JIT_TEST, every_random_equals_cpu_gpu) {
 
 // Every preset, on a GPU that is said to have seven multiprocessors: of the last length, which no tile, block or group
 // of threads divides, all of them draw tiles in turn and their stages go round.
-TEST(every_length_equals_cpu_gpu) {
+JIT_TEST(every_length_equals_cpu_gpu) {
     const std::vector<const char*> presets = element_presets();
     for (int64_t length : {1, 31, 33, 255, 257, 4095, 4097, 1000003}) {
         const OptimTensor tensor = {"tensor", 1, length, true, 0};
@@ -345,17 +341,15 @@ TEST(every_length_equals_cpu_gpu) {
 // For `make sanitize`, whose race checker is slow: one thread block, which uses all of its stages several times. Blocks
 // of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves; so are
 // the largest of a tile with @dq8, here with 16 and 8 elements a thread and with a third state.
-CACHE_TEST(TEST, every_race_gpu) {
+CACHE_TEST(JIT_TEST, every_race_gpu) {
     const OptimTensor tensor = {"tensor", 1, 60 * TILE_ELEMENTS + 1, true, 0};
     static Configs all;
     for (const char* preset : element_presets()) add(&all, preset_config(preset, "bf16", "none"));
     add(&all, states_config("adamw", "bf16:sr", "bf16", "dyn8/2048", "udyn8/2048"));
     add(&all, states_config("adamw", "bf16:sr", "bf16", "de4/32@dq8", "fp32"));
     add(&all, states_config("ademamix", "bf16:sr", "bf16", "soft8/32@dq8", "sqrt8/32@dq8"));
-    for (int k = 0; k < all.count; k++) {
-        if (can_run(&all.config[k], true))
-            expect_equal_cpu_gpu(test, &all.config[k], &tensor, 1, OPTIM_BF16, 2, Steps(), 1);
-    }
+    for (int k = 0; k < all.count; k++)
+        expect_equal_cpu_gpu(test, &all.config[k], &tensor, 1, OPTIM_BF16, 2, Steps(), 1);
 }
 
 // Every rule, every storage of the weights, each format of states with noise and in the longest blocks, and a sample of
