@@ -34,10 +34,11 @@ struct Setup {
     bool spills = false;      // the residual stream is in host memory
     bool fp8 = false;
     int kept_blocks = 1;  // with RECOMPUTE_BLOCK
+    const char *preset = "adamw32", *rule = "adamw";
 };
 
 static OptimConfig setup_optim(const Setup* s) {
-    OptimConfig config = {"adamw32", "adamw", s->weights, s->grads_bf16 ? "bf16" : "fp32", s->m, s->v, 0.9f, 0.95f,
+    OptimConfig config = {s->preset, s->rule, s->weights, s->grads_bf16 ? "bf16" : "fp32", s->m, s->v, 0.9f, 0.95f,
                           1e-8f,     0.1f,    7};
     if (!optim_resolve(&config, error)) user_error("%s", error);
     config.keeps_copy = s->keeps_copy;
@@ -690,7 +691,7 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     // One step over the arena; parts after the backward pass; parts inside it; the same with states in host memory.
     constexpr int WHOLE = 0, AFTER = 1, INSIDE = 2, KINDS = 3;
     Bytes state[2 * KINDS];
-    int64_t grads[2 * KINDS];
+    int64_t grads[2 * KINDS], tables[2 * KINDS];
     float norm[2 * KINDS], losses[STEPS];
     for (int k = 0; k < 2 * KINDS; k++) {
         const int kind = k % KINDS;
@@ -702,6 +703,11 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
         m.arena.clip_by = kind == WHOLE ? CLIP_STEP : by;
         m.arena.releases = kind == INSIDE;
         model_allocate(&m, &config);
+        const OptimBytes real = optim_allocated(m.arena.optim);
+        const ArenaBytes plan = arena_bytes(&m.arena, &config);
+        tables[k] = real.tables;
+        expect(config.offload || plan.states == real.states + real.tables, "%lld bytes of states were planned",
+               (long long)plan.states);
         train_words(&m, STEPS, 1, 1e-2f, kind == WHOLE ? 0 : clip, losses);
         norm[k] = scalar(&m, SCALAR_NORM);
         grads[k] = arena_grads_bytes(&m.arena);
@@ -711,6 +717,9 @@ static void check_release(Test* test, const Device* dev, const Setup* setup, Cli
     }
     expect(grads[INSIDE] < grads[AFTER], "released gradients take %lld of %lld bytes", (long long)grads[INSIDE],
            (long long)grads[AFTER]);
+    // A rule that reads matrices has buffers for those of one layer.
+    expect((tables[INSIDE] < tables[WHOLE]) == (strcmp(setup->rule, "adamw") != 0),
+           "%s: %lld bytes of tables, released %lld", setup->rule, (long long)tables[WHOLE], (long long)tables[INSIDE]);
     expect(norm[AFTER] == norm[INSIDE], "norms %.9g and %.9g", norm[AFTER], norm[INSIDE]);
     expect(state[AFTER] == state[INSIDE], "inside the backward pass: other bits");
     expect((state[WHOLE] == state[AFTER]) == (clip == 0), "clip %g: %s the bits without", clip, clip == 0 ? "not" : "");
@@ -732,6 +741,22 @@ TEST_BOTH(model_release) {
             check_release(test, dev, &setup, CLIP_LAST, 0.05f);
             check_release(test, dev, &setup, CLIP_TENSOR, 0.05f);
         }
+    }
+}
+
+// A part's matrices are stepped together, in buffers for those of one layer.
+TEST_BOTH(model_release_matrices) {
+    const Device device = test_device(gpu), *dev = &device;
+    const char* const rows[][4] = {{"muon8", "", "", "lin8:sr"},
+                                   {"muon", "muon", "fp32", "fp32"},
+                                   {"muon8", "normuon", "soft8/32", "bf16:sr"},
+                                   {"adamw32", "normuon", "fp32", "fp32"}};
+    for (const auto& [preset, rule, m, weights] : rows) {
+        Setup setup = {
+            {3, 64, 1, 32, 128, 128}, 2, 32, gpu ? OPTIM_BF16 : OPTIM_FP32, gpu, RECOMPUTE_NONE, 48, weights, m, ""};
+        setup.preset = preset, setup.rule = rule;
+        check_release(test, dev, &setup, CLIP_LAST, 0);
+        check_release(test, dev, &setup, CLIP_TENSOR, 0.05f);
     }
 }
 

@@ -7,6 +7,7 @@
 #include "../kernels/initial.cuh"
 #include "../kernels/profile.h"
 #include "../kernels/ranks/shard.cuh"
+#include "plan.h"
 
 void arena_tensors(Arena* a, int count) {
     a->count = count;
@@ -105,9 +106,22 @@ static ReleaseModel release_model(const Arena* a) {
     return {arena_parts(a), a->optim, a->offload, a->shard};
 }
 
+// Returns the configuration for the optimizer: steps by parts take a layer's matrices at a time, whose buffers are
+// less.
+static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
+    OptimConfig its = *config;
+    int64_t layer = 0;
+    for (int t = 0; t < a->count; t++) {
+        if (a->part[t] == 0 && a->tensors[t].rows > 1) layer += tensor_padded(&a->tensors[t]);
+    }
+    if ((takes_parts(a) || config->offload) && layer < its.matrix_chunk) its.matrix_chunk = layer;
+    return its;
+}
+
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     const ReleaseModel model = release_model(a);
-    const OptimBytes optim = optim_bytes(a->dev, config, a->tensors, a->count, a->type);
+    const OptimConfig its = arena_config(a, config);
+    const OptimBytes optim = optim_bytes(a->dev, &its, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
     if (!config->keeps_copy) weights += decoded_bytes(config, &model.parts).room;
     int64_t states = optim.states + optim.tables;
@@ -141,7 +155,8 @@ void arena_open(Arena* a, const OptimConfig* config) {
         a->weights = device_alloc(a->dev, a->elements * (a->type == OPTIM_FP32 ? 4 : 2));
         return;
     }
-    a->optim = optim_create(a->dev, config, a->tensors, a->count, a->type);
+    const OptimConfig its = arena_config(a, config);
+    a->optim = optim_create(a->dev, &its, a->tensors, a->count, a->type);
     a->weights = optim_weights(a->optim);
     const ModelParts parts = arena_parts(a);
     if (!config->keeps_copy) a->decoded = decoded_open(a->optim, &parts);

@@ -714,16 +714,24 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
     step_launch(optim->dev, &kernel->step, tiles < kernel->grid ? tiles : kernel->grid, arguments);
 }
 
-// Restricts the arguments to the tiles of a chunk.
-static void chunk_tiles(const MatrixChunk* chunk, StepArguments* arguments) {
-    arguments->tiles += chunk->tile;
-    arguments->tile_count = chunk->tiles;
-    if (arguments->places) arguments->places += chunk->tile;
+// Returns what the tiles of a step take of a chunk.
+static MatrixRange range_create(const MatrixChunk* chunk, int64_t first, int64_t count) {
+    const int64_t at = first - chunk->tile, end = at + count;
+    return {chunk, (at > 0 ? at : 0) * TILE_ELEMENTS, (end < chunk->tiles ? end : chunk->tiles) * TILE_ELEMENTS};
 }
 
-// Sets the arguments of a chunk's first kernel, which turns gradients, or their projections, into directions.
-static void moment_arguments(const StepLaunch* launch, const MatrixChunk* chunk, const LowStep* low,
+// Restricts the arguments, which begin with tile `first` of the launch's list, to the tiles of a range.
+static void range_tiles(const MatrixRange* range, int64_t first, StepArguments* arguments) {
+    const int64_t skipped = range->chunk->tile + range->at / TILE_ELEMENTS - first;
+    arguments->tiles += skipped;
+    arguments->tile_count = (range->end - range->at) / TILE_ELEMENTS;
+    if (arguments->places) arguments->places += skipped;
+}
+
+// Sets the arguments of a range's first kernel, which turns gradients, or their projections, into directions.
+static void moment_arguments(const StepLaunch* launch, const MatrixRange* range, int64_t first, const LowStep* low,
                              StepArguments* moment) {
+    const MatrixChunk* chunk = range->chunk;
     const MatrixWork* work = &launch->matrix;
     const Rows* rows = &launch->kernel.rows;
     if (is_low_rank(launch->rows.rule)) {
@@ -735,15 +743,15 @@ static void moment_arguments(const StepLaunch* launch, const MatrixChunk* chunk,
         const Settings rate = {1.0, 0.0};  // a direction has learning rate 1; the update has the real one
         for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
     } else {
-        chunk_tiles(chunk, moment);
+        range_tiles(range, first, moment);
         moment->weights = from_begin(rows->weights, {work->scratch, nullptr}, chunk->begin);
     }
     moment->copy = {nullptr, nullptr};
     moment->places = nullptr;
 }
 
-// Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have all
-// tiles of the launch.
+// Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have
+// tiles of whole tensors; if the rule projects gradients, all of the launch.
 static void launch_matrices(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
                             const LaunchStep* its) {
     const MatrixWork* work = &launch->matrix;
@@ -757,16 +765,18 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
     matrix_begin(dev, work, arguments->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
+        const MatrixRange range = range_create(chunk, its->first, arguments->tile_count);
+        if (range.at >= range.end) continue;
         StepArguments moment = *arguments, apply = *arguments;
         // The padding of a matrix's projection must stay zero, and other chunks have matrices of other sizes.
         const int64_t low_bytes = (chunk->low_end - chunk->low_begin) * (int64_t)sizeof(float);
         if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
         if (projects) low_rank_project(&low, i);
-        moment_arguments(launch, chunk, &low, &moment);
+        moment_arguments(launch, &range, its->first, &low, &moment);
         kernel_run(optim, &launch->kernel, &moment);
         if (projects) low_rank_update(&low, i);
-        if (!projects) matrix_update(dev, its->config, work, i, (const float*)v->extra, v->next);
-        chunk_tiles(chunk, &apply);
+        if (!projects) matrix_update(dev, its->config, work, &range, (const float*)v->extra, v->next);
+        range_tiles(&range, its->first, &apply);
         apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
@@ -796,15 +806,15 @@ static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArgum
     kernel_run(optim, &launch->kernel, arguments);
 }
 
-// Steps `count` tiles of a launch, from tile `first` of its list on; with a rule that reads matrices, these must be all
-// its tiles. `arguments` has the gradients and the constants.
+// Steps `count` tiles of a launch, from tile `first` of its list on; with a rule that reads matrices, these must be
+// whole tensors. `arguments` has the gradients and the constants.
 static void launch_step(const Optim* optim, const StepLaunch* launch, int64_t first, int64_t count,
                         StepArguments* arguments, int64_t step) {
     if (count == 0) return;
     launch_arrays(optim, launch, arguments);
     arguments->tiles = launch->tiles + first;
     arguments->tile_count = count;
-    const LaunchStep its = {&launch->plan->config, step};
+    const LaunchStep its = {&launch->plan->config, step, first};
     if (!launch->rows.rule->matrix) launch_passes(optim, launch, its.config, first, first + count, arguments, step);
     launch_tiles(optim, launch, arguments, &its);
 }

@@ -233,8 +233,8 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
 // Ends a step that optim_step_tensors has taken: refreshes a compute copy that the step's kernels do not write.
 void optim_step_end(Optim* optim);
 
-// Returns true if a resolved configuration allows optim_step_tensors; otherwise, for rules that read matrices, false
-// with a sentence.
+// Returns true if a resolved configuration allows optim_step_tensors; otherwise false with a sentence: for rules that
+// project gradients, and in the library for all rules that read matrices.
 bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int count, char* error);
 
 // Return the number of stored streams, and stream `index`, in a fixed order.

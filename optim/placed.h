@@ -57,6 +57,7 @@ StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t st
 struct LaunchStep {
     const OptimConfig* config;  // the launch's, with the betas of this step
     int64_t step;               // number of the tensors' own step
+    int64_t first = 0;          // tile of the launch's list with which the arguments' tiles begin
 };
 
 // optim_passes and optim_launch set the arrays that `arguments` needs besides tiles and places. `grads` is an arena, or

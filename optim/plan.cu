@@ -354,7 +354,7 @@ bool optim_releases(const OptimConfig* config, const OptimTensor* tensors, int c
     bool ok = true;
     for (int i = 0; i < plan->launches && ok; i++) {
         const RuleRow* rule = plan->launch[i].rows.rule;
-        ok = !rule->matrix;
+        ok = !rule->matrix || (!is_low_rank(rule) && !config->placed);
         if (!ok) data_error(error, "the rule %s takes all matrices of a shape together", rule->name);
     }
     plan_free(plan);

@@ -8,7 +8,7 @@
 // gradients of a part, agree on its norm, and each steps what it keeps of the part.
 //
 // Only a step of one micro-batch is taken in this way, since memory has no room for sums of several, and only by rules
-// that do not read whole matrices.
+// that do not project gradients. Rules that read matrices take those of a part together.
 //
 // Cost: a part's gradients are read once for its norm; two small kernels, and a launch of the step for each launch of
 // the optimizer.

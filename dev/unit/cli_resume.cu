@@ -143,12 +143,13 @@ static void check_resume_offload(Test* test, const char* formats) {
         train_well("--resume %s/step_00000006 --run %s --device cpu --offload none --release off", again, back);
         expect_equal_checkpoints(test, whole, back, 9);
     }
-    refused("muon", "--clip-by last: the rule muon", "type --clip-by step",
-            "--resume %s --rule muon --weights bf16:sr --limit-growth 0", whole);
+    refused("muon", "--clip-by last: the rule galore", "type --clip-by step",
+            "--resume %s --rule galore --m dyn8 --v udyn8 --weights bf16:sr --limit-growth 0", whole);
 }
 
 TEST(cli_resume_offload) {
     check_resume_offload(test, "--preset adamw4l");
+    check_resume_offload(test, "--preset muon8");
     check_resume_offload(test, "--preset fp8 --matmul fp8");
     check_resume_offload(test, "--rule came --weights lin8:sr --m dyn8 --limit-growth 1.01");
     check_resume_offload(test, "--weights e4m3/tensor+fp32 --m e4m3/tensor --v lin4/rank1");

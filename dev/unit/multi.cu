@@ -169,6 +169,8 @@ static void check_released(Test* test, bool gpu, int ranks, const char* options)
 }
 
 TEST(multi_released) {
+    check_released(test, false, 3, "--clip 0 --preset muon8 --layers 3");
+    check_released(test, false, 2, "--clip-by last --clip 0.5 --rule normuon");
     check_released(test, false, 2, "--clip 0 --preset adamw4l");
     check_released(test, false, 2, "--clip 0 --preset fp8 --matmul fp8");
     check_released(test, false, 3, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
@@ -178,6 +180,7 @@ TEST(multi_released) {
 }
 
 GPUS_TEST(multi_released_gpu) {
+    check_released(test, true, ranks, "--clip 0 --preset muon8");
     check_released(test, true, ranks, "--clip 0 --preset adamw4l");
     check_released(test, true, ranks, "--clip-by last --clip 0.5 --rule came --weights lin8:sr --m dyn8");
     check_released(test, true, ranks, "--clip-by tensor --clip 0.05 --preset int8w4 --layers 4 --grads bf16");

@@ -329,24 +329,34 @@ static void batch_end(const Device* dev, const OptimConfig* config, const BatchA
     check_launch();
 }
 
-static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixChunk* chunk,
+// Returns the matrices of a batch that lie in the range.
+static MatrixBatch batch_within(const MatrixPlan* plan, MatrixBatch batch, const MatrixRange* range) {
+    for (; batch.count > 0 && plan->matrix[batch.first].at < range->at; batch.count--) batch.first++;
+    while (batch.count > 0 && plan->matrix[batch.first + batch.count - 1].at >= range->end) batch.count--;
+    return batch;
+}
+
+static void update_gpu(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixRange* range,
                        const float* now, float* next) {
-    const MatrixBatch* batches = &work->plan.batch[chunk->batch];
-    const int n = chunk->batches;
-    BatchArguments* arguments = (BatchArguments*)memory_zero((size_t)n, sizeof(BatchArguments));
-    PolarBatch* polar = (PolarBatch*)memory_zero((size_t)n, sizeof(PolarBatch));
+    const MatrixBatch* batches = &work->plan.batch[range->chunk->batch];
+    const int most = range->chunk->batches;
+    BatchArguments* arguments = (BatchArguments*)memory_zero((size_t)most, sizeof(BatchArguments));
+    PolarBatch* polar = (PolarBatch*)memory_zero((size_t)most, sizeof(PolarBatch));
     __half* at = (__half*)work->work;
     float* sums = work->sums;
-    for (int i = 0; i < n; i++) {
-        const BatchArguments of = arguments[i] = batch_begin(dev, work, &batches[i], sums, at);
+    int n = 0;
+    for (int i = 0; i < most; i++) {
+        const MatrixBatch batch = batch_within(&work->plan, batches[i], range);
+        if (batch.count == 0) continue;
+        const BatchArguments of = arguments[n] = batch_begin(dev, work, &batch, sums, at);
         const int64_t rows = of.padded_rows, cols = of.padded_cols, side = rows < cols ? rows : cols,
-                      count = batches[i].count, size = rows * cols * count;
-        polar[i] = {at, at + size, at + 2 * size, rows, cols, count};
+                      count = batch.count, size = rows * cols * count;
+        polar[n++] = {at, at + size, at + 2 * size, rows, cols, count};
         at += 2 * size + polar_squares(rows, cols) * side * side * count;
         sums = of.norms + count;
     }
     newton_schulz_gpu(dev, config, polar, n, (int*)at);
-    for (int i = 0; i < n; i++) batch_end(dev, config, &arguments[i], batches[i].count, polar[i].x, now, next);
+    for (int i = 0; i < n; i++) batch_end(dev, config, &arguments[i], (int)polar[i].count, polar[i].x, now, next);
     free(arguments), free(polar);
 }
 #endif
@@ -362,16 +372,16 @@ void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_s
     for_each(dev, SetUnit{work->unit, grad_scale}, 1);
 }
 
-void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,
-                   float* next) {
-    const MatrixChunk* taken = &work->plan.chunk[chunk];
+void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixRange* range,
+                   const float* now, float* next) {
 #ifdef __CUDACC__
     if (dev->gpu) {
-        update_gpu(dev, config, work, taken, now, next);
+        update_gpu(dev, config, work, range, now, next);
         return;
     }
 #endif
-    for (int i = 0; i < taken->matrices && isfinite(*work->unit); i++) {
-        update_cpu(dev, config, work, &work->plan.matrix[taken->matrix + i], now, next);
+    for (int i = 0; i < range->chunk->matrices && isfinite(*work->unit); i++) {
+        const Matrix* matrix = &work->plan.matrix[range->chunk->matrix + i];
+        if (matrix->at >= range->at && matrix->at < range->end) update_cpu(dev, config, work, matrix, now, next);
     }
 }

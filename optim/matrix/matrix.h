@@ -25,7 +25,8 @@
 // Memory: tensors are taken in chunks of about 3 x 2^25 elements. Each element of a chunk takes 4 bytes of the scratch
 // and 6 to 12 bytes of the products' buffers: 6 for square matrices and for those whose longer side is at least four
 // times the shorter one, up to 12 for shapes between. So the buffers do not grow with the model: 0.9 GB for GPT-2 124M
-// and for 1558M, and at most 1.6 GB or what one tensor needs. The CPU takes one matrix at a time and needs buffers for
+// and for 1558M, and at most 1.6 GB or what one tensor needs; steps by parts (arena.cu) take
+// chunks of a layer. The CPU takes one matrix at a time and needs buffers for
 // the largest one only. One launch makes the products of up to three shapes of a chunk.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, with m the shorter side, and a sixth more for whole
 // tiles.
@@ -58,6 +59,12 @@ struct MatrixChunk {
     int batch, batches;
     int64_t low_begin, low_end;  // of the moments of projected gradients
     int64_t low_tile;
+};
+
+// Elements `at` to `end` - 1 of a chunk's scratch: whole tensors that a step takes.
+struct MatrixRange {
+    const MatrixChunk* chunk;
+    int64_t at, end;
 };
 
 // The chunks in which the matrices of a launch are taken, and the memory that they need.
@@ -96,10 +103,10 @@ struct MatrixWork {
 // Writes the tiles of the moments of projected gradients: MatrixPlan.low_tiles / sizeof(Tile).
 void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, Tile* tiles);
 
-// Runs part 2 for one chunk: turns the directions in the scratch into updates. `now` and `next` are the old and the new
-// v of rows, for a rule that keeps one.
-void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, int chunk, const float* now,
-                   float* next);
+// Runs part 2: turns a range's directions in the scratch into updates. `now` and `next` are the old and the new v of
+// rows, for a rule that keeps one.
+void matrix_update(const Device* dev, const OptimConfig* config, const MatrixWork* work, const MatrixRange* range,
+                   const float* now, float* next);
 
 // Sets work->unit: 1 if the gradients' factor is finite, otherwise NaN.
 void matrix_begin(const Device* dev, const MatrixWork* work, const float* grad_scale);
