@@ -893,15 +893,16 @@ TEST(memory_plan) {
         const ModelParts parts = arena_parts(&m.arena);
         const DecodedBytes rooms = decoded_bytes(&config, &parts);
         const int64_t room = rooms.room;
-        expect(rooms.lent == (setup.fp8 ? 2 * 12 * 128 * 128 * 4 : 0) && m.arena.lent_bytes == rooms.lent,
-               "%s: lent %lld bytes", setup.weights, (long long)rooms.lent);
+        expect(rooms.dequant_buffer == (setup.fp8 ? 2 * 12 * 128 * 128 * 4 : 0) &&
+                   m.arena.dequant_bytes == rooms.dequant_buffer,
+               "%s: dequant_buffer of %lld bytes", setup.weights, (long long)rooms.dequant_buffer);
         int64_t optimizer = bytes.weights + room + bytes.states + bytes.tables;
         expect((room == 0) == (strcmp(setup.weights, "fp32") == 0) && bytes.compute == 0, "%s: decoded in %lld bytes",
                setup.weights, (long long)room);
         expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
                (long long)plan.states);
         expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
-        void* other[] = {m.input.tokens, m.losses, m.fp8.inverse};
+        void* other[] = {m.input.tokens, m.losses, m.fp8.scale_inv};
         expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
         expect_allocated(test, "activations", plan.activations, &m.activations, 1);
         expect_allocated(test, "input, losses and scales", plan.other, other, setup.fp8 ? 3 : 2);

@@ -353,7 +353,7 @@ struct Activations {
     X* branch;                   // (N, C) what a sublayer adds to the residual stream
     X* logits;                   // (logit_rows, Vp), then their gradient
     Fp8Use fp8;                  // codes in use
-    void* lent;                  // forward only: room for matrices that are stored as codes (arena_lend)
+    void* dequant_buffer;        // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
     // backward only
     X* dresidual;   // (N, C) gradient of the residual stream
     X* dbranch;     // (N, C)
@@ -412,7 +412,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C, rows = m->logit_rows, Vp = m->config.Vp;
     const int sharing = backward ? m->recomputed + 1 : m->config.L;  // blocks, from the first on, that share buffers
     const bool fp8 = backward && m->uses_fp8;
-    a.lent = layout_take<char>(&layout, backward ? 0 : m->arena.lent_bytes);
+    a.dequant_buffer = layout_take<char>(&layout, backward ? 0 : m->arena.dequant_bytes);
     // Without backward the stream needs two places: a block's input and output.
     const int places = !backward ? 2 : m->spills ? spill_places(m->config.L) : m->config.L + 1;
     a.spill = backward && m->spills ? &m->spill : nullptr;
@@ -425,7 +425,7 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     a.lnf = layout_take<X>(&layout, N * C);
     a.branch = layout_take<X>(&layout, N * C);
     a.fp8 = fp8 ? linear_use(&layout, m->dev, &m->fp8, N, (int)C) : Fp8Use{};
-    a.fp8.attention_made = a.fp8.made && attention_backward_codes(m->dev, (int)C, m->config.NH);
+    a.fp8.attention_quantizes = a.fp8.producers_quantize && attention_backward_codes(m->dev, (int)C, m->config.NH);
     const int64_t blocks = layout.used;
     a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
     if (fp8 && m->head_fp8) linear_use_head(&layout, &a.fp8, rows, C, Vp);
@@ -453,7 +453,7 @@ static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>
     const Fp8Use* use = &a->fp8;
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), use->made, b->qkv, b->ln1, b->ln1_codes,
+    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), use->producers_quantize, b->qkv, b->ln1, b->ln1_codes,
                       weight_of<X>(m, l, QKV), p->qkvb, N, C, 3 * C);
     attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
     linear_forward<X>(named(dev, "attention projection"), use, fp8_slot(l, ATTENTION_PROJECTION), false, a->branch,
@@ -556,10 +556,10 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
         layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C, &codes);
         block_forward(m, w, a, l, B, T);
     }
-    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && use->scales && !use->gelu_made)) {
+    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && use->scales && !use->gelu_quantizes)) {
         linear_gelu_again<X>(dev, use, fc_projection, b->gelu, b->fc, b->gelu_codes, N, 4 * C);
     }
-    linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->made, a->dresidual, N, C);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->producers_quantize, a->dresidual, N, C);
     linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
                                a->dresidual, weight_of<X>(m, l, FC_PROJECTION), b->fc, N, 4 * C, C, adds);
     linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
@@ -570,20 +570,20 @@ static void block_backward(const Model* m, const Parameters<X>* w, const Paramet
                              4 * C);
     linear_backward_weight<X, G>(named(dev, "d fc weight"), &wide, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
                                  4 * C, adds);
-    Fp8Codes codes = linear_gradient_codes(use, projection, use->made);
+    Fp8Codes codes = linear_gradient_codes(use, projection, use->producers_quantize);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
                              a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, adds, &codes);
 
-    linear_gradient<X>(named(dev, "fp8 casts"), use, projection, use->made, a->dresidual, N, C);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, projection, use->producers_quantize, a->dresidual, N, C);
     linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
                              weight_of<X>(m, l, ATTENTION_PROJECTION), N, C, C);
     linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
                                  a->dresidual, b->attention, b->attention_codes, N, C, C, adds);
-    codes = linear_gradient_codes(use, qkv, use->attention_made);
+    codes = linear_gradient_codes(use, qkv, use->attention_quantizes);
     arena_attention(&m->arena);
     attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
                             b->attention, b->lse, B, T, C, m->config.NH, adds, &codes);
-    linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_made, a->dwide, N, 3 * C);
+    linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_quantizes, a->dwide, N, 3 * C);
     linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, weight_of<X>(m, l, QKV), N, C,
                              3 * C);
     linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
@@ -603,7 +603,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B,
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
     arena_room(&m->arena, L - 1);
-    Fp8Codes codes = linear_gradient_codes(&a->fp8, fp8_slot(L - 1, FC_PROJECTION), a->fp8.made);
+    Fp8Codes codes = linear_gradient_codes(&a->fp8, fp8_slot(L - 1, FC_PROJECTION), a->fp8.producers_quantize);
     layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
                              (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
                              accumulate, &codes);
@@ -614,7 +614,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B,
         spill_need(a->spill, l);
         block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
         if (l > 0) arena_room(&m->arena, l - 1);
-        codes = l > 0 ? linear_gradient_codes(&a->fp8, fp8_slot(l - 1, FC_PROJECTION), a->fp8.made) : Fp8Codes{};
+        codes = linear_gradient_codes(&a->fp8, fp8_slot(l - 1, FC_PROJECTION), l > 0 && a->fp8.producers_quantize);
         layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
                                  l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
                                  a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
@@ -632,7 +632,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B,
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
     Activations<X> a = activations_layout<X>(m, m->activations, train);
-    arena_lend(&m->arena, train ? nullptr : a.lent);
+    arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
     int64_t N = (int64_t)B * m->T;
     gpt2_forward(m, &a, m->input.tokens, B, m->T);
     gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
@@ -653,7 +653,7 @@ static void gpt2_score(void* model, const int* tokens, int B, int T, const int* 
                        float* losses, int* likeliest) {
     const Model* m = (const Model*)model;
     Activations<X> a = activations_layout<X>(m, m->activations, false);
-    arena_lend(&m->arena, a.lent);
+    arena_dequant_buffer(&m->arena, a.dequant_buffer);
     const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
@@ -676,7 +676,7 @@ static DecodeShape decode_shape(const Model* m) {
 static int64_t activations_bytes(const Model* m, bool backward) {
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32;
-    const int64_t decoder = backward ? m->arena.lent_bytes + decode_bytes(&shape, fp32, 1) : 0;
+    const int64_t decoder = backward ? m->arena.dequant_bytes + decode_bytes(&shape, fp32, 1) : 0;
     int64_t bytes = decoder;
     for (bool train : {false, backward}) {
         const int64_t own = fp32 ? activations_layout<float>(m, nullptr, train).bytes
@@ -737,7 +737,7 @@ static void model_allocate(Model* m, const OptimConfig* config) {
 }
 
 static void model_free(Model* m) {
-    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars, m->fp8.inverse};
+    void* const memory[] = {m->activations, m->input.tokens, m->losses, m->scalars, m->fp8.scale_inv};
     for (void* block : memory) device_free(m->dev, block);
     if (m->arena.grads_bf16) device_free(m->dev, m->dwte_sum);
     for (int i = 0; i < m->arena.count; i++) free((void*)m->stored[i].name);
@@ -746,20 +746,20 @@ static void model_free(Model* m) {
     arena_close(&m->arena);
 }
 
-// Runs a micro-batch before any memory has values, so that kernels are loaded and matmul_choose tries its algorithms
-// in the memory of training. With fp8 there are two kinds of step, with a history of magnitudes and without.
-static void rehearse(Model* m, Device* dev) {
+// Runs a micro-batch before any memory has values: it loads kernels, and matmul_choose times its algorithms in the
+// memory of training. With fp8 there are two kinds of step, with an amax history and without.
+static void warm_up_and_autotune(Model* m, Device* dev) {
     if (!dev->gpu) return;
-    dev->rehearsal = true;
-    const bool current = m->fp8.current;
+    dev->warms_up = true;
+    const bool use_current_scaling = m->fp8.use_current_scaling;
     for (int way = m->uses_fp8 ? 0 : 1; way < 2; way++) {
-        m->fp8.current = way == 1;
+        m->fp8.use_current_scaling = way == 1;
         shard_micro_batch(m->arena.shard, true, true);
         micro_batch(m, input_blank(dev, &m->input), m->B, true, true, 1.0f);
     }
-    m->fp8.current = current;
+    m->fp8.use_current_scaling = use_current_scaling;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
-    dev->rehearsal = false;
+    dev->warms_up = false;
     if (m->arena.decoded) decoded_forget(m->arena.decoded);
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
@@ -789,7 +789,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     arena_begin(&m->arena, m->scalars, clip, lr, step);
     if (m->uses_fp8) fp8_begin(m->dev, &m->fp8, step);
     if (m->arena.scales_apart) {
-        shard_all_reduce(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
+        shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, 1);
         fp8_agree(m->dev, &m->fp8);
     }
     for (int64_t i = 0; i < micro_batches; i++) {
@@ -803,7 +803,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
     }
     arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
     if (!m->uses_fp8) return true;
-    shard_all_reduce(m->arena.shard, m->fp8.found, m->fp8.slots, 1);
+    shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, 1);
     fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
     return true;
 }
@@ -862,17 +862,17 @@ static bool sample(const Model* m, const Options* o, const Prompts* prompts, con
     Samples samples = {prompts, (int)o->samples, tokenizer, strcmp(o->stop, "end") == 0, to, done, context, m, {}};
     const DecodeShape shape = decode_shape(m);
     const bool fp32 = m->arena.type == OPTIM_FP32, run = m->arena.optim != nullptr;
-    const int64_t lent = m->arena.lent_bytes,
-                  room = run ? activations_bytes(m, true) - lent : memory_available(m->dev) / 2;
+    const int64_t dequant_bytes = m->arena.dequant_bytes,
+                  room = run ? activations_bytes(m, true) - dequant_bytes : memory_available(m->dev) / 2;
     const void** tensors = (const void**)memory_take(m->arena.count * sizeof(void*));
-    arena_lend(&m->arena, m->activations);
+    arena_dequant_buffer(&m->arena, m->activations);
     for (int t = 0; t < m->arena.count; t++) tensors[t] = arena_at(&m->arena, m->arena.weights, t, fp32 ? 4 : 2);
     const DrawOptions draw = {o->temperature, o->top_k, (uint64_t)o->seed};
     const DecodeCalls calls = {&samples, m->arena.decoded || m->arena.shard ? sample_need : nullptr, sample_next,
                                samples_done};
     const DecodePrompts texts = {prompts->tokens, prompts->length, prompts->count, samples.each, o->sample_tokens};
     const bool finite = decode_run(m->dev, &shape, fp32, tensors, &texts, &draw, &calls,
-                                   run ? (char*)m->activations + lent : nullptr, room);
+                                   run ? (char*)m->activations + dequant_bytes : nullptr, room);
     free(tensors);
     return finite;
 }
@@ -917,9 +917,9 @@ struct Run {
     double step_seconds, save_seconds;  // of the last step and of the last save; 0 before the first
 };
 
-// The magnitudes that fp8 scales come from: an array of a checkpoint beside the optimizer's.
-static OptimStream magnitudes_of(const Model* m) {
-    return {"fp8.magnitudes", "F32", m->fp8.history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
+// The amax history that fp8 scales come from: an array of a checkpoint beside the optimizer's.
+static OptimStream amax_history_of(const Model* m) {
+    return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
 }
 
 static void take_weights(void* model, int t, const float* values) {
@@ -933,7 +933,7 @@ static void model_read(Model* m, const char* path) {
     if (m->arena.optim) optim_decode(m->arena.optim);
 }
 
-// Reads weights and states of a checkpoint, in any formats. If it lacks fp8's magnitudes, the first step finds them.
+// Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
 static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     char error[DATA_ERROR_BYTES];
@@ -941,17 +941,17 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     CheckpointReader reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, error), error);
     reader.run = &run->folder;
-    const OptimStream magnitudes = magnitudes_of(m);
+    const OptimStream history = amax_history_of(m);
     OptimStored stored = {run->config,        reader.optimizer.count, checkpoint_array, checkpoint_array_read,
                           checkpoint_weights, checkpoint_notice,      &reader};
     const bool loaded =
-        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &magnitudes, &found, error);
+        optim_saved_load(m->arena.optim, &stored, json_get(state, "formats"), m->dev, &history, &found, error);
     require(!*reader.error, reader.error);
     if (!loaded) user_error("%s/%s", folder, error);
     const int head = fp8_slot(m->config.L, QKV);
     if (found) {
-        m->fp8.current = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
-                         (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
+        m->fp8.use_current_scaling = !fp8_has_history(m->dev, &m->fp8, 0, head) ||
+                                     (m->head_fp8 && !fp8_has_history(m->dev, &m->fp8, head, FP8_SLOTS));
     }
     checkpoint_close(&reader);
 }
@@ -972,15 +972,15 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Arena* a = &m->arena;
     const Config* c = &m->config;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
-    const OptimStream magnitudes = magnitudes_of(m);
-    OptimSaved* arrays = optim_saved_open(a->optim, a->shard, m->dev, a->tensors, m->uses_fp8 ? &magnitudes : nullptr);
+    const OptimStream history = amax_history_of(m);
+    OptimSaved* arrays = optim_saved_open(a->optim, a->shard, m->dev, a->tensors, m->uses_fp8 ? &history : nullptr);
     SafetensorsEntry entries[OPTIM_STREAMS + 1] = {};
     const int count = optim_saved_count(arrays);
     for (int i = 0; i < count; i++) {
         const OptimStream array = optim_saved_array(arrays, i);
         entries[i] = {array.name, array.dtype, {array.elements}, 1};
     }
-    if (m->uses_fp8) entries[count - 1] = {magnitudes.name, magnitudes.dtype, {fp8_slots(m), FP8_HISTORY}, 2};
+    if (m->uses_fp8) entries[count - 1] = {history.name, history.dtype, {fp8_slots(m), FP8_HISTORY}, 2};
     char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);
     Checkpoint checkpoint = {};
@@ -1499,7 +1499,7 @@ static void begin(Run* run) {
     Model* m = run->model;
     memory_checkpoint(run->folder.last_checkpoint);
     model_allocate(m, &run->config);
-    rehearse(m, &run->dev);
+    warm_up_and_autotune(m, &run->dev);
     model_begin(run);
     arena_changed(&m->arena);
     if (m->arena.release) release_set_last(m->arena.release, (float)run->folder.state.last_norm);

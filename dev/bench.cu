@@ -179,8 +179,8 @@ struct Operators {
     // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets`
     // distinct tokens).
     void sums(int buckets) {
-        const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->made),
-                       wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_made);
+        const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->producers_quantize),
+                       wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_quantizes);
         account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
             layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
                                         b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &codes);
@@ -233,12 +233,12 @@ struct Operators {
         const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
         // The operands are those of a step: what layernorm writes, of values that the scales were made for.
         const Fp8Codes input = linear_input_codes(use, fc),
-                       gradient = linear_gradient_codes(use, projection, use->made);
+                       gradient = linear_gradient_codes(use, projection, use->producers_quantize);
         residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
                                          act.branch, p->ln2w, p->ln2b, N, C, &input);
         layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
                                     b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
-        a->fp8 = use->gelu_made;
+        a->fp8 = use->gelu_quantizes;
         account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
             linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
                                              weight_of<bf16>(m, 0, FC), p->fcb, N, C, 4 * C);
@@ -248,7 +248,7 @@ struct Operators {
                                           weight_of<bf16>(m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
         });
         a->fp8 = false;
-        if (use->gelu_made) return;
+        if (use->gelu_quantizes) return;
         account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
             linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
         });
@@ -281,8 +281,8 @@ struct Operators {
         gelu_fp8();
         cast("cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
         transpose("transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
-        if (use->attention_made) transpose("transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
-        if (!use->attention_made) cast("cast, qkv", n, act.dwide, use->drows, use->dcolumns, N, 3 * C);
+        if (use->attention_quantizes) transpose("transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
+        if (!use->attention_quantizes) cast("cast, qkv", n, act.dwide, use->drows, use->dcolumns, N, 3 * C);
         weights();
     }
 

@@ -13,7 +13,7 @@
 #   dev/device.sh study      runs of dev/compare/sweeps/$SWEEP.toml (d6) that are not in results/ yet, for BUDGET seconds
 #                            (480, or what TOTAL leaves), JOBS (1) a GPU: $OUT/$SWEEP.tgz holds all records, for
 #                            dev/compare/results/$SWEEP (COMMIT: what they record where git cannot be asked)
-#   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by copy engines
+#   dev/device.sh multi      on 2 or more GPUs: the tests of several ranks, by DMA copy engines
 #   dev/device.sh nccl       those of them over NCCL that start ./train
 #   dev/device.sh launchers  two groups of processes as two machines have them, by torchrun and by Slurm's variables; without
 #                            a GPU over the tests' stand-in for NCCL

@@ -1,10 +1,10 @@
 // The second product of galore_mma.cuh in bf16 with its update of the weights, by products of warpgroups (sm_90a):
 //     right: U (R, C) = N Q,  left: U = Q^T N;   summed over the rank, at most 256
 // The weights' bytes are what takes time. A block stays, keeps 128 rows of the left operand in shared memory, and walks
-// along their columns, 64 at a time: the copy engine brings columns of the right operand and the weights there,
-// the product is made, the sink updates the weights where they lie, in the form that the copy engine brought them in
-// (each lane reads what belongs to its sums with ldmatrix), and the copy engine takes them away. Where stages suffice,
-// a step's weights are updated while the next step's product is made. The blocks share all steps evenly.
+// along their columns, 64 at a time: TMA brings columns of the right operand and the weights there, the product is
+// made, the sink updates the weights where they lie, in the form that TMA brought them in (each lane reads what belongs
+// to its sums with ldmatrix), and TMA takes them away. Where stages suffice, a step's weights are updated while the
+// next step's product is made. The blocks share all steps evenly.
 //
 // Deterministic. Sizes are multiples of 8, addresses of 16 bytes.
 #pragma once
@@ -138,7 +138,7 @@ __device__ __forceinline__ void lh_back_deliver(uint32_t shared, const LowBackMa
     typedef LowBackLayout<DEPTH> Layout;
     const uint32_t slot = shared + Layout::A + step.stage * Layout::STAGE + Layout::B + warp * 16 * PANEL_ROW_BYTES;
     if (*last >= 0 && lane == 0) {
-        store_wait_read<0>();  // the copy engine has read it
+        store_wait_read<0>();  // TMA has read it
         barrier_arrive(shared + Layout::empty(*last));
     }
     lh_back_update(sink, c, slot, step.row + warp * 16, step.column, lane);

@@ -1,5 +1,5 @@
-// The parts that the sm_90a kernels of galore_mma.cuh's two products share. The copy engine loads their operands, and
-// warpgroups multiply them (wgmma):
+// The parts that the sm_90a kernels of galore_mma.cuh's two products share. TMA loads their operands, and warpgroups
+// multiply them (wgmma):
 //     galore_project_tf32.cuh  the first product, in fp32
 //     galore_back.cuh     the second one and the weights' update, in bf16
 #pragma once

@@ -1,5 +1,4 @@
-// The first product of galore_mma.cuh by products of warpgroups (wgmma) on operands that the copy engine brings
-// (sm_90a):
+// The first product of galore_mma.cuh by products of warpgroups (wgmma) on operands that TMA brings (sm_90a):
 //     right: low (R, rank) = G Q^T,  left: low (rank, C) = Q G;   summed over the shorter side
 // It has few tiles and a long sum. A block has CHANNELS channels, 128 of the rank and a part of the sum; the blocks of
 // a tile are a cluster, each of which adds up a part of the tile from all of their shared memories, in order, and hands

@@ -134,7 +134,7 @@ __device__ __forceinline__ void lt_deliver(uint32_t shared, const LowTurnedMaps*
     const uint32_t panels = shared + step.stage * Layout::STAGE + Layout::Y;
     const bool first = warp % 2 == 0 && lane == 0;
     if (*last >= 0 && first) {
-        store_wait_read<0>();  // the copy engine has read it
+        store_wait_read<0>();  // TMA has read it
         barrier_arrive(shared + Layout::empty(*last));
     }
     lt_update(sink, c, panels, step.row, step.column, warp, lane);

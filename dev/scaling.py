@@ -14,7 +14,7 @@ it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are not as the
 
 With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on eight GPUs take
 longer than a machine that is lent for minutes runs one command. NIBBLE_NCCL=libnccl.so.2 measures NCCL in place of the
-copy engines. Options of ./train may follow.
+DMA copy engines. Options of ./train may follow.
 """
 import argparse
 import array

@@ -526,7 +526,7 @@ __global__ void attention_dot_kernel(float* D /*(B,NH,T)*/, const X* dout /*(B,T
     }
 }
 
-// BM queries by BN keys. Of the shapes for heads of 128, BM = 64 is faster and needs Hopper's shared memory. UNEVEN is
+// BM queries by BN keys. Among shapes for heads of 128, BM = 64 is faster and needs Hopper's shared memory. UNEVEN is
 // for the test of the order of dq: it slows down every other tile of keys.
 template <int HS_, int BM_, bool UNEVEN_ = false>
 struct BackwardShape {
@@ -575,8 +575,8 @@ __device__ inline void backward_load(uint32_t shared, const BackwardWork& work, 
     }
 }
 
-// From scores s and dp (16 keys x 32 queries) to p in place of s and ds in place of dp. Queries past T have zero q,
-// dout, lse and D, so p = 1 meets dout = 0 and ds = 0.
+// Replaces scores s by probabilities p, and dp by ds (16 keys x 32 queries). Queries past T have zero q, dout, lse and
+// D, so p = 1 meets dout = 0 and ds = 0.
 __device__ inline void backward_softmax(float (&s)[4][4], float (&dp)[4][4], const float* lse /*(32)*/,
                                         const float* D /*(32)*/, int key, int query, float scale_log2) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

@@ -19,7 +19,7 @@
 //    ds goes through shared memory, for dq = ds k, of which each group computes 64 queries. That product is made a tile
 //    late, when the other group has long written its half of ds, so that the groups need not run in lockstep: while one
 //    computes exponentials, the other's products keep the tensor cores busy.
-//  - one loads (one thread: k and v of two tiles of keys, q and dout of two tiles of queries, by the copy engine) and
+//  - one loads (one thread: k and v of two tiles of keys, q and dout of two tiles of queries, by TMA) and
 //    keeps the order of dq (a warp for each computing group, see hopper_backward_order).
 // Flags keep the order of dq, which makes it deterministic: of the tiles of keys that a tile of queries sees, the first
 // in the order stores its share, the others add theirs when the flag says that it is their turn, and the last one reads
@@ -83,7 +83,7 @@ __device__ __forceinline__ void hopper_backward_keys_start(float (&dk)[Shape::HS
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_dq_done(float (&dq)[Shape::DQ_COLUMNS / 8][4],
                                                         HopperBackwardShared<Shape>& shared, int buffer,
-                                                        HopperBackwardExit& out, const HopperBackwardArguments& a,
+                                                        EpilogueStaging& out, const HopperBackwardArguments& a,
                                                         const HopperBackwardTile& tile, int group) {
     warp_arrive(&shared.ds_empty[buffer]);
     if (tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile))
@@ -112,7 +112,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
                                                         const CUtensorMap* dqkv, const HopperBackwardArguments& a,
                                                         int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
-    HopperBackwardExit out = hopper_backward_exit<Shape>(dqkv, memory, a);
+    EpilogueStaging out = epilogue_staging<Shape>(dqkv, memory, a);
     const uint32_t k_tile = memory + group * 64 * PANEL_ROW_BYTES, v_tile = k_tile + Shape::V;
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
@@ -167,7 +167,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
     wgmma_wait<0>();
     wgmma_hold(dq);
     hopper_backward_dq_done<Shape>(dq, shared, (count - 1) % 2, out, a, before, group);
-    if (Shape::CODES) fp8_tell_warp(a.codes, out.seen);
+    if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }
 

@@ -323,18 +323,18 @@ __device__ __forceinline__ void add_4(float* to, const float (&value)[4]) {
                  : "memory");
 }
 
-// The shared memory through which a warp stores results, 16 rows of 64 at a time; `turn` alternates between two places.
-struct HopperBackwardExit {
+// The shared memory that stages a warp's results for TMA stores, 16 rows of 64 at a time; `turn` selects one of two.
+struct EpilogueStaging {
     const CUtensorMap* map;  // of dqkv, in boxes of 16 rows
     uint32_t place;
     int turn;
     float scale;  // of codes
-    Fp8Seen seen;
+    Fp8Stats stats;
 };
 
 template <typename Shape>
-__device__ __forceinline__ HopperBackwardExit hopper_backward_exit(const CUtensorMap* dqkv, uint32_t memory,
-                                                                   const HopperBackwardArguments& a) {
+__device__ __forceinline__ EpilogueStaging epilogue_staging(const CUtensorMap* dqkv, uint32_t memory,
+                                                            const HopperBackwardArguments& a) {
     const uint32_t place = memory + Shape::OUT + threadIdx.x / 32 * 2 * Shape::OUT_BYTES;
     return {dqkv, place, 0, Shape::CODES ? *a.codes.scale : 1.0f, {}};
 }
@@ -370,7 +370,7 @@ __device__ __forceinline__ uint4 gather_quad(const uint32_t (&word)[4], int lane
 // Stores a warp's accumulators (16 rows x COLUMNS) times `factor` as bf16 in dqkv, and their column sums. Rows past T
 // are zero and not written. DIRECT: without shared memory.
 template <typename Shape, int COLUMNS, bool DIRECT = false>
-__device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, const HopperBackwardArguments& a,
+__device__ __forceinline__ void hopper_backward_store(EpilogueStaging& out, const HopperBackwardArguments& a,
                                                       const float (&c)[COLUMNS / 8][4], float factor, int column,
                                                       int row, int batch) {
     const int lane = threadIdx.x % 32;
@@ -395,7 +395,7 @@ __device__ __forceinline__ void hopper_backward_store(HopperBackwardExit& out, c
                 const bool e5m2 = a.codes.type == FP8_E5M2;
                 const float largest = fp8_largest(a.codes.type);
                 fp8_words(&upper[k % 2], &lower[k % 2], word[0], word[1], word[2], word[3], out.scale, largest, e5m2,
-                          &out.seen);
+                          &out.stats);
                 if (k % 2 == 1)
                     hopper_backward_store_codes<Shape>(upper, lower, a, column + panel * 64 + k / 2 * 32, row, batch);
             } else if constexpr (DIRECT) {
@@ -471,7 +471,7 @@ __device__ __forceinline__ void hopper_backward_dq_add(const float (&dq)[Shape::
 // Writes a part of a tile of dq.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_dq_write(const float (&dq)[Shape::DQ_COLUMNS / 8][4],
-                                                         HopperBackwardExit& out, const HopperBackwardArguments& a,
+                                                         EpilogueStaging& out, const HopperBackwardArguments& a,
                                                          const HopperBackwardTile& tile, int part) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
     const int row = tile.query_tile * BM + (BM == 128 ? part * 64 : 0) + threadIdx.x / 32 % 4 * 16;
@@ -490,7 +490,7 @@ __device__ __forceinline__ void hopper_backward_uneven(const HopperBackwardTile&
 // Writes dk and dv of half `part` of a tile of keys.
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_keys_out(const float (&dk)[Shape::HS / 8][4],
-                                                         const float (&dv)[Shape::HS / 8][4], HopperBackwardExit& out,
+                                                         const float (&dv)[Shape::HS / 8][4], EpilogueStaging& out,
                                                          const HopperBackwardArguments& a,
                                                          const HopperBackwardTile& tile, int part) {
     const int key = tile.key_tile * Shape::BN + part * 64 + threadIdx.x / 32 % 4 * 16;

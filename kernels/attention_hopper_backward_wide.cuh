@@ -55,7 +55,7 @@ __device__ __forceinline__ void hopper_backward_wide_dq(float (&dq)[Shape::DQ_CO
 template <typename Shape>
 __device__ __forceinline__ void hopper_backward_wide_queries(HopperBackwardShared<Shape>& shared, uint32_t memory,
                                                              const HopperBackwardArguments& a) {
-    HopperBackwardExit out = {nullptr, 0, 0, Shape::CODES ? *a.codes.scale : 1.0f, {}};
+    EpilogueStaging out = {nullptr, 0, 0, Shape::CODES ? *a.codes.scale : 1.0f, {}};
     HopperBackwardTile tile;
     int count = 0;  // of tiles
     for (int n = 0; hopper_backward_take<Shape>(tile, shared, a, n); n++) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void hopper_backward_wide_queries(HopperBackwardShare
             group_arrive(DONE_BARRIER, ORDER_THREADS);
         }
     }
-    if (Shape::CODES) fp8_tell_warp(a.codes, out.seen);
+    if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
 }
 
 // Rounds s, which holds p, to a left operand.
@@ -176,7 +176,7 @@ __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<S
                                                           const CUtensorMap* dqkv, const HopperBackwardArguments& a,
                                                           int group) {
     constexpr int BM = Shape::BM, HS = Shape::HS;
-    HopperBackwardExit out = hopper_backward_exit<Shape>(dqkv, memory, a);
+    EpilogueStaging out = epilogue_staging<Shape>(dqkv, memory, a);
     HopperBackwardTile tile, before;
     if (!hopper_backward_take<Shape>(tile, shared, a, 0)) return;
     int count = 0;  // of tiles
@@ -231,6 +231,6 @@ __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<S
         hopper_backward_wide_scores<Shape>(s, memory, tile, count, group);
         if (last) hopper_backward_keys_out<Shape>(dk, dv, out, a, before, part);
     }
-    if (Shape::CODES) fp8_tell_warp(a.codes, out.seen);
+    if (Shape::CODES) publish_warp_amax(a.codes, out.stats);
     if (threadIdx.x % 32 == 0) store_wait<0>();
 }

@@ -2,9 +2,9 @@
 //
 // A block stays on its multiprocessor and draws pieces of work, a head's tile of 64 * CONSUMERS queries, until there
 // are none. One thread is the producer: it draws pieces, and loads q, one piece ahead, and tiles of BN keys and values
-// by the copy engine into two rings of STAGES each. CONSUMERS warpgroups of 128 threads own 64 queries each and walk
-// the keys from the diagonal back to the first, so that only the first tile needs a mask. Scores S = q k^T,
-// probabilities P and the sums O stay in registers: wgmma leaves S in the layout in which P goes back in.
+// by TMA into two rings of STAGES each. CONSUMERS warpgroups of 128 threads own 64 queries each and walk the keys from
+// the diagonal back to the first, so that only the first tile needs a mask. Scores S = q k^T, probabilities P and the
+// sums O stay in registers: wgmma leaves S in the layout in which P goes back in.
 //
 // A 64 x 128 tile of a head of 64 keeps the tensor cores busy for 512 cycles, and its 8192 exponentials keep the
 // multiprocessor's 16 exponential units busy for 512 as well, so the speed is in doing both at once and little else:
@@ -18,10 +18,9 @@
 //    subtracts. To search each tile for its largest score, and to rescale O, would be a third of all instructions.
 //
 // Pieces are counted back from the last query, so that the first piece, the shortest, is the one that is not full. T
-// need not be a multiple of anything: the copy engine reads zeros and writes nothing outside a sequence, and keys past
-// the end are masked. Registers: 65536 / (128 * (CONSUMERS + 1)) per thread at the start; the producer's warpgroup
-// keeps 32 or 40 and the consumers share the rest: BN / 2 of S, BN / 4 of P and HS / 2 of O, of 232 (two warpgroups) or
-// 160 (three).
+// need not be a multiple of anything: TMA reads zeros and writes nothing outside a sequence, and keys past the end are
+// masked. Registers: 65536 / (128 * (CONSUMERS + 1)) per thread at the start; the producer's warpgroup keeps 32 or 40
+// and the consumers share the rest: BN / 2 of S, BN / 4 of P and HS / 2 of O, of 232 (two warpgroups) or 160 (three).
 #pragma once
 
 #include <math.h>

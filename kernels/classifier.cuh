@@ -7,9 +7,9 @@
 // the head's matmul wrote is turned into gradients where it lies.
 //
 // Long bf16 rows (GPT-2's 50304 columns are 98 KB) on Hopper stay in shared memory between the two passes, two blocks a
-// multiprocessor so that one computes while the other waits. Rows are cut into chunks; a warp of its own orders the
-// copy engine to write a chunk back as soon as its gradient is there, and then to bring that chunk of the block's next
-// row. Other rows take a block each, which reads them a second time, from the L2 cache.
+// multiprocessor so that one computes while the other waits. Rows are cut into chunks; a warp of its own has TMA write
+// a chunk back as soon as its gradient is there, and then bring that chunk of the block's next row. Other rows take a
+// block each, which reads them a second time, from the L2 cache.
 //
 // At an H200's copy rate a multiprocessor must process 8 logits per nanosecond. At 1 GHz that leaves 16 instructions
 // per logit, or 2 exponentials (MUFU, 16 per cycle); in a training step the card is at its power limit and runs at 1.4
@@ -101,10 +101,10 @@ __device__ inline void classifier_put(X* place, const Fp8Codes& codes, int64_t a
     if constexpr (std::is_same_v<X, bf16>) {
         if (codes.rows) {
             float value[8];
-            Fp8Seen seen = {};
+            Fp8Stats stats = {};
             vec_floats(value, vec);
             *(uint2*)(codes.rows + at) =
-                fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, &seen);
+                fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, &stats);
             return;
         }
     }
@@ -248,7 +248,7 @@ __device__ inline ClassifierSum classifier_block_sum(ClassifierSum own, Classifi
     return {maximum, warp_sum(part.sum * fast_exp2(classifier_offset(part.maximum) - classifier_offset(maximum)))};
 }
 
-// From a row's maximum and sum.
+// Returns a row's loss from its maximum and sum.
 __device__ inline float classifier_loss(ClassifierSum row, float target_logit) {
     // log2 of the maximum's exponential, rounded as in classifier_take: where that is nearly all of the sum, it
     // cancels.

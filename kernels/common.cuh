@@ -182,7 +182,7 @@ struct Device {
     cublasLtHandle_t cublaslt;
     int64_t context;            // bytes in use after the driver's context was made: its own and other processes'
     bool profile;               // kernels/profile.h: kernels get names
-    bool rehearsal;             // memory has no values yet, so that operators may overwrite their inputs
+    bool warms_up;              // memory has no values yet, so that operators may overwrite their inputs
     void* workspace;            // cuBLASLt's, WORKSPACE_BYTES
     int* ticket;                // device: the counter by which a kernel's blocks draw work; 0 between kernels
     MatmulPlans* matmul_plans;  // what kernels/matmul_plan.cuh has chosen so far on this device

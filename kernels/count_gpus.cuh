@@ -1,4 +1,4 @@
-// Which GPUs answer, and why none does.
+// Counts the GPUs that answer, and says why none does.
 #pragma once
 #include "common.cuh"
 

@@ -3,7 +3,7 @@
 // A token of the k likeliest has the probability softmax(logit / temperature). It is drawn by Gumbel's trick: the token
 // with the largest logit / temperature + g is taken, where g = -log(-log(u)) and u is uniform, a function of the seed,
 // the sample, the place in its text and the token. So nothing is summed or sorted, a row is drawn in two passes over
-// it, and equal logits and numbers give the same token on any device. Of equal scores the first wins. Temperature 0, or
+// it, and equal logits and numbers give the same token on any device. The first of equal scores wins. Temperature 0, or
 // one below DRAW_COLD, takes the likeliest token. A row with a value that is not finite gives DRAW_NOT_FINITE.
 //
 // The k likeliest are those not below the k-th largest logit; all tokens that equal it take part. The search for that

@@ -6,10 +6,10 @@
 // Rounding is to nearest even. What lies beyond the largest code becomes the largest code and is counted; NaN and
 // infinity become NaN, so that the loss or the norm of the gradient shows them.
 //
-// The scale of a step comes from the largest magnitudes of the FP8_HISTORY steps before it (delayed scaling), with a
-// factor of 2 to spare. So a tensor is read once, and its own largest magnitude is a by-product. In the first step,
-// which has no history, each tensor is read twice and scaled by its own largest magnitude so far. The magnitudes of a
-// step are maxima over all micro-batches and ranks, and belong to a checkpoint. Weights that are stored as codes
+// The scale of a step comes from the largest magnitudes (amax) of the FP8_HISTORY steps before it (delayed scaling),
+// with a factor of 2 to spare. So a tensor is read once, and its own largest magnitude is a by-product. In the first
+// step, which has no history, each tensor is read twice and scaled by its own largest magnitude so far. The magnitudes
+// of a step are maxima over all micro-batches and ranks, and belong to a checkpoint. Weights that are stored as codes
 // (linear.cuh) keep the scale that they are stored with.
 //
 // Hopper's fp8 products want the summed dimension last in both operands. x W^T reads x and W by rows; dy W reads W by
@@ -41,12 +41,12 @@ enum Fp8Op { FP8_COPY, FP8_GELU, FP8_GELU_BACKWARD };
 struct Fp8 {
     int slots;
     Fp8Type gradients;
-    bool current;          // this step has no history, and scales by the magnitudes that it finds
-    int64_t first;         // number of the first such step; 0: there was none
-    float* history;        // (slots, FP8_HISTORY) largest magnitudes, the last step's first; 0: unknown
-    float* scale;          // (slots)
-    float* inverse;        // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
-    uint32_t* found;       // (slots + 1) bits of this step's largest magnitudes; then how many elements saturated
+    bool use_current_scaling;  // there is no amax history yet: a cast computes its amax first
+    int64_t first;             // number of the first such step; 0: there was none
+    float* amax_history;       // (slots, FP8_HISTORY) the last step's amax comes first; 0: unknown
+    float* scale;              // (slots)
+    float* scale_inv;          // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
+    uint32_t* amax;            // (slots + 1) bits of this step's amax of each slot; then the overflow count
     const float** stored;  // (slots) of a tensor that is stored as codes: [1] is its inverse, [2] its scale; or NULL
 };
 
@@ -57,7 +57,7 @@ struct Fp8Operand {
     Fp8Type type;
 };
 
-// Plainly: the code of a value that has its scale already, and back. `bits` of mantissa, the smallest normal exponent.
+// Plain C: the code of a value that is scaled already, and the value of a code.
 inline uint8_t fp8_encode(float x, Fp8Type type) {
     const int mantissa = type == FP8_E4M3 ? 3 : 2, least = type == FP8_E4M3 ? -6 : -14;
     const uint8_t sign = signbit(x) ? 0x80 : 0;
@@ -80,22 +80,22 @@ inline float fp8_decode(uint8_t code, Fp8Type type) {
     return code & 0x80 ? -value : value;
 }
 
-// The largest power of two that keeps `magnitude` times 2^spare within the type's range; 1 where it is 0.
-__host__ __device__ inline float fp8_scale(float magnitude, Fp8Type type, int spare) {
-    if (!(magnitude > 0.0f) || magnitude > 3e38f) return 1.0f;
-    // magnitude = f 2^e with f in [0.5, 1); the largest code is 0.875 2^9, or 0.875 2^16.
+// The largest power of two that keeps `amax` times 2^spare within the type's range; 1 where it is 0.
+__host__ __device__ inline float fp8_scale(float amax, Fp8Type type, int spare) {
+    if (!(amax > 0.0f) || amax > 3e38f) return 1.0f;
+    // amax = f 2^e with f in [0.5, 1); the largest code is 0.875 2^9, or 0.875 2^16.
     int e;
-    const float f = frexpf(magnitude, &e);
+    const float f = frexpf(amax, &e);
     int k = (type == FP8_E4M3 ? 9 : 16) - e - (f > 0.875f) - spare;
     k = k > 100 ? 100 : k < -100 ? -100 : k;
     return ldexpf(1.0f, k);
 }
 
-inline void fp8_found_cpu(Fp8* f, int slot, float magnitude, int64_t saturated) {
+inline void fp8_amax_cpu(Fp8* f, int slot, float amax, int64_t overflow_count) {
     uint32_t bits;
-    memcpy(&bits, &magnitude, 4);
-    if (bits > f->found[slot]) f->found[slot] = bits;
-    f->found[f->slots] += (uint32_t)saturated;
+    memcpy(&bits, &amax, 4);
+    if (bits > f->amax[slot]) f->amax[slot] = bits;
+    f->amax[f->slots] += (uint32_t)overflow_count;
 }
 
 // values: (C) = op(inp), op(inp, pre_gelu), all of one row
@@ -113,22 +113,22 @@ inline void fp8_cast_cpu(Fp8* f, const Fp8Operand* to, Fp8Op op, const float* in
                          int64_t N, int C, bool accumulate) {
     float* values = (float*)memory_take(N * C * sizeof(float));
     const float scale = f->scale[to->slot], largest = fp8_largest(to->type);
-    float magnitude = 0.0f;
-    int64_t saturated = 0;
+    float amax = 0.0f;
+    int64_t overflow_count = 0;
     const bool writes = to->rows || to->columns;
-#pragma omp parallel for reduction(max : magnitude) reduction(+ : saturated) schedule(static)
+#pragma omp parallel for reduction(max : amax) reduction(+ : overflow_count) schedule(static)
     for (int64_t n = 0; n < N; n++) {
         float* row = values + n * C;
         fp8_row_cpu(row, op, inp + n * C, pre_gelu ? pre_gelu + n * C : nullptr, C);
         for (int c = 0; c < C; c++) {
-            magnitude = fabsf(row[c]) > magnitude ? fabsf(row[c]) : magnitude;
-            saturated += fabsf(row[c] * scale) > largest;
+            amax = fabsf(row[c]) > amax ? fabsf(row[c]) : amax;
+            overflow_count += fabsf(row[c] * scale) > largest;
             const uint8_t code = fp8_encode(row[c] * scale, to->type);
             if (to->rows) to->rows[n * C + c] = code;
             if (to->columns) to->columns[c * N + n] = code;
         }
     }
-    fp8_found_cpu(f, to->slot, magnitude, writes ? saturated : 0);
+    fp8_amax_cpu(f, to->slot, amax, writes ? overflow_count : 0);
     if (dbias) column_sum_cpu(dbias, values, N, C, accumulate);
     free(values);
 }
@@ -139,9 +139,9 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
                             bool accumulate) {
     float* x = (float*)memory_take(rows * depth * sizeof(float));
     float* y = (float*)memory_take(cols * depth * sizeof(float));
-    const float inverse = f->inverse[4 * slot_a] * f->inverse[4 * slot_b];  // a power of two: exact
+    const float scale_inv = f->scale_inv[4 * slot_a] * f->scale_inv[4 * slot_b];  // a power of two: exact
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * inverse;
+    for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * scale_inv;
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < cols * depth; i++) y[i] = fp8_decode(b[i], type_b);
     if (bias) {
@@ -157,27 +157,27 @@ inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot
 // with another storage, can compute the scale from it.
 inline void fp8_begin_cpu(Fp8* f, int slot) {
     const Fp8Type type = slot % 3 == 2 ? f->gradients : FP8_E4M3;
-    float most = 0.0f;
+    float amax = 0.0f;
     if (const float* stored = f->stored[slot]) {
-        const float most_held = fp8_largest(FP8_E4M3) * stored[1];
-        memcpy(&f->found[slot], &most_held, sizeof(float));
-        f->inverse[4 * slot] = stored[1], f->scale[slot] = stored[2];
+        const float stored_amax = fp8_largest(FP8_E4M3) * stored[1];
+        memcpy(&f->amax[slot], &stored_amax, sizeof(float));
+        f->scale_inv[4 * slot] = stored[1], f->scale[slot] = stored[2];
         return;
     }
-    for (int i = 0; i < FP8_HISTORY; i++) most = fmaxf(most, f->history[slot * FP8_HISTORY + i]);
-    f->scale[slot] = fp8_scale(most, type, 1);
-    f->inverse[4 * slot] = 1.0f / f->scale[slot];
-    f->found[slot] = 0;
+    for (int i = 0; i < FP8_HISTORY; i++) amax = fmaxf(amax, f->amax_history[slot * FP8_HISTORY + i]);
+    f->scale[slot] = fp8_scale(amax, type, 1);
+    f->scale_inv[4 * slot] = 1.0f / f->scale[slot];
+    f->amax[slot] = 0;
 }
 
 // Adds the step's magnitude to the history, unless it is not finite or was not measured.
 inline void fp8_end_cpu(Fp8* f, int slot) {
-    float* history = f->history + slot * FP8_HISTORY;
-    float magnitude;
-    memcpy(&magnitude, &f->found[slot], 4);
-    if (!(magnitude > 0.0f) || !isfinite(magnitude)) return;
+    float* history = f->amax_history + slot * FP8_HISTORY;
+    float amax;
+    memcpy(&amax, &f->amax[slot], 4);
+    if (!(amax > 0.0f) || !isfinite(amax)) return;
     for (int i = FP8_HISTORY - 1; i > 0; i--) history[i] = history[i - 1];
-    history[0] = magnitude;
+    history[0] = amax;
 }
 
 #ifdef __CUDACC__
@@ -210,13 +210,13 @@ __device__ inline void fp8_values(float (&value)[8], Vec<bf16> x, Vec<bf16> pre_
     }
 }
 
-// The arguments of a cast: scale and found are the slot's, partial: (ceil(N / 128), C) column sums, or NULL.
+// The arguments of a cast: scale and amax are the slot's, partial: (ceil(N / 128), C) column sums, or NULL.
 struct Fp8Cast {
     uint8_t *rows, *columns;
     const bf16 *inp, *pre_gelu;
     float* partial;
     const float* scale;
-    uint32_t *found, *saturated;
+    uint32_t *amax, *overflow_count;
     int64_t N;
     int C;
     bool e5m2;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
     const int64_t first = (int64_t)blockIdx.y * FP8_TILE;
     const float scale = *k.scale, largest = k.e5m2 ? 57344.0f : 448.0f;
     const bool writes = k.rows || k.columns;
-    Fp8Seen seen = {};
+    Fp8Stats stats = {};
     float sum[8] = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
             fp8_values<OP>(value, x[r], pre[r]);
 #pragma unroll
             for (int j = 0; j < 8; j++) sum[j] += value[j];
-            codes[r] = fp8_codes(value, scale, largest, k.e5m2, &seen);
+            codes[r] = fp8_codes(value, scale, largest, k.e5m2, &stats);
             if (k.rows) *(uint2*)(k.rows + (row + r) * k.C + c) = codes[r];
         }
         uint32_t low[4], high[4];
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(256, 4) fp8_cast_kernel(Fp8Cast k) {
 #pragma unroll
         for (int j = 0; j < 8; j++) sums[group][eight * 8 + j] = sum[j];
     }
-    if (!writes) seen.saturated = 0;
-    fp8_tell(k.found, k.saturated, seen);
+    if (!writes) stats.overflow_count = 0;
+    publish_block_amax(k.amax, k.overflow_count, stats);
     __syncthreads();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32,
               columns = min(FP8_TILE, k.C - (int)blockIdx.x * FP8_TILE);
@@ -320,51 +320,51 @@ __global__ static void __launch_bounds__(256, 6)
     }
 }
 
-// Grid 1, block 1: the scale of a tensor whose largest magnitude was found just now.
-__global__ static void fp8_rescale_kernel(float* scale, float* inverse, const uint32_t* found, Fp8Type type) {
-    *scale = fp8_scale(__uint_as_float(*found), type, 0);
-    *inverse = 1.0f / *scale;
+// Grid 1, block 1: the scale of a tensor whose amax was found just now.
+__global__ static void fp8_rescale_kernel(float* scale, float* scale_inv, const uint32_t* amax, Fp8Type type) {
+    *scale = fp8_scale(__uint_as_float(*amax), type, 0);
+    *scale_inv = 1.0f / *scale;
 }
 
 // Grid 1, block 1.
-__global__ static void fp8_fix_kernel(float* to_scale, float* to_inverse, float scale, float inverse) {
-    *to_scale = scale, *to_inverse = inverse;
+__global__ static void fp8_fix_kernel(float* to_scale, float* to_inverse, float scale, float scale_inv) {
+    *to_scale = scale, *to_inverse = scale_inv;
 }
 
 // fp8_begin_cpu, fp8_agree and fp8_end_cpu for each slot. Grid ceil(slots / 256), block 256.
 __global__ static void fp8_begin_kernel(Fp8 f) {
     const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (slot == 0) f.found[f.slots] = 0;
+    if (slot == 0) f.amax[f.slots] = 0;
     if (slot >= f.slots) return;
     const Fp8Type type = slot % 3 == 2 ? f.gradients : FP8_E4M3;
-    float most = 0.0f;
+    float amax = 0.0f;
     if (const float* stored = f.stored[slot]) {
-        f.found[slot] = __float_as_uint(fp8_largest(FP8_E4M3) * stored[1]);
-        f.inverse[4 * slot] = stored[1], f.scale[slot] = stored[2];
+        f.amax[slot] = __float_as_uint(fp8_largest(FP8_E4M3) * stored[1]);
+        f.scale_inv[4 * slot] = stored[1], f.scale[slot] = stored[2];
         return;
     }
-    for (int i = 0; i < FP8_HISTORY; i++) most = fmaxf(most, f.history[slot * FP8_HISTORY + i]);
-    f.scale[slot] = fp8_scale(most, type, 1);
-    f.inverse[4 * slot] = 1.0f / f.scale[slot];
-    f.found[slot] = 0;
+    for (int i = 0; i < FP8_HISTORY; i++) amax = fmaxf(amax, f.amax_history[slot * FP8_HISTORY + i]);
+    f.scale[slot] = fp8_scale(amax, type, 1);
+    f.scale_inv[4 * slot] = 1.0f / f.scale[slot];
+    f.amax[slot] = 0;
 }
 
 __global__ static void fp8_agree_kernel(Fp8 f) {
     const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (slot >= f.slots || f.found[slot] == 0) return;
-    f.scale[slot] = fp8_scale(__uint_as_float(f.found[slot]), FP8_E4M3, 0);
-    f.inverse[4 * slot] = 1.0f / f.scale[slot];
+    if (slot >= f.slots || f.amax[slot] == 0) return;
+    f.scale[slot] = fp8_scale(__uint_as_float(f.amax[slot]), FP8_E4M3, 0);
+    f.scale_inv[4 * slot] = 1.0f / f.scale[slot];
 }
 
-__global__ static void fp8_end_kernel(Fp8 f, const float* factor, float* saturated) {
+__global__ static void fp8_end_kernel(Fp8 f, const float* factor, float* overflow_count) {
     const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (slot == 0) *saturated = (float)f.found[f.slots];
+    if (slot == 0) *overflow_count = (float)f.amax[f.slots];
     if (slot >= f.slots || !isfinite(*factor)) return;
-    float* history = f.history + slot * FP8_HISTORY;
-    const float magnitude = __uint_as_float(f.found[slot]);
-    if (!(magnitude > 0.0f) || !isfinite(magnitude)) return;
+    float* history = f.amax_history + slot * FP8_HISTORY;
+    const float amax = __uint_as_float(f.amax[slot]);
+    if (!(amax > 0.0f) || !isfinite(amax)) return;
     for (int i = FP8_HISTORY - 1; i > 0; i--) history[i] = history[i - 1];
-    history[0] = magnitude;
+    history[0] = amax;
 }
 
 template <Fp8Op OP>
@@ -394,12 +394,12 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
         const Fp8Operand none = {nullptr, nullptr, to->slot, to->type};
-        if (f->current) {
+        if (f->use_current_scaling) {
             fp8_cast_cpu(f, &none, op, (const float*)inp, (const float*)pre_gelu, nullptr, N, C, false);
-            float magnitude;
-            memcpy(&magnitude, &f->found[to->slot], 4);
-            f->scale[to->slot] = fp8_scale(magnitude, to->type, 0);
-            f->inverse[4 * to->slot] = 1.0f / f->scale[to->slot];
+            float amax;
+            memcpy(&amax, &f->amax[to->slot], 4);
+            f->scale[to->slot] = fp8_scale(amax, to->type, 0);
+            f->scale_inv[4 * to->slot] = 1.0f / f->scale[to->slot];
         }
         fp8_cast_cpu(f, to, op, (const float*)inp, (const float*)pre_gelu, (float*)dbias, N, C, accumulate);
         return;
@@ -413,14 +413,14 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
                      pre_gelu,
                      nullptr,
                      f->scale + to->slot,
-                     f->found + to->slot,
-                     f->found + f->slots,
+                     f->amax + to->slot,
+                     f->amax + f->slots,
                      N,
                      C,
                      to->type == FP8_E5M2};
-        if (f->current) {
+        if (f->use_current_scaling) {
             fp8_cast_run(dev, op, &k);
-            fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(f->scale + to->slot, f->inverse + 4 * to->slot, k.found,
+            fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(f->scale + to->slot, f->scale_inv + 4 * to->slot, k.amax,
                                                          to->type);
             check_launch();
         }
@@ -448,13 +448,13 @@ inline void fp8_by_columns(const Device* dev, uint8_t* columns, const uint8_t* r
 #endif
 }
 
-// Sets a scale that is known beforehand, for values of at most `magnitude`.
-inline void fp8_fix(const Device* dev, Fp8* f, int slot, float magnitude, Fp8Type type) {
-    const float scale = fp8_scale(magnitude, type, 0), inverse = 1.0f / scale;
-    if (!dev->gpu) f->scale[slot] = scale, f->inverse[4 * slot] = inverse;
+// Sets a scale that is known beforehand, for values of at most `amax`.
+inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type type) {
+    const float scale = fp8_scale(amax, type, 0), scale_inv = 1.0f / scale;
+    if (!dev->gpu) f->scale[slot] = scale, f->scale_inv[4 * slot] = scale_inv;
 #ifdef __CUDACC__
     if (!dev->gpu) return;
-    fp8_fix_kernel<<<1, 1, 0, dev->stream>>>(f->scale + slot, f->inverse + 4 * slot, scale, inverse);
+    fp8_fix_kernel<<<1, 1, 0, dev->stream>>>(f->scale + slot, f->scale_inv + 4 * slot, scale, scale_inv);
     check_launch();
 #endif
 }
@@ -472,7 +472,7 @@ void fp8_product(const Device* dev, const Fp8* f, D* out, const uint8_t* a, int 
         return;
     }
 #ifdef __CUDACC__
-    MatmulPointers pointers = {b, a, out, bias, nullptr, f->inverse + 4 * slot_b, f->inverse + 4 * slot_a};
+    MatmulPointers pointers = {b, a, out, bias, nullptr, f->scale_inv + 4 * slot_b, f->scale_inv + 4 * slot_a};
     const cudaDataType_t type[] = {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
     if (!matmul_launch_fp8<D>(dev, &pointers, type[type_b], type[type_a], cols, rows, depth, fast, accumulate)) {
         user_error("cuBLASLt has no fp8 product of %lld x %lld x %lld on %s; type --matmul bf16", (long long)rows,
@@ -489,10 +489,10 @@ inline int64_t fp8_bytes(int slots) {
 // that was skipped is repeated, again without a history.
 inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     if (f->first == 0) f->first = step;
-    f->current = f->current && step == f->first;
+    f->use_current_scaling = f->use_current_scaling && step == f->first;
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots; slot++) fp8_begin_cpu(f, slot);
-        f->found[f->slots] = 0;
+        f->amax[f->slots] = 0;
         return;
     }
 #ifdef __CUDACC__
@@ -502,15 +502,15 @@ inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
 }
 
 // If each rank has the scales of some stored tensors alone, the trainer calls this after fp8_begin. It sets these
-// scales, powers of two, from `found`, which has been all-reduced.
+// scales, powers of two, from the all-reduced amax array.
 inline void fp8_agree(const Device* dev, Fp8* f) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots; slot++) {
-            float magnitude;
-            memcpy(&magnitude, &f->found[slot], 4);
-            if (!(magnitude > 0.0f)) continue;
-            f->scale[slot] = fp8_scale(magnitude, FP8_E4M3, 0);
-            f->inverse[4 * slot] = 1.0f / f->scale[slot];
+            float amax;
+            memcpy(&amax, &f->amax[slot], 4);
+            if (!(amax > 0.0f)) continue;
+            f->scale[slot] = fp8_scale(amax, FP8_E4M3, 0);
+            f->scale_inv[4 * slot] = 1.0f / f->scale[slot];
         }
         return;
     }
@@ -521,15 +521,15 @@ inline void fp8_agree(const Device* dev, Fp8* f) {
 }
 
 // The trainer calls this after the update. It updates the history unless `factor` says that the step changed nothing,
-// and sets `saturated` to the number of elements that were too large for their codes.
-inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* saturated) {
+// and sets overflow_count to the number of elements that were too large for their codes.
+inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* overflow_count) {
     if (!dev->gpu) {
         for (int slot = 0; slot < f->slots && isfinite(*factor); slot++) fp8_end_cpu(f, slot);
-        *saturated = (float)f->found[f->slots];
+        *overflow_count = (float)f->amax[f->slots];
         return;
     }
 #ifdef __CUDACC__
-    fp8_end_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f, factor, saturated);
+    fp8_end_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f, factor, overflow_count);
     check_launch();
 #endif
 }
@@ -539,7 +539,7 @@ inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* satur
 inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int count) {
     const int64_t bytes = (int64_t)count * FP8_HISTORY * (int64_t)sizeof(float);
     float* history = (float*)memory_take(bytes);
-    copy_to_host(dev, history, f->history + (int64_t)first * FP8_HISTORY, bytes);
+    copy_to_host(dev, history, f->amax_history + (int64_t)first * FP8_HISTORY, bytes);
     bool has = false;
     for (int i = 0; i < count * FP8_HISTORY; i++) has = has || history[i] > 0.0f;
     free(history);
@@ -548,8 +548,8 @@ inline bool fp8_has_history(const Device* dev, const Fp8* f, int first, int coun
 
 // `memory`: fp8_bytes of device memory, set to zero. The caller sets `stored`.
 inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
-    float *inverse = (float*)memory, *history = inverse + (int64_t)slots * 4;
+    float *scale_inv = (float*)memory, *history = scale_inv + (int64_t)slots * 4;
     const float** stored = (const float**)(history + (int64_t)slots * FP8_HISTORY);
     float* scale = (float*)(stored + slots);
-    return {slots, gradients, true, 0, history, scale, inverse, (uint32_t*)(scale + slots), stored};
+    return {slots, gradients, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored};
 }

@@ -15,9 +15,9 @@ enum Fp8Type { FP8_E4M3, FP8_E5M2 };
 // The place where a kernel writes codes by rows instead of its values in bf16. With rows NULL it writes its values.
 struct Fp8Codes {
     uint8_t* rows;
-    const float* scale;   // device scalar
-    uint32_t* found;      // bits of the largest magnitude so far
-    uint32_t* saturated;  // elements that were too large for their codes
+    const float* scale;        // device scalar
+    uint32_t* amax;            // bits of the largest magnitude so far
+    uint32_t* overflow_count;  // elements that were too large for their codes
     Fp8Type type;
 };
 
@@ -33,57 +33,57 @@ __device__ inline uint32_t fp8_pair(float low, float high, bool e5m2) {
                 : __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
 }
 
-// The part of a tensor's counters that one thread has seen.
-struct Fp8Seen {
-    float magnitude;
-    uint32_t saturated;
+// The amax and the overflows of the elements that one thread has rounded.
+struct Fp8Stats {
+    float amax;
+    uint32_t overflow_count;
 };
 
 // Eight values to four pairs of codes: scaled, rounded, saturated. Only if one is beyond the largest code are they
 // examined one by one: counted, and made NaN if infinite (x - x is 0, or NaN if x is not finite).
 __device__ __forceinline__ void fp8_pairs(uint32_t (&pair)[4], const float (&value)[8], float scale, float largest,
-                                          bool e5m2, Fp8Seen* seen) {
-    float most = 0.0f;
+                                          bool e5m2, Fp8Stats* stats) {
+    float amax = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(value[j]));
-    seen->magnitude = fmaxf(seen->magnitude, most);
+    for (int j = 0; j < 8; j++) amax = fmaxf(amax, fabsf(value[j]));
+    stats->amax = fmaxf(stats->amax, amax);
 #pragma unroll
     for (int j = 0; j < 4; j++) pair[j] = fp8_pair(value[2 * j] * scale, value[2 * j + 1] * scale, e5m2);
-    if (most * scale <= largest) return;
+    if (amax * scale <= largest) return;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float a = value[2 * j], b = value[2 * j + 1], low = a * scale, high = b * scale;
-        seen->saturated += (fabsf(low) > largest) + (fabsf(high) > largest);
+        stats->overflow_count += (fabsf(low) > largest) + (fabsf(high) > largest);
         pair[j] = fp8_pair(low + (a - a), high + (b - b), e5m2);
     }
 }
 
-__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Seen* seen) {
+__device__ inline uint2 fp8_codes(const float (&value)[8], float scale, float largest, bool e5m2, Fp8Stats* stats) {
     uint32_t pair[4];
-    fp8_pairs(pair, value, scale, largest, e5m2, seen);
+    fp8_pairs(pair, value, scale, largest, e5m2, stats);
     return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
-// Updates the tensor's counters with what a thread or a warp has seen; most have nothing to add. Bits of floats that
-// are not negative have the order of the floats.
-__device__ inline void fp8_add_seen(uint32_t* found, uint32_t* saturated, uint32_t bits, uint32_t count) {
-    if (count > 0) atomicAdd(saturated, count);
-    if (bits > *(volatile uint32_t*)found) atomicMax(found, bits);
+// Updates the tensor's counters with those of a thread or a warp; most have nothing to add. Bits of floats that are not
+// negative have the order of the floats.
+__device__ inline void publish_amax(uint32_t* amax, uint32_t* overflow_count, uint32_t bits, uint32_t count) {
+    if (count > 0) atomicAdd(overflow_count, count);
+    if (bits > *(volatile uint32_t*)amax) atomicMax(amax, bits);
 }
 
-// Adds what the threads of a block have seen. All of them call it.
-__device__ inline void fp8_tell(uint32_t* found, uint32_t* saturated, Fp8Seen own) {
-    const float most = block_max(own.magnitude);
-    const int count = __syncthreads_count(own.saturated > 0);
-    if (count > 0 && own.saturated > 0) atomicAdd(saturated, own.saturated);
-    if (threadIdx.x == 0) fp8_add_seen(found, saturated, __float_as_uint(most), 0);
+// Adds those of a block's threads, which all call it.
+__device__ inline void publish_block_amax(uint32_t* amax, uint32_t* overflow_count, Fp8Stats own) {
+    const float block_amax = block_max(own.amax);
+    const int count = __syncthreads_count(own.overflow_count > 0);
+    if (count > 0 && own.overflow_count > 0) atomicAdd(overflow_count, own.overflow_count);
+    if (threadIdx.x == 0) publish_amax(amax, overflow_count, __float_as_uint(block_amax), 0);
 }
 
 // The same for the lanes of a warp, which all call it at their end: for kernels with few warps.
-__device__ inline void fp8_tell_warp(const Fp8Codes& codes, Fp8Seen own) {
-    const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(own.magnitude));
-    const uint32_t count = __reduce_add_sync(0xffffffffu, own.saturated);
-    if (threadIdx.x % 32 == 0) fp8_add_seen(codes.found, codes.saturated, bits, count);
+__device__ inline void publish_warp_amax(const Fp8Codes& codes, Fp8Stats own) {
+    const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(own.amax));
+    const uint32_t count = __reduce_add_sync(0xffffffffu, own.overflow_count);
+    if (threadIdx.x % 32 == 0) publish_amax(codes.amax, codes.overflow_count, bits, count);
 }
 
 // Codes of 32 columns of a row, which four neighbouring lanes hold as an accumulator of wgmma or mma.sync: lane t
@@ -103,11 +103,11 @@ __device__ __forceinline__ uint2 fp8_gather(uint32_t word0, uint32_t word1, int 
 // word[k] of the upper and of the lower row for fp8_gather, from pairs of bf16 as an accumulator has them: of columns
 // 16 k + 2 t and the next in the upper row, in the lower row, and the same 8 columns further on.
 __device__ __forceinline__ void fp8_words(uint32_t* upper, uint32_t* lower, uint32_t a, uint32_t b, uint32_t c,
-                                          uint32_t d, float scale, float largest, bool e5m2, Fp8Seen* seen) {
+                                          uint32_t d, float scale, float largest, bool e5m2, Fp8Stats* stats) {
     const float2 x = pair_floats(a), y = pair_floats(b), z = pair_floats(c), w = pair_floats(d);
     const float value[8] = {x.x, x.y, y.x, y.y, z.x, z.y, w.x, w.y};
     uint32_t pair[4];
-    fp8_pairs(pair, value, scale, largest, e5m2, seen);
+    fp8_pairs(pair, value, scale, largest, e5m2, stats);
     *upper = pair[0] | pair[2] << 16, *lower = pair[1] | pair[3] << 16;
 }
 #endif

@@ -1,14 +1,14 @@
 // Wrappers of sm_90a's instructions, besides those of ptx.cuh, for the attention kernels, the classifier, layernorm's
-// backward pass and the products next to GELU: copies of tensors by the copy engine (TMA), the matrix product of a
-// warpgroup of 128 threads (wgmma) and barriers of some of a block's warps. Each instruction is a function, whose
-// comment says what it does, which layout it needs, and which section of NVIDIA's PTX ISA defines it (by title, since
-// the numbers change between editions).
+// backward pass and the products next to GELU: copies of tensors by TMA, the matrix product of a warpgroup of 128
+// threads (wgmma) and barriers of some of a block's warps. Each instruction is a function, whose comment says what it
+// does, which layout it needs, and which section of NVIDIA's PTX ISA defines it (by title, since the numbers change
+// between editions).
 //
 // Tiles. A tile of ROWS x COLS bf16 (ROWS a multiple of 8, COLS of 64) lies in shared memory as COLS / 64 panels, one
 // after another. A panel is ROWS rows of 64 elements = 128 bytes, begins at a multiple of 1024 bytes, and its 16-byte
 // chunks are permuted by the 128-byte swizzle: chunk c of row r is at chunk c ^ (r % 8) of that row, so that eight rows
-// of one column lie in different banks. The copy engine writes and reads panels in this form, one copy per panel, and
-// wgmma reads them. Two functions of ROWS give the descriptors:
+// of one column lie in different banks. TMA writes and reads panels in this form, one copy per panel, and wgmma reads
+// them. Two functions of ROWS give the descriptors:
 //   operand_k_major    the tile's rows are the operand's M or N, and the product sums along a row  (q, k of q k^T)
 //   operand_mn_major   the product sums down the tile's rows                                      (v of p v)
 #pragma once
@@ -34,7 +34,7 @@ inline TensorMapEncode tensor_map_encoder() {
 
 // A map of (batches, rows, columns) bf16 with rows `columns` apart and batches rows * columns apart, for copies of one
 // panel: box_rows <= 256 rows of 64 columns of one batch. Rows past `rows` are read as zeros and not written. Making
-// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter. Of fp32, a panel has 32
+// one takes about a microsecond; pass it as a `const __grid_constant__ CUtensorMap` parameter. A panel of fp32 has 32
 // columns.
 inline CUtensorMap tensor_map(const void* address, int64_t batches, int64_t rows, int64_t columns, int box_rows,
                               bool fp32 = false) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ uint32_t panel_offset(int row, int chunk) {
     return (uint32_t)(row * PANEL_ROW_BYTES + ((chunk ^ (row & 7)) << 4));
 }
 
-// The thread that initialised barriers calls this before the __syncthreads() after which other threads and the copy
-// engine use them.
+// The thread that initialised barriers calls this before the __syncthreads() after which other threads and TMA use
+// them.
 __device__ __forceinline__ void barrier_init_done() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async();
@@ -89,7 +89,7 @@ static __device__ __noinline__ void hang(int place, uint32_t barrier, uint32_t p
 }
 #endif
 
-// `place` says in a test build who waits.
+// `place` names the waiting code in a test build.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] int place = 0) {
 #ifdef NIBBLE_HANG_REPORT
     const long long start = clock64();
@@ -133,8 +133,8 @@ __device__ __forceinline__ void wait_for_last() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The copy engine (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread starts a copy. Coordinates are column, row
-// and batch of the box's first element.
+// TMA copies (PTX ISA, Data Movement: cp.async.bulk.tensor). One thread starts a copy. Coordinates are column, row and
+// batch of the box's first element.
 
 // The barrier counts all bytes of the box, also those past the tensor's end.
 __device__ __forceinline__ void tensor_load(uint32_t to, const CUtensorMap* map, uint32_t barrier, int column, int row,

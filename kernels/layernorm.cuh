@@ -147,11 +147,11 @@ __device__ inline Vec<X> layernorm_vec_out(Vec<X> vec, float mean, float rstd, V
 // A vector of the result: as X to out, or with CODES as codes, of the same rounded values.
 template <typename X, bool CODES>
 __device__ inline void layernorm_put(X* out, const Fp8Codes& codes, int64_t at, Vec<X> vec, float scale,
-                                     Fp8Seen* seen) {
+                                     Fp8Stats* stats) {
     if constexpr (CODES) {
         float value[8];
         vec_floats(value, vec);
-        *(uint2*)(codes.rows + at) = fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, seen);
+        *(uint2*)(codes.rows + at) = fp8_codes(value, scale, fp8_largest(codes.type), codes.type == FP8_E5M2, stats);
     } else {
         store_vec(out + at, vec);
     }
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(256, VECS <= 4   ? 5
     int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
     if (!CODES && row >= N) return;
     const float scale = CODES ? *codes.scale : 1.0f;
-    Fp8Seen seen = {};
+    Fp8Stats stats = {};
     int lane = threadIdx.x % 32, vecs = C / size;
     int64_t base = row * C;
     Vec<X> x[VECS];
@@ -202,10 +202,10 @@ __global__ void __launch_bounds__(256, VECS <= 4   ? 5
         int c = (lane + 32 * v) * size;
         if (c >= C) continue;
         const Vec<X> result = layernorm_vec_out(x[v], m, r, load_vec(weight + c), load_vec(bias + c));
-        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &seen);
+        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &stats);
     }
     if (lane == 0) mean[row] = m, rstd[row] = r;
-    if (CODES) fp8_tell(codes.found, codes.saturated, seen);
+    if (CODES) publish_block_amax(codes.amax, codes.overflow_count, stats);
 }
 
 // Grid N (a block per row), block a multiple of 32 up to 1024, any C that is a multiple of 8; inp2 may be NULL, and
@@ -217,7 +217,7 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     int64_t row = blockIdx.x, base = row * C;
     int begin = threadIdx.x * size, step = blockDim.x * size;
     const float scale = CODES ? *codes.scale : 1.0f;
-    Fp8Seen seen = {};
+    Fp8Stats stats = {};
     float sum = 0.0f, square = 0.0f;
     for (int c = begin; c < C; c += step) {
         Vec<X> x = load_vec(inp1 + base + c);
@@ -234,10 +234,10 @@ __global__ void layernorm_forward_long_kernel(X* residual, X* out, float* mean, 
     for (int c = begin; c < C; c += step) {
         Vec<X> x = load_vec(source + base + c);
         const Vec<X> result = layernorm_vec_out(x, m, r, load_vec(weight + c), load_vec(bias + c));
-        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &seen);
+        layernorm_put<X, CODES>(out, codes, base + c, result, scale, &stats);
     }
     if (threadIdx.x == 0) mean[row] = m, rstd[row] = r;
-    if (CODES) fp8_tell(codes.found, codes.saturated, seen);
+    if (CODES) publish_block_amax(codes.amax, codes.overflow_count, stats);
 }
 
 // Returns the first column of vector v of a thread of the backward kernel. Its vectors are a block's width apart.
@@ -246,9 +246,9 @@ __device__ inline int layernorm_column(int v) {
     return (threadIdx.x + v * blockDim.x) * Vec<X>::size;
 }
 
-// Starts to copy a row of dout, inp and dinp to `slot`, in this order. On sm_90 one thread starts the copy engine,
-// which arrives at `barrier`; before sm_90 each thread copies its own vectors. All threads must have read the slot's
-// last row.
+// Starts to copy a row of dout, inp and dinp to `slot`, in this order. On sm_90 one thread starts TMA copies, which
+// arrives at `barrier`; before sm_90 each thread copies its own vectors. All threads must have read the slot's last
+// row.
 template <typename X, int VECS>
 __device__ inline void layernorm_ask(X* slot, uint64_t* barrier, const X* dout, const X* inp, const X* dinp, int C,
                                      bool wanted) {
@@ -348,7 +348,7 @@ __device__ inline float2 layernorm_backward_sums(LayernormSums<COLUMNS>* total, 
 template <typename X, int COLUMNS, bool CODES>
 __device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X* dinp, const float (&norm)[COLUMNS],
                                                 float (&value)[COLUMNS], float average, float average_norm, int C,
-                                                const Fp8Codes& codes, int64_t at, float scale, Fp8Seen* seen) {
+                                                const Fp8Codes& codes, int64_t at, float scale, Fp8Stats* stats) {
     constexpr int size = Vec<X>::size;
 #pragma unroll
     for (int v = 0; v < COLUMNS / size; v++) {
@@ -362,7 +362,7 @@ __device__ inline void layernorm_backward_write(LayernormSums<COLUMNS>* total, X
         }
         Vec<X> rounded = round_vec<X>(result);
         store_vec(dinp + c, rounded);
-        if constexpr (CODES) layernorm_put<X, true>(nullptr, codes, at + c, rounded, scale, seen);
+        if constexpr (CODES) layernorm_put<X, true>(nullptr, codes, at + c, rounded, scale, stats);
         vec_floats(result, rounded);
 #pragma unroll
         for (int j = 0; j < size; j++) total->dcolumns[v * size + j] += result[j];
@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
     float next_mean = *mean, next_rstd = *rstd;
     LayernormSums<COLUMNS> total = {};
     const float scale = CODES ? *codes.scale : 1.0f;
-    Fp8Seen seen = {};
+    Fp8Stats stats = {};
     uint32_t parity = 0;
     for (int row = 0; row < rows; row++) {
         float m = next_mean, r = next_rstd, norm[COLUMNS], value[COLUMNS];
@@ -415,12 +415,12 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         layernorm_wait(barrier + stage, parity, stages);
         float2 sum = layernorm_backward_sums<X>(&total, norm, value, ring + stage * 3 * C, w, m, r, C);
 #if __CUDA_ARCH__ >= 900
-        fence_async();  // orders this thread's reads of the stage before the copy engine's next writes to it
+        fence_async();  // orders this thread's reads of the stage before TMA's next writes to it
 #endif
         sum = layernorm_block_sums(sum, sums[row % 2]);
         ask(stage, at + stages * stride, row + stages < rows);
         layernorm_backward_write<X, COLUMNS, CODES>(&total, dinp + at, norm, value, sum.x * inverse * r,
-                                                    sum.y * inverse * r, C, codes, at, scale, &seen);
+                                                    sum.y * inverse * r, C, codes, at, scale, &stats);
         at += stride;
         if (++stage == stages) stage = 0, parity ^= 1;
     }
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(384, COLUMNS == 8 ? 2 : 1)
         *(float4*)(own + C + c) = *(const float4*)(total.dbias + k);
         *(float4*)(own + 2 * C + c) = *(const float4*)(total.dcolumns + k);
     }
-    if (CODES) fp8_tell(codes.found, codes.saturated, seen);
+    if (CODES) publish_block_amax(codes.amax, codes.overflow_count, stats);
 }
 #endif
 

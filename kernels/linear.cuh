@@ -3,7 +3,7 @@
 //
 // With fp8, a layer's input has codes by rows for the forward product, and by columns for the gradient of the weights.
 // The latter are kept for the backward pass (1 byte per element instead of 2). The output's gradient has both kinds.
-// The kernel that makes a tensor writes its codes by rows (`made`: layernorm, attention's backward pass, the
+// The kernel that makes a tensor writes its codes by rows (producers_quantize: layernorm, attention's backward, the
 // classifier), and they are transposed here, for 2 bytes per element; the products next to GELU (matmul_gelu_fp8.cuh)
 // write both kinds; other tensors are cast, for 4. The first step, which finds its scales itself, casts everything.
 //
@@ -24,9 +24,9 @@
 // The codes in use, in the activations' device memory. scales NULL: no fp8.
 struct Fp8Use {
     Fp8* scales;
-    bool made;                  // kernels write the codes of what they make
-    bool attention_made;        // so does attention's backward pass
-    bool gelu_made;             // so do the products next to GELU: by rows into dcolumns forward, rows backward
+    bool producers_quantize;    // a kernel that writes a tensor also writes its codes
+    bool attention_quantizes;   // so does attention's backward pass
+    bool gelu_quantizes;        // so do the GEMMs next to GELU: by rows into dcolumns forward, rows backward
     uint8_t* rows;              // (N, 4C) a layer's input
     uint8_t* weight;            // (4C, C) or (C, 4C) a layer's weights, unless these are read where they are stored
     uint8_t *drows, *dcolumns;  // (N, 4C), (4C, N) an output's gradient
@@ -45,22 +45,23 @@ struct LinearWeight {
 // functions below, `slot` is the number of the first.
 constexpr int FP8_WEIGHT = 1, FP8_GRADIENT = 2, FP8_SLOTS = 3;
 
-// Returns where the kernel that makes the tensor of slot `own` writes its codes, if it does (`made`).
-inline Fp8Codes linear_codes(const Fp8Use* use, int own, uint8_t* rows, Fp8Type type, bool made) {
-    if (!made) return {};
+// Returns where the kernel that makes the tensor of slot `own` writes its codes, if it does (producers_quantize).
+inline Fp8Codes linear_codes(const Fp8Use* use, int own, uint8_t* rows, Fp8Type type, bool quantized) {
+    if (!quantized) return {};
     const Fp8* f = use->scales;
-    return {rows, f->scale + own, f->found + own, f->found + f->slots, type};
+    return {rows, f->scale + own, f->amax + own, f->amax + f->slots, type};
 }
 
 // The same for a layer's input, for its output's gradient, and for the gradient of the logits.
 inline Fp8Codes linear_input_codes(const Fp8Use* use, int slot) {
-    return linear_codes(use, slot, use->rows, FP8_E4M3, use->made);
+    return linear_codes(use, slot, use->rows, FP8_E4M3, use->producers_quantize);
 }
-inline Fp8Codes linear_gradient_codes(const Fp8Use* use, int slot, bool made) {
-    return linear_codes(use, slot + FP8_GRADIENT, use->drows, use->scales ? use->scales->gradients : FP8_E5M2, made);
+inline Fp8Codes linear_gradient_codes(const Fp8Use* use, int slot, bool quantized) {
+    return linear_codes(use, slot + FP8_GRADIENT, use->drows, use->scales ? use->scales->gradients : FP8_E5M2,
+                        quantized);
 }
 inline Fp8Codes linear_logit_codes(const Fp8Use* use, int slot) {
-    return linear_codes(use, slot + FP8_GRADIENT, use->dhead, FP8_E5M2, use->made && use->dhead);
+    return linear_codes(use, slot + FP8_GRADIENT, use->dhead, FP8_E5M2, use->producers_quantize && use->dhead);
 }
 
 template <typename X>
@@ -95,12 +96,12 @@ void linear_product_fp8(const Device* dev, const Fp8Use* use, int slot, X* out, 
                    true, false);
 }
 
-// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept. made: codes by rows exist already.
+// out: (N, OC) = op(inp) weight^T + bias; columns: (C, N) codes of op(inp), kept; quantized: codes by rows exist.
 template <typename X>
-void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, bool made, Fp8Op op, X* out, const X* inp,
+void linear_forward_fp8(const Device* dev, const Fp8Use* use, int slot, bool quantized, Fp8Op op, X* out, const X* inp,
                         uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
-    if (made) fp8_by_columns(dev, columns, use->rows, N, C);
-    if (!made) linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
+    if (quantized) fp8_by_columns(dev, columns, use->rows, N, C);
+    if (!quantized) linear_cast_input(dev, use, slot, op, inp, use->rows, columns, N, C);
     linear_product_fp8(dev, use, slot, out, use->rows, weight, bias, N, C, OC);
 }
 
@@ -114,13 +115,13 @@ inline bool linear_gelu_fits([[maybe_unused]] const Device* dev, [[maybe_unused]
 }
 
 // Takes room for the codes of a layer's input and weights, and sets which kernels write codes of what they make. A plan
-// (without memory) asks no kernel, since the GPU may not be here. attention_made is the caller's to set.
+// (without memory) asks no kernel, since the GPU may not be here. attention_quantizes is the caller's to set.
 inline Fp8Use linear_use(Layout* layout, const Device* dev, const Fp8* scales, int64_t N, int C) {
     Fp8Use use = {};
     use.scales = (Fp8*)scales;
     use.rows = layout_take<uint8_t>(layout, N * 4 * C), use.weight = layout_take<uint8_t>(layout, 4 * (int64_t)C * C);
-    use.made = layout->base && dev->gpu && !scales->current;
-    use.gelu_made = use.made && linear_gelu_fits(dev, N, C, 4 * C);
+    use.producers_quantize = layout->base && dev->gpu && !scales->use_current_scaling;
+    use.gelu_quantizes = use.producers_quantize && linear_gelu_fits(dev, N, C, 4 * C);
     return use;
 }
 
@@ -138,12 +139,12 @@ inline void linear_use_head(Layout* layout, Fp8Use* use, int64_t logit_rows, int
 inline MatmulGeluCodes linear_gelu_codes(const Fp8Use* use, int to, uint8_t* rows, uint8_t* transposed, Fp8Type type,
                                          int left, int right) {
     const Fp8* f = use->scales;
-    return {linear_codes(use, to, rows, type, true), transposed, f->inverse + 4 * left, f->inverse + 4 * right};
+    return {linear_codes(use, to, rows, type, true), transposed, f->scale_inv + 4 * left, f->scale_inv + 4 * right};
 }
 #endif
 
 // pre_gelu: (N, OC) = inp weight^T + bias, and the codes of its GELU, the next layer's input: into use->dcolumns and,
-// by columns, into gelu_columns. On a GPU where use->gelu_made.
+// by columns, into gelu_columns. On a GPU where use->gelu_quantizes.
 inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
                                     [[maybe_unused]] int slot, [[maybe_unused]] bf16* pre_gelu,
                                     [[maybe_unused]] uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns,
@@ -158,13 +159,13 @@ inline void linear_forward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_
 #endif
 }
 
-// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, with fp8; made: the
-// kernel that made inp wrote linear_input_codes instead.
+// out: (N, OC) = inp weight^T + bias; inp: (N, C); weight: (OC, C); columns: (C, N) codes of inp, with fp8; quantized:
+// the kernel that made inp wrote linear_input_codes instead.
 template <typename X>
-void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool made, X* out, const X* inp, uint8_t* columns,
-                    LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
+void linear_forward(const Device* dev, const Fp8Use* use, int slot, bool quantized, X* out, const X* inp,
+                    uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
     if (use->scales)
-        return linear_forward_fp8(dev, use, slot, made, FP8_COPY, out, inp, columns, weight, bias, N, C, OC);
+        return linear_forward_fp8(dev, use, slot, quantized, FP8_COPY, out, inp, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, nullptr, inp, weight.values, bias, N, C, OC);
 }
 
@@ -175,10 +176,11 @@ void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, 
                                 uint8_t* columns, [[maybe_unused]] uint8_t* gelu_columns, LinearWeight<X> weight,
                                 const X* bias, int64_t N, int C, int OC) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (use->gelu_made)
+        if (use->gelu_quantizes)
             return linear_forward_gelu_fp8(dev, use, slot, pre_gelu, columns, gelu_columns, weight, bias, N, C, OC);
     }
-    if (use->scales) return linear_forward(dev, use, slot, use->made, pre_gelu, inp, columns, weight, bias, N, C, OC);
+    if (use->scales)
+        return linear_forward(dev, use, slot, use->producers_quantize, pre_gelu, inp, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, pre_gelu, inp, weight.values, bias, N, C, OC);
 }
 
@@ -187,7 +189,7 @@ void linear_forward_before_gelu(const Device* dev, const Fp8Use* use, int slot, 
 template <typename X>
 void linear_forward_after_gelu(const Device* dev, const Fp8Use* use, int slot, X* out, const X* gelu, const X* pre_gelu,
                                uint8_t* columns, LinearWeight<X> weight, const X* bias, int64_t N, int C, int OC) {
-    if (use->gelu_made) return linear_product_fp8(dev, use, slot, out, use->dcolumns, weight, bias, N, C, OC);
+    if (use->gelu_quantizes) return linear_product_fp8(dev, use, slot, out, use->dcolumns, weight, bias, N, C, OC);
     if (use->scales)
         return linear_forward_fp8(dev, use, slot, false, FP8_GELU, out, pre_gelu, columns, weight, bias, N, C, OC);
     matmul_forward<X>(dev, out, nullptr, gelu, weight.values, bias, N, C, OC);
@@ -203,11 +205,11 @@ void linear_gelu_again(const Device* dev, const Fp8Use* use, int slot, X* gelu, 
 
 // Backward. The functions of a layer are called in this order: linear_gradient; then dinp, dweight.
 
-// Makes the codes of the output's gradient; made: the kernel that made dout wrote linear_gradient_codes.
+// Makes the codes of the output's gradient; quantized: the kernel that made dout wrote linear_gradient_codes.
 template <typename X>
-void linear_gradient(const Device* dev, const Fp8Use* use, int slot, bool made, const X* dout, int64_t N, int OC) {
+void linear_gradient(const Device* dev, const Fp8Use* use, int slot, bool quantized, const X* dout, int64_t N, int OC) {
     if (!use->scales) return;
-    if (made) return fp8_by_columns(dev, use->dcolumns, use->drows, N, OC);
+    if (quantized) return fp8_by_columns(dev, use->dcolumns, use->drows, N, OC);
     const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
     fp8_cast<X>(dev, use->scales, &to, FP8_COPY, dout, (const X*)nullptr, (float*)nullptr, nullptr, N, OC, false);
 }
@@ -243,12 +245,12 @@ void linear_backward_weight(const Device* dev, const Fp8Use* use, int slot, G* d
 template <typename X>
 Fp8Use linear_use_before_gelu(const Fp8Use* use, X* dwide) {
     Fp8Use own = *use;
-    if (use->gelu_made) own.drows = use->rows, own.dcolumns = (uint8_t*)dwide;
+    if (use->gelu_quantizes) own.drows = use->rows, own.dcolumns = (uint8_t*)dwide;
     return own;
 }
 
 // The codes of (dout weight) * gelu'(pre_gelu): (N, C) into use->rows and, by columns, into `columns`; dbias: (C) (+)=
-// its column sums. On a GPU where use->gelu_made.
+// its column sums. On a GPU where use->gelu_quantizes.
 template <typename G>
 void linear_backward_gelu_fp8([[maybe_unused]] const Device* dev, [[maybe_unused]] const Fp8Use* use,
                               [[maybe_unused]] int slot, [[maybe_unused]] uint8_t* columns, [[maybe_unused]] G* dbias,
@@ -271,7 +273,7 @@ void linear_backward_gelu(const Device* dev, const Fp8Use* use, int slot, X* din
                           const X* dout, LinearWeight<X> weight, const X* pre_gelu, int64_t N, int C, int OC,
                           bool accumulate) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (use->gelu_made)
+        if (use->gelu_quantizes)
             return linear_backward_gelu_fp8<G>(dev, use, slot, (uint8_t*)dinp, dbias, scratch, weight, pre_gelu, N, C,
                                                OC, accumulate);
     }
@@ -285,7 +287,7 @@ template <typename X, typename G>
 void linear_gradient_gelu(const Device* dev, const Fp8Use* use, int slot, const X* dout, G* dbias, float* scratch,
                           const X* pre_gelu, int64_t N, int OC, bool accumulate) {
     if (!use->scales) return;
-    if (use->gelu_made) return;
+    if (use->gelu_quantizes) return;
     const Fp8Operand to = {use->drows, use->dcolumns, slot + FP8_GRADIENT, use->scales->gradients};
     fp8_cast<X, G>(dev, use->scales, &to, FP8_GELU_BACKWARD, dout, pre_gelu, dbias, scratch, N, OC, accumulate);
 }
@@ -317,11 +319,11 @@ template <typename X>
 void linear_head_backward_input(const Device* dev, const Fp8Use* use, int slot, X* dinp, const X* dlogits,
                                 const X* weight, int64_t rows, int C, int Vp) {
     if (!use->head[0]) return matmul_backward_input<X>(dev, dinp, dlogits, weight, rows, C, Vp);
-    if (use->made) {
+    if (use->producers_quantize) {
         fp8_by_columns(dev, use->dhead_columns, use->dhead, rows, Vp);
     } else {
         Fp8 fixed = *use->scales;
-        fixed.current = false;
+        fixed.use_current_scaling = false;
         const Fp8Operand to = {use->dhead, use->dhead_columns, slot + FP8_GRADIENT, FP8_E5M2};
         fp8_cast<X>(dev, &fixed, &to, FP8_COPY, dlogits, (const X*)nullptr, (float*)nullptr, nullptr, rows, Vp, false);
     }

@@ -14,10 +14,10 @@
 //
 // Tile 128 x 256, two warpgroups with 64 rows each: 64 x 256 is the largest product of a warpgroup and the one that
 // reads the fewest bytes of shared memory for its work. Shared memory, 226 KB: 4 stages of A (128 x 64) and B (256 x
-// 64), and for each of the 8 warps two slots of 16 x 64 through which the copy engine writes results and, backward,
-// reads pre; warps do not wait for each other there. Block of 384: a warpgroup with one thread that orders the copies
-// (24 registers), two that multiply (240: 128 sums, 64 held, the rest for GELU). Blocks stay and walk over tiles in
-// groups of MG_GROUP rows of tiles, column by column, so that what runs at one time shares its operands in L2.
+// 64), and for each of the 8 warps two slots of 16 x 64 through which TMA writes results and, backward, reads pre;
+// warps do not wait for each other there. Block of 384: a warpgroup with one thread that issues the loads (24
+// registers), two that multiply (240: 128 sums, 64 held, the rest for GELU). Blocks stay and walk over tiles in groups
+// of MG_GROUP rows of tiles, column by column, so that what runs at one time shares its operands in L2.
 //
 // Deterministic: each sum runs over K in order, column sums over fixed rows (64, then column_sum.cuh).
 #pragma once
@@ -68,7 +68,7 @@ __device__ __forceinline__ uint32_t mg_arrived(uint32_t shared, int warp) {
     return shared + MG_BARRIERS + (2 * MG_STAGES + warp) * 8;
 }
 
-// One thread: orders the operands of all tiles of this block, stage after stage.
+// One thread loads the operands of all tiles of this block, stage after stage.
 template <bool BACKWARD>
 __device__ __forceinline__ void mg_produce(uint32_t shared, const MatmulGeluMaps* maps, MatmulGeluShape shape) {
     Ring<MG_STAGES> ring = {0, 1};  // the stages begin empty
@@ -176,16 +176,16 @@ __device__ __forceinline__ uint32_t mg_matrices(const MatmulGeluWork& w, int n) 
     return w.place ^ (uint32_t)(n % 8 << 4);
 }
 
-// Before a panel of 64 columns is written into the slots: its predecessor has left.
-__device__ __forceinline__ void mg_open_slots(const MatmulGeluWork& w) {
+// Waits until the last panel of 64 columns has been stored from the slots, so that the next one may be staged there.
+__device__ __forceinline__ void mg_wait_slots(const MatmulGeluWork& w) {
     if (w.lane == 0) store_wait_read<0>();
     __syncwarp();
 }
 
-// Forward, chunk C of the tile before: pre and gelu(pre) into the slots.
+// Forward epilogue of the previous tile, columns 32 C and on: stages pre and gelu(pre) in shared memory.
 template <int C>
-__device__ __forceinline__ void mg_deliver_forward(MatmulGeluWork& w) {
-    if (C % 2 == 0) mg_open_slots(w);
+__device__ __forceinline__ void mg_epilogue_forward(MatmulGeluWork& w) {
+    if (C % 2 == 0) mg_wait_slots(w);
 #pragma unroll
     for (int n = 4 * C; n < 4 * C + 4; n += 2) {
         const uint32_t x[4] = {w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1]};
@@ -196,9 +196,9 @@ __device__ __forceinline__ void mg_deliver_forward(MatmulGeluWork& w) {
     }
 }
 
-// Forward: panel P of the tile before, two chunks, leaves the slots.
+// Forward epilogue: stores panel P of the previous tile, columns 64 P and on, from shared memory.
 template <int P>
-__device__ __forceinline__ void mg_send_forward(const MatmulGeluWork& w) {
+__device__ __forceinline__ void mg_store_forward(const MatmulGeluWork& w) {
     fence_async();
     __syncwarp();
     if (w.lane != 0 || !w.full) return;
@@ -208,10 +208,10 @@ __device__ __forceinline__ void mg_send_forward(const MatmulGeluWork& w) {
     store_commit();
 }
 
-// Backward, chunk C of the tile before: d into the slot, and every other chunk out; column sums.
+// Backward epilogue of the previous tile, columns 32 C and on: stages d, stores every other chunk, sums the columns.
 template <int C>
-__device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
-    if (C % 2 == 0) mg_open_slots(w);
+__device__ __forceinline__ void mg_epilogue_backward(MatmulGeluWork& w) {
+    if (C % 2 == 0) mg_wait_slots(w);
     float sum[8];
 #pragma unroll
     for (int n = 4 * C; n < 4 * C + 4; n++) {
@@ -237,15 +237,15 @@ __device__ __forceinline__ void mg_deliver_backward(MatmulGeluWork& w) {
     }
 }
 
-// One thread: asks for the warp's rows of 64 columns of pre.
-__device__ __forceinline__ void mg_fetch_pre(const MatmulGeluWork& w, MatmulGeluTile tile, int panel) {
+// One thread loads the warp's rows of 64 columns of pre.
+__device__ __forceinline__ void mg_load_pre(const MatmulGeluWork& w, MatmulGeluTile tile, int panel) {
     uint32_t arrived = mg_arrived(w.shared, w.group * 4 + w.warp);
     barrier_expect(arrived, MG_SLOT_BYTES);
     tensor_load(w.slots + MG_SLOT_BYTES, &w.maps->pre, arrived, tile.column + panel * 64,
                 tile.row + w.group * 64 + w.warp * 16, 0);
 }
 
-// Chunk C of the slopes of this tile, from pre in the slot; then the next panel of pre is asked for.
+// Computes gelu' of columns 32 C and on of this tile from pre in the slot, then starts to load the next panel of pre.
 template <int C>
 __device__ __forceinline__ void mg_take_slopes(MatmulGeluWork& w) {
     if (C % 2 == 0) barrier_wait(mg_arrived(w.shared, w.group * 4 + w.warp), C / 2 % 2);  // four panels a tile
@@ -257,10 +257,10 @@ __device__ __forceinline__ void mg_take_slopes(MatmulGeluWork& w) {
         w.held[n][0] = y[0], w.held[n][1] = y[1], w.held[n + 1][0] = y[2], w.held[n + 1][1] = y[3];
     }
     if (C % 2 == 0) return;
-    fence_async();  // the reads of this panel come before what the copy engine writes there next
+    fence_async();  // the reads of this panel come before what TMA writes there next
     __syncwarp();
     if (w.lane == 0 && (C < MG_CHUNKS - 1 || w.more))
-        mg_fetch_pre(w, C < MG_CHUNKS - 1 ? w.tile : w.next, C < MG_CHUNKS - 1 ? C / 2 + 1 : 0);
+        mg_load_pre(w, C < MG_CHUNKS - 1 ? w.tile : w.next, C < MG_CHUNKS - 1 ? C / 2 + 1 : 0);
 }
 
 // The bias of a tile's 256 columns, for its end: a thread asks for two of them early, and leaves them in shared memory
@@ -300,15 +300,15 @@ __device__ __forceinline__ void mg_multiply(MatmulGeluWork& w, int steps) {
         if (C == 4) mg_look_ahead(w);
         mg_end_step(w);
         if constexpr (BACKWARD)
-            mg_deliver_backward<C>(w);
+            mg_epilogue_backward<C>(w);
         else
-            mg_deliver_forward<C>(w);
+            mg_epilogue_forward<C>(w);
         if (!BACKWARD && C == 2) mg_place_bias(w);
         if (w.k < until) mg_step<BACKWARD>(w);
         if constexpr (BACKWARD)
             mg_take_slopes<C>(w);
         else if (C % 2 == 1)
-            mg_send_forward<C / 2>(w);
+            mg_store_forward<C / 2>(w);
         while (w.k < until) mg_step<BACKWARD>(w);
         mg_multiply<BACKWARD, C + 1>(w, steps);
     }
@@ -316,14 +316,14 @@ __device__ __forceinline__ void mg_multiply(MatmulGeluWork& w, int steps) {
 
 // Delivers the last tile.
 template <bool BACKWARD, int C>
-__device__ __forceinline__ void mg_deliver_last(MatmulGeluWork& w) {
+__device__ __forceinline__ void mg_epilogue_last(MatmulGeluWork& w) {
     if constexpr (C < MG_CHUNKS) {
         if constexpr (BACKWARD)
-            mg_deliver_backward<C>(w);
+            mg_epilogue_backward<C>(w);
         else
-            mg_deliver_forward<C>(w);
-        if constexpr (!BACKWARD && C % 2 == 1) mg_send_forward<C / 2>(w);
-        mg_deliver_last<BACKWARD, C + 1>(w);
+            mg_epilogue_forward<C>(w);
+        if constexpr (!BACKWARD && C % 2 == 1) mg_store_forward<C / 2>(w);
+        mg_epilogue_last<BACKWARD, C + 1>(w);
     }
 }
 
@@ -354,7 +354,7 @@ template <bool BACKWARD>
 __device__ __forceinline__ void mg_consume(MatmulGeluWork& w) {
     const int steps = (w.shape.depth + MG_DEPTH - 1) / MG_DEPTH;
     w.tile = mg_tile(blockIdx.x, w.shape);
-    if (BACKWARD && w.lane == 0) mg_fetch_pre(w, w.tile, 0);
+    if (BACKWARD && w.lane == 0) mg_load_pre(w, w.tile, 0);
     for (w.index = blockIdx.x; w.index < w.shape.tiles; w.index += gridDim.x, w.parity ^= 1) {
         w.k = 0;
         if (!BACKWARD) mg_ask_bias(w);
@@ -362,7 +362,7 @@ __device__ __forceinline__ void mg_consume(MatmulGeluWork& w) {
         mg_finish<BACKWARD>(w);
         w.before = w.tile, w.tile = w.next, w.full = true;
     }
-    mg_deliver_last<BACKWARD, 0>(w);
+    mg_epilogue_last<BACKWARD, 0>(w);
     if (w.lane == 0) store_wait_read<0>();
 }
 

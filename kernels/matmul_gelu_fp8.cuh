@@ -66,7 +66,7 @@ __device__ __forceinline__ int mq_steps(const MatmulGeluShape& shape) {
     return (shape.depth + MQ_DEPTH - 1) / MQ_DEPTH;
 }
 
-// The state of the thread that orders copies: the next step of this block's tiles, and its stage.
+// The state of the thread that issues the TMA loads: the next step of this block's tiles, and its stage.
 struct MatmulGeluFp8Orders {
     const MatmulGeluFp8Maps* maps;
     Ring<MQ_STAGES> ring;  // the stages begin empty
@@ -224,7 +224,7 @@ struct MatmulGeluFp8Maker {
     float scale, largest;
     uint32_t* words;
     float* sums;
-    Fp8Seen seen;
+    Fp8Stats stats;
 };
 
 // The index in the result of the thread's first element.
@@ -268,7 +268,7 @@ __device__ __forceinline__ void mq_make_panel(MatmulGeluFp8Maker& m, const Matmu
             fp8_values<OP>(value, x[r], pre[4 * half + r]);
 #pragma unroll
             for (int j = 0; j < 8 && BACKWARD; j++) sum[j] += value[j];
-            codes[r] = fp8_codes(value, m.scale, m.largest, E5M2, &m.seen);
+            codes[r] = fp8_codes(value, m.scale, m.largest, E5M2, &m.stats);
         }
         mq_put(w, m.words, codes, mq_place(m, w, tile, panel, half), m.eight, group);
     }
@@ -316,7 +316,7 @@ __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, con
         }
         tile = next;
     }
-    fp8_tell_warp(w.codes, m.seen);
+    publish_warp_amax(w.codes, m.stats);
 }
 
 __device__ __forceinline__ void mq_barriers(uint32_t shared) {

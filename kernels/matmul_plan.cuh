@@ -2,7 +2,7 @@
 // calls are one launch. Algorithms that sum by atomics are excluded, and so are those that sum in the output's type,
 // which would round partial sums to bf16; the rest give equal bits for equal inputs.
 //
-// Which algorithm: cuBLASLt's first proposal is up to a tenth slower than its best, so all proposals for a large
+// Choice of algorithm: cuBLASLt's first proposal is up to a tenth slower than its best, so all proposals for a large
 // product are timed once, on random operands, when its plan is made: about 50 ms per shape. Timing must not change bits
 // (the same command twice, or a run and its resumption, give the same losses to the last bit), so only proposals whose
 // result equals the first one's bit by bit take part. The first one runs where there is no search. Operands and bias
@@ -133,9 +133,9 @@ __global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_
     atomicAdd(sum, own);
 }
 
-// Operands to try algorithms on: random, so that algorithms that sum in different orders differ in bits. In a rehearsal
-// (dev->rehearsal) they overwrite the product's own operands. Otherwise they are in device memory that is freed after
-// the search, except the output, and GELU's input if it is an output: the product overwrites these unless it
+// Operands to try algorithms on: random, so that algorithms that sum in different orders differ in bits. During a
+// warm-up (dev->warms_up) they overwrite the product's own operands. Otherwise they are in device memory that is freed
+// after the search, except the output, and GELU's input if it is an output: the product overwrites these unless it
 // accumulates, so the trial writes there. That memory is as large as the operands: about 0.9 GB for the gradient of the
 // head's weights from 8192 rows of logits. If it cannot be allocated there is no search, which changes the speed but no
 // bits, and a line on stderr says so.
@@ -162,7 +162,7 @@ inline void matmul_fill_fp8(const Device* dev, void* codes, int64_t n, uint32_t 
 inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
                               MatmulTrial* trial) {
     const MatmulShape* s = &plan->shape;
-    const bool own = !dev->rehearsal,
+    const bool own = !dev->warms_up,
                writes_aux = s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
     bool own_output = (own && accumulate) || used->d == used->aux;
     int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;

@@ -35,7 +35,7 @@ struct PackedMatrix {
     void* panels;
 };
 
-// The caller frees it with packed_matrix_free. Whether bf16 holds all values is found by looking at them.
+// The caller frees it with packed_matrix_free. It looks at all values to learn if bf16 holds them.
 inline PackedMatrix packed_matrix(const float* weight /*(OC,C)*/, int64_t OC, int64_t C) {
     assert(OC % PACKED_COLS == 0);
     int64_t wide = 0;

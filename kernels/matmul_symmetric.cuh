@@ -20,7 +20,7 @@
 // registers, and hands it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
 // cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
 // and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
-// 384: one thread takes tiles and orders their operands, two warps send panels out and count the parts of tiles that
+// 384: one thread takes tiles and loads their operands, two warps send panels out and count the parts of tiles that
 // memory has, and two warpgroups multiply. If the next tile has to wait, that thread tells the warpgroups to hand out
 // what they hold, since the tile may wait for that. Deterministic.
 //
@@ -109,8 +109,8 @@ constexpr int SP_A_BYTES = SP_ROWS * SP_DEPTH * 2, SP_STAGE_BYTES = SP_A_BYTES +
 constexpr int SP_PANEL_BYTES = 64 * PANEL_ROW_BYTES;
 constexpr int SP_PANELS = SP_STAGES * SP_STAGE_BYTES;     // offset: two for each warpgroup
 constexpr int SP_TILES = SP_PANELS + 4 * SP_PANEL_BYTES;  // a SymmetricTask for each stage
-constexpr int SP_ORDERS = SP_TILES + SP_STAGES * 32;      // and for each warpgroup's panels
-constexpr int SP_BARRIERS = SP_ORDERS + 2 * 32;           // full and empty of each stage
+constexpr int SP_TASKS = SP_TILES + SP_STAGES * 32;       // and for each warpgroup's panels
+constexpr int SP_BARRIERS = SP_TASKS + 2 * 32;            // full and empty of each stage
 constexpr int SP_SHARED_BYTES = SP_BARRIERS + SP_STAGES * 16;
 constexpr int SP_MIN_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
 
@@ -178,51 +178,51 @@ __device__ __forceinline__ SymmetricTask sp_read(uint32_t at) {
     return {item, {matrix, row, column / 2, column % 2}};
 }
 
-// The state of the thread that orders copies.
-struct SymmetricOrders {
+// The state of the thread that issues the TMA loads.
+struct SymmetricProducer {
     const SymmetricLaunch* launch;
     uint32_t shared;
     uint32_t turn;  // of all steps; the stages begin empty
 };
 
-// Hands a task without a product to the warpgroups, in a stage of its own.
-__device__ __forceinline__ void sp_tell(SymmetricOrders& o, int what) {
-    const uint32_t stage = o.turn % SP_STAGES;
-    barrier_wait(sp_empty(o.shared, stage), sp_parity(o.turn) ^ 1);
-    sp_write(o.shared + SP_TILES + stage * 32, {what, {0, 0, 0, 0}});
-    barrier_arrive(sp_full(o.shared, stage));
-    o.turn++;
+// Pushes a task without a GEMM (SP_FLUSH or SP_END) to the warpgroups, in a stage of its own.
+__device__ __forceinline__ void push_control_task(SymmetricProducer& p, int item) {
+    const uint32_t stage = p.turn % SP_STAGES;
+    barrier_wait(sp_empty(p.shared, stage), sp_parity(p.turn) ^ 1);
+    sp_write(p.shared + SP_TILES + stage * 32, {item, {0, 0, 0, 0}});
+    barrier_arrive(sp_full(p.shared, stage));
+    p.turn++;
 }
 
 // Waits until memory has all products before this one of the tile's matrix. They may lack a tile that this block's
-// warpgroups still hold, so these are told to send it out when they have nothing else to do. What the copy engine reads
-// from here on is what other blocks' copy engines had written before they counted: sp_send releases, this acquires.
-__device__ __forceinline__ void sp_await(SymmetricOrders& o, const int* count, int before) {
-    bool told = o.turn == 0;
+// warpgroups still hold, so these are asked to send it out when they have nothing else to do. What TMA reads from here
+// on is what the TMA stores of other blocks had written before they counted: sp_send releases, this acquires.
+__device__ __forceinline__ void sp_await(SymmetricProducer& p, const int* count, int before) {
+    bool flushed = p.turn == 0;
     for (;;) {
         int now;
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
         if (now >= before) break;
-        const uint32_t last = o.turn - 1;
-        if (!told && barrier_is_past(sp_empty(o.shared, last % SP_STAGES), sp_parity(last)))
-            sp_tell(o, SP_FLUSH), told = true;
+        const uint32_t last = p.turn - 1;
+        if (!flushed && barrier_is_past(sp_empty(p.shared, last % SP_STAGES), sp_parity(last)))
+            push_control_task(p, SP_FLUSH), flushed = true;
     }
     fence_async_all();
 }
 
 template <int A_MN, int B_MN>
-__device__ __forceinline__ void sp_load(SymmetricOrders& o, const SymmetricItem& item, const SymmetricTask& task) {
+__device__ __forceinline__ void sp_load(SymmetricProducer& p, const SymmetricItem& item, const SymmetricTask& task) {
     const SymmetricTile& tile = task.tile;
     uint32_t maps = item.a | item.b << 16;
     const int steps = (item.shape.depth + SP_DEPTH - 1) / SP_DEPTH, columns = tile.half ? SP_HALF : SP_COLUMNS;
-    for (int k = 0; k < steps; k++, o.turn++) {
-        const uint32_t stage = o.turn % SP_STAGES, full = sp_full(o.shared, stage),
-                       a = o.shared + stage * SP_STAGE_BYTES, b = a + SP_A_BYTES;
-        barrier_wait(sp_empty(o.shared, stage), sp_parity(o.turn) ^ 1);
-        if (k == 0) sp_write(o.shared + SP_TILES + stage * 32, task);
+    for (int k = 0; k < steps; k++, p.turn++) {
+        const uint32_t stage = p.turn % SP_STAGES, full = sp_full(p.shared, stage),
+                       a = p.shared + stage * SP_STAGE_BYTES, b = a + SP_A_BYTES;
+        barrier_wait(sp_empty(p.shared, stage), sp_parity(p.turn) ^ 1);
+        if (k == 0) sp_write(p.shared + SP_TILES + stage * 32, task);
         barrier_expect(full, SP_A_BYTES + columns * SP_DEPTH * 2);
         asm volatile("" : "+r"(maps));  // so that two addresses are not kept in four registers
-        const CUtensorMap *map_a = &o.launch->map[maps & 0xffff], *map_b = &o.launch->map[maps >> 16];
+        const CUtensorMap *map_a = &p.launch->map[maps & 0xffff], *map_b = &p.launch->map[maps >> 16];
         const int step = A_MN ? 64 : SP_ROWS, step_b = B_MN ? 64 : SP_HALF;
         for (int i = 0; i < SP_ROWS; i += step) {
             tensor_load(a + i * PANEL_ROW_BYTES, map_a, full, A_MN ? tile.row + i : k * SP_DEPTH,
@@ -235,10 +235,10 @@ __device__ __forceinline__ void sp_load(SymmetricOrders& o, const SymmetricItem&
     }
 }
 
-// One thread of a block takes tiles, and orders their operands, stage after stage. An operand whose rows do not lie
+// One thread of a block takes tiles, and loads their operands, stage after stage. An operand whose rows do not lie
 // along K (MN) comes as panels of 64 columns.
 __device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricLaunch* launch) {
-    SymmetricOrders o = {launch, shared, 0};
+    SymmetricProducer p = {launch, shared, 0};
     int next = atomicAdd(launch->counts, 1), i = 0;
     while (next < launch->tiles) {
         const int index = next;
@@ -246,15 +246,15 @@ __device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricLaunc
         while (i + 1 < launch->items && index >= launch->item[i + 1].first) i++;
         const SymmetricItem& item = launch->item[i];
         const SymmetricTask task = {i, symmetric_tile(index - item.first, item.shape)};
-        if (item.before > 0) sp_await(o, launch->counts + 1 + item.counter + task.tile.matrix, item.before);
+        if (item.before > 0) sp_await(p, launch->counts + 1 + item.counter + task.tile.matrix, item.before);
         if (item.kind == SP_NONE_MN)
-            sp_load<0, 0>(o, item, task);
+            sp_load<0, 0>(p, item, task);
         else if (item.kind == SP_B_MN)
-            sp_load<0, 1>(o, item, task);
+            sp_load<0, 1>(p, item, task);
         else
-            sp_load<1, 1>(o, item, task);
+            sp_load<1, 1>(p, item, task);
     }
-    sp_tell(o, SP_END);
+    push_control_task(p, SP_END);
 }
 
 // The panels of a tile, and the first ones of them, which have mirror images.
@@ -274,7 +274,7 @@ __device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch* 
         for (int i = 0; i == 0 || i < sp_panels(task.tile); i++) {
             group_arrive(3 + group, 160);  // the panels are free
             group_sync(1 + group, 160);    // they are full
-            if (i == 0) task = sp_read(shared + SP_ORDERS + group * 32);
+            if (i == 0) task = sp_read(shared + SP_TASKS + group * 32);
             if (task.item == SP_END) return;
             const SymmetricItem& item = launch->item[task.item];
             const CUtensorMap* map = &launch->map[item.d];
@@ -451,7 +451,7 @@ __device__ __forceinline__ void sp_finish(SymmetricWork& w) {
         }
     }
     w.panels = sp_panels(w.task.tile), w.mirrored = sp_mirrored(item.shape, w.task.tile);
-    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_ORDERS + w.group * 32, w.task);
+    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_TASKS + w.group * 32, w.task);
 }
 
 // A tile's product, while the tile before is sent out.
@@ -510,7 +510,7 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
             sp_tile<1, 1>(w, steps);
     }
     group_sync(3 + w.group, 160);
-    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_ORDERS + w.group * 32, {SP_END, {0, 0, 0, 0}});
+    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_TASKS + w.group * 32, {SP_END, {0, 0, 0, 0}});
     group_arrive(1 + w.group, 160);
 }
 
@@ -605,7 +605,7 @@ inline void symmetric_launch(const Device* dev, SymmetricLaunch* launch) {
 // Returns the number of the map of `batch` matrices of rows x cols, in boxes of so many rows; makes it if need be.
 inline unsigned char symmetric_map(SymmetricLaunch* launch, const __half* address, int64_t batch, int64_t rows,
                                    int64_t cols, int box) {
-    // Maps of bf16: the copy engine moves two bytes an element, whatever they mean, and writes zeros past the end.
+    // Maps of bf16: TMA moves two bytes an element, whatever they mean, and writes zeros past the end.
     const CUtensorMap map = tensor_map(address, batch, rows, cols, box);
     int i = 0;
     while (i < launch->maps && memcmp(&launch->map[i], &map, sizeof(map)) != 0) i++;

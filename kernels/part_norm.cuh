@@ -16,7 +16,7 @@
 
 enum ClipBy { CLIP_STEP, CLIP_LAST, CLIP_TENSOR };
 
-// As --clip-by names them.
+// Returns the value that --clip-by calls `name`.
 inline ClipBy clip_by_from(const char* name) {
     return strcmp(name, "tensor") == 0 ? CLIP_TENSOR : strcmp(name, "last") == 0 ? CLIP_LAST : CLIP_STEP;
 }

@@ -1,8 +1,8 @@
 // Instructions of sm_90 and later that C++ has no name for, one function each: barriers in shared memory (mbarrier),
-// the copy engine's copies of runs of bytes (TMA, cp.async.bulk), its fence, and the register budget of a warpgroup.
-// Titles in brackets name the section of NVIDIA's PTX ISA that defines an instruction. hopper.cuh and the optimizer's
-// step (optim/kernel.cuh) use them; NVRTC compiles this file as a part of the optimizer's source, so it includes
-// nothing that NVRTC lacks. Shared memory is addressed by its 32-bit address.
+// copies of runs of bytes by TMA (cp.async.bulk), its fence, and the register budget of a warpgroup. Titles in brackets
+// name the section of NVIDIA's PTX ISA that defines an instruction. hopper.cuh and the optimizer's step
+// (optim/kernel.cuh) use them; NVRTC compiles this file as a part of the optimizer's source, so it includes nothing
+// that NVRTC lacks. Shared memory is addressed by its 32-bit address.
 #pragma once
 
 #ifdef __CUDACC_RTC__
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint32_t shared_offset(const void* pointer) {
 }
 
 // True in one thread of a warp. The compiler knows that a thread chosen like this runs alone. Otherwise it puts each
-// call of the copy engine, which reads addresses from registers of the warp, into a loop over the warp's threads.
+// TMA instruction, which reads addresses from registers of the warp, into a loop over the warp's threads.
 __device__ __forceinline__ bool is_elected() {
     uint32_t elected;
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
@@ -53,7 +53,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and announces bytes that the copy engine will write in this phase.
+// Arrives, and announces bytes that TMA will write in this phase.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
@@ -81,8 +81,8 @@ __device__ __forceinline__ bool barrier_is_past(uint32_t barrier, uint32_t parit
     return done != 0;
 }
 
-// Orders this thread's earlier accesses to shared memory before later ones by the copy engine and wgmma; a barrier must
-// follow [Memory Consistency Model: Proxies; membar/fence].
+// Orders this thread's earlier accesses to shared memory before later ones by TMA and wgmma; a barrier must follow
+// [Memory Consistency Model: Proxies; membar/fence].
 __device__ __forceinline__ void fence_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -92,8 +92,8 @@ __device__ __forceinline__ void fence_async_all() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The copy engine copies a run of bytes; addresses and size are multiples of 16 [Data Movement: cp.async.bulk]. One
-// thread starts the copy. A barrier counts the bytes of a load; stores are counted in groups.
+// TMA copies a run of bytes; addresses and size are multiples of 16 [Data Movement: cp.async.bulk]. One thread starts
+// the copy. A barrier counts the bytes of a load; stores are counted in groups.
 __device__ __forceinline__ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier)

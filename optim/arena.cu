@@ -54,9 +54,9 @@ void arena_spread(Arena* a, OptimConfig* config) {
     const ModelParts model = arena_parts(a);
     spread_ranks(a, config);
     config->keeps_copy = shard_splits(a->shard, SHARD_STATES);  // for the others, or to be gathered by them
-    const int64_t lent = decoded_bytes(config, &model).lent;
-    a->lent_bytes = config->keeps_copy ? 0 : lent;
-    a->scales_apart = config->keeps_copy && lent > 0;
+    const int64_t bytes = decoded_bytes(config, &model).dequant_buffer;
+    a->dequant_bytes = config->keeps_copy ? 0 : bytes;
+    a->scales_apart = config->keeps_copy && bytes > 0;
 }
 
 bool arena_may_release(const Arena* a, const OptimConfig* config, double clip, int64_t tokens, int64_t micro,
@@ -173,7 +173,7 @@ void arena_open(Arena* a, const OptimConfig* config) {
     const int64_t kept = shard_splits(shard, SHARD_GRADS) ? shard->packed - shard->cut[shard->comm.rank] : 0;
     for (int t = 0; t < a->count; t++) {
         if (!a->releases) a->place[t] = a->tensors[t].offset + kept;
-        if (a->releases && shard) a->place[t] = shard->place[t];
+        if (a->releases && shard) a->place[t] = shard->packed_offset[t];
     }
     const ReleaseModel model = release_model(a);
     a->release = release_open(a->dev, &model, a->clip_by, a->grads_bf16);
@@ -194,7 +194,7 @@ void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
     if (!memory && a->decoded) return decoded_at(a->decoded, t);
     int64_t at = a->tensors[t].offset;
     if (memory == a->grads && a->releases) at = a->place[t];
-    if (shard_is_packed(a->shard, memory)) at = a->shard->place[t];
+    if (shard_is_packed(a->shard, memory)) at = a->shard->packed_offset[t];
     return (char*)memory + element_bytes * at;
 }
 
@@ -211,8 +211,8 @@ void arena_scales(const Arena* a, const float** to, int slots) {
     free(numbers);
 }
 
-void arena_lend(const Arena* a, void* room) {
-    if (a->decoded) decoded_lend(a->decoded, room);
+void arena_dequant_buffer(const Arena* a, void* buffer) {
+    if (a->decoded) decoded_dequant_buffer(a->decoded, buffer);
 }
 
 void arena_set(Arena* a, int t, const float* values) {

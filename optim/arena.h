@@ -32,8 +32,8 @@ struct Arena {
     ClipBy clip_by;
     bool releases;  // gradients are released
     // arena_spread sets these.
-    int64_t lent_bytes;  // bytes that arena_lend needs
-    bool scales_apart;   // products could read the codes of some matrices, but each rank has only its own codes
+    int64_t dequant_bytes;  // bytes that arena_dequant_buffer needs
+    bool scales_apart;      // products could read the codes of some matrices, but each rank has only its own codes
     // arena_open and arena_begin set these.
     Optim* optim;      // owns the weights; NULL: the model only runs forward
     void* weights;     // X; NULL: `decoded` has them
@@ -87,9 +87,9 @@ const uint8_t* arena_codes(const Arena* arena, int t);
 // Writes the addresses of the numbers of these codes (optim_codes) into device memory `to`, by slot; NULL if this rank
 // has none. Ranks that gather decoded weights get them too, since fp8_begin needs the scales.
 void arena_scales(const Arena* arena, const float** to, int slots);
-// Lends `room` of lent_bytes into which such matrices are decoded from here on, for passes that read all weights from
-// arena_at. NULL ends this, and arena_at is NULL for these matrices again.
-void arena_lend(const Arena* arena, void* room);
+// Sets a buffer of dequant_bytes into which such matrices are decoded from here on, for passes that read all weights
+// from arena_at. NULL ends this, and arena_at is NULL for these matrices again.
+void arena_dequant_buffer(const Arena* arena, void* buffer);
 // Sets a tensor's weights from host values (rows x cols, fp32), rounded to nearest. Call optim_decode after the last
 // tensor.
 void arena_set(Arena* arena, int t, const float* values);

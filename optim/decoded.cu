@@ -10,9 +10,9 @@ struct Decoded {
     const Device* dev;
     const Optim* optim;
     ModelParts model;
-    char *room, *lent;      // lent: the room for operands, or NULL
-    int64_t* place;         // (count) byte in `room`, or for operands in `lent`; -1: the tensor is read in place
-    void** at;              // (count) address of the weights; NULL for operands
+    char *room, *dequant_buffer;  // dequant_buffer: the caller's, for operands; or NULL
+    int64_t* place;  // (count) byte in `room`, or for operands in dequant_buffer; -1: the tensor is read in place
+    void** at;       // (count) address of the weights; NULL for operands
     const uint8_t** codes;  // (count) codes of operands; NULL for others
     bool* fills;            // (layers + 2) parts that take room
     bool* there;            // (layers + 2) parts that are decoded and up to date
@@ -26,31 +26,31 @@ static DecodedKind decoded_kind(const Plan* plan, const ModelParts* model, int t
     return model->slot && model->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 
-// Sets the place of each tensor in the room, or in the lent room (Decoded::place). Returns the bytes of both.
+// Sets the place of each tensor in the room, or in the dequant_buffer (Decoded::place). Returns the bytes of both.
 static DecodedBytes decoded_places(const Plan* plan, const ModelParts* model, int64_t* place) {
     const int layers = model->layers;
     const int64_t element = compute_row(model->compute)->stream[0].bits / 8;
-    int64_t *used = (int64_t*)memory_zero(2 * ((size_t)layers + 2), sizeof(int64_t)), *lent = used + layers + 2;
-    int64_t layer = 0, lent_layer = 0;
+    int64_t *used = (int64_t*)memory_zero(2 * ((size_t)layers + 2), sizeof(int64_t)), *operands = used + layers + 2;
+    int64_t layer = 0, operand_layer = 0;
     for (int t = 0; t < model->count; t++) {
         const DecodedKind kind = decoded_kind(plan, model, t);
-        int64_t* in = (kind == OPERAND ? lent : used) + model->part[t];
+        int64_t* in = (kind == OPERAND ? operands : used) + model->part[t];
         place[t] = kind == AS_STORED ? -1 : *in;
         if (kind != AS_STORED) *in += tensor_padded(&model->tensors[t]) * element;
     }
     for (int l = 0; l < layers; l++) {
         layer = used[l] > layer ? used[l] : layer;
-        lent_layer = lent[l] > lent_layer ? lent[l] : lent_layer;
+        operand_layer = operands[l] > operand_layer ? operands[l] : operand_layer;
     }
     const int64_t embeddings = used[decoded_embeddings(layers)];
     const int64_t shared = 2 * layer > embeddings ? 2 * layer : embeddings;
     for (int t = 0; t < model->count; t++) {
         if (place[t] < 0) continue;
-        const int64_t half = decoded_kind(plan, model, t) == OPERAND ? lent_layer : layer;
+        const int64_t half = decoded_kind(plan, model, t) == OPERAND ? operand_layer : layer;
         if (model->part[t] < layers) place[t] += model->part[t] % 2 * half;
         if (model->part[t] == decoded_final(layers)) place[t] += shared;
     }
-    const DecodedBytes bytes = {shared + used[decoded_final(layers)], 2 * lent_layer};
+    const DecodedBytes bytes = {shared + used[decoded_final(layers)], 2 * operand_layer};
     free(used);
     return bytes;
 }
@@ -94,14 +94,14 @@ const uint8_t* decoded_codes(const Decoded* d, int tensor) {
     return d->codes[tensor];
 }
 
-void decoded_lend(Decoded* d, void* room) {
-    if (d->lent != room) decoded_forget(d);
-    d->lent = (char*)room;
+void decoded_dequant_buffer(Decoded* d, void* room) {
+    if (d->dequant_buffer != room) decoded_forget(d);
+    d->dequant_buffer = (char*)room;
 }
 
 void* decoded_at(const Decoded* d, int tensor) {
     if (!d->codes[tensor]) return d->at[tensor];
-    return d->lent ? d->lent + d->place[tensor] : nullptr;
+    return d->dequant_buffer ? d->dequant_buffer + d->place[tensor] : nullptr;
 }
 
 // Marks parts whose room overlaps with that of `part` as not there.

@@ -12,17 +12,17 @@
 //
 // Tensors that are stored in the compute type are read in place. A decoded weight has the bits that it would have in a
 // copy of the whole model, since the same function decodes it. Operands, matrices of layers whose codes fp8 products
-// read, are not decoded while a model trains. Other passes that read them, such as a validation, lend room for two
+// read, are not decoded while a model trains. Other passes that read them, such as a validation, pass a buffer for two
 // layers of them.
 #pragma once
 #include "optim.h"
 
 typedef struct Decoded Decoded;
 
-// Bytes of the room under a resolved configuration, and of the room for operands that a caller lends, known before
+// Bytes of the room under a resolved configuration, and of the buffer for operands that a caller passes, known before
 // anything is allocated.
 struct DecodedBytes {
-    int64_t room, lent;
+    int64_t room, dequant_buffer;
 };
 DecodedBytes decoded_bytes(const OptimConfig* config, const ModelParts* model);
 
@@ -33,12 +33,12 @@ void decoded_close(Decoded* decoded);
 // Returns the codes of an operand; NULL for other tensors.
 const uint8_t* decoded_codes(const Decoded* decoded, int tensor);
 
-// Lends room of DecodedBytes.lent bytes, into which operands are decoded from here on. NULL ends this and gives the
-// room back to the caller.
-void decoded_lend(Decoded* decoded, void* room);
+// Sets a buffer of DecodedBytes.dequant_buffer bytes, into which operands are decoded from here on. NULL ends this and
+// the caller has the buffer back.
+void decoded_dequant_buffer(Decoded* decoded, void* room);
 
 // Returns the address of a tensor's weights in the compute type, which are valid after decoded_need of its part. The
-// address never changes, except for operands: theirs is in the room that was lent, or NULL.
+// address never changes, except for operands: theirs is in the dequant_buffer, or NULL.
 void* decoded_at(const Decoded* decoded, int tensor);
 
 // Decodes a part unless it is there. It stays until a part that shares its room is needed: layer l until layer l + 2 or

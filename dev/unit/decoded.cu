@@ -1,7 +1,7 @@
 // Tests of optim/decoded.h and of optim_step_tensors: weights decoded a part at a time have the bits of a copy of the
 // whole model, whatever the order in which parts are asked for, and the planned room is what is allocated; a step that
 // is taken part by part, from gradients that lie elsewhere, has the bits of one over the whole arena. Matrices whose
-// codes are operands are decoded only into room that was lent.
+// codes are operands are decoded only into the dequant_buffer.
 #include "../../kernels/fp8.cuh"
 #include "../../optim/decoded.h"
 #include "layers.h"
@@ -119,10 +119,11 @@ static void check_operands(Test* test, const char* weights, const char* override
     const int64_t matrix = tensor_padded(&model[3]) * (compute == OPTIM_FP32 ? 4 : 2);
     // Embeddings take as much as layers without these matrices, and more than layers without vectors, too.
     const bool smaller = bytes.room < all.room || (bytes.room == all.room && strstr(overrides, "ln*"));
-    expect(bytes.lent == 2 * matrix && all.lent == 0 && smaller, "%s, %s: room %lld and %lld, without %lld", weights,
-           overrides, (long long)bytes.room, (long long)bytes.lent, (long long)all.room);
+    expect(bytes.dequant_buffer == 2 * matrix && all.dequant_buffer == 0 && smaller,
+           "%s, %s: room %lld and %lld, without %lld", weights, overrides, (long long)bytes.room,
+           (long long)bytes.dequant_buffer, (long long)all.room);
     Room room(&run.dev);
-    char* lent = room.device<char>(bytes.lent);
+    char* buffer = room.device<char>(bytes.dequant_buffer);
     Decoded* decoded = decoded_open(run.optim, &its);
     for (int step = 1; step <= STEPS; step++) {
         for (int number : {3, 0, 1, 2, 4, 3, 2, 1, 0}) {
@@ -130,13 +131,13 @@ static void check_operands(Test* test, const char* weights, const char* override
             if (number < LAYERS) expect_codes(test, &copy, &run, decoded, 3 + 2 * number, weights);
             if (number >= LAYERS) expect_part(test, &copy, &run, decoded, number);
         }
-        decoded_lend(decoded, lent);
+        decoded_dequant_buffer(decoded, buffer);
         for (int number : {3, 0, 1, 2, 4, 0, 1}) {
             decoded_need(decoded, number);
             expect_part(test, &copy, &run, decoded, number);
             if (number == 1 || number == 2) expect_part(test, &copy, &run, decoded, number - 1);
         }
-        decoded_lend(decoded, nullptr);
+        decoded_dequant_buffer(decoded, nullptr);
         for (Run* each : {&copy, &run}) run_steps(each, step, step, plain_steps());
         decoded_forget(decoded);
     }

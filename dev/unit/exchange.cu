@@ -105,7 +105,9 @@ TEST(exchange_plan) {
             }
             int64_t covered = 0;
             for (int b = 0; b <= LAYERS; b++) {
-                for (int i = 0; i < s.bucket[b].runs; i++) covered += s.bucket[b].run[i].end - s.bucket[b].run[i].begin;
+                for (int i = 0; i < s.bucket[b].ranges; i++) {
+                    covered += s.bucket[b].range[i].end - s.bucket[b].range[i].begin;
+                }
             }
             int64_t end = 0, sliced = 0;
             for (int i = 0; i < s.chunk_count; i++) {
@@ -119,7 +121,8 @@ TEST(exchange_plan) {
             expect(end == elements && s.sliced == sliced, "chunks end at %lld", (long long)end);
             expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
             for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++)
-                expect(s.place[t] == s.place[t + 2 * PER_LAYER], "layers two apart do not share a place");
+                expect(s.packed_offset[t] == s.packed_offset[t + 2 * PER_LAYER],
+                       "layers two apart do not share a place");
             expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
         }
     }
@@ -180,7 +183,7 @@ static void transport_main(Launch* launch) {
     comm_close(&comm);
 }
 
-// Sends by copy engines. Ranks share GPUs where there are fewer, which NCCL would not do.
+// Sends by DMA copy engines. Ranks share GPUs where there are fewer, which NCCL would not do.
 static void peers_main(Launch* launch) {
     Device dev;
     Comm comm;
@@ -215,7 +218,7 @@ TEST(exchange_lost) {
     expect_ranks(test, 2, lost, 1, "(first exchange; try NCCL_P2P_DISABLE=1 in the environment)");
 }
 
-// The advice in the message about a broken path takes the copy engines out.
+// The advice in the message about a broken path takes the DMA copy engines out.
 TEST(exchange_peers_wanted) {
     for (const char* name : {"NCCL_P2P_DISABLE", "NIBBLE_NCCL"}) unsetenv(name);
     expect(peers_wanted(), "with nothing set");
@@ -392,7 +395,7 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
         for (int b : {2, 1, 0, 3}) {
             for (int t = 0; t < MINI_TENSORS; t++) {
                 if (mini[t].layer != b) continue;
-                float* to = grads + (shard_is_packed(s, grads) ? s->place[t] : mini[t].offset);
+                float* to = grads + (shard_is_packed(s, grads) ? s->packed_offset[t] : mini[t].offset);
                 for (int64_t i = 0; i < mini[t].elements; i++) {
                     bool nan = s->comm.rank == 1 && mini[t].offset + i == bad;
                     to[i] = nan ? NAN : element_of(s->comm.rank, mini[t].offset + i);
@@ -413,11 +416,11 @@ static int64_t sent_bytes(const Shard* s) {
 // No rank sends more than two slices of a layer to each other, even if it owns all of the layer.
 static void mini_balance(Shard* s) {
     for (int b = 0; b < MINI_LAYERS; b++) {
-        const ShardRun* run = &s->bucket[b].run[0];
-        const int64_t tiles = (run->end - run->begin) / TILE_ELEMENTS, others = s->comm.world - 1;
-        shard_scatter_run(s, run->begin, run->end, run->at - run->begin);
+        const ShardRange* range = &s->bucket[b].range[0];
+        const int64_t tiles = (range->end - range->begin) / TILE_ELEMENTS, others = s->comm.world - 1;
+        shard_scatter_range(s, range->begin, range->end, range->offset - range->begin);
         int64_t sent = sent_bytes(s);
-        shard_all_gather_run(s, run->begin, run->end, run->at - run->begin);
+        shard_all_gather_range(s, range->begin, range->end, range->offset - range->begin);
         sent += sent_bytes(s);
         require(sent <= 2 * others * ceil_div(tiles, s->comm.world) * TILE_ELEMENTS * 4);
     }
@@ -476,7 +479,7 @@ static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool wa
         for (int b : {0, 1, 2, 3, 1, 0}) {
             shard_need(&s, b);
             for (int t = 0; t < MINI_TENSORS; t++) {
-                const float* at = weights + (split && mode == SHARD_WEIGHTS ? s.place[t] : mini[t].offset);
+                const float* at = weights + (split && mode == SHARD_WEIGHTS ? s.packed_offset[t] : mini[t].offset);
                 for (int64_t i = 0; i < mini[t].elements && mini[t].layer == b; i++)
                     require(at[i] == mini[t].offset + i);
             }

@@ -83,19 +83,20 @@ TEST(fp8_history) {
         const float want = step == 0             ? 1.0f
                            : step <= FP8_HISTORY ? fp8_scale(8.0f, FP8_E4M3, 1)
                                                  : fp8_scale(1.0f, FP8_E4M3, 1);
-        expect(f.scale[0] == want && f.inverse[0] == 1.0f / want, "step %d: scale %g, want %g", step, f.scale[0], want);
-        fp8_found_cpu(&f, 0, step == 0 ? 8.0f : 1.0f, step);
-        if (step == 3) fp8_found_cpu(&f, 1, INFINITY, 0);
+        expect(f.scale[0] == want && f.scale_inv[0] == 1.0f / want, "step %d: scale %g, want %g", step, f.scale[0],
+               want);
+        fp8_amax_cpu(&f, 0, step == 0 ? 8.0f : 1.0f, step);
+        if (step == 3) fp8_amax_cpu(&f, 1, INFINITY, 0);
         fp8_end(&dev, &f, &factor, &saturated);
         expect(saturated == (float)step, "step %d: %g saturated", step, saturated);
     }
-    expect(f.history[FP8_HISTORY] == 0.0f, "infinity is remembered");
-    float before = f.history[0];
+    expect(f.amax_history[FP8_HISTORY] == 0.0f, "infinity is remembered");
+    float before = f.amax_history[0];
     fp8_begin(&dev, &f);
-    fp8_found_cpu(&f, 0, 100.0f, 0);
+    fp8_amax_cpu(&f, 0, 100.0f, 0);
     factor = NAN;
     fp8_end(&dev, &f, &factor, &saturated);
-    expect(f.history[0] == before, "a step that changed nothing is remembered");
+    expect(f.amax_history[0] == before, "a step that changed nothing is remembered");
 }
 
 struct CastShape {
@@ -117,7 +118,7 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
     for (uint8_t*& code : codes) code = room.to_device(got, n + 64);
     float *scratch = (float*)room.device<char>(fp8_scratch_bytes(dev, s.N, s.C)), *sums = room.host<float>(s.C);
     fp8_begin(dev, &f), fp8_begin(&cpu, &g);
-    f.current = g.current = current;
+    f.use_current_scaling = g.use_current_scaling = current;
     if (!current) fp8_fix(dev, &f, 1, 1.7f, type), fp8_fix(&cpu, &g, 1, 1.7f, type);  // so that some saturate
     const Fp8Operand to = {codes[0], codes[1], 1, type}, there = {want[0], want[1], 1, type};
     fp8_cast<bf16>(dev, &f, &to, op, inp.device, pre.device, bias.device, scratch, s.N, s.C, false);
@@ -130,10 +131,10 @@ void check_cast(Test* test, double* worst, const Device* dev, CastShape s, Fp8Op
     }
     expect(apart == 0, "%lld x %d, op %d, type %d: %lld codes differ", (long long)s.N, s.C, op, type, (long long)apart);
     uint32_t found[4];
-    copy_to_host(dev, found, f.found, sizeof(found));
+    copy_to_host(dev, found, f.amax, sizeof(found));
     if (op == FP8_COPY) {
-        expect(found[1] == g.found[1], "largest magnitude %08x, want %08x", found[1], g.found[1]);
-        expect(found[3] == g.found[3] && (current || found[3] > 0), "%u saturated, want %u", found[3], g.found[3]);
+        expect(found[1] == g.amax[1], "largest magnitude %08x, want %08x", found[1], g.amax[1]);
+        expect(found[3] == g.amax[3] && (current || found[3] > 0), "%u saturated, want %u", found[3], g.amax[3]);
     }
     copy_to_host(dev, bias.host, bias.device, s.C * sizeof(float));
     close_to(test, worst, "sums", bias.host, sums, s.C,
@@ -170,14 +171,14 @@ Made made_open(Room* room, int64_t N, int C, Fp8Type type, float largest = 0.9f)
     }
     for (Fp8* f : {&m.f, &m.g}) {
         fp8_begin(room->dev, f);
-        f->current = false;
+        f->use_current_scaling = false;
         fp8_fix(room->dev, f, 1, largest, type);
     }
     return m;
 }
 
 Fp8Codes made_codes(const Made* m, Fp8Type type) {
-    return {m->rows, m->f.scale + 1, m->f.found + 1, m->f.found + 3, type};
+    return {m->rows, m->f.scale + 1, m->f.amax + 1, m->f.amax + 3, type};
 }
 
 // `values` is what the kernel stores without codes: (N, C). counted: it tells magnitude and count.
@@ -195,7 +196,7 @@ void made_check(Test* test, Made* m, const char* what, const bf16* values, Fp8Ty
         expect(differ == 0 && zero < n / 2, "%s, %lld x %d, type %d, %s: %lld codes differ, %lld are zero", what,
                (long long)m->N, m->C, type, i ? "by columns" : "by rows", (long long)differ, (long long)zero);
     }
-    const uint32_t *found = m->room->to_host(m->f.found, 4), *cast = m->room->to_host(m->g.found, 4);
+    const uint32_t *found = m->room->to_host(m->f.amax, 4), *cast = m->room->to_host(m->g.amax, 4);
     if (counted)
         expect(found[1] == cast[1] && found[3] == cast[3] && cast[3] > 0, "%s: found %08x and %u, the cast %08x and %u",
                what, found[1], found[3], cast[1], cast[3]);
@@ -282,7 +283,7 @@ TEST(fp8_cast_nonfinite_gpu) {
     Fp8 f = scales_open(&room, 3);
     uint8_t* codes = room.device<uint8_t>(16 * 8);
     fp8_begin(&dev, &f);
-    f.current = false;
+    f.use_current_scaling = false;
     for (Fp8Type type : {FP8_E4M3, FP8_E5M2}) {
         const Fp8Operand to = {codes, nullptr, 0, type};
         fp8_cast<bf16>(&dev, &f, &to, FP8_COPY, inp.device, nullptr, (float*)nullptr, nullptr, 16, 8, false);
@@ -377,7 +378,7 @@ StoredLayer<X> stored_layer_open(Room* room, const char* weights, int64_t N, int
 // Returns the values of `count` codes of a slot.
 float* code_values(Room* room, const Fp8* f, const uint8_t* codes, int64_t count, int slot, Fp8Type type) {
     const uint8_t* host = room->to_host(codes, count);
-    const float inverse = *room->to_host(f->inverse + 4 * slot, 1);
+    const float inverse = *room->to_host(f->scale_inv + 4 * slot, 1);
     float* values = room->host<float>(count);
     for (int64_t i = 0; i < count; i++) values[i] = fp8_decode(host[i], type) * inverse;
     return values;
@@ -428,7 +429,7 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     check_output<X>(test, worst, weights, &dinp, nullptr, dwant, cut(OC) + product_bound(OC, 0.115), backward);
     const float* numbers = room.to_host(layer.stored.numbers, 3);
     float magnitude;
-    memcpy(&magnitude, room.to_host(layer.f.found + FP8_WEIGHT, 1), 4);
+    memcpy(&magnitude, room.to_host(layer.f.amax + FP8_WEIGHT, 1), 4);
     expect(magnitude == 448 * numbers[1] && magnitude >= numbers[0], "%s: the largest magnitude is %g of %g", weights,
            magnitude, numbers[0]);
 }
@@ -470,7 +471,7 @@ GeluProducts gelu_products_open(Room* room, int64_t N, int C, int OC, Fp8Type ty
     float* none = nullptr;
     fp8_cast<bf16>(dev, &p.f, &left, FP8_COPY, p.left.device, nullptr, none, nullptr, N, C, false);
     fp8_cast<bf16>(dev, &p.f, &right, FP8_COPY, p.weight.device, nullptr, none, nullptr, OC, C, false);
-    p.f.current = false;
+    p.f.use_current_scaling = false;
     for (int slot : {2, 3}) fp8_fix(dev, &p.f, slot, 1.5f, type);
     return p;
 }
@@ -479,7 +480,7 @@ GeluProducts gelu_products_open(Room* room, int64_t N, int C, int OC, Fp8Type ty
 // and `beside`, what the product may be off by. Slot 2 is the kernel's, 3 the cast's.
 int64_t codes_apart(Room* room, const GeluProducts* p, int64_t n, Fp8Type type, double beside) {
     const uint8_t *got = room->to_host(p->codes, n), *want = room->to_host(p->cast, n);
-    const float inverse = *room->to_host(p->f.inverse + 8, 1);
+    const float inverse = *room->to_host(p->f.scale_inv + 8, 1);
     int64_t apart = 0;
     for (int64_t i = 0; i < n; i++) {
         const double a = fp8_decode(got[i], type) * inverse, b = fp8_decode(want[i], type) * inverse;
@@ -503,8 +504,8 @@ void check_columns(Test* test, Room* room, const GeluProducts* p, int64_t N, int
 void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC) {
     Room room(dev);
     GeluProducts p = gelu_products_open(&room, N, C, OC, FP8_E4M3);
-    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, FP8_E4M3};
-    const MatmulGeluCodes codes = {out, p.columns, p.f.inverse, p.f.inverse + 4};
+    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, FP8_E4M3};
+    const MatmulGeluCodes codes = {out, p.columns, p.f.scale_inv, p.f.scale_inv + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, FP8_E4M3, p.weight_codes, 1, FP8_E4M3, p.bias.device,
                       N, OC, C, true, false);
     const bf16* stored = room.to_host(p.want.device, N * OC);
@@ -514,7 +515,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     check_output<bf16>(test, worst, "pre", &p.pre, nullptr, want, cut + product_bound(C, 0.1), [&] {
         matmul_gelu_fp8_forward(dev, &codes, p.pre.device, p.left_codes, p.weight_codes, p.bias.device, N, C, OC);
     });
-    const uint32_t* found = room.to_host(p.f.found, 7);
+    const uint32_t* found = room.to_host(p.f.amax, 7);
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, FP8_E4M3};
     fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU, p.pre.device, nullptr, (float*)nullptr, nullptr, N, OC, false);
     const uint8_t *got = room.to_host(p.codes, N * OC), *other = room.to_host(p.cast, N * OC);
@@ -523,7 +524,7 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     expect(differ == 0, "%lld x %d x %d: %lld codes of GELU differ from the cast's", (long long)N, OC, C,
            (long long)differ);
     check_columns(test, &room, &p, N, OC);
-    const uint32_t* after = room.to_host(p.f.found, 7);
+    const uint32_t* after = room.to_host(p.f.amax, 7);
     expect(found[2] == after[3] && found[2] > 0, "largest magnitude %08x, the cast's %08x", found[2], after[3]);
     const uint32_t once = after[6] - found[6];
     expect(once > 0 && found[6] == 2 * once, "%u saturated in two runs, in the cast %u", found[6], once);
@@ -533,8 +534,8 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
 void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N, int C, int OC, Fp8Type type) {
     Room room(dev);
     GeluProducts p = gelu_products_open(&room, N, C, OC, type);
-    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.found + 2, p.f.found + 6, type};
-    const MatmulGeluCodes codes = {out, p.columns, p.f.inverse, p.f.inverse + 4};
+    const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, type};
+    const MatmulGeluCodes codes = {out, p.columns, p.f.scale_inv, p.f.scale_inv + 4};
     fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, type, p.weight_codes, 1, FP8_E4M3,
                       (const bf16*)nullptr, N, OC, C, true, false);
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, type};
@@ -552,7 +553,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     expect(apart == 0, "%lld x %d x %d, type %d: %lld codes are too far from the cast's", (long long)N, OC, C, type,
            (long long)apart);
     check_columns(test, &room, &p, N, OC);
-    const uint32_t* found = room.to_host(p.f.found, 7);
+    const uint32_t* found = room.to_host(p.f.amax, 7);
     float magnitude[2];
     memcpy(magnitude, found + 2, sizeof(magnitude));
     expect(fabs(magnitude[0] - magnitude[1]) <= cut + 2 * epsilon<bf16>() * magnitude[1] && magnitude[0] > 0,

@@ -1,6 +1,6 @@
 // Several ranks, from the command line (cli.h says how it is run). Without GPUs they are processes of this machine over
-// the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by copy engines, or over NCCL where
-// NIBBLE_NCCL says so, for as many GPUs as are there.
+// the stand-in of kernels/ranks/comm.cuh; the cases that end in _gpu are the same by DMA copy engines, or over NCCL
+// where NIBBLE_NCCL says so, for as many GPUs as are there.
 #include <sys/file.h>
 
 #include <vector>
@@ -202,7 +202,8 @@ GPUS_TEST(multi_transports_gpu) {
                         64 * ranks, mode);
             unsetenv(variable);
             char* text = contents(run[nccl], "log.txt");
-            expect(text && strstr(text, nccl ? "NCCL " : "by copy engines"), "%s: another transport: %s", mode, text);
+            expect(text && strstr(text, nccl ? "NCCL " : "by DMA copy engines"), "%s: another transport: %s", mode,
+                   text);
         }
         expect_equal_runs(test, run[0], run[1], 6);
     }

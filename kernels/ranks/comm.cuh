@@ -1,7 +1,7 @@
 // All-to-all exchange of device memory between ranks, one per GPU: every rank sends bytes to every other
 // (comm_exchange). shard.cuh builds the reduction of gradients and the gathering of weights on it.
 //
-// GPUs of one machine that reach each other use their copy engines (peer.cuh), others NCCL's send and receive.
+// GPUs of one machine that reach each other use their DMA copy engines (peer.cuh), others NCCL's send and receive.
 // Exchanges run on a stream of their own, beside the device's. Both transports only move bytes, so no result depends on
 // which one is used, or on what NCCL chooses. All pieces are in flight at the same time.
 //
@@ -184,7 +184,7 @@ inline void stand_in_exchange(const Comm* comm, const CommPiece* sends, const Co
     pthread_barrier_wait(&shared->barrier);
 }
 
-// The copy engines.
+// The DMA copy engines.
 
 // False if NIBBLE_NCCL or NCCL_P2P_DISABLE (copies between GPUs are broken) asks for NCCL.
 inline bool peers_wanted() {
@@ -263,7 +263,7 @@ inline const char* comm_describe(const Comm* comm) {
     int version = 0;
     const double rate = 1e-9 * comm->rate;
     if (comm->stand_in) return "shared memory, a stand-in for tests";
-    if (comm->peers) return text_format("by copy engines, %.0f GB/s each way", rate);
+    if (comm->peers) return text_format("by DMA copy engines, %.0f GB/s each way", rate);
     check(nccl_status(comm, comm->nccl.get_version(&version)));
     return text_format("NCCL %d.%d.%d, %.0f GB/s each way", version / 10000, version / 100 % 100, version % 100, rate);
 }
@@ -303,25 +303,25 @@ inline void comm_exchange(const Comm* comm, const CommPiece* sends, const CommPi
     check(nccl_status(comm, comm->nccl.group_end()));
 }
 
-// Exchanges pieces that are read once. With copy engines they have at most PEER_PART bytes, and receives[r].data is set
-// to the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's
-// stream, and then calls comm_return.
-inline void comm_borrow(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
+// Exchanges pieces that are read once. With DMA copy engines they have at most PEER_PART bytes, and receives[r].data is
+// set to the place where a piece arrived, so no bytes are copied. The caller queues what reads the pieces on the comm's
+// stream, and then calls comm_release.
+inline void comm_exchange_zero_copy(const Comm* comm, const CommPiece* sends, CommPiece* receives) {
     if (!comm->peers) return comm_exchange(comm, sends, receives);
     peers_fork(comm->peers, comm->stream);
     for (int i = 1; i < comm->world; i++) {
         int to = (comm->rank + i) % comm->world, from = (comm->rank - i + comm->world) % comm->world;
         assert(sends[to].bytes <= PEER_PART && receives[from].bytes <= PEER_PART);
         peer_send(comm->peers, sends[to].data, sends[to].bytes, 0, to);
-        if (receives[from].bytes > 0) receives[from].data = peer_take(comm->peers, comm->stream, from);
+        if (receives[from].bytes > 0) receives[from].data = peer_await(comm->peers, comm->stream, from);
     }
     peers_join(comm->peers, comm->stream);
 }
 
 // Lets the senders write to these places again.
-inline void comm_return(const Comm* comm, const CommPiece* receives) {
+inline void comm_release(const Comm* comm, const CommPiece* receives) {
     for (int r = 0; r < comm->world && comm->peers; r++) {
-        if (r != comm->rank && receives[r].bytes > 0) peer_give_back(comm->peers, comm->stream, r);
+        if (r != comm->rank && receives[r].bytes > 0) peer_release(comm->peers, comm->stream, r);
     }
 }
 

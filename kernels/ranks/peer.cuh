@@ -1,5 +1,5 @@
-// Exchange between ranks of one machine by the GPUs' copy engines. They cost matrix products some memory bandwidth, but
-// no multiprocessors, which kernels that wait for another GPU, as NCCL's do, would take from them.
+// Exchange between ranks of one machine by the GPUs' DMA copy engines. They cost matrix products some memory bandwidth,
+// but no multiprocessors, which kernels that wait for another GPU, as NCCL's do, would take from them.
 //
 // Each rank has a mailbox that all can write (CUDA IPC): two slots for every other rank, and counters. A sender copies
 // a part into its slot at the receiver and increments the receiver's `arrived`; the receiver reads it there, or copies
@@ -81,23 +81,23 @@ inline void peer_send(Peers* peers, const void* data, int64_t bytes, int64_t at,
     peer_raise(peers, peers->out, &peer_counts(peers, to)->arrived[peers->rank], count + 1);
 }
 
-// Returns the slot with the next part from a rank. Work that is queued on the stream before peer_give_back may read it.
-inline char* peer_take(Peers* peers, cudaStream_t stream, int from) {
+// Returns the slot with the next part from a rank. Work that is queued on the stream before peer_release may read it.
+inline char* peer_await(Peers* peers, cudaStream_t stream, int from) {
     const uint32_t count = peers->received[from]++;
     peer_wait(peers, stream, &peer_counts(peers, peers->rank)->arrived[from], count + 1);
     return peer_slot(peers, peers->rank, from, count);
 }
 
-inline void peer_give_back(const Peers* peers, cudaStream_t stream, int from) {
+inline void peer_release(const Peers* peers, cudaStream_t stream, int from) {
     peer_raise(peers, stream, &peer_counts(peers, from)->taken[peers->rank], peers->received[from]);
 }
 
 inline void peer_receive(Peers* peers, cudaStream_t stream, void* data, int64_t bytes, int64_t at, int from) {
     int64_t part = bytes - at < PEER_PART ? bytes - at : PEER_PART;
     if (part <= 0) return;
-    const char* slot = peer_take(peers, stream, from);
+    const char* slot = peer_await(peers, stream, from);
     check(cudaMemcpyAsync((char*)data + at, slot, (size_t)part, cudaMemcpyDeviceToDevice, stream));
-    peer_give_back(peers, stream, from);
+    peer_release(peers, stream, from);
 }
 
 inline bool peers_bind(Peers* peers) {

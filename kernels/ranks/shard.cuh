@@ -6,8 +6,8 @@
 //     grads    it also keeps the gradients of that part alone, besides one or two layers in flight  (ZeRO-2)
 //     weights  and the weights of that part alone, besides two layers in use                        (ZeRO-3)
 //
-// Parts are equal runs of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses.
-// The embeddings and the last layernorm that the matmuls read are whole on every rank.
+// Parts are equal ranges of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses. The
+// embeddings and the last layernorm that the matmuls read are whole on every rank.
 //
 // If steps are taken inside the backward pass (optim/release.h), gradients are packed in every mode and two layers take
 // turns. Their sums overwrite them, and a layer is updated when its memory is needed again.
@@ -26,7 +26,7 @@
 // adds up its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into
 // memory that activations no longer need.
 //
-// The exchanges cost 1 to 4 % of a step on four H200s with copy engines (peer.cuh). NCCL's kernels also take
+// The exchanges cost 1 to 4 % of a step on four H200s with DMA copy engines (peer.cuh). NCCL's kernels also take
 // multiprocessors. Attention draws its work piece by piece and loses no more than their share, but a matrix product
 // with a block for every multiprocessor takes up to twice its time. So fast exchanges over NCCL wait: the reduction of
 // a layer begins at the attention's backward pass of the next layer down (dev/LOG.md has the figures).
@@ -41,17 +41,17 @@ constexpr double SHARD_WAIT_RATE = 100e9;  // bytes a second; slower exchanges n
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
 
-// A run of the arena, in elements; `at`: its place in packed memory.
-struct ShardRun {
-    int64_t begin, end, at;
+// A range of the arena, in elements; offset: where it begins in packed memory.
+struct ShardRange {
+    int64_t begin, end, offset;
 };
 
 struct ShardBucket {
-    ShardRun* run;
-    int runs;
+    ShardRange* range;
+    int ranges;
 };
 
-// A chunk is a part of a run that is exchanged at a time; `sums` is where this rank's slice of it lies among its
+// A chunk is a part of a range that is exchanged at a time; `sums` is where this rank's slice of it lies among its
 // deferred sums.
 struct ShardChunk {
     int64_t begin, end, sums;
@@ -86,10 +86,10 @@ struct Shard {
     int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
     ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
     int layers;
-    int64_t* place;  // (tensors): first element in packed memory, which holds two layers in turn, then the rest
-    int64_t packed;  // its elements
-    int64_t chunk;   // tiles of a bucket that are exchanged at a time; copy engines: slices of at most PEER_PART bytes
-    ShardChunk* chunks;  // (chunk_count) in the order of the arena
+    int64_t* packed_offset;  // (tensors): first element in packed memory, which holds two layers in turn, then the rest
+    int64_t packed;          // its elements
+    int64_t chunk;           // tiles of a bucket that are exchanged at a time; DMA: slices of at most PEER_PART bytes
+    ShardChunk* chunks;      // (chunk_count) in the order of the arena
     int chunk_count;
     int64_t sliced;                    // elements of this rank's slices of all chunks
     int gradient_bytes, weight_bytes;  // of an element
@@ -347,18 +347,18 @@ struct ShardTensor {
     int layer;                 // that it belongs to; `layers` for the rest
 };
 
-// Lists the chunks of all runs.
+// Lists the chunks of all ranges.
 inline void shard_list_chunks(Shard* s) {
     int64_t count = 0;
     assert(s->chunk > 0);
     for (int b = 0; b <= s->layers; b++) {
         const ShardBucket* bucket = &s->bucket[b];
-        for (int i = 0; i < bucket->runs; i++) {
-            const ShardRun* run = &bucket->run[i];
-            for (int64_t at = run->begin; at < run->end; at += s->chunk * TILE_ELEMENTS) {
+        for (int i = 0; i < bucket->ranges; i++) {
+            const ShardRange* range = &bucket->range[i];
+            for (int64_t at = range->begin; at < range->end; at += s->chunk * TILE_ELEMENTS) {
                 const int64_t max = at + s->chunk * TILE_ELEMENTS;
                 s->chunks = (ShardChunk*)memory_grow(s->chunks, ((size_t)count + 1) * sizeof(ShardChunk));
-                s->chunks[count++] = {at, max < run->end ? max : run->end, 0};
+                s->chunks[count++] = {at, max < range->end ? max : range->end, 0};
             }
         }
     }
@@ -377,10 +377,10 @@ inline void shard_list_chunks(Shard* s) {
 // of the arena, and equal for every layer.
 inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int layers) {
     int64_t of_layer = 0;
-    for (int b = 0; s->bucket && b <= layers; b++) free(s->bucket[b].run);
-    free(s->place), free(s->bucket);
+    for (int b = 0; s->bucket && b <= layers; b++) free(s->bucket[b].range);
+    free(s->packed_offset), free(s->bucket);
     s->layers = layers;
-    s->place = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
+    s->packed_offset = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
     s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
     for (int t = 0; t < count; t++) {
         const int64_t length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
@@ -389,19 +389,19 @@ inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int la
     for (int b = 0; b <= layers; b++) {
         ShardBucket* bucket = &s->bucket[b];
         int64_t at = b < layers ? b % 2 * of_layer : 2 * of_layer;
-        bucket->run = (ShardRun*)memory_zero((size_t)count, sizeof(ShardRun));
+        bucket->range = (ShardRange*)memory_zero((size_t)count, sizeof(ShardRange));
         for (int t = 0; t < count; t++) {
             if (tensors[t].layer != b) continue;
             int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-            ShardRun* last = bucket->runs ? &bucket->run[bucket->runs - 1] : nullptr;
-            const bool follows = last && last->end == begin && last->at + last->end - last->begin == at;
+            ShardRange* last = bucket->ranges ? &bucket->range[bucket->ranges - 1] : nullptr;
+            const bool follows = last && last->end == begin && last->offset + last->end - last->begin == at;
             if (follows) last->end += length;
-            if (!follows) bucket->run[bucket->runs++] = {begin, begin + length, at};
-            s->place[t] = at;
+            if (!follows) bucket->range[bucket->ranges++] = {begin, begin + length, at};
+            s->packed_offset[t] = at;
             at += length;
         }
         s->packed = at;
-        bucket->run = (ShardRun*)memory_grow(bucket->run, ((size_t)bucket->runs + 1) * sizeof(ShardRun));
+        bucket->range = (ShardRange*)memory_grow(bucket->range, ((size_t)bucket->ranges + 1) * sizeof(ShardRange));
     }
     shard_list_chunks(s);
 }
@@ -470,9 +470,10 @@ inline void shard_close(Shard* s) {
     comm_close(&s->comm);
     device_free(dev, s->incoming);
     device_free(dev, s->gathered);
-    for (int i = 0; i <= s->layers; i++) free(s->bucket[i].run);
+    for (int i = 0; i <= s->layers; i++) free(s->bucket[i].range);
     for (int i = 0; i < 2 * (s->layers + 1) && dev->gpu; i++) check(cudaEventDestroy(s->ready[i]));
-    free(s->ready), free(s->bucket), free(s->chunks), free(s->place), free(s->cut), free(s->sends), free(s->into);
+    free(s->ready), free(s->bucket), free(s->chunks), free(s->packed_offset), free(s->cut), free(s->sends),
+        free(s->into);
 }
 
 // Gradients.
@@ -494,13 +495,13 @@ void shard_sum_chunk(Shard* s, G* local, const ShardChunk* chunk) {
         sends[r] = {own + first * tile_bytes, (slice_begin(tiles, r + 1, world) - first) * tile_bytes};
         receives[r] = {s->incoming + r * stride, mine_tiles * tile_bytes};
     }
-    comm_borrow(&s->comm, sends, receives);
+    comm_exchange_zero_copy(&s->comm, sends, receives);
     const bool many = world > PEER_MAX;
     Contributions c = {own + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
     for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
     G* sums = s->defers ? (G*)s->sums + chunk->sums : local + begin + mine * TILE_ELEMENTS;
     shard_sum<G>(dev, s->comm.stream, sums, c, mine_tiles, s->defers && !s->first);
-    comm_return(&s->comm, receives);
+    comm_release(&s->comm, receives);
 }
 
 // Sends the sums of the slices to all ranks.
@@ -531,14 +532,14 @@ void shard_keep_chunk(Shard* s, G* local, const ShardChunk* chunk, bool add) {
         receives[r] = {s->incoming + used, (into[r].end - into[r].begin) * (int64_t)sizeof(G)};
         used += receives[r].bytes;
     }
-    comm_borrow(&s->comm, sends, receives);
+    comm_exchange_zero_copy(&s->comm, sends, receives);
     for (int r = 0; r < world; r++) {
         G* kept = s->releases ? local + into[r].begin : (G*)s->sums + into[r].begin - s->cut[me];
         const G* sum = r == me ? local + into[r].begin : (const G*)receives[r].data;
         if (kept == sum) continue;
         shard_keep<G>(s->comm.dev, s->comm.stream, kept, sum, into[r].end - into[r].begin, add);
     }
-    comm_return(&s->comm, receives);
+    comm_release(&s->comm, receives);
 }
 
 // Sends the deferred sums to the ranks that keep them: this rank's part of the arena to `kept`. In each round every
@@ -594,15 +595,15 @@ inline void shard_micro_batch(Shard* s, bool first, bool last) {
     s->first = first, s->last = last;
     s->defers = s->may_defer && !(first && last);
     const double patience = s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600;
-    if (!s->comm.dev->rehearsal) watchdog_arm(s->comm.launch, "training", patience);
+    if (!s->comm.dev->warms_up) watchdog_arm(s->comm.launch, "training", patience);
 }
 
-// Reduces a run of gradients, whose element x is local[x], in chunks.
+// Reduces a range of gradients, whose element x is local[x], in chunks.
 template <typename G>
-void shard_reduce_run(Shard* s, G* local, const ShardRun* run) {
+void shard_reduce_range(Shard* s, G* local, const ShardRange* range) {
     for (int i = 0; i < s->chunk_count; i++) {
         const ShardChunk* chunk = &s->chunks[i];
-        if (chunk->begin >= run->begin && chunk->begin < run->end) shard_reduce_chunk<G>(s, local, chunk);
+        if (chunk->begin >= range->begin && chunk->begin < range->end) shard_reduce_chunk<G>(s, local, chunk);
     }
 }
 
@@ -614,9 +615,9 @@ void shard_reduce_now(Shard* s, int bucket) {
     const ShardBucket* b = &s->bucket[bucket];
     const bool packed = shard_is_packed(s, s->grads);
     comm_after_device(&s->comm);
-    for (int i = 0; i < b->runs; i++) {
-        const ShardRun* run = &b->run[i];
-        shard_reduce_run(s, (G*)s->grads + (packed ? run->at - run->begin : 0), run);
+    for (int i = 0; i < b->ranges; i++) {
+        const ShardRange* range = &b->range[i];
+        shard_reduce_range(s, (G*)s->grads + (packed ? range->offset - range->begin : 0), range);
     }
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
@@ -835,11 +836,11 @@ inline void shard_loss(Shard* s, float* scalars) {
 
 // Weights.
 
-// The weights of a run of the arena, element x to weights[x + shift], go from the ranks that keep them to all ranks in
-// two exchanges: the owners scatter the run, slice r to rank r, and then each rank sends its slice to those that do not
-// own it. No rank sends more than 2 n (W-1)/W elements; with one exchange, the owner of a whole layer would send (W-1)
-// n.
-inline void shard_scatter_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+// The weights of a range of the arena, element x to weights[x + shift], go from the ranks that keep them to all ranks
+// in two exchanges: the owners scatter the range, slice r to rank r, and then each rank sends its slice to those that
+// do not own it. No rank sends more than 2 n (W-1)/W elements; with one exchange, the owner of a whole layer would send
+// (W-1) n.
+inline void shard_scatter_range(Shard* s, int64_t begin, int64_t end, int64_t shift) {
     const int64_t size = s->weight_bytes, me = s->comm.rank;
     const char* kept = (const char*)s->kept_weights - s->cut[me] * size;
     char* weights = (char*)s->weights + shift * size;
@@ -856,7 +857,7 @@ inline void shard_scatter_run(Shard* s, int64_t begin, int64_t end, int64_t shif
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-inline void shard_all_gather_run(Shard* s, int64_t begin, int64_t end, int64_t shift) {
+inline void shard_all_gather_range(Shard* s, int64_t begin, int64_t end, int64_t shift) {
     const int64_t size = s->weight_bytes;
     char* weights = (char*)s->weights + shift * size;
     const auto piece = [&](int of, int to) {
@@ -872,11 +873,11 @@ inline void shard_all_gather_run(Shard* s, int64_t begin, int64_t end, int64_t s
 // Gathers a bucket's weights on all ranks, on the comm's stream.
 inline void shard_gather(Shard* s, int bucket) {
     const ShardBucket* b = &s->bucket[bucket];
-    for (const auto gather : {shard_scatter_run, shard_all_gather_run}) {
+    for (const auto gather : {shard_scatter_range, shard_all_gather_range}) {
         comm_group(&s->comm, true);
-        for (int i = 0; i < b->runs; i++) {
-            const ShardRun* run = &b->run[i];
-            gather(s, run->begin, run->end, s->mode >= SHARD_WEIGHTS ? run->at - run->begin : 0);
+        for (int i = 0; i < b->ranges; i++) {
+            const ShardRange* range = &b->range[i];
+            gather(s, range->begin, range->end, s->mode >= SHARD_WEIGHTS ? range->offset - range->begin : 0);
         }
         comm_group(&s->comm, false);
     }
