@@ -112,8 +112,10 @@ const char* text_kept(const char* format, ...) {
     va_start(arguments, format);
     char* text = text_of(format, arguments);
     va_end(arguments);
-    char** found = there(tsearch(text, &kept, by_contents), sizeof(*found));
+    char** found = tsearch(text, &kept, by_contents);
+    if (!found) memory_missing(sizeof(*found));
     if (*found != text) free(text);
+    block_left(*found);
     return *found;
 }
 

@@ -172,9 +172,11 @@ static const StateRows* state_rows_create() {
     return rows;
 }
 
+// Made before any call of the library, since a call that ends early frees what it has taken.
+static const StateRows* const state_rows = state_rows_create();
+
 Table<FormatRow> state_table() {
-    static const StateRows* rows = state_rows_create();
-    return {rows->row, rows->count};
+    return {state_rows->row, state_rows->count};
 }
 
 Table<PresetRow> preset_table() {

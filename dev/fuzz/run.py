@@ -18,8 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build/fuzz"
-TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "formats",
-           "rendezvous"]
+TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "rendezvous"]
 
 
 def tiny_run():

@@ -102,6 +102,8 @@ int main(void) {
         {"m=de4/rank1", "v=lin4/rank1", "parameters=fp32"},
     };
     int bad = 0, failed = 0;
+    // A mistake in the first call frees nothing that later calls use.
+    if (run((const char* const[]){"m=nonsense", "parameters=fp32", NULL}) != NIBBLE_MISTAKE) bad++;
     for (int i = 0; i < 3 * ROWS * COLS; i++) grads[0][i] = (float)(i % 13 - 6) / 9;
     for (size_t s = 0; s < sizeof(settings) / sizeof(settings[0]) && bad < 10; s++) {
         Dl_info info;
