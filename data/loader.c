@@ -236,38 +236,6 @@ static void file_close(DatasetFile* file) {
     free(file->path);
 }
 
-// Keeps the last `validation` tokens of a file, or what comes before them.
-static void file_keep(DatasetFile* file, DatasetPart part, int64_t validation) {
-    if (part == DATASET_VALIDATION) file->first = file->tokens - validation;
-    file->tokens = part == DATASET_VALIDATION ? validation : file->tokens - validation;
-}
-
-// Cuts the file into its training part and its last `fraction`, and keeps the one asked for.
-static bool file_split(DatasetFile* file, DatasetPart part, double fraction, int T, char* error) {
-    if (fraction == 0.0 && part == DATASET_TRAIN) return true;
-    if (!(fraction > 0.0 && fraction < 1.0)) {
-        return data_error(error, "%s has no validation part: the fraction %g that was asked for is not between 0 and 1",
-                          file->path, fraction);
-    }
-    int64_t min = (int64_t)T + 1, validation = (int64_t)(fraction * (double)file->tokens);
-    if (validation < min) validation = min;
-    if (file->tokens - validation < min) {
-        return data_error(error,
-                          "%s has %lld tokens: too few for a training and a validation part of a window of %lld tokens "
-                          "each; take more text or a shorter sequence length",
-                          file->path, (long long)file->tokens, (long long)min);
-    }
-    file_keep(file, part, validation);
-    return true;
-}
-
-static bool check_length(const DatasetFile* file, int T, char* error) {
-    if (file->tokens > T) return true;
-    return data_error(error,
-                      "%s has %lld tokens and a window of T = %d needs %d; take more text or a shorter sequence length",
-                      file->path, (long long)file->tokens, T, T + 1);
-}
-
 // Reads what lies beside a shard: the vocabulary of meta.json, GPT-2's without one, and where the tokenizer's files
 // are.
 static bool read_meta(const char* folder, int* vocabulary, const char** tokenizer, char* error) {
@@ -308,11 +276,12 @@ static bool read_vocabulary(Dataset* data, char* error) {
     return true;
 }
 
-// Keeps the training part of several files, or the validation part: the end of each, in all `fraction` of the tokens. A
-// file whose share is below a window passes it on to the next. If no share is a window, the last file with two gives
-// one.
+// Keeps the training part of the files, or the validation part: the end of each, in all `fraction` of the tokens. A
+// file whose share is below a window passes it on to the next. If no share is a window, or there is one file, the last
+// file with two windows gives at least one.
 static bool split_files(Dataset* data, DatasetPart part, double fraction, int T, char* error) {
     const int64_t window = (int64_t)T + 1;
+    const bool some = fraction > 0.0 && fraction < 1.0;
     SCOPED int64_t* share = memory_zero((size_t)data->files, sizeof(int64_t));
     double owed = 0.0;
     int last = 0, kept = 0, sharing = 0;
@@ -320,21 +289,36 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
         const int64_t tokens = data->file[i].tokens;
         if (i > 0 && (tokens >= 2 * window || tokens > data->file[last].tokens)) last = i;
         owed += fraction * (double)tokens;
-        if (!(fraction > 0.0 && fraction < 1.0) || owed < (double)window || tokens < 2 * window) continue;
+        if (!some || data->files == 1 || owed < (double)window || tokens < 2 * window) continue;
         share[i] = (int64_t)owed < tokens - window ? (int64_t)owed : tokens - window;
         owed -= (double)share[i], sharing++;
     }
-    if (data->files == 1 || sharing == 0) {
-        if (!file_split(&data->file[last], part, fraction, T, error)) return false;
-        share[last] = data->file[last].tokens, sharing = 1;
-    } else {
-        for (int i = 0; i < data->files; i++) file_keep(&data->file[i], part, share[i]);
+    if (sharing == 0) {
+        const DatasetFile* file = &data->file[last];
+        if (fraction == 0.0 && part == DATASET_TRAIN) return true;
+        if (!some) {
+            return data_error(error,
+                              "%s has no validation part: the fraction %g that was asked for is not between 0 and 1",
+                              file->path, fraction);
+        }
+        share[last] = (int64_t)(fraction * (double)file->tokens);
+        if (share[last] < window) share[last] = window;
+        if (file->tokens - share[last] < window) {
+            return data_error(error,
+                              "%s has %lld tokens: too few for a training and a validation part of a window of %lld "
+                              "tokens each; take more text or a shorter sequence length",
+                              file->path, (long long)file->tokens, (long long)window);
+        }
     }
-    for (int i = 0; i < data->files && part == DATASET_VALIDATION; i++) {
-        if (share[i] == 0) file_close(&data->file[i]);
-        if (share[i] > 0) data->file[kept++] = data->file[i];
+    for (int i = 0; i < data->files; i++) {
+        DatasetFile file = data->file[i];
+        const bool val = part == DATASET_VALIDATION;
+        if (val) file.first = file.tokens - share[i];
+        file.tokens = val ? share[i] : file.tokens - share[i];
+        if (val && share[i] == 0) file_close(&file);
+        if (!val || share[i] > 0) data->file[kept++] = file;
     }
-    if (part == DATASET_VALIDATION) data->files = kept;
+    data->files = kept;
     data->mixed = part == DATASET_VALIDATION && sharing > 1;
     return true;
 }
@@ -342,7 +326,13 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
 // Leaves out, and counts, the files without a window; a data set of nothing else is refused.
 static bool leave_out_short(Dataset* data, int T, char* error) {
     const int files = data->files;
-    if (files == 1) return check_length(data->file, T, error);
+    const DatasetFile* one = data->file;
+    if (files == 1) {
+        return one->tokens > T || data_error(error,
+                                             "%s has %lld tokens and a window of T = %d needs %d; take more text or a "
+                                             "shorter sequence length",
+                                             one->path, (long long)one->tokens, T, T + 1);
+    }
     data->files = 0;
     for (int i = 0; i < files; i++) {
         if (data->file[i].tokens > T) {
@@ -360,8 +350,7 @@ static bool leave_out_short(Dataset* data, int T, char* error) {
                       files, data->path, T, T + 1);
 }
 
-static bool open_files(Dataset* data, const FileList* list, DataFormat format, DatasetPart part, double fraction, int T,
-                       char* error) {
+static bool open_files(Dataset* data, const FileList* list, DataFormat format, char* error) {
     data->file = memory_zero((size_t)list->count, sizeof(DatasetFile));
     for (int i = 0; i < list->count; i++) {
         DatasetFile* file = &data->file[data->files++];
@@ -373,42 +362,42 @@ static bool open_files(Dataset* data, const FileList* list, DataFormat format, D
         }
         data->bytes = bytes;
     }
-    if (list->split && !split_files(data, part, fraction, T, error)) return false;
-    if (!leave_out_short(data, T, error)) return false;
+    return true;
+}
+
+static bool dataset_begin(Dataset* data, const char* path, int T, char* error) {
+    memset(data, 0, sizeof(*data));
+    snprintf(data->path, sizeof(data->path), "%s", path);
+    return T >= 1 || data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
+}
+
+// Completes a data set whose files are open if `ok`, and closes it if something fails. `split`: each file has both
+// parts.
+static bool dataset_end(bool ok, Dataset* data, bool split, DatasetPart part, double fraction, int T, char* error) {
+    ok = ok && (!split || split_files(data, part, fraction, T, error)) && leave_out_short(data, T, error);
     for (int i = 0; i < data->files; i++) data->tokens += data->file[i].tokens;
     data->vocabulary = 256;
     data->bytes_per_token = data->bytes ? 1.0 : 0.0;
-    return data->bytes || read_vocabulary(data, error);
+    ok = ok && (data->bytes || read_vocabulary(data, error));
+    if (!ok) dataset_close(data);
+    return ok;
 }
 
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error) {
     __attribute__((cleanup(list_free))) FileList list = {NULL, 0, false};
-    memset(data, 0, sizeof(*data));
-    if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
-    snprintf(data->path, sizeof(data->path), "%s", path);
-    const bool ok =
-        find_files(&list, path, part, error) && open_files(data, &list, format, part, validation_fraction, T, error);
-    if (!ok) dataset_close(data);
-    return ok;
+    const bool ok = dataset_begin(data, path, T, error) && find_files(&list, path, part, error) &&
+                    open_files(data, &list, format, error);
+    return dataset_end(ok, data, list.split, part, validation_fraction, T, error);
 }
 
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error) {
-    memset(data, 0, sizeof(*data));
-    if (T < 1) return data_error(error, "a window of T = %d tokens is impossible; take at least 1", T);
-    snprintf(data->path, sizeof(data->path), "the built-in text");
+    const bool ok = dataset_begin(data, "the built-in text", T, error);
     data->file = memory_zero(1, sizeof(DatasetFile));
-    data->files = 1;
-    data->bytes = true;
-    data->vocabulary = 256;
-    data->bytes_per_token = 1.0;
     *data->file = (DatasetFile){text_copy(data->path), text, -1, bytes, 0, 0, bytes, 1};
-    bool ok = (part == DATASET_WHOLE || file_split(data->file, part, validation_fraction, T, error)) &&
-              check_length(data->file, T, error);
-    data->tokens = data->file->tokens;
-    if (!ok) dataset_close(data);
-    return ok;
+    data->files = 1, data->bytes = true;
+    return dataset_end(ok, data, part != DATASET_WHOLE, part, validation_fraction, T, error);
 }
 
 // Opens the training or the validation part.
