@@ -1,11 +1,14 @@
-"""What data/prepare.py reads from: files that may be packed, and downloads. A failure is a Problem: one sentence."""
+"""What data/prepare.py reads: files that may be packed, downloads, the documents in them. A failure is a Problem: one
+sentence."""
 
+import array
 import bz2
+import collections
 import errno
 import gzip
 import hashlib
 import http.client
-import io
+import json
 import lzma
 import os
 import re
@@ -14,6 +17,14 @@ import urllib.error
 import urllib.request
 import zlib
 from pathlib import Path
+
+try:
+    from compression import zstd  # of Python 3.14
+except ImportError:
+    try:
+        from backports import zstd
+    except ImportError:
+        zstd = None
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,7 +75,15 @@ def read_own(path):
         raise Problem(f"{path}: a link, whose contents would be published; put the file itself there") from None
 
 
+END = "<|endoftext|>"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
+MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
 MAX_LINE = 1 << 26  # bytes of a line of JSON, or of a text without white space
+
+
+def blocks_of(stream):
+    return iter(lambda: stream.read(1 << 20), b"")
 
 
 def lines_of(stream, most=MAX_LINE):
@@ -81,51 +100,17 @@ def lines_of(stream, most=MAX_LINE):
         yield None
 
 
-class ZstdFile(io.RawIOBase):
-    """Reads the contents of zstd's frames one after another. A file that ends within a frame raises EOFError."""
-
-    PACKED = 1 << 10  # bytes at a time: they unpack to at most 32 MiB
-
-    def __init__(self, path):
-        try:
-            import zstandard
-        except ImportError:
-            raise Problem(f"a .zst file needs zstandard; {VENV}") from None
-        self.library, self.file = zstandard, open(path, "rb")
-        self.frame, self.packed, self.ready = None, b"", b""
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self.ready:
-            if self.frame and self.frame.eof:
-                self.packed, self.frame = self.frame.unused_data, None
-            block = self.packed or self.file.read(self.PACKED)
-            self.packed = b""
-            if not block:
-                if self.frame:
-                    raise EOFError("it ends within its packed data")
-                return 0
-            try:
-                self.frame = self.frame or self.library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                self.ready = memoryview(self.frame.decompress(block))
-            except self.library.ZstdError as error:
-                raise OSError(str(error)) from None
-        count = min(len(buffer), len(self.ready))
-        buffer[:count], self.ready = self.ready[:count], self.ready[count:]
-        return count
-
-    def close(self):
-        self.file.close()
-        super().close()
+def open_zstd(path):
+    if not zstd:
+        raise Problem(f"a .zst file needs backports.zstd; {VENV}")
+    return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
 
 
 PACKINGS = (  # the pattern of the first bytes, what opens the file
     (rb"\x1f\x8b", gzip.open),
     (rb"\xfd7zXZ\x00|\x5d\x00\x00", lzma.open),
     (rb"BZh[1-9](1AY&SY|\x17rE8P)", bz2.open),
-    (rb"\x28\xb5\x2f\xfd", lambda path: io.BufferedReader(ZstdFile(path), 1 << 20)),
+    (rb"\x28\xb5\x2f\xfd", open_zstd),
 )
 OTHERS = (  # the pattern of the first bytes, what such a file is: nothing here unpacks it
     (rb"PK\x03\x04", "a zip archive; unzip it"),
@@ -175,6 +160,7 @@ def damaged(path, error):
 
 # pyarrow's own derive from ValueError and NotImplementedError.
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError, NotImplementedError)
+READ_ERRORS += (zstd.ZstdError,) if zstd else ()
 
 
 def cache_folder():
@@ -188,7 +174,7 @@ def download(url, sha256, instead):
         fetch(url, path, instead)
     found = hashlib.sha256()
     with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
+        for block in blocks_of(file):
             found.update(block)
     if found.hexdigest() == sha256:
         return path
@@ -205,10 +191,7 @@ def fetch(url, path, instead):
         with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
             total = int(response.headers.get("Content-Length") or 0)
             with tqdm(total=total or None, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[1], disable=None) as bar:
-                while True:
-                    block = response.read(1 << 20)
-                    if not block:
-                        break
+                for block in blocks_of(response):
                     file.write(block)
                     bar.update(len(block))
             if total and file.tell() != total:
@@ -218,3 +201,311 @@ def fetch(url, path, instead):
         raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
     finally:
         partial.unlink(missing_ok=True)
+
+
+HUGGING_FACE = "https://huggingface.co/datasets/"
+STORIES = HUGGING_FACE + "roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4-"
+FINEWEB = HUGGING_FACE + "HuggingFaceFW/fineweb-edu/resolve/87f09149ef4734204d70ed1d046ddc9ca3f2b8f9/sample/10BT/"
+FINEWEB_SHA256 = (
+    "b1ba7b2ce4cb5ea6ef42dca40263eabb85f37700d01693a68e9b30a31d78e871",
+    "3fcf2dc69cd52503986276d3d2d26a8c356d0f2ea28a0de4fdbda8cf87755693",
+    "547ae182d132c9f06b6ce63149567208ea9f57630bfd9b1a2938e504f0c9ebd7",
+    "22184e6eb25759ddd97783751ffc73e1705dfa2542e630dae1f2a8bac8ee6ddb",
+    "33557ddd87a07a4ae6fcaf7a4789c7b484e5cc0c273ca12a65b74200e6d8748b",
+    "e08d79927ecb377786572cd854817c748ceb8880878b1a0eb91abf8c85d505ea",
+    "554fa2613c9261d6c9c396caab881de3160175794c6c3e1856bf28a0e9cb9b76",
+    "4b7d1f697d4afff7f5f65cb7aa4d83acc6db716da4d46ea23399d0c50608c6e3",
+    "a6d9dcc0c72ecd7c7f0173c2d06b3a4249a2ccaa94961469d1a522ca689bbf1a",
+    "f836cd3c70b95776699eb6c356b2dbf702816e25dcf39992f5c80a29029d23c3",
+    "e5a2eae25f057f0856a10bfae314c6ca8ea8bb08456d2131e9e89b2b8305e2f6",
+    "db71cf0425bb3d1813a09f12ff1acd6dabdfb91a2e4f141960254ee5a7f036e7",
+    "08b47a3e1c25161f796d2f8dbf99ccf60affdebdcea4910833d0d5783315551f",
+    "b393f51fefab26cd6f4c8f65707c1924f6666c4961a0ebebe04bb57f7ec832de",
+)
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+CORPORA = {  # name: (training files, validation files), each a URL and the SHA-256 of what it must hold
+    "tinyshakespeare": ([(SHAKESPEARE, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")], []),
+    "tinystories": (
+        [(STORIES + "train.txt", "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443")],
+        [(STORIES + "valid.txt", "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d")],
+    ),
+    "fineweb-edu-10B": ([(f"{FINEWEB}{i:03d}_00000.parquet", FINEWEB_SHA256[i]) for i in range(14)], []),
+}
+
+
+# A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("json"), one element of a .json
+# array ("element"), or one row of a .parquet file ("row", or "null" without a text).
+# place: the line, element or row that it begins at, for messages.
+Piece = collections.namedtuple("Piece", "path kind place begins data")
+
+
+def place_of(piece, place=None):
+    what = {"element": "element", "row": "row", "null": "row"}.get(piece.kind, "line")
+    return f"{piece.path}: {what} {place or piece.place}"
+
+
+def input_kind(path):
+    """Returns the kind of the contents by the name's ending. Packed files of other names, or without one, hold text."""
+    if first_bytes(path).startswith(b"PAR1"):
+        return "parquet"
+    packed = unpacker(path) is not None
+    ending = Path(PACKED_NAME.sub("", Path(path).name).lower()).suffix[1:]
+    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and not packed):
+        return ending
+    if ending != "parquet" and (packed or not ending):
+        return "txt"
+    raise Problem(
+        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
+        f"or one of {', '.join(CORPORA)}"
+    )
+
+
+def open_parquet(path, field):
+    """Returns the file, the size of its column of text and the number of rows."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise Problem(f"a .parquet file needs pyarrow; {VENV}") from None
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        schema = file.schema_arrow
+    except READ_ERRORS as error:
+        raise damaged(path, error) from None
+    if field not in schema.names:
+        raise Problem(f'{path}: there is no field "{field}" but {", ".join(schema.names)}: choose one with --field')
+    kind = schema.field(field).type
+    if not re.fullmatch(r"(large_)?string(_view)?|null|dictionary<values=string.*", str(kind)):
+        raise Problem(f'{path}: field "{field}" is {kind} and not a text; choose another with --field')
+    column, groups = file.schema.names.index(field), map(file.metadata.row_group, range(file.num_row_groups))
+    return file, sum(group.column(column).total_uncompressed_size for group in groups), file.metadata.num_rows
+
+
+def input_bytes(path, field):
+    """Returns the size of the input as read: unpacked, with separators and JSON; of .parquet, the text column."""
+    try:
+        if input_kind(path) == "parquet":
+            return open_parquet(path, field)[1]
+        if not unpacker(path):
+            return os.path.getsize(path)
+        with open_input(path) as stream:
+            return sum(len(block) for block in blocks_of(stream))
+    except READ_ERRORS as error:
+        raise damaged(path, error) from None
+
+
+def safe_cut(data, start):
+    """Returns a position in data, from start on, where both parts encode to the tokens of the whole; 0: there is none.
+
+    GPT-2's pattern never matches across the border from a character that is not white space to white space, and never
+    looks back, so a cut in front of a space or line feed that follows such a character is exact.
+    """
+    for match in re.compile(rb"[^\s](?=[ \n])").finditer(data, start):
+        before = bytes(data[max(0, match.end() - 4) : match.end()]).decode("utf-8", "ignore")
+        if before and not before[-1].isspace():
+            return match.end()
+    return 0
+
+
+def is_utf8(data):
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def read_text(path):
+    """Yields the pieces of a .txt file, without lines `<|endoftext|>` and documents of white space.
+
+    A piece that is not UTF-8 will be left out, so the one after it begins a document.
+    """
+    separator = END.encode()
+    data, begins, place, line_number, line_starts, searched = bytearray(), True, 1, 1, True, 0
+    with open_input(path) as stream:
+        while True:
+            line = stream.readline(PIECE_BYTES)
+            if line_number == 1 and line_starts:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+                if b"\0" in line[:512]:
+                    raise Problem(f"{path}: binary, not text; unpack an archive, or type iconv -f UTF-16 -t UTF-8")
+            ends = line_starts and line.rstrip(b"\r\n") == separator
+            if (ends or not line) and data:
+                if not begins or data.strip():
+                    yield Piece(path, "text", place, begins, bytes(data))
+                data, searched = bytearray(), 0
+            if not line:
+                return
+            line_starts = line.endswith(b"\n")
+            line_number += line_starts
+            if ends:
+                begins, place = True, line_number
+                continue
+            data += line
+            if len(data) >= PIECE_BYTES:
+                cut = safe_cut(data, max(searched, PIECE_BYTES // 2))
+                if not cut and len(data) >= MAX_LINE:  # no text has such a word: cut it before its last character
+                    cut = next((at for at in range(len(data) - 1, len(data) - 5, -1) if data[at] & 0xC0 != 0x80), len(data))
+                searched = max(0, len(data) - 4)
+                if cut:
+                    piece = Piece(path, "text", place, begins, bytes(data[:cut]))
+                    yield piece
+                    place += data.count(b"\n", 0, cut)
+                    data, begins, searched = data[cut:], not is_utf8(piece.data), 0
+
+
+def read_jsonl(path):
+    with open_input(path) as stream:
+        for number, line in enumerate(lines_of(stream), 1):
+            if line is None:
+                yield Piece(path, "too long", number, True, b"")
+                continue
+            if number == 1:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                yield Piece(path, "json", number, True, line)
+
+
+def read_parquet(path, field):
+    row = 0
+    for batch in open_parquet(path, field)[0].iter_batches(batch_size=1024, columns=[field]):
+        for value in batch.column(0):
+            row += 1
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError:  # is told of when the piece is encoded
+                yield Piece(path, "row", row, True, value.as_buffer().to_pybytes())
+                continue
+            if text is not None and not isinstance(text, str):
+                raise Problem(f'{path}: row {row}: field "{field}" is not a text')
+            if text is None:
+                yield Piece(path, "null", row, True, b"")
+            elif text:
+                yield Piece(path, "row", row, True, text.encode())
+
+
+def read_json(path):
+    """Yields the elements of an array, which is read as a whole. Any other file has one document per line."""
+    with open_input(path) as stream:
+        if not stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+            yield from read_jsonl(path)
+            return
+    with open_input(path) as stream:
+        text = stream.read(MAX_ARRAY + 1)
+    if len(text) > MAX_ARRAY:
+        raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a document a line (jq -c '.[]')")
+    errors = "strict" if is_utf8(text) else "surrogateescape"  # keeps a bad byte, for its element alone is left out
+    try:
+        records = json.loads(text.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors))
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{path}: not JSON ({error})") from None
+    for number, record in enumerate(records, 1):
+        try:
+            data = json.dumps(record, ensure_ascii=errors == "strict").encode("utf-8", errors)
+        except RecursionError:
+            data = b"["  # too deep, so it is left out as what is not JSON
+        except UnicodeEncodeError:  # half of a surrogate pair that JSON spelled
+            data = json.dumps(record).encode()
+        yield Piece(path, "element", number, True, data)
+
+
+def read_inputs(paths, field):
+    readers = {"txt": read_text, "json": read_json, "jsonl": read_jsonl, "parquet": lambda path: read_parquet(path, field)}
+    for path in paths:
+        try:
+            yield from readers[input_kind(path)](path)
+        except READ_ERRORS as error:
+            raise damaged(path, error) from None
+
+
+def measure(paths, field):
+    """Returns what the draw of validation documents needs: all bytes, how many documents, the sizes in .txt."""
+    total, documents, sizes = 0, 0, array.array("q")
+    for path in paths:
+        if input_kind(path) == "parquet":
+            _, size, rows = open_parquet(path, field)
+            total, documents = total + size, documents + rows
+            continue
+        for piece in read_inputs([path], field):
+            total += len(piece.data)
+            documents += piece.begins
+            if piece.kind == "text" and piece.begins:
+                sizes.append(0)
+            if piece.kind == "text":
+                sizes[-1] += len(piece.data)
+    return total, documents, sizes
+
+
+def text_of(piece, field):
+    """Returns the text of a piece, None for a null. Raises a Problem that names the line if there is no text."""
+    if piece.kind == "null":
+        return None
+    if piece.kind == "too long":
+        raise Problem(f"{place_of(piece)}: longer than {MAX_LINE >> 20} MiB")
+    try:
+        text = piece.data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
+        raise Problem(
+            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); type iconv -f LATIN1 -t UTF-8, "
+            "or what it is"
+        ) from None
+    if piece.kind in ("text", "row"):
+        return text
+    where = place_of(piece)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Problem(f"{where}: not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise Problem(f'{where}: not a JSON object with a field "{field}"')
+    if field not in record:
+        found = ", ".join(list(record)[:8]) or "no field at all"
+        raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
+    if record[field] is not None and not isinstance(record[field], str):
+        raise Problem(f'{where}: field "{field}" is not a text')
+    return record[field]
+
+
+def inline_pieces(piece):
+    """Yields the documents of a piece that is not UTF-8, each as a piece, since only some will be left out."""
+    if piece.kind != "text" or is_utf8(piece.data):
+        yield piece
+        return
+    for i, data in enumerate(piece.data.split(END.encode())):
+        if data.strip():
+            yield piece._replace(begins=bool(piece.begins or i), data=data)
+        piece = piece._replace(place=piece.place + data.count(b"\n"))
+
+
+def holds_records(path, field):
+    """Returns whether the first line of a text is a JSON object with this field."""
+    try:
+        with open_input(path) as stream:
+            record = json.loads(stream.readline(PIECE_BYTES))
+    except (*READ_ERRORS, RecursionError):
+        return False
+    return isinstance(record, dict) and field in record
+
+
+def find_inputs(options):
+    """Returns the training and the validation files. It downloads named corpora."""
+    for path in options.inputs + (options.val or []):
+        if path in options.inputs and path in CORPORA and not os.path.exists(path):
+            continue
+        if not os.path.exists(path):
+            raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
+        if os.path.isdir(path):
+            raise Problem(f"{path}: a folder; give its files, such as {path}/*.txt")
+        if not os.path.isfile(path):
+            raise Problem(f"{path}: not a regular file; write its contents into one")
+        input_kind(path)
+    train, validation = [], list(options.val or [])
+    for path in options.inputs:
+        if path not in CORPORA or os.path.exists(path):
+            train.append(path)
+            continue
+        instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
+        train += [str(download(*file, instead)) for file in CORPORA[path][0]]
+        if not options.val and not options.val_fraction:
+            validation += [str(download(*file, instead)) for file in CORPORA[path][1]]
+    return train, validation

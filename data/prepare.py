@@ -29,10 +29,10 @@ document is encoded in pieces, cut where GPT-2's encoding never merges across, s
 """
 
 import argparse
-import array
 import collections
 import fcntl
 import json
+import math
 import multiprocessing
 import operator
 import os
@@ -49,8 +49,8 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
 from pathlib import Path
 
-from input_files import MAKE, MAX_LINE, PACKED_NAME, PREPARE, READ_ERRORS, ROOT, VENV, Problem, damaged, download
-from input_files import first_bytes, here, lines_of, make_folder, open_input, say, unpacker
+from input_files import CORPORA, END, MAKE, ROOT, VENV, Problem, find_inputs, here, holds_records, inline_pieces
+from input_files import input_bytes, input_kind, make_folder, measure, place_of, read_inputs, safe_cut, say, text_of
 
 try:
     import numpy as np
@@ -59,269 +59,18 @@ try:
     import eval_files
     import nanogpt
     import vocabulary
-    from vocabulary import END, MAX_SPACE
+    from vocabulary import MAX_SPACE
 except ImportError as missing:
     print(f"prepare: error: {missing}; {VENV}", file=sys.stderr)
     sys.exit(2)
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-PIECE_BYTES = 1 << 20  # a longer document is encoded in pieces of about this size
 CHUNK_BYTES = 1 << 19  # documents are handed to a worker in chunks of at least this size
 NOTED_PLACES = 10  # of a notice
 SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
-
-HUGGING_FACE = "https://huggingface.co/datasets/"
-STORIES = HUGGING_FACE + "roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64/TinyStoriesV2-GPT4-"
-FINEWEB = HUGGING_FACE + "HuggingFaceFW/fineweb-edu/resolve/87f09149ef4734204d70ed1d046ddc9ca3f2b8f9/sample/10BT/"
-FINEWEB_SHA256 = (
-    "b1ba7b2ce4cb5ea6ef42dca40263eabb85f37700d01693a68e9b30a31d78e871",
-    "3fcf2dc69cd52503986276d3d2d26a8c356d0f2ea28a0de4fdbda8cf87755693",
-    "547ae182d132c9f06b6ce63149567208ea9f57630bfd9b1a2938e504f0c9ebd7",
-    "22184e6eb25759ddd97783751ffc73e1705dfa2542e630dae1f2a8bac8ee6ddb",
-    "33557ddd87a07a4ae6fcaf7a4789c7b484e5cc0c273ca12a65b74200e6d8748b",
-    "e08d79927ecb377786572cd854817c748ceb8880878b1a0eb91abf8c85d505ea",
-    "554fa2613c9261d6c9c396caab881de3160175794c6c3e1856bf28a0e9cb9b76",
-    "4b7d1f697d4afff7f5f65cb7aa4d83acc6db716da4d46ea23399d0c50608c6e3",
-    "a6d9dcc0c72ecd7c7f0173c2d06b3a4249a2ccaa94961469d1a522ca689bbf1a",
-    "f836cd3c70b95776699eb6c356b2dbf702816e25dcf39992f5c80a29029d23c3",
-    "e5a2eae25f057f0856a10bfae314c6ca8ea8bb08456d2131e9e89b2b8305e2f6",
-    "db71cf0425bb3d1813a09f12ff1acd6dabdfb91a2e4f141960254ee5a7f036e7",
-    "08b47a3e1c25161f796d2f8dbf99ccf60affdebdcea4910833d0d5783315551f",
-    "b393f51fefab26cd6f4c8f65707c1924f6666c4961a0ebebe04bb57f7ec832de",
-)
-SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-CORPORA = {  # name: (training files, validation files), each a URL and the SHA-256 of what it must hold
-    "tinyshakespeare": ([(SHAKESPEARE, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")], []),
-    "tinystories": (
-        [(STORIES + "train.txt", "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443")],
-        [(STORIES + "valid.txt", "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d")],
-    ),
-    "fineweb-edu-10B": ([(f"{FINEWEB}{i:03d}_00000.parquet", FINEWEB_SHA256[i]) for i in range(14)], []),
-}
 MAX_WORD = 1 << 20  # characters without white space: tiktoken takes 45 bytes of memory for each
-MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
 BPE_BYTES = 1 << 30  # --train-bpe reads this much of the training text
 BPE_MIN = 258  # tokens: 256 bytes, a merge, <|endoftext|>
-
-
-# A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("json"), one element of a .json
-# array ("element"), or one row of a .parquet file ("row", or "null" without a text).
-# place: the line, element or row that it begins at, for messages.
-Piece = collections.namedtuple("Piece", "path kind place begins data")
-
-
-def place_of(piece, place=None):
-    what = {"element": "element", "row": "row", "null": "row"}.get(piece.kind, "line")
-    return f"{piece.path}: {what} {place or piece.place}"
-
-
-def input_kind(path):
-    """Returns the kind of the contents by the name's ending. Packed files of other names, or without one, hold text."""
-    if first_bytes(path).startswith(b"PAR1"):
-        return "parquet"
-    packed = unpacker(path) is not None
-    ending = Path(PACKED_NAME.sub("", Path(path).name).lower()).suffix[1:]
-    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and not packed):
-        return ending
-    if ending != "parquet" and (packed or not ending):
-        return "txt"
-    raise Problem(
-        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
-        f"or one of {', '.join(CORPORA)}"
-    )
-
-
-def open_parquet(path):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise Problem(f"a .parquet file needs pyarrow; {VENV}") from None
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except READ_ERRORS as error:
-        raise damaged(path, error) from None
-
-
-def parquet_column(path, field):
-    """Returns the file and the index of its column of text."""
-    file = open_parquet(path)
-    try:
-        schema = file.schema_arrow
-    except READ_ERRORS as error:
-        raise damaged(path, error) from None
-    if field not in schema.names:
-        raise Problem(f'{path}: there is no field "{field}" but {", ".join(schema.names)}: choose one with --field')
-    kind = schema.field(field).type
-    if not re.fullmatch(r"(large_)?string(_view)?|null|dictionary<values=string.*", str(kind)):
-        raise Problem(f'{path}: field "{field}" is {kind} and not a text; choose another with --field')
-    return file, file.schema.names.index(field)
-
-
-def input_bytes(path, field):
-    """Returns the size of the input as read: unpacked, with separators and JSON; of .parquet, the text column."""
-    try:
-        if input_kind(path) == "parquet":
-            file, column = parquet_column(path, field)
-            groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
-            return sum(group.column(column).total_uncompressed_size for group in groups)
-        if not unpacker(path):
-            return os.path.getsize(path)
-        total = 0
-        with open_input(path) as stream:
-            while True:
-                block = stream.read(1 << 20)
-                if not block:
-                    return total
-                total += len(block)
-    except READ_ERRORS as error:
-        raise damaged(path, error) from None
-
-
-def safe_cut(data, start):
-    """Returns a position in data, from start on, where both parts encode to the tokens of the whole; 0: there is none.
-
-    GPT-2's pattern never matches across the border from a character that is not white space to white space, and never
-    looks back, so a cut in front of a space or line feed that follows such a character is exact.
-    """
-    for match in re.compile(rb"[^\s](?=[ \n])").finditer(data, start):
-        before = bytes(data[max(0, match.end() - 4) : match.end()]).decode("utf-8", "ignore")
-        if before and not before[-1].isspace():
-            return match.end()
-    return 0
-
-
-def is_utf8(data):
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def read_text(path):
-    """Yields the pieces of a .txt file, without lines `<|endoftext|>` and documents of white space.
-
-    A piece that is not UTF-8 will be left out, so the one after it begins a document.
-    """
-    separator = END.encode()
-    data, begins, place, line_number, line_starts, searched = bytearray(), True, 1, 1, True, 0
-    with open_input(path) as stream:
-        while True:
-            line = stream.readline(PIECE_BYTES)
-            if line_number == 1 and line_starts:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-                if b"\0" in line[:512]:
-                    raise Problem(f"{path}: binary, not text; unpack an archive, or type iconv -f UTF-16 -t UTF-8")
-            ends = line_starts and line.rstrip(b"\r\n") == separator
-            if (ends or not line) and data:
-                if not begins or data.strip():
-                    yield Piece(path, "text", place, begins, bytes(data))
-                data, searched = bytearray(), 0
-            if not line:
-                return
-            line_starts = line.endswith(b"\n")
-            line_number += line_starts
-            if ends:
-                begins, place = True, line_number
-                continue
-            data += line
-            if len(data) >= PIECE_BYTES:
-                cut = safe_cut(data, max(searched, PIECE_BYTES // 2))
-                if not cut and len(data) >= MAX_LINE:  # no text has such a word: cut it before its last character
-                    cut = next((at for at in range(len(data) - 1, len(data) - 5, -1) if data[at] & 0xC0 != 0x80), len(data))
-                searched = max(0, len(data) - 4)
-                if cut:
-                    piece = Piece(path, "text", place, begins, bytes(data[:cut]))
-                    yield piece
-                    place += data.count(b"\n", 0, cut)
-                    data, begins, searched = data[cut:], not is_utf8(piece.data), 0
-
-
-def read_jsonl(path):
-    with open_input(path) as stream:
-        for number, line in enumerate(lines_of(stream), 1):
-            if line is None:
-                yield Piece(path, "too long", number, True, b"")
-                continue
-            if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if line.strip():
-                yield Piece(path, "json", number, True, line)
-
-
-def read_parquet(path, field):
-    file, _ = parquet_column(path, field)
-    row = 0
-    for batch in file.iter_batches(batch_size=1024, columns=[field]):
-        for value in batch.column(0):
-            row += 1
-            try:
-                text = value.as_py()
-            except UnicodeDecodeError:  # is told of when the piece is encoded
-                yield Piece(path, "row", row, True, value.as_buffer().to_pybytes())
-                continue
-            if text is not None and not isinstance(text, str):
-                raise Problem(f'{path}: row {row}: field "{field}" is not a text')
-            if text is None:
-                yield Piece(path, "null", row, True, b"")
-            elif text:
-                yield Piece(path, "row", row, True, text.encode())
-
-
-def read_json(path):
-    """Yields the elements of an array, which is read as a whole. Any other file has one document per line."""
-    with open_input(path) as stream:
-        if not stream.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
-            yield from read_jsonl(path)
-            return
-    with open_input(path) as stream:
-        text = stream.read(MAX_ARRAY + 1)
-    if len(text) > MAX_ARRAY:
-        raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a document a line (jq -c '.[]')")
-    errors = "strict" if is_utf8(text) else "surrogateescape"  # keeps a bad byte, for its element alone is left out
-    try:
-        records = json.loads(text.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors))
-    except (ValueError, RecursionError) as error:
-        raise Problem(f"{path}: not JSON ({error})") from None
-    for number, record in enumerate(records, 1):
-        try:
-            data = json.dumps(record, ensure_ascii=errors == "strict").encode("utf-8", errors)
-        except RecursionError:
-            data = b"["  # too deep, so it is left out as what is not JSON
-        except UnicodeEncodeError:  # half of a surrogate pair that JSON spelled
-            data = json.dumps(record).encode()
-        yield Piece(path, "element", number, True, data)
-
-
-def read_inputs(paths, field):
-    for path in paths:
-        kind = input_kind(path)
-        try:
-            if kind == "parquet":
-                yield from read_parquet(path, field)
-            else:
-                yield from {"txt": read_text, "json": read_json, "jsonl": read_jsonl}[kind](path)
-        except READ_ERRORS as error:
-            raise damaged(path, error) from None
-
-
-def measure(paths, field):
-    """Returns what the draw of validation documents needs: all bytes, how many documents, the sizes in .txt."""
-    total, documents, sizes = 0, 0, array.array("q")
-    for path in paths:
-        if input_kind(path) == "parquet":
-            total += input_bytes(path, field)
-            documents += open_parquet(path).metadata.num_rows
-            continue
-        for piece in read_inputs([path], field):
-            total += len(piece.data)
-            documents += piece.begins
-            if piece.kind == "text" and piece.begins:
-                sizes.append(0)
-            if piece.kind == "text":
-                sizes[-1] += len(piece.data)
-    return total, documents, sizes
 
 
 def cut_for_validation(data, at):
@@ -425,37 +174,6 @@ class Notes:
             yield f"  notice: {text}: {count} ({', '.join(places[:NOTED_PLACES])}{more})"
 
 
-def text_of(piece, field):
-    """Returns the text of a piece, None for a null. Raises a Problem that names the line if there is no text."""
-    if piece.kind == "null":
-        return None
-    if piece.kind == "too long":
-        raise Problem(f"{place_of(piece)}: longer than {MAX_LINE >> 20} MiB")
-    try:
-        text = piece.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
-        raise Problem(
-            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); type iconv -f LATIN1 -t UTF-8, "
-            "or what it is"
-        ) from None
-    if piece.kind in ("text", "row"):
-        return text
-    where = place_of(piece)
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Problem(f"{where}: not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise Problem(f'{where}: not a JSON object with a field "{field}"')
-    if field not in record:
-        found = ", ".join(list(record)[:8]) or "no field at all"
-        raise Problem(f'{where}: there is no field "{field}" but {found}: choose one with --field')
-    if record[field] is not None and not isinstance(record[field], str):
-        raise Problem(f'{where}: field "{field}" is not a text')
-    return record[field]
-
-
 def readable_text(piece, field, strict, notes):
     """Returns the text of a piece. If it has none that can be encoded, returns None and makes a note."""
     try:
@@ -483,17 +201,6 @@ def long_places(text):
     """Returns where to cut a text so that no piece has more white space, or a longer word, than tiktoken takes."""
     runs = re.finditer(rf"\s{{{MAX_SPACE}}}|\s+|\S{{{MAX_WORD}}}|\S+", text)
     return [run.end() for run in runs if run.end() - run.start() == (MAX_SPACE if run[0].isspace() else MAX_WORD)]
-
-
-def inline_pieces(piece):
-    """Yields the documents of a piece that is not UTF-8, each as a piece, since only some will be left out."""
-    if piece.kind != "text" or is_utf8(piece.data):
-        yield piece
-        return
-    for i, data in enumerate(piece.data.split(END.encode())):
-        if data.strip():
-            yield piece._replace(begins=bool(piece.begins or i), data=data)
-        piece = piece._replace(place=piece.place + data.count(b"\n"))
 
 
 class Encoder:
@@ -670,36 +377,20 @@ class Parser(argparse.ArgumentParser):
         raise Problem(f"{message}; --help lists the options")
 
 
-def number_of(text):
-    """Returns the number that a text spells, 0 if it spells none. 1e9 and 1_000_000 are numbers."""
-    try:
-        return float(text)
-    except ValueError:
-        return 0
+def number(low, high, kind, whole=True):
+    """Returns what reads a number of this kind for argparse; one that is not whole lies between the bounds. 1e9 and
+    1_000_000 are numbers."""
 
+    def read(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if low <= value <= high and value == int(value) if whole else low < value < high:
+            return int(value) if whole else value
+        raise argparse.ArgumentTypeError(f"'{text}' was found; type {kind}")
 
-def count(text):
-    """Returns a positive integer."""
-    value = number_of(text)
-    if not 1 <= value <= 2**62 or value != int(value):
-        raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from 1 on, such as 1000 or 1e9")
-    return int(value)
-
-
-def bpe_size(text):
-    """Returns the size of a vocabulary to train, in tokens."""
-    size = number_of(text)
-    if not BPE_MIN <= size <= vocabulary.MAX_VOCABULARY or size != int(size):
-        bounds = f"{BPE_MIN} to {vocabulary.MAX_VOCABULARY}"
-        raise argparse.ArgumentTypeError(f"'{text}' was found; type a whole number from {bounds}, such as 8192")
-    return int(size)
-
-
-def fraction(text):
-    value = number_of(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' was found; type a number between 0 and 1, such as 0.05")
-    return value
+    return read
 
 
 def parse(arguments):
@@ -709,6 +400,8 @@ def parse(arguments):
         epilog="To train on bytes (vocabulary 256) no preparation is needed: `./train --data FILE` takes any file.",
     )
     add = parser.add_argument
+    count = number(1, 2**62, "a whole number from 1 on, such as 1000 or 1e9")
+    sizes = BPE_MIN, vocabulary.MAX_VOCABULARY
     names = ", ".join(CORPORA)
     inputs = ".txt, .jsonl, .json (also .gz, .xz, .bz2, .zst), .parquet, or a corpus"
     add("inputs", nargs="*", metavar="INPUT", help=f"{inputs}: {names}")
@@ -717,7 +410,7 @@ def parse(arguments):
     add("--val", nargs="+", metavar="FILE", help="validation text (default: documents of all INPUT, drawn by --seed)")
     add(
         "--val-fraction",
-        type=fraction,
+        type=number(0, 1, "a number between 0 and 1, such as 0.05", whole=False),
         metavar="F",
         help="fraction of INPUT for validation, where there is no --val "
         "(default: 0.005, but 128 KiB, at most a tenth, of a small corpus)",
@@ -739,7 +432,7 @@ def parse(arguments):
     )
     add(
         "--train-bpe",
-        type=bpe_size,
+        type=number(*sizes, f"a whole number from {sizes[0]} to {sizes[1]}, such as 8192"),
         metavar="N",
         help="train a vocabulary of N tokens on the training text (the first GiB of it) and use it",
     )
@@ -784,30 +477,6 @@ def worker_count(asked, total):
     """Returns one worker per core, or none for a text so small that starting them would take longer."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(asked or (cores if total >= 1 << 23 else 1), 256)
-
-
-def find_inputs(options):
-    """Returns the training and the validation files. It downloads named corpora."""
-    for path in options.inputs + (options.val or []):
-        if path in options.inputs and path in CORPORA and not os.path.exists(path):
-            continue
-        if not os.path.exists(path):
-            raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
-        if os.path.isdir(path):
-            raise Problem(f"{path}: a folder; give its files, such as {path}/*.txt")
-        if not os.path.isfile(path):
-            raise Problem(f"{path}: not a regular file; write its contents into one")
-        input_kind(path)
-    train, validation = [], list(options.val or [])
-    for path in options.inputs:
-        if path not in CORPORA or os.path.exists(path):
-            train.append(path)
-            continue
-        instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
-        train += [str(download(*file, instead)) for file in CORPORA[path][0]]
-        if not options.val and not options.val_fraction:
-            validation += [str(download(*file, instead)) for file in CORPORA[path][1]]
-    return train, validation
 
 
 class Parts:
@@ -895,16 +564,6 @@ def check_parts(writers, train_files, notes):
     ):
         if not writers[part].tokens:
             raise Problem(f"no text is left for the part {part}: {advice}")
-
-
-def holds_records(path, field):
-    """Returns whether the first line of a text is a JSON object with this field."""
-    try:
-        with open_input(path) as stream:
-            record = json.loads(stream.readline(PIECE_BYTES))
-    except (*READ_ERRORS, RecursionError):
-        return False
-    return isinstance(record, dict) and field in record
 
 
 def write_corpus(options, folder, train_files, validation_files):

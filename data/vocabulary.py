@@ -15,11 +15,11 @@ from pathlib import Path
 os.environ["TIKTOKEN_CACHE_DIR"] = ""  # it would cache local files by their path, and serve stale ones
 import numpy as np
 import tiktoken
+from crc32c import crc32c
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from input_files import VENV, Problem, damaged, download, read_own
+from input_files import END, VENV, Problem, damaged, download, read_own
 
-END = "<|endoftext|>"
 MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
 MAX_VOCABULARY = 1 << 16  # a shard's tokens have 16 bits
 GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -48,26 +48,6 @@ def to_bytes(text):
     if all(character in ALPHABET for character in text):
         return bytes(ALPHABET[character] for character in text)
     return text.encode("utf-8")
-
-
-def make_crc_table():
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return table
-
-
-CRC_TABLE = make_crc_table()
-
-
-def crc32c(data, crc=0):
-    """Returns the CRC-32C (Castagnoli) of bytes that follow those of checksum `crc`; b"123456789" gives 0xE3069283."""
-    crc ^= 0xFFFFFFFF
-    for byte in data:
-        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
 
 
 class Vocabulary:

@@ -263,21 +263,22 @@ def test_validation_is_of_all_inputs(case):
     assert val == texts["c"]
 
 
-def pack_zstd(data):
-    import zstandard
-
-    return zstandard.ZstdCompressor().compress(data)
+try:
+    from compression import zstd
+except ImportError:
+    try:
+        from backports import zstd
+    except ImportError:
+        zstd = None
 
 
 def test_packed_by_contents_and_names(case):
-    try:
-        import zstandard  # noqa: F401
-    except ImportError:
-        return "skipped: no zstandard"
+    if not zstd:
+        return "skipped: no backports.zstd"
     documents = [sample(i, 300) for i in range(12)]
     text, lines = joined(documents), "".join(json.dumps({"text": text}) + "\n" for text in documents)
     array, val = json.dumps([{"text": text} for text in documents]), case.write("v.txt", "validation")
-    packers = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": pack_zstd, "": bytes}
+    packers = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress, ".zst": zstd.compress, "": bytes}
     for i, (ending, pack) in enumerate(packers.items()):
         cases = [("A.TXT", text), ("a.JsonL", lines), ("a.json", array), ("lines.json", lines), ("noending", text)]
         for j, (name, content) in enumerate((cases[i], cases[i - 1])):
@@ -308,7 +309,7 @@ def test_packed_by_contents_and_names(case):
     for name, content in (("a.tar.gz", b"a/file\0\0\0\0text"), ("utf16.txt", text.encode("utf-16-le"))):
         (case.folder / name).write_bytes(content if name.endswith("txt") else gzip.compress(content))
         case.refuse(f"{name}: binary, not text", name)
-    two = pack_zstd(b"one\n") + pack_zstd(b"two\n")
+    two = zstd.compress(b"one\n") + zstd.compress(b"two\n")
     (case.folder / "two.txt.zst").write_bytes(two)
     assert case.prepare("two.txt.zst", "--val", val, out="two").documents("train") == ["one\ntwo\n"]
 
@@ -355,8 +356,9 @@ def test_bad_documents(case):
 MEASURED = """
 import resource, sys
 sys.path.insert(0, sys.argv[1])
+import input_files
 import prepare
-prepare.MAX_LINE = prepare.MAX_WORD = 1 << 20
+input_files.MAX_LINE = prepare.MAX_WORD = 1 << 20
 code = prepare.main(sys.argv[2:])
 print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
 sys.exit(code)
@@ -365,17 +367,15 @@ sys.exit(code)
 
 def test_memory_is_bounded(case):
     """A small packed file does not fill the memory, whatever it unpacks to."""
-    try:
-        import zstandard
-    except ImportError:
-        return "skipped: no zstandard"
+    if not zstd:
+        return "skipped: no backports.zstd"
     case.write("v.txt", "validation")
     for name, begins, mebibytes, ends, said in (
         ("a.jsonl.zst", b'{"text": "', 512, b'"}\n{"text": "the"}\n', "left out: 1 (a.jsonl.zst: line 1: longer than"),
         ("a.json.zst", b'["', 512, b'"]', "a.json.zst: an array of more than 256 MiB; write a document a line"),
         ("a.txt.zst", b"", 12, b"", "12,582,912 bytes"),
     ):
-        with zstandard.open(case.folder / name, "wb") as file:
+        with zstd.open(case.folder / name, "wb") as file:
             file.write(begins)
             for _ in range(mebibytes):
                 file.write(b"a" * (1 << 20))
@@ -441,18 +441,19 @@ def test_unicode_tables(case):
 def test_long_document_in_pieces(case):
     """A document cut into small pieces has the tokens of the whole."""
     sys.path.insert(0, str(ROOT / "data"))
+    import input_files
     import prepare
 
     case.prepare(case.write("v.txt", "the"), "--val", "v.txt")
     encoder = prepare.Encoder(case.folder / "out")
-    whole, pieces = prepare.PIECE_BYTES, 0
+    whole, pieces = input_files.PIECE_BYTES, 0
     try:
         for seed in range(30):
             path = case.folder / case.write("a.txt", sample(seed, 3000))
-            prepare.PIECE_BYTES = whole
-            want = encoder.encode(list(prepare.read_text(path)), "text").tolist()
-            prepare.PIECE_BYTES = 50
-            parts = list(prepare.read_text(path))
+            input_files.PIECE_BYTES = whole
+            want = encoder.encode(list(input_files.read_text(path)), "text").tolist()
+            input_files.PIECE_BYTES = 50
+            parts = list(input_files.read_text(path))
             assert b"".join(part.data for part in parts) == path.read_bytes()
             for part in parts:
                 lines_before = path.read_bytes()[: sum(len(p.data) for p in parts[: parts.index(part)])].count(b"\n")
@@ -460,7 +461,7 @@ def test_long_document_in_pieces(case):
             assert encoder.encode(parts, "text").tolist() == want, seed
             pieces += len(parts)
     finally:
-        prepare.PIECE_BYTES = whole
+        input_files.PIECE_BYTES = whole
     assert pieces > 1000, pieces
 
 
