@@ -325,11 +325,11 @@ Json* checkpoint_verify(const char* folder, bool model_alone, char* error) {
 }
 
 bool checkpoint_has_copies(const char* checkpoint, const Json* state, const char* run_folder, char* error) {
-    static const char* const not_copied[] = {"config.json", "model.safetensors", "optimizer.safetensors", NULL};
+    const char* not_copied = "config.json model.safetensors optimizer.safetensors";
     const Json* files = json_get(state, "files");
     for (const Json* file = files ? files->child : NULL; file; file = file->next) {
         const char* path = path_in(run_folder, file->key);
-        if (text_among(file->key, not_copied) || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
+        if (text_among(file->key, not_copied, ' ') || !file_name_plain(file->key) || access(path, F_OK) != 0) continue;
         if (file_whole(run_folder, file, error)) continue;
         return data_error(error, "%s, which %s/state.json has; type rm %s, and the checkpoint's copy is taken", error,
                           checkpoint, path);

@@ -135,9 +135,8 @@ static const char* task_path(const char* name, const Tokenizer* tokenizer) {
 
 const char* evaluation_paths(const char* names) {
     const char* all = "";
-    SCOPED char* list = text_copy(names);
-    char* rest = *list ? list : NULL;
-    for (char* name; (name = strsep(&rest, ","));) {
+    if (!*names) return names;
+    for (const char* name; (name = text_word(&names, ','));) {
         SCOPED char* path = is_path(name) ? path_absolute(name) : text_copy(name);
         all = text_kept("%s%s%s", all, *all ? "," : "", strchr(path, ',') ? name : path);
     }
@@ -177,9 +176,7 @@ void evaluation_close(Evaluation* e) {
 }
 
 bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error) {
-    SCOPED char* list = text_copy(names);
-    char* rest = list;
-    for (char* name; (name = strsep(&rest, ","));) {
+    for (const char* name; (name = text_word(&names, ','));) {
         Evaluation e;
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
         evaluation_close(&e);
@@ -435,9 +432,7 @@ bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tok
     FILE* file = *out && by->rank == 0 ? output_open(out, SCORES, error) : NULL;
     if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", error);
     bool ok = true, stopped = false;
-    SCOPED char* list = text_copy(names);
-    char* rest = list;
-    for (char* name; ok && !stopped && (name = strsep(&rest, ","));) {
+    for (const char* name; ok && !stopped && (name = text_word(&names, ','));) {
         ok = evaluation_one(by, name, tokenizer, file, &stopped, error);
     }
     if (file) fclose(file);

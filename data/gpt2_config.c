@@ -278,10 +278,9 @@ static bool is_token_id(const Json* value, int64_t vocabulary) {
 bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dtype, const Json* loaded,
                        const SpecialTokens* tokens, char* error) {
     // Members that are written from the model that is saved, or are of no use beside it.
-    static const char* const replaced[] = {"architectures", "model_type",           "n_layer",  "n_embd",
-                                           "n_head",        "n_positions",          "n_ctx",    "vocab_size",
-                                           "dtype",         "torch_dtype",          "auto_map", "activation_function",
-                                           "_name_or_path", "transformers_version", NULL};
+    static const char replaced[] =
+        "architectures model_type n_layer n_embd n_head n_positions n_ctx vocab_size dtype torch_dtype auto_map "
+        "activation_function _name_or_path transformers_version";
     SCOPED char* text;
     size_t length;
     FILE* file = text_stream(&text, &length);
@@ -299,7 +298,7 @@ bool gpt2_config_write(const char* path, const Gpt2Shape* shape, const char* dty
     }
     for (const Json* member = loaded && loaded->kind == JSON_OBJECT ? loaded->child : NULL; member;
          member = member->next) {
-        if (text_among(member->key, replaced)) continue;
+        if (text_among(member->key, replaced, ' ')) continue;
         if (text_ends(member->key, "_token_id") && !is_token_id(member, shape->vocabulary)) continue;
         fputs("  ", file);
         json_write_string(file, member->key);

@@ -234,10 +234,9 @@ static const char* shape_text(const int64_t* shape, int dims) {
 
 static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found, const ModelTensor* tensor,
                          char* error) {
-    static const char* const types[] = {"F32", "BF16", "F16", NULL};
     int64_t want[2];
     const int dims = model_tensor_shape(tensor, want);
-    if (text_among(found->dtype, types) && found->dims == dims &&
+    if (text_among(found->dtype, "F32 BF16 F16", ' ') && found->dims == dims &&
         memcmp(found->shape, want, (size_t)dims * sizeof(int64_t)) == 0) {
         return true;
     }

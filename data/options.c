@@ -45,9 +45,7 @@ bool name_is_near(const char* typed, const char* name) {
 // Returns the answer for an option name of another program, with `near` also for a mistyped one; NULL for other names.
 static const char* synonym_answer(const OptionTable* table, const char* typed, bool near) {
     for (int i = 0; i < table->synonyms; i++) {
-        for (const char *at = table->synonym[i].names, *end; *at; at = end + strspn(end, " ")) {
-            end = at + strcspn(at, " ");
-            SCOPED char* name = text_part(at, (size_t)(end - at));
+        for (const char *at = table->synonym[i].names, *name; (name = text_word(&at, ' '));) {
             if (strcmp(typed, name) == 0 || (near && name_is_near(typed, name))) return table->synonym[i].answer;
         }
     }
@@ -83,15 +81,6 @@ static bool unknown_option(const OptionTable* table, const char* word, char* err
     if (!option) return data_error(error, "unknown option %.*s; --help lists all", length, word);
     return data_error(error, "unknown option %.*s; type --%s%s%s", length, word, option->name,
                       *option->values ? " " : "", option->values);
-}
-
-// True if `text` is one of the names in `values`, which '|' separates.
-static bool choice_known(const char* text, const char* values) {
-    size_t length = strlen(text);
-    for (const char* at = values; at; at = strchr(at, '|') ? strchr(at, '|') + 1 : NULL) {
-        if (length > 0 && strncmp(at, text, length) == 0 && (at[length] == '|' || at[length] == 0)) return true;
-    }
-    return false;
 }
 
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
@@ -151,7 +140,7 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
         return data_error(error, "--%s is not UTF-8, which config.json is written in: %s", option->name, text);
     const char* removed = removed_value(option->name, text);
     if (removed) return data_error(error, "--%s %s was removed: %s", option->name, text, removed);
-    if (option->type == OPTION_CHOICE && !choice_known(text, option->values)) {
+    if (option->type == OPTION_CHOICE && !text_among(text, option->values, '|')) {
         return data_error(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }
     *(const char**)field = text_copy(text);
@@ -253,7 +242,7 @@ static bool setting_known(const char* settings, const char* name, const char* va
     for (const char* at = settings; (at = strstr(at, word)) != NULL; at++) {
         const char* after = at + strlen(word);
         const char* value = text_kept("%.*s", (int)strcspn(after, " ;"), after);
-        if ((at == settings || strchr(" :", at[-1])) && choice_known(value, values)) return true;
+        if ((at == settings || strchr(" :", at[-1])) && text_among(value, values, '|')) return true;
     }
     return false;
 }
@@ -261,10 +250,8 @@ static bool setting_known(const char* settings, const char* name, const char* va
 // Returns "muon|normuon|rmnp" as "muon, normuon or rmnp".
 static const char* values_listed(const char* values) {
     const char* text = "";
-    for (const char *at = values, *end; *at; at = end + (*end == '|')) {
-        end = at + strcspn(at, "|");
-        const char* link = at == values ? "" : *end ? ", " : " or ";
-        text = text_kept("%s%s%.*s", text, link, (int)(end - at), at);
+    for (const char *at = values, *value; (value = text_word(&at, '|'));) {
+        text = text_kept("%s%s%s", text, !*text ? "" : at ? ", " : " or ", value);
     }
     return text;
 }
@@ -272,12 +259,10 @@ static const char* values_listed(const char* values) {
 bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings,
                     char* error) {
     for (const OptionNeed* need = table->need; need->names; need++) {
-        for (const char *at = need->names, *end; *at; at = end + strspn(end, " ")) {
-            end = at + strcspn(at, " ");
-            SCOPED char* name = text_part(at, (size_t)(end - at));
+        for (const char *at = need->names, *name; (name = text_word(&at, ' '));) {
             const Option *option = option_find(table, name), *other = option_find(table, need->other);
             if (!option_given(table, given, name) || is_standard(option, fields)) continue;
-            if (choice_known(option_text(other, fields), need->values)) continue;
+            if (text_among(option_text(other, fields), need->values, '|')) continue;
             if (setting_known(settings, need->other, need->values)) continue;
             return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
                               option_text(option, fields), need->other, values_listed(need->values), name);

@@ -143,7 +143,6 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 }
 
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val) {
-    static const char* const own[] = {"run", "resume", "data", "val", "join-timeout", NULL};
     char* text;
     size_t length;
     if (!dataset_fingerprint(train, run->error) || !dataset_fingerprint(val, run->error)) {
@@ -152,7 +151,7 @@ const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train,
     FILE* file = text_stream(&text, &length);
     for (int i = 0; i < run->table->count; i++) {
         const Option* option = &run->table->option[i];
-        if (option->type == OPTION_FLAG || text_among(option->name, own)) continue;
+        if (option->type == OPTION_FLAG || text_among(option->name, "run resume data val join-timeout", ' ')) continue;
         fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->fields)));
     }
     fprintf(file, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(checkpoint, "crc32c", 0));

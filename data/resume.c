@@ -29,12 +29,12 @@ __attribute__((format(printf, 2, 3))) static void resume_changed(Resume* resume,
 }
 
 bool resume_words(const Resume* resume, char* error) {
-    static const char* const names[] = {"data", "val", "model", "run", "resume", NULL};
     const char* from = text_of(resume, "resume");
     const bool goes_on = *from && strcmp(from, "off") != 0 && strcmp(from, "auto") != 0;
-    for (int i = goes_on ? 2 : 0; names[i]; i++) {
-        if (!resume_given(resume, names[i]) || *text_of(resume, names[i])) continue;
-        return data_error(error, "--%s '' is empty; give it a value or leave it out", names[i]);
+    const char* names = goes_on ? "model run resume" : "data val model run resume";
+    for (const char* name; (name = text_word(&names, ' '));) {
+        if (!resume_given(resume, name) || *text_of(resume, name)) continue;
+        return data_error(error, "--%s '' is empty; give it a value or leave it out", name);
     }
     return true;
 }
@@ -43,12 +43,10 @@ bool resume_words(const Resume* resume, char* error) {
 // to write (the checkpoint may be a stranger's), is merged elsewhere, would hide a typed --prompt, or comes with the
 // preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
-    static const char* const of_start[] = {"run",          "resume",   "device",   "gpus",
-                                           "join-timeout", "override", "eval-out", NULL};
-    static const char* const of_preset[] = {"rule", "weights", "m", "v", NULL};
-    if (!option_is_saved(resume->table, option) || text_among(option->name, of_start)) return true;
+    const char* of_start = "run resume device gpus join-timeout override eval-out";
+    if (!option_is_saved(resume->table, option) || text_among(option->name, of_start, ' ')) return true;
     if (strcmp(option->name, "prompt-file") == 0 && resume_given(resume, "prompt")) return true;
-    return !resume_given(resume, option->name) && text_among(option->name, of_preset) &&
+    return !resume_given(resume, option->name) && text_among(option->name, "rule weights m v", ' ') &&
            resume_given(resume, "preset") &&
            strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
 }
@@ -101,8 +99,8 @@ static bool resume_paths_taken(Resume* resume, char* error) {
         const char *name = others[i][0], *value = json_string(resume->saved, name, "");
         const int64_t every = *(const int64_t*)option_value(resume->table, resume->fields, "eval-every");
         if ((i == 1 && every == 0) || is_left(resume, option_find(resume->table, name))) continue;
-        SCOPED char* list = text_copy(resume_given(resume, name) ? "" : value);
-        for (char *rest = *list ? list : NULL, *path; (path = strsep(&rest, i == 1 ? "," : ""));) {
+        const char* list = resume_given(resume, name) || !*value ? NULL : value;
+        for (const char* path; (path = text_word(&list, i == 1 ? ',' : 0));) {
             if (is_in_run(resume, path) || (i == 1 && evaluation_is_name(path))) continue;
             return data_error(error,
                               "--resume: the checkpoint's --%s %s is not in its run, so it may be a stranger's choice; "
@@ -123,13 +121,12 @@ static bool resume_paths_taken(Resume* resume, char* error) {
 }
 
 bool resume_options(Resume* resume, char* error) {
-    static const char* const of_shape[] = {"model", "layers", "channels", "heads", "seq", NULL};
     if (!resume_removed(resume, error)) return false;
     for (int i = 0; i < resume->table->count; i++) {
         const Option* option = &resume->table->option[i];
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
         if (!text || is_left(resume, option)) continue;
-        const bool fixed = text_among(name, of_shape);
+        const bool fixed = text_among(name, "model layers channels heads seq", ' ');
         const char* now = option_text(option, resume->fields);
         const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
         SCOPED char* path = saved_path(name, now);

@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
+#include "memory.h"
 
 int utf8_next(const char* text, int64_t bytes, uint32_t* point) {
     const unsigned char* b = (const unsigned char*)text;
@@ -33,9 +34,16 @@ bool text_ends(const char* text, const char* end) {
     return length >= tail && strcmp(text + length - tail, end) == 0;
 }
 
-bool text_among(const char* text, const char* const* list) {
-    while (*list && strcmp(*list, text) != 0) list++;
-    return *list != NULL;
+const char* text_word(const char** list, char between) {
+    const char *word = *list, *end = word ? strchrnul(word, between) : NULL;
+    *list = end && *end ? end + 1 : NULL;
+    return word ? text_kept("%.*s", (int)(end - word), word) : NULL;
+}
+
+bool text_among(const char* text, const char* list, char between) {
+    const char* word = text_word(&list, between);
+    while (word && strcmp(word, text) != 0) word = text_word(&list, between);
+    return word != NULL;
 }
 
 const char* number_text(double number, char* text, size_t bytes) {

@@ -46,8 +46,11 @@ int utf8_next(const char* text, int64_t bytes, uint32_t* point);
 bool text_is_utf8(const char* text, int64_t bytes);
 // Returns whether the text ends with `end`.
 bool text_ends(const char* text, const char* end);
-// Returns whether a list that ends with NULL has the text.
-bool text_among(const char* text, const char* const* list);
+// Takes the first word of a list, whose words have `between` between two; kept as by text_kept. NULL: there is none
+// left.
+const char* text_word(const char** list, char between);
+// Returns whether such a list has the text as a word.
+bool text_among(const char* text, const char* list, char between);
 // Writes the shortest decimal that reads back as the same number. Returns `text`.
 const char* number_text(double number, char* text, size_t bytes);
 // Replaces what could control a terminal in a text from elsewhere (control characters, and bytes that are not UTF-8) by
