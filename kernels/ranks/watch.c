@@ -26,6 +26,7 @@ typedef enum { DATA, BEAT, FAILED, BYE } Kind;
 typedef struct {
     int32_t kind, bytes;  // of the payload: of BEAT what the rank does, of FAILED its message
     int32_t number;       // of BEAT its patience, of FAILED its exit code
+    int32_t zero;         // where a gap would be
     int64_t progress;     // of BEAT
 } Head;
 
@@ -62,7 +63,7 @@ static void flush_peer(Peer* peer) {
 }
 
 static void send_frame(Peer* peer, Kind kind, int number, const void* payload, size_t bytes) {
-    const Head head = {kind, (int32_t)bytes, number, watch.peers[watch.rank].progress};
+    const Head head = {kind, (int32_t)bytes, number, 0, watch.peers[watch.rank].progress};
     if (peer->socket < 0) return;
     bytes_add(&peer->out, &head, sizeof(head));
     bytes_add(&peer->out, payload, bytes);
