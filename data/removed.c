@@ -7,9 +7,9 @@
 static const struct {
     const char *name, *unused, *answer;
 } OPTIONS[] = {
-    {"comm", "grads", "leave it out: --grads bf16 also sends half the bytes"},
+    {"comm", "grads", "leave --comm out: --grads bf16 also sends half the bytes"},
     {"format", "", "put the format's file into optim/formats, as optim/README.md says under How to add, and type make"},
-    {"rank-basis", "fp32", "leave it out: galore keeps its directions in fp32"},
+    {"rank-basis", "fp32", "leave --rank-basis out: galore keeps its directions in fp32"},
     {NULL, NULL, NULL},
 };
 

@@ -76,7 +76,10 @@ static bool resume_removed(const Resume* resume, char* error) {
         const char *name = one->key, *value = json_string(resume->saved, name, "");
         const char* answer = option_find(resume->table, name) ? NULL : removed_option(name, value);
         if (!answer) continue;
-        return data_error(error, "--resume: the checkpoint has --%s %s, which was removed: %s", name, value, answer);
+        return data_error(error,
+                          "--resume: the checkpoint has --%s %s, which was removed; for a new run with its weights "
+                          "type --model %s, and %s",
+                          name, value, shell_word(resume->from), answer);
     }
     return true;
 }

@@ -190,7 +190,9 @@ bool run_folder_asks_save(RunFolder* run) {
     const bool file = !run->quiet && file_exists(path), asked = file || signal_save;
     if (asked && !run->quiet) unlink(path);
     signal_save = 0;
-    return asked;
+    const bool saves = strcmp(run_text(run, "save"), "none") != 0;
+    if (asked && !saves) run_say(run, "save     not done: --save none was typed\n");
+    return asked && saves;
 }
 
 static void log_begin(RunFolder* run, const char* type) {

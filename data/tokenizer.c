@@ -436,6 +436,15 @@ static bool is_merges(const char* text, int64_t bytes) {
     return pairs;
 }
 
+// Returns whether a JSON file is what its name says, as far as can be told: ids by token, a tokenizer, or settings.
+static bool is_named_right(const Json* parsed, const char* name) {
+    bool right = parsed->kind == JSON_OBJECT;
+    for (const Json* one = parsed->child; right && one && text_ends(name, "vocab.json"); one = one->next) {
+        right = one->kind == JSON_NUMBER;
+    }
+    return right && (strcmp(name, "tokenizer.json") != 0 || json_get(parsed, "model"));
+}
+
 // Copies FROM/NAME to TO/COPY unless TO/COPY exists or there is no FROM/NAME. What is in TO then must be a file of its
 // own, and a JSON object or a list of merges, as its name says, because it is published.
 static bool copy_one(const char* from, const char* name, const char* to, const char* copy, char* error) {
@@ -447,9 +456,11 @@ static bool copy_one(const char* from, const char* name, const char* to, const c
     SCOPED char* text = file_read_own(path, &bytes, error);
     JSON_SCOPED Json* parsed = text && json ? json_parse(text, bytes, path, error) : NULL;
     if (!text || (json && !parsed)) return false;
-    if (json ? parsed->kind != JSON_OBJECT : !is_merges(text, bytes)) {
+    if (json ? !is_named_right(parsed, copy) : !is_merges(text, bytes)) {
         return data_error(error, "%s is no %s; fetch it again, or remove it", path,
-                          json ? "JSON object" : "list of merges");
+                          !json                         ? "list of merges"
+                          : parsed->kind == JSON_OBJECT ? copy
+                                                        : "JSON object");
     }
     return there || file_write(target, text, bytes, error);
 }

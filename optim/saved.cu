@@ -145,7 +145,10 @@ static bool stored_extra(OptimStored* stored, const Device* dev, const OptimStre
 bool optim_saved_load(Optim* optim, OptimStored* stored, const Json* formats, const Device* dev,
                       const OptimStream* extra, bool* found, char* error) {
     char reason[DATA_ERROR_BYTES];
-    if (!stored_config(stored, formats, reason)) return data_error(error, "state.json: %s", reason);
+    if (!stored_config(stored, formats, reason)) {
+        return data_error(
+            error, "state.json: %s; for a new run with its weights type --model and the checkpoint's folder", reason);
+    }
     *found = stored_extra(stored, dev, extra);
     return optim_load(optim, stored, reason) || data_error(error, "optimizer.safetensors: %s", reason);
 }

@@ -172,12 +172,13 @@ static const StateRows* state_rows_create() {
     return rows;
 }
 
-// Made before any call of the library, since a call that ends early frees what it has taken.
-static const StateRows* const state_rows = state_rows_create();
-
 Table<FormatRow> state_table() {
-    return {state_rows->row, state_rows->count};
+    static const StateRows* rows = state_rows_create();
+    return {rows->row, rows->count};
 }
+
+// Makes the table before any call of the library, since a call that ends early frees what it has taken.
+[[maybe_unused]] static const int made_when_loaded = state_table().count;
 
 Table<PresetRow> preset_table() {
     return table_of(PRESETS);

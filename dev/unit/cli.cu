@@ -146,7 +146,7 @@ static const Bad BAD_OPTIONS[] = {
     {ALL, "--nesterov off", "goes with --rule muon, normuon, rmnp or normuon-lite", "leave --nesterov out"},
     {ALL, "--release on --clip 0 --seq 32 --batch 2 --tokens-per-step 128", "several micro-batches",
      "type --release off, or --tokens-per-step 64"},
-    {ALL, "--comm bf16", "--comm was removed", "leave it out: --grads bf16"},
+    {ALL, "--comm bf16", "--comm was removed", "leave --comm out: --grads bf16"},
     {ALL, "--rank-basis bf16", "--rank-basis was removed", "galore keeps its directions in fp32"},
     {ALL, "--decay-fraction 0.5", "--decay-fraction 0.5 goes with --schedule wsd", "leave --decay-fraction out"},
     {ALL, "--schedule constant --final-lr 0.5", "goes with --schedule cosine, linear or wsd", "leave --final-lr out"},
