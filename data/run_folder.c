@@ -134,14 +134,18 @@ void run_folder_close(RunFolder* run) {
 }
 
 void run_say(RunFolder* run, const char* format, ...) {
+    if (run->quiet) return;
     FILE* to[2] = {stdout, run->text};
     char* text = NULL;
+    size_t bytes;
+    FILE* stream = text_stream(&text, &bytes);
     va_list arguments;
     va_start(arguments, format);
-    const bool ok = !run->quiet && vasprintf(&text, format, arguments) >= 0;
+    vfprintf(stream, format, arguments);
     va_end(arguments);
-    if (ok) text_disarm(text, true);  // names and prompts of a checkpoint, and what a model writes
-    for (int i = 0; i < 2 && ok; i++) {
+    fclose(stream);
+    text_disarm(text, true);  // names and prompts of a checkpoint, and what a model writes
+    for (int i = 0; i < 2; i++) {
         if (to[i]) fputs(text, to[i]), fflush(to[i]);
     }
     free(text);

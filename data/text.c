@@ -78,8 +78,7 @@ size_t text_print(FILE* to, const char* text, size_t bytes) {
         begun = byte >= 0xC0 && n < (byte >= 0xF0 ? 4u : byte >= 0xE0 ? 3u : 2u) ? n : 0;
         break;
     }
-    char* shown = malloc(bytes + 1);
-    if (!shown) return 0;
+    char* shown = memory_take(bytes + 1);
     for (size_t i = 0; i < bytes - begun; i++) shown[i] = text[i] ? text[i] : '?';
     shown[bytes - begun] = 0;
     text_disarm(shown, true);
