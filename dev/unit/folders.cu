@@ -521,7 +521,7 @@ FOLDER_TEST(folders_loaded_model_is_kept) {
     const char *from = train_shards(test, work), *folder = copy_model(work, "m", from);
     const char* const kept[] = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                                 "added_tokens.json", "generation_config.json"};
-    for (const char* name : kept) write_text(folder, name, "{\"added_tokens\": [], \"a\": 1}");
+    for (const char* name : kept) write_text(folder, name, "{\"added_tokens\": [], \"model\": {}, \"a\": 1}");
     write_text(folder, "added_tokens.json", "{\"<x>\": 300}");
     write_text(
         folder, "config.json",
