@@ -220,6 +220,8 @@ sanitize: test_gpt2
 # The parsers of what others write, each for FUZZ_SECONDS with inputs that clang's libFuzzer makes up; dev/fuzz says more.
 FUZZ_SECONDS ?= 6
 FUZZERS := address,undefined,float-cast-overflow
+SANITIZED := --no-print-directory NVCC= BUILD=build/fuzz CC=clang CXX=clang++ \
+    SANITIZERS="-O1 -g1 -fsanitize=fuzzer-no-link,$(FUZZERS) -fno-sanitize-recover=all"
 fuzz: train
 	@if ! echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' | \
 	     clang++ -fopenmp -fsanitize=fuzzer,$(FUZZERS) -x c++ - -o build/fuzz.probe 2> /dev/null; then \
@@ -227,12 +229,11 @@ fuzz: train
 	    echo "0 passed, 0 failed, 1 skipped"; \
 	else \
 	    rm -f build/fuzz.probe; \
-	    $(MAKE) --no-print-directory NVCC= BUILD=build/fuzz CC=clang CXX=clang++ \
-	        SANITIZERS="-O1 -g1 -fsanitize=fuzzer-no-link,$(FUZZERS) -fno-sanitize-recover=all" build/fuzz/fuzz && \
+	    $(MAKE) $(SANITIZED) build/fuzz/fuzz && \
 	    python3 dev/fuzz/run.py $(FUZZ_SECONDS) $(FUZZ); \
 	fi
 
-# What files of dev/fuzz include is not linked a second time. optim.cu reads nothing and takes long with sanitizers.
+# What files of dev/fuzz include is not linked a second time.
 build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o \
                  $(filter-out %/launch.o %/rendezvous.o %/watch.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
@@ -241,7 +242,17 @@ build/fuzz/dev/fuzz/%.o: dev/fuzz/%.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c -o $@ $<
 
-build/fuzz/optim/optim.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) -O1
+# Until the optimizer is rebuilt, C++ does sums on null pointers: from_begin in optim.cu, and layouts that only count.
+# The parsers are in C, where such sums are faults.
+build/fuzz/%.o: COMPILE = $(CXX) -x c++ $(CXXFLAGS) $(SANITIZERS) -fno-sanitize=pointer-overflow
+
+# Tests of the CPU with the fuzzers' objects, for memory errors and undefined behaviour. Leaks are not looked for, as
+# text_kept keeps texts until the program ends. Tests that start many programs would take too long.
+SANITIZE_CPU ?= $(addprefix -k ,data_ corpus_content corpus_text corpus_short corpus_voc corpus_mixed corpus_fing corpus_data \
+    corpus_cli folders_ evaluation_ option_ convert_ cli_bad cli_sample cli_nonfinite rules_ rows_ override_ placed_ learning)
+sanitize-cpu:
+	$(MAKE) $(SANITIZED) build/fuzz/train build/fuzz/test_gpt2
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 build/fuzz/test_gpt2 -j $$(nproc) $(SANITIZE_CPU)
 
 # What a machine does to a run: kills, failing calls, memory limits, signals, links, special files, foreign connections.
 faults: train build/dev/faults_preload.so
@@ -281,6 +292,7 @@ help:
 	@echo "                  ways to run, against dev/results/hash.txt (HASH=\"--short\", \"-k muon\", \"--device gpu\", \"--record\")"
 	@echo "make benches      build all benchmarks of dev/"
 	@echo "make sanitize     on a GPU: the GPU tests under compute-sanitizer"
+	@echo "make sanitize-cpu  CPU tests under clang's sanitizers of addresses and undefined behaviour (SANITIZE_CPU=\"-k folders_\" picks)"
 	@echo "make fuzz         parsers under clang's fuzzer and sanitizers (FUZZ_SECONDS=20 for each, FUZZ=\"json state\" picks)"
 	@echo "make faults       kills, failing calls, memory limits, signals, links and foreign connections against ./train:"
 	@echo "                  about 90 s; FAULTS=\"--kills 300 --calls 300 --limits 100 --signals 200\" for longer"
@@ -291,6 +303,6 @@ help:
 	@echo "CUDA_HOME=DIR  CUDA_ARCH=\"80 90a\"  choose toolkit and targets; NVCC= (empty) builds for the CPU alone"
 
 FORCE:
-.PHONY: all lib wheel install test bench benches hash sanitize fuzz faults venv format format-check loc clean help FORCE
+.PHONY: all lib wheel install test bench benches hash sanitize sanitize-cpu fuzz faults venv format format-check loc clean help FORCE
 .SECONDARY:
 -include $(wildcard $(BUILD)/*.d $(BUILD)/*/*.d $(BUILD)/*/*/*.d $(BUILD)/*/*/*/*.d)

@@ -6,7 +6,7 @@
 constexpr int TENSORS = 4;
 
 // `long_tensor`: elements of the third tensor, in columns of one row.
-static void model_open(Run* run, const OptimConfig* config, int64_t long_tensor, bool gpu = false) {
+static void model_open(OptimRun* run, const OptimConfig* config, int64_t long_tensor, bool gpu = false) {
     const OptimTensor model[TENSORS] = {{"wpe.weight", 1, 2500, true, 0},
                                         {"h.0.ln_1.weight", 1, 33, false, 0},
                                         {"h.0.attn.c_attn.weight", 1, long_tensor, true, 0},
@@ -16,14 +16,14 @@ static void model_open(Run* run, const OptimConfig* config, int64_t long_tensor,
 
 // These encode and decode a slot of a tensor, padding included, by the row's own functions.
 
-static void* table_of(const Run* f, const FormatRow* format) {
+static void* table_of(const OptimRun* f, const FormatRow* format) {
     if (format->table_bytes == 0) return nullptr;
     void* table = f->room.host<char>(format->table_bytes);
     format->fill(table);
     return table;
 }
 
-static Streams place_streams(const Run* f, int tensor, const ArrayRef* place) {
+static Streams place_streams(const OptimRun* f, int tensor, const ArrayRef* place) {
     void* data[3] = {};
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = place->format->stream[i];
@@ -33,19 +33,19 @@ static Streams place_streams(const Run* f, int tensor, const ArrayRef* place) {
     return {data[0], data[1], table_of(f, place->format), data[2]};
 }
 
-static ArrayRef find_place(const Run* f, int tensor, Slot slot) {
+static ArrayRef find_place(const OptimRun* f, int tensor, Slot slot) {
     Plan* plan = plan_ranges(&f->config, f->tensor, TENSORS);
     return plan_array_ref(plan, tensor, slot);
 }
 
 // Returns the properties that decide how a slot's zeros are stored.
-static NoiseKey slot_key(const Run* f, int tensor, Slot slot) {
+static NoiseKey slot_key(const OptimRun* f, int tensor, Slot slot) {
     const uint32_t noise[SLOTS] = {NOISE_WEIGHTS, NOISE_M, NOISE_V, NOISE_SLOW};
     return {0, 0, noise[slot], f->tensor[tensor].offset};
 }
 
 // Returns the values that the update reads, in memory that goes with the run. Padding counts as zero.
-static float* slot_values(const Run* f, int tensor, Slot slot) {
+static float* slot_values(const OptimRun* f, int tensor, Slot slot) {
     ArrayRef place = find_place(f, tensor, slot);
     Streams streams = place_streams(f, tensor, &place);
     int64_t padded = tensor_padded(&f->tensor[tensor]);
@@ -57,7 +57,7 @@ static float* slot_values(const Run* f, int tensor, Slot slot) {
 }
 
 // True if the slot's arrays hold these bytes: those of `values` stored to nearest.
-static bool holds_nearest(const Run* f, int tensor, Slot slot, const float* values) {
+static bool holds_nearest(const OptimRun* f, int tensor, Slot slot, const float* values) {
     ArrayRef place = find_place(f, tensor, slot);
     Streams there = place_streams(f, tensor, &place), want = there;
     int64_t padded = tensor_padded(&f->tensor[tensor]);
@@ -78,7 +78,7 @@ static bool holds_nearest(const Run* f, int tensor, Slot slot, const float* valu
     return same;
 }
 
-static void expect_converted(Test* test, const Run* to, const Run* from, Slot slot) {
+static void expect_converted(Test* test, const OptimRun* to, const OptimRun* from, Slot slot) {
     for (int t = 0; t < TENSORS; t++) {
         float* values = slot_values(from, t, slot);
         expect(holds_nearest(to, t, slot, values), "%s of %s, %s in %s and %s here", slot_name(slot),
@@ -88,7 +88,7 @@ static void expect_converted(Test* test, const Run* to, const Run* from, Slot sl
 }
 
 // Elements of `slot` that differ between a and b, of all tensors; as values.
-static int64_t differing(const Run* a, const Run* b, Slot slot) {
+static int64_t differing(const OptimRun* a, const OptimRun* b, Slot slot) {
     int64_t count = 0;
     for (int t = 0; t < TENSORS; t++) {
         float *x = slot_values(a, t, slot), *y = slot_values(b, t, slot);
@@ -108,13 +108,13 @@ static bool may_move(const char* name) {
 // Every state format from fp32 and back to fp32, in m (where it has a sign) and v, and into the format again.
 TEST(convert_states) {
     OptimConfig wide = states_config("adamw", "bf16+fp32", "fp32", "fp32", "fp32");
-    Run exact;
+    OptimRun exact;
     model_open(&exact, &wide, 3000);
     run_steps(&exact, 1, 3);
     for (const char* name : STATE_NAMES) {
         if (in_spans(name)) continue;
         OptimConfig config = states_config("adamw", "bf16+fp32", "fp32", serves_m(name) ? name : "bf16", name);
-        Run narrow, back, again;
+        OptimRun narrow, back, again;
         model_open(&narrow, &config, 3000);
         model_open(&back, &wide, 3000);
         model_open(&again, &config, 3000);
@@ -137,13 +137,13 @@ TEST(convert_weights) {
     for (const char* from : WEIGHTS_NAMES) {
         if (in_spans(from)) continue;
         OptimConfig config = make_config("adamw", from, "bf16");
-        Run old;
+        OptimRun old;
         model_open(&old, &config, 3000);
         run_steps(&old, 1, 2);
         for (const char* to : WEIGHTS_NAMES) {
             if (in_spans(to)) continue;
             OptimConfig other = make_config("adamw", to, "bf16");
-            Run now;
+            OptimRun now;
             model_open(&now, &other, 3000);
             const int notices = expect_load(test, &now, &old).notice_count;
             bool same = find_place(&old, 0, SLOT_WEIGHTS).nearest == find_place(&now, 0, SLOT_WEIGHTS).nearest;
@@ -160,7 +160,7 @@ TEST(convert_weights) {
 // The third is told in `changes` lines, `last` begins that of the fourth.
 static void check_overrides(Test* test, const char* weights, const char* const (&texts)[4], int changes,
                             const char* last) {
-    Run f[4];
+    OptimRun f[4];
     Stored loads[4];
     for (int i = 0; i < 4; i++) {
         OptimConfig config = make_config("adamw", weights, "bf16:sr");
@@ -204,7 +204,7 @@ TEST(convert_into_shards) {
     for (const char* state : {"fp32", "de4", "lin8"}) {
         OptimConfig config = make_config("adamw", "bf16:sr", state);
         config.overrides = "wpe: m=bf16; ln*: weights=lin8:sr";
-        Run from, whole, shard[2];
+        OptimRun from, whole, shard[2];
         model_open(&from, &wide, 1200001);
         run_steps(&from, 1, 2);
         model_open(&whole, &config, 1200001);
@@ -225,7 +225,7 @@ TEST(convert_rules) {
                 lion = make_config("lion", "bf16", "fp32");
     const OptimConfig* const pairs[][2] = {{&adamw, &slow}, {&slow, &adamw}, {&slow, &lion}};
     for (const auto& pair : pairs) {
-        Run from, to;
+        OptimRun from, to;
         model_open(&from, pair[0], 3000);
         model_open(&to, pair[1], 3000);
         run_steps(&from, 1, 3);
@@ -245,7 +245,7 @@ TEST(convert_rules) {
 
 TEST(convert_refuses_other_arrays) {
     OptimConfig config = make_config("adamw", "bf16", "fp32"), said = make_config("adamw", "bf16", "dyn8");
-    Run from, to;
+    OptimRun from, to;
     Stored context;
     model_open(&from, &config, 3000);
     model_open(&to, &config, 3000);
@@ -260,13 +260,13 @@ TEST(convert_equal_gpu) {
                                       {"e4m3:sr", "bf16:sr", "fp32"},
                                       {"bf16+fp32", "fp32", "fp32"}};
     OptimConfig wide = states_config("adamw", "bf16+fp32", "fp32", "fp32", "fp32");
-    Run exact;
+    OptimRun exact;
     model_open(&exact, &wide, 1200001);
     run_steps(&exact, 1, 3);
     for (const auto& format : formats) {
         OptimConfig config = states_config("adamw", "bf16+fp32", "fp32", format[1], format[2]);
         config.weights = format[0];
-        Run to[2];
+        OptimRun to[2];
         for (int gpu = 0; gpu < 2; gpu++) {
             model_open(&to[gpu], &config, 1200001, gpu == 1);
             expect_load(test, &to[gpu], &exact);

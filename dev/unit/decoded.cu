@@ -10,7 +10,7 @@ constexpr int STEPS = 2;
 
 // A step of the run without a copy, a part at a time from the last to the first. The gradients of every other part lie
 // in memory of their own, in the arena's order, as those of a layer that is released do.
-static void step_by_parts(void*, Run* run, const void* given, const float* scale, float lr, int step) {
+static void step_by_parts(void*, OptimRun* run, const void* given, const float* scale, float lr, int step) {
     const float* grads = (const float*)given;
     for (int number = LAYERS + 1; number >= 0; number--) {
         int tensor[COUNT], count = 0;
@@ -37,7 +37,7 @@ static void step_by_parts(void*, Run* run, const void* given, const float* scale
     }
 }
 
-static void expect_part(Test* test, const Run* copy, const Run* run, const Decoded* decoded, int number) {
+static void expect_part(Test* test, const OptimRun* copy, const OptimRun* run, const Decoded* decoded, int number) {
     const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
     for (int t = 0; t < COUNT; t++) {
         const char* want = (const char*)optim_weights(copy->optim) + run->tensor[t].offset * size;
@@ -48,8 +48,8 @@ static void expect_part(Test* test, const Run* copy, const Run* run, const Decod
 }
 
 // Opens a run with a copy of the whole model and one without, whose configuration it returns.
-static OptimConfig open_both(Run* copy, Run* run, const char* weights, const char* overrides, OptimType compute,
-                             bool gpu) {
+static OptimConfig open_both(OptimRun* copy, OptimRun* run, const char* weights, const char* overrides,
+                             OptimType compute, bool gpu) {
     OptimConfig config = make_config("adamw", weights, "fp32");
     config.overrides = overrides;
     run_open(copy, &config, model, compute, gpu);
@@ -59,7 +59,7 @@ static OptimConfig open_both(Run* copy, Run* run, const char* weights, const cha
 }
 
 static void check_decoded(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
-    Run copy, run;
+    OptimRun copy, run;
     const OptimConfig config = open_both(&copy, &run, weights, overrides, compute, gpu);
     const ModelParts its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
     Decoded* decoded = decoded_open(run.optim, &its);
@@ -92,7 +92,8 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
 }
 
 // The codes of a matrix and the numbers of their scale are its weights, to the bit.
-static void expect_codes(Test* test, const Run* copy, const Run* run, const Decoded* decoded, int t, const char* what) {
+static void expect_codes(Test* test, const OptimRun* copy, const OptimRun* run, const Decoded* decoded, int t,
+                         const char* what) {
     const int64_t n = model[t].rows * model[t].cols;
     const OptimCodes stored = optim_codes(run->optim, t);
     const uint8_t* at = decoded_codes(decoded, t);
@@ -109,7 +110,7 @@ static void expect_codes(Test* test, const Run* copy, const Run* run, const Deco
 }
 
 static void check_operands(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
-    Run copy, run;
+    OptimRun copy, run;
     open_both(&copy, &run, weights, overrides, compute, gpu);
     int slot[COUNT];
     for (int t = 0; t < COUNT; t++) slot[t] = strstr(model[t].name, "c_fc") != nullptr;
@@ -138,7 +139,7 @@ static void check_operands(Test* test, const char* weights, const char* override
             if (number == 1 || number == 2) expect_part(test, &copy, &run, decoded, number - 1);
         }
         decoded_dequant_buffer(decoded, nullptr);
-        for (Run* each : {&copy, &run}) run_steps(each, step, step, plain_steps());
+        for (OptimRun* each : {&copy, &run}) run_steps(each, step, step, plain_steps());
         decoded_forget(decoded);
     }
 }

@@ -148,9 +148,9 @@ static void skip_and_resume(Test* test, bool gpu, Part part) {
     for_every(test, gpu, false, part, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
         OptimConfig reseeded = *config;
-        Run whole, first, second, other;
+        OptimRun whole, first, second, other;
         reseeded.seed++;
-        for (Run* run : {&whole, &first}) run_open(run, config, model, compute);
+        for (OptimRun* run : {&whole, &first}) run_open(run, config, model, compute);
         run_open(&second, config, model, compute, gpu);
         run_open(&other, &reseeded, model, compute);
         expect_planned(test, &whole, describe(config));
@@ -185,7 +185,7 @@ THIRDS_TEST(every_skip_and_resume) {
 TEST(every_padding_and_threads) {
     const int threads = omp_get_max_threads();
     for_every(test, false, false, ALL, [&](const OptimConfig* config, int) {
-        Run fresh, run;
+        OptimRun fresh, run;
         run_open(&run, config, model, OPTIM_FP32), run_open(&fresh, config, model, OPTIM_FP32);
         omp_set_num_threads(1), run_steps(&run, 1, 3);
         for (int s = 0; s < optim_stream_count(run.optim); s++) {
@@ -221,7 +221,7 @@ TEST_BOTH(every_shard) {
     const int tiles[][4] = {{1, 7, 12, 16}, {2, 3, 4, 9}, {5, 6, 10, 18}};
     for_every(test, gpu, gpu, ALL, [&](const OptimConfig* config, int k) {
         const OptimType compute = compute_of(k);
-        Run whole, shard[6];
+        OptimRun whole, shard[6];
         run_open(&whole, config, model, compute);
         run_steps(&whole, 1, 3);
         const char* names = formatted("%s %s %s %s", config->weights, config->m, config->v, config->overrides);

@@ -277,7 +277,8 @@ TEST(formats_stochastic_counts) {
 
 // One tile of a storage on the CPU; `second` is the scale of quantised scales.
 struct Store {
-    char codes[4 * TILE_ELEMENTS], table[65536];
+    char codes[4 * TILE_ELEMENTS];
+    alignas(16) char table[65536];
     float scales[TILE_ELEMENTS], second;
     float x[TILE_ELEMENTS], back[TILE_ELEMENTS];
 

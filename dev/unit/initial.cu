@@ -74,9 +74,9 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     constexpr int64_t ROWS = 61, COLS = 203, N = ROWS * COLS, PIECE = 3 * TILE_ELEMENTS;
     const OptimTensor tensors[] = {{"wte.weight", 30, 100, true, 0}, {"h.0.mlp.c_fc.weight", ROWS, COLS, true, 0}};
     OptimConfig config = make_config("adamw", weights, "fp32");
-    Run run[2];
+    OptimRun run[2];
     config.begin = begin, config.end = end;
-    for (Run& each : run) run_open(&each, &config, tensors, OPTIM_BF16, gpu);
+    for (OptimRun& each : run) run_open(&each, &config, tensors, OPTIM_BF16, gpu);
     float* values = run[0].room.host<float>(N);
     for (int64_t i = 0; i < N; i++) values[i] = start(i);
     const float* on_device = run[1].room.to_device(values, N);
@@ -85,7 +85,7 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     for (int64_t at = 0; at < N; at += PIECE)
         set = optim_set_part(run[1].optim, 1, at, N - at < PIECE ? N - at : PIECE, on_device + at);
     expect(set == !in_spans(weights), "%s: %s", weights, set ? "set" : "refused");
-    for (Run& each : run) optim_decode(each.optim);
+    for (OptimRun& each : run) optim_decode(each.optim);
     if (set) expect_same(test, &run[0], &run[1], formatted("%s, shard from %lld on", weights, (long long)begin));
 }
 

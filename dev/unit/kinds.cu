@@ -6,11 +6,11 @@ static void check_rules_mixed(Test* test, const char* overrides, const char* oth
     OptimConfig plain = make_config("adamw", "fp32", "fp32"), mixed = plain, alone = make_config(other, "fp32", "fp32");
     mixed.overrides = overrides;
     alone.overrides = "none";  // even if the rule leaves some tensors to adamw
-    Run run[3];
+    OptimRun run[3];
     run_open(&run[0], &plain, model, OPTIM_FP32, gpu);
     run_open(&run[1], &alone, model, OPTIM_FP32, gpu);
     run_open(&run[2], &mixed, model, OPTIM_FP32, gpu);
-    for (Run& each : run) run_steps(&each, 1, 5, plain_steps());
+    for (OptimRun& each : run) run_steps(&each, 1, 5, plain_steps());
     for (int t = 0; t < TENSORS; t++) {
         const bool its = strncmp(model[t].name, "h.0", 3) == 0;
         expect(same_tensor(&run[2], &run[its], t), "%s: %s", overrides, model[t].name);

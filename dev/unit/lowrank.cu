@@ -40,7 +40,7 @@ static float given_gradient(int64_t step, int, int64_t i) {
 static void low_steps(LowRun* low, const Shape& s, bool gpu, bool beside = false) {
     const OptimTensor tensors[] = {{"h.0.w", s.rows, s.cols, true, 0, s.parts}, {"h.1.w", 40, 24, true, 0}};
     const OptimTensor turned[] = {tensors[1], tensors[0]};
-    Run run;
+    OptimRun run;
     Steps how;
     stepped = s;
     low->config = resolved(low->config);
@@ -248,7 +248,7 @@ TEST_BOTH(lowrank_copies) {
         config.overrides = overrides, config.rank = 8;
         config = resolved(config);
         for (const OptimType compute : {OPTIM_FP32, OPTIM_BF16}) {
-            Run cpu, run;
+            OptimRun cpu, run;
             run_open(&cpu, &config, tensors, 2, compute, false);
             run_open(&run, &config, tensors, 2, compute, gpu);
             run_steps(&cpu, 1, STEPS);

@@ -89,7 +89,7 @@ static double reference_steps(const OptimConfig* config, int t, int part, Dense*
 static void check_against_double(Test* test, const OptimConfig* config, bool gpu) {
     static Dense p, rounded;
     static float got[MOST];
-    Run run;
+    OptimRun run;
     run_open(&run, config, model, OPTIM_FP32, gpu);
     run_steps(&run, 1, STEPS, matrix_steps());
     double worst = 0.0, share = 0.0;
@@ -137,7 +137,7 @@ TEST(matrix_large_gpu) {
     CacheFolder folder;
     for (const char* rule : {"muon", "normuon"}) {
         OptimConfig config = matrix_config(rule, "fp32", "fp32");
-        Run run[3];  // on the CPU, on the GPU, and there each tensor by itself
+        OptimRun run[3];  // on the CPU, on the GPU, and there each tensor by itself
         for (int k = 0; k < 3; k++) {
             if (k == 2) config.matrix_chunk = TILE_ELEMENTS;
             run_open(&run[k], &config, large, LARGE, OPTIM_FP32, k > 0);
@@ -220,7 +220,7 @@ JIT_BOTH(matrix_chunks) {
         OptimConfig config = matrix_config(rule, weights, m);
         if (*overrides) config.overrides = overrides, config.rank = 8;
         config.rank_gap = 2;
-        Run whole, parts;
+        OptimRun whole, parts;
         run_open(&whole, &config, model, OPTIM_FP32, gpu);
         run_steps(&whole, 1, STEPS, matrix_steps(3));
         for (const int64_t tiles : {1, 4}) {
@@ -274,7 +274,7 @@ TEST(matrix_room) {
 JIT_TEST(matrix_moments_equal_cpu_gpu) {
     for (const char* m : {"fp32", "bf16:sr", "soft8/32", "de4/32@dq8"}) {
         OptimConfig config = matrix_config("muon", "bf16:sr", m);
-        Run run[2];
+        OptimRun run[2];
         for (int gpu = 0; gpu < 2; gpu++) {
             run_open(&run[gpu], &config, model, OPTIM_FP32, gpu == 1);
             run_steps(&run[gpu], 1, 4, matrix_steps(3));
@@ -297,7 +297,7 @@ TEST(matrix_parts_are_matrices) {
     for (int split = 0; split < 2; split++) {
         const int count = split ? 3 : 1;
         OptimTensor tensor[3];
-        Run run;
+        OptimRun run;
         Steps how;
         how.lr = 1.0f, how.given = [](int64_t, int t, int64_t i) { return test_uniform(4, t * PART + i); };
         for (OptimTensor& each : tensor) each = {"h.0.w", split ? 32 : 96, 64, true, 0, split ? 1 : 3};

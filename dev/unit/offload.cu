@@ -32,7 +32,7 @@ static const Case cases[] = {
 
 // One optimizer with its states on the device and one whose states are in host memory.
 struct Pair {
-    Run run[2];
+    OptimRun run[2];
     ModelParts parts;
     Offload* offload;
 };
@@ -44,7 +44,7 @@ static void pair_open(Pair* pair, const Case* c, const int* order, bool gpu) {
         config.begin = c->begin * TILE_ELEMENTS, config.end = c->end * TILE_ELEMENTS;
         run_open(&pair->run[k], &config, model, OPTIM_BF16, gpu);
     }
-    Run* run = &pair->run[1];
+    OptimRun* run = &pair->run[1];
     pair->parts = {run->tensor, part, nullptr, COUNT, LAYERS, OPTIM_BF16};
     pair->offload = offload_open(run->optim, &pair->parts, order);
 }
@@ -54,7 +54,7 @@ static void pair_steps(Pair* pair) {
     Steps how = plain_steps(2);
     run_steps(&pair->run[0], 1, STEPS, how);
     how.context = pair->offload;
-    how.take = [](void* offload, Run* run, const void* grads, const float* scale, float lr, int step) {
+    how.take = [](void* offload, OptimRun* run, const void* grads, const float* scale, float lr, int step) {
         offload_step((Offload*)offload, grads, scale, lr, step);
         device_sync(&run->dev);
     };
@@ -65,7 +65,7 @@ static void pair_steps(Pair* pair) {
 static void check_bytes(Test* test, const Pair* pair, const char* what) {
     OptimBytes bytes[2];
     for (int k = 0; k < 2; k++) {
-        const Run* run = &pair->run[k];
+        const OptimRun* run = &pair->run[k];
         bytes[k] = optim_bytes(&run->dev, &run->config, run->tensor, COUNT, OPTIM_BF16);
         expect_planned(test, run, what);
     }

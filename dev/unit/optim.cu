@@ -147,7 +147,7 @@ TEST(optim_noise_of_a_step_is_independent) {
     const OptimTensor model[] = {{"a", 1, n, true, 0}, {"b", 1, n, false, 0}};
     OptimConfig config = states_config("adamw", "bf16:sr", "fp32", "bf16:sr", "bf16:sr");
     config.beta1 = config.beta2 = config.weight_decay = 0.0f;
-    Run run;
+    OptimRun run;
     run_open(&run, &config, model, 2, OPTIM_BF16);
     static float grads[2 * n], same[n];
     static uint16_t kept[2][3][2 * n];  // after each of two steps: weights, m, v, a tensor behind the other
@@ -181,7 +181,7 @@ TEST(optim_weights_in_and_out) {
         for (OptimType compute : {OPTIM_FP32, OPTIM_BF16}) {
             OptimConfig config = make_config("adamw", weights, "fp32");
             const bool exact = is(weights, "fp32");
-            Run run;
+            OptimRun run;
             run_open(&run, &config, model, 3, compute);
             const void* seen = optim_weights(run.optim);
             expect((seen == optim_stream(run.optim, 0).data) == (exact == (compute == OPTIM_FP32)), "%s: a copy",
@@ -327,7 +327,7 @@ TEST(optim_refusals) {
 // Nodes of the graph that a step is when it is captured.
 static int launches_of_step(const OptimConfig* config) {
     const OptimTensor model[] = {{"tensor", 1, 4097, true, 0}, {"other", 3, 33, false, 0}, {"tensor", 7, 255, true, 0}};
-    Run run;
+    OptimRun run;
     run_open(&run, config, model, 3, OPTIM_BF16, true);
     const Device* gpu = &run.dev;
     float *grads = run.room.device<float>(run.elements), *scale = run.room.device<float>(1);

@@ -53,7 +53,7 @@ static const OptimTensor model[NAMED] = {{"wpe.weight", 1, LENGTH, true, 0},
                                          {"h.0.attn.c_attn.bias", 1, LENGTH, false, 0},
                                          {"ln_f.weight", 1, LENGTH, true, 0}};
 
-static void named_run(Run* run, const OptimConfig* config, float rate, OptimType compute) {
+static void named_run(OptimRun* run, const OptimConfig* config, float rate, OptimType compute) {
     const Steps how = {rate, 1.0f, false, false};
     run_open(run, config, model, NAMED, compute);
     run_steps(run, 1, 5, how);
@@ -67,7 +67,7 @@ TEST(override_do_what_whole_runs_do) {
     OptimConfig decayed = make_config("adamw", "fp32", "bf16"), plain = decayed;
     mixed.overrides = OVERRIDDEN;
     decayed.overrides = "*: wd=0.3";
-    Run run[5];
+    OptimRun run[5];
     const OptimConfig* const configs[5] = {&mixed, &wide, &wide, &plain, &decayed};
     const float rates[5] = {0.01f, 0.005f, 0.0025f, 0.01f, 0.01f};
     const int same[NAMED] = {1, 1, 3, 4, 2};  // which run a tensor of the mixed one equals
@@ -97,7 +97,7 @@ TEST(override_weights_do_what_whole_runs_do) {
             config[0].overrides = "ln*: weights=bf16+fp32; wpe: weights=bf16+8 m=bf16; *.bias: m=bf16";
             config[1].weights = "bf16+fp32";
             config[2].weights = "bf16+8", config[2].m = "bf16";
-            Run run[4];
+            OptimRun run[4];
             for (int r = 0; r < 4; r++) named_run(&run[r], &config[r], 0.01f, compute);
             for (int t = 0; t < 3; t++) {
                 const int same[] = {2, 1, 3};  // which run a tensor of the mixed one equals

@@ -129,7 +129,7 @@ static Floats peers_map(const Format* format) {
 }
 
 // Opens an optimizer on the CPU with tensors of the given lengths.
-static void peers_open(Run* run, OptimConfig config, const int64_t* lengths, int count) {
+static void peers_open(OptimRun* run, OptimConfig config, const int64_t* lengths, int count) {
     OptimTensor tensors[TENSORS];
     for (int t = 0; t < count; t++) tensors[t] = {"tensor", 1, lengths[t], t == 0, 0};
     config = resolved(config);
@@ -137,7 +137,7 @@ static void peers_open(Run* run, OptimConfig config, const int64_t* lengths, int
 }
 
 // A step with gradients that lie one behind the other.
-static void peers_step(Run* run, const float* gradients, float lr, int step) {
+static void peers_step(OptimRun* run, const float* gradients, float lr, int step) {
     float *grads = run->room.zeros<float>(run->elements), scale = 1.0f;
     for (int t = 0; t < run->count; t++) {
         memcpy(grads + run->tensor[t].offset, gradients, (size_t)run->tensor[t].cols * 4);
@@ -147,7 +147,7 @@ static void peers_step(Run* run, const float* gradients, float lr, int step) {
 }
 
 // Moves the tensors' part of a stream from or to an array in which they lie one behind the other.
-static void run_stream(const Run* run, const char* name, void* packed, bool write) {
+static void run_stream(const OptimRun* run, const char* name, void* packed, bool write) {
     const OptimStream stream = optim_stream_named(run->optim, name);
     if (!stream.data) printf("    there is no stream %s\n", name), exit(1);
     int64_t bytes = stream.elements * stream.element_bytes;
@@ -161,7 +161,7 @@ static void run_stream(const Run* run, const char* name, void* packed, bool writ
     }
 }
 
-static Codes run_stored(const Run* run, const Format* format) {
+static Codes run_stored(const OptimRun* run, const Format* format) {
     Codes stored = {};
     for (int t = 0; t < run->count; t++) stored.n += run->tensor[t].cols;
     uint8_t bytes[MOST];
@@ -171,7 +171,7 @@ static Codes run_stored(const Run* run, const Format* format) {
     return stored;
 }
 
-static void run_set_stored(Run* run, const Format* format, const Codes* stored) {
+static void run_set_stored(OptimRun* run, const Format* format, const Codes* stored) {
     uint8_t bytes[MOST] = {};
     for (int64_t i = 0; i < stored->n; i++) {
         int64_t at = i * format->bits / 8;
@@ -186,7 +186,7 @@ static void run_set_stored(Run* run, const Format* format, const Codes* stored) 
 static Codes store_ours(const Format* format, const Floats* x) {
     const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "fp32";
     OptimConfig config = {"", "adamw", "fp32", "fp32", m, v, 0.0f, 0.0f, EPS, 0.0f, 1};
-    Run run;
+    OptimRun run;
     peers_open(&run, config, &x->n, 1);
     peers_step(&run, x->x, LR, 1);
     return run_stored(&run, format);
@@ -369,7 +369,7 @@ TEST(peers_logarithms) {
 static void levels_ours(const Format* format, Floats* level) {
     const char *m = format->moment_v ? "fp32" : format->name, *v = format->moment_v ? format->name : "";
     OptimConfig config = {"", format->moment_v ? "adamw" : "sgd", "fp32", "fp32", m, v, 0.5f, 0.5f, 1e-30f, 0.0f, 1};
-    Run run;
+    OptimRun run;
     peers_open(&run, config, &level->n, 1);
     Codes codes = {level->n, {}, {}};
     for (int64_t i = 0; i < level->n; i++) codes.code[i] = (uint8_t)i;
@@ -472,7 +472,7 @@ static State state_before(const Case* c, int step) {
 }
 
 // Our optimizer with that state, the peers' codes and scales as they are.
-static void run_set_state(Run* run, const Case* c, const State* state, int step) {
+static void run_set_state(OptimRun* run, const Case* c, const State* state, int step) {
     State copy = *state;
     run_stream(run, "weights", copy.weights.x, true);
     if (step == 1) return;
@@ -533,7 +533,8 @@ static void check_moment(Test* test, const char* what, float ours, float theirs,
 }
 
 // Returns how many of lion's signs were too close to call.
-static int check_floats(Test* test, const Case* c, const Run* run, const State* before, const Exact* exact, int step) {
+static int check_floats(Test* test, const Case* c, const OptimRun* run, const State* before, const Exact* exact,
+                        int step) {
     int signs = 0;
     bool flash = !strcmp(c->peer, "flashoptim.adamw");
     Floats p = before->weights, m = {}, v = {}, slow = {};
@@ -554,7 +555,7 @@ static int check_floats(Test* test, const Case* c, const Run* run, const State* 
     return signs;
 }
 
-static void check_codes(Test* test, const Case* c, const Run* run, const Exact* exact, int step) {
+static void check_codes(Test* test, const Case* c, const OptimRun* run, const Exact* exact, int step) {
     for (int k = 0; k < 2; k++) {
         const Format* format = k ? c->v : c->m;
         if (!format) continue;
@@ -578,7 +579,7 @@ static void check_step(Test* test, const Case* c, int step) {
     State before = state_before(c, step);
     Floats grads = peers_floats(peers_find("run.grads"));
     const float* gradients = grads.x + (step - 1) * ELEMENTS;
-    Run run;
+    OptimRun run;
     peers_open(&run, run_config(c), LENGTHS, TENSORS);
     run_set_state(&run, c, &before, step);
     peers_step(&run, gradients, LR, step);
@@ -623,7 +624,7 @@ TEST(peers_step_quantised) {
 TEST(peers_split) {
     Floats x = peers_floats(peers_find("split.weights"));
     Bytes high = peers_bytes(peers_find("split.high"));
-    Run run;
+    OptimRun run;
     peers_open(&run, {"", "sgd", "bf16+8", "fp32", "fp32", "", 0.0f, 0.0f, EPS, 0.0f, 1}, &x.n, 1);
     optim_set_weights(run.optim, 0, x.x);
     uint16_t ours[MOST], theirs[MOST];

@@ -71,7 +71,7 @@ static OptimConfig case_config(const Case* its, OptimType compute, const char* g
 }
 
 // A run whose weights and gradients are arenas, or tensors that begin `shift` elements behind a multiple of 16 bytes.
-struct Placed : Run {
+struct Placed : OptimRun {
     int bytes[2];  // of a weight and of a gradient
     PlacedTables* tables = nullptr;
     char *weights[TENSORS] = {}, *grads[TENSORS] = {};

@@ -168,7 +168,7 @@ static void check_case(Test* test, const RowCase* c) {
     static float got[MODEL_MAX];
     const OptimConfig config = case_config(c, "fp32", "fp32");
     constexpr int STEPS = 6;
-    Run run;
+    OptimRun run;
     run_open(&run, &config, model, OPTIM_FP32);
     run_steps(&run, 1, STEPS, plain_steps());
     memset(e, 0, sizeof(e));
@@ -200,7 +200,7 @@ TEST(rows_numbers_kept) {
     for (const auto& [rule, each_row, each_column] : rows) {
         const RowCase c = {rule, "fp32"};
         const OptimConfig config = case_config(&c, "fp32", "fp32");
-        Run run;
+        OptimRun run;
         run_open(&run, &config, model, OPTIM_FP32);
         int64_t want = 0, found = optim_stream_named(run.optim, "v").elements;
         for (const OptimTensor& t : model) want += each_row * t.rows + each_column * t.cols;
@@ -228,12 +228,12 @@ TEST(rows_resume_skip_and_shard) {
 
 // Conversions on load: what v becomes, from the checkpoint's run to another rule's.
 
-static bool load(const Run* from, Run* to, char* error) {
+static bool load(const OptimRun* from, OptimRun* to, char* error) {
     Stored context;
     return run_load(to, from, &context, 0, error);
 }
 
-static const float* numbers_of(const Run* run) {
+static const float* numbers_of(const OptimRun* run) {
     return (const float*)optim_stream_named(run->optim, "v").data;
 }
 
@@ -241,7 +241,7 @@ TEST(rows_convert_v) {
     const RowCase adamw = {"adamw", "fp32"}, adafactor = {"adafactor", "fp32"}, mini = {"adam-mini", "fp32"};
     const OptimConfig config[] = {case_config(&adamw, "fp32", "fp32"), case_config(&adafactor, "fp32", "fp32"),
                                   case_config(&mini, "fp32", "fp32")};
-    Run run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
+    OptimRun run[4];  // adamw, then adafactor and adam-mini made of it, then adamw made of adafactor
     for (int k = 0; k < 4; k++) run_open(&run[k], &config[k % 3], model, OPTIM_FP32);
     run_steps(&run[0], 1, 3, plain_steps());
     for (int k = 1; k < 3; k++) expect(load(&run[0], &run[k], error), "%s", error);
@@ -287,7 +287,7 @@ TEST(rows_convert_refusals) {
                                    {"came", "adafactor", nullptr},
                                    {"adafactor", "rmnp", nullptr}};
     for (const auto& [from, to, says] : rows) {
-        Run run[2];
+        OptimRun run[2];
         for (int k = 0; k < 2; k++) {
             const RowCase c = {k ? to : from, "fp32"};
             const OptimConfig config = case_config(&c, "fp32", "fp32");
@@ -306,12 +306,12 @@ TEST(limit_growth_resumes) {
     const OptimConfig config[] = {case_config(&off, "fp32", "fp32"), case_config(&on, "fp32", "fp32")};
     for (int from = 0; from < 2; from++) {
         for (int to = 0; to < 2; to++) {
-            Run run[2];
+            OptimRun run[2];
             run_open(&run[0], &config[from], model, OPTIM_FP32);
             run_open(&run[1], &config[to], model, OPTIM_FP32);
             run_steps(&run[0], 1, 3, plain_steps());
             expect(load(&run[0], &run[1], error), "%s", error);
-            for (Run& each : run) run_steps(&each, 4, 6, plain_steps());
+            for (OptimRun& each : run) run_steps(&each, 4, 6, plain_steps());
             expect(!difference(&run[0], &run[1]) == (from == to), "%d to %d", from, to);
         }
     }

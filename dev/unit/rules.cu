@@ -14,7 +14,7 @@ static void check_rule(Test* test, const char* rule, const char* decay_mode) {
     OptimConfig config = make_config(rule, "fp32", "fp32");
     config.decay_mode = decay_mode;
     config.lr_max = 0.25f;
-    Run run;
+    OptimRun run;
     run_open(&run, &config, model, OPTIM_FP32);
     run_steps(&run, 1, 20, plain);
     const char* const names[] = {"weights", "m", "v", "slow"};
@@ -235,7 +235,7 @@ TEST(rules_8_bit_weights_that_rest_do_not_change) {
     check_rest<Blocks<Lin8OfPowers, 32, ScaleE8m0, STOCHASTIC>>(test, "lin8:sr");
 }
 
-static void tile_open(Run* run, const OptimConfig& config, OptimType compute, const float* values) {
+static void tile_open(OptimRun* run, const OptimConfig& config, OptimType compute, const float* values) {
     const OptimTensor tensor = {"tensor", 1, TILE_ELEMENTS, true, 0};
     run_open(run, &config, &tensor, 1, compute);
     optim_set_weights(run->optim, 0, values);
@@ -260,7 +260,7 @@ static Drift drift(const char* weights, float lr, Load* load) {
                    : *weights == 'l' ? roundf(value * 0.9f * 128) / 128  // far from 127 steps of 1/128
                                      : Bf16::decode(Bf16::encode(value));
     }
-    Run run;
+    OptimRun run;
     Steps how = {lr, 1.0f};
     how.given = [](int64_t, int, int64_t) { return 1.0f; };
     tile_open(&run, config, OPTIM_BF16, first);
@@ -323,7 +323,7 @@ static double distance(const char* weights, const char* m, int steps, double* me
         OptimConfig config = make_config("adamw", r ? weights : "fp32", "fp32");
         config.m = r ? m : "fp32";
         config.weight_decay = 0.0f;
-        Run run;
+        OptimRun run;
         Steps how = {0.0f, 1.0f};
         how.given = [](int64_t, int, int64_t i) { return start(7 * i + 1); };
         for (int i = 0; i < N; i++) value[r][i] = start(i);
@@ -358,7 +358,7 @@ static void check_feedback(Test* test, const char* name, float rate) {
     for (int r = 0; r < 3; r++) {
         OptimConfig config = make_config("adamw", names[r], "fp32");
         config.lr_max = lr_max;
-        Run run;
+        OptimRun run;
         tile_open(&run, config, OPTIM_FP32, first);
         run_steps(&run, 1, 1, {rate, 1.0f, false, false});
         optim_get_weights(run.optim, 0, weights[r]);

@@ -112,7 +112,7 @@ static bool is_nearest(const PlainFormat* format, uint32_t code, float x, float 
 }
 
 // One slot of a run, as values of the arena by plain loops.
-static void plain_slot(const Run* run, const PlainFormat* format, const char* slot, float* values) {
+static void plain_slot(const OptimRun* run, const PlainFormat* format, const char* slot, float* values) {
     const char* name = formatted("%s.%s", slot, format->tensor ? "scales" : "maxima");
     uint8_t* codes = (uint8_t*)run_array(run, slot);
     float *numbers = (float*)run_array(run, name), *at = numbers;
@@ -127,8 +127,8 @@ static void plain_slot(const Run* run, const PlainFormat* format, const char* sl
 }
 
 // Stored against values: numbers equal, codes nearest.
-static void check_slot(Test* test, const Run* run, const PlainFormat* format, const char* slot, const float* values,
-                       int step) {
+static void check_slot(Test* test, const OptimRun* run, const PlainFormat* format, const char* slot,
+                       const float* values, int step) {
     static float want[16384];
     const char* name = formatted("%s.%s", slot, format->tensor ? "scales" : "maxima");
     uint8_t* codes = (uint8_t*)run_array(run, slot);
@@ -157,7 +157,7 @@ static void check_slot(Test* test, const Run* run, const PlainFormat* format, co
 }
 
 // Does the update of a step from the stored states and weights, by AdamW's own formula an element at a time.
-static void plain_update(const Run* run, int step, float* p, float* m, float* v) {
+static void plain_update(const OptimRun* run, int step, float* p, float* m, float* v) {
     Settings settings[2] = {{1.0, 0.0}, {1.0, (double)run->config.weight_decay}};
     for (int t = 0; t < TENSORS; t++) {
         Hyper hyper = hyper_create(&run->config, &settings[run->tensor[t].decay], (double)1e-2f, step);
@@ -177,7 +177,7 @@ TEST(spans_states_against_plain_loops) {
     for (const auto& pair : pairs) {
         OptimConfig config = spans_config("fp32", pair[0], pair[1]);
         const PlainFormat *format_m = find_plain(pair[0]), *format_v = find_plain(pair[1]);
-        Run run;
+        OptimRun run;
         run_open(&run, &config, model, OPTIM_FP32);
         float* all = run.room.zeros<float>(run.elements * 2);
         float *m = all, *v = all + run.elements, *p = (float*)run_array(&run, "weights");
@@ -272,7 +272,7 @@ TEST(spans_edges) {
 }
 
 // The scale of an fp8 copy of fp32 weights is exact, of the new master, after steps as after the weights were set.
-static void check_copy(Test* test, const Run* run, const PlainFormat* format, int step) {
+static void check_copy(Test* test, const OptimRun* run, const PlainFormat* format, int step) {
     float* master = (float*)run_array(run, "master");
     check_slot(test, run, format, "weights", master, step);
     float *numbers = (float*)run_array(run, "weights.scales"), *seen = run->room.host<float>(run->elements);
@@ -299,7 +299,7 @@ TEST(spans_weights_with_master) {
     for (const char* name : {"e4m3/tensor", "e5m2/tensor"}) {
         const char* weights = formatted("%s+fp32", name);
         OptimConfig narrow = spans_config(weights, "fp32", "bf16"), wide = spans_config("fp32", "fp32", "bf16");
-        Run run, exact;
+        OptimRun run, exact;
         run_open(&run, &narrow, model, OPTIM_BF16);
         run_open(&exact, &wide, model, OPTIM_BF16);
         check_copy(test, &run, find_plain(name), 0);
@@ -316,7 +316,7 @@ TEST(spans_weights_with_master) {
 // A tensor after a step whose exact result is p, m and v: the scale is the least power of two that holds the largest of
 // the new weights, its inverse lies beside it, and what is stored is one of the two levels around them, with
 // e4m3/tensor the nearest; m has what the rounding changed, in units of an update, if it is fed back.
-static void check_in_place(Test* test, const Run* run, int t, int step, const float* number, const float* p,
+static void check_in_place(Test* test, const OptimRun* run, int t, int step, const float* number, const float* p,
                            const float* m, const float* v, const float* m_now) {
     static float seen[130 * 257];
     const char* name = run->config.weights;
@@ -347,7 +347,7 @@ static void check_in_place(Test* test, const Run* run, int t, int step, const fl
 TEST(spans_weights_in_place) {
     for (const char* name : {"e4m3/tensor", "e4m3/tensor:sr", "e4m3/tensor:ef"}) {
         OptimConfig config = spans_config(name, "fp32", "fp32");
-        Run run;
+        OptimRun run;
         run_open(&run, &config, model, OPTIM_BF16);
         float *all = run.room.zeros<float>(run.elements * 3), first = 0.0f;
         float *p = all, *m = p + run.elements, *v = m + run.elements;
@@ -373,7 +373,7 @@ TEST(spans_weights_in_place) {
 // From fp32 into the formats and back: numbers of the loaded values, the nearest codes, and what they decode to.
 TEST(spans_convert) {
     OptimConfig wide = spans_config("fp32", "fp32", "fp32");
-    Run exact;
+    OptimRun exact;
     run_open(&exact, &wide, model, OPTIM_FP32);
     run_steps(&exact, 1, 3);
     float *m = (float*)run_array(&exact, "m"), *v = (float*)run_array(&exact, "v"),
@@ -385,7 +385,7 @@ TEST(spans_convert) {
     for (const auto& pair : pairs) {
         OptimConfig config = spans_config("e4m3/tensor+fp32", pair[0], pair[1]);
         const PlainFormat* const formats[2] = {find_plain(pair[0]), find_plain(pair[1])};
-        Run narrow, back;
+        OptimRun narrow, back;
         run_open(&narrow, &config, model, OPTIM_BF16);
         run_open(&back, &wide, model, OPTIM_FP32);
         expect_load(test, &narrow, &exact);

@@ -37,7 +37,7 @@ inline std::vector<const char*> element_presets() {
 constexpr int MAX_TENSORS = 70;
 
 // Open from run_open() on, until it is opened again or its scope ends.
-struct Run {
+struct OptimRun {
     Device dev;
     OptimConfig config;
     OptimTensor tensor[MAX_TENSORS];
@@ -47,9 +47,9 @@ struct Run {
     OptimType compute;
     mutable Room room{&dev};  // for copies that go with the run
 
-    Run() = default;
-    Run(const Run&) = delete;
-    ~Run() { close(); }
+    OptimRun() = default;
+    OptimRun(const OptimRun&) = delete;
+    ~OptimRun() { close(); }
 
     void close() {
         room.clear();
@@ -65,7 +65,7 @@ struct Steps {
     int bad = 0;                      // the step whose factor is NaN
     float (*given)(int64_t step, int t, int64_t i) = nullptr;  // gradients instead of all this
     // Takes a step in optim_step's place.
-    void (*take)(void* context, Run* run, const void* grads, const float* scale, float lr, int step) = nullptr;
+    void (*take)(void* context, OptimRun* run, const void* grads, const float* scale, float lr, int step) = nullptr;
     void* context = nullptr;
 };
 
@@ -98,7 +98,7 @@ inline OptimConfig states_config(const char* rule, const char* weights, const ch
     return resolved(config);
 }
 
-inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
+inline void run_open(OptimRun* run, const OptimConfig* config, const OptimTensor* tensors, int count, OptimType compute,
                      bool gpu = false) {
     run->close();
     run->dev = test_device(gpu);
@@ -115,13 +115,13 @@ inline void run_open(Run* run, const OptimConfig* config, const OptimTensor* ten
 }
 
 template <int COUNT>
-void run_open(Run* run, const OptimConfig* config, const OptimTensor (&tensors)[COUNT], OptimType compute,
+void run_open(OptimRun* run, const OptimConfig* config, const OptimTensor (&tensors)[COUNT], OptimType compute,
               bool gpu = false) {
     run_open(run, config, tensors, COUNT, compute, gpu);
 }
 
 // Takes the steps `first` to `last`. Padding has gradients of zero, as the trainer leaves it.
-inline void run_steps(Run* run, int first, int last, const Steps& how = Steps()) {
+inline void run_steps(OptimRun* run, int first, int last, const Steps& how = Steps()) {
     const Device* dev = &run->dev;
     const bool narrow = is(run->config.grads, "bf16");
     const int64_t begin = run->config.begin, end = run->config.end ? run->config.end : run->elements;
@@ -148,24 +148,24 @@ inline void run_steps(Run* run, int first, int last, const Steps& how = Steps())
 }
 
 // Copies bytes of device memory to host memory, which goes with the run.
-inline void* to_host(const Run* run, const void* data, int64_t bytes) {
+inline void* to_host(const OptimRun* run, const void* data, int64_t bytes) {
     return run->room.to_host((const char*)data, bytes);
 }
 
 // Copies a stored array to such memory; NULL if there is none.
-inline void* run_array(const Run* run, const char* name) {
+inline void* run_array(const OptimRun* run, const char* name) {
     const OptimStream stream = optim_stream_named(run->optim, name);
     return stream.data ? to_host(run, stream.data, stream.elements * stream.element_bytes) : nullptr;
 }
 
-inline bool same_bytes(const Run* a, const void* x, const Run* b, const void* y, int64_t bytes) {
+inline bool same_bytes(const OptimRun* a, const void* x, const OptimRun* b, const void* y, int64_t bytes) {
     Room of_a(&a->dev), of_b(&b->dev);
     return memcmp(of_a.to_host((const char*)x, bytes), of_b.to_host((const char*)y, bytes), (size_t)bytes) == 0;
 }
 
 // Finds where two runs of one layout differ: the name of an array, or NULL if all stored bytes and the copy that the
 // matmuls read are the same.
-inline const char* difference(const Run* a, const Run* b) {
+inline const char* difference(const OptimRun* a, const OptimRun* b) {
     if (optim_stream_count(a->optim) != optim_stream_count(b->optim)) return "the number of arrays";
     for (int s = 0; s < optim_stream_count(a->optim); s++) {
         OptimStream x = optim_stream(a->optim, s), y = optim_stream(b->optim, s);
@@ -179,12 +179,12 @@ inline const char* difference(const Run* a, const Run* b) {
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
 
-inline void expect_same(Test* test, const Run* a, const Run* b, const char* what) {
+inline void expect_same(Test* test, const OptimRun* a, const OptimRun* b, const char* what) {
     const char* where = difference(a, b);
     expect(!where, "%s: %s", what, where);
 }
 
-inline bool same_tensor(const Run* a, const Run* b, int tensor) {
+inline bool same_tensor(const OptimRun* a, const OptimRun* b, int tensor) {
     const int64_t n = a->tensor[tensor].rows * a->tensor[tensor].cols;
     Room room(nullptr);
     float *x = room.host<float>(n), *y = room.host<float>(n);
@@ -194,7 +194,7 @@ inline bool same_tensor(const Run* a, const Run* b, int tensor) {
 
 // A run on the CPU stands for a checkpoint, from which another is loaded.
 struct Stored {
-    const Run* from;
+    const OptimRun* from;
     char notices[8][256];
     int notice_count;
 };
@@ -219,7 +219,7 @@ inline void stored_notice(void* context, const char* line) {
 }
 
 // Loads `to` from `from`, whose file holds `more` arrays besides. Returns false and a sentence if it cannot.
-inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* error) {
+inline bool run_load(OptimRun* to, const OptimRun* from, Stored* context, int more, char* error) {
     *context = {from, {}, 0};
     OptimStored stored = {from->config, more, stored_array, stored_read, stored_weights, stored_notice, context};
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
@@ -229,7 +229,7 @@ inline bool run_load(Run* to, const Run* from, Stored* context, int more, char* 
     return optim_load(to->optim, &stored, error);
 }
 
-inline Stored expect_load(Test* test, Run* to, const Run* from) {
+inline Stored expect_load(Test* test, OptimRun* to, const OptimRun* from) {
     Stored context;
     expect(run_load(to, from, &context, 0, error), "%s", error);
     return context;
@@ -237,7 +237,7 @@ inline Stored expect_load(Test* test, Run* to, const Run* from) {
 
 // optim_bytes counts by the walk that optim_create takes. So this finds what one of them leaves out alone; matrix_room,
 // override.cu's figures and the tests of memory in use look at the sizes themselves.
-inline void expect_planned(Test* test, const Run* run, const char* what) {
+inline void expect_planned(Test* test, const OptimRun* run, const char* what) {
     OptimBytes plan = optim_bytes(&run->dev, &run->config, run->tensor, run->count, run->compute);
     OptimBytes real = optim_allocated(run->optim);
     expect(memcmp(&plan, &real, sizeof(plan)) == 0, "%s: planned and allocated differ", what);
@@ -259,7 +259,7 @@ inline const char* describe(const OptimConfig* config) {
 // the same.
 inline void expect_equal_cpu_gpu(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count,
                                  OptimType compute, int steps, const Steps& how = Steps(), int multiprocessors = 0) {
-    Run run[2];
+    OptimRun run[2];
     for (int gpu = 0; gpu < 2; gpu++) {
         run_open(&run[gpu], config, tensors, count, compute, gpu == 1);
         if (gpu && multiprocessors) run[gpu].dev.sm_count = multiprocessors;
@@ -270,7 +270,7 @@ inline void expect_equal_cpu_gpu(Test* test, const OptimConfig* config, const Op
 }
 
 // Copies all arrays between runs of one layout, as a resume does.
-inline void run_copy(const Run* from, const Run* to) {
+inline void run_copy(const OptimRun* from, const OptimRun* to) {
     for (int s = 0; s < optim_stream_count(from->optim); s++) {
         const OptimStream a = optim_stream(from->optim, s), b = optim_stream(to->optim, s);
         const int64_t bytes = a.elements * a.element_bytes;
@@ -284,10 +284,10 @@ inline void run_copy(const Run* from, const Run* to) {
 // one of the shards holds.
 inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, const OptimTensor* tensors, int count,
                                       const Steps& how, bool gpu) {
-    Run whole, first, second;
+    OptimRun whole, first, second;
     Steps skipped = how;
     skipped.bad = 4;
-    for (Run* run : {&whole, &first, &second}) run_open(run, config, tensors, count, OPTIM_FP32, gpu);
+    for (OptimRun* run : {&whole, &first, &second}) run_open(run, config, tensors, count, OPTIM_FP32, gpu);
     run_steps(&whole, 1, 6, how);
     run_steps(&first, 1, 3, how);
     run_steps(&first, 4, 4, skipped);
@@ -304,7 +304,7 @@ inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, con
         if (cut[k] == cut[k + 1]) continue;
         OptimConfig part = *config;
         part.begin = cut[k], part.end = cut[k + 1];
-        Run shard;
+        OptimRun shard;
         run_open(&shard, &part, whole.tensor, count, OPTIM_FP32, gpu);
         run_steps(&shard, 1, 6, how);
         for (int t = 0; t < count; t++) {
@@ -318,7 +318,7 @@ inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, con
 }
 
 // The arrays of shards, one after another, are those of the whole, and so are the copies that the matmuls read.
-inline void expect_joined(Test* test, const Run* whole, const Run* shards, int count, const char* what) {
+inline void expect_joined(Test* test, const OptimRun* whole, const OptimRun* shards, int count, const char* what) {
     for (int s = 0; s < optim_stream_count(whole->optim); s++) {
         const OptimStream want = optim_stream(whole->optim, s);
         int64_t used = 0, bytes = want.elements * want.element_bytes;

@@ -35,7 +35,7 @@ static float becomes(Test* test, const FormatRow* format, uint32_t slot, float s
 // A matrix in which the arrays of every format in blocks are a multiple of 256 bytes: nothing is rounded up.
 constexpr int64_t ROWS = 256, COLS = 512, ELEMENTS = ROWS * COLS;
 
-static void open_matrix(Run* run, const OptimConfig* config) {
+static void open_matrix(OptimRun* run, const OptimConfig* config) {
     const OptimTensor tensor = {"tensor", ROWS, COLS, true, 0};
     run_open(run, config, &tensor, 1, OPTIM_FP32);
 }
@@ -46,7 +46,7 @@ struct Cost {
 };
 
 static Cost cost_of(Test* test, const OptimConfig* config) {
-    Run run;
+    OptimRun run;
     open_matrix(&run, config);
     const Optim* optim = run.optim;
     const OptimBytes real = optim_allocated(optim);
@@ -115,7 +115,7 @@ struct Listed {
 
 // A row as the codes and scales of an optimizer are: bits of a code, elements of a scale.
 static void check_listed(Test* test, const Listed* row, const OptimConfig* config, const char* array) {
-    Run run;
+    OptimRun run;
     open_matrix(&run, config);
     const Optim* optim = run.optim;
     const char *scales = formatted("%s.scales", array), *low = formatted("%s.low", array);
