@@ -1553,8 +1553,7 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
-    const int stop =
-        run.folder.state.step < o->steps ? stops(run.model) : 0;  // a signal in the last step stops nothing
+    const int stop = stops(run.model);
     end(&run);
     return stop ? 128 + stop : 0;
 }
