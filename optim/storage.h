@@ -41,9 +41,15 @@ struct FormatRow : StorageDefaults {
     OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) const {
         call.store(*this, streams, first, x, n, key);
     }
-    OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) const { call.set(streams, first, x, n); }
-    OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) const { call.view(streams, first, x, n); }
-    OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) const { call.measure(streams, first, x, n); }
+    OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) const {
+        call.set(streams, first, x, n);
+    }
+    OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) const {
+        call.view(streams, first, x, n);
+    }
+    OPTIM_INLINE void measure(const Streams& streams, int first, const float* x, int n) const {
+        call.measure(streams, first, x, n);
+    }
 };
 
 struct RuleRow {
