@@ -29,7 +29,7 @@ GPT2_SHA256 = {
 }
 PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
 OTHERS = "give a folder that holds one by --tokenizer, or leave that out for GPT-2's"
-# Of a folder, the last three not always.
+# A folder may lack the last three.
 FILES = "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 
 

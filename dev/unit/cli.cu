@@ -362,7 +362,7 @@ FOLDER_TEST(cli_full_disk) {
     }
 }
 
-// What the documents advise against is said in the banner, with what to type.
+// The banner names what the documents advise against, with what to type.
 TEST(cli_advises_against) {
     const char* const cases[][2] = {
         {"--preset adamw4d --beta2 0.999", "type --beta2 0.95, or --preset adamw4l"},

@@ -219,7 +219,7 @@ DATA_TEST(corpus_vocabularies) {
     expect(dataset_open_both(&train, &val, &source, T, error), "%s", error);
 }
 
-// Of several texts each gives its end, and the first windows are of all of them.
+// Each of several texts gives its end, and the first windows are of all of them.
 DATA_TEST(corpus_mixed_validation) {
     enum { T = 16, FILES = 8 };
     for (int i = 0; i < FILES; i++) {

@@ -387,7 +387,7 @@ FOLDER_TEST(folders_tokenizer_json) {
     }
 }
 
-// What is copied into checkpoints is a file of the model's own folder, or of the hub's cache, and what its name says.
+// Checkpoints copy files of the model's own folder or of the hub's cache alone, and each must be what its name says.
 FOLDER_TEST(folders_copies) {
     const char *from = train_shards(test, work), *folder = copy_model(work, "m", from);
     const char *secret = joined(work, "secret.json"), *run = joined(work, "new");

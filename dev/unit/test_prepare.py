@@ -724,7 +724,7 @@ def test_bad_bytes(case):
     inline = " <|endoftext|> ".join(["one", "b\udcffd", "two"]).encode("utf-8", "surrogateescape")
     got = case.prepare(case.write("d.txt", inline), "--val", val, "--inline-separators", out="inline").documents("train")
     assert got == ["one ", " two"], got
-    # Of a long document the piece is left out, and what follows begins a document.
+    # The piece of a long document is left out, and what follows begins a document.
     long = ("the red man\n" * 300000).encode()
     got = case.prepare(case.write("e.txt", long[:2500000] + b"\xff" + long[2500000:]), "--val", val, out="long")
     got = got.documents("train")
