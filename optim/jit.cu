@@ -17,14 +17,10 @@
 #include "sums.cuh"
 #include "table.cuh"
 
-#include <dirent.h>
 #include <dlfcn.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdarg.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 extern "C" const char __start_optim_sources[], __stop_optim_sources[];
@@ -44,7 +40,6 @@ static Hash hash_start() {
 
 // The calls of NVRTC that are needed, declared here since the library is opened at run time and its header need not be
 // installed.
-typedef struct NvrtcProgram_* NvrtcProgram;
 #define NVRTC_CALLS(CALL)                                                                                      \
     CALL(int, version, "nvrtcVersion", (int* major, int* minor))                                               \
     CALL(const char*, error_string, "nvrtcGetErrorString", (int))                                              \
@@ -147,16 +142,13 @@ static char* jit_source() {
 // These options decide the arithmetic. They are spelt out, although the source does not rely on them.
 static const char* const jit_options[] = {"--std=c++17",     "-fmad=false",      "--ftz=false",
                                           "--prec-div=true", "--prec-sqrt=true", "--disable-warnings"};
+constexpr int NVRTC_NO_MEMORY = 1;  // a status
 constexpr int JIT_OPTIONS = sizeof(jit_options) / sizeof(jit_options[0]);
 
-// Allocates an image of this size, and copies the symbol.
-static void image_set(JitImage* image, const char* symbol, int64_t image_bytes) {
-    size_t length = strlen(symbol) + 1;
-    image->symbol = (char*)memory_take(length + (size_t)image_bytes);
-    memcpy(image->symbol, symbol, length);
-    image->image = image->symbol + length;
-    image->image_bytes = image_bytes;
-    image->cached = false;
+// Allocates an image.
+static JitImage image_take(int64_t symbol_bytes, int64_t image_bytes) {
+    char* symbol = (char*)memory_take((size_t)(symbol_bytes + image_bytes));
+    return {symbol, symbol + symbol_bytes, image_bytes, false};
 }
 
 void jit_free(JitImage* image) {
@@ -164,24 +156,10 @@ void jit_free(JitImage* image) {
     memset(image, 0, sizeof(*image));
 }
 
-// Writes NVRTC's status and log.
-static void compile_failed(const Nvrtc* nvrtc, NvrtcProgram program, int status, const char* expression, char* error) {
-    size_t log_bytes = 0;
-    char* log = nullptr;
-    if (nvrtc->log_size(program, &log_bytes) == 0 && log_bytes > 1) {
-        log = (char*)memory_zero(1, log_bytes + 1);
-        if (nvrtc->log(program, log) != 0) log[0] = 0;
-    }
-    snprintf(error, DATA_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
-             nvrtc->error_string(status), log ? log : "");
-    free(log);
-}
-
-bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error) {
-    Nvrtc nvrtc;
-    memset(image, 0, sizeof(*image));
-    if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
-    char* source = jit_source();
+// Makes and compiles a program, and returns NVRTC's status. It takes no memory from memory.h, which could not report
+// a lack of it from the threads that call this.
+static int program_compile(const Nvrtc* nvrtc, const char* source, const char* expression, const char* architecture,
+                           NvrtcProgram* program) {
     char option_arch[64];
     // The "a" allows instructions that only Hopper has, which kernel.cuh uses if it may.
     const char* hopper = strcmp(architecture, "sm_90") == 0 ? "a" : "";
@@ -191,28 +169,36 @@ bool jit_compile(const char* expression, const char* architecture, JitImage* ima
     int major = 0, minor = 0, count = JIT_OPTIONS;
     options[count++] = option_arch;
     // NVRTC from 13 on has its own cache, and starts the driver to find it, which takes more time than it could save.
-    if (nvrtc.version(&major, &minor) == 0 && major >= 13) options[count++] = "--no-cache";
+    if (nvrtc->version(&major, &minor) == 0 && major >= 13) options[count++] = "--no-cache";
+    int status = nvrtc->create(program, source, "optim.cu", 0, nullptr, nullptr);
+    if (status == 0 && *expression) status = nvrtc->add_name(*program, expression);
+    return status == 0 ? nvrtc->compile(*program, count, options) : status;
+}
 
-    NvrtcProgram program = nullptr;
-    const char* symbol = "";
-    bool ptx = strncmp(architecture, "compute_", 8) == 0;
+// Copies the image of a compiled program. Otherwise writes NVRTC's status and log, and returns false.
+static bool program_image(const Nvrtc* nvrtc, const JitRequest* request, const char* architecture, JitImage* image,
+                          char* error) {
+    const char *symbol = "", *expression = request->expression;
+    const bool ptx = strncmp(architecture, "compute_", 8) == 0;
+    const NvrtcProgram program = request->program;
+    int status = request->status;
     size_t bytes = 0;
-    int status = nvrtc.create(&program, source, "optim.cu", 0, nullptr, nullptr);
-    if (status == 0 && *expression) status = nvrtc.add_name(program, expression);
-    if (status == 0) status = nvrtc.compile(program, count, options);
-    if (status == 0 && *expression) status = nvrtc.lowered_name(program, expression, &symbol);
-    if (status == 0) status = ptx ? nvrtc.ptx_size(program, &bytes) : nvrtc.cubin_size(program, &bytes);
+    if (status == 0 && *expression) status = nvrtc->lowered_name(program, expression, &symbol);
+    if (status == 0) status = ptx ? nvrtc->ptx_size(program, &bytes) : nvrtc->cubin_size(program, &bytes);
     if (status == 0) {
-        image_set(image, symbol, (int64_t)bytes);
-        status = ptx ? nvrtc.ptx(program, image->image) : nvrtc.cubin(program, image->image);
+        *image = image_take((int64_t)strlen(symbol) + 1, (int64_t)bytes);
+        memcpy(image->symbol, symbol, strlen(symbol) + 1);
+        status = ptx ? nvrtc->ptx(program, image->image) : nvrtc->cubin(program, image->image);
     }
-    if (status != 0) {
-        compile_failed(&nvrtc, program, status, expression, error);
-        jit_free(image);
-    }
-    if (program) nvrtc.destroy(&program);
-    free(source);
-    return status == 0;
+    if (status == 0) return true;
+    if (status == NVRTC_NO_MEMORY) memory_missing(0);
+    const bool logged = nvrtc->log_size(program, &bytes) == 0 && bytes > 1;
+    char* log = (char*)memory_zero(1, logged ? bytes + 1 : 1);
+    if (logged && nvrtc->log(program, log) != 0) log[0] = 0;
+    snprintf(error, DATA_ERROR_BYTES, "NVRTC could not compile %s: %s\n%s", *expression ? expression : "it",
+             nvrtc->error_string(status), log);
+    free(log);
+    return false;
 }
 
 // Writes the cache's folder. Returns false if the environment names none or its name is too long.
@@ -250,179 +236,171 @@ bool jit_cache_path(const char* expression, const char* architecture, char* path
 
 // A file of the cache consists of this header, the symbol with its 0, and the image.
 struct CacheHeader {
-    char magic[8];
-    int64_t symbol_bytes;
-    int64_t image_bytes;
-    uint64_t checksum[2];  // of the sizes and of everything after the header
+    char magic[16];
+    int64_t symbol_bytes, image_bytes;
+    Hash checksum;  // of the sizes and of everything after the header
 };
 
-static const char cache_magic[8] = {'n', 'i', 'b', 'b', 'l', 'e', 'k', '1'};
+static const char cache_magic[16] = "nibble kernel 2";
 
-static void cache_checksum(const CacheHeader* header, const char* payload, uint64_t checksum[2]) {
-    Hash hash = hash_bytes(hash_start(), &header->symbol_bytes, 16);
-    hash = hash_bytes(hash, payload, header->symbol_bytes + header->image_bytes);
-    checksum[0] = (uint64_t)(hash >> 64);
-    checksum[1] = (uint64_t)hash;
+static Hash cache_checksum(const CacheHeader* header, const char* payload) {
+    const Hash hash = hash_bytes(hash_start(), &header->symbol_bytes, 16);
+    return hash_bytes(hash, payload, header->symbol_bytes + header->image_bytes);
 }
 
-// Opens the cache's folder (`folder` is AT_FDCWD) or one of the files in `folder`, without following a symbolic link or
-// waiting for a FIFO. Returns -1 if there is none. Returns -1 with a reason if others than this user and root could
-// have written its contents.
-static int cache_open(int folder, const char* name, const char** reason) {
-    const bool is_folder = folder == AT_FDCWD;
+// Returns true for a folder or regular file (`type`) that only this user or root could have written.
+static bool is_own(const struct stat* info, mode_t type) {
+    return (info->st_mode & S_IFMT) == type && (info->st_uid == geteuid() || info->st_uid == 0) &&
+           !(info->st_mode & (S_IWGRP | S_IWOTH));
+}
+
+// Returns true if the cache's folder may be used.
+static bool cache_usable(const char* path) {
+    char folder[4352];
     struct stat info;
-    *reason = nullptr;
-    int file = openat(folder, name, O_CLOEXEC | O_NOFOLLOW | (is_folder ? O_PATH : O_RDONLY | O_NONBLOCK));
-    if (file < 0) {
-        *reason = errno == ELOOP ? "is a symbolic link" : errno == ENXIO ? "is no regular file" : nullptr;
-        return -1;
-    }
-    if (fstat(file, &info) != 0) {
-        *reason = strerror(errno);
-    } else if (S_ISLNK(info.st_mode)) {
-        *reason = "is a symbolic link";
-    } else if (is_folder ? !S_ISDIR(info.st_mode) : !S_ISREG(info.st_mode)) {
-        *reason = is_folder ? "is no folder" : "is no regular file";
-    } else if (info.st_uid != geteuid() && info.st_uid != 0) {
-        *reason = "belongs to another user";
-    } else if (info.st_mode & (S_IWGRP | S_IWOTH)) {
-        *reason = "can be written by others (chmod go-w changes that)";
-    }
-    if (!*reason) return file;
-    close(file);
-    return -1;
+    snprintf(folder, sizeof(folder), "%.*s", (int)(strrchr(path, '/') - path), path);
+    return lstat(*folder ? folder : "/", &info) == 0 && is_own(&info, S_IFDIR);
 }
 
-// Prints at most one notice in a process, and only on the first rank of a machine, since its ranks share the cache.
-__attribute__((format(printf, 1, 2))) static void cache_notice(const char* format, ...) {
-    static bool told;
-    const char* rank = getenv("LOCAL_RANK");
-    if ((rank && atoi(rank) > 0) || __atomic_exchange_n(&told, true, __ATOMIC_RELAXED)) return;
-    char text[8192];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    notice(text);
-}
-
-// Reads an image from a file. Returns false if the file is damaged.
-static bool cache_read(int file, JitImage* image) {
+// Reads an image from the cache. Returns false if there is no file, or none that may be used. It does not wait for a
+// FIFO.
+static bool cache_read(const char* path, JitImage* image) {
     CacheHeader header;
     struct stat info;
-    char *payload = nullptr, ignored[DATA_ERROR_BYTES];
+    char ignored[DATA_ERROR_BYTES];
     const int64_t most = (int64_t)1 << 30;
-    bool good = fstat(file, &info) == 0 && file_read_at(file, "", &header, 0, sizeof(header), ignored) &&
+    const int file = cache_usable(path) ? open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK) : -1;
+    if (file < 0) return false;
+    bool good = fstat(file, &info) == 0 && is_own(&info, S_IFREG) &&
+                file_read_at(file, "", &header, 0, sizeof(header), ignored) &&
                 memcmp(header.magic, cache_magic, sizeof(cache_magic)) == 0 && header.symbol_bytes > 0 &&
                 header.symbol_bytes < most && header.image_bytes > 0 && header.image_bytes < most &&
                 info.st_size == (int64_t)sizeof(header) + header.symbol_bytes + header.image_bytes;
     if (good) {
-        const int64_t bytes = header.symbol_bytes + header.image_bytes;
-        payload = (char*)memory_take((size_t)bytes);
-        uint64_t checksum[2] = {0, 0};
-        good = file_read_at(file, "", payload, sizeof(header), bytes, ignored);
-        if (good) cache_checksum(&header, payload, checksum);
-        good =
-            good && memcmp(checksum, header.checksum, sizeof(checksum)) == 0 && payload[header.symbol_bytes - 1] == 0;
+        *image = image_take(header.symbol_bytes, header.image_bytes);
+        char* symbol = image->symbol;
+        good = file_read_at(file, "", symbol, sizeof(header), header.symbol_bytes + header.image_bytes, ignored) &&
+               cache_checksum(&header, symbol) == header.checksum && symbol[header.symbol_bytes - 1] == 0;
+        image->cached = good;
+        if (!good) jit_free(image);
     }
-    if (good) {
-        *image = {payload, payload + header.symbol_bytes, header.image_bytes, true};
-    } else {
-        free(payload);
-    }
+    close(file);
     return good;
 }
 
-// Creates the folders of a path.
+// Creates the folders of a path. A failure will show when the file is opened.
 static void folders_make(const char* path) {
     char folder[4352];
     snprintf(folder, sizeof(folder), "%s", path);
     for (char* slash = strchr(folder + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
         *slash = 0;
-        // A failure will show when the file is opened. The mode is set again, since a umask may have removed bits.
-        if (mkdir(folder, 0700) == 0 && chmod(folder, 0700) != 0) return;
+        mkdir(folder, 0700);
         *slash = '/';
     }
 }
 
-// Removes temporary files that are an hour old: those of processes that were killed while they wrote.
-static void cache_sweep(const char* path) {
-    char folder[4352], file[4700];
-    snprintf(folder, sizeof(folder), "%.*s", (int)(strrchr(path, '/') - path), path);
-    DIR* entries = opendir(folder);
-    if (!entries) return;
-    const time_t hour = 3600, now = time(nullptr);
-    while (struct dirent* entry = readdir(entries)) {
-        const char* suffix = strstr(entry->d_name, ".kernel.");
-        struct stat info;
-        if (!suffix || strlen(suffix) != strlen(".kernel.XXXXXX")) continue;
-        snprintf(file, sizeof(file), "%s/%s", folder, entry->d_name);
-        if (lstat(file, &info) == 0 && info.st_mtime < now - hour) unlink(file);
-    }
-    closedir(entries);
-}
-
-// Writes an image to the cache. Returns false with errno if it cannot.
+// Writes an image to the cache. Returns false if it cannot.
 static bool cache_write(const char* path, const JitImage* image) {
-    CacheHeader header;
-    memset(&header, 0, sizeof(header));
-    memcpy(header.magic, cache_magic, sizeof(cache_magic));
-    header.symbol_bytes = image->image - image->symbol;
-    header.image_bytes = image->image_bytes;
-    cache_checksum(&header, image->symbol, header.checksum);
+    CacheHeader header = {"", image->image - image->symbol, image->image_bytes, 0};
     char temporary[4400], ignored[DATA_ERROR_BYTES];
+    memcpy(header.magic, cache_magic, sizeof(cache_magic));
+    header.checksum = cache_checksum(&header, image->symbol);
     snprintf(temporary, sizeof(temporary), "%s.XXXXXX", path);
     folders_make(path);
-    int file = mkostemp(temporary, O_CLOEXEC);
+    const int file = cache_usable(path) ? mkostemp(temporary, O_CLOEXEC) : -1;
     if (file < 0) return false;
     bool good = file_write_all(file, path, &header, sizeof(header), ignored) &&
                 file_write_all(file, path, image->symbol, header.symbol_bytes + header.image_bytes, ignored) &&
-                fchmod(file, 0600) == 0 && fsync(file) == 0;
-    int reason = errno;
-    if (close(file) != 0 && good) good = false, reason = errno;
-    if (good && rename(temporary, path) != 0) good = false, reason = errno;
+                file_sync(file, path, ignored);
+    good = close(file) == 0 && good && rename(temporary, path) == 0;
     if (!good) unlink(temporary);
-    cache_sweep(path);
-    errno = reason;
     return good;
 }
 
-// Reads an image from the cache. Returns false if there is no file, or none that may be used, which a notice says.
-// *usable becomes true if the folder may be used or does not exist yet.
-static bool cache_find(const char* path, JitImage* image, bool* usable) {
-    const char *reason, *name = strrchr(path, '/') + 1;
-    char folder[4352];
-    bool found = false;
-    snprintf(folder, sizeof(folder), "%.*s/", (int)(name - path) - 1, path);
-    if (folder[1]) folder[strlen(folder) - 1] = 0;  // no slash at the end, except of "/"
-    int at = cache_open(AT_FDCWD, folder, &reason);
-    *usable = !reason;
-    if (reason) {
-        cache_notice(
-            "train: note: the cache of compiled kernels in %s is not used: it %s; NIBBLE_CACHE names another folder\n",
-            folder, reason);
+// Prints one notice in a process, and only on the first rank of a machine, since its ranks share the cache.
+static void cache_notice() {
+    static bool told;
+    const char* rank = getenv("LOCAL_RANK");
+    char folder[4096], text[8192];
+    if ((rank && atoi(rank) > 0) || __atomic_exchange_n(&told, true, __ATOMIC_RELAXED)) return;
+    if (!cache_folder(folder, sizeof(folder))) snprintf(folder, sizeof(folder), "a cache folder");
+    snprintf(text, sizeof(text),
+             "train: note: a compiled kernel could not be kept in %s, so each start compiles it again; NIBBLE_CACHE "
+             "names another folder, which must be yours and closed to writes by others\n",
+             folder);
+    notice(text);
+}
+
+// Returns true if request `index` needs an image that no earlier request has.
+static bool request_needs(const JitRequest* request, int index) {
+    bool needs = !request[index].image.image && !(request[index].kernel && request[index].kernel->jit.function);
+    for (int i = 0; i < index; i++) needs = needs && strcmp(request[i].expression, request[index].expression) != 0;
+    return needs;
+}
+
+// Compiles what the requests need, each kernel in a thread.
+static bool requests_compile(JitRequest* request, int count, const char* architecture, char* error) {
+    Nvrtc nvrtc;
+    if (!nvrtc_open(&nvrtc)) return nvrtc_missing(error);
+    char* source = jit_source();
+    bool good = true;
+#pragma omp parallel for schedule(dynamic) num_threads(count)
+    for (int i = 0; i < count; i++) {
+        JitRequest* its = &request[i];
+        if (!request_needs(request, i)) continue;
+        its->status = program_compile(&nvrtc, source, its->expression, architecture, &its->program);
     }
-    if (at < 0) return false;
-    int file = cache_open(at, name, &reason);
-    if (reason) cache_notice("train: note: a kernel is compiled again, since %s %s\n", path, reason);
-    if (file >= 0) found = cache_read(file, image), close(file);
-    close(at);
-    return found;
+    free(source);
+    for (int i = 0; i < count && good; i++) {
+        JitRequest* its = &request[i];
+        if (its->program) good = program_image(&nvrtc, its, architecture, &its->image, error);
+    }
+    return good;
+}
+
+void jit_requests_free(JitRequest* request, int count) {
+    Nvrtc nvrtc;
+    for (int i = 0; i < count; i++) {
+        if (request[i].program && nvrtc_open(&nvrtc)) nvrtc.destroy(&request[i].program);
+        jit_free(&request[i].image);
+        free((void*)request[i].expression);
+    }
+}
+
+// Compiles without the cache if `caches` is false.
+static bool requests_get(JitRequest* request, int count, const char* architecture, bool caches, char* error) {
+    char path[4352];
+    bool all = true;
+    for (int i = 0; i < count; i++) {
+        if (!request_needs(request, i)) continue;
+        const bool named = caches && jit_cache_path(request[i].expression, architecture, path, sizeof(path));
+        if (!named || !cache_read(path, &request[i].image)) all = false;
+    }
+    if (all) return true;
+    if (!requests_compile(request, count, architecture, error)) return false;
+    for (int i = 0; i < count && caches; i++) {
+        if (!request[i].program) continue;
+        const bool named = jit_cache_path(request[i].expression, architecture, path, sizeof(path));
+        if (!named || !cache_write(path, &request[i].image)) cache_notice();
+    }
+    return true;
+}
+
+static bool image_get(const char* expression, const char* architecture, bool caches, JitImage* image, char* error) {
+    JitRequest request = {text_copy(expression), nullptr, {}, nullptr, 0};
+    const bool good = requests_get(&request, 1, architecture, caches, error);
+    *image = request.image, request.image = {};
+    if (!good) jit_free(image);
+    jit_requests_free(&request, 1);
+    return good;
+}
+
+bool jit_compile(const char* expression, const char* architecture, JitImage* image, char* error) {
+    return image_get(expression, architecture, false, image, error);
 }
 
 bool jit_get(const char* expression, const char* architecture, JitImage* image, char* error) {
-    char path[4352];
-    bool usable = true, cache = jit_cache_path(expression, architecture, path, sizeof(path));
-    if (cache && cache_find(path, image, &usable)) return true;
-    if (!jit_compile(expression, architecture, image, error)) return false;
-    if (usable && (!cache || !cache_write(path, image))) {
-        cache_notice(
-            "train: note: a compiled kernel could not be kept in %s (%s), so each start compiles it again; "
-            "NIBBLE_CACHE names another folder\n",
-            cache ? path : "a cache folder",
-            cache ? strerror(errno) : "neither NIBBLE_CACHE nor HOME names one of at most 4000 bytes");
-    }
-    return true;
+    return image_get(expression, architecture, true, image, error);
 }
 
 // Loads an image into the current device, where it stays until the process ends. Returns false with a sentence if the
@@ -478,49 +456,28 @@ static void loaded_add(int device, const char* key, const JitKernel* kernel) {
     pthread_mutex_unlock(&loaded_lock);
 }
 
-// Compiles or fetches request `index` unless an earlier request or this process has the same kernel. Returns false with
-// a sentence if that fails.
-static bool request_get(const JitRequest* request, int index, int device, const char* architecture, JitImage* image,
-                        char* error) {
-    char key[JIT_KEY_BYTES];
-    JitKernel loaded;
-    for (int i = 0; i < index; i++) {
-        if (strcmp(request[i].expression, request[index].expression) == 0) return true;
-    }
-    jit_key(request[index].expression, architecture, 0, 0, key);  // the process has one NVRTC
-    return loaded_find(device, key, &loaded) || jit_get(request[index].expression, architecture, image, error);
-}
-
-void jit_kernels(int compute, const JitRequest* request, int count) {
+void jit_kernels(int compute, JitRequest* request, int count) {
     char architecture[32], error[DATA_ERROR_BYTES], key[JIT_KEY_BYTES];
     int device;
-    bool good = true;
     if (count == 0) return;
     check(cudaGetDevice(&device));
     require(jit_architecture(compute, architecture, sizeof(architecture), error), error);
-    JitImage* image = (JitImage*)memory_zero((size_t)count, sizeof(JitImage));
-#pragma omp parallel for schedule(dynamic) num_threads(count)
     for (int i = 0; i < count; i++) {
-        char reason[DATA_ERROR_BYTES];
-        if (request_get(request, i, device, architecture, &image[i], reason)) continue;
-#pragma omp critical
-        snprintf(error, sizeof(error), "%s", reason), good = false;
+        jit_key(request[i].expression, architecture, 0, 0, key);  // the process has one NVRTC
+        loaded_find(device, key, &request[i].kernel->jit);
     }
-    for (int i = 0; i < count && good; i++) {
+    require(requests_get(request, count, architecture, true, error), error);
+    for (int i = 0; i < count; i++) {
         Kernel* kernel = request[i].kernel;
         jit_key(request[i].expression, architecture, 0, 0, key);
         if (!loaded_find(device, key, &kernel->jit)) {
             check(cudaFree(nullptr));  // the runtime's context is current after this
-            good = jit_load(&image[i], &kernel->jit, error);
-            if (good) loaded_add(device, key, &kernel->jit);
+            require(jit_load(&request[i].image, &kernel->jit, error), error);
+            loaded_add(device, key, &kernel->jit);
         }
-        if (good)
-            check(kernel->jit.allow(kernel->jit.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                                    kernel->shared_bytes));
+        check(kernel->jit.allow(kernel->jit.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                kernel->shared_bytes));
     }
-    for (int i = 0; i < count; i++) jit_free(&image[i]);
-    free(image);
-    require(good, error);
 }
 
 void jit_launch(const Kernel* kernel, int64_t grid, int shared_bytes, void** arguments, cudaStream_t stream) {

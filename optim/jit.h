@@ -5,13 +5,13 @@
 //
 // A file of the cache is named by a hash of everything that decides its contents (source, options, architecture,
 // NVRTC's version, the kernel's name) and carries a checksum. It is written under a temporary name, synced and renamed,
-// so that neither several processes nor crashes can damage it; a damaged file is compiled again. Temporary files of
-// killed processes are removed after an hour. If the folder cannot be written, each start compiles again, and one line
-// says so. A kernel that fails to compile is never cached.
+// so that neither several processes nor crashes can damage it; a damaged file is compiled again. A kernel that fails to
+// compile is never cached.
 //
 // Code from the cache runs on the GPU. So a folder or file that others than this user and root own or may write, a
-// symbolic link, and anything but a regular file are not used, and one line says so. Folders are created with mode 0700
-// and files with 0600, for any umask; an administrator who fills a cache for others opens it with chmod -R a+rX.
+// symbolic link, and anything but a regular file are not used. If nothing can be kept, each start compiles again, and
+// one line says so. Folders are created with mode 0700 and files with 0600; an administrator who fills a cache for
+// others opens it with chmod -R a+rX.
 //
 // A first use takes 0.1 to 0.75 s a kernel, nearly all of it in NVRTC's optimizer, which works in several threads at a
 // time; reading the cache takes 7 ms.
@@ -78,15 +78,21 @@ struct Kernel {
     int threads, shared_bytes;
 };
 
-// A kernel that is asked for: jit_kernels fills kernel->jit.
+// A kernel that is asked for: jit_kernels fills kernel->jit, and keeps the rest for jit_requests_free.
+typedef struct NvrtcProgram_* NvrtcProgram;
 struct JitRequest {
     const char* expression;
     Kernel* kernel;
+    JitImage image;
+    NvrtcProgram program;
+    int status;  // of the program
 };
 
 // Compiles kernels through the cache, each in a thread, and loads them, for a device of compute capability `compute`.
 // Kernels that this process has loaded already are taken as they are. A kernel stays loaded until the process ends.
 // Exits with a sentence if that fails.
-void jit_kernels(int compute, const JitRequest* request, int count);
+void jit_kernels(int compute, JitRequest* request, int count);
+// Frees expressions, images and programs, also after a failure.
+void jit_requests_free(JitRequest* request, int count);
 // Launches a kernel; `arguments` is as for cudaLaunchKernel.
 void jit_launch(const Kernel* kernel, int64_t grid, int shared_bytes, void** arguments, cudaStream_t stream);

@@ -263,7 +263,7 @@ static void kernel_make(Optim* optim, const OptimConfig* config, const Rows* row
     char expression[2100];
     kernel_expression(name, config, rows, optim->compute, expression, sizeof(expression));
     *kernel = {{}, threads, shared_bytes};
-    optim->request[optim->requests++] = {text_copy(expression), kernel};
+    optim->request[optim->requests++] = {text_copy(expression), kernel, {}, nullptr, 0};
 }
 
 // Launches a kernel of the step with its only argument: StepArguments or, if it is replayed, their address.
@@ -430,7 +430,7 @@ static void launch_create(Optim* optim, int index) {
 }
 
 static void requests_free(Optim* optim) {
-    for (int i = 0; i < optim->requests; i++) free((void*)optim->request[i].expression);
+    jit_requests_free(optim->request, optim->requests);
     optim->requests = 0;
 }
 
