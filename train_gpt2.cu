@@ -36,7 +36,6 @@
 #include "kernels/decode.cuh"       // Decoder: sampling with a cache of keys and values
 #include "kernels/embedding.cuh"    // embedding_forward, embedding_backward
 #include "kernels/feeder.cuh"       // Feeder, Input: micro-batches to the device
-#include "kernels/global_norm.cuh"  // global_norm
 #include "kernels/layernorm.cuh"    // layernorm_forward, residual_layernorm_forward, layernorm_backward
 #include "kernels/linear.cuh"       // linear_forward, linear_backward_input, ...: in bf16, fp32 or fp8
 #include "kernels/profile.h"        // named: names of what is queued, for NVIDIA's profilers
@@ -368,10 +367,9 @@ static int64_t scratch_bytes(const Model* m) {
     int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
     int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
                         matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C),
-                        global_norm_scratch_bytes(m->dev),
+                        m->arena.elements / TILE_ELEMENTS * (int64_t)sizeof(double),  // of arena_step
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
-                        m->uses_fp8 ? fp8_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C) : 0,
-                        m->arena.shard ? m->arena.elements / TILE_ELEMENTS * (int64_t)sizeof(double) : 0};
+                        m->uses_fp8 ? fp8_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
     return bytes;
 }

@@ -190,8 +190,9 @@ struct Operators {
                                     T, C, NH, false, &wide);
         });
         account(a, "gradient norm", 1, 0, sizeof(G) * (double)m->arena.elements, [&] {
-            global_norm<G>(dev, m->scalars + 1, (float*)m->activations, (const G*)m->arena.grads, m->arena.elements,
-                           1.0f);
+            const int64_t tiles = m->arena.elements / TILE_ELEMENTS;
+            tile_squares<G>(dev, (double*)m->activations, (const G*)m->arena.grads, tiles);
+            norm_of_tiles(dev, m->scalars + 1, (const double*)m->activations, tiles, 1.0f, nullptr);
         });
         account(a, "embedding backward", mb, 0, NC * 2, [&] {
             embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, input.order, input.bucket,

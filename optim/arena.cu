@@ -127,7 +127,7 @@ ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     int64_t states = optim.states + optim.tables;
     if (config->offload) states += offload_bytes(config, &model.parts);
     return {weights, states, arena_grads_bytes(a),
-            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a->dev, &model) : 0), optim.host};
+            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(&model) : 0), optim.host};
 }
 
 // Opens the states in host memory. If the backward pass takes the step, the parts are stepped in its order, otherwise
@@ -348,8 +348,9 @@ void arena_done(const Arena* a, int part) {
 template <typename G>
 static void arena_norm(Arena* a, float* scalars, void* scratch) {
     if (a->shard) return shard_norm<G>(a->shard, scalars, (double*)scratch, a->step.clip);
-    global_norm<G>(a->dev, scalars + SCALAR_NORM, (float*)scratch, (const G*)a->grads, a->elements, a->step.clip,
-                   scalars);
+    const int64_t tiles = a->elements / TILE_ELEMENTS;
+    tile_squares<G>(a->dev, (double*)scratch, (const G*)a->grads, tiles);
+    norm_of_tiles(a->dev, scalars + SCALAR_NORM, (double*)scratch, tiles, a->step.clip, scalars);
 }
 
 void arena_step(Arena* a, float* scalars, void* scratch) {

@@ -128,6 +128,5 @@ void arena_done(const Arena* arena, int part);
 void arena_attention(const Arena* arena);
 // Writes the norm of the gradients and the clip factor to `scalars`, and takes the step. If the loss or the norm is not
 // finite, the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own
-// factor. `scratch`: device memory, aligned to 256 bytes, with a double for each tile of the arena and global_norm's
-// bytes.
+// factor. `scratch`: device memory, aligned to 256 bytes, with a double for each tile of the arena.
 void arena_step(Arena* arena, float* scalars, void* scratch);

@@ -16,7 +16,7 @@ struct Release {
     bool grads_bf16;
     double* square;        // (parts) device memory
     float *factor, *last;  // (PART_TENSORS), scalar: device memory
-    void* scratch;         // of the norm: device memory; with a shard a double for each tile of the largest part
+    double* tile_square;   // of the tiles of the part that is stepped: device memory for the largest part
 };
 
 int part_tensors(const ModelParts* model, int part, int* tensor) {
@@ -65,10 +65,9 @@ static int64_t numbers_bytes(int parts) {
     return parts * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float);
 }
 
-static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
+static int64_t squares_bytes(const ReleaseModel* model) {
     const ModelParts* parts = &model->parts;
     int64_t most = 0;
-    if (!model->shard) return part_norm_scratch_bytes(dev);
     for (int p = 0; p < parts->layers + 2; p++) {
         int64_t elements = 0;
         for (int t = 0; t < parts->count; t++) elements += parts->part[t] == p ? tensor_padded(&parts->tensors[t]) : 0;
@@ -77,8 +76,8 @@ static int64_t scratch_bytes(const Device* dev, const ReleaseModel* model) {
     return most / TILE_ELEMENTS * (int64_t)sizeof(double);
 }
 
-int64_t release_bytes(const Device* dev, const ReleaseModel* model) {
-    return aligned_bytes(numbers_bytes(model->parts.layers + 2)) + aligned_bytes(scratch_bytes(dev, model));
+int64_t release_bytes(const ReleaseModel* model) {
+    return aligned_bytes(numbers_bytes(model->parts.layers + 2)) + aligned_bytes(squares_bytes(model));
 }
 
 Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16) {
@@ -90,43 +89,50 @@ Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, b
     device_zero(dev, r->square, bytes);
     r->factor = (float*)(r->square + r->parts);
     r->last = r->factor + PART_TENSORS;
-    r->scratch = device_alloc(dev, scratch_bytes(dev, model));
+    r->tile_square = (double*)device_alloc(dev, squares_bytes(model));
     return r;
 }
 
 void release_close(Release* r) {
     if (!r) return;
-    device_free(r->dev, r->square), device_free(r->dev, r->scratch);
+    device_free(r->dev, r->square), device_free(r->dev, r->tile_square);
     free(r);
 }
 
-// Computes the norm of a part and its factors.
+// Computes the norm of a part and its factors from the gradients of its tensors.
 template <typename G>
-static void release_norm(Release* r, const PartClip& clip, const PartGrads& its, const int* tensor) {
-    if (!r->model.shard) return part_norm<G>(r->dev, clip, its, r->scratch);
-    int64_t offset[PART_TENSORS] = {};
-    for (int i = 0; i < its.count; i++) offset[i] = r->model.parts.tensors[tensor[i]].offset;
-    shard_part_norm<G>(r->model.shard, clip, its, offset, (double*)r->scratch);
+static void release_norm(Release* r, const PartClip& clip, const int* tensor, const void* const* grads, int count) {
+    PartTiles tiles = {{}, count};
+    int64_t offset[PART_TENSORS];
+    for (int i = 0; i < count; i++) {
+        const OptimTensor* its = &r->model.parts.tensors[tensor[i]];
+        const int64_t end = its->offset + tensor_padded(its);
+        const Overlap own = shard_own(r->model.shard, its->offset, end);
+        const int64_t before = own.begin - its->offset;
+        tile_squares<G>(r->dev, r->tile_square + tiles.first[i] + before / TILE_ELEMENTS, (const G*)grads[i] + before,
+                        (own.end - own.begin) / TILE_ELEMENTS);
+        tiles.first[i + 1] = tiles.first[i] + (end - its->offset) / TILE_ELEMENTS;
+        offset[i] = its->offset;
+    }
+    shard_part_squares(r->model.shard, r->tile_square, tiles, offset);
+    part_norm(r->dev, clip, r->tile_square, tiles);
 }
 
 void release_part(Release* r, int part, const void* grads, const int64_t* place, const ReleaseStep* step) {
     const int64_t element = r->grads_bf16 ? 2 : 4;
     const ModelParts* model = &r->model.parts;
     int* tensor = (int*)memory_take((size_t)model->count * sizeof(int));
-    PartGrads its = {};
-    its.count = part_tensors(model, part, tensor);
-    assert(its.count <= PART_TENSORS);
-    for (int i = 0; i < its.count; i++) {
-        its.grads[i] = (const char*)grads + place[tensor[i]] * element;
-        its.n[i] = model->tensors[tensor[i]].rows * model->tensors[tensor[i]].cols;
-    }
+    const void* its[PART_TENSORS] = {};
+    const int count = part_tensors(model, part, tensor);
+    assert(count <= PART_TENSORS);
+    for (int i = 0; i < count; i++) its[i] = (const char*)grads + place[tensor[i]] * element;
     const PartClip clip = {r->by, step->clip, step->loss, r->last, r->square + part, r->factor};
-    r->grads_bf16 ? release_norm<bf16>(r, clip, its, tensor) : release_norm<float>(r, clip, its, tensor);
+    r->grads_bf16 ? release_norm<bf16>(r, clip, tensor, its, count) : release_norm<float>(r, clip, tensor, its, count);
     offload_take(r->model.offload, part);
     // The part has one factor, or each tensor has its own.
-    const int each = r->by == CLIP_TENSOR ? 1 : its.count;
-    for (int i = 0; i < its.count; i += each) {
-        optim_step_tensors(r->model.optim, tensor + i, its.grads + i, each, r->factor + i, step->lr, step->step);
+    const int each = r->by == CLIP_TENSOR ? 1 : count;
+    for (int i = 0; i < count; i += each) {
+        optim_step_tensors(r->model.optim, tensor + i, its + i, each, r->factor + i, step->lr, step->step);
     }
     free(tensor);
     offload_give(r->model.offload, part);

@@ -3,7 +3,7 @@
 // the same memory, so that gradients take the room of two layers and the embeddings instead of the model's. If all
 // gradients are kept until after the backward pass, the same calls give the same bits.
 //
-// kernels/part_norm.cuh computes the factor that clips a part. A part whose gradients are not finite keeps its weights
+// kernels/norm.cuh computes the factor that clips a part. A part whose gradients are not finite keeps its weights
 // and states and is counted; if the loss is not finite, all parts do. Several ranks (kernels/ranks/shard.cuh) sum the
 // gradients of a part, agree on its norm, and each steps what it keeps of the part.
 //
@@ -13,7 +13,7 @@
 // Cost: a part's gradients are read once for its norm; two small kernels, and a launch of the step for each launch of
 // the optimizer.
 #pragma once
-#include "../kernels/part_norm.cuh"
+#include "../kernels/norm.cuh"
 #include "offload.h"
 
 struct Shard;
@@ -33,7 +33,7 @@ struct ReleaseModel {
 };
 
 // Returns the bytes of device memory that release_open takes.
-int64_t release_bytes(const Device* dev, const ReleaseModel* model);
+int64_t release_bytes(const ReleaseModel* model);
 
 Release* release_open(const Device* dev, const ReleaseModel* model, ClipBy by, bool grads_bf16);
 void release_close(Release* release);

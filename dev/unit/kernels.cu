@@ -10,7 +10,6 @@
 #include "../../kernels/classifier.cuh"
 #include "../../kernels/embedding.cuh"
 #include "../../kernels/gelu.cuh"
-#include "../../kernels/global_norm.cuh"
 #include "../../kernels/layernorm.cuh"
 #include "../../kernels/matmul.cuh"
 #include "apart.h"
@@ -252,38 +251,6 @@ OPERATOR_TEST(embedding_cpu) {
         for (int i = 0; accumulate && i < T * C; i++) dwpe[i] -= 0.5f;
         check_gradient(test, &worst, "dwte", dwte, ted, V * C, B * T, objective);
         check_gradient(test, &worst, "dwpe", dwpe, ped, T * C, 2 * B, objective);
-    }
-}
-
-// norm against double, and the factor in all its cases. `grads`: device memory of n elements; `set` writes one of them.
-template <typename Norm, typename Set>
-void check_norm(Test* test, double* worst, double exact, Norm norm, Set set) {
-    float got[2], length = (float)exact;
-    norm(got, 0.0f);
-    close_to(test, worst, "norm", got, &length, 1, 0.0, 16 * EPS32);
-    expect(got[1] == 1.0f, "factor %g without clipping", got[1]);
-    norm(got, 2.0f * length);
-    expect(got[1] == 1.0f, "factor %g below the limit", got[1]);
-    norm(got, 0.25f * length);
-    float quarter = 0.25f;
-    close_to(test, worst, "factor", got + 1, &quarter, 1, 0.0, 16 * EPS32);
-    set(NAN);
-    norm(got, 1.0f);
-    expect(isnan(got[0]) && isnan(got[1]), "a NaN: norm %g, factor %g", got[0], got[1]);
-    set(INFINITY);
-    norm(got, 0.0f);
-    expect(isinf(got[0]) && isnan(got[1]), "an infinity: norm %g, factor %g", got[0], got[1]);
-}
-
-OPERATOR_TEST(global_norm_cpu) {
-    for (int64_t n : {1, 7, 1000, 100003}) {
-        float* grads = random_floats(n, 1, 1.0f);
-        float* scratch = (float*)malloc(global_norm_scratch_bytes(&dev));
-        double sum = 0.0;
-        for (int64_t i = 0; i < n; i++) sum += (double)grads[i] * grads[i];
-        check_norm(
-            test, &worst, sqrt(sum), [&](float* got, float clip) { global_norm(&dev, got, scratch, grads, n, clip); },
-            [&](float value) { grads[n - 1] = value; });
     }
 }
 
@@ -661,34 +628,6 @@ OPERATOR_TEST(embedding_gpu) {
         embedding_gpu_case<float, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
         embedding_gpu_case<bf16, float>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 6.0);
         embedding_gpu_case<bf16, bf16>(test, &worst, &dev, s[0], s[1], s[2], s[3], s[4], 1.0);
-    }
-}
-
-template <typename G>
-void global_norm_gpu_case(Test* test, double* worst, const Device* dev, int64_t n) {
-    Array<G> grads(dev, n, 1, 1.0f);
-    Room room(dev);
-    float *scratch = (float*)room.device<char>(global_norm_scratch_bytes(dev)), *result = room.device<float>(2);
-    double sum = 0.0;
-    for (int64_t i = 0; i < n; i++) sum += (double)grads.host[i] * grads.host[i];
-    auto norm = [&](float got[2], float clip) {
-        float again[2];
-        global_norm(dev, result, scratch, grads.device, n, clip);
-        copy_to_host(dev, again, result, 2 * sizeof(float));
-        global_norm(dev, result, scratch, grads.device, n, clip);
-        copy_to_host(dev, got, result, 2 * sizeof(float));
-        expect(memcmp(again, got, 2 * sizeof(float)) == 0, "two runs differ");
-    };
-    check_norm(test, worst, sqrt(sum), norm, [&](float value) {
-        G element = from_float<G>(value);
-        copy_to_device(dev, grads.device + n - 1, &element, sizeof(G));
-    });
-}
-
-OPERATOR_TEST(global_norm_gpu) {
-    for (int64_t n : {1, 7, 1000, 1000003, 30000000}) {
-        global_norm_gpu_case<float>(test, &worst, &dev, n);
-        global_norm_gpu_case<bf16>(test, &worst, &dev, n);
     }
 }
 

@@ -33,7 +33,7 @@
 #pragma once
 #include <assert.h>
 
-#include "../part_norm.cuh"
+#include "../norm.cuh"
 #include "../tile.h"
 #include "comm.cuh"
 
@@ -185,17 +185,6 @@ void shard_keep_cpu(G* kept, const G* sum, int64_t n, bool add) {
     for (int64_t i = 0; i < n; i++) kept[i] = add ? from_float<G>(to_float(kept[i]) + to_float(sum[i])) : sum[i];
 }
 
-// Sums of the squares of each tile: parts (tiles), in an order that no cut changes.
-inline void shard_squares_cpu(double* parts, const float* grads, int64_t tiles) {
-#pragma omp parallel for schedule(static)
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        double sum = 0.0;
-        for (int i = 0; i < TILE_ELEMENTS; i++)
-            sum += (double)grads[tile * TILE_ELEMENTS + i] * grads[tile * TILE_ELEMENTS + i];
-        parts[tile] = sum;
-    }
-}
-
 // Sums the loss and combines the flags of all ranks, from the row that each has sent.
 __host__ __device__ inline void shard_agree(float* scalars, const float* gathered, int world) {
     float loss = 0.0f, flag[SCALARS] = {};
@@ -268,22 +257,6 @@ __global__ void __launch_bounds__(SHARD_THREADS) shard_keep_kernel(G* kept, cons
     if (add) shard_load_eight(kept + first, before);
     for (int j = 0; j < 8 && add; j++) x[j] += before[j];
     shard_store_eight(kept + first, x);
-}
-
-// Grid: ceil(tiles / 8), a warp a tile; block 256.
-template <typename G>
-__global__ void __launch_bounds__(256) shard_squares_kernel(double* parts, const G* grads, int64_t tiles) {
-    int64_t tile = (int64_t)blockIdx.x * 8 + threadIdx.x / 32;
-    if (tile >= tiles) return;
-    float sum[2] = {0.0f, 0.0f};
-#pragma unroll 4
-    for (int i = threadIdx.x % 32 * Vec<G>::size; i < TILE_ELEMENTS; i += 32 * Vec<G>::size) {
-        Vec<G> g = load_vec(grads + tile * TILE_ELEMENTS + i);
-        for (int j = 0; j < Vec<G>::size; j++) sum[j % 2] = fmaf(to_float(g.lane[j]), to_float(g.lane[j]), sum[j % 2]);
-    }
-    double total = (double)sum[0] + (double)sum[1];
-    for (int offset = 16; offset > 0; offset /= 2) total += __shfl_xor_sync(0xffffffffu, total, offset);
-    if (threadIdx.x % 32 == 0) parts[tile] = total;
 }
 
 // Grid 1, block 1.
@@ -701,25 +674,10 @@ inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
     comm_exchange(&s->comm, s->sends, s->receives);
 }
 
-// Computes the squares of tiles of gradients, parts (tiles), on the device's stream.
-template <typename G>
-void shard_squares(const Device* dev, double* parts, const G* grads, int64_t tiles) {
-    if (tiles == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        shard_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, dev->stream>>>(parts, grads, tiles);
-        check_launch();
-        return;
-    }
-#endif
-    shard_squares_cpu(parts, (const float*)grads, tiles);
-}
-
 // Sets `scalars` to the loss and flags of all ranks, the norm of all gradients and the clip factor. parts: one per
 // tile, and the room of shard_may_defer if it returned true. Deferred sums are delivered first, and become kept_grads.
 template <typename G>
 void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
-    const Device* dev = s->comm.dev;
     const int world = s->comm.world, me = s->comm.rank;
     int64_t* cut = s->tile_cut;
     s->kept_grads = s->sums;
@@ -731,51 +689,36 @@ void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
     for (int r = 0; r <= world; r++) cut[r] = s->cut[r] / TILE_ELEMENTS;
     const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
     device_after_comm(&s->comm);
-    shard_squares<G>(dev, parts + cut[me], kept, cut[me + 1] - cut[me]);
+    tile_squares<G>(s->comm.dev, parts + cut[me], kept, cut[me + 1] - cut[me]);
     comm_group(&s->comm, true);
     shard_send_squares(s, parts, cut);
     shard_send_scalars(s, scalars);
     comm_group(&s->comm, false);
     shard_join_scalars(s, scalars);
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        global_norm_finish_kernel<<<1, GLOBAL_NORM_THREADS, 0, dev->stream>>>(scalars + SCALAR_NORM, parts,
-                                                                              (int)cut[world], clip, scalars);
-        check_launch();
-        return;
-    }
-#endif
-    double sum = 0.0;
-    for (int64_t i = 0; i < cut[world]; i++) sum += parts[i];
-    global_norm_result(scalars + SCALAR_NORM, sum, clip, scalars);
+    norm_of_tiles(s->comm.dev, scalars + SCALAR_NORM, parts, cut[world], clip, scalars);
 }
 
-// Computes the clip factors of a part of the model that is updated by itself, from the sums that the ranks keep. The
-// sums of tensor i begin at part.grads[i], which is element offset[i] of the arena, in rising order; parts: a double
-// for each tile of the part. The device's stream waits for the other ranks.
-template <typename G>
-void shard_part_norm(Shard* s, const PartClip& clip, const PartGrads& part, const int64_t* offset, double* parts) {
-    const Device* dev = s->comm.dev;
-    const int world = s->comm.world, me = s->comm.rank;
-    const bool split = s->mode >= SHARD_STATES;
-    int64_t *cut = s->tile_cut, first[PART_TENSORS + 1] = {};
-    for (int r = 0; r <= world; r++) cut[r] = 0;
-    for (int t = 0; t < part.count; t++) {
-        const int64_t begin = offset[t], end = begin + ceil_div(part.n[t], TILE_ELEMENTS) * TILE_ELEMENTS;
-        for (int r = 0; r <= world; r++) {
-            const int64_t at = s->cut[r] < begin ? begin : s->cut[r] > end ? end : s->cut[r];
-            cut[r] += (at - begin) / TILE_ELEMENTS;
+// Returns what this rank steps of elements `begin` to `end` - 1 of the arena.
+inline Overlap shard_own(const Shard* s, int64_t begin, int64_t end) {
+    if (!shard_splits(s, SHARD_STATES)) return {begin, end};
+    return shard_overlap(begin, end, s->cut[s->comm.rank], s->cut[s->comm.rank + 1]);
+}
+
+// All-gathers the squares of a part's tiles, of which this rank has those of shard_own. Tensor i is element offset[i]
+// of the arena, in rising order. The device's stream waits for the other ranks.
+inline void shard_part_squares(Shard* s, double* square, const PartTiles& tiles, const int64_t* offset) {
+    if (!shard_splits(s, SHARD_STATES)) return;
+    int64_t* cut = s->tile_cut;
+    for (int r = 0; r <= s->comm.world; r++) {
+        cut[r] = 0;
+        for (int t = 0; t < tiles.count; t++) {
+            const int64_t end = offset[t] + (tiles.first[t + 1] - tiles.first[t]) * TILE_ELEMENTS;
+            const Overlap before = shard_overlap(offset[t], end, 0, s->cut[r]);
+            cut[r] += (before.end - before.begin) / TILE_ELEMENTS;
         }
-        const Overlap mine = split ? shard_overlap(begin, end, s->cut[me], s->cut[me + 1]) : Overlap{begin, end};
-        shard_squares<G>(dev, parts + first[t] + (mine.begin - begin) / TILE_ELEMENTS,
-                         (const G*)part.grads[t] + (mine.begin - begin), (mine.end - mine.begin) / TILE_ELEMENTS);
-        first[t + 1] = first[t] + (end - begin) / TILE_ELEMENTS;
     }
-    if (split) {
-        shard_send_squares(s, parts, cut);
-        device_after_comm(&s->comm);
-    }
-    part_norm_of_tiles(dev, clip, part.count, parts, first);
+    shard_send_squares(s, square, cut);
+    device_after_comm(&s->comm);
 }
 
 // All-reduces values (maxima + sums) on the device: the first by maximum, the others by sum. All ranks call it.

@@ -1,6 +1,57 @@
-// Tests of kernels/part_norm.cuh: clip factors of a part of the model from its own gradients.
-#include "../../kernels/part_norm.cuh"
+// Tests of kernels/norm.cuh: the norm of all gradients, and the clip factors of a part of the model from its own.
+#include "../../kernels/norm.cuh"
 #include "kernels.h"
+
+// Makes gradients of type G in device memory, with zeros up to a whole tile, and returns how many tiles there are.
+// `host` receives their values.
+template <typename G>
+static int64_t make_gradients(Room* room, int seed, int64_t n, const float** host, G** device) {
+    const int64_t tiles = ceil_div(n, TILE_ELEMENTS);
+    G* typed = room->host<G>(tiles * TILE_ELEMENTS);
+    float* values = room->host<float>(n);
+    for (int64_t i = 0; i < tiles * TILE_ELEMENTS; i++) typed[i] = from_float<G>(i < n ? test_uniform(seed, i) : 0.0f);
+    for (int64_t i = 0; i < n; i++) values[i] = to_float(typed[i]);
+    *host = values, *device = room->to_device(typed, tiles * TILE_ELEMENTS);
+    return tiles;
+}
+
+// Compares the norm with double, and the factor in all its cases.
+template <typename G>
+static void check_norm(Test* test, const Device* dev, int64_t n) {
+    Room room(dev);
+    const float* host;
+    G* grads;
+    const int64_t tiles = make_gradients(&room, 1, n, &host, &grads);
+    double *squares = room.device<double>(tiles), sum = 0.0;
+    float* result = room.device<float>(2);
+    for (int64_t i = 0; i < n; i++) sum += (double)host[i] * host[i];
+    const float length = (float)sqrt(sum), bound = 16 * ldexpf(1.0f, -24);
+    const auto norm = [&](float last, float clip) {
+        const G element = from_float<G>(last);
+        copy_to_device(dev, grads + n - 1, &element, sizeof(G));
+        tile_squares<G>(dev, squares, grads, tiles);
+        norm_of_tiles(dev, result, squares, tiles, clip, nullptr);
+        return room.to_host(result, 2);
+    };
+    for (const float clip : {0.0f, 2.0f, 0.25f}) {
+        const float *got = norm(host[n - 1], clip * length), want = clip == 0.25f ? clip : 1.0f;
+        expect(fabsf(got[0] - length) <= bound * length, "%lld: norm %.9g, want %.9g", (long long)n, got[0], length);
+        expect(fabsf(got[1] - want) <= (want < 1 ? bound : 0), "%lld: factor %.9g, clip %g", (long long)n, got[1],
+               clip);
+    }
+    const float* got = norm(NAN, 1.0f);
+    expect(isnan(got[0]) && isnan(got[1]), "a NaN: norm %g, factor %g", got[0], got[1]);
+    got = norm(INFINITY, 0.0f);
+    expect(isinf(got[0]) && isnan(got[1]), "an infinity: norm %g, factor %g", got[0], got[1]);
+}
+
+TEST_BOTH(norm) {
+    Device dev = test_device(gpu);
+    for (int64_t n : {1, 7, 5000, 1000003}) {
+        check_norm<float>(test, &dev, n);
+        if (gpu) check_norm<bf16>(test, &dev, n);
+    }
+}
 
 constexpr int64_t LENGTH[] = {5, 4096, 70001};
 constexpr int COUNT = 3;
@@ -12,7 +63,7 @@ struct PartCase {
     int bad;  // tensor with an infinite gradient; -1: none
 };
 
-// Computes what part_norm must give, from sums of squares in double.
+// Computes the factors that part_norm must give, from sums of squares in double.
 static void want_factors(const PartCase& row, const double* square, double* total, float* factor) {
     *total = square[0] + square[1] + square[2];
     for (int t = 0; t < COUNT; t++) {
@@ -23,39 +74,33 @@ static void want_factors(const PartCase& row, const double* square, double* tota
     }
 }
 
-// Checks one row with gradients of type G. `tiled`: the norm comes from squares of tiles, which are summed here.
+// Checks one row with gradients of type G.
 template <typename G>
-static void check_part(Test* test, const Device* dev, const PartCase& row, bool tiled) {
-    constexpr int64_t TILE = 4000;
+static void check_part(Test* test, const Device* dev, const PartCase& row) {
     Room room(dev);
-    PartGrads part = {{}, {}, COUNT};
-    double square[COUNT] = {}, tiles[64] = {};
-    int64_t first[COUNT + 1] = {};
+    PartTiles tiles = {{}, COUNT};
+    double square[COUNT] = {}, *squares = room.device<double>(64);
     const double unset = NAN;
     for (int t = 0; t < COUNT; t++) {
-        G* host = room.host<G>(LENGTH[t]);
-        for (int64_t i = 0; i < LENGTH[t]; i++) host[i] = from_float<G>(test_uniform(t, i));
-        if (t == row.bad) host[LENGTH[t] - 1] = from_float<G>(INFINITY);
-        first[t + 1] = first[t] + ceil_div(LENGTH[t], TILE);
-        for (int64_t i = 0; i < LENGTH[t]; i++) {
-            const double each = (double)to_float(host[i]) * to_float(host[i]);
-            square[t] += each, tiles[first[t] + i / TILE] += each;
-        }
-        part.grads[t] = room.to_device(host, LENGTH[t]), part.n[t] = LENGTH[t];
+        const float* host;
+        G *grads, infinite = from_float<G>(INFINITY);
+        tiles.first[t + 1] = tiles.first[t] + make_gradients(&room, t, LENGTH[t], &host, &grads);
+        if (t == row.bad) copy_to_device(dev, grads + LENGTH[t] - 1, &infinite, sizeof(G));
+        for (int64_t i = 0; i < LENGTH[t]; i++) square[t] += (double)host[i] * host[i];
+        tile_squares<G>(dev, squares + tiles.first[t], grads, tiles.first[t + 1] - tiles.first[t]);
     }
     float scalars[2] = {row.loss, row.last}, factor[PART_TENSORS], want[COUNT];
     double got, total;
     float* on_device = room.to_device(scalars, 2);
     PartClip clip = {
         row.by, row.clip, on_device, on_device + 1, room.to_device(&unset, 1), room.device<float>(PART_TENSORS)};
-    if (tiled) part_norm_of_tiles(dev, clip, COUNT, room.to_device(tiles, 64), first);
-    if (!tiled) part_norm<G>(dev, clip, part, room.device<char>(part_norm_scratch_bytes(dev)));
+    part_norm(dev, clip, squares, tiles);
     copy_to_host(dev, factor, clip.factor, sizeof(factor));
     copy_to_host(dev, &got, clip.square, sizeof(got));
     want_factors(row, square, &total, want);
     const bool left = isnan(want[0]);
-    // On a GPU a thread adds up to 70001 / (32 * 512) squares in fp32.
-    const double bound = dev->gpu ? 6 * ldexp(1, -24) : 1e-12;
+    // On a GPU a thread adds up to 32 squares in fp32, in two chains.
+    const double bound = dev->gpu ? 33 * ldexp(1, -24) : 1e-12;
     expect(left ? isnan(got) : fabs(got - total) <= bound * total, "%s: square %.17g, want %.17g", row.what, got,
            total);
     for (int t = 0; t < COUNT; t++) {
@@ -98,8 +143,8 @@ TEST_BOTH(part_norm) {
                              {"a loss that is not finite", CLIP_LAST, 0, NAN, 0, -1}};
     Device dev = test_device(gpu);
     for (const PartCase& row : rows) {
-        for (const bool tiled : {false, true}) check_part<float>(test, &dev, row, tiled);
-        if (gpu) check_part<bf16>(test, &dev, row, false);
+        check_part<float>(test, &dev, row);
+        if (gpu) check_part<bf16>(test, &dev, row);
     }
     check_end(test, &dev);
 }
