@@ -71,7 +71,7 @@ UNIT_OBJECTS := $(patsubst dev/unit/%.cu,$(BUILD)/unit/%.o,$(wildcard dev/unit/*
 SHARED_OBJECTS := $(OPTIM_OBJECTS) $(DATA_OBJECTS) $(RANKS_OBJECTS) $(BUILD)/corpus.o
 SOURCES := $(sort $(wildcard *.cu kernels/*.cuh kernels/*.h kernels/ranks/*.c kernels/ranks/*.cuh kernels/ranks/*.h \
                              optim/*.cu optim/*.cuh optim/*.h optim/*.c optim/*/*.cu optim/*/*.cuh optim/*/*.h data/*.c data/*.h dev/*.cu dev/*.h \
-                             dev/examples/*.cuh dev/unit/*.cu dev/unit/*.c dev/unit/*.h dev/fuzz/*.cu dev/fuzz/*.c dev/fuzz/*.h))
+                             dev/examples/*.cuh dev/unit/*.cu dev/unit/*.c dev/unit/*.h dev/fuzz/*.cu))
 # Its last twentieth, the validation text, is the end of train_gpt2.cu.
 # Without the table of numbers in data/unicode.h.
 CORPUS := $(sort $(wildcard README.md Makefile data/*.py dev/*.py dev/*/*.py)) $(filter-out train_gpt2.cu data/unicode.h,$(SOURCES)) train_gpt2.cu
@@ -233,14 +233,8 @@ fuzz: train
 	    python3 dev/fuzz/run.py $(FUZZ_SECONDS) $(FUZZ); \
 	fi
 
-# What files of dev/fuzz include is not linked a second time.
-build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o \
-                 $(filter-out %/launch.o %/rendezvous.o %/watch.o,$(SHARED_OBJECTS)) $(BUILD)/dev/fuzz/rendezvous.o
+build/fuzz/fuzz: $(BUILD)/dev/fuzz/fuzz.o $(SHARED_OBJECTS)
 	$(LINK) -fsanitize=fuzzer -Wl,--wrap=launch_failed -o $@ $^ $(LDFLAGS)
-
-build/fuzz/dev/fuzz/%.o: dev/fuzz/%.c
-	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -c -o $@ $<
 
 # Until the optimizer is rebuilt, C++ does sums on null pointers: from_begin in optim.cu, and layouts that only count.
 # The parsers are in C, where such sums are faults.

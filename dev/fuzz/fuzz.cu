@@ -10,22 +10,22 @@
 #include <ftw.h>
 #include <setjmp.h>
 
-#include "fuzz.h"
+typedef struct {
+    const char* bytes;
+    size_t count;
+} FuzzInput;
 
 static char folder[64];
 static jmp_buf refused;  // where user_error() goes instead of ending the process
 
+// Aborts, which the fuzzer reports with the input, where a fact does not hold.
+static void demand(bool fact) {
+    if (!fact) abort();
+}
+
 extern "C" void __wrap_launch_failed(int, const char* text) {
     demand(strncmp(text, "train: error: ", 14) == 0 && strchr(text, '\n') == strchr(text, 0) - 1);
-    fuzz_leave();
-}
-
-void fuzz_leave() {
     longjmp(refused, 1);
-}
-
-void demand(bool fact) {
-    if (!fact) abort();
 }
 
 // A sentence says something and ends.
@@ -268,12 +268,48 @@ static void fuzz_overrides(FuzzInput input) {
     free(text), free(name);
 }
 
+// A list of Slurm's hosts, or lines of NAME=VALUE, of the variables that launchers set.
+static void fuzz_environment(FuzzInput input) {
+    static const char* const names[] = {"RANK",
+                                        "WORLD_SIZE",
+                                        "LOCAL_RANK",
+                                        "LOCAL_WORLD_SIZE",
+                                        "MASTER_ADDR",
+                                        "MASTER_PORT",
+                                        "SLURM_PROCID",
+                                        "SLURM_STEP_NUM_TASKS",
+                                        "SLURM_LOCALID",
+                                        "SLURM_JOB_ID",
+                                        "SLURM_STEP_ID",
+                                        "SLURM_JOB_NODELIST",
+                                        "SLURM_STEP_NODELIST",
+                                        "SLURM_STEP_NUM_NODES",
+                                        "OMPI_COMM_WORLD_RANK",
+                                        "OMPI_COMM_WORLD_SIZE",
+                                        "OMPI_COMM_WORLD_LOCAL_RANK",
+                                        "NIBBLE_SECRET"};
+    const int count = sizeof(names) / sizeof(names[0]);
+    char error[DATA_ERROR_BYTES] = "", host[16], *text = take_text(&input), *rest = nullptr;
+    Launch launch;
+    launch_first_host(text, host, sizeof(host));
+    for (char* line = strtok_r(text, "\n", &rest); line; line = strtok_r(nullptr, "\n", &rest)) {
+        char* value = strchr(line, '=');
+        if (value) *value++ = 0;
+        for (int i = 0; i < count && value; i++) {
+            if (strcmp(line, names[i]) == 0) setenv(line, value, 1);
+        }
+    }
+    if (!launch_environment(&launch, 1, error)) demand_sentence(error);
+    for (int i = 0; i < count; i++) unsetenv(names[i]);
+    free(text);
+}
+
 static const struct {
     const char* name;
     void (*run)(FuzzInput input);
 } targets[] = {{"json", fuzz_json},       {"safetensors", fuzz_safetensors}, {"config", fuzz_config},
                {"state", fuzz_state},     {"shards", fuzz_shards},           {"tokenizer", fuzz_tokenizer},
-               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"rendezvous", fuzz_rendezvous}};
+               {"options", fuzz_options}, {"overrides", fuzz_overrides},     {"environment", fuzz_environment}};
 static void (*target)(FuzzInput input);
 
 static int remove_one(const char* path, const struct stat*, int, struct FTW*) {

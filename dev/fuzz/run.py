@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build/fuzz"
-TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "rendezvous"]
+TARGETS = ["json", "safetensors", "config", "state", "shards", "tokenizer", "options", "overrides", "environment"]
 
 
 def tiny_run():
@@ -52,18 +52,11 @@ def shard(tokens):
     return struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253) + struct.pack(f"<{len(tokens)}H", *tokens)
 
 
-def greetings():
-    """Returns messages of rendezvous.h and watch.c, each behind the two bytes that choose a part of the target."""
-    magic = 0x6E696204
-    hello = struct.pack("<I3i128s64s32s32s", magic, 1, 3, 4711, b"", b"host", b"random", b"")
-    challenge, welcome = struct.pack("<I32s", magic, b"random"), struct.pack("<2i32s", 1, 4711, b"")
-    beat = struct.pack("<3i4xq", 1, 8, 30, 7) + b"training"
-    failed, data, bye = (struct.pack("<3i4xq", kind, 5, 2, 7) + b"sorry" for kind in (2, 0, 3))
-    environment = ("RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\nNIBBLE_SECRET=x\n"
-                   "SLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_STEP_ID=0\n"
-                   "SLURM_JOB_NODELIST=gpu[3-7,9]\n")
-    return [b"\0\1" + hello, b"\0\0" + hello, b"\1\0" + challenge + welcome, b"\2\1" + beat + data + failed,
-            b"\2\0" + beat + bye, b"\3\0" + environment.encode(), b"\3\0gpu[003-007,9],login"]
+def environments():
+    """Returns variables of launchers, and a list of Slurm's hosts."""
+    return [b"RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\nNIBBLE_SECRET=x\n"
+            b"SLURM_PROCID=1\nSLURM_STEP_NUM_TASKS=2\nSLURM_LOCALID=1\nSLURM_JOB_ID=7\nSLURM_STEP_ID=0\n"
+            b"SLURM_JOB_NODELIST=gpu[3-7,9]\n", b"gpu[003-007,9],login"]
 
 
 def seeds():
@@ -107,7 +100,7 @@ def seeds():
                       (" " + whole + "\0ab a aab").encode()],
         "options": ["\n".join(words).encode() for words in typed],
         "overrides": [text.encode() + b"\0h.0.attn.c_attn.weight" for text in overrides],
-        "rendezvous": greetings(),
+        "environment": environments(),
     }, presets.split()
 
 

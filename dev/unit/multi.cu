@@ -472,7 +472,7 @@ FOLDER_TEST(multi_other_checkpoint) {
                        "--run run --resume auto --batch 1 --lr 0.003 --steps 4", formatted("%s/%d", work, rank));
     }
     for (Child& c : child) finish(&c);
-    expect_error(test, &child[0], "other checkpoint", "rank 1 on ", "--resume of a checkpoint with checksum ");
+    expect_error(test, &child[1], "other checkpoint", "rank 1: ", "--resume of a checkpoint with checksum ");
 }
 
 // It is named where rank 0 was looked for. (Ranks that do not come to it: doors_deadline_holds.)
@@ -495,8 +495,8 @@ FOLDER_TEST(multi_missing) {
     for (int rank : {0, 1})
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(6), rank ? other : words);
     for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[0], "other options", "rank 1 on ", ": --lr 0.5, and rank 0 --lr 0.003; start all alike");
-    expect(child[1].code == 2 && ERR(child[1])[0] == 0, "rank 1: %d, %s", child[1].code, ERR(child[1]));
+    expect_error(test, &child[1], "other options", "rank 1: ", ": --lr 0.5, and rank 0 --lr 0.003; start all alike");
+    expect(child[0].code == 2 && ERR(child[0])[0] == 0, "rank 0: %d, %s", child[0].code, ERR(child[0]));
     expect(!exists(work, "run"), "what rank 1 refused left a folder of rank 0's");
     // So are ranks whose files differ: one machine's copy was cut short.
     int64_t bytes;
@@ -508,7 +508,7 @@ FOLDER_TEST(multi_missing) {
         start_launched(&child[rank], VARIABLES(torchrun), rank, 2, own_port(8), words);
     }
     for (int rank : {0, 1}) finish(&child[rank]);
-    expect_error(test, &child[0], "other data", "rank 1 on ", "other options or other data than rank 0: --data of ");
+    expect_error(test, &child[1], "other data", "rank 1: ", "other options or other data than rank 0: --data of ");
 }
 
 FOLDER_TEST(multi_refused) {

@@ -4,8 +4,8 @@
 // rank that failed. Otherwise the environment says which rank this is: torchrun's RANK, WORLD_SIZE, LOCAL_RANK,
 // MASTER_ADDR and MASTER_PORT, Open MPI's OMPI_COMM_WORLD_*, or Slurm's SLURM_*, the first complete set.
 //
-// Every other rank has one connection to rank 0 (rendezvous.h), which carries the messages of the host and a beat a
-// second (watch.c). Tensors go through comm.cuh.
+// Every other rank is connected to rank 0 (rendezvous.h), for the messages of the host and for a beat a second
+// (watch.c). Tensors go through comm.cuh.
 //
 // If a rank ends, crashes, is stopped, loses its machine or hangs (watchdog_arm), all ranks end with one sentence that
 // names it, within SILENCE_SECONDS or the rank's patience, and a few seconds more.
@@ -23,10 +23,10 @@ typedef struct {
     const char* source;           // who started the ranks, for the banner; "" alone
     char host[256];               // where rank 0 listens
     int port;
-    int listener;           // rank 0's socket; 0: none yet
-    char job[128];          // distinguishes jobs that meet at the same port
-    bool has_secret;        // false: NIBBLE_SECRET is not set, so anybody knows the key
-    unsigned char key[32];  // ranks prove to each other that they have it
+    int listener;  // rank 0's socket; 0: none yet
+    char job[128];
+    bool has_secret;        // false: NIBBLE_SECRET is not set, so anybody could make the key
+    unsigned char key[32];  // of the secret, the job and its ranks, which prove to each other that they have it
 } Launch;
 
 // Reads the environment; false with a sentence if it is incomplete, contradicts itself, or --gpus is above 1 as well.

@@ -1,5 +1,6 @@
 // How the ranks of a run (launch.h) connect: rank 0 listens at MASTER_ADDR and MASTER_PORT, and each other rank
-// connects to it. rendezvous.c describes the protocol. The connections stay open for the messages of watch.c.
+// connects to it twice, once for the messages of the host and once for the beats of watch.c. rendezvous.c describes the
+// protocol.
 #pragma once
 #include <time.h>
 #include "../../data/clock.h"
@@ -7,41 +8,38 @@
 #include "launch.h"
 C_LINKAGE_BEGIN
 
-enum { RENDEZVOUS_MAGIC = 0x6e696204 };  // "nib", and the version of these messages and of watch.c's
+enum { MESSAGES, BEATS, CHANNELS };
 
 typedef struct {
-    uint32_t magic;
     unsigned char random[HMAC_BYTES];
 } Challenge;
 
 typedef struct {
-    uint32_t magic;
-    int32_t rank, world, pid;
-    char job[128], host[64];  // host may lack its final NUL
-    unsigned char random[HMAC_BYTES], proof[HMAC_BYTES];
+    int32_t rank, channel, pid;
+    char host[64];                     // may lack its final NUL
+    unsigned char random[HMAC_BYTES];  // the same on both channels of a process
+    unsigned char proof[HMAC_BYTES];
 } Hello;
 
 typedef struct {
-    int32_t goes_on, pid;  // goes_on is 0 where the run ends, and rank 0 has said why
+    int32_t pid;
     unsigned char proof[HMAC_BYTES];
 } Welcome;
 
+// What a rank says every second.
 typedef struct {
-    char* data;
-    size_t count, room;
-} Bytes;
-
-// A Peer is a rank as this rank knows it. All but the first three are watch.c's.
-typedef struct {
-    int socket;  // -1: not connected
-    int pid;
-    char host[64];
-    Bytes in, out, data;  // received and to be sent, and data that has arrived for the host
-    bool left;            // it has said good-bye
-    double heard, moved;  // when it was last heard, and last made progress
+    int32_t failed;    // 0, or the exit code with which it ends
+    int32_t patience;  // seconds in which it must make progress; 0: no limit
     int64_t progress;
-    int patience;  // seconds in which it must make progress; 0: no limit
-    char what[64];
+} Beat;
+
+// A rank as this rank knows it.
+typedef struct {
+    int socket[CHANNELS];  // -1: not connected
+    Hello hello;
+    Beat beat, in;  // the last one, and the next, of which so many bytes have come
+    size_t bytes;
+    double heard, moved;  // when it was last heard, and last made progress
 } Peer;
 
 // Listens at launch->port (0: any port), and sets launch->port to the port and launch->listener to the socket.
@@ -55,7 +53,8 @@ bool rendezvous_reach(const Launch* launch, Peer* first, int64_t limit, char* er
 void rendezvous_prove(const Launch* launch, const char* role, const Challenge* challenge, const Hello* hello,
                       unsigned char proof[HMAC_BYTES]);
 
-// False if the other side ends before all bytes have come, or the deadline passes.
+// False if the other side ends before all bytes have gone or come, or the deadline passes.
+bool send_all(int socket, const void* bytes, size_t count);
 bool receive_by(int socket, void* bytes, size_t count, double deadline);
 
 static inline void sleep_ms(int ms) {

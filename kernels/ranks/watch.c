@@ -1,14 +1,12 @@
-// See launch.h. Messages between ranks, and the watch: a thread on every rank that receives messages, sends a beat
-// every second, and ends the process when another rank has failed, ended, or been silent for too long.
+// See launch.h. Messages between ranks, and the watch: a thread on every rank that sends a beat every second, hears
+// those of others, and ends the process when another rank has failed, ended, or been silent for too long.
 //
-// A frame is a Head and at most PAYLOAD bytes. Rank 0 hears all ranks and tells the others when one of them fails; they
-// hear rank 0 alone.
+// Rank 0 hears all ranks, and they hear rank 0 alone: if it ends, all do.
 #include <errno.h>
+#include <math.h>
 #include <omp.h>
 #include <poll.h>
 #include <pthread.h>
-#include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,150 +17,83 @@
 #include "../../data/text.h"
 #include "rendezvous.h"
 
-enum { PAYLOAD = 16384 };
-
-typedef enum { DATA, BEAT, FAILED, BYE } Kind;
-
-typedef struct {
-    int32_t kind, bytes;  // of the payload: of BEAT what the rank does, of FAILED its message
-    int32_t number;       // of BEAT its patience, of FAILED its exit code
-    int32_t zero;         // where a gap would be
-    int64_t progress;     // of BEAT
-} Head;
-
 // Global, since callers of launch_failed know nothing of ranks.
 static struct {
     Peer* peers;  // (world); NULL: no watch. peers[rank] has no socket
     int rank, world, silence;
-    bool speaks;  // prints that rank 0 is lost: one rank of each machine
-    bool forked;  // the parent process prints how a rank ended
-    bool ending;
+    char what[64];  // this rank does
+    bool speaks;    // prints that rank 0 is lost: one rank of each machine
+    bool forked;    // the parent process prints how a rank ended
+    bool leaves;    // the others may end
 } watch;
-// Held by whoever uses `watch`. Recursive, since a function that holds it can find no memory and call launch_failed.
-static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-static pthread_cond_t arrived = PTHREAD_COND_INITIALIZER;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;    // of this rank's own beat, and of `what` and `leaves`
+static pthread_mutex_t ending = PTHREAD_MUTEX_INITIALIZER;  // who has it ends the process
 
-static void bytes_add(Bytes* to, const void* bytes, size_t count) {
-    if (count == 0) return;
-    if (to->count + count > to->room) to->data = memory_grow(to->data, to->room = 2 * (to->count + count));
-    memcpy(to->data + to->count, bytes, count);
-    to->count += count;
-}
-
-static void bytes_drop(Bytes* from, size_t count) {
-    memmove(from->data, from->data + count, from->count -= count);
-}
-
-// Sends what the system takes now; the rest stays in peer->out. That the other side has ended shows where it is read.
-static void flush_peer(Peer* peer) {
-    while (peer->socket >= 0 && peer->out.count > 0) {
-        const ssize_t sent = send(peer->socket, peer->out.data, peer->out.count, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (sent <= 0) return;
-        bytes_drop(&peer->out, (size_t)sent);
-    }
-}
-
-static void send_frame(Peer* peer, Kind kind, int number, const void* payload, size_t bytes) {
-    const Head head = {kind, (int32_t)bytes, number, 0, watch.peers[watch.rank].progress};
-    if (peer->socket < 0) return;
-    bytes_add(&peer->out, &head, sizeof(head));
-    bytes_add(&peer->out, payload, bytes);
-    flush_peer(peer);
-}
-
-static void tell_all(Kind kind, int number, const char* text) {
-    const size_t bytes = strlen(text);
+// A beat always fits into the socket: before its buffer is full, the other side has been silent for too long.
+static void send_beats(const Beat* beat) {
     for (int r = 0; r < watch.world; r++) {
-        send_frame(&watch.peers[r], kind, number, text, bytes < PAYLOAD ? bytes : PAYLOAD);
+        if (watch.peers[r].socket[BEATS] >= 0)
+            send(watch.peers[r].socket[BEATS], beat, sizeof(*beat), MSG_NOSIGNAL | MSG_DONTWAIT);
     }
 }
 
-// Ends this process, and on rank 0 all ranks. `spoken`: the message has been printed already.
-__attribute__((noreturn, format(printf, 3, 4))) static void end_all(int code, bool spoken, const char* format, ...) {
-    char text[DATA_ERROR_BYTES + 256];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof(text), format, arguments);
-    va_end(arguments);
-    if (code < 1 || code > 255) code = 1;  // what another rank sent must not look like success
-    pthread_mutex_lock(&lock);             // for good
-    if (watch.ending) _exit(code);         // there is no memory for the messages below
-    watch.ending = true;
-    if (!spoken) fputs(text, stderr), fflush(stderr);
-    tell_all(FAILED, code, text);
+// Ends this process, and on rank 0 all ranks. It takes no memory, of which there may be none.
+__attribute__((noreturn)) static void end_all(int code, const char* text) {
+    char rest[4096];
+    const Beat last = {.failed = code < 1 || code > 255 ? 1 : code};  // another rank's code must not look like success
+    pthread_mutex_lock(&ending);
+    fputs(text, stderr);
+    fflush(stderr);
+    send_beats(&last);
     // Waits until the others have closed their side, so that what was sent last is not lost with the socket.
     const double until = seconds_now() + 2;
-    for (int open = 1; open > 0 && seconds_now() < until;) {
-        open = 0;
-        for (int r = 0; r < watch.world; r++) {
-            Peer* peer = &watch.peers[r];
-            if (peer->socket < 0) continue;
-            flush_peer(peer);
-            if (peer->out.count == 0) shutdown(peer->socket, SHUT_WR);
-            const ssize_t got = recv(peer->socket, text, sizeof(text), MSG_DONTWAIT);
-            open += got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
-        }
-        if (open > 0) sleep_ms(10);
+    for (int r = 0; r < watch.world; r++) shutdown(watch.peers[r].socket[BEATS], SHUT_WR);
+    for (int r = 0; r < watch.world; r++) {
+        if (watch.peers[r].socket[BEATS] >= 0) receive_by(watch.peers[r].socket[BEATS], rest, sizeof(rest), until);
     }
-    _exit(code);
+    _exit(last.failed);
 }
 
-// Takes the place of the function of this name in data/errors.c. The message is printed once, by rank 0.
+// Takes the place of the function of this name in data/errors.c.
 void launch_failed(int code, const char* text) {
-    if (!watch.peers || watch.peers[watch.rank].left) return;
-    if (watch.rank > 0) {
-        // If all ranks make the same mistake, rank 0 should report it; it then ends this process too.
-        sleep_ms(500);
-        pthread_mutex_lock(&lock);
-        tell_all(FAILED, code, text);
-        pthread_mutex_unlock(&lock);
-        sleep_ms(5000);
-    }
-    end_all(code, false, "%s", text);
-}
-
-__attribute__((noreturn)) static void peer_lost(int r, bool ended, const char* how) {
-    const Peer* peer = &watch.peers[r];
-    end_all(1, (r == 0 && !watch.speaks) || (ended && watch.forked),
-            "train: error: rank %d on %s (process %d) %s; all ranks stop\n", r, peer->host, peer->pid, how);
-}
-
-static void take_frame(int r, const Head* head, const char* payload) {
-    Peer* peer = &watch.peers[r];
-    if (head->kind == DATA) return bytes_add(&peer->data, payload, (size_t)head->bytes);
     const char* prefix = "train: error: ";
-    SCOPED char* text = text_part(payload, (size_t)head->bytes);
-    text_disarm(text, true);
-    if (head->kind == FAILED && r == 0) end_all(head->number, true, "%s", text);
-    if (head->kind == FAILED) {
-        const char* rest = text + (strncmp(text, prefix, strlen(prefix)) == 0 ? strlen(prefix) : 0);
-        end_all(head->number, false, "%srank %d on %s: %s", prefix, r, peer->host, rest);
-    }
-    if (head->progress != peer->progress || head->number != peer->patience) peer->moved = peer->heard;
-    peer->left |= head->kind == BYE, peer->progress = head->progress, peer->patience = head->number;
-    snprintf(peer->what, sizeof(peer->what), "%.60s", text);
+    char named[DATA_ERROR_BYTES + 256];
+    if (!watch.peers || watch.leaves) return;
+    if (watch.rank == 0) end_all(code, text);
+    sleep_ms(1000);  // if all ranks make the same mistake, rank 0 prints it and ends this process meanwhile
+    const bool is_error = strncmp(text, prefix, strlen(prefix)) == 0;
+    snprintf(named, sizeof(named), "%srank %d: %s", prefix, watch.rank, text + (is_error ? strlen(prefix) : 0));
+    end_all(code, named);
 }
 
-static void read_peer(int r) {
+// `silence`: the seconds without a beat, or 0 for a connection that has ended.
+__attribute__((noreturn)) static void peer_lost(int r, int silence) {
+    const Hello* its = &watch.peers[r].hello;
+    char how[128] = "ended without a word", text[512];
+    if (silence > 0) {
+        snprintf(how, sizeof(how), "been silent for %d s: it is stopped, or its machine cannot be reached", silence);
+    }
+    snprintf(text, sizeof(text), "train: error: rank %d on %s (process %d) has %s; all ranks stop\n", r, its->host,
+             its->pid, how);
+    end_all(1, (r == 0 && !watch.speaks) || (silence == 0 && watch.forked) ? "" : text);
+}
+
+static void hear(int r, double now) {
     Peer* peer = &watch.peers[r];
-    char bytes[sizeof(Head) + PAYLOAD];
-    const ssize_t got = recv(peer->socket, bytes, sizeof(bytes), MSG_DONTWAIT);
+    const ssize_t got =
+        recv(peer->socket[BEATS], (char*)&peer->in + peer->bytes, sizeof(Beat) - peer->bytes, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got <= 0 && !peer->left) peer_lost(r, true, "has ended without a word");
+    if (got <= 0 && !watch.leaves) peer_lost(r, 0);
     if (got <= 0) {
-        close(peer->socket), peer->socket = -1;
+        close(peer->socket[BEATS]), peer->socket[BEATS] = -1;
         return;
     }
-    peer->heard = seconds_now();
-    bytes_add(&peer->in, bytes, (size_t)got);
-    for (Head head; peer->in.count >= sizeof(head); bytes_drop(&peer->in, sizeof(head) + (size_t)head.bytes)) {
-        memcpy(&head, peer->in.data, sizeof(head));
-        if (head.kind < DATA || head.kind > BYE || head.bytes < 0 || head.bytes > PAYLOAD || head.progress < 0 ||
-            (head.kind != FAILED && head.number < 0))
-            peer_lost(r, false, "has sent what is no message");
-        if (peer->in.count < sizeof(head) + (size_t)head.bytes) break;
-        take_frame(r, &head, peer->in.data + sizeof(head));
-    }
+    peer->heard = now;
+    peer->bytes = (peer->bytes + (size_t)got) % sizeof(Beat);
+    if (peer->bytes > 0) return;
+    if (peer->in.failed) end_all(peer->in.failed, "");  // and it has said why
+    if (peer->in.progress != peer->beat.progress || peer->in.patience != peer->beat.patience) peer->moved = now;
+    peer->beat = peer->in;
 }
 
 // Ends all ranks if none has made progress within its patience. The rank that is furthest behind is at fault.
@@ -170,45 +101,39 @@ static void check_progress(double now) {
     int behind = 0, ahead = 0;
     for (int r = 0; r < watch.world; r++) {
         const Peer* peer = &watch.peers[r];
-        if (peer->left || peer->patience == 0 || now - peer->moved < peer->patience) return;
-        if (peer->progress < watch.peers[behind].progress) behind = r;
-        if (peer->progress > watch.peers[ahead].progress) ahead = r;
+        if (peer->beat.patience == 0 || now - peer->moved < peer->beat.patience) return;
+        if (peer->beat.progress < watch.peers[behind].beat.progress) behind = r;
+        if (peer->beat.progress > watch.peers[ahead].beat.progress) ahead = r;
     }
-    const Peer* last = &watch.peers[behind];
-    const char* who = behind == ahead ? "no rank has"
-                                      : text_kept("rank %d on %s hangs: the others wait for it, and it has not", behind,
-                                                  behind ? last->host : "this host");
-    end_all(1, false, "train: error: %s made progress for %d s (%s); all ranks stop\n", who, last->patience,
-            last->what);
+    char who[256] = "no rank has", text[512];
+    if (behind != ahead) {
+        snprintf(who, sizeof(who), "rank %d on %s hangs: the others wait for it, and it has not", behind,
+                 behind ? watch.peers[behind].hello.host : "this host");
+    }
+    snprintf(text, sizeof(text), "train: error: %s made progress for %d s (%s); all ranks stop\n", who,
+             watch.peers[0].beat.patience, watch.what);
+    end_all(1, text);
 }
 
 static void* watch_thread(void* unused) {
     (void)unused;
     struct pollfd* polled = memory_zero((size_t)watch.world, sizeof(struct pollfd));
-    double beat = 0, before = seconds_now();
-    for (;;) {
-        pthread_mutex_lock(&lock);
+    double sent = 0, before = seconds_now();
+    for (;; poll(polled, (nfds_t)watch.world, 200)) {
         const double now = seconds_now();
         const bool paused = now - before > 3;  // Ctrl-Z, or a suspended machine
         before = now;
+        pthread_mutex_lock(&lock);
         for (int r = 0; r < watch.world; r++) {
             Peer* peer = &watch.peers[r];
             if (paused) peer->heard = peer->moved = now;  // the others have not been silent
-            if (polled[r].revents && peer->socket >= 0) read_peer(r);
-            flush_peer(peer);
-            if (peer->socket >= 0 && now - peer->heard > watch.silence) {
-                peer_lost(r, false,
-                          text_kept("has been silent for %d s: it is stopped, or its machine cannot be reached",
-                                    watch.silence));
-            }
-            polled[r] = (struct pollfd){peer->socket, POLLIN, 0};
+            if (polled[r].revents) hear(r, now);
+            polled[r] = (struct pollfd){peer->socket[BEATS], POLLIN, 0};
+            if (polled[r].fd >= 0 && now - peer->heard > watch.silence) peer_lost(r, watch.silence);
         }
         if (watch.rank == 0) check_progress(now);
-        const Peer* own = &watch.peers[watch.rank];
-        if (now - beat >= 1) tell_all(BEAT, own->patience, own->what), beat = now;
-        pthread_cond_broadcast(&arrived);
+        if (now - sent >= 1) send_beats(&watch.peers[watch.rank].beat), sent = now;
         pthread_mutex_unlock(&lock);
-        poll(polled, (nfds_t)watch.world, 200);
     }
 }
 
@@ -225,8 +150,8 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     setenv("RANK", text_kept("%d", launch->rank), 1), setenv("LOCAL_RANK", text_kept("%d", launch->local_rank), 1);
     share_cores(launch->local_world);
     Peer* peers = memory_zero((size_t)launch->world, sizeof(Peer));
-    for (int r = 0; r < launch->world; r++) peers[r].socket = -1;
-    snprintf(peers[0].host, sizeof(peers[0].host), "%.60s", launch->host);
+    for (int r = 0; r < launch->world; r++) peers[r].socket[MESSAGES] = peers[r].socket[BEATS] = -1;
+    snprintf(peers[0].hello.host, sizeof(peers[0].hello.host), "%.60s", launch->host);
     if (!(launch->rank == 0 ? rendezvous_gather(launch, peers, limit, error)
                             : rendezvous_reach(launch, &peers[0], limit, error)))
         return false;
@@ -240,34 +165,19 @@ bool launch_join(Launch* launch, int64_t limit, char* error) {
     return status == 0 || data_error(error, "the thread that watches the ranks cannot start: %s", strerror(status));
 }
 
-// Messages between ranks.
+// Messages between ranks. If one fails, the watch of this rank or of rank 0 soon ends the process and says why.
+
+__attribute__((noreturn)) static void message_lost(int r) {
+    sleep_ms(2000);
+    peer_lost(r, 0);
+}
 
 static void give_bytes(int to, const void* bytes, size_t count) {
-    Peer* peer = &watch.peers[to];
-    pthread_mutex_lock(&lock);
-    for (size_t at = 0; at < count; at += PAYLOAD) {
-        send_frame(peer, DATA, 0, (const char*)bytes + at, count - at < PAYLOAD ? count - at : PAYLOAD);
-        while (peer->socket >= 0 && peer->out.count > 0) {
-            struct pollfd one = {peer->socket, POLLOUT, 0};
-            pthread_mutex_unlock(&lock);
-            poll(&one, 1, 100);
-            pthread_mutex_lock(&lock);
-            flush_peer(peer);
-        }
-    }
-    pthread_mutex_unlock(&lock);
+    if (!send_all(watch.peers[to].socket[MESSAGES], bytes, count)) message_lost(to);
 }
 
 static void take_bytes(int from, void* bytes, size_t count) {
-    Peer* peer = &watch.peers[from];
-    pthread_mutex_lock(&lock);
-    while (peer->data.count < count && peer->socket >= 0) pthread_cond_wait(&arrived, &lock);
-    if (peer->data.count < count)
-        end_all(1, false, "train: error: rank %d on %s has ended and others still wait for it; all ranks stop\n", from,
-                peer->host);
-    memcpy(bytes, peer->data.data, count);
-    bytes_drop(&peer->data, count);
-    pthread_mutex_unlock(&lock);
+    if (!receive_by(watch.peers[from].socket[MESSAGES], bytes, count, INFINITY)) message_lost(from);
 }
 
 void launch_broadcast(const Launch* launch, int from, void* bytes, int64_t count) {
@@ -313,10 +223,10 @@ void watchdog_arm(const Launch* launch, const char* what, double patience) {
     if (!watch.peers) return;
     pthread_mutex_lock(&lock);
     Peer* own = &watch.peers[launch->rank];
-    snprintf(own->what, sizeof(own->what), "%s", what);
-    own->patience = patience == 0 || patience > watch.silence ? (int)patience : watch.silence;
+    snprintf(watch.what, sizeof(watch.what), "%s", what);
+    own->beat.patience = patience == 0 || patience > watch.silence ? (int)patience : watch.silence;
     own->moved = seconds_now();
-    own->progress++;
+    own->beat.progress++;
     pthread_mutex_unlock(&lock);
 }
 
@@ -328,8 +238,7 @@ void launch_leave(const Launch* launch) {
     if (!watch.peers) return;
     watchdog_disarm(launch);
     pthread_mutex_lock(&lock);
-    tell_all(BYE, 0, "");
-    watch.peers[launch->rank].left = true;
+    watch.leaves = true;
     pthread_mutex_unlock(&lock);
-    launch_any(launch, false);  // then all have had the good-bye, and a connection that ends is no failure
+    launch_any(launch, false);  // no rank ends before all have come here
 }
