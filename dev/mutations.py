@@ -1,6 +1,6 @@
 """Checks that the tests find faults. Each row below puts one fault into the product, in a copy of this tree that is
 built for the CPU; a test that the row's pattern picks must fail. The last line is `N passed, N failed`; a fault that
-no test finds counts as failed. `dev/LOG.md` lists the results of a run.
+no test finds counts as failed.
 
     python3 dev/mutations.py [-k SUBSTRING] [--copy FOLDER]
 
