@@ -33,7 +33,6 @@ STEPS = [text.split("|") for text in """
 step|AdamW|MASTER|F|F|None|F
 step|AdamW|MASTER|F|F|None|BF
 step|AdamW|BSR|DYN|UDYN|None|BF
-step|AdamW|BSR|DYN|UDYN|None|Placed<BF>
 step|AdamW|Feedback<BSR>|E4SR|UDYN|None|BF
 step|AdamW|BSR|SOFT|SQRT|None|F
 step|AdamW|BSR|Blocks<De4, 128, ScaleFp32, NEAREST>|Blocks<Lin4, 128, ScaleFp32, NEAREST>|None|BF

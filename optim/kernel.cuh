@@ -25,37 +25,29 @@ EMBED_SOURCE
 
 constexpr int STEP_GROUPS = 8;  // at most: tensors without and with weight decay, and those of overrides
 
-struct alignas(8) Tile {
-    uint32_t index;  // its first element is index * TILE_ELEMENTS of the arena
+// One tile of the table. It says where the tile lies, whoever owns the memory: an arena, a part of the model that has
+// room for a while, tensors of the caller's own (placed.h), or the buffers of a rule that reads matrices.
+struct alignas(16) Tile {
+    void* seen;  // the copy of the weights if the step writes one, otherwise their codes
+    const void* grads;
+    uint32_t kept;     // number of the tile in the weights' other arrays
+    uint32_t states;   // number of the tile in m, v and slow, counted from StepArguments.states
+    uint32_t element;  // its first element is number element * TILE_ELEMENTS of the model, for its noise
     uint32_t group;
 };
 
-// The place of a tile's weights and gradients in tensors of the caller's own (placed.h).
-struct TilePlace {
-    void* weights;  // in the type that the matmuls read: the stored codes, or a copy of the stored weights
-    const void* grads;
-    int64_t element;  // number of the tile's first element in the model, for its noise
-};
-
 struct StepArguments {
-    Streams weights, grads, m, v;
+    Streams weights, m, v;
     Streams slow;             // the third state of a rule that keeps one, in m's format
-    Streams copy;             // the copy of the weights in the type that the matmuls read, or null
     const float* grad_scale;  // device scalar
-    const float* factor;      // (tiles of the arena) factor of the update for Scaled rules; null for others
+    const float* factor;      // (tiles of the weights' arrays) of the update for Scaled rules; null for others
     const Tile* tiles;        // (tile_count)
     int64_t tile_count;       // below 2^31
     uint32_t* next_tile;      // device scalar, 0 before a launch and after
-    NoiseSeed seed;
+    uint32_t states;          // Tile.states of the tile with which m, v and slow begin
     uint32_t step;
+    NoiseSeed seed;
     Hyper group[STEP_GROUPS];
-    const TilePlace* places;  // (tile_count); null: weights and gradients lie in arenas
-};
-
-// Marks a storage of gradients, so that the step's kernel reads `places`.
-template <class Storage>
-struct Placed : Storage {
-    static constexpr bool PLACED = true;
 };
 
 // The arrays of one tile.
@@ -402,15 +394,32 @@ OPTIM_INLINE constexpr int step_shared_bytes(const StepShape& shape, int compute
     return shape.table_bytes + (has_stages(compute) ? shape.groups * shape.stages * shape.stage_bytes : 0);
 }
 
-// Returns the arrays of tile `index`, given arrays that begin at the arena's first element.
+// Returns the address of tile number `index` of an array; null if there is no array.
+OPTIM_INLINE void* array_at(const StreamInfo& info, void* array, int64_t index) {
+    return array ? (char*)array + index * tile_bytes(info) : nullptr;
+}
+
+// Returns the arrays of tile number `index` of a storage.
 OPTIM_INLINE Streams tile_at(const StreamInfo& codes, const StreamInfo& extra, const StreamInfo& more,
                              const Streams& whole, int64_t index) {
-    return {(char*)whole.codes + index * tile_bytes(codes),
-            (char*)whole.extra + index * tile_bytes(extra),
+    return {array_at(codes, whole.codes, index),
+            array_at(extra, whole.extra, index),
             whole.table,
-            (char*)whole.more + index * tile_bytes(more),
+            array_at(more, whole.more, index),
             whole.next,
             whole.span ? whole.span + index : nullptr};
+}
+
+// Returns the arrays of a tile of the table.
+OPTIM_INLINE TileStreams tile_streams(const StepArrays& arrays, const StepArguments& step, const Tile& tile) {
+    const StreamInfo* info = arrays.array;
+    const uint32_t states = tile.states - step.states;
+    TileStreams its = {
+        tile_at(info[0], info[1], info[2], step.weights, tile.kept), {(void*)tile.grads, nullptr},
+        tile_at(info[4], info[5], info[6], step.m, states),          tile_at(info[7], info[8], info[9], step.v, states),
+        tile_at(info[10], info[11], info[12], step.slow, states),    {}};
+    (info[COPY_ARRAY].bits > 0 ? its.copy : its.weights).codes = tile.seen;
+    return its;
 }
 
 constexpr int DECODE_ELEMENTS = 8;  // of a thread of optim_decode_kernel
@@ -431,74 +440,57 @@ struct StepLayout {
                                            V::STREAM[2], SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,
                                            SLOW ? M::STREAM[2] : NOTHING, Copy::STREAM[0]}};
     static constexpr StepShape SHAPE = step_shape(ARRAYS, M::TABLE_BYTES + V::TABLE_BYTES);
-    // PLACED_ARRAY is the array at TilePlace.weights.
-    static constexpr bool PLACED = Grads::PLACED;
-    static constexpr int PLACED_ARRAY = !PLACED ? -1 : Copy::STREAM[0].bits > 0 ? COPY_ARRAY : 0;
-
-    // Returns the place of tile number t of the table.
-    static __device__ __forceinline__ TilePlace place_of(const StepArguments& step, int64_t t) {
-        if constexpr (PLACED) return step.places[t];
-        return {};
-    }
+    // The array at Tile.seen.
+    static constexpr int SEEN_ARRAY = Copy::STREAM[0].bits > 0 ? COPY_ARRAY : 0;
 
     // Returns the address of array `a` of a tile in memory.
-    static __device__ __forceinline__ void* in_memory(int a, void* base, int bytes, const Tile& tile,
-                                                      const TilePlace& place) {
-        if (PLACED && a == PLACED_ARRAY) return place.weights;
-        if (PLACED && a == GRADS_ARRAY) return (void*)place.grads;
-        return (char*)base + (int64_t)tile.index * bytes;
+    static __device__ __forceinline__ void* in_memory(const StepArguments& step, int a, void* array, int bytes,
+                                                      const Tile& tile) {
+        if (a == SEEN_ARRAY) return tile.seen;
+        if (a == GRADS_ARRAY) return (void*)tile.grads;
+        return (char*)array + (int64_t)(a < GRADS_ARRAY ? tile.kept : tile.states - step.states) * bytes;
     }
 
-    // Returns the address of array A of a tile: in the stage, or in memory if there are no stages.
+    // Replaces the address of array A of a tile by its address in the stage.
     template <int A>
-    static __device__ __forceinline__ void* at(void* base, const Tile& tile, const TilePlace& place,
-                                               unsigned char* stage) {
+    static __device__ __forceinline__ void to_stage(void** array, unsigned char* stage) {
         constexpr int bytes = SHAPE.bytes[A], offset = SHAPE.offset[A];
-        if constexpr (bytes == 0) {
-            return nullptr;
-        } else if constexpr (HAS_STAGES) {
-            return stage + offset;
-        } else {
-            return in_memory(A, base, bytes, tile, place);
-        }
+        if constexpr (bytes > 0) *array = stage + offset;
     }
 
     template <int A>
-    static __device__ __forceinline__ Streams streams(const Streams& whole, const Tile& tile, const TilePlace& place,
-                                                      unsigned char* stage) {
-        constexpr bool spans = ARRAYS.array[A + 1].span != SPAN_RUN;
-        return {at<A>(whole.codes, tile, place, stage),
-                spans ? whole.extra : at<A + 1>(whole.extra, tile, place, stage),
-                whole.table,
-                at<A + 2>(whole.more, tile, place, stage),
-                whole.next,
-                whole.span + tile.index};
+    static __device__ __forceinline__ void to_stage(Streams* streams, unsigned char* stage) {
+        to_stage<A>(&streams->codes, stage), to_stage<A + 1>(&streams->extra, stage);
+        to_stage<A + 2>(&streams->more, stage);
     }
 
-    static __device__ __forceinline__ TileStreams tile_streams(const StepArguments& step, const Tile& tile,
-                                                               const TilePlace& place, unsigned char* stage) {
-        return {streams<0>(step.weights, tile, place, stage),
-                {at<GRADS_ARRAY>(step.grads.codes, tile, place, stage), nullptr},
-                streams<4>(step.m, tile, place, stage),
-                streams<7>(step.v, tile, place, stage),
-                streams<10>(step.slow, tile, place, stage),
-                {at<COPY_ARRAY>(step.copy.codes, tile, place, stage), nullptr}};
+    // Returns the arrays of a tile: in the stage, or in memory if there are no stages.
+    static __device__ __forceinline__ TileStreams tile_arrays(const StepArguments& step, const Tile& tile,
+                                                              unsigned char* stage) {
+        constexpr StepArrays arrays = ARRAYS;
+        TileStreams its = tile_streams(arrays, step, tile);
+        if constexpr (HAS_STAGES) {
+            to_stage<0>(&its.weights, stage), to_stage<GRADS_ARRAY>(&its.grads.codes, stage);
+            to_stage<4>(&its.m, stage), to_stage<7>(&its.v, stage), to_stage<10>(&its.slow, stage);
+            to_stage<COPY_ARRAY>(&its.copy.codes, stage);
+        }
+        return its;
     }
 
     // Calls transfer(address in memory, address in the stage, bytes, index) for each array of a tile whose bit is in
     // `set`.
     template <class Transfer>
-    static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, const TilePlace& place,
-                                                unsigned char* stage, unsigned set, Transfer transfer) {
+    static __device__ __forceinline__ void each(const StepArguments& step, const Tile& tile, unsigned char* stage,
+                                                unsigned set, Transfer transfer) {
         constexpr StepShape shape = SHAPE;
-        void* base[STEP_ARRAYS] = {step.weights.codes, step.weights.extra, step.weights.more, step.grads.codes,
-                                   step.m.codes,       step.m.extra,       step.m.more,       step.v.codes,
-                                   step.v.extra,       step.v.more,        step.slow.codes,   step.slow.extra,
-                                   step.slow.more,     step.copy.codes};
+        void* array[STEP_ARRAYS] = {
+            step.weights.codes, step.weights.extra, step.weights.more, nullptr,      step.m.codes,
+            step.m.extra,       step.m.more,        step.v.codes,      step.v.extra, step.v.more,
+            step.slow.codes,    step.slow.extra,    step.slow.more,    nullptr};
 #pragma unroll
         for (int a = 0; a < STEP_ARRAYS; a++) {
             if ((set >> a & 1u) == 0) continue;
-            transfer(in_memory(a, base[a], shape.bytes[a], tile, place), stage + shape.offset[a], shape.bytes[a], a);
+            transfer(in_memory(step, a, array[a], shape.bytes[a], tile), stage + shape.offset[a], shape.bytes[a], a);
         }
     }
 };
@@ -543,21 +535,21 @@ __device__ __forceinline__ void tables_set(TileStreams* streams, const unsigned 
 // Updates a thread's elements of a tile. `span`, unless null, is the stage's copy of the tile's place among the numbers
 // of rows.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
-__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const TilePlace& place,
-                                            const SpanTile* span, const unsigned char* tables, unsigned char* stage,
-                                            float grad_scale, int thread, int turn) {
+__device__ __forceinline__ void update_tile(const StepArguments& step, const Tile& tile, const SpanTile* span,
+                                            const unsigned char* tables, unsigned char* stage, float grad_scale,
+                                            int thread, int turn) {
     typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
     constexpr int COUNT = Layout::SHAPE.elements;
-    TileStreams streams = Layout::tile_streams(step, tile, place, stage);
+    TileStreams streams = Layout::tile_arrays(step, tile, stage);
     tables_set<M>(&streams, tables);
     if (span) streams.v.span = span;
-    int64_t element = Layout::PLACED ? place.element : (int64_t)tile.index * TILE_ELEMENTS;
+    int64_t element = (int64_t)tile.element * TILE_ELEMENTS;
     int first = thread * COUNT;
     constexpr bool COPIES = Copy::STREAM[0].bits > 0;
     constexpr bool BF16_OUT = COPIES && Weights::WRITES_BF16 && SAME_TYPE<Copy, Elementwise<Bf16, NEAREST>>;
     Packed<16, COUNT> codes;
     if constexpr (Rule::SCALED) {
-        const Hyper hyper = hyper_scaled(step.group[tile.group], step.factor[tile.index]);
+        const Hyper hyper = hyper_scaled(step.group[tile.group], step.factor[tile.kept]);
         update_elements<COUNT>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale,
                                element, first, COUNT, turn, BF16_OUT ? codes.word : nullptr);
     } else {
@@ -582,47 +574,36 @@ __device__ __forceinline__ void update_tile(const StepArguments& step, const Til
 
 #ifdef OPTIM_STAGES
 // The couriers and the groups share this memory beside the stages.
-constexpr uint32_t NO_TILE = 0xffffffffu;  // this index follows a group's last tile
+constexpr uint32_t NO_TILE = 0xffffffffu;  // the `element` that follows a group's last tile
+
+struct CourierStage {
+    uint64_t full;  // a tile has arrived
+    uint64_t done;  // all threads of the group have computed it
+    Tile tile;
+};
+
+// The place of each stage's tile among a rule's numbers by rows; empty unless THERE. A group that loaded it itself
+// would wait for memory twice.
+template <bool THERE, int GROUPS, int STAGES>
+struct StagedSpans {
+    static constexpr int BYTES = sizeof(SpanTile);  // of a stage
+    SpanTile value[GROUPS][STAGES];
+    __device__ __forceinline__ SpanTile* at(int group, int s) { return &value[group][s]; }
+};
 
 template <int GROUPS, int STAGES>
-struct Couriers {
-    uint64_t full[GROUPS][STAGES];  // a tile has arrived
-    uint64_t done[GROUPS][STAGES];  // all threads of the group have computed it
-    Tile tile[GROUPS][STAGES];
-
-    // Return the other members of a stage, given the address of its `full`.
-    static_assert(sizeof(Tile) == sizeof(uint64_t), "three arrays of the same layout");
-    __device__ __forceinline__ uint64_t* done_of(uint64_t* stage) const { return stage + GROUPS * STAGES; }
-    __device__ __forceinline__ const Tile& tile_of(uint64_t* stage) const {
-        return *(const Tile*)(stage + 2 * GROUPS * STAGES);
-    }
-};
-
-// A value of each stage beside the tile's arrays: the tile's place, or its place among a rule's numbers by rows. It is
-// empty unless THERE. A group that loaded the place of its numbers itself would wait for memory twice.
-template <class T, bool THERE, int GROUPS, int STAGES>
-struct Staged {
-    static constexpr int BYTES = sizeof(T);  // of a stage
-    T value[GROUPS][STAGES];
-    __device__ __forceinline__ T* at(int group, int s) { return &value[group][s]; }
-    __device__ __forceinline__ T get(int group, int s) const { return value[group][s]; }
-};
-
-template <class T, int GROUPS, int STAGES>
-struct Staged<T, false, GROUPS, STAGES> {
+struct StagedSpans<false, GROUPS, STAGES> {
     static constexpr int BYTES = 0;
-    __device__ __forceinline__ T* at(int, int) { return nullptr; }
-    __device__ __forceinline__ T get(int, int) const { return {}; }
+    __device__ __forceinline__ SpanTile* at(int, int) { return nullptr; }
 };
 
 // The producer warp of a group issues its TMA copies.
-template <class Layout, class Shared, class PlacesOf, class SpansOf>
+template <class Layout, class SpansOf>
 struct ProducerWarp {
     static constexpr StepShape SHAPE = Layout::SHAPE;
     static constexpr unsigned ENGINE = ~SHAPE.small, SMALL = SHAPE.small;
     const StepArguments& step;
-    Shared* shared;
-    PlacesOf* places;
+    CourierStage* shared;  // (stages) of the group
     SpansOf* spans;
     unsigned char* stages;
     int group;
@@ -638,42 +619,41 @@ struct ProducerWarp {
     }
 
     __device__ __forceinline__ void read(const Tile& tile) {
-        Layout::each(step, tile, {}, nullptr, SHAPE.loaded & SMALL,
+        Layout::each(step, tile, nullptr, SHAPE.loaded & SMALL,
                      [&](const void* from, void*, int bytes, int a) { small[a] = read_small(from, bytes); });
     }
 
-    __device__ __forceinline__ void fill(const Tile& tile, const TilePlace& place, int s) {
-        const uint32_t full = shared_offset(&shared->full[group][s]);
+    __device__ __forceinline__ void fill(const Tile& tile, int s) {
+        const uint32_t full = shared_offset(&shared[s].full);
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
-        shared->tile[group][s] = tile;
-        if constexpr (PlacesOf::BYTES > 0) *places->at(group, s) = place;
-        Layout::each(step, tile, place, stage, SHAPE.loaded & SMALL,
+        shared[s].tile = tile;
+        Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
         barrier_expect(full, SHAPE.load_bytes + SpansOf::BYTES);
         if constexpr (SpansOf::BYTES > 0) {
-            bulk_load(shared_offset(spans->at(group, s)), step.v.span + tile.index, SpansOf::BYTES, full);
+            const SpanTile* span = step.v.span + (tile.states - step.states);
+            bulk_load(shared_offset(spans->at(group, s)), span, SpansOf::BYTES, full);
         }
-        Layout::each(step, tile, place, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
+        Layout::each(step, tile, stage, SHAPE.loaded & ENGINE, [&](const void* from, void* to, int bytes, int) {
             bulk_load(shared_offset(to), from, bytes, full);
         });
     }
 
     __device__ __forceinline__ void end(int s) {
-        shared->tile[group][s].index = NO_TILE;
-        barrier_arrive(shared_offset(&shared->full[group][s]));
+        shared[s].tile.element = NO_TILE;
+        barrier_arrive(shared_offset(&shared[s].full));
     }
 
     // Stores a stage to memory once the group has computed it.
     __device__ __forceinline__ void take_back(int s, uint32_t parity) {
-        while (!barrier_passed(shared_offset(&shared->done[group][s]), parity))
+        while (!barrier_passed(shared_offset(&shared[s].done), parity))
             __nanosleep(100);  // polling takes issue slots from other warps
-        const Tile tile = shared->tile[group][s];
-        const TilePlace place = places->get(group, s);
+        const Tile tile = shared[s].tile;
         unsigned char* stage = stages + s * SHAPE.stage_bytes;
-        Layout::each(step, tile, place, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
+        Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
             write_small(to, bytes, read_small(from, bytes));
         });
-        Layout::each(step, tile, place, stage, SHAPE.stored & ENGINE,
+        Layout::each(step, tile, stage, SHAPE.stored & ENGINE,
                      [&](void* to, const void* from, int bytes, int) { bulk_store(to, shared_offset(from), bytes); });
         store_commit();
     }
@@ -682,19 +662,19 @@ struct ProducerWarp {
 // Runs a producer warp, in one thread. It fills its group's stages. Then, as the group computes one stage after
 // another, it begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next
 // tile.
-template <class Layout, class Shared, class PlacesOf, class SpansOf>
-__device__ __forceinline__ void courier_run(const StepArguments& step, Shared* shared, PlacesOf* places, SpansOf* spans,
+template <class Layout, class SpansOf>
+__device__ __forceinline__ void courier_run(const StepArguments& step, CourierStage* shared, SpansOf* spans,
                                             unsigned char* memory, int group) {
     constexpr StepShape SHAPE = Layout::SHAPE;
     constexpr int STAGES = SHAPE.stages;
-    ProducerWarp<Layout, Shared, PlacesOf, SpansOf> producer = {
-        step, shared, places, spans, memory + group * (STAGES * SHAPE.stage_bytes), group, {}};
+    ProducerWarp<Layout, SpansOf> producer = {step,  shared, spans, memory + group * (STAGES * SHAPE.stage_bytes),
+                                              group, {}};
     const uint32_t count = (uint32_t)step.tile_count;
     uint32_t next = producer.next_tile(), first = group * gridDim.x + blockIdx.x;
     int filled = 0;
     for (; filled < STAGES && first < count; filled++, first += gridDim.x * SHAPE.groups) {
         producer.read(step.tiles[first]);
-        producer.fill(step.tiles[first], Layout::place_of(step, first), filled);
+        producer.fill(step.tiles[first], filled);
     }
     bool more = filled == STAGES;
     if (!more) producer.end(filled);
@@ -702,13 +682,12 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, Shared* s
     uint32_t parity = 0;
     for (; filled > 0; filled--) {
         const bool comes = before >= 0 && next < count;
-        const Tile coming = comes ? step.tiles[next] : Tile{};  // both loads are in flight during the wait
-        const TilePlace place = comes ? Layout::place_of(step, next) : TilePlace{};
+        const Tile coming = comes ? step.tiles[next] : Tile{};  // the load is in flight during the wait
         if (comes) next = producer.next_tile();
         if (comes) producer.read(coming);
         producer.take_back(s, parity);
         store_wait_read<1>();
-        if (comes) producer.fill(coming, place, before), filled++;
+        if (comes) producer.fill(coming, before), filled++;
         if (!comes && more && before >= 0) producer.end(before), more = false;
         before = s;
         if (++s == STAGES) s = 0, parity ^= 1;
@@ -755,12 +734,11 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     extern __shared__ __align__(128) unsigned char step_memory[];
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
-    __shared__ Couriers<SHAPE.groups, SHAPE.stages> shared;
-    __shared__ Staged<TilePlace, Layout::PLACED, SHAPE.groups, SHAPE.stages> places;
-    __shared__ Staged<SpanTile, Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
+    __shared__ CourierStage shared[SHAPE.groups][SHAPE.stages];
+    __shared__ StagedSpans<Rule::BY_ROWS, SHAPE.groups, SHAPE.stages> spans;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
-        barrier_init(shared_offset(&shared.full[0][0] + threadIdx.x), 1);
-        barrier_init(shared_offset(&shared.done[0][0] + threadIdx.x), SHAPE.threads);
+        barrier_init(shared_offset(&(&shared[0][0] + threadIdx.x)->full), 1);
+        barrier_init(shared_offset(&(&shared[0][0] + threadIdx.x)->done), SHAPE.threads);
         fence_async();
     }
     __syncthreads();
@@ -770,30 +748,29 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
         if constexpr (exchanges) registers_set<COURIER_REGISTERS, false>();
         const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
         if (warp < SHAPE.groups && is_elected()) {
-            courier_run<Layout>(step, &shared, &places, &spans, step_memory + SHAPE.table_bytes, warp);
+            courier_run<Layout>(step, shared[warp], &spans, step_memory + SHAPE.table_bytes, warp);
         }
         return;
     }
     if constexpr (exchanges) registers_set<registers, true>();
     const uint32_t thread_kept = register_kept(thread), tables = register_kept(shared_offset(step_memory));
     const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
-    uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared.full[group][0]);
+    uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared[group][0]);
     int s = 0, turn = 0;
     for (;;) {
-        uint64_t* full = (uint64_t*)shared_pointer(register_kept(barrier));
-        while (!barrier_passed(shared_offset(full), parity)) {
+        CourierStage* its = (CourierStage*)shared_pointer(register_kept(barrier));
+        while (!barrier_passed(shared_offset(&its->full), parity)) {
         }
-        const Tile& tile = shared.tile_of(full);
-        if (tile.index == NO_TILE) break;
+        if (its->tile.element == NO_TILE) break;
         update_tile<Rule, Weights, M, V, Copy, Grads>(
-            step, tile, places.get(group, s), spans.at(group, s), (unsigned char*)shared_pointer(tables),
+            step, its->tile, spans.at(group, s), (unsigned char*)shared_pointer(tables),
             (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
         turn ^= 1;
         fence_async();
-        barrier_arrive(shared_offset(shared.done_of(full)));
-        stage += SHAPE.stage_bytes, barrier += sizeof(uint64_t);
+        barrier_arrive(shared_offset(&its->done));
+        stage += SHAPE.stage_bytes, barrier += sizeof(CourierStage);
         if (++s == SHAPE.stages) {
-            stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(uint64_t);
+            stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(CourierStage);
             s = 0, parity ^= 1;
         }
     }
@@ -803,8 +780,8 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
     int turn = 0;
     for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride, turn ^= 1) {
-        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], Layout::place_of(step, t), nullptr,
-                                                      step_memory, nullptr, grad_scale, thread, turn);
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], nullptr, step_memory, nullptr, grad_scale,
+                                                      thread, turn);
     }
 #endif
 }

@@ -23,25 +23,13 @@ __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>:
     __syncthreads();
     for (int64_t t = blockIdx.x; t < step.tile_count; t += gridDim.x) {
         const Tile tile = step.tiles[t];
-        auto at = [&](int a, const Streams& whole) {
-            return tile_at(arrays.array[a], arrays.array[a + 1], arrays.array[a + 2], whole, tile.index);
-        };
-        const StreamInfo grads = arrays.array[GRADS_ARRAY];
-        const TilePlace place = Layout::place_of(step, t);
-        TileStreams streams = {
-            at(0, step.weights),
-            {Layout::in_memory(GRADS_ARRAY, step.grads.codes, tile_bytes(grads), tile, place), nullptr},
-            at(4, step.m),
-            at(7, step.v),
-            at(10, step.slow),
-            {}};
-        if (Layout::PLACED_ARRAY == 0) streams.weights.codes = place.weights;
+        TileStreams streams = tile_streams(arrays, step, tile);
         tables_set<M>(&streams, step_memory);
         const Hyper& group = step.group[tile.group];
-        const Hyper hyper = Rule::SCALED ? hyper_scaled(group, step.factor[tile.index]) : group;
-        update_elements<COUNT, MEASURE>(
-            EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper, grad_scale,
-            Layout::PLACED ? place.element : (int64_t)tile.index * TILE_ELEMENTS, (int)threadIdx.x * COUNT, COUNT);
+        const Hyper hyper = Rule::SCALED ? hyper_scaled(group, step.factor[tile.kept]) : group;
+        update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper,
+                                        grad_scale, (int64_t)tile.element * TILE_ELEMENTS, (int)threadIdx.x * COUNT,
+                                        COUNT);
         __syncthreads();  // threads of log.cuh share memory, which the next tile overwrites
     }
 }

@@ -173,8 +173,12 @@ static void fetch(Offload* o, int part, int slot) {
     o->there[slot] = part;
 }
 
-// Tells the optimizer where the states of a part are. A step counts tiles from the arena's first one, so each array
-// gets the address that it would have if it began there.
+// Returns the number of a part's first tile in a launch.
+static int64_t part_first(const Plan* plan, const PartRuns* run, int launch) {
+    return (run->launch[launch].begin - plan->launch[launch].run.begin) / TILE_ELEMENTS;
+}
+
+// Tells the optimizer where the states of a part are.
 static void part_point(const Offload* o, int part, char* slot) {
     const Plan* plan = o->plan;
     const PartRuns* run = &o->run[part];
@@ -182,16 +186,17 @@ static void part_point(const Offload* o, int part, char* slot) {
     for (int l = 0; l < plan->launches; l++) {
         for (int k = 0; k < KEPT; k++) {
             const Streams* kept = &optim_kept(o->optim, l)[k];  // numbers of spans stay on the device
-            at[l][k] = row_tile(kept_format(plan, l, k), *kept, -plan->launch[l].run.begin / TILE_ELEMENTS);
+            at[l][k] = row_tile(kept_format(plan, l, k), *kept, part_first(plan, run, l));
         }
     }
-    each_array(plan, run, [&](int l, int k, int i, const StreamInfo& info, int64_t bytes) {
+    each_array(plan, run, [&](int l, int k, int i, const StreamInfo&, int64_t bytes) {
         void** const arrays[ARRAYS] = {&at[l][k].codes, &at[l][k].extra, &at[l][k].more};
-        *arrays[i] = slot - run->launch[l].begin / TILE_ELEMENTS * tile_bytes(info);
+        *arrays[i] = slot;
         slot += aligned_bytes(bytes);
     });
     for (int l = 0; l < plan->launches; l++) {
-        if (run->launch[l].begin < run->launch[l].end) optim_kept_at(o->optim, l, at[l]);
+        if (run->launch[l].begin == run->launch[l].end) continue;
+        optim_kept_at(o->optim, l, at[l], part_first(plan, run, l));
     }
 }
 

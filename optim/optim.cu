@@ -10,6 +10,7 @@
 #include "jit.h"
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
+#include "each.cuh"
 #include "measure.cuh"
 #include "placed.h"
 #include "plan.h"
@@ -19,8 +20,8 @@
 
 static_assert(OPTIM_STREAMS == 3 * SLOTS * LAUNCHES, "three arrays a slot");
 
-// Returns the format of the copy that a step on a GPU writes beside the weights: bf16 or none. A separate kernel writes
-// an fp32 copy, which only --matmul fp32 needs.
+// Returns the format of the copy that a step writes beside the weights: bf16 or none. optim_decode writes an fp32 copy,
+// which only --matmul fp32 needs.
 static const FormatRow* step_copy(const OptimConfig* config, const FormatRow* weights, OptimType compute) {
     const bool copies = config->keeps_copy && compute == OPTIM_BF16 && !serves_directly(weights, compute);
     return copies ? compute_row(OPTIM_BF16) : none_row();
@@ -33,12 +34,14 @@ struct Weights {
     const FormatRow* row;
     const ArenaRun* run;  // of these arrays
     Streams streams;
-    bool are_seen;  // the matmuls read the codes as stored; the codes then lie in Optim.seen if there is one
+    const FormatRow* copy;  // the copy that a step writes beside them; none_row(): it writes none
+    bool are_seen;          // the matmuls read the codes as stored; the codes then lie in Optim.seen if there is one
 };
 
 // A kernel of the step for these rows, and its measuring pass.
 struct StepKernel {
     Rows rows;
+    StepArrays arrays;
     int64_t grid;
     Kernel step;
     Kernel replayed;  // the same with arguments in device memory, for steps that may be captured in a CUDA graph
@@ -53,8 +56,11 @@ struct StepLaunch {
     Rows rows;
     const Weights* weights;
     Streams kept[SLOTS];     // the states; kept[SLOT_WEIGHTS] is empty
-    Streams at[OPTIM_KEPT];  // where steps find m, v and slow: addresses as if they began at the arena's first element
-    const Tile* tiles;       // (plan->tiles)
+    Streams at[OPTIM_KEPT];  // where steps find m, v and slow, from tile `states` of the launch on
+    uint32_t states;
+    Tile* tiles;    // (plan->tiles) device memory
+    Tile* applied;  // with a rule that reads matrices, the tiles of the second kernel; those of the first one differ in
+                    // the weights, whose place the directions take
     uint32_t* next_tile;
     StepKernel kernel;  // with a rule that reads matrices: from gradients to directions
     StepKernel apply;   // with such a rule: from updates to weights
@@ -73,7 +79,8 @@ struct Optim {
     Weights weights[LAUNCHES];    // as many as the plan has
     StepLaunch launch[LAUNCHES];  // as many as the plan has
     float* factors;               // device memory: factor of the update in each tile, or null
-    Tile* tiles;                  // device memory: the tiles of each launch, then a counter for each launch
+    Tile* tiles;                  // device memory: the tiles of the launches, then a counter for each launch
+    const void** grads;           // (count) where each tensor's gradients begin here, as the tiles have it
     OptimBytes allocated;
     bool counts;  // true in optim_bytes: nothing is allocated and no kernel is made; only `allocated` is summed up
     OptimStream stream[OPTIM_STREAMS];  // the arrays of the weights and of each launch's states
@@ -204,31 +211,79 @@ static void free_streams(const Optim* optim, const FormatRow* format, Streams* s
     device_free(dev, streams->next), device_free(dev, (void*)streams->span);
 }
 
+// Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients. With a rule that
+// reads matrices it also makes *applied.
+Tile optim_tile(const Optim* optim, int t, int64_t i, int64_t number, Tile* applied) {
+    const Plan* plan = optim->plan;
+    const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
+    const Weights* weights = launch->weights;
+    const bool copies = weights->copy != none_row();
+    const int64_t at = optim->tensors[t].offset / TILE_ELEMENTS + i, kept = at - weights->run->begin / TILE_ELEMENTS;
+    Tile tile = {};
+    tile.seen = copies ? array_at(weights->copy->stream[0], optim->seen, at - plan->begin / TILE_ELEMENTS)
+                       : array_at(weights->row->stream[0], weights->streams.codes, kept);
+    tile.kept = (uint32_t)kept, tile.states = (uint32_t)(at - launch->plan->run.begin / TILE_ELEMENTS);
+    tile.element = (uint32_t)at, tile.group = (uint32_t)plan->group_of[t];
+    if (!launch->rows.rule->matrix) return tile;
+    *applied = tile;
+    applied->grads = matrix_scratch(&launch->matrix, number, launch->apply.rows.grads->stream[0].bits / 8);
+    tile.seen = matrix_scratch(&launch->matrix, number, sizeof(float));
+    return tile;
+}
+
 // Makes the tile tables of all launches, and their counters.
 static void tiles_create(Optim* optim) {
     const Plan* plan = optim->plan;
     const bool placed = optim->config.placed;  // placed.cu then makes a table of its own
-    int64_t count = placed ? 0 : (plan->end - plan->begin) / TILE_ELEMENTS, bytes = count * (int64_t)sizeof(Tile),
-            t = 0;
-    const int64_t counters = LAUNCHES * (int64_t)sizeof(uint32_t);
+    int64_t count = 0;
+    for (int l = 0; l < plan->launches && !placed; l++) {
+        count += plan->launch[l].tiles * (plan->launch[l].rows.rule->matrix ? 2 : 1);
+    }
+    const int64_t bytes = count * (int64_t)sizeof(Tile), counters = LAUNCHES * (int64_t)sizeof(uint32_t);
     optim->tiles = (Tile*)allocate_zero(optim, bytes + counters, &optim->allocated.tables);
     if (optim->counts) return;
-    Tile* tiles = (Tile*)memory_take((size_t)bytes + 1);
+    Tile *tiles = (Tile*)memory_take((size_t)bytes + 1), *next = tiles;
     for (int l = 0; l < plan->launches; l++) {
-        optim->launch[l].tiles = optim->tiles + t;
-        optim->launch[l].next_tile = (uint32_t*)(optim->tiles + count) + l;
-        for (int i = 0; i < optim->count; i++) {
-            const OptimTensor* tensor = &optim->tensors[i];
-            if (plan->launch_of[i] != l || placed) continue;
-            int64_t first = plan_clamp(plan, tensor->offset);
-            int64_t end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
-            for (; first < end; first += TILE_ELEMENTS) {
-                tiles[t++] = {(uint32_t)(first / TILE_ELEMENTS), (uint32_t)plan->group_of[i]};
+        StepLaunch* launch = &optim->launch[l];
+        launch->next_tile = (uint32_t*)(optim->tiles + count) + l;
+        if (placed) continue;
+        Tile *first = next, *applied = next += launch->plan->tiles;
+        launch->tiles = optim->tiles + (first - tiles), launch->applied = optim->tiles + (applied - tiles);
+        if (launch->rows.rule->matrix) next += launch->plan->tiles;
+        for (int t = 0, n = 0; t < optim->count; t++) {
+            const OptimTensor* tensor = &optim->tensors[t];
+            if (plan->launch_of[t] != l) continue;
+            const int64_t begin = plan_clamp(plan, tensor->offset) - tensor->offset,
+                          end = plan_clamp(plan, tensor->offset + tensor_padded(tensor)) - tensor->offset;
+            for (int64_t i = begin / TILE_ELEMENTS; i < end / TILE_ELEMENTS; i++, n++) {
+                first[n] = optim_tile(optim, t, i, n, &applied[n]);
             }
         }
     }
     copy_to_device(optim->dev, optim->tiles, tiles, bytes);
     free(tiles);
+}
+
+struct SetGrads {
+    Tile* tiles;
+    const char* grads;
+    int64_t bytes;
+
+    OPTIM_INLINE void at(int64_t i) const { tiles[i].grads = grads + i * bytes; }
+};
+
+// Sets where the gradients of a tensor begin, or of its part that is kept here.
+void optim_tensor_grads(Optim* optim, int t, const void* grads) {
+    const Plan* plan = optim->plan;
+    const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
+    if (optim->grads[t] == grads) return;
+    optim->grads[t] = grads;
+    const OptimTensor* tensor = &optim->tensors[t];
+    const int64_t begin = plan_clamp(plan, tensor->offset),
+                  end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
+    Tile* tiles = launch->tiles + (begin - launch->plan->run.begin) / TILE_ELEMENTS;
+    const SetGrads set = {tiles, (const char*)grads, tile_bytes(launch->rows.grads->stream[0])};
+    if (launch->tiles) for_each(optim->dev, set, (end - begin) / TILE_ELEMENTS);
 }
 
 // Returns the format of the copy that a kernel writes. A direction, in the weights' place, has no copy.
@@ -245,11 +300,10 @@ static Rows first_rows(const OptimConfig* config) {
 // Writes the C++ expression that names a kernel for NVRTC.
 static void kernel_expression(const char* kernel, const OptimConfig* config, const Rows* rows, OptimType compute,
                               char* expression, size_t bytes) {
-    // The first kernel of a rule that reads matrices takes an arena of gradients and writes one of directions.
-    const bool scaled = config_scaled(config), placed = config->placed && !rows->rule->matrix;
-    snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s%s%s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
+    const bool scaled = config_scaled(config);
+    snprintf(expression, bytes, "%s<%s%s%s, %s, %s, %s, %s, %s>", kernel, scaled ? "Scaled<" : "", rows->rule->type,
              scaled ? ">" : "", rows->weights->type, rows->m->type, rows->v->type,
-             rows_copy(config, rows, compute)->type, placed ? "Placed<" : "", rows->grads->type, placed ? ">" : "");
+             rows_copy(config, rows, compute)->type, rows->grads->type);
 }
 
 void optim_expression(const OptimConfig* config, OptimType compute, char* expression, size_t bytes) {
@@ -278,13 +332,13 @@ static void kernel_create(Optim* optim, const OptimConfig* config, StepKernel* k
     const Device* dev = optim->dev;
     kernel->rows = *rows;
     kernel->measures = measured(rows->weights) || measured(rows->m) || measured(rows->v);
-    if (!dev->gpu || tiles == 0) return;
     const FormatRow *weights = rows->weights, *m = rows->m, *v = rows->v,
                     *slow = rows->rule->keeps_slow ? m : none_row(), *copy = rows_copy(config, rows, optim->compute);
-    StepArrays arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0],
-                          m->stream[0], m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2],
-                          slow->stream[0], slow->stream[1], slow->stream[2], copy->stream[0]}};
-    StepShape shape = step_shape(arrays, m->table_bytes + v->table_bytes);
+    kernel->arrays = {{weights->stream[0], weights->stream[1], weights->stream[2], rows->grads->stream[0], m->stream[0],
+                       m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2], slow->stream[0],
+                       slow->stream[1], slow->stream[2], copy->stream[0]}};
+    if (!dev->gpu || tiles == 0) return;
+    StepShape shape = step_shape(kernel->arrays, m->table_bytes + v->table_bytes);
     if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
@@ -308,6 +362,7 @@ static void weights_create(Optim* optim, int index) {
     weights->run = run;
     const FormatRow* format = weights->row;
     weights->are_seen = serves_directly(format, optim->compute);
+    weights->copy = step_copy(&optim->config, format, optim->compute);
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
     const bool copied = optim->config.keeps_copy && !optim->config.placed;
     char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
@@ -372,7 +427,7 @@ static void matrix_create(Optim* optim, int index) {
     work->low_tiles = (Tile*)allocate_zero(optim, work->plan.low_tiles, total);
     if (work->plan.low_tiles == 0 || optim->counts) return;
     Tile* tiles = (Tile*)memory_take((size_t)work->plan.low_tiles);
-    matrix_low_tiles(optim->plan, index, optim->tensors, optim->count, tiles);
+    matrix_low_tiles(optim->plan, index, optim->tensors, optim->count, work, tiles);
     copy_to_device(dev, work->low_tiles, tiles, work->plan.low_tiles);
     free(tiles);
 }
@@ -382,12 +437,6 @@ static void matrix_free(const Device* dev, MatrixWork* work) {
     device_free(dev, work->sums), device_free(dev, work->unit), device_free(dev, work->low);
     device_free(dev, work->direction), device_free(dev, work->low_tiles);
     matrix_plan_free(&work->plan);
-}
-
-// Returns the addresses that arrays, which begin at element `begin` of the arena, would have if they began at its first
-// element.
-static Streams from_begin(const FormatRow* format, const Streams& streams, int64_t begin) {
-    return row_tile(format, streams, -begin / TILE_ELEMENTS);
 }
 
 // Makes the kernels for steps in CUDA graphs, if the launch's steps can be captured.
@@ -420,7 +469,7 @@ static void launch_create(Optim* optim, int index) {
         plan_array(optim->plan, index, (Slot)slot, array);
         allocate_streams(optim, run, format, 0, nullptr, true, kept);
         list_streams(optim, array, format, kept, run, false);
-        if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = from_begin(format, *kept, run->begin);
+        if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = *kept;
     }
     const Rows first = first_rows(&planned->config);
     kernel_create(optim, &planned->config, &launch->kernel, &first, kernel_tiles(optim, planned));
@@ -439,6 +488,7 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     const OptimConfig* config = &optim->config;
     optim->compute = compute;
     optim->tensors = (OptimTensor*)memory_zero((size_t)count + 1, sizeof(OptimTensor));
+    optim->grads = (const void**)memory_zero((size_t)count + 1, sizeof(void*));
     optim->count = count;
     for (int i = 0; i < count; i++) {
         const char* name = text_copy(tensors[i].name);
@@ -517,7 +567,7 @@ void optim_free(Optim* optim) {
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
     requests_free(optim);
-    free(optim->tensors), free(optim->host), free(optim);
+    free(optim->tensors), free(optim->grads), free(optim->host), free(optim);
 }
 
 OptimParts optim_parts(const Optim* optim) {
@@ -528,8 +578,9 @@ const Streams* optim_kept(const Optim* optim, int launch) {
     return &optim->launch[launch].kept[SLOT_M];
 }
 
-void optim_kept_at(Optim* optim, int index, const Streams (&at)[OPTIM_KEPT]) {
+void optim_kept_at(Optim* optim, int index, const Streams (&at)[OPTIM_KEPT], int64_t first) {
     for (int k = 0; k < OPTIM_KEPT; k++) optim->launch[index].at[k] = at[k];
+    optim->launch[index].states = (uint32_t)first;
 }
 
 static const Weights* weights_of(const Optim* optim, int tensor) {
@@ -550,11 +601,6 @@ OptimBytes optim_allocated(const Optim* optim) {
 
 void* optim_weights(const Optim* optim) {
     return optim->seen;
-}
-
-// Returns the array of weights in the compute type, as if it began at the arena's first element.
-static Streams seen_streams(const Optim* optim) {
-    return from_begin(compute_row(optim->compute), {optim->seen, nullptr}, optim->plan->begin);
 }
 
 // Decodes `tiles` tiles of weights, from tile `first` of their arrays on, to `to`.
@@ -580,7 +626,8 @@ void optim_decode(Optim* optim) {
     for (int i = 0; i < optim->plan->weights_count && optim->seen; i++) {
         const Weights* weights = &optim->weights[i];
         const int64_t first = weights->run->begin / TILE_ELEMENTS, end = weights->run->end / TILE_ELEMENTS;
-        void* to = row_tile(compute_row(optim->compute), seen_streams(optim), first).codes;
+        void* to =
+            array_at(compute_row(optim->compute)->stream[0], optim->seen, first - optim->plan->begin / TILE_ELEMENTS);
         if (!weights->are_seen) decode_tiles(optim, weights, 0, end - first, to);
     }
 }
@@ -610,28 +657,20 @@ void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
 // The step.
 
 template <Pass PASS>
-static void step_cpu(const Rows* rows, const FormatRow* copy, const StepArguments* arguments) {
+static void step_cpu(const StepKernel* kernel, const FormatRow* copy, const StepArguments* arguments) {
     if (!is_finite(*arguments->grad_scale)) return;  // the step changes nothing
+    const Rows* rows = &kernel->rows;
     const FormatRow* weights = rows->weights;
 #pragma omp parallel for schedule(static)
     for (int64_t t = 0; t < arguments->tile_count; t++) {
-        Tile tile = arguments->tiles[t];
-        TileStreams streams = {
-            row_tile(weights, arguments->weights, tile.index), row_tile(rows->grads, arguments->grads, tile.index),
-            row_tile(rows->m, arguments->m, tile.index),       row_tile(rows->v, arguments->v, tile.index),
-            row_tile(rows->m, arguments->slow, tile.index),    row_tile(copy, arguments->copy, tile.index)};
+        const Tile tile = arguments->tiles[t];
+        TileStreams streams = tile_streams(kernel->arrays, *arguments, tile);
         const Hyper& group = arguments->group[tile.group];
-        const Hyper hyper = arguments->factor ? hyper_scaled(group, arguments->factor[tile.index]) : group;
-        int64_t element = (int64_t)tile.index * TILE_ELEMENTS;
-        if (arguments->places) {
-            const TilePlace place = arguments->places[t];
-            streams.grads.codes = (void*)place.grads;
-            (arguments->copy.codes ? streams.copy : streams.weights).codes = place.weights;
-            element = place.element;
-        }
+        const Hyper hyper = arguments->factor ? hyper_scaled(group, arguments->factor[tile.kept]) : group;
         update_elements<TILE_ELEMENTS, PASS>(*rows->rule, *weights, *rows->grads, *rows->m, *rows->v, *arguments,
-                                             streams, hyper, *arguments->grad_scale, element, 0, TILE_ELEMENTS);
-        if (PASS == MEASURE || !arguments->copy.codes) continue;
+                                             streams, hyper, *arguments->grad_scale,
+                                             (int64_t)tile.element * TILE_ELEMENTS, 0, TILE_ELEMENTS);
+        if (PASS == MEASURE || !streams.copy.codes) continue;
         float seen[TILE_ELEMENTS];
         if (format_span(weights) != SPAN_RUN) streams.weights.extra = streams.weights.next;
         weights->view(streams.weights, 0, seen, TILE_ELEMENTS);
@@ -659,7 +698,7 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
         jit_launch(kernel, sums.blocks < blocks ? sums.blocks : blocks, sum_reads_m(sum) ? kernel->shared_bytes : 0,
                    pointers, dev->stream);
     } else {
-        rows_sum_cpu(&launch->rows, arguments, &sums);
+        rows_sum_cpu(&launch->rows, &launch->kernel.arrays, arguments, &sums);
     }
     SettleArguments settle = {};
     settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
@@ -680,9 +719,9 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
 static void launch_passes(const Optim* optim, const StepLaunch* launch, const OptimConfig* config, int64_t tile,
                           int64_t tile_end, const StepArguments* arguments, int64_t step) {
     const RowPlan* plan = &launch->passes.plan;
-    const int64_t begin = launch->plan->run.begin;
-    const RowRange range = row_range(plan, begin + tile * TILE_ELEMENTS, begin + tile_end * TILE_ELEMENTS);
+    const RowRange range = row_range(plan, tile, tile_end);
     StepArguments its = *arguments;
+    its.tiles -= tile;
     Replay replay = optim->replay ? *optim->replay : Replay{};
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
@@ -699,8 +738,8 @@ static void launch_passes(const Optim* optim, const StepLaunch* launch, const Op
 static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArguments* arguments) {
     if (!optim->dev->gpu) {
         const FormatRow* copy = compute_row(optim->compute);
-        if (kernel->measures) step_cpu<MEASURE>(&kernel->rows, copy, arguments);
-        step_cpu<STORE>(&kernel->rows, copy, arguments);
+        if (kernel->measures) step_cpu<MEASURE>(kernel, copy, arguments);
+        step_cpu<STORE>(kernel, copy, arguments);
         return;
     }
     const int64_t tiles = arguments->tile_count, blocks = 8 * (int64_t)optim->dev->sm_count;
@@ -720,12 +759,10 @@ static MatrixRange range_create(const MatrixChunk* chunk, int64_t first, int64_t
     return {chunk, (at > 0 ? at : 0) * TILE_ELEMENTS, (end < chunk->tiles ? end : chunk->tiles) * TILE_ELEMENTS};
 }
 
-// Restricts the arguments, which begin with tile `first` of the launch's list, to the tiles of a range.
-static void range_tiles(const MatrixRange* range, int64_t first, StepArguments* arguments) {
-    const int64_t skipped = range->chunk->tile + range->at / TILE_ELEMENTS - first;
-    arguments->tiles += skipped;
+// Restricts the arguments to the tiles of a range; `tiles` begins with tile `first` of the launch's list.
+static void range_tiles(const MatrixRange* range, const Tile* tiles, int64_t first, StepArguments* arguments) {
+    arguments->tiles = tiles + (range->chunk->tile + range->at / TILE_ELEMENTS - first);
     arguments->tile_count = (range->end - range->at) / TILE_ELEMENTS;
-    if (arguments->places) arguments->places += skipped;
 }
 
 // Sets the arguments of a range's first kernel, which turns gradients, or their projections, into directions.
@@ -733,21 +770,12 @@ static void moment_arguments(const StepLaunch* launch, const MatrixRange* range,
                              StepArguments* moment) {
     const MatrixChunk* chunk = range->chunk;
     const MatrixWork* work = &launch->matrix;
-    const Rows* rows = &launch->kernel.rows;
-    if (is_low_rank(launch->rows.rule)) {
-        moment->tiles = work->low_tiles + chunk->low_tile;
-        moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
-        moment->grads = from_begin(rows->grads, {work->low, nullptr}, chunk->low_begin);
-        moment->weights = from_begin(rows->weights, {work->direction, nullptr}, chunk->low_begin);
-        if (!low->in_bf16) moment->grad_scale = work->unit;  // the scratch includes the factor
-        const Settings rate = {1.0, 0.0};  // a direction has learning rate 1; the update has the real one
-        for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
-    } else {
-        range_tiles(range, first, moment);
-        moment->weights = from_begin(rows->weights, {work->scratch, nullptr}, chunk->begin);
-    }
-    moment->copy = {nullptr, nullptr};
-    moment->places = nullptr;
+    if (!is_low_rank(launch->rows.rule)) return range_tiles(range, moment->tiles, first, moment);
+    moment->tiles = work->low_tiles + chunk->low_tile;
+    moment->tile_count = (chunk->low_end - chunk->low_begin) / TILE_ELEMENTS;
+    if (!low->in_bf16) moment->grad_scale = work->unit;  // the scratch includes the factor
+    const Settings rate = {1.0, 0.0};                    // a direction has learning rate 1; the update has the real one
+    for (Hyper& hyper : moment->group) hyper = hyper_create(low->config, &rate, 1.0, low->step);
 }
 
 // Takes the step of a rule that reads matrices (matrix/matrix.h, low_rank.h), a chunk at a time. The arguments have
@@ -759,9 +787,17 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
     const Streams none = {nullptr, nullptr}, *v = &launch->kept[SLOT_V];
     const bool projects = is_low_rank(launch->rows.rule), is_bf16 = launch->rows.grads->stream[0].bits == 16,
                in_bf16 = low_rank_in_bf16(dev, &launch->plan->config, &work->plan);
-    const LowStep low = {
-        dev,       its->config, work, &launch->kept[SLOT_BASIS], arguments->grads.codes, is_bf16, arguments->grad_scale,
-        its->step, in_bf16};
+    const LowStep low = {dev,
+                         its->config,
+                         work,
+                         &launch->kept[SLOT_BASIS],
+                         arguments->tiles,
+                         is_bf16,
+                         arguments->grad_scale,
+                         its->step,
+                         in_bf16,
+                         optim->tensors,
+                         optim->grads};
     matrix_begin(dev, work, arguments->grad_scale);
     for (int i = 0; i < work->plan.chunks; i++) {
         const MatrixChunk* chunk = &work->plan.chunk[i];
@@ -776,25 +812,24 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
         kernel_run(optim, &launch->kernel, &moment);
         if (projects) low_rank_update(&low, i);
         if (!projects) matrix_update(dev, its->config, work, &range, (const float*)v->extra, v->next);
-        range_tiles(&range, its->first, &apply);
-        apply.grads = from_begin(launch->apply.rows.grads, {work->scratch, nullptr}, chunk->begin);
+        range_tiles(&range, its->applied, its->first, &apply);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
         kernel_run(optim, &launch->apply, &apply);
     }
 }
 
-// Sets the arrays of a launch's step, except the gradients.
-static void launch_arrays(const Optim* optim, const StepLaunch* launch, StepArguments* arguments) {
+// Sets the arrays of a launch's step.
+static const StepLaunch* launch_begin(const Optim* optim, int index, StepArguments* arguments) {
+    const StepLaunch* launch = &optim->launch[index];
     const Weights* weights = launch->weights;
-    arguments->weights = from_begin(weights->row, weights->streams, weights->run->begin);
-    arguments->copy = weights->are_seen || !optim->seen ? Streams{nullptr, nullptr} : seen_streams(optim);
-    // For placed weights with a copy, this is only not null; the places have the address.
-    if (optim->config.placed && !weights->are_seen) arguments->copy = weights->streams;
+    arguments->weights = weights->streams;
     arguments->m = launch->at[0], arguments->v = launch->at[1], arguments->slow = launch->at[2];
+    arguments->states = launch->states;
     const bool scaled = config_scaled(&launch->plan->config);
-    arguments->factor = scaled ? optim->factors - optim->plan->begin / TILE_ELEMENTS : nullptr;
+    arguments->factor = scaled ? optim->factors + (weights->run->begin - optim->plan->begin) / TILE_ELEMENTS : nullptr;
     arguments->next_tile = launch->next_tile;
+    return launch;
 }
 
 // Updates the tiles of the arguments, after the passes.
@@ -806,35 +841,13 @@ static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArgum
     kernel_run(optim, &launch->kernel, arguments);
 }
 
-// Steps `count` tiles of a launch, from tile `first` of its list on; with a rule that reads matrices, these must be
-// whole tensors. `arguments` has the gradients and the constants.
-static void launch_step(const Optim* optim, const StepLaunch* launch, int64_t first, int64_t count,
-                        StepArguments* arguments, int64_t step) {
-    if (count == 0) return;
-    launch_arrays(optim, launch, arguments);
-    arguments->tiles = launch->tiles + first;
-    arguments->tile_count = count;
-    const LaunchStep its = {&launch->plan->config, step, first};
-    if (!launch->rows.rule->matrix) launch_passes(optim, launch, its.config, first, first + count, arguments, step);
-    launch_tiles(optim, launch, arguments, &its);
+void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its) {
+    const StepLaunch* of = launch_begin(optim, launch, arguments);
+    launch_passes(optim, of, its->config, its->first, its->first + arguments->tile_count, arguments, its->step);
 }
 
-// Returns a launch, and sets the arrays of its step. `grads` begins where the plan's part of the arena does; if it is
-// null, the gradients are not set.
-static const StepLaunch* launch_begin(const Optim* optim, int launch, const void* grads, StepArguments* arguments) {
-    const StepLaunch* its = &optim->launch[launch];
-    if (grads) arguments->grads = from_begin(its->rows.grads, {(void*)grads, nullptr}, optim->plan->begin);
-    launch_arrays(optim, its, arguments);
-    return its;
-}
-
-void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
-    const StepLaunch* of = launch_begin(optim, launch, grads, arguments);
-    launch_passes(optim, of, its->config, 0, of->plan->tiles, arguments, its->step);
-}
-
-void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its) {
-    launch_tiles(optim, launch_begin(optim, launch, grads, arguments), arguments, its);
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its) {
+    launch_tiles(optim, launch_begin(optim, launch, arguments), arguments, its);
 }
 
 bool optim_replays(const Optim* optim, int launch) {
@@ -843,10 +856,6 @@ bool optim_replays(const Optim* optim, int launch) {
 
 void optim_replay(Optim* optim, const Replay* replay) {
     optim->replay = replay;
-}
-
-const MatrixWork* optim_matrix_work(const Optim* optim, int launch) {
-    return &optim->launch[launch].matrix;
 }
 
 void optim_commit_scales(const Optim* optim, const float* grad_scale) {
@@ -887,16 +896,23 @@ static StepArguments step_arguments(const Optim* optim, const StepLaunch* launch
 
 void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_scale, float lr, int64_t step) {
     const StepLaunch* launch = &optim->launch[run->launch];
+    if (run->tiles == 0) return;
     StepArguments arguments = step_arguments(optim, launch, grad_scale, lr, step);
-    arguments.grads = run->grads;
-    launch_step(optim, launch, run->first, run->tiles, &arguments, step);
+    arguments.tiles = launch->tiles + run->first, arguments.tile_count = run->tiles;
+    const LaunchStep its = {&launch->plan->config, step, launch->applied + run->first, run->first};
+    if (!launch->rows.rule->matrix) optim_passes(optim, run->launch, &arguments, &its);
+    optim_launch(optim, run->launch, &arguments, &its);
 }
 
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
-    const FormatRow* format = optim->launch[0].rows.grads;
-    const Streams from = from_begin(format, {(void*)grads, nullptr}, optim->plan->begin);
-    for (int i = 0; i < optim->plan->launches; i++) {
-        const TileRun all = {i, from, 0, optim->plan->launch[i].tiles};
+    const Plan* plan = optim->plan;
+    const int element = optim->launch[0].rows.grads->stream[0].bits / 8;
+    for (int t = 0; t < optim->count; t++) {
+        const int64_t at = plan_clamp(plan, optim->tensors[t].offset) - plan->begin;
+        optim_tensor_grads(optim, t, (const char*)grads + at * element);
+    }
+    for (int i = 0; i < plan->launches; i++) {
+        const TileRun all = {i, 0, plan->launch[i].tiles};
         optim_step_tiles(optim, &all, grad_scale, lr, step);
     }
     optim_commit_scales(optim, grad_scale);  // last, since tensors of several launches share the weights' array
@@ -904,8 +920,7 @@ void optim_step(Optim* optim, const void* grads, const float* grad_scale, float 
 }
 
 void optim_step_end(Optim* optim) {
-    // The step itself writes a bf16 copy on a GPU, so only other copies are decoded here.
-    if (optim->dev->gpu && optim->compute != OPTIM_BF16) optim_decode(optim);
+    if (optim->compute != OPTIM_BF16) optim_decode(optim);  // the step itself writes a bf16 copy
 }
 
 // Streams.

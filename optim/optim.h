@@ -83,10 +83,10 @@ struct OptimBytes {
     int64_t weights;  // the weights as stored, master and compensation included
     int64_t compute;  // the copy that the matmuls read of tensors whose stored weights they cannot read
     int64_t states;   // m, v, the rule's other states, and their scales, unless these are in host memory
-    int64_t tables;  // the tile table (8 bytes for each 2048 elements) and the formats' constants; formats with a scale
-                     // for each tensor, or by row and column, add 32 bytes for each 2048 elements and their scales;
-                     // rules that read matrices add the buffers of their products (matrix/matrix.h)
-    int64_t host;    // the states, with OptimConfig.offload
+    int64_t tables;   // the tile table (32 bytes for each 2048 elements) and the formats' constants; formats with a
+                      // scale for each tensor, or by row and column, add 32 bytes for each 2048 elements and their
+                      // scales; rules that read matrices add the buffers of their products (matrix/matrix.h)
+    int64_t host;     // the states, with OptimConfig.offload
 };
 
 enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer computes with

@@ -8,12 +8,11 @@
 
 // One tile of the table: the tensor and the elements that it covers.
 struct PlacedTile {
-    int64_t from;     // the tile's first element, counted in the caller's tensor; below 0 in a cut tensor's first tile
-    int64_t element;  // the same, counted over the model
+    int64_t from;  // the tile's first element, counted in the caller's tensor; below 0 in a cut tensor's first tile
     uint32_t tensor;
     int32_t weights_slot, grads_slot;  // its tiles in the arenas beside; -1: it is read in place
     uint16_t begin, end;               // the elements of the tile that the caller's tensor has
-    const void* update;                // with a rule that reads matrices: the update, in the gradient's place
+    bool matrix;                       // the rule reads matrices: the weights are those of the second kernel
 };
 
 struct PlacedPointers {
@@ -26,7 +25,6 @@ struct PlacedState {
     PlacedTensor its;
     int group;                    // the caller's; -1: no gradient
     bool weights_off, grads_off;  // true if they do not begin at a multiple of 16 bytes
-    int number;                   // of its constants among those of its run; -1: none yet
 };
 
 // Tiles of a launch that share a list of at most STEP_GROUPS constants: one launch of the kernel.
@@ -42,7 +40,7 @@ struct PlacedRun {
 struct PlacedView {
     PlacedTile* tile;          // (tiles)
     PlacedPointers* pointers;  // (tensors)
-    TilePlace* places;         // (tiles)
+    Tile *step, *applied;      // (tiles) of the launches' kernels, and of the second ones of rules that read matrices
     uint32_t* beside;          // (staged) numbers of the tiles with a slot in an arena beside
     char *weights, *grads;     // the arenas beside the tensors
     int weight_bytes, grad_bytes;
@@ -50,7 +48,7 @@ struct PlacedView {
 
 // Tables that grow on the host until they are complete. A refusal leaves them to the next step.
 struct PlacedBuild {
-    Tile* step_tile;
+    Tile *step, *applied;
     PlacedTile* tile;
     uint32_t* beside;
     int64_t tiles, staged;
@@ -66,13 +64,11 @@ struct PlacedTables {
     PlacedRun* run;
     int runs;
     int64_t tiles, staged;
-    Tile* step_tiles;            // device memory (tiles)
-    int64_t whole_at[LAUNCHES];  // first tile, in the arena beside, of the gradients of a rule of rows or matrices
-    float* scalars;              // device: 1, and the scale of a step
-    int64_t* clock;              // device: the number of the last step
-    bool moved;                  // the device has other addresses than `pointers`
-    bool captured;               // a graph may change the places without this host code
-    bool kept;                   // a graph uses the present tables, so they are not freed when others replace them
+    float* scalars;  // device: 1, and the scale of a step
+    int64_t* clock;  // device: the number of the last step
+    bool moved;      // the device has other addresses than `pointers`
+    bool captured;   // a graph may change the tiles without this host code
+    bool kept;       // a graph uses the present tables, so they are not freed when others replace them
     PlacedBuild build;
     Replayed* replayed;  // device memory: the arguments of a graph's kernels
     PlacedView view;
@@ -80,7 +76,7 @@ struct PlacedTables {
 
 // Loops over the tables (each.cuh).
 
-// Sets the place of each tile.
+// Sets where the weights and the gradients of each tile lie.
 struct PlaceTiles {
     PlacedView view;
 
@@ -93,8 +89,8 @@ struct PlaceTiles {
             weights = view.weights + (int64_t)tile.weights_slot * TILE_ELEMENTS * view.weight_bytes;
         }
         if (tile.grads_slot >= 0) grads = view.grads + (int64_t)tile.grads_slot * TILE_ELEMENTS * view.grad_bytes;
-        if (tile.update) grads = (const char*)tile.update;
-        view.places[t] = {weights, grads, tile.element};
+        view.step[t].grads = grads;
+        (tile.matrix ? view.applied : view.step)[t].seen = weights;
     }
 };
 
@@ -181,7 +177,7 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
 }
 
 static void build_free(PlacedBuild* build) {
-    free(build->step_tile), free(build->tile), free(build->beside);
+    free(build->step), free(build->applied), free(build->tile), free(build->beside);
     *build = {};
 }
 
@@ -189,13 +185,13 @@ static void build_free(PlacedBuild* build) {
 static void tables_clear(PlacedTables* tables) {
     const Device* dev = tables->parts.dev;
     PlacedView* view = &tables->view;
-    void* device[] = {view->tile, view->places, view->beside, view->weights, view->grads, tables->step_tiles};
+    void* device[] = {view->tile, view->step, view->applied, view->beside, view->weights, view->grads};
     for (void* memory : device) {
         if (!tables->kept) device_free(dev, memory);
     }
     tables->kept = false;
-    view->tile = nullptr, view->places = nullptr, view->beside = nullptr;
-    view->weights = view->grads = nullptr, tables->step_tiles = nullptr;
+    view->tile = nullptr, view->step = view->applied = nullptr, view->beside = nullptr;
+    view->weights = view->grads = nullptr;
     build_free(&tables->build);
     free(tables->run);
     tables->run = nullptr;
@@ -243,84 +239,61 @@ static int run_group(PlacedRun* run, int group, int settings) {
     return run->groups++;
 }
 
-// Returns where the updates of a launch's tile of this number will be, in the scratch of its chunk; null with rules
-// that read no matrices.
-static const void* update_of(const PlacedTables* tables, int launch, int64_t tile) {
-    const MatrixWork* work = optim_matrix_work(tables->optim, launch);
-    const OptimParts* parts = &tables->parts;
-    const int64_t bytes = low_rank_in_bf16(parts->dev, &parts->plan->launch[launch].config, &work->plan) ? 2 : 4;
-    for (int i = 0; i < work->plan.chunks; i++) {
-        const MatrixChunk* chunk = &work->plan.chunk[i];
-        if (tile < chunk->tile + chunk->tiles)
-            return (char*)work->scratch + (tile - chunk->tile) * TILE_ELEMENTS * bytes;
-    }
-    return nullptr;
-}
-
-// Adds the tiles of one tensor. `whole_slot` is the slot of the arena's first tile if all gradients of the launch have
-// slots.
+// Adds the tiles of one tensor. `number` is that of its first tile in its launch's list.
 static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int group, const PlacedRun* run,
-                         int64_t whole_slot) {
-    const OptimTensor* tensor = &tables->parts.tensors[t];
-    PlacedState* state = &tables->tensor[t];
+                         int64_t number) {
+    const PlacedState* state = &tables->tensor[t];
     const PlacedTensor* placed = &state->its;
-    const bool whole = run->has_passes || run->matrix;
-    const int64_t tiles = tensor_padded(tensor) / TILE_ELEMENTS, first = tensor->offset / TILE_ELEMENTS;
+    const int64_t tiles = tensor_padded(&tables->parts.tensors[t]) / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
-        const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from;
-        PlacedTile tile = {from, placed->element + i * TILE_ELEMENTS, (uint32_t)t, -1, -1, 0, 0, nullptr};
+        const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from, at = build->tiles++;
+        PlacedTile tile = {from, (uint32_t)t, -1, -1, 0, 0, run->matrix};
         tile.begin = (uint16_t)(from < 0 ? -from : 0);
         tile.end = (uint16_t)(left < TILE_ELEMENTS ? left : TILE_ELEMENTS);
         const bool partly = tile.end - tile.begin < TILE_ELEMENTS;
         if (partly || state->weights_off) tile.weights_slot = build->weights_slots++;
-        if (run->matrix) tile.update = update_of(tables, run->launch, build->tiles - run->first);
-        if (whole) {
-            tile.grads_slot = (int32_t)(whole_slot + first + i);
-        } else if (partly || state->grads_off) {
-            tile.grads_slot = build->grads_slots++;
+        if (run->has_passes || run->matrix || partly || state->grads_off) tile.grads_slot = build->grads_slots++;
+        if (tile.weights_slot >= 0 || tile.grads_slot >= 0) build->beside[build->staged++] = (uint32_t)at;
+        build->tile[at] = tile;
+        build->applied[at] = {};
+        build->step[at] = optim_tile(tables->optim, t, i, number + i, &build->applied[at]);
+        for (Tile* its : {&build->step[at], &build->applied[at]}) {
+            its->element = (uint32_t)(placed->element / TILE_ELEMENTS + i), its->group = (uint32_t)group;
         }
-        if (tile.weights_slot >= 0 || tile.grads_slot >= 0) build->beside[build->staged++] = (uint32_t)build->tiles;
-        build->step_tile[build->tiles] = {(uint32_t)(first + i), (uint32_t)group};
-        build->tile[build->tiles++] = tile;
     }
 }
 
-// Adds the tiles of a launch, in runs with at most STEP_GROUPS different constants each.
+// Adds a run of a launch, which has at most STEP_GROUPS different constants.
+static PlacedRun* build_run(PlacedTables* tables, const PlacedBuild* build, int launch) {
+    const OptimConfig* config = &tables->parts.plan->launch[launch].config;
+    const bool matrix = rule_of(config)->matrix != MATRIX_NONE;
+    tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
+    PlacedRun* run = &tables->run[tables->runs++];
+    *run = {launch, update_reads_whole(config) && !matrix, matrix, build->tiles, 0, {}, {}, 0};
+    return run;
+}
+
+// Adds the tiles of a launch, in runs.
 static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
     const OptimParts* parts = &tables->parts;
     const LaunchPlan* plan = &parts->plan->launch[launch];
-    const Rows rows = plan->rows;
-    const bool matrix = rows.rule->matrix != MATRIX_NONE, whole = update_reads_whole(&plan->config);
-    int64_t whole_slot = 0;
-    if (config_reads_whole(&plan->config)) require_all(tables, launch, &rows);
-    if (whole) {
-        tables->whole_at[launch] = build->grads_slots;
-        whole_slot = build->grads_slots - plan->run.begin / TILE_ELEMENTS;
-        build->grads_slots += (int32_t)plan->tiles;
-    }
-    for (bool more = true; more;) {
-        PlacedRun run = {launch, whole && !matrix, matrix, build->tiles, 0, {}, {}, 0};
-        more = false;
-        for (int t = 0; t < parts->count; t++) {
-            PlacedState* state = &tables->tensor[t];
-            const bool done = state->number >= 0;
-            if (done || state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
-            const int number = run_group(&run, state->group, parts->plan->group_of[t]);
-            more = more || number < 0;
-            if (number < 0) continue;
-            state->number = number;
-            build_tensor(tables, build, t, number, &run, whole_slot);
-        }
-        run.tiles = build->tiles - run.first;
-        if (run.tiles == 0) break;
-        if (more && matrix) {
+    if (config_reads_whole(&plan->config)) require_all(tables, launch, &plan->rows);
+    const int64_t first = build->tiles;
+    PlacedRun* run = nullptr;
+    for (int t = 0; t < parts->count; t++) {
+        const PlacedState* state = &tables->tensor[t];
+        if (state->group < 0 || parts->plan->launch_of[t] != launch || state->its.count == 0) continue;
+        int number = run ? run_group(run, state->group, parts->plan->group_of[t]) : -1;
+        if (number < 0 && run && run->matrix) {
             user_error(
                 "%s takes all its matrices together, and they were given more than %d learning rates and decays; give "
                 "them fewer",
-                rows.rule->name, STEP_GROUPS);
+                plan->rows.rule->name, STEP_GROUPS);
         }
-        tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
-        tables->run[tables->runs++] = run;
+        if (number < 0) run = build_run(tables, build, launch);
+        if (number < 0) number = run_group(run, state->group, parts->plan->group_of[t]);
+        build_tensor(tables, build, t, number, run, build->tiles - first);
+        run->tiles = build->tiles - run->first;
     }
 }
 
@@ -338,22 +311,26 @@ static void tables_build(PlacedTables* tables) {
     const size_t most = (size_t)((parts->plan->end - parts->plan->begin) / TILE_ELEMENTS);
     tables_clear(tables);
     PlacedBuild& build = tables->build;
-    build.step_tile = (Tile*)memory_take(most * sizeof(Tile));
+    build.step = (Tile*)memory_take(most * sizeof(Tile)), build.applied = (Tile*)memory_take(most * sizeof(Tile));
     build.tile = (PlacedTile*)memory_take(most * sizeof(PlacedTile));
     build.beside = (uint32_t*)memory_take(most * sizeof(uint32_t));
-    for (int t = 0; t < parts->count; t++) tables->tensor[t].number = -1;
     for (int launch = 0; launch < parts->plan->launches; launch++) build_launch(tables, &build, launch);
     tables->tiles = build.tiles;
     tables->staged = build.staged;
-    tables->step_tiles = (Tile*)uploaded(dev, build.step_tile, build.tiles * (int64_t)sizeof(Tile));
+    view->step = (Tile*)uploaded(dev, build.step, build.tiles * (int64_t)sizeof(Tile));
+    view->applied = (Tile*)uploaded(dev, build.applied, build.tiles * (int64_t)sizeof(Tile));
     view->tile = (PlacedTile*)uploaded(dev, build.tile, build.tiles * (int64_t)sizeof(PlacedTile));
     view->beside = (uint32_t*)uploaded(dev, build.beside, build.staged * (int64_t)sizeof(uint32_t));
-    view->places = (TilePlace*)device_alloc(dev, build.tiles * (int64_t)sizeof(TilePlace));
     const int64_t weights = (int64_t)build.weights_slots * TILE_ELEMENTS * view->weight_bytes,
                   grads = (int64_t)build.grads_slots * TILE_ELEMENTS * view->grad_bytes;
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
     device_zero(dev, view->grads, grads);  // some padding is never copied
+    for (int64_t i = build.tiles - 1; i >= 0; i--) {
+        const PlacedTile* tile = &build.tile[i];  // the first of a tensor comes last
+        const void* at = view->grads + (int64_t)tile->grads_slot * TILE_ELEMENTS * view->grad_bytes;
+        if (tile->matrix) optim_tensor_grads(tables->optim, (int)tile->tensor, at);
+    }
     build_free(&build);
     tables->built = true;
 }
@@ -415,7 +392,7 @@ static void pointers_capture(const PlacedTables* tables) {
 }
 #endif
 
-// Computes the tiles' places from the tensors' addresses.
+// Computes where the tiles lie from the tensors' addresses.
 static void tables_places(PlacedTables* tables, bool capturing) {
     const Device* dev = tables->parts.dev;
     const PlacedView view = tables->view;
@@ -469,9 +446,8 @@ static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* 
                                    const float* scale) {
     const Plan* plan = tables->parts.plan;
     StepArguments arguments = step_begin(tables->optim, scale, step->step);
-    arguments.tiles = tables->step_tiles + run->first;
+    arguments.tiles = tables->view.step + run->first;
     arguments.tile_count = run->tiles;
-    arguments.places = tables->view.places + run->first;
     for (int i = 0; i < run->groups; i++) {
         arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
                                        &plan->group[run->settings[i]], step);
@@ -479,20 +455,12 @@ static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* 
     return arguments;
 }
 
-// Returns the gradients of a rule that reads rows or matrices, as an arena that begins where the plan's part does.
-static const char* whole_grads(const PlacedTables* tables, int launch) {
-    const Plan* plan = tables->parts.plan;
-    const int64_t first = tables->whole_at[launch] * TILE_ELEMENTS - (plan->launch[launch].run.begin - plan->begin);
-    return tables->view.grads + first * tables->view.grad_bytes;
-}
-
 static void run_step(PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
     const NibbleGroup* group = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
     const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
     StepArguments arguments = run_arguments(tables, run, step, scale);
-    const LaunchStep its = {&own, own_step(group, step)};
-    optim_launch(tables->optim, run->launch, run->matrix ? whole_grads(tables, run->launch) : nullptr, &arguments,
-                 &its);
+    const LaunchStep its = {&own, own_step(group, step), tables->view.applied + run->first};
+    optim_launch(tables->optim, run->launch, &arguments, &its);
 }
 
 // Steps in CUDA graphs.
@@ -608,8 +576,10 @@ static void run_passes(const PlacedTables* tables, const PlacedRun* run, const N
     for (int i = 0; i < plan->groups; i++) {
         arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step);
     }
-    const LaunchStep its = {&own, own_step(group, step)};
-    optim_passes(tables->optim, run->launch, whole_grads(tables, run->launch), &arguments, &its);
+    arguments.tiles = tables->view.step + run->first;
+    arguments.tile_count = launch->tiles;
+    const LaunchStep its = {&own, own_step(group, step), nullptr};
+    optim_passes(tables->optim, run->launch, &arguments, &its);
 }
 
 // Refuses different constants or numbers of steps for tensors that a step takes all together.

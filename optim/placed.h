@@ -1,7 +1,7 @@
 // Steps over tensors of the caller's own, such as PyTorch's. Weights and gradients lie at addresses that the caller
 // gives at each step; only the states lie in arenas of the optimizer, whose config has `placed`.
 //
-// A table gives each tile of 2048 elements its place (TilePlace, kernel.cuh). So a step is still one launch for each
+// A table says where each tile of 2048 elements lies (Tile, kernel.cuh). So a step is still one launch for each
 // combination of formats, and it reads gradients and writes weights in place. Some tiles pass through a small arena
 // beside the tensors, because the copy engine or the passes cannot read them in place:
 //     tiles that are not whole, at the end of a tensor or at a cut          4 to 8 KB a tensor
@@ -57,17 +57,20 @@ StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t st
 struct LaunchStep {
     const OptimConfig* config;  // the launch's, with the betas of this step
     int64_t step;               // number of the tensors' own step
-    int64_t first = 0;          // tile of the launch's list with which the arguments' tiles begin
+    const Tile* applied;        // with a rule that reads matrices, the tiles of the second kernel
+    int64_t first = 0;          // tile of the launch's list with which these and the arguments' tiles begin
 };
 
-// optim_passes and optim_launch set the arrays that `arguments` needs besides tiles and places. `grads` is an arena, or
-// null if the places have the gradients. optim_passes runs the passes of a rule that reads rows and of --limit-growth;
-// these read the constants in the order of the plan's groups. A launch without passes needs no such call.
-void optim_passes(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its);
-// Updates the tiles of `arguments`, after the launch's passes. If the rule reads matrices, these are all tiles of the
-// launch in the arena's order, and their places have the updates in the scratch as gradients.
-void optim_launch(const Optim* optim, int launch, const void* grads, StepArguments* arguments, const LaunchStep* its);
-const MatrixWork* optim_matrix_work(const Optim* optim, int launch);
+// optim_passes and optim_launch set the arrays that `arguments` needs besides tiles. optim_passes runs the passes of a
+// rule that reads rows and of --limit-growth, for whole tensors; these read the constants in the order of the plan's
+// groups. A launch without passes needs no such call.
+void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its);
+// Updates the tiles of `arguments`, after the launch's passes. If the rule reads matrices, these are whole tensors in
+// the arena's order.
+void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its);
+// Makes tile `i` of a tensor, which is number `number` of its launch's list, without its gradients, and *applied with a
+// rule that reads matrices.
+Tile optim_tile(const Optim* optim, int tensor, int64_t i, int64_t number, Tile* applied);
 // Returns true if a launch can be captured in a CUDA graph.
 bool optim_replays(const Optim* optim, int launch);
 

@@ -43,13 +43,16 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     passes_add(&its, &launch->config);
     its.tensor = (SumTensor*)memory_zero((size_t)count + 1, sizeof(SumTensor));
     bool columns = false;
+    int64_t tile = 0;
     for (int i = 0; i < its.passes; i++) columns = columns || sum_has_columns(its.pass[i]);
     for (int t = 0; t < count && its.passes > 0; t++) {
         const OptimTensor* tensor = &tensors[t];
         if (plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
         if (tensor->cols == 0) continue;  // an empty part of a tensor has no sums
         SumTensor* sum = &its.tensor[its.tensors++];
-        sum->offset = tensor->offset, sum->rows = tensor->rows, sum->cols = tensor->cols;
+        sum->tile = tile, sum->kept = (tensor->offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
+        tile += tensor_padded(tensor) / TILE_ELEMENTS;
+        sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);
         sum->number = span == SPAN_RUN ? 0 : plan->at[t][span] - run->at[span];
         sum->ready = plan->ready[t];
@@ -70,9 +73,9 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
 
 RowRange row_range(const RowPlan* plan, int64_t begin, int64_t end) {
     int64_t first = 0;
-    while (first < plan->tensors && plan->tensor[first].offset < begin) first++;
+    while (first < plan->tensors && plan->tensor[first].tile < begin) first++;
     int64_t last = first;
-    while (last < plan->tensors && plan->tensor[last].offset < end) last++;
+    while (last < plan->tensors && plan->tensor[last].tile < end) last++;
     const SumTensor *begins = &plan->tensor[first], *ends = &plan->tensor[last];
     return {first, last - first, begins->block, ends->block - begins->block, ends->settle - begins->settle};
 }
@@ -86,7 +89,7 @@ void row_plan_free(RowPlan* plan) {
 
 constexpr int PANEL = SUM_COLS + 32;  // a panel and the rest of its first and last runs of 16 elements
 
-// Loads `n` elements from `element` of the arena on, both multiples of 16.
+// Loads `n` elements of a tensor from `element` on, both multiples of 16.
 static void sum_load(const FormatRow* format, const Streams& whole, int64_t element, int64_t n, float* x) {
     for (int64_t done = 0; done < n;) {
         const int64_t tile = (element + done) / TILE_ELEMENTS, first = (element + done) % TILE_ELEMENTS;
@@ -97,20 +100,20 @@ static void sum_load(const FormatRow* format, const Streams& whole, int64_t elem
 }
 
 // Computes the values that a pass squares, for `held` columns of a row from `col` on.
-static void sum_values(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
-                       int64_t row, int64_t col, int held, float* x) {
+static void sum_values(const Rows* rows, const StepArguments* step, const TileStreams* whole, const SumArguments* sums,
+                       const SumTensor* tensor, int64_t row, int64_t col, int held, float* x) {
     float p[PANEL] = {}, g[PANEL] = {}, m[PANEL] = {}, v[PANEL] = {}, slow[PANEL] = {}, root[PANEL];
-    const int64_t element = tensor->offset + row * tensor->cols + col, from = element / 16 * 16;
+    const int64_t element = row * tensor->cols + col, from = element / 16 * 16;
     const int64_t shift = element - from, n = ceil_div(shift + held, 16) * 16;
     const bool decays = sums->sum == SUM_STEP && !rows->rule->decoupled;
     Hyper hyper = step->group[tensor->group];
-    if (sums->sum != SUM_WEIGHTS) sum_load(rows->grads, step->grads, from, n, g);
-    if (sums->sum == SUM_WEIGHTS || decays) sum_load(rows->weights, step->weights, from, n, p);
-    if (sum_reads_m(sums->sum)) sum_load(rows->m, step->m, from, n, m);
+    if (sums->sum != SUM_WEIGHTS) sum_load(rows->grads, whole->grads, from, n, g);
+    if (sums->sum == SUM_WEIGHTS || decays) sum_load(rows->weights, whole->weights, from, n, p);
+    if (sum_reads_m(sums->sum)) sum_load(rows->m, whole->m, from, n, m);
     const float* numbers = sums->numbers + tensor->ready;
     const Span span = format_span(rows->v);
-    if (sum_reads_v(sums->sum) && !rows->rule->rows) sum_load(rows->v, step->v, from, n, v);
-    if (sum_reads_v(sums->sum) && rows->rule->keeps_slow) sum_load(rows->m, step->slow, from, n, slow);
+    if (sum_reads_v(sums->sum) && !rows->rule->rows) sum_load(rows->v, whole->v, from, n, v);
+    if (sum_reads_v(sums->sum) && rows->rule->keeps_slow) sum_load(rows->m, whole->slow, from, n, slow);
     for (int i = 0; i < held; i++) {
         g[shift + i] = exact_mul(g[shift + i], *step->grad_scale);
         if (decays) g[shift + i] = exact_fma(hyper.decay, p[shift + i], g[shift + i]), p[shift + i] = 0.0f;
@@ -120,7 +123,7 @@ static void sum_values(const Rows* rows, const StepArguments* step, const SumArg
         slow[shift + i] = number_at(span, numbers + ready_pair(tensor->rows, tensor->cols), tensor->rows, row, col + i);
     }
     if (sums->sum == SUM_STEP) {
-        if (sums->by_rms) hyper = hyper_scaled(hyper, step->factor[tensor->offset / TILE_ELEMENTS]);
+        if (sums->by_rms) hyper = hyper_scaled(hyper, step->factor[tensor->kept]);
         hyper.decay = 0.0f;
         rows->rule->update(hyper, p + shift, g + shift, m + shift, v + shift, slow + shift, root, held);
         memcpy(x, p + shift, (size_t)held * sizeof(float));
@@ -139,14 +142,14 @@ static float row_sum(const float* x, int held, float* column) {
     return sum_by_halves(lane);
 }
 
-// Makes the partial sums of a slab and panel.
-static void sum_block(const Rows* rows, const StepArguments* step, const SumArguments* sums, const SumTensor* tensor,
-                      int64_t slab, int64_t panel) {
+// Makes the partial sums of a slab and panel. `whole` has the tensor's arrays.
+static void sum_block(const Rows* rows, const StepArguments* step, const TileStreams* whole, const SumArguments* sums,
+                      const SumTensor* tensor, int64_t slab, int64_t panel) {
     float column[SUM_WARPS][SUM_COLS] = {}, x[SUM_COLS];
     const int64_t first = slab * SUM_ROWS, col = panel * SUM_COLS;
     const int held = (int)(tensor->cols - col < SUM_COLS ? tensor->cols - col : SUM_COLS);
     for (int64_t row = first; row < sum_end(*tensor, slab); row++) {
-        sum_values(rows, step, sums, tensor, row, col, held, x);
+        sum_values(rows, step, whole, sums, tensor, row, col, held, x);
         sums->parts[tensor->row_parts + panel * tensor->rows + row] =
             row_sum(x, held, column[(row - first) % SUM_WARPS]);
     }
@@ -157,13 +160,14 @@ static void sum_block(const Rows* rows, const StepArguments* step, const SumArgu
     }
 }
 
-void rows_sum_cpu(const Rows* rows, const StepArguments* step, const SumArguments* sums) {
+void rows_sum_cpu(const Rows* rows, const StepArrays* arrays, const StepArguments* step, const SumArguments* sums) {
     if (!is_finite(*step->grad_scale)) return;  // the step changes nothing
     for (int64_t t = 0; t < sums->tensors; t++) {
         const SumTensor* tensor = &sums->tensor[t];
+        const TileStreams whole = tile_streams(*arrays, *step, step->tiles[tensor->tile]);
 #pragma omp parallel for schedule(static)
         for (int64_t b = 0; b < tensor->slabs * tensor->panels; b++) {
-            sum_block(rows, step, sums, tensor, b / tensor->panels, b % tensor->panels);
+            sum_block(rows, step, &whole, sums, tensor, b / tensor->panels, b % tensor->panels);
         }
     }
 }

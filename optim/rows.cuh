@@ -54,7 +54,8 @@ OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
 
 // A tensor of a launch.
 struct SumTensor {
-    int64_t offset;  // of its first element in the arena
+    int64_t tile;  // number of its first tile in the launch's list
+    int64_t kept;  // number of that tile in the weights' arrays
     int64_t rows, cols, panels, slabs;
     int64_t number, ready;         // where its numbers begin among the kept ones, and among those that the step reads
     int64_t row_parts, col_parts;  // where its partial sums begin
@@ -213,7 +214,7 @@ struct SettleArguments {
     Sum sum;
     RowRule rule;
     float *parts, *kept, *ready;  // `kept` and `ready` are Streams::extra and next of v
-    float* factor;                // (tiles of the arena) factors of the step's update
+    float* factor;                // (tiles of the weights' arrays) factors of the step's update
     float* norms;                 // (tensors)
     bool by_rms;                  // as in SumArguments
     float one_minus_beta2, root2, one_minus_beta3, root3;
@@ -335,7 +336,7 @@ OPTIM_INLINE void settle_ready(const SettleArguments& a, const SumTensor& t, int
 
 // Applies the tensor's number `whole` to the factor of the update in tile k of the tensor.
 OPTIM_INLINE void settle_tile(const SettleArguments& a, const SumTensor& t, int64_t k, float whole) {
-    float* factor = a.factor + t.offset / TILE_ELEMENTS + k;
+    float* factor = a.factor + t.kept + k;
     if (a.sum == SUM_WEIGHTS) *factor = whole;
     if (a.sum == SUM_STEP) *factor = a.by_rms ? exact_mul(*factor, whole) : whole;
 }

@@ -22,8 +22,8 @@ struct RowPlan {
 RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int count);
 void row_plan_free(RowPlan* plan);
 
-// A run of a launch's tensors and its thread blocks. row_range returns those between elements `begin` and `end` of the
-// arena.
+// A run of a launch's tensors and its thread blocks. row_range returns those between tiles `begin` and `end` of its
+// list.
 struct RowRange {
     int64_t first, tensors, first_block, blocks, settles;
 };
@@ -41,7 +41,7 @@ struct RowWork {
 };
 
 // Makes the partial sums of one pass on the CPU, as optim_sums_kernel does on a GPU.
-void rows_sum_cpu(const Rows* rows, const StepArguments* step, const SumArguments* sums);
+void rows_sum_cpu(const Rows* rows, const StepArrays* arrays, const StepArguments* step, const SumArguments* sums);
 
 // Ends a pass: turns the sums into the numbers that the step reads.
 void rows_settle(const Device* dev, const SettleArguments* settle);

@@ -178,10 +178,12 @@ struct OptimParts {
 };
 OptimParts optim_parts(const Optim* optim);
 
-// Some tiles of a launch. `grads` is where the arena would begin that has their gradients at their own offsets.
+// Sets where the gradients of a tensor begin or, if the tensor is cut, those of its part here.
+void optim_tensor_grads(Optim* optim, int tensor, const void* grads);
+
+// Some tiles of a launch.
 struct TileRun {
     int launch;
-    Streams grads;
     int64_t first, tiles;  // of the launch's list
 };
 // Takes the step of these tiles. Call optim_settle_tensor once all tiles of a tensor are stepped; it ends the tensor's
@@ -192,6 +194,5 @@ void optim_settle_tensor(const Optim* optim, int tensor, const float* grad_scale
 // The states that a launch's step reads and writes: m, v, and the slow average of rules that keep one.
 constexpr int OPTIM_KEPT = 3;
 const Streams* optim_kept(const Optim* optim, int launch);  // (OPTIM_KEPT) from the launch's first element on
-// Sets where the next steps of a launch find these states. Each array's address is the one that it would have if it
-// began at the arena's first element.
-void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT]);
+// Sets where the next steps of a launch find these states, from its tile `first` on.
+void optim_kept_at(Optim* optim, int launch, const Streams (&at)[OPTIM_KEPT], int64_t first);

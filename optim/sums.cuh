@@ -27,13 +27,13 @@ OPTIM_INLINE constexpr bool sum_serves(Sum sum) {
                                   : factored;
 }
 
-// Returns the address of an array's number for `element` of the arena.
+// Returns the address of an array's number for `element` of a tensor.
 __device__ __forceinline__ char* sum_at(const StreamInfo& info, void* base, int64_t element) {
     const uint64_t number = (uint64_t)element / info.run;
     return (char*)base + (info.bits < 8 ? number * info.bits / 8 : number * (info.bits / 8));
 }
 
-// Loads 8 elements of the arena from `element` on, a multiple of 8.
+// Loads 8 elements of a tensor, whose arrays are `whole`, from `element` on, a multiple of 8.
 template <class Storage>
 __device__ __forceinline__ void sum_load_run(const Streams& whole, const void* table, int64_t element, float* x) {
     constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
@@ -50,8 +50,7 @@ __device__ __forceinline__ void sum_load_run(const Streams& whole, const void* t
     }
 }
 
-// Loads 8 elements of the arena from `element` on, any number; `held` of them lie in the tensor, and the others become
-// 0.
+// Loads 8 elements of a tensor from `element` on, any number; `held` of them lie in the row, and the others become 0.
 template <class Storage>
 __device__ __forceinline__ void sum_load(const Streams& whole, const void* table, int64_t element, int held, float* x) {
     const int shift = (int)(element % 8);
@@ -116,16 +115,16 @@ __device__ __forceinline__ void sum_load_rows(const Streams& whole, const void* 
 // Computes the values that a pass other than SUM_STEP squares, for SUM_AHEAD rows from `row` on. A lane's 8 elements
 // lie in one run.
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
-__device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, const SumArguments& sums,
+__device__ __forceinline__ void sum_values_of_rows(const TileStreams& whole, const SumArguments& sums,
                                                    const SumTensor& tensor, const Hyper& hyper,
                                                    const SumColumns& columns, const unsigned char* tables,
                                                    float grad_scale, int64_t row, int64_t col,
                                                    float (&x)[SUM_AHEAD][SUM_LANE]) {
-    const int64_t element = tensor.offset + row * tensor.cols + col;
-    if constexpr (SUM == SUM_WEIGHTS) return sum_load_rows<Weights>(step.weights, nullptr, element, tensor.cols, x);
+    const int64_t element = row * tensor.cols + col;
+    if constexpr (SUM == SUM_WEIGHTS) return sum_load_rows<Weights>(whole.weights, nullptr, element, tensor.cols, x);
     float m[SUM_AHEAD][SUM_LANE] = {};
-    sum_load_rows<Grads>(step.grads, nullptr, element, tensor.cols, x);
-    if constexpr (sum_reads_m(SUM)) sum_load_rows<M>(step.m, tables, element, tensor.cols, m);
+    sum_load_rows<Grads>(whole.grads, nullptr, element, tensor.cols, x);
+    if constexpr (sum_reads_m(SUM)) sum_load_rows<M>(whole.m, tables, element, tensor.cols, m);
 #pragma unroll
     for (int r = 0; r < SUM_AHEAD; r++) {
         float v[SUM_LANE] = {}, slow[SUM_LANE];
@@ -140,28 +139,29 @@ __device__ __forceinline__ void sum_values_of_rows(const StepArguments& step, co
 
 // Computes the values that a pass squares, for columns `col` to `col` + 7 of a row, of which `held` exist.
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
-__device__ __forceinline__ void sum_values(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
-                                           const SumColumns& columns, const unsigned char* tables, float grad_scale,
-                                           int64_t row, int64_t col, int held, float* x) {
+__device__ __forceinline__ void sum_values(const StepArguments& step, const TileStreams& whole,
+                                           const SumArguments& sums, const SumTensor& tensor, const SumColumns& columns,
+                                           const unsigned char* tables, float grad_scale, int64_t row, int64_t col,
+                                           int held, float* x) {
     float p[8] = {}, g[8], m[8] = {}, v[8] = {}, slow[8] = {}, root[8];
-    const int64_t element = tensor.offset + row * tensor.cols + col;
+    const int64_t element = row * tensor.cols + col;
     constexpr bool decays = SUM == SUM_STEP && !Rule::DECOUPLED;
     const Hyper& group = step.group[tensor.group];
     if constexpr (SUM != SUM_WEIGHTS) {
-        sum_load<Grads>(step.grads, nullptr, element, held, g);
+        sum_load<Grads>(whole.grads, nullptr, element, held, g);
 #pragma unroll
         for (int i = 0; i < 8; i++) g[i] = exact_mul(g[i], grad_scale);
     }
-    if constexpr (SUM == SUM_WEIGHTS || decays) sum_load<Weights>(step.weights, nullptr, element, held, p);
-    if constexpr (sum_reads_m(SUM)) sum_load<M>(step.m, tables, element, held, m);
+    if constexpr (SUM == SUM_WEIGHTS || decays) sum_load<Weights>(whole.weights, nullptr, element, held, p);
+    if constexpr (sum_reads_m(SUM)) sum_load<M>(whole.m, tables, element, held, m);
     if constexpr (sum_reads_v(SUM) && Rule::BY_ROWS) {
         sum_numbers<SUM, Rule, V>(sums, tensor, columns, row, v, slow);
     } else if constexpr (sum_reads_v(SUM)) {
-        sum_load<V>(step.v, tables + M::TABLE_BYTES, element, held, v);
-        if (Rule::KEEPS_SLOW) sum_load<M>(step.slow, tables, element, held, slow);
+        sum_load<V>(whole.v, tables + M::TABLE_BYTES, element, held, v);
+        if (Rule::KEEPS_SLOW) sum_load<M>(whole.slow, tables, element, held, slow);
     }
     if constexpr (SUM == SUM_STEP) {
-        Hyper hyper = sums.by_rms ? hyper_scaled(group, step.factor[tensor.offset / TILE_ELEMENTS]) : group;
+        Hyper hyper = sums.by_rms ? hyper_scaled(group, step.factor[tensor.kept]) : group;
         if (decays) {
 #pragma unroll
             for (int i = 0; i < 8; i++) g[i] = exact_fma(hyper.decay, p[i], g[i]), p[i] = 0.0f;
@@ -212,14 +212,15 @@ __device__ __forceinline__ float sum_lanes(float (&sum)[N]) {
 }
 
 // Sums a slab and panel: stores the partial sums of the rows, and leaves the sums of a thread's columns in `column`.
+// `whole` has the tensor's arrays.
 template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
-__device__ __forceinline__ void sum_block(const StepArguments& step, const SumArguments& sums, const SumTensor& tensor,
-                                          const unsigned char* tables, float grad_scale, int64_t slab, int64_t panel,
-                                          float* column) {
+__device__ __forceinline__ void sum_block(const StepArguments& step, const TileStreams& whole, const SumArguments& sums,
+                                          const SumTensor& tensor, const unsigned char* tables, float grad_scale,
+                                          int64_t slab, int64_t panel, float* column) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t col = panel * SUM_COLS + lane * SUM_LANE, end = sum_end(tensor, slab);
     const int held = tensor.cols - col >= SUM_LANE ? SUM_LANE : tensor.cols > col ? (int)(tensor.cols - col) : 0;
-    const bool even = (tensor.cols | tensor.offset) % SUM_LANE == 0;
+    const bool even = tensor.cols % SUM_LANE == 0;
     const SumColumns numbers = sum_columns<SUM, Rule, V>(sums, tensor, col, held);
     const Hyper hyper = step.group[tensor.group];
     float* parts = sums.parts + tensor.row_parts + panel * tensor.rows;
@@ -229,7 +230,7 @@ __device__ __forceinline__ void sum_block(const StepArguments& step, const SumAr
             float sum[SUM_AHEAD] = {};
             if (held > 0) {
                 float x[SUM_AHEAD][SUM_LANE];
-                sum_values_of_rows<SUM, Rule, Weights, M, V, Grads>(step, sums, tensor, hyper, numbers, tables,
+                sum_values_of_rows<SUM, Rule, Weights, M, V, Grads>(whole, sums, tensor, hyper, numbers, tables,
                                                                     grad_scale, row, col, x);
 #pragma unroll
                 for (int r = 0; r < SUM_AHEAD; r++) sum[r] = sum_squares(x[r], SUM_LANE, column);
@@ -242,8 +243,8 @@ __device__ __forceinline__ void sum_block(const StepArguments& step, const SumAr
     for (; row < end; row += SUM_WARPS) {
         float x[SUM_LANE] = {};
         if (held > 0) {
-            sum_values<SUM, Rule, Weights, M, V, Grads>(step, sums, tensor, numbers, tables, grad_scale, row, col, held,
-                                                        x);
+            sum_values<SUM, Rule, Weights, M, V, Grads>(step, whole, sums, tensor, numbers, tables, grad_scale, row,
+                                                        col, held, x);
         }
         float sum[1] = {sum_squares(x, held, column)};
         const float its = sum_lanes(sum);
@@ -264,7 +265,7 @@ __device__ __forceinline__ void sum_find(const SumArguments& sums, int64_t b, in
     }
 }
 
-template <Sum SUM, class Rule, class Weights, class M, class V, class Grads>
+template <Sum SUM, class Rule, class Weights, class M, class V, class Copy, class Grads>
 __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumArguments& sums, float grad_scale,
                                           unsigned char* tables, float (&columns)[SUM_WARPS][SUM_COLS]) {
     if constexpr (!sum_serves<Rule>(SUM)) return;
@@ -277,10 +278,12 @@ __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumAr
     for (int64_t b = sums.first_block + blockIdx.x; b < sums.first_block + sums.blocks; b += gridDim.x) {
         if (b >= next) sum_find(sums, b, &t, &next);
         const SumTensor tensor = sums.tensor[t];
+        constexpr StepArrays arrays = StepLayout<Rule, Weights, M, V, Copy, Grads>::ARRAYS;
+        const TileStreams whole = tile_streams(arrays, step, step.tiles[tensor.tile]);
         const uint32_t its = (uint32_t)(b - tensor.block), panels = (uint32_t)tensor.panels, slab = its / panels;
         float column[SUM_LANE] = {};
-        sum_block<SUM, Rule, Weights, M, V, Grads>(step, sums, tensor, tables, grad_scale, slab, its - slab * panels,
-                                                   column);
+        sum_block<SUM, Rule, Weights, M, V, Grads>(step, whole, sums, tensor, tables, grad_scale, slab,
+                                                   its - slab * panels, column);
         if constexpr (sum_has_columns(SUM)) {
             float* mine = &columns[threadIdx.x / 32][threadIdx.x % 32 * SUM_LANE];
 #pragma unroll
@@ -295,32 +298,32 @@ __device__ __forceinline__ void sums_pass(const StepArguments& step, const SumAr
     }
 }
 
-template <class Rule, class Weights, class M, class V, class Grads>
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __device__ __forceinline__ void sums_run(const StepArguments& step, const SumArguments& sums) {
     const float scale = *step.grad_scale;
     if (!is_finite(scale)) return;  // the step changes nothing
     extern __shared__ __align__(128) unsigned char step_memory[];
     __shared__ __align__(16) float columns[SUM_WARPS][SUM_COLS];
-    sums_pass<SUM_SQUARES, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
-    sums_pass<SUM_DIRECTION, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
-    sums_pass<SUM_MOMENTS, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
-    sums_pass<SUM_UPDATE, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
-    sums_pass<SUM_RESIDUAL, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
-    sums_pass<SUM_WEIGHTS, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
-    sums_pass<SUM_STEP, Rule, Weights, M, V, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_SQUARES, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_DIRECTION, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_MOMENTS, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_UPDATE, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_RESIDUAL, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_WEIGHTS, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
+    sums_pass<SUM_STEP, Rule, Weights, M, V, Copy, Grads>(step, sums, scale, step_memory, columns);
 }
 
 // grid: any, block: 256; shared memory: the moments' tables if the pass reads m; deterministic.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_kernel(const __grid_constant__ StepArguments step, const __grid_constant__ SumArguments sums) {
-    sums_run<Rule, Weights, M, V, Grads>(step, sums);
+    sums_run<Rule, Weights, M, V, Copy, Grads>(step, sums);
 }
 
 // Does the same with arguments in device memory, as optim_replayed_kernel.
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__(32 * SUM_WARPS, sum_blocks(Rule::ROWS))
     optim_sums_replayed_kernel(const StepArguments* step, const __grid_constant__ SumArguments sums) {
-    sums_run<Rule, Weights, M, V, Grads>(*step, sums);
+    sums_run<Rule, Weights, M, V, Copy, Grads>(*step, sums);
 }
 #endif

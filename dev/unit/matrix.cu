@@ -228,9 +228,11 @@ JIT_BOTH(matrix_chunks) {
             run_open(&parts, &config, model, OPTIM_FP32, gpu);
             run_steps(&parts, 1, STEPS, matrix_steps(3));
             expect_same(test, &whole, &parts, formatted("%s, m %s, chunks of %d tiles", rule, m, (int)tiles));
-            const MatrixWork* work = optim_matrix_work(parts.optim, 0);
-            expect(work->plan.chunks > 1 || (tiles == 4 && *overrides), "%s: one chunk of %lld tiles", rule,
+            const OptimParts its = optim_parts(parts.optim);
+            MatrixPlan plan = matrix_plan(its.dev, its.plan, 0, its.tensors, its.count);
+            expect(plan.chunks > 1 || (tiles == 4 && *overrides), "%s: one chunk of %lld tiles", rule,
                    (long long)tiles);
+            matrix_plan_free(&plan);
             expect_planned(test, &parts, rule);
         }
     }

@@ -90,8 +90,6 @@ struct StorageDefaults {
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)
     static constexpr bool feeds_back = false;  // the same, for table rows, which know it at run time
 
-    static constexpr bool PLACED = false;  // of gradients: these and the weights lie at StepArguments.places
-
     static OPTIM_INLINE void measure(const Streams&, int, const float*, int) {}
 
     // Constants that the storage looks up; each thread block copies them into shared memory with prepare().

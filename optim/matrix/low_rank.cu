@@ -29,23 +29,23 @@ LowShape low_shape(const OptimConfig* config, int64_t rows, int64_t cols) {
 
 template <class Format>
 struct Gradients {
-    const typename Format::Code* grads;
+    const Tile* tiles;
     const float* scale;
     float* to;
 
-    OPTIM_INLINE void at(int64_t i) const { to[i] = exact_mul(Format::decode(grads[i]), *scale); }
+    OPTIM_INLINE void at(int64_t i) const {
+        const auto* grads = (const typename Format::Code*)tiles[i / TILE_ELEMENTS].grads;
+        to[i] = exact_mul(Format::decode(grads[i % TILE_ELEMENTS]), *scale);
+    }
 };
 
 // Copies the gradients of a chunk, times their factor, to work->scratch.
 static void low_gradients(const LowStep* its, const MatrixChunk* chunk) {
-    const int64_t count = chunk->end - chunk->begin;
+    const int64_t count = chunk->tiles * TILE_ELEMENTS;
+    const Tile* tiles = its->tiles + chunk->tile;
     float* to = its->work->scratch;
-    if (its->is_bf16) {
-        const uint16_t* grads = (const uint16_t*)its->grads + chunk->begin;
-        for_each(its->dev, Gradients<Bf16>{grads, its->grad_scale, to}, count);
-    } else {
-        for_each(its->dev, Gradients<Fp32>{(const float*)its->grads + chunk->begin, its->grad_scale, to}, count);
-    }
+    if (its->is_bf16) return for_each(its->dev, Gradients<Bf16>{tiles, its->grad_scale, to}, count);
+    for_each(its->dev, Gradients<Fp32>{tiles, its->grad_scale, to}, count);
 }
 
 // The basis.
@@ -299,7 +299,9 @@ static void project_back(const Device* dev, const LowMatrix* l, const float* low
 
 // Does the same with operands in bf16: the gradient is read where it is, and U is bf16.
 static void project_bf16(const LowStep* its, const LowMatrix* l) {
-    const bf16 *g = (const bf16*)its->grads + l->shape->element, *q = in_bf16(its->dev, l->q, l->y, l->rank * l->side);
+    const int tensor = l->shape->tensor;
+    const bf16* g = (const bf16*)its->grads[tensor] + (l->shape->element - its->tensors[tensor].offset);
+    const bf16* q = in_bf16(its->dev, l->q, l->y, l->rank * l->side);
     const MatmulProduct p = projection(l);
     matmul_product<bf16, float>(its->dev, &p, l->low, l->right ? g : q, l->right ? q : g, nullptr);
 }

@@ -53,11 +53,13 @@ struct LowStep {
     const OptimConfig* config;
     const MatrixWork* work;
     const Streams* basis;
-    const void* grads;  // address of the whole arena's gradients
+    const Tile* tiles;  // of the launch: device memory
     bool is_bf16;       // the gradients are bf16
     const float* grad_scale;
     int64_t step;
     bool in_bf16;  // low_rank_in_bf16
+    const OptimTensor* tensors;
+    const void* const* grads;  // (tensors) where each tensor's gradients begin, as the tiles have it
 };
 
 // Computes new directions Q if they are due, and projects the gradients of a chunk into work->low.

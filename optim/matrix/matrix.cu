@@ -76,12 +76,27 @@ static void low_place(const Device* dev, const Plan* plan, int index, int tensor
     its->sums = larger(its->sums, (4 * length + 4) * (int64_t)sizeof(float));
 }
 
-void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, Tile* tiles) {
+void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes) {
+    const MatrixChunk* chunk = work->plan.chunk;
+    while (tile >= chunk->tile + chunk->tiles) chunk++;
+    return (char*)work->scratch + (tile - chunk->tile) * TILE_ELEMENTS * element_bytes;
+}
+
+void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, const MatrixWork* work,
+                      Tile* tiles) {
+    const MatrixChunk* chunk = work->plan.chunk;
     for (int t = 0; t < count; t++) {
         const OptimTensor *tensor = &tensors[t], *kept = &plan->kept[t][SLOT_M];
         if (plan->launch_of[t] != index || tensor->offset < plan->begin || tensor->offset >= plan->end) continue;
-        for (int64_t i = 0; i < tensor_padded(kept); i += TILE_ELEMENTS) {
-            *tiles++ = {(uint32_t)((kept->offset + i) / TILE_ELEMENTS), (uint32_t)plan->group_of[t]};
+        for (int64_t at = kept->offset; at < kept->offset + tensor_padded(kept); at += TILE_ELEMENTS) {
+            while (at >= chunk->low_end) chunk++;
+            const int64_t low = at - chunk->low_begin, states = at - plan->launch[index].kept[SLOT_M].begin;
+            *tiles++ = {work->direction + low,
+                        work->low + low,
+                        0,
+                        (uint32_t)(states / TILE_ELEMENTS),
+                        (uint32_t)(at / TILE_ELEMENTS),
+                        (uint32_t)plan->group_of[t]};
         }
     }
 }

@@ -100,8 +100,13 @@ struct MatrixWork {
     Tile* low_tiles;         // tiles of their moments, for all chunks
 };
 
+// Returns where tile number `tile` of the launch's list has room in the scratch of its chunk, for numbers of
+// `element_bytes` bytes.
+void* matrix_scratch(const MatrixWork* work, int64_t tile, int64_t element_bytes);
+
 // Writes the tiles of the moments of projected gradients: MatrixPlan.low_tiles / sizeof(Tile).
-void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, Tile* tiles);
+void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, int count, const MatrixWork* work,
+                      Tile* tiles);
 
 // Runs part 2: turns a range's directions in the scratch into updates. `now` and `next` are the old and the new v of
 // rows, for a rule that keeps one.
