@@ -15,10 +15,12 @@ import json
 import os
 import re
 import struct
-import sys
 from pathlib import Path
 
-from input_files import PREPARE, READ_ERRORS, Problem, damaged, download, lines_of, make_folder, open_input, say
+import numpy as np
+
+from input_files import READ_ERRORS, damaged, download, lines_of, make_folder, open_input
+from messages import PREPARE, Problem, say
 from vocabulary import Bytes, crc32c, open_vocabulary
 
 MAGIC, VERSION, HEADER = b"nib-eval", 1, "<8sIIIIIIQI16x"
@@ -120,13 +122,11 @@ class Questions:
 
     def contents(self):
         """Returns the bytes of the file."""
-        for table in (self.examples, self.rows, self.tokens):
-            if sys.byteorder == "big":
-                table.byteswap()
         counts = len(self.examples) // 2, len(self.rows) // 4, len(self.tokens), self.longest
         print_of = self.vocabulary.fingerprint()
         head = struct.pack(HEADER, MAGIC, VERSION, self.kind, self.vocabulary.size, print_of, *counts)
-        body = self.examples.tobytes() + self.rows.tobytes() + self.tokens.tobytes()
+        tables = ((self.examples, "<u4"), (self.rows, "<u4"), (self.tokens, "<u2"))
+        body = b"".join(np.asarray(table).astype(kind).tobytes() for table, kind in tables)
         return head + struct.pack("<I", crc32c(body, crc32c(head))) + body
 
 
@@ -160,7 +160,7 @@ def sources(inputs):
         name, equals, path = text.partition("=")
         if not equals and text in PUBLIC and not os.path.exists(text):
             instead = f"without network type {PREPARE} --eval {text}=FILE.jsonl"
-            path = str(download(*PUBLIC[text], instead))
+            path = download(*PUBLIC[text], instead)
         elif not equals:
             name, path = Path(text).name.split(".")[0], text
         if not re.fullmatch(r"[\w-]+", name):

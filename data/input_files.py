@@ -1,55 +1,28 @@
-"""What data/prepare.py reads: files that may be packed, downloads, the documents in them. A failure is a Problem: one
-sentence."""
+"""What data/prepare.py reads: files that may be packed, downloads, and the documents in them.
+
+Each reader yields pieces of documents and holds a few MiB of them at a time, whatever the file unpacks to. A failure is
+a Problem: one sentence.
+"""
 
 import array
 import bz2
 import collections
 import errno
 import gzip
-import hashlib
-import http.client
 import json
 import lzma
 import os
 import re
 import shlex
-import urllib.error
-import urllib.request
 import zlib
 from pathlib import Path
 
 try:
     from compression import zstd  # of Python 3.14
 except ImportError:
-    try:
-        from backports import zstd
-    except ImportError:
-        zstd = None
+    from backports import zstd
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def here(path):
-    """Returns a path of the repository as it is typed in the current folder."""
-    return path if Path.cwd() == ROOT else shlex.quote(str(ROOT / path))
-
-
-MAKE = "make" if Path.cwd() == ROOT else f"make -C {here('')}"
-PREPARE = f"{here('.venv/bin/python')} {here('data/prepare.py')}"
-VENV = f"type `{MAKE} venv`, and {PREPARE} instead"  # where a package is missing
-
-
-class Problem(Exception):
-    """A mistake that the user can correct. It is reported in one sentence, and the exit status is 2."""
-
-
-# What could control a terminal, as text_disarm of data/text.c has it, and halves of surrogate pairs.
-CONTROL = re.compile("[\0-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def say(line, file=None):
-    """Prints a line that may quote what a stranger wrote: names of files, fields and runs."""
-    print(CONTROL.sub("?", str(line)), file=file, flush=True)
+from messages import PREPARE, Problem
 
 
 def make_folder(folder, out):
@@ -82,16 +55,9 @@ MAX_ARRAY = 1 << 28  # bytes of a .json array, which is in memory as a whole
 MAX_LINE = 1 << 26  # bytes of a line of JSON, or of a text without white space
 
 
-def blocks_of(stream):
-    return iter(lambda: stream.read(1 << 20), b"")
-
-
 def lines_of(stream, most=MAX_LINE):
     """Yields the lines of a stream; None for one of more than `most` bytes, which is never in memory as a whole."""
-    while True:
-        line = stream.readline(most + 1)
-        if not line:
-            return
+    while line := stream.readline(most + 1):
         if len(line) <= most:
             yield line
             continue
@@ -101,8 +67,6 @@ def lines_of(stream, most=MAX_LINE):
 
 
 def open_zstd(path):
-    if not zstd:
-        raise Problem(f"a .zst file needs backports.zstd; {VENV}")
     return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
 
 
@@ -123,34 +87,8 @@ OTHERS = (  # the pattern of the first bytes, what such a file is: nothing here 
     (rb"\x93NUMPY", "a NumPy array, not text"),
 )
 PACKED_NAME = re.compile(r"\.(xz|lzma|gz|bz2|zst)$", re.IGNORECASE)
-
-
-def first_bytes(path):
-    try:
-        with open(path, "rb") as file:
-            return file.read(16)
-    except OSError as error:
-        raise damaged(path, error) from None
-
-
-def unpacker(path):
-    """Returns the function that opens a packed file, judged by its contents; None if it is not packed."""
-    head = first_bytes(path)
-    for signature, opener in PACKINGS:
-        if re.match(signature, head):
-            return opener
-    for signature, what in OTHERS:
-        if re.match(signature, head):
-            raise Problem(f"{path}: {what}")
-    if head and PACKED_NAME.search(str(path)):
-        raise damaged(path, "it is not packed, as its name says")
-    return None
-
-
-def open_input(path):
-    """Returns a binary stream of the file's contents, unpacked."""
-    opener = unpacker(path)
-    return opener(path) if opener else open(path, "rb")
+# pyarrow's own derive from ValueError and NotImplementedError.
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError, ValueError, NotImplementedError)
 
 
 def damaged(path, error):
@@ -158,49 +96,57 @@ def damaged(path, error):
     return Problem(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); fetch or write it again")
 
 
-# pyarrow's own derive from ValueError and NotImplementedError.
-READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError, NotImplementedError)
-READ_ERRORS += (zstd.ZstdError,) if zstd else ()
+def look(path):
+    """Returns (what opens the file, whether it is packed, whether it is .parquet), judged by its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise damaged(path, error) from None
+    for signature, opener in PACKINGS:
+        if re.match(signature, head):
+            return opener, True, False
+    for signature, what in OTHERS:
+        if re.match(signature, head):
+            raise Problem(f"{path}: {what}")
+    if head and PACKED_NAME.search(str(path)):
+        raise damaged(path, "it is not packed, as its name says")
+    return (lambda path: open(path, "rb")), False, head.startswith(b"PAR1")
 
 
-def cache_folder():
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nibble"
+def open_input(path):
+    """Returns a binary stream of the file's contents, unpacked."""
+    return look(path)[0](path)
+
+
+def input_kind(path):
+    """Returns the kind of the contents by the name's ending. Packed files of other names, or without one, hold text."""
+    _, packed, parquet = look(path)
+    ending = "parquet" if parquet else Path(PACKED_NAME.sub("", Path(path).name).lower()).suffix[1:]
+    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and not packed):
+        return ending
+    if ending != "parquet" and (packed or not ending):
+        return "txt"
+    raise Problem(
+        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
+        f"or one of {', '.join(CORPORA)}"
+    )
 
 
 def download(url, sha256, instead):
-    """Downloads a file into the cache, once, and returns its path. `instead` says what to do without a network."""
-    path = cache_folder() / re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
-    if not path.exists():
-        fetch(url, path, instead)
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in blocks_of(file):
-            found.update(block)
-    if found.hexdigest() == sha256:
-        return path
-    path.unlink()
-    raise Problem(f"{url}: another file than it was: its SHA-256 is {found.hexdigest()}; {instead}")
-
-
-def fetch(url, path, instead):
+    """Downloads a file into the cache, unless it is there, and returns its path. `instead` says what to do without a
+    network."""
+    import pooch
     from tqdm import tqdm
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.part")  # another program may download the same
-    try:
-        with urllib.request.urlopen(url, timeout=30) as response, open(partial, "wb") as file:
-            total = int(response.headers.get("Content-Length") or 0)
-            with tqdm(total=total or None, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[1], disable=None) as bar:
-                for block in blocks_of(response):
-                    file.write(block)
-                    bar.update(len(block))
-            if total and file.tell() != total:
-                raise OSError(f"{file.tell()} of {total} bytes came")
-        os.replace(partial, path)
-    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-        raise Problem(f"{url} cannot be downloaded ({getattr(error, 'reason', None) or error}): {instead}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    pooch.get_logger().setLevel("ERROR")
+    name = re.sub(r"[^\w.-]", "_", url.split("//", 1)[1])
+    with tqdm(total=1, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[1], leave=False, disable=None) as bar:
+        get = pooch.HTTPDownloader(progressbar=bar, chunk_size=1 << 20)
+        try:
+            return pooch.retrieve(url, f"sha256:{sha256}", name, pooch.os_cache("nibble"), downloader=get)
+        except (OSError, ValueError) as error:  # a failing connection, and another SHA-256
+            raise Problem(f"{url} cannot be downloaded ({error}): {instead}") from None
 
 
 HUGGING_FACE = "https://huggingface.co/datasets/"
@@ -233,39 +179,22 @@ CORPORA = {  # name: (training files, validation files), each a URL and the SHA-
 }
 
 
-# A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("json"), one element of a .json
-# array ("element"), or one row of a .parquet file ("row", or "null" without a text).
+# A run of consecutive bytes of one document (kind "text"), one line of a .jsonl file ("line"; "long" without the line if
+# that is too long), one element of a .json array ("element"), or one row of a .parquet file ("row", or "null").
 # place: the line, element or row that it begins at, for messages.
 Piece = collections.namedtuple("Piece", "path kind place begins data")
 
 
-def place_of(piece, place=None):
+def place_of(piece, lines=0):
+    """Returns where a piece is, or what is so many lines after its beginning."""
     what = {"element": "element", "row": "row", "null": "row"}.get(piece.kind, "line")
-    return f"{piece.path}: {what} {place or piece.place}"
-
-
-def input_kind(path):
-    """Returns the kind of the contents by the name's ending. Packed files of other names, or without one, hold text."""
-    if first_bytes(path).startswith(b"PAR1"):
-        return "parquet"
-    packed = unpacker(path) is not None
-    ending = Path(PACKED_NAME.sub("", Path(path).name).lower()).suffix[1:]
-    if ending in ("txt", "jsonl", "json") or (ending == "parquet" and not packed):
-        return ending
-    if ending != "parquet" and (packed or not ending):
-        return "txt"
-    raise Problem(
-        f"{path}: give a .txt, .jsonl, .json (each also .gz, .xz, .bz2 or .zst) or .parquet file, "
-        f"or one of {', '.join(CORPORA)}"
-    )
+    return f"{piece.path}: {what} {piece.place + lines}"
 
 
 def open_parquet(path, field):
     """Returns the file, the size of its column of text and the number of rows."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise Problem(f"a .parquet file needs pyarrow; {VENV}") from None
+    import pyarrow.parquet
+
     try:
         file = pyarrow.parquet.ParquetFile(path)
         schema = file.schema_arrow
@@ -278,19 +207,6 @@ def open_parquet(path, field):
         raise Problem(f'{path}: field "{field}" is {kind} and not a text; choose another with --field')
     column, groups = file.schema.names.index(field), map(file.metadata.row_group, range(file.num_row_groups))
     return file, sum(group.column(column).total_uncompressed_size for group in groups), file.metadata.num_rows
-
-
-def input_bytes(path, field):
-    """Returns the size of the input as read: unpacked, with separators and JSON; of .parquet, the text column."""
-    try:
-        if input_kind(path) == "parquet":
-            return open_parquet(path, field)[1]
-        if not unpacker(path):
-            return os.path.getsize(path)
-        with open_input(path) as stream:
-            return sum(len(block) for block in blocks_of(stream))
-    except READ_ERRORS as error:
-        raise damaged(path, error) from None
 
 
 def safe_cut(data, start):
@@ -357,12 +273,12 @@ def read_jsonl(path):
     with open_input(path) as stream:
         for number, line in enumerate(lines_of(stream), 1):
             if line is None:
-                yield Piece(path, "too long", number, True, b"")
+                yield Piece(path, "long", number, True, b"")
                 continue
             if number == 1:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
-                yield Piece(path, "json", number, True, line)
+                yield Piece(path, "line", number, True, line)
 
 
 def read_parquet(path, field):
@@ -372,15 +288,11 @@ def read_parquet(path, field):
             row += 1
             try:
                 text = value.as_py()
+                data = b"" if text is None else text.encode()
             except UnicodeDecodeError:  # is told of when the piece is encoded
-                yield Piece(path, "row", row, True, value.as_buffer().to_pybytes())
-                continue
-            if text is not None and not isinstance(text, str):
-                raise Problem(f'{path}: row {row}: field "{field}" is not a text')
-            if text is None:
-                yield Piece(path, "null", row, True, b"")
-            elif text:
-                yield Piece(path, "row", row, True, text.encode())
+                data = text = value.as_buffer().to_pybytes()
+            if text is None or data:
+                yield Piece(path, "null" if text is None else "row", row, True, data)
 
 
 def read_json(path):
@@ -393,19 +305,16 @@ def read_json(path):
         text = stream.read(MAX_ARRAY + 1)
     if len(text) > MAX_ARRAY:
         raise Problem(f"{path}: an array of more than {MAX_ARRAY >> 20} MiB; write a document a line (jq -c '.[]')")
-    errors = "strict" if is_utf8(text) else "surrogateescape"  # keeps a bad byte, for its element alone is left out
     try:
-        records = json.loads(text.removeprefix(BYTE_ORDER_MARK).decode("utf-8", errors))
+        records = json.loads(text.removeprefix(BYTE_ORDER_MARK).decode("utf-8", "surrogateescape"))
+        for number, record in enumerate(records, 1):
+            try:  # a bad byte is kept, since its element alone is left out
+                data = json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogateescape")
+            except UnicodeEncodeError:  # half of a surrogate pair that JSON spelled
+                data = json.dumps(record).encode()
+            yield Piece(path, "element", number, True, data)
     except (ValueError, RecursionError) as error:
         raise Problem(f"{path}: not JSON ({error})") from None
-    for number, record in enumerate(records, 1):
-        try:
-            data = json.dumps(record, ensure_ascii=errors == "strict").encode("utf-8", errors)
-        except RecursionError:
-            data = b"["  # too deep, so it is left out as what is not JSON
-        except UnicodeEncodeError:  # half of a surrogate pair that JSON spelled
-            data = json.dumps(record).encode()
-        yield Piece(path, "element", number, True, data)
 
 
 def read_inputs(paths, field):
@@ -436,22 +345,16 @@ def measure(paths, field):
 
 
 def text_of(piece, field):
-    """Returns the text of a piece, None for a null. Raises a Problem that names the line if there is no text."""
+    """Returns the text of a piece, None for a null. A byte that is not UTF-8 becomes half of a surrogate pair. Raises a
+    Problem if there is no text."""
     if piece.kind == "null":
         return None
-    if piece.kind == "too long":
-        raise Problem(f"{place_of(piece)}: longer than {MAX_LINE >> 20} MiB")
-    try:
-        text = piece.data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = piece.place + (piece.data.count(b"\n", 0, error.start) if piece.kind == "text" else 0)
-        raise Problem(
-            f"{place_of(piece, place)}: not UTF-8 (byte 0x{piece.data[error.start]:02x}); type iconv -f LATIN1 -t UTF-8, "
-            "or what it is"
-        ) from None
+    where = place_of(piece)
+    if piece.kind == "long":
+        raise Problem(f"{where}: longer than {MAX_LINE >> 20} MiB")
+    text = piece.data.decode("utf-8", "surrogateescape")
     if piece.kind in ("text", "row"):
         return text
-    where = place_of(piece)
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -464,17 +367,6 @@ def text_of(piece, field):
     if record[field] is not None and not isinstance(record[field], str):
         raise Problem(f'{where}: field "{field}" is not a text')
     return record[field]
-
-
-def inline_pieces(piece):
-    """Yields the documents of a piece that is not UTF-8, each as a piece, since only some will be left out."""
-    if piece.kind != "text" or is_utf8(piece.data):
-        yield piece
-        return
-    for i, data in enumerate(piece.data.split(END.encode())):
-        if data.strip():
-            yield piece._replace(begins=bool(piece.begins or i), data=data)
-        piece = piece._replace(place=piece.place + data.count(b"\n"))
 
 
 def holds_records(path, field):

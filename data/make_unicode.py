@@ -14,7 +14,6 @@ from pathlib import Path
 import tiktoken
 
 CLASSES = (r"\p{L}", r"\p{N}", r"\s")  # LETTER, DIGIT and SPACE of data/tokenizer.c; OTHER is what remains
-VERSIONS = [f"{major}.0" for major in range(30, 9, -1)]
 
 
 def matches(pattern, text):
@@ -22,16 +21,6 @@ def matches(pattern, text):
     ranks = {bytes([byte]): byte for byte in range(256)}
     engine = tiktoken.Encoding("class", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return set(engine.decode(engine.encode_ordinary(text)))
-
-
-def unicode_version():
-    for version in VERSIONS:
-        try:
-            matches(rf"\p{{Age={version}}}", "")
-        except ValueError:  # the engine does not know this version yet
-            continue
-        return version
-    raise SystemExit("make_unicode: tiktoken names no Unicode version that this script knows; add it to VERSIONS")
 
 
 def class_runs():
@@ -55,7 +44,7 @@ def header():
             lines.append(line)
             line = "   "
         line += " " + number
-    return f"""// Written by data/make_unicode.py: Unicode {unicode_version()}, as tiktoken {tiktoken.__version__} has it.
+    return f"""// Written by data/make_unicode.py: Unicode as tiktoken {tiktoken.__version__} has it.
 // Each entry is a run of characters of one class, from code point 0 on: their number << 2 | the class (0 letter, 1
 // number, 2 white space, 3 other).
 #pragma once

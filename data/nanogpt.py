@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from input_files import Problem
+from messages import Problem
 from vocabulary import ALPHABET, MAX_VOCABULARY, copy_vocabulary, open_vocabulary
 
 META_BYTES = 1 << 26
@@ -61,8 +61,17 @@ def open_tokens(path):
     return tokens
 
 
-def convert(options, folder, writers, notes):
-    """Writes all shards, by writers(lengths of the tokens' texts). Returns them and the size of the vocabulary."""
+def blocks_of(path, tokens, size):
+    """Yields the tokens of a vocabulary of this size in blocks of uint16."""
+    for block in (tokens[at : at + BLOCK] for at in range(0, len(tokens), BLOCK)):
+        if block.max() >= size:
+            advice = "name its tokenizer's folder by --tokenizer"
+            raise Problem(f"{path}: holds token {block.max()}, and the vocabulary has {size}; {advice}")
+        yield block.astype(np.uint16)
+
+
+def convert(options, folder, notes):
+    """Writes the vocabulary. Returns its size, the lengths of its tokens, and {part: blocks of tokens}."""
     source, tokenizer = Path(options.from_nanogpt), options.tokenizer
     train, val = source / "train.bin", source / "val.bin"
     if not train.is_file():
@@ -77,19 +86,13 @@ def convert(options, folder, writers, notes):
         lengths = np.array([len(text) for text in texts], np.int64)
     elif size:
         lengths = np.zeros(size, np.int64)
-        notes.add("no texts of tokens, so no samples and no bits per byte; name a folder by --tokenizer", "meta.pkl")
+        notes.add("no texts of tokens, so no samples and no bits per byte; name a folder by --tokenizer", ["meta.pkl"])
     else:
         vocabulary = open_vocabulary(tokenizer)
         copy_vocabulary(vocabulary, tokenizer, folder)
         size, lengths = vocabulary.size, vocabulary.lengths
-    made, tokens = writers(lengths), open_tokens(train)
-    cut = len(tokens) if val.is_file() else len(tokens) - int((options.val_fraction or 0.05) * len(tokens))
-    held_out = open_tokens(val) if val.is_file() else tokens[cut:]
-    for part, path, tokens in (("train", train, tokens[:cut]), ("val", val, held_out)):
-        for block in (tokens[at : at + BLOCK] for at in range(0, len(tokens), BLOCK)):
-            if block.max() >= size:
-                advice = "name its tokenizer's folder by --tokenizer"
-                raise Problem(f"{path}: holds token {block.max()}, and the vocabulary has {size}; {advice}")
-            made[part].write(block.astype(np.uint16))
-        made[part].close()
-    return made, size
+    tokens = open_tokens(train)
+    if val.is_file():
+        return size, lengths, {"train": blocks_of(train, tokens, size), "val": blocks_of(val, open_tokens(val), size)}
+    cut = len(tokens) - int((options.val_fraction or 0.05) * len(tokens))
+    return size, lengths, {"train": blocks_of(train, tokens[:cut], size), "val": blocks_of(train, tokens[cut:], size)}

@@ -24,7 +24,7 @@ The folder --out then holds
     tokenizer.json, tokenizer_config.json        the same for transformers, where it was trained here or came with them
     meta.json                                    counts of tokens and bytes (UTF-8 of the text), sources
 It is written as OUT.tmp and renamed at the end, so OUT is complete whenever it exists. The shards do not depend on the
-number of workers. Input is streamed, so memory is bounded but for the validation part and a .json array. A long
+number of threads. Input is streamed, so memory is bounded but for the validation part and a .json array. A long
 document is encoded in pieces, cut where GPT-2's encoding never merges across, so the tokens are those of the whole.
 """
 
@@ -33,7 +33,6 @@ import collections
 import fcntl
 import json
 import math
-import multiprocessing
 import operator
 import os
 import random
@@ -42,15 +41,11 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from itertools import chain
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from input_files import CORPORA, END, MAKE, ROOT, VENV, Problem, find_inputs, here, holds_records, inline_pieces
-from input_files import input_bytes, input_kind, make_folder, measure, place_of, read_inputs, safe_cut, say, text_of
+from messages import MAKE, PREPARE, ROOT, VENV, Problem, here, say
 
 try:
     import numpy as np
@@ -59,13 +54,14 @@ try:
     import eval_files
     import nanogpt
     import vocabulary
-    from vocabulary import MAX_SPACE
+    from input_files import CORPORA, END, download, holds_records, input_kind, is_utf8, make_folder, measure, place_of
+    from input_files import read_inputs, safe_cut, text_of
 except ImportError as missing:
-    print(f"prepare: error: {missing}; {VENV}", file=sys.stderr)
+    say(f"prepare: error: {missing}; {VENV}", sys.stderr)
     sys.exit(2)
 
 MAGIC, VERSION, HEADER_BYTES = 20240520, 1, 1024
-CHUNK_BYTES = 1 << 19  # documents are handed to a worker in chunks of at least this size
+CHUNK_BYTES = 1 << 19  # documents are handed to a thread in chunks of at least this size
 NOTED_PLACES = 10  # of a notice
 SMALL_VALIDATION = 1 << 17  # bytes of validation text (about 32,000 tokens) taken of a small corpus
 MAX_WORD = 1 << 20  # characters without white space: tiktoken takes 45 bytes of memory for each
@@ -116,7 +112,7 @@ def split_validation(pieces, share, measured, seed):
             left -= len(piece.data)
             yield "val", piece
             continue
-        if left:
+        if left and is_utf8(piece.data):  # else it is left out as a whole, and counted once
             cut, left, begins = cut_for_validation(piece.data, left), 0, True
             lines = piece.data.count(b"\n", 0, cut) if piece.kind == "text" else 0
             if cut:
@@ -152,21 +148,27 @@ UNREADABLE = "documents that cannot be read, left out"  # of a long one the piec
 
 
 class Notes:
-    """Counts what is reported at the end: how often it occurred in the input, and the first places."""
+    """Counts what is reported at the end: how often it occurred in the input, and the first places.
 
-    def __init__(self):
-        self.found = {}  # text: [count, places]
+    With --strict, a document that would be left out or changed is a Problem instead.
+    """
 
-    def add(self, text, place, count=1):
+    def __init__(self, strict):
+        self.strict, self.found = strict, {}  # text: [count, places]
+
+    def add(self, text, places, count=1):
         entry = self.found.setdefault(text, [0, []])
         entry[0] += count
-        entry[1] += [place][: NOTED_PLACES + 1 - len(entry[1])]
+        entry[1] += places[: NOTED_PLACES + 1 - len(entry[1])]
+
+    def add_or_stop(self, text, place, problem, instead="skip it"):
+        if self.strict:
+            raise Problem(f"{problem}; leave --strict out to {instead}")
+        self.add(text, [place])
 
     def join(self, other):
         for text, (count, places) in other.found.items():
-            entry = self.found.setdefault(text, [0, []])
-            entry[0] += count
-            entry[1] += places[: NOTED_PLACES + 1 - len(entry[1])]
+            self.add(text, places, count)
 
     def lines(self):
         for text, (count, places) in self.found.items():
@@ -174,135 +176,110 @@ class Notes:
             yield f"  notice: {text}: {count} ({', '.join(places[:NOTED_PLACES])}{more})"
 
 
-def readable_text(piece, field, strict, notes):
-    """Returns the text of a piece. If it has none that can be encoded, returns None and makes a note."""
-    try:
-        text = text_of(piece, field)
-    except Problem as problem:
-        if strict:
-            raise Problem(f"{problem}; leave --strict out to skip it") from None
-        notes.add(UNREADABLE, str(problem))
-        return None
-    if text is None:
-        if strict:
-            raise Problem(f'{place_of(piece)}: field "{field}" is null; leave --strict out to skip it')
-        notes.add("documents without a text, left out", place_of(piece))
-        return None
-    if piece.kind in ("json", "element") and not text.strip():
-        return None
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which is no character
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
+def texts_of(pieces, field, inline, notes):
+    """Yields (whether it begins a document, text, place) of each piece, or with `inline` of each document in it, where
+    END begins one. What has no text is left out and noted."""
+    for piece in pieces:
+        place = place_of(piece)
+        try:
+            whole = text_of(piece, field)
+        except Problem as problem:
+            notes.add_or_stop(UNREADABLE, str(problem), problem)
+            continue
+        if whole is None:
+            notes.add_or_stop("documents without a text, left out", place, f'{place}: field "{field}" is null')
+            continue
+        if piece.kind in ("line", "element") and not whole.strip():
+            continue
+        documents, lines = whole.split(END) if inline else [whole], 0
+        for i, text in enumerate(documents):
+            bad = ""
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                byte, before = ord(text[error.start]) - 0xDC00, text[: error.start]
+                if 0x80 <= byte <= 0xFF:
+                    bad = f"{place_of(piece, lines + before.count(chr(10)) if piece.kind == 'text' else 0)}: not UTF-8 "
+                    bad += f"(byte 0x{byte:02x}); type iconv -f LATIN1 -t UTF-8, or what it is"
+                # JSON can spell half of a surrogate pair, which is no character.
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            if bad:
+                notes.add_or_stop(UNREADABLE, bad, bad)
+            elif len(documents) == 1 or text.strip():
+                found = 0 if inline else text.count(END)
+                if found:
+                    what = f"{END} within a text, encoded as text; --inline-separators begins a document there"
+                    notes.add(what, [place], found)
+                yield piece.begins or i > 0, text, place
+            lines += text.count("\n")
 
 
 def long_places(text):
     """Returns where to cut a text so that no piece has more white space, or a longer word, than tiktoken takes."""
-    runs = re.finditer(rf"\s{{{MAX_SPACE}}}|\s+|\S{{{MAX_WORD}}}|\S+", text)
-    return [run.end() for run in runs if run.end() - run.start() == (MAX_SPACE if run[0].isspace() else MAX_WORD)]
+    most = vocabulary.MAX_SPACE
+    runs = re.finditer(rf"\s{{{most}}}|\s+|\S{{{MAX_WORD}}}|\S+", text)
+    return [run.end() for run in runs if run.end() - run.start() == (most if run[0].isspace() else MAX_WORD)]
 
 
-class Encoder:
-    """Encodes pieces of documents."""
-
-    def __init__(self, folder):
-        self.vocabulary = vocabulary.open_vocabulary(folder)
-        self.end = self.vocabulary.end
-
-    def tokens(self, text, piece, strict, notes):
-        """Returns the tokens of a text. White space and words too long for tiktoken are encoded in pieces."""
-        reason, cuts = "it has a very long word", long_places(text) if len(text) > MAX_WORD else []
-        if not cuts:
-            try:
-                return self.vocabulary.encode(text)
-            except ValueError as error:
-                reason, cuts = error, long_places(text)
-        if strict or not cuts:
-            advice = "; leave --strict out to encode it in pieces" if cuts else ""
-            raise Problem(f"{place_of(piece)}: the text cannot be encoded ({reason}){advice}")
-        notes.add("very long white space or words, encoded in pieces", place_of(piece))
-        cuts = [0, *cuts, len(text)]
-        return np.concatenate([self.vocabulary.encode(text[begin:end]) for begin, end in zip(cuts, cuts[1:])])
-
-    def encode(self, pieces, field, strict=False, inline=False, notes=None):
-        """Returns the tokens of the pieces as uint16. With `inline`, END within a text begins a document."""
-        notes, parts = Notes() if notes is None else notes, []
-        for piece in chain.from_iterable(map(inline_pieces, pieces)) if inline else pieces:
-            text = readable_text(piece, field, strict, notes)
-            if text is None:
-                continue
-            found = text.count(END)
-            if found and not inline:
-                what = f"{END} within a text, encoded as text; --inline-separators begins a document there"
-                notes.add(what, place_of(piece), found)
-            for i, document in enumerate(text.split(END) if inline else [text]):
-                if found and inline and not document.strip():
-                    continue
-                if piece.begins or i:
-                    parts.append(np.array([self.end], np.uint16))
-                parts.append(self.tokens(document, piece, strict, notes))
-        return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
-
-
-worker_encoder = None  # one a process
-
-
-def start_worker(folder):
-    global worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the workers
-    parent = multiprocessing.parent_process()  # and where it is killed they end by themselves
-    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
-    worker_encoder = Encoder(folder)
-
-
-def encode_in_worker(pieces, reading):
-    notes = Notes()
-    return worker_encoder.encode(pieces, *reading, notes), notes
-
-
-def encode_all(parts, encoder, folder, reading, workers, notes):
-    """Yields (part, input bytes, tokens) of every chunk, in order. At most 4 chunks per worker are in memory."""
-
-    def size(pieces):
-        return sum(len(piece.data) for piece in pieces)
-
-    def finished(part, count, future):
-        tokens, found = future.result()
-        notes.join(found)
-        return part, count, tokens
-
-    if workers == 1:
-        for part, pieces in parts:
-            yield part, size(pieces), encoder.encode(pieces, *reading, notes)
-        return
-    context = multiprocessing.get_context("spawn")  # fork is unsafe beside tqdm's thread
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(folder,))
-    waiting = collections.deque()
+def encode_text(words, text, place, notes):
+    """Returns the tokens of a text. White space and words too long for tiktoken are encoded in pieces."""
+    cuts = long_places(text) if len(text) > MAX_WORD else []
     try:
+        if not cuts:
+            return words.encode(text)
+    except ValueError:
+        cuts = long_places(text)
+    problem = f"{place}: the text cannot be encoded (its white space or a word in it is very long)"
+    what = "very long white space or words, encoded in pieces"
+    notes.add_or_stop(what, place, problem, "encode it in pieces")
+    return np.concatenate([words.encode(text[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(text)])])
+
+
+def encode(words, pieces, field, inline, notes):
+    """Returns the tokens of the pieces as uint16, each document after the token `words.end`."""
+    parts = [np.zeros(0, np.uint16)]
+    for begins, text, place in texts_of(pieces, field, inline, notes):
+        if begins:
+            parts.append(np.array([words.end], np.uint16))
+        parts.append(encode_text(words, text, place, notes))
+    return np.concatenate(parts)
+
+
+def encode_all(parts, words, options, notes):
+    """Yields (part, input bytes, tokens) of every chunk, in order. At most 4 chunks a thread are in memory."""
+
+    def encode_chunk(part, pieces):
+        found = Notes(options.strict)
+        tokens = encode(words, pieces, options.field, options.inline_separators, found)
+        return part, sum(len(piece.data) for piece in pieces), tokens, found
+
+    def finished(future):
+        part, size, tokens, found = future.result()
+        notes.join(found)
+        return part, size, tokens
+
+    waiting = collections.deque()
+    with ThreadPoolExecutor(options.workers) as pool:  # tiktoken lets other threads run while it encodes
         for part, pieces in parts:
-            waiting.append((part, size(pieces), pool.submit(encode_in_worker, pieces, reading)))
-            if len(waiting) >= 4 * workers:
-                yield finished(*waiting.popleft())
+            waiting.append(pool.submit(encode_chunk, part, pieces))
+            if len(waiting) >= 4 * options.workers:
+                yield finished(waiting.popleft())
         while waiting:
-            yield finished(*waiting.popleft())
-    except BrokenProcessPool:
-        raise Problem("a worker was killed, probably for want of memory; try fewer with --workers") from None
-    finally:
-        for _, _, future in waiting:
-            future.cancel()
-        pool.shutdown()
+            yield finished(waiting.popleft())
 
 
 class ShardWriter:
-    """Writes train_000000.bin, train_000001.bin, ... of shard_tokens tokens each; counts tokens and bytes of text."""
+    """Writes train_000000.bin, train_000001.bin, ... of shard_tokens tokens each; counts tokens and bytes of text.
+
+    A shard must hold a window, so the last one has at least `least` tokens: fewer go into the shard before, which stays
+    open until there are as many.
+    """
 
     def __init__(self, folder, part, shard_tokens, limit, lengths):
         self.folder, self.part, self.shard_tokens, self.limit, self.lengths = folder, part, shard_tokens, limit, lengths
-        self.file, self.shards, self.in_shard, self.tokens, self.bytes = None, 0, 0, 0, 0
-
-    def path(self, shard):
-        return self.folder / f"{self.part}_{shard:06d}.bin"
+        self.least = min(1 << 16, shard_tokens // 2)
+        self.file, self.shards, self.in_shard, self.tokens, self.bytes = None, 0, shard_tokens, 0, 0
+        self.rest = np.zeros(0, np.uint16)
 
     def full(self):
         return self.limit is not None and self.tokens >= self.limit
@@ -312,42 +289,37 @@ class ShardWriter:
             tokens = tokens[: max(0, self.limit - self.tokens)]
         self.tokens += len(tokens)
         self.bytes += int(self.lengths[tokens].sum())
-        while len(tokens):
-            if self.file is None:
-                self.file, self.in_shard = open(self.path(self.shards), "wb"), 0
-                self.file.write(bytes(HEADER_BYTES))
-                self.shards += 1
-            now = tokens[: self.shard_tokens - self.in_shard]
-            self.file.write(now.astype("<u2").tobytes())
-            self.in_shard += len(now)
-            tokens = tokens[len(now) :]
+        self.rest = np.concatenate([self.rest, tokens])
+        while len(self.rest) and (self.in_shard < self.shard_tokens or len(self.rest) >= self.least):
             if self.in_shard == self.shard_tokens:
-                self.end_shard()
+                self.begin_shard()
+            self.append(self.shard_tokens - self.in_shard)
+
+    def begin_shard(self):
+        self.end_shard()
+        self.file, self.in_shard = open(self.folder / f"{self.part}_{self.shards:06d}.bin", "wb"), 0
+        self.file.write(bytes(HEADER_BYTES))
+        self.shards += 1
+
+    def append(self, count):
+        now, self.rest = self.rest[:count], self.rest[count:]
+        self.file.write(now.astype("<u2").tobytes())
+        self.in_shard += len(now)
 
     def end_shard(self):
-        header = np.zeros(256, "<i4")
-        header[:3] = MAGIC, VERSION, self.in_shard
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        self.file.close()
-        self.file = None
+        if self.file:
+            header = np.zeros(256, "<i4")
+            header[:3] = MAGIC, VERSION, self.in_shard
+            self.file.seek(0)
+            self.file.write(header.tobytes())
+            self.file.close()
 
     def close(self):
-        """Ends the last shard. A very short one is appended to the shard before: a shard must hold a window."""
-        if self.file is None:
-            return
-        short = self.shards > 1 and self.in_shard < min(1 << 16, self.shard_tokens // 2)
+        if len(self.rest) and not self.shards:
+            self.begin_shard()
+        if self.file:
+            self.append(len(self.rest))
         self.end_shard()
-        if short:
-            last = self.path(self.shards - 1)
-            tail = last.read_bytes()[HEADER_BYTES:]
-            last.unlink()
-            self.shards -= 1
-            self.in_shard += self.shard_tokens
-            self.file = open(self.path(self.shards - 1), "r+b")
-            self.file.seek(0, os.SEEK_END)
-            self.file.write(tail)
-            self.end_shard()
 
 
 def check_ours(folder):
@@ -361,9 +333,8 @@ def make_own_folder(folder, out):
     """Makes the folder, without what an interrupted run left there, and locks it until this process ends."""
     make_folder(folder, out)
     check_ours(folder)
-    lock = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Problem(f"{out}: another prepare.py is writing it; wait for that, or give another --out") from None
     except OSError:
@@ -400,83 +371,75 @@ def parse(arguments):
         epilog="To train on bytes (vocabulary 256) no preparation is needed: `./train --data FILE` takes any file.",
     )
     add = parser.add_argument
+    words, held_out = (parser.add_mutually_exclusive_group().add_argument for _ in range(2))
     count = number(1, 2**62, "a whole number from 1 on, such as 1000 or 1e9")
-    sizes = BPE_MIN, vocabulary.MAX_VOCABULARY
+    share = number(0, 1, "a number between 0 and 1, such as 0.05", whole=False)
+    size = number(BPE_MIN, vocabulary.MAX_VOCABULARY, f"a whole number from {BPE_MIN} to {vocabulary.MAX_VOCABULARY}, such as 8192")
+    shard = number(1000, 10**9, "a whole number from 1000 to 1e9")
     names = ", ".join(CORPORA)
-    inputs = ".txt, .jsonl, .json (also .gz, .xz, .bz2, .zst), .parquet, or a corpus"
-    add("inputs", nargs="*", metavar="INPUT", help=f"{inputs}: {names}")
+    what = f".txt, .jsonl, .json (also .gz, .xz, .bz2, .zst), .parquet, or a corpus: {names}"
+    add("inputs", nargs="*", metavar="INPUT", help=what)
     add("--out", metavar="DIR", help="folder to write (default: data/corpus)")
     add("--force", action="store_true", help="replace an earlier OUT")
-    add("--val", nargs="+", metavar="FILE", help="validation text (default: documents of all INPUT, drawn by --seed)")
-    add(
-        "--val-fraction",
-        type=number(0, 1, "a number between 0 and 1, such as 0.05", whole=False),
-        metavar="F",
-        help="fraction of INPUT for validation, where there is no --val "
-        "(default: 0.005, but 128 KiB, at most a tenth, of a small corpus)",
-    )
+    what = "validation text (default: documents of all INPUT, drawn by --seed)"
+    held_out("--val", nargs="+", default=[], metavar="FILE", help=what)
+    what = "fraction of INPUT for validation (default: 0.005, but 128 KiB, at most a tenth, of a small corpus)"
+    held_out("--val-fraction", type=share, metavar="F", help=what)
     add("--seed", type=int, default=1, metavar="N", help="draws the validation documents (default: %(default)s)")
     add("--strict", action="store_true", help="stop at a document that would be left out or encoded in pieces")
     add("--inline-separators", action="store_true", help=f"{END} begins a document anywhere, not only on its own line")
-    add(
-        "--field",
-        default="text",
-        metavar="NAME",
-        help="field of a .jsonl, .json or .parquet file (default: %(default)s)",
-    )
-    add(
-        "--tokenizer",
-        metavar="DIR",
-        help="folder with vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json, of GPT-2's kind "
-        "(default: ../shared/data/tokenizer beside the repository, else GPT-2's are downloaded)",
-    )
-    add(
-        "--train-bpe",
-        type=number(*sizes, f"a whole number from {sizes[0]} to {sizes[1]}, such as 8192"),
-        metavar="N",
-        help="train a vocabulary of N tokens on the training text (the first GiB of it) and use it",
-    )
-    add(
-        "--eval",
-        action="store_true",
-        help="write evaluation files OUT/NAME.eval instead of shards; then INPUT is NAME=FILE.jsonl, or one of "
-        f"{', '.join(eval_files.PUBLIC)}, and OUT is a folder of data/eval for each vocabulary unless --out says "
-        "otherwise (--tokenizer bytes: for models of bytes)",
-    )
-    add(
-        "--from-nanogpt",
-        metavar="FOLDER",
-        help="write shards of nanoGPT's train.bin and val.bin instead, with the vocabulary of its meta.pkl, else GPT-2's",
-    )
-    add("--shard-tokens", type=count, default=10**8, metavar="N", help="tokens in a shard (default: %(default)s)")
+    what = "field of a .jsonl, .json or .parquet file (default: %(default)s)"
+    add("--field", default="text", metavar="NAME", help=what)
+    what = "folder with vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json, of GPT-2's kind "
+    what += "(default: ../shared/data/tokenizer beside the repository, else GPT-2's are downloaded)"
+    words("--tokenizer", metavar="DIR", help=what)
+    what = "train a vocabulary of N tokens on the training text (the first GiB of it) and use it"
+    words("--train-bpe", type=size, metavar="N", help=what)
+    what = "write evaluation files OUT/NAME.eval instead of shards; then INPUT is NAME=FILE.jsonl, or one of "
+    what += f"{', '.join(eval_files.PUBLIC)}, and OUT is a folder of data/eval for each vocabulary unless --out says "
+    what += "otherwise (--tokenizer bytes: for models of bytes)"
+    add("--eval", action="store_true", help=what)
+    what = "write shards of nanoGPT's train.bin and val.bin instead, with the vocabulary of its meta.pkl, else GPT-2's"
+    add("--from-nanogpt", metavar="FOLDER", help=what)
+    add("--shard-tokens", type=shard, default=10**8, metavar="N", help="tokens in a shard (default: %(default)s)")
     add("--limit-tokens", type=count, metavar="N", help="stop after N training tokens")
-    add("--workers", type=count, metavar="N", help="processes (default: one a core; 1 for little text)")
+    add("--workers", type=count, metavar="N", help="threads (default: one a core)")
     options = parser.parse_args(arguments)
     if bool(options.inputs) == bool(options.from_nanogpt):
         parser.error("give INPUT or --from-nanogpt FOLDER, one of the two")
     if not options.eval:  # eval_files.py has its own
         options.out = options.out or "data/corpus"
-    if options.tokenizer and options.train_bpe:
-        parser.error("give --tokenizer or --train-bpe, not both")
-    shards = ["val", "train_bpe", "workers", "strict", "inline_separators"]
-    shards += ["val_fraction", "limit_tokens", "from_nanogpt"] if options.eval else []
-    for name in shards if options.eval or options.from_nanogpt else ():
-        if getattr(options, name):
-            mode, option = "eval" if options.eval else "from-nanogpt", name.replace("_", "-")
-            parser.error(f"--{option} does not go with --{mode}; leave --{option} out")
+    others = ["val", "train_bpe", "workers", "strict", "inline_separators"] if options.eval or options.from_nanogpt else []
+    others += ["val_fraction", "limit_tokens", "from_nanogpt"] if options.eval else []
+    for name in filter(vars(options).get, others):
+        mode, option = "eval" if options.eval else "from-nanogpt", name.replace("_", "-")
+        parser.error(f"--{option} does not go with --{mode}; leave --{option} out")
     if options.tokenizer == "bytes" and not options.eval:
         parser.error("bytes need no preparation: ./train --data FILE takes any file")
-    if options.val and options.val_fraction:
-        parser.error("give --val or --val-fraction, not both")
-    if not 1000 <= options.shard_tokens <= 10**9:
-        parser.error(f"--shard-tokens {options.shard_tokens} is not within 1000 and 1000000000")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    options.workers = min(options.workers or cores, 256)
     return options
 
 
-def worker_count(asked, total):
-    """Returns one worker per core, or none for a text so small that starting them would take longer."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(asked or (cores if total >= 1 << 23 else 1), 256)
+def find_inputs(options):
+    """Returns the training and the validation files. It downloads named corpora."""
+    files = {"train": [], "val": []}
+    for part, path in [("train", path) for path in options.inputs] + [("val", path) for path in options.val]:
+        if os.path.isfile(path):
+            input_kind(path)
+            files[part].append(path)
+        elif os.path.isdir(path):
+            raise Problem(f"{path}: a folder; give its files, such as {path}/*.txt")
+        elif os.path.exists(path):
+            raise Problem(f"{path}: not a regular file; write its contents into one")
+        elif part == "val" or path not in CORPORA:
+            raise Problem(f"{path}: no such file; give a file or one of {', '.join(CORPORA)}")
+        else:
+            instead = f"without network type {PREPARE} FILE --out {shlex.quote(options.out)}"
+            parts = ("train",) if options.val or options.val_fraction else ("train", "val")
+            for part, source in zip(parts, CORPORA[path]):
+                files[part] += [download(*file, instead) for file in source]
+    return files["train"], files["val"]
 
 
 class Parts:
@@ -484,15 +447,11 @@ class Parts:
 
     def __init__(self, options, train_files, validation_files):
         self.options, self.train_files, self.validation_files = options, train_files, validation_files
-        self.measured = None
-        if validation_files:
-            self.share = 1.0
-            self.bytes = sum(input_bytes(path, options.field) for path in train_files + validation_files)
-            return
-        self.measured = measure(train_files, options.field)
-        self.bytes = self.measured[0]
-        taken = min(self.bytes, 4 * options.limit_tokens) if options.limit_tokens else self.bytes
-        self.share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
+        self.measured = measure(train_files, options.field) if not validation_files else None
+        if self.measured:
+            size = self.measured[0]
+            taken = min(size, 4 * options.limit_tokens) if options.limit_tokens else size
+            self.share = options.val_fraction or max(0.005, min(0.1, SMALL_VALIDATION / max(taken, 1)))
 
     def tagged(self):
         pieces = read_inputs(self.train_files, self.options.field)
@@ -504,38 +463,24 @@ class Parts:
 
     def training_texts(self):
         """Yields the texts that a vocabulary is trained on: at most BPE_BYTES of the training part."""
-        size, notes = 0, Notes()  # encoding will meet the same documents and note them
+        size, notes = 0, Notes(self.options.strict)  # encoding will meet the same documents and note them
         for part, piece in self.tagged():
-            text = readable_text(piece, self.options.field, self.options.strict, notes) if part == "train" else None
-            if text is not None:
-                yield text
-                size += len(piece.data)
-            if size >= BPE_BYTES:
-                return
+            if part == "train" and size < BPE_BYTES:
+                for _, text, _ in texts_of([piece], self.options.field, False, notes):
+                    yield text
+                    size += len(piece.data)
 
 
-def prepare_vocabulary(options, parts, folder, notes):
-    """Puts the vocabulary that is asked for into the folder."""
-    if not options.train_bpe:
-        vocabulary.copy_vocabulary(vocabulary.open_vocabulary(options.tokenizer), options.tokenizer, folder)
-        return
-    trained = vocabulary.train_vocabulary(parts.training_texts(), options.train_bpe, folder)
-    if trained.size < options.train_bpe:
-        text = "no more pairs come twice, so the vocabulary has fewer tokens than --train-bpe asked for"
-        notes.add(text, f"of {options.train_bpe}", trained.size)
-
-
-def write_shards(options, parts, encoder, folder, notes):
+def write_shards(options, parts, words, folder, notes):
     """Writes all shards. Returns the writers of both parts."""
-    limit, size = options.limit_tokens, encoder.vocabulary.lengths
-    val_limit = max(int(parts.share * limit), 1 << 15) if limit and not parts.validation_files else None
-    limits = {"train": limit, "val": val_limit}
-    writers = {part: ShardWriter(folder, part, options.shard_tokens, limits[part], size) for part in limits}
-    reading = options.field, options.strict, options.inline_separators
-    results = encode_all(chunks(parts.tagged()), encoder, folder, reading, options.workers, notes)
+    limit = options.limit_tokens
+    limits = {"train": limit, "val": max(int(parts.share * limit), 1 << 15) if limit and parts.measured else None}
+    writers = {part: ShardWriter(folder, part, options.shard_tokens, limits[part], words.lengths) for part in limits}
+    results = encode_all(chunks(parts.tagged()), words, options, notes)
     validation = [np.zeros(0, np.uint16)]  # is held back where its documents get another order
-    mixed = not parts.validation_files or len(parts.validation_files) > 1
-    with tqdm(total=parts.bytes, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
+    mixed = len(parts.validation_files) != 1
+    total = parts.measured and parts.measured[0]
+    with tqdm(total=total, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
         for part, size, tokens in results:
             if part == "val" and mixed:
                 validation.append(tokens)
@@ -544,92 +489,84 @@ def write_shards(options, parts, encoder, folder, notes):
             bar.update(size)
             if writers["train"].full() and (parts.validation_files or sum(map(len, validation))):
                 break
-        else:
-            bar.update(max(0, parts.bytes - bar.n))  # separators and blank lines
     results.close()
-    writers["val"].write(shuffled(np.concatenate(validation), encoder.end, options.seed))
+    writers["val"].write(shuffled(np.concatenate(validation), words.end, options.seed))
     for writer in writers.values():
         writer.close()
     return writers
 
 
 def check_parts(writers, train_files, notes):
-    if UNREADABLE in notes.found and not (writers["train"].tokens and writers["val"].tokens):
+    missing = [part for part, writer in writers.items() if not writer.tokens]
+    if missing and UNREADABLE in notes.found:
         raise Problem(notes.found[UNREADABLE][1][0])
-    if not writers["train"].tokens + writers["val"].tokens:
+    if len(missing) == 2:
         raise Problem(f"{', '.join(train_files)}: empty, there is no text to encode")
-    for part, advice in (
-        ("train", "give more text, or validation text of its own by --val"),
-        ("val", "give --val FILE"),
-    ):
-        if not writers[part].tokens:
-            raise Problem(f"no text is left for the part {part}: {advice}")
+    advice = {"train": "give more text, or validation text of its own by --val", "val": "give --val FILE"}
+    for part in missing:
+        raise Problem(f"no text is left for the part {part}: {advice[part]}")
 
 
-def write_corpus(options, folder, train_files, validation_files):
-    """Fills the folder and returns the contents of meta.json, and the notes."""
-    notes = Notes()
+def write_corpus(options, folder, train_files, validation_files, notes):
+    """Fills the folder. Returns the size of the vocabulary and the writers of both parts."""
     for path in train_files + validation_files:
         if os.path.getsize(path) == 0:
-            if options.strict:
-                raise Problem(f"{path}: empty; leave it, or --strict, out")
-            notes.add("empty files", path)
+            notes.add_or_stop("empty files", path, f"{path}: empty")
         elif input_kind(path) == "txt" and holds_records(path, options.field):
             what = f'files of JSON lines, encoded as they are; name them .jsonl to take the field "{options.field}" alone'
-            notes.add(what, path)
+            notes.add(what, [path])
     for path in validation_files:
         if any(os.path.samefile(path, name) for name in train_files):
-            notes.add("validation files that are trained on, so their loss says nothing of other texts", path)
-    if options.tokenizer:
-        vocabulary.open_vocabulary(options.tokenizer)  # a mistake there is told before the text is read
+            notes.add("validation files that are trained on, so their loss says nothing of other texts", [path])
+    # A mistake in --tokenizer is told before the text is read.
+    words = None if options.train_bpe else vocabulary.open_vocabulary(options.tokenizer)
     parts = Parts(options, train_files, validation_files)
-    prepare_vocabulary(options, parts, folder, notes)
-    encoder = Encoder(folder)
-    options.workers = worker_count(options.workers, parts.bytes)
-    writers = write_shards(options, parts, encoder, folder, notes)
+    if words:
+        vocabulary.copy_vocabulary(words, options.tokenizer, folder)
+    else:
+        words = vocabulary.train_vocabulary(parts.training_texts(), options.train_bpe, folder)
+        if words.size < options.train_bpe:
+            what = "no more pairs come twice, so the vocabulary has fewer tokens than --train-bpe asked for"
+            notes.add(what, [f"of {options.train_bpe}"], words.size)
+    writers = write_shards(options, parts, words, folder, notes)
     check_parts(writers, train_files, notes)
-    return write_meta(folder, encoder.vocabulary.size, writers, options.inputs + (options.val or [])), notes
+    return words.size, writers
 
 
-def write_meta(folder, vocabulary_size, writers, sources):
-    meta = {"version": 1, "vocabulary": vocabulary_size, "tokenizer": "gpt2"}
+def write_nanogpt(options, folder, notes):
+    """Fills the folder from nanoGPT's. Returns the same."""
+    size, lengths, parts = nanogpt.convert(options, folder, notes)
+    writers = {}
+    for part, tokens in parts.items():
+        limit = options.limit_tokens if part == "train" else None
+        writers[part] = ShardWriter(folder, part, options.shard_tokens, limit, lengths)
+        for block in tokens:
+            writers[part].write(block)
+        writers[part].close()
+    return size, writers
+
+
+def write_meta(folder, size, writers, sources):
+    meta = {"version": 1, "vocabulary": size, "tokenizer": "gpt2"}
     for part, writer in writers.items():
         meta[part] = {"tokens": writer.tokens, "bytes": writer.bytes, "shards": writer.shards}
     meta["sources"] = sources
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", "utf-8")
-    return meta
-
-
-def write_nanogpt(options, folder):
-    """Fills the folder from nanoGPT's and returns the contents of meta.json, and the notes."""
-    notes, limits, options.workers = Notes(), {"train": options.limit_tokens, "val": None}, 1
-
-    def writers(lengths):
-        return {part: ShardWriter(folder, part, options.shard_tokens, limits[part], lengths) for part in limits}
-
-    made, size = nanogpt.convert(options, folder, writers, notes)
-    return write_meta(folder, size, made, [options.from_nanogpt]), notes
-
-
-def next_command(out):
-    """Returns a shell command that trains on the folder `out`, and that first builds ./train if it is not there."""
-    train = f"{here('./train')} --data {shlex.quote(str(out))}"
-    return train if (ROOT / "train").exists() else f"{MAKE} && {train}"
 
 
 def prepare(options):
-    started = time.time()
-    out = Path(options.out)
+    started, out, notes = time.time(), Path(options.out), Notes(options.strict)
     if out.exists() and not options.force:
         raise Problem(f"{out}: exists already; give another --out, or --force to replace it")
     if out.exists():
         check_ours(out)
-    train_files, validation_files = find_inputs(options)  # none for --from-nanogpt
+    files = find_inputs(options)  # none for --from-nanogpt
     folder = out.with_name(out.name + ".tmp")
     make_own_folder(folder, out)
     try:
         nano = options.from_nanogpt
-        meta, notes = write_nanogpt(options, folder) if nano else write_corpus(options, folder, train_files, validation_files)
+        size, writers = write_nanogpt(options, folder, notes) if nano else write_corpus(options, folder, *files, notes)
+        write_meta(folder, size, writers, [nano] if nano else options.inputs + options.val)
         if options.force and out.exists():
             check_ours(out)
             shutil.rmtree(out)
@@ -637,24 +574,31 @@ def prepare(options):
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    report(out, meta, notes, max(time.time() - started, 1e-3), options.workers)
+    report(out, size, writers, notes, max(time.time() - started, 1e-3), options.workers)
 
 
-def report(out, meta, notes, seconds, workers):
-    speed = (meta["train"]["bytes"] + meta["val"]["bytes"]) / seconds / 1e6
-    say(f"{out}: vocabulary {meta['vocabulary']}, {seconds:.1f} s, {speed:.1f} MB/s, processes: {workers}")
-    for part in ("train", "val"):
-        tokens, size, shards = (meta[part][key] for key in ("tokens", "bytes", "shards"))
-        say(f"  {part:5} {tokens:>15,} tokens {size:>16,} bytes ({size / tokens:.3f} a token), shards: {shards}")
+def report(out, size, writers, notes, seconds, threads):
+    speed = sum(writer.bytes for writer in writers.values()) / seconds / 1e6
+    say(f"{out}: vocabulary {size}, {seconds:.1f} s, {speed:.1f} MB/s, threads: {threads}")
+    for part, writer in writers.items():
+        rate = f"({writer.bytes / writer.tokens:.3f} a token), shards: {writer.shards}"
+        say(f"  {part:5} {writer.tokens:>15,} tokens {writer.bytes:>16,} bytes {rate}")
     for line in notes.lines():
         say(line)
-    if meta["val"]["tokens"] < 1025:
-        say(f"  few validation tokens: a window of the trainer must be shorter than {meta['val']['tokens']}")
-    say(f"next: {next_command(out)}")
+    if writers["val"].tokens < 1025:
+        say(f"  few validation tokens: a window of the trainer must be shorter than {writers['val'].tokens}")
+    train = f"{here('./train')} --data {shlex.quote(str(out))}"
+    say(f"next: {train}" if (ROOT / "train").exists() else f"next: {MAKE} && {train}")
+
+
+def stop(number, _):
+    print("prepare: interrupted; nothing was written", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 def main(arguments=None):
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     try:
         options = parse(arguments)
         eval_files.write_all(options) if options.eval else prepare(options)
@@ -664,6 +608,9 @@ def main(arguments=None):
     except Problem as problem:
         say(f"prepare: error: {problem}", sys.stderr)
         return 2
+    except ImportError as missing:
+        say(f"prepare: error: {missing}; {VENV}", sys.stderr)
+        return 2
     except OSError as error:  # the disk is full, a folder cannot be written
         what = f"{error.filename or 'writing'}: {error.strerror or error}"
         say(f"prepare: error: {what}; free space, or give another --out", sys.stderr)
@@ -671,9 +618,6 @@ def main(arguments=None):
     except MemoryError:
         print("prepare: error: out of memory; free some, or try fewer --workers", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("prepare: interrupted; nothing was written", file=sys.stderr)
-        return 130
     return 0
 
 

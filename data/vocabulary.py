@@ -18,7 +18,8 @@ import tiktoken
 from crc32c import crc32c
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from input_files import END, VENV, Problem, damaged, download, read_own
+from input_files import END, damaged, download, read_own
+from messages import ROOT, Problem
 
 MAX_SPACE = 50000  # characters of white space in a row that tiktoken takes with certainty
 MAX_VOCABULARY = 1 << 16  # a shard's tokens have 16 bits
@@ -27,7 +28,6 @@ GPT2_SHA256 = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-PAIRS = ("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")
 OTHERS = "give a folder that holds one by --tokenizer, or leave that out for GPT-2's"
 # A folder may lack the last three.
 FILES = "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
@@ -127,13 +127,6 @@ class Bytes:
         return crc32c(b"".join(struct.pack("<IB", 1, byte) for byte in range(256)))
 
 
-def read_pair(names_file, merges_file):
-    """Returns (names, merges) of vocab.json and merges.txt, or of the same files under OpenAI's names."""
-    names = json.loads(names_file.read_text("utf-8"))
-    merges = merges_file.read_text("utf-8").rstrip("\n").split("\n")
-    return names, merges[merges[0].startswith("#version") :]
-
-
 def check_words(whole, path):
     """Raises a Problem if tokenizer.json does not describe byte-pair encoding of bytes within the words of GPT-2."""
     model, cut = whole.get("model") or {}, whole.get("pre_tokenizer") or {}
@@ -144,18 +137,12 @@ def check_words(whole, path):
         raise Problem(f"{path}: holds no tokenizer {kind}; {OTHERS}")
 
 
-def read_added(folder):
-    """Returns the added tokens of a folder's tokenizer.json, else added_tokens.json, as Vocabulary has them, and END's.
+def read_added(tokens, path):
+    """Returns the tokens that a tokenizer.json adds as Vocabulary has them, and END's.
 
     END is none of them, since in a text it stands for its characters.
     """
-    path, added, end = folder / "tokenizer.json", ({}, {}), {}
-    if path.is_file():
-        tokens = json.loads(path.read_text("utf-8")).get("added_tokens") or []
-    else:
-        path = folder / "added_tokens.json"
-        texts = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        tokens = [{"content": text, "id": number, "normalized": True} for text, number in texts.items()]
+    added, end = ({}, {}), {}
     for token in tokens:
         text = token["content"]
         if text == END:
@@ -169,28 +156,32 @@ def read_added(folder):
     return added, end
 
 
-def read_whole(path):
-    """Returns (names, merges) of a tokenizer.json, where merges are texts or pairs of texts."""
-    whole = json.loads(path.read_text("utf-8"))
-    check_words(whole, path)
-    names = dict(whole["model"]["vocab"])
-    merges = whole["model"]["merges"]
-    return names, [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
-
-
-def what_lacks(folder):
-    """Returns why a folder holds no vocabulary."""
-    if not folder.is_dir():
-        return "a file, not a folder" if folder.exists() else "no such folder"
-    for name, other in (*PAIRS, *(pair[::-1] for pair in PAIRS)):
-        if (folder / name).is_file():
-            return f"{name} is there and {other} is not"
-    return "there are no vocab.json and merges.txt in it, nor encoder.json and vocab.bpe, nor tokenizer.json"
+def read_files(files):
+    """Returns (names, merges, added tokens) of a vocabulary's files, and of tokenizer.json or added_tokens.json beside
+    them."""
+    names, merges, added = None, None, []
+    if len(files) == 2:
+        names, merges = json.loads(files[0].read_text("utf-8")), files[1].read_text("utf-8").rstrip("\n").split("\n")
+        merges = merges[merges[0].startswith("#version") :]
+    path, other = (files[0].with_name(name) for name in ("tokenizer.json", "added_tokens.json"))
+    if path.is_file():
+        whole = json.loads(path.read_text("utf-8"))
+        check_words(whole, path)
+        added = whole.get("added_tokens") or []
+    elif other.is_file():
+        texts, path = json.loads(other.read_text("utf-8")), other
+        added = [{"content": text, "id": number, "normalized": True} for text, number in texts.items()]
+    if names is None:  # merges are texts or pairs of texts
+        names, merges = dict(whole["model"]["vocab"]), whole["model"]["merges"]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    added, end = read_added(added, path)
+    numbers = [*names.values(), *added[0].values(), *added[1].values()]
+    return {**names, END: names.get(END, end.get(END, max(numbers) + 1))}, merges, added
 
 
 def find_files(folder):
     """Returns the files of a vocabulary: two of the folder, or tokenizer.json alone, or none."""
-    for names in (*PAIRS, ("tokenizer.json",)):
+    for names in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"), ("tokenizer.json",)):
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
     return []
@@ -198,29 +189,20 @@ def find_files(folder):
 
 def find_gpt2():
     """Returns GPT-2's two files, from ../shared beside the repository or downloaded."""
-    found = find_files(Path(__file__).resolve().parents[2] / "shared" / "data" / "tokenizer")
-    if found:
-        return found
-    files = []
-    for name, sha256 in GPT2_SHA256.items():
-        instead = "give a folder with encoder.json and vocab.bpe by --tokenizer"
-        files.append(download(GPT2 + name, sha256, instead))
-    return files
+    instead = "give a folder with encoder.json and vocab.bpe by --tokenizer"
+    return find_files(ROOT.parent / "shared" / "data" / "tokenizer") or [
+        Path(download(GPT2 + name, sha256, instead)) for name, sha256 in GPT2_SHA256.items()
+    ]
 
 
 def open_vocabulary(folder=None):
     """Opens the vocabulary of a folder; None means GPT-2's."""
     files = find_files(Path(folder)) if folder else find_gpt2()
     if not files:
-        raise Problem(f"{folder}: {what_lacks(Path(folder))}; {OTHERS}")
-    beside = files[0].with_name("tokenizer.json")
+        what = "holds no" if os.path.isdir(folder) else "is no folder with"
+        raise Problem(f"{folder}: {what} vocab.json and merges.txt, encoder.json and vocab.bpe, or tokenizer.json; {OTHERS}")
     try:
-        if len(files) == 2 and beside.is_file():
-            check_words(json.loads(beside.read_text("utf-8")), beside)
-        names, merges = read_pair(*files) if len(files) == 2 else read_whole(files[0])
-        added, end = read_added(files[0].parent)
-        numbers = [*names.values(), *added[0].values(), *added[1].values()]
-        names = {**names, END: names.get(END, end.get(END, max(numbers) + 1))}
+        names, merges, added = read_files(files)
         return Vocabulary(names, merges, str(files[0]), added)
     except OSError as error:
         raise damaged(error.filename or files[0], error) from None
@@ -250,10 +232,8 @@ def train_vocabulary(texts, size, folder):
     """Trains a vocabulary of `size` tokens (fewer where the texts have fewer pairs that come twice) on an iterator of
     texts, and writes it into the folder, also as tokenizer.json for transformers. The first 256 tokens are the bytes in
     GPT-2's order, then come the merges, and the last one is <|endoftext|>."""
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError:
-        raise Problem(f"--train-bpe needs tokenizers; {VENV}") from None
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-from input_files import Problem, say
+from messages import Problem, say
 
 
 def regular(path):
