@@ -15,12 +15,6 @@
 typedef std::vector<float> Floats;
 typedef std::vector<char> Bytes;
 
-// For the tests of dev/unit/cli_advice.cu.
-static_assert(sizeof(Options) <= 4096 && OPTION_COUNT <= 256, "the room that they have for the fields");
-const OptionTable* option_table() {
-    return &TABLE;
-}
-
 // The choices that make a test's model.
 struct Setup {
     Config config;
@@ -83,12 +77,11 @@ struct TestModel : Model {
 static Run* run_of(Model* m, const Setup* setup, const char* folder) {
     static Options options;
     static Run run;
-    require(options_defaults(&TABLE, &options, error), error);
+    options_defaults(&options);
     options.rule = "adamw", options.weights = setup->weights, options.m = setup->m, options.v = setup->v;
     run = {};
     run.options = &options, run.asked = options, run.config = setup_optim(setup), run.model = m;
-    run.folder.quiet = true, run.folder.table = &TABLE, run.folder.fields = &options,
-    run.folder.state.best_val = INFINITY;
+    run.folder.quiet = true, run.folder.options = &options, run.folder.state.best_val = INFINITY;
     snprintf(run.folder.path, sizeof(run.folder.path), "%s", folder);
     return &run;
 }
@@ -214,17 +207,15 @@ static double golden_double(const Safetensors* file, const char* name, int i) {
 // A folder whose model.safetensors is a link to the golden file. That holds the weights among the rest, so model_read,
 // which refuses a rest, is gone round.
 static void golden_weights(Model* m) {
-    const char *folder = new_folder(), *path = joined(folder, "model.safetensors"), *target = realpath(GOLDEN, nullptr);
-    if (!target || symlink(target, path) != 0) user_error("%s: %s", path, strerror(errno));
-    ModelFolder files;
-    if (!model_folder_open(&files, folder, error)) user_error("%s", error);
+    Safetensors files;
+    if (!safetensors_open(&files, GOLDEN, error)) user_error("%s", error);
     for (int t = 0; t < m->arena.count; t++) {
         Floats values(m->arena.tensors[t].rows * m->arena.tensors[t].cols);
         require(model_folder_read(&files, &m->stored[t], values.data(), error), error);
         arena_set(&m->arena, t, values.data());
     }
     if (m->arena.optim) optim_decode(m->arena.optim);
-    model_folder_close(&files);
+    safetensors_close(&files);
 }
 
 // The gradient of a tensor as stored in the file, transposed to the arena's (out, in). False when the file leaves it

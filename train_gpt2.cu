@@ -22,7 +22,7 @@
 #include "data/loader.h"            // Dataset, Loader, Batch: windows of tokens in a seeded order
 #include "data/memory.h"            // memory_take, memory_zero, text_copy, ...: never NULL
 #include "data/model_folder.h"      // ModelFolder: the files of weights in a folder
-#include "data/options_synonyms.h"  // SYNONYMS, NEEDS, APART: other programs' names for options, and rules
+#include "data/options.h"           // Options: what a run was asked for, and the table of all options
 #include "data/report.h"            // report_step_done, ...: lines of the terminal and of log.jsonl
 #include "data/resume.h"            // Resume: options of a checkpoint and typed ones
 #include "data/run_folder.h"        // RunFolder: the folder, its log, the tokenizer in it
@@ -49,133 +49,10 @@
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
 extern "C" const char corpus_end[];
 
-// Options: one table drives parsing, --help, the banner, config.json and what a resume restores and reports.
+// Options. data/options.h lists them; their table in data/options_table.c drives parsing, --help, the banner,
+// config.json and what a resume restores and reports.
 
 constexpr int64_t AUTO = OPTION_AUTO;  // a number that is left to the program: resolve() replaces it
-
-// The values, by type; the table says what each means.
-struct Options {
-    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
-        *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
-        *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
-        *resume, *device, *save, *sample, *completion;
-    int64_t layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
-        kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k,
-        eval_every, print_every, save_every, keep, seed, memory, fit;
-    double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
-        limit_growth, clip, final_lr, decay_fraction, temperature;
-    bool profile, dry_run, list_formats, list_presets, version, help;
-};
-
-#define AT(name) offsetof(Options, name)
-constexpr OptionType INT = OPTION_INT, REAL = OPTION_REAL, TEXT = OPTION_TEXT, CHOICE = OPTION_CHOICE,
-                     FLAG = OPTION_FLAG, SIZE = OPTION_SIZE;
-// Only the first row of a group names it.
-static const Option OPTIONS[] = {
-    {"data", TEXT, AT(data), "", 0, 0, "PATH", "data", "prepared folder, shard, glob or any file; none: built-in text"},
-    {"data-format", CHOICE, AT(data_format), "auto", 0, 0, "auto|bytes|shards", "",
-     "what --data and --val hold; auto: shards or text; bytes: any file that is no shard"},
-    {"val", TEXT, AT(val), "", 0, 0, "PATH", "", "validation data; none: the folder's, or a part of --data"},
-    {"val-fraction", REAL, AT(val_fraction), "0.05", 0.0001, 0.5, "F", "", "share of the data for validation"},
-    {"model", TEXT, AT(model), "auto", 0, 0, "NAME|DIR", "model",
-     "gpt2|gpt2-medium|gpt2-large|gpt2-xl|nano|d6|d12|d24|d36|d48|d60|d72|d84|d96|d120, or a Hugging Face folder"},
-    {"size", TEXT, AT(size), "", 0, 0, "N", "", "instead of --model: a shape of about N parameters, such as 30B"},
-    {"layers", INT, AT(layers), "auto", 1, 256, "L", "", "instead of the model's"},
-    {"channels", INT, AT(channels), "auto", 64, 12288, "C", "", "a multiple of the heads times 64 or 128"},
-    {"heads", INT, AT(heads), "auto", 1, 1024, "NH", "", "channels / heads is 64 or 128"},
-    {"seq", INT, AT(seq), "auto", 1, 65536, "T", "", "tokens of a training sequence"},
-    {"batch", INT, AT(batch), "auto", 1, 65536, "B", "batch and length", "sequences of one micro-batch"},
-    {"tokens-per-step", INT, AT(tokens_per_step), "auto", 1, 1e12, "N", "", "tokens of a step, a multiple of B x T"},
-    {"steps", INT, AT(steps), "auto", 0, 1e12, "N", "", "optimizer steps; auto: an epoch (built-in text: 400 or 1500)"},
-    {"preset", TEXT, AT(preset), "adamw32", 0, 0, "NAME", "optimizer", "see --list-presets"},
-    {"rule", TEXT, AT(rule), "", 0, 0, "NAME", "", "update rule, instead of the preset's"},
-    {"weights", TEXT, AT(weights), "", 0, 0, "FORMAT", "", "storage of the weights: see --list-formats"},
-    {"grads", TEXT, AT(grads), "auto", 0, 0, "FORMAT", "", "fp32 or bf16; auto: bf16 where a step has one micro-batch"},
-    {"m", TEXT, AT(m), "", 0, 0, "FORMAT", "", "storage of the first moment"},
-    {"v", TEXT, AT(v), "", 0, 0, "FORMAT", "", "storage of the second moment"},
-    {"override", TEXT, AT(overrides), "", 0, 0, "TEXT", "",
-     "by tensor name: \"wpe|ln*: weights=fp32 m=fp32 lr=0.5; *.bias: wd=0 rule=sgd\"; none: not even the preset's"},
-    {"lr", REAL, AT(lr), "auto", 0, 1000, "F", "", "peak rate; auto: by width and rule, a tenth of it for --model"},
-    {"beta1", REAL, AT(beta1), "0.9", 0, 0.999999, "F", "", "decay of m"},
-    {"beta2", REAL, AT(beta2), "0.95", 0, 0.999999, "F", "", "decay of v"},
-    {"eps", REAL, AT(eps), "1e-8", 1e-30, 1, "F", "", "added to the root of v"},
-    {"weight-decay", REAL, AT(weight_decay), "0.1", 0, 100, "F", "", "of matrices and embeddings"},
-    {"decay-mode", CHOICE, AT(decay_mode), "coupled", 0, 0, "coupled|independent", "", "decay lr x F or F x lr / --lr"},
-    {"beta3", REAL, AT(beta3), "auto", 0, 0.9999999, "F", "",
-     "ademamix: decay of the slow average; auto: it remembers a third of the run, at most 10000 steps. came: decay of "
-     "the confidence; auto: 1 - (1 - beta2) / 10"},
-    {"alpha", REAL, AT(alpha), "2", 0, 1000, "F", "", "ademamix: weight of the slow average"},
-    {"ramp", INT, AT(ramp), "auto", 0, 1e12, "N", "", "ademamix: steps until beta3 and alpha are reached; auto: all"},
-    {"momentum", REAL, AT(momentum), "0.95", 0, 0.999999, "F", "", "muon, normuon, rmnp, normuon-lite: decay of m"},
-    {"nesterov", CHOICE, AT(nesterov), "on", 0, 0, "on|off", "", "same rules: step by m and gradient; off: m alone"},
-    {"ns-steps", INT, AT(ns_steps), "5", 1, 100, "N", "", "muon, normuon: steps of Newton-Schulz"},
-    {"ns-coefficients", CHOICE, AT(ns_coefficients), "jordan", 0, 0, "jordan|polar-express", "", "of Newton-Schulz"},
-    {"rank", INT, AT(rank), "0", 0, 65536, "N", "", "galore, fira, apollo: rank of the moments; 0: shorter side / 4"},
-    {"rank-gap", INT, AT(rank_gap), "200", 1, 1e9, "N", "", "low-rank rules: steps until the directions change"},
-    {"rank-scale", REAL, AT(rank_scale), "0", 0, 1e6, "F", "", "low-rank rules: factor of the update; 0: the paper's"},
-    {"adafactor-lr", CHOICE, AT(adafactor_lr), "plain", 0, 0, "plain|relative|scaled|paper", "",
-     "adafactor: relative: at most 1/sqrt(step); scaled: times the weights' RMS; paper: both (with --lr 0.01)"},
-    {"clip-update", REAL, AT(clip_update), "1.0", 0, 1e9, "F", "", "adafactor, came: largest RMS of an update; 0: any"},
-    {"limit-growth", REAL, AT(limit_growth), "0", 0, 1e9, "F", "", "largest growth of an update's norm; 0: no limit"},
-    {"clip", REAL, AT(clip), "1.0", 0, 1e9, "F", "", "largest norm of the gradient; 0: no clipping"},
-    {"clip-by", CHOICE, AT(clip_by), "step", 0, 0, "step|last|tensor", "",
-     "whose norm --clip limits: all gradients'; the last step's or, if larger, each layer's; each tensor's"},
-    {"on-nonfinite", CHOICE, AT(on_nonfinite), "skip", 0, 0, "skip|stop", "",
-     "after a step whose loss or gradient is not finite, which changes nothing; skip: go on, up to 10 in a row"},
-    {"schedule", CHOICE, AT(schedule), "cosine", 0, 0, "cosine|linear|constant|wsd", "", "how the learning rate falls"},
-    {"warmup", INT, AT(warmup), "auto", 0, 1e12, "N", "",
-     "steps of linear warm-up; auto: steps / 20 up to 700, at least 60 or three quarters of a shorter run"},
-    {"final-lr", REAL, AT(final_lr), "0.1", 0, 1, "F", "", "last learning rate as a share of --lr"},
-    {"decay-fraction", REAL, AT(decay_fraction), "0.2", 0.001, 1, "F", "", "share of the steps in which wsd decays"},
-    {"matmul", CHOICE, AT(matmul), "auto", 0, 0, "auto|bf16|fp8|fp32", "precision and memory",
-     "precision of matrix products, with fp32 sums; fp8: in training only, on a CPU slowly"},
-    {"head", CHOICE, AT(head), "bf16", 0, 0, "bf16|fp8", "", "with --matmul fp8: precision of the output matrix"},
-    {"fp8-grads", CHOICE, AT(fp8_grads), "e4m3", 0, 0, "e4m3|e5m2", "", "with --matmul fp8: codes of gradients"},
-    {"recompute", CHOICE, AT(recompute), "none", 0, 0, "none|gelu|block", "", "what the backward pass computes again"},
-    {"kept-blocks", INT, AT(kept_blocks), "1", 1, 1e6, "N", "", "with --recompute block: last blocks to keep"},
-    {"release", CHOICE, AT(release), "auto", 0, 0, "auto|on|off", "", "update in the backward pass; auto: if needed"},
-    {"offload", CHOICE, AT(offload), "none", 0, 0, "none|states|residuals|states,residuals", "",
-     "keep the optimizer's states or the residual stream in host memory and stream them a layer at a time"},
-    {"logit-rows", INT, AT(logit_rows), "auto", 1, 1e9, "N", "", "rows of logits in memory at a time"},
-    {"gpus", INT, AT(gpus), "1", 1, 1024, "N", "several GPUs", "GPUs here, a process each; leave out under torchrun"},
-    {"shard", CHOICE, AT(shard), "none", 0, 0, "none|states|grads|weights", "", "split over the GPUs: ZeRO 0, 1, 2, 3"},
-    {"join-timeout", INT, AT(join_timeout), "300", 1, 1e6, "SECONDS", "", "seconds to wait for all ranks to connect"},
-    {"val-every", INT, AT(val_every), "auto", 0, 1e12, "N", "validation and samples", "steps between; 0: never"},
-    {"val-tokens", INT, AT(val_tokens), "auto", 1, 1e12, "N", "", "validate on this many tokens, from the beginning"},
-    {"sample-every", INT, AT(sample_every), "auto", 0, 1e12, "N", "", "steps between; 0: never; auto: at the end"},
-    {"sample-tokens", INT, AT(sample_tokens), "128", 1, 65536, "N", "", "length of a sample"},
-    {"samples", INT, AT(samples), "1", 1, 1e6, "N", "", "samples of each prompt"},
-    {"prompt", TEXT, AT(prompt), "", 0, 0, "TEXT", "", "begins the samples of a run"},
-    {"prompt-file", TEXT, AT(prompt_file), "", 0, 0, "FILE", "", "prompts, one per line, instead of --prompt"},
-    {"stop", CHOICE, AT(stop), "end", 0, 0, "end|never", "", "end: also stop a sample at the end-of-text token"},
-    {"temperature", REAL, AT(temperature), "0.8", 0, 100, "F", "", "0: the likeliest token"},
-    {"top-k", INT, AT(top_k), "50", 0, 1e9, "N", "", "draw from the k likeliest; 0: all"},
-    {"eval", TEXT, AT(eval), "", 0, 0, "NAMES", "", "names (of data/eval) or paths: in a run or of --model DIR"},
-    {"eval-every", INT, AT(eval_every), "0", 0, 1e12, "N", "", "steps between evaluations and one at the end; 0: none"},
-    {"eval-out", TEXT, AT(eval_out), "", 0, 0, "FILE", "", "scores of each example of an --eval, as .jsonl"},
-    {"run", TEXT, AT(run), "", 0, 0, "DIR", "run", "run folder; none: runs/DATE_TIME_MODEL"},
-    {"print-every", INT, AT(print_every), "auto", 1, 1e12, "N", "", "steps between lines; log.jsonl has all"},
-    {"save-every", INT, AT(save_every), "1000", 0, 1e12, "N", "", "steps between checkpoints; one more at the end"},
-    {"save", CHOICE, AT(save), "all", 0, 0, "all|weights|none", "",
-     "weights: without states, so no resume; none: nothing"},
-    {"keep", INT, AT(keep), "2", 1, 1e9, "N", "", "newest checkpoints to keep"},
-    {"resume", TEXT, AT(resume), "off", 0, 0, "off|auto|DIR", "", "auto: the newest of --run; DIR: run or checkpoint"},
-    {"device", CHOICE, AT(device), "auto", 0, 0, "auto|gpu|cpu", "", "auto: a GPU when there is one"},
-    {"seed", INT, AT(seed), "1", 0, 9e15, "N", "", "of initial weights, data order and rounding noise"},
-    {"profile", FLAG, AT(profile), "", 0, 0, "", "", "name kernels for nsys and ncu, and end after a few steps"},
-    {"sample", TEXT, AT(sample), "", 0, 0, "PROMPT", "instead of training", "continue PROMPT with --model DIR"},
-    {"dry-run", FLAG, AT(dry_run), "", 0, 0, "", "", "print the plan and stop"},
-    {"memory", SIZE, AT(memory), "", 0, 0, "24G", "", "with --dry-run: plan for a GPU with so much memory"},
-    {"fit", SIZE, AT(fit), "", 0, 0, "24G", "", "list the largest --batch of each preset that fits such a GPU"},
-    {"list-formats", FLAG, AT(list_formats), "", 0, 0, "", "", "storage formats"},
-    {"list-presets", FLAG, AT(list_presets), "", 0, 0, "", "", "optimizer presets"},
-    {"completion", CHOICE, AT(completion), "off", 0, 0, "off|bash|zsh", "", "print that shell's completion script"},
-    {"version", FLAG, AT(version), "", 0, 0, "", "", "version, commit, build"},
-    {"help", FLAG, AT(help), "", 0, 0, "", "", "this text"},
-};
-#undef AT
-constexpr int OPTION_COUNT = sizeof(OPTIONS) / sizeof(OPTIONS[0]);
-static const OptionTable TABLE = {OPTIONS, OPTION_COUNT, SYNONYMS, sizeof(SYNONYMS) / sizeof(SYNONYMS[0]), NEEDS};
 
 // Returns the options' optimizer. Names that the preset chooses are ""; beta3 has a stand-in until resolve_length.
 static OptimConfig optim_config_of(const Options* o) {
@@ -920,15 +797,27 @@ static OptimStream amax_history_of(const Model* m) {
     return {"fp8.magnitudes", "F32", m->fp8.amax_history, (int64_t)fp8_slots(m) * FP8_HISTORY, 4, false};
 }
 
-static void take_weights(void* model, int t, const float* values) {
-    arena_set(&((Model*)model)->arena, t, values);
-}
-
 // Reads the weights of a folder into the model.
 static void model_read(Model* m, const char* path) {
     char error[DATA_ERROR_BYTES];
-    require(model_folder_read_all(path, m->stored, m->arena.count, m->config.L, take_weights, m, error), error);
+    Safetensors files;
+    require(model_folder_open(&files, path, m->stored, m->arena.count, m->config.L, error), error);
+    for (int t = 0; t < m->arena.count; t++) {
+        float* values = (float*)memory_take(m->stored[t].rows * m->stored[t].cols * sizeof(float));
+        require(model_folder_read(&files, &m->stored[t], values, error), error);
+        arena_set(&m->arena, t, values);
+        free(values);
+    }
+    safetensors_close(&files);
     if (m->arena.optim) optim_decode(m->arena.optim);
+}
+
+struct ReaderOfRun : CheckpointReader {
+    RunFolder* run;
+};
+
+static void checkpoint_notice(void* reader, const char* line) {
+    run_say(((ReaderOfRun*)reader)->run, " notice   %s\n", line);
 }
 
 // Reads weights and states of a checkpoint, in any formats. Without an amax history of fp8 the first step begins one.
@@ -936,7 +825,7 @@ static void checkpoint_read(Run* run, const Json* state, const char* folder) {
     Model* m = run->model;
     char error[DATA_ERROR_BYTES];
     bool found = false;
-    CheckpointReader reader;
+    ReaderOfRun reader;
     require(checkpoint_open(&reader, folder, m->stored, m->arena.count, m->config.L, error), error);
     reader.run = &run->folder;
     const OptimStream history = amax_history_of(m);
@@ -963,33 +852,65 @@ static Options options_saved(const Run* run) {
     return saved;
 }
 
-// Writes a checkpoint; `begin` is when the save began; with `prune` it removes older ones. All ranks call it, and send
-// rank 0 what it lacks. False with a sentence in run->folder.error.
+// Writes a checkpoint's tensors and, with `states`, its arrays (count). All ranks that keep parts call it, and send
+// rank 0, which has the writer, what it lacks.
+static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, OptimSaved* saved, bool states,
+                                    const SafetensorsTensor* arrays, int count) {
+    constexpr int64_t PIECE = 64 << 20;  // bytes of an array that pass through host memory at a time
+    int64_t room = PIECE;
+    for (int t = 0; t < m->arena.count; t++) {
+        const int64_t bytes = m->stored[t].rows * m->stored[t].cols * (int64_t)sizeof(float);
+        room = bytes > room ? bytes : room;
+    }
+    void* values = memory_take(room);
+    bool ok = checkpoint_begin_model(writer, m->stored, m->arena.count);
+    for (int t = 0; t < m->arena.count && ok; t++) {
+        optim_saved_weights(saved, t, values);
+        ok = checkpoint_tensor(writer, &m->stored[t], values);
+    }
+    ok = ok && (!states || checkpoint_begin_arrays(writer, arrays, count));
+    for (int i = 0; i < count && states; i++) {
+        const OptimStream array = optim_saved_array(saved, i);
+        const int64_t bytes = array.elements * array.element_bytes;
+        for (int64_t at = 0; at < bytes && ok; at += PIECE) {
+            const int64_t piece = bytes - at < PIECE ? bytes - at : PIECE;
+            optim_saved_read(saved, i, at, piece, values);
+            ok = checkpoint_bytes(writer, &arrays[i], at, piece, values);
+        }
+    }
+    free(values);
+    return ok;
+}
+
+// Writes a checkpoint; `begin` is when the save began; with `prune` it removes older ones. All ranks call it. False
+// with a sentence in run->folder.error.
 static bool checkpoint_write(Run* run, double begin, bool prune) {
     const Model* m = run->model;
     const Arena* a = &m->arena;
     const Config* c = &m->config;
+    RunFolder* folder = &run->folder;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     const OptimStream history = amax_history_of(m);
-    OptimSaved* arrays = optim_saved_open(a->optim, a->shard, m->dev, a->tensors, m->uses_fp8 ? &history : nullptr);
-    SafetensorsEntry entries[OPTIM_STREAMS + 1] = {};
-    const int count = optim_saved_count(arrays);
+    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->dev, a->tensors, m->uses_fp8 ? &history : nullptr);
+    SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
+    const int count = optim_saved_count(saved);
     for (int i = 0; i < count; i++) {
-        const OptimStream array = optim_saved_array(arrays, i);
-        entries[i] = {array.name, array.dtype, {array.elements}, 1};
+        const OptimStream array = optim_saved_array(saved, i);
+        arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, 0, 0};
     }
-    if (m->uses_fp8) entries[count - 1] = {history.name, history.dtype, {fp8_slots(m), FP8_HISTORY}, 2};
+    if (m->uses_fp8) arrays[count - 1] = {history.name, history.dtype, {fp8_slots(m), FP8_HISTORY}, 2, 0, 0, 0};
     char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);
-    Checkpoint checkpoint = {};
-    checkpoint.shape = {c->L, c->C, c->NH, c->max_T, c->V};
-    checkpoint.tensors = m->stored, checkpoint.count = a->count, checkpoint.entry = entries, checkpoint.arrays = count;
-    checkpoint.writes = rank_of(m) == 0;
-    checkpoint.sends = checkpoint.writes || shard_splits(a->shard, SHARD_STATES);
-    checkpoint.weights = optim_saved_weights, checkpoint.array = optim_saved_read, checkpoint.context = arrays;
-    checkpoint.formats = formats, checkpoint.options = &options, checkpoint.begin = begin, checkpoint.prune = prune;
-    const bool ok = checkpoint_folder_write(&run->folder, &checkpoint);
-    optim_saved_close(arrays);
+    const CheckpointFacts facts = {&folder->state, &options,        formats, {c->L, c->C, c->NH, c->max_T, c->V},
+                                   folder->config, &folder->special};
+    const bool writes = rank_of(m) == 0;
+    CheckpointWriter writer = {};
+    bool ok = !writes || checkpoint_begin(&writer, folder->path, folder->state.step, folder->error);
+    if (writes || shard_splits(a->shard, SHARD_STATES)) {
+        ok = ok && checkpoint_write_arrays(m, &writer, saved, run_saves_states(folder), arrays, count);
+    }
+    ok = report_save(folder, &writer, ok && checkpoint_end(&writer, &facts), begin, prune);
+    optim_saved_close(saved);
     free(formats);
     return ok;
 }
@@ -1063,15 +984,29 @@ static int64_t logit_rows_for(const Options* o, const Model* m) {
     return rows < N ? rows : N;
 }
 
-static MemoryPlan plan_of(const Planner* p, int64_t batch, bool block) {
-    Model m = *(const Model*)p->model;
-    const Options* o = (const Options*)p->options;
+// Plans the model for micro-batches of `batch` sequences (0: its own); with `block`, for --recompute block alone. `o`
+// has the options as they were asked for.
+static MemoryPlan plan_of(const Model* model, const OptimConfig* config, const Options* o, int64_t batch, bool block) {
+    Model m = *model;
     const bool several = batch > 0 && batch < m.B;  // micro-batches, where a step has one now
     if (several && strcmp(o->grads, "auto") == 0) m.arena.grads_bf16 = false;
     if (several) m.arena.releases = false;
     if (block) m.recompute = RECOMPUTE_BLOCK, m.recomputed = m.config.L - 1;
     if (batch > 0) m.B = (int)batch, m.logit_rows = logit_rows_for(o, &m);
-    return memory_plan(&m, (const OptimConfig*)p->config);
+    return memory_plan(&m, config);
+}
+
+// Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
+static int64_t largest_batch(const Model* m, const OptimConfig* config, const Options* o, int64_t max, bool block,
+                             int64_t available) {
+    int64_t fits = 0;
+    while (fits < max) {
+        const int64_t batch = (fits + max + 1) / 2;
+        const MemoryPlan plan = plan_of(m, config, o, batch, block);
+        if (plan.total - plan.taken <= available) fits = batch;
+        if (fits < batch) max = batch - 1;
+    }
+    return fits;
 }
 
 // Sizes of a micro-batch and of a step, for a data set of so many windows.
@@ -1082,8 +1017,7 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     // The size of the memory counts, not what is free now, so that the same command always chooses the same batch.
     int64_t exchange = m->arena.shard ? m->arena.shard->comm.bytes : 0;
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
-    const Planner planner = {plan_of, m, optim, o};
-    int64_t fits = o->batch == AUTO ? plan_largest_batch(&planner, max, false, usable) : 0;
+    int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
     BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
     // A step has half a million tokens, as for GPT-2 and llm.c; with bytes or on the CPU a micro-batch per rank.
@@ -1162,8 +1096,12 @@ static void resolve_offload(const Options* o, const Model* m, const OptimConfig*
     if (!m->dev->gpu || m->dev->imagined) return;
     const Device host = {};
     const int64_t need = memory_plan(m, config).host, local = m->launch ? m->launch->local_world : 1;
-    const char* lacks = plan_host_lacks(need, memory_available(&host) / (local > 0 ? local : 1), o->offload);
-    if (lacks) user_error("%s", lacks);
+    const int64_t free = memory_available(&host) / (local > 0 ? local : 1);
+    if (need <= free) return;
+    user_error(
+        "--offload %s needs %.2f GiB of this machine's memory, and %.2f are free for it; type --offload none, or take "
+        "a smaller --preset or --batch",
+        o->offload, (double)need / (1 << 30), (double)free / (1 << 30));
 }
 
 static DataSource data_source(const Options* o) {
@@ -1182,12 +1120,12 @@ static void resolve(Run* run) {
     require(dataset_open_both(&run->train_data, &run->val_data, &source, m->T, run->folder.error), run->folder.error);
     const int64_t windows = dataset_windows(&run->train_data, m->T);
     resolve_optim(o, m, config);
-    require(options_needed(&TABLE, o, run->resume.given, o->overrides, run->folder.error), run->folder.error);
+    require(options_needed(o, run->folder.error), run->folder.error);
     resolve_batch(o, m, config, bytes, windows);
     resolve_grads(o, m, config);
     resolve_offload(o, m, config);
     resolve_release(o, m, config);
-    resolve_length(o, windows, m->dev->gpu, resume_given(&run->resume, "warmup"));
+    resolve_length(o, windows, m->dev->gpu, option_given(o, "warmup"));
     require(dataset_count_bytes(&run->val_data, m->T, o->val_tokens, run->folder.error), run->folder.error);
     config->lr_max = (float)o->lr, config->beta3 = (float)o->beta3, config->ramp = o->ramp;
 }
@@ -1209,11 +1147,41 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
+// Returns NULL if the run's plan of `total` bytes fits; otherwise a sentence that says what to type.
+static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
+    const Model* m = run->model;
+    const Options *o = run->options, *asked = &run->asked;
+    const OptimConfig* config = &run->config;
+    const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / ranks_of(m);
+    if (plan->total <= free) return nullptr;
+    const double have = (double)free / (1 << 30);
+    const bool block = m->recompute == RECOMPUTE_BLOCK;
+    int64_t fits = largest_batch(m, config, asked, o->batch, false, free - plan->taken);
+    while (fits > 0 && sequences % fits != 0) fits--;
+    if (fits > 0) {
+        // --recompute block is advice only where it is enough.
+        const bool whole = plan_of(m, config, asked, 0, true).total <= free;
+        return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s",
+                           o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
+                           !whole  ? ""
+                           : block ? ", or --kept-blocks 1"
+                                   : ", or --recompute block");
+    }
+    const bool one = largest_batch(m, config, asked, 1, true, free - plan->taken) > 0;
+    const char* advice = !one    ? "take"
+                         : block ? "type --kept-blocks 1 --batch 1, or take"
+                                 : "type --recompute block --batch 1, or take";
+    return text_format(
+        "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
+        "a smaller --preset",
+        have, m->dev->name, advice);
+}
+
 // --fit: prints a row for each preset and --recompute that the other options allow. The vocabulary is that of --data or
 // --model DIR, else GPT-2's. Gradients are fp32, as in steps of several micro-batches, unless --grads says otherwise.
-static int fit_main(const Options* asked, const bool* given) {
+static int fit_main(const Options* asked) {
     const char* const recompute[] = {"none", "gelu", "block"};
-    const bool one = option_given(&TABLE, given, "preset"), way = option_given(&TABLE, given, "recompute");
+    const bool one = option_given(asked, "preset"), way = option_given(asked, "recompute");
     const DataSource source = data_source(asked);
     Device dev;
     bool bytes = false;
@@ -1237,10 +1205,12 @@ static int fit_main(const Options* asked, const bool* given) {
         if (!optim_resolve(&config, error)) continue;
         resolve_model(&o, &m, vocabulary, bytes, "", folder);
         resolve_optim(&o, &m, &config);
-        if (!options_needed(&TABLE, &o, given, o.overrides, error)) continue;
+        if (!options_needed(&o, error)) continue;
         if (!arena_plan_release(&m.arena, &config, o.clip, strcmp(o.release, "on") == 0, error)) continue;
-        const Planner planner = {plan_of, &m, &config, &o};
-        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, &planner, dev.memory, rows++ == 0);
+        const int64_t taken = plan_of(&m, &config, &o, 1, false).taken;
+        const int64_t batch = largest_batch(&m, &config, &o, 512, false, dev.memory - taken);
+        const MemoryPlan plan = plan_of(&m, &config, &o, batch > 0 ? batch : 1, false);
+        report_fit(o.model, m.parameters, m.T, o.preset, o.recompute, batch, &plan, rows++ == 0);
     }
     if (rows == 0) user_error("--fit lists nothing: %s", why[0]);
     return require_stdout();
@@ -1252,15 +1222,15 @@ static int fit_main(const Options* asked, const bool* given) {
 static const char* resume_optim(Options* o, Resume* merge) {
     OptimResume r = {};
     r.config = optim_config_of(o), r.lr = o->lr, r.channels = o->channels;
-    r.v_typed = resume_given(merge, "v"), r.lr_typed = resume_given(merge, "lr");
-    r.overrides_typed = resume_given(merge, "override");
+    r.v_typed = option_given(o, "v"), r.lr_typed = option_given(o, "lr");
+    r.overrides_typed = option_given(o, "override");
     r.options = merge->saved, r.formats = json_get(merge->state, "formats");
     r.changed = merge->changed, r.changed_bytes = sizeof(merge->changed);
     optim_resume(&r);
     o->v = r.config.v, o->lr = r.lr, o->overrides = r.config.overrides;
     // beta3 and ramp were chosen for the old rule; `auto` chooses them for the new one.
-    if (r.other_rule && !resume_given(merge, "beta3")) o->beta3 = AUTO;
-    if (r.other_rule && !resume_given(merge, "ramp")) o->ramp = AUTO;
+    if (r.other_rule && !option_given(o, "beta3")) o->beta3 = AUTO;
+    if (r.other_rule && !option_given(o, "ramp")) o->ramp = AUTO;
     return r.asked;
 }
 
@@ -1270,14 +1240,14 @@ static void resume(Run* run) {
     Resume* merge = &run->resume;
     const bool first = run->launch->rank == 0;
     char* error = run->folder.error;
-    require(resume_words(merge, error), error);
+    require(resume_words(o, error), error);
     if (first) require(resume_find(merge, &run->folder, error), error);
     launch_broadcast(run->launch, 0, merge->from, sizeof(merge->from));
     require(resume_take(merge, error), error);
     const char* overrides = merge->state ? resume_optim(o, merge) : o->overrides;
     run->asked = *o, run->asked.overrides = overrides;
     if (!first || !merge->state) return;
-    require(checkpoint_continue(&run->folder, &o->run, merge->from, merge->named_itself, o->dry_run, error), error);
+    require(resume_continue(merge, &run->folder, error), error);
 }
 
 // The step loop.
@@ -1502,7 +1472,7 @@ static void begin(Run* run) {
     arena_changed(&m->arena);
     if (m->arena.release) release_set_last(m->arena.release, (float)run->folder.state.last_norm);
     signals_doing("this step", 0);
-    resume_paths(&run->resume);
+    resume_paths(run->options);
     folder_begin(run);
     run->folder.started = seconds_now();
     run_log_config(&run->folder, run->dev.name, ranks_of(m), m->parameters, run->val_data.bytes_per_token);
@@ -1518,14 +1488,13 @@ static void end(Run* run) {
     device_close(&run->dev);
 }
 
-static int train_main(Options* o, const bool* given, const Launch* launch) {
+static int train_main(Options* o, const Launch* launch) {
     static Run run;
     run.options = o, run.launch = launch, run.model = &run.own_model;
-    run.folder.table = run.resume.table = &TABLE, run.folder.fields = run.resume.fields = o;
-    run.resume.given = given;
+    run.folder.options = run.resume.options = o;
     resume(&run);
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
-    require(run.model_folder && resume_intent(&run.resume, *run.model_folder, run.folder.error), run.folder.error);
+    require(run.model_folder && resume_intent(o, *run.model_folder, run.folder.error), run.folder.error);
     const char** sources = run.folder.sources;
     sources[0] = run.resume.from, sources[1] = run.model_folder, sources[2] = run.train_data.tokenizer;
     open_device(&run);
@@ -1538,16 +1507,12 @@ static int train_main(Options* o, const bool* given, const Launch* launch) {
     run.memory = plan.total;
     print_plan(&run, &plan);
     if (run.resume.state && report_already_done(&run.folder, run.resume.from)) return 0;
-    const Planner planner = {plan_of, run.model, &run.config, &run.asked};
-    const int64_t sequences = o->tokens_per_step / o->seq / ranks_of(run.model);
-    const char* lacks = plan_lacks(&planner, o->batch, sequences, run.model->recompute == RECOMPUTE_BLOCK,
-                                   available_to(run.model), run.dev.name);
+    const char* lacks = plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    const int64_t bytes = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
-    const bool saves = !run.dev.imagined && launch->rank == 0 && !o->profile;
-    require(!saves || checkpoint_possible(&run.folder, bytes, run.resume.state), run.folder.error);
-    require(run.dev.imagined || run_folder_possible(&run.folder, run.train_data.bytes), run.folder.error);
+    const bool saves = launch->rank == 0 && !o->profile;
+    const int64_t size = saves ? arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder)) : 0;
+    require(run.dev.imagined || run_folder_possible(&run.folder, run.train_data.bytes, size), run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);
@@ -1566,30 +1531,28 @@ __attribute__((section(".preinit_array"), used)) static const auto first_of_all 
 
 int main(int argc, char** argv) {
     openmp_wait_asleep(argv);
-    Options options = {};
-    bool given[OPTION_COUNT] = {};
+    Options options;
     char error[DATA_ERROR_BYTES];
-    require(options_defaults(&TABLE, &options, error), error);
-    require(options_parse(&TABLE, &options, given, argc, argv, error), error);
-    bool printed = options_print(&TABLE, &options, stdout);
+    options_defaults(&options);
+    require(options_parse(&options, argc, argv, error), error);
+    bool printed = options_print(&options, stdout);
     if (options.list_formats) optim_list_formats(stdout), printed = true;
     if (options.list_presets) optim_list_presets(stdout), printed = true;
     if (printed) return require_stdout();
-    for (const auto& pair : APART) require(options_apart(&TABLE, given, pair[0], pair[1], error), error);
-    require(gpt2_take_size(&TABLE, &options, given, error), error);
-    if (options.fit > 0) return fit_main(&options, given);
+    require(options_apart(&options, error) && gpt2_take_size(&options, error), error);
+    if (options.fit > 0) return fit_main(&options);
     Launch launch;
     require(launch_environment(&launch, options.gpus, error), error);
     if (launch.rank > 0) signals_quiet();
-    if (option_given(&TABLE, given, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
+    if (option_given(&options, "sample")) return launch.rank == 0 ? forward_main(&options, &launch, true) : 0;
     comm_launch(&launch, options.gpus, strcmp(options.device, "cpu") == 0, options.join_timeout);
-    const bool evaluates = option_given(&TABLE, given, "eval") && options.eval_every == 0;
+    const bool evaluates = option_given(&options, "eval") && options.eval_every == 0;
     for (const char* other : {"data", "steps", "dry-run", "run", "resume"}) {
-        if (!evaluates || !option_given(&TABLE, given, other)) continue;
+        if (!evaluates || !option_given(&options, other)) continue;
         user_error("--eval trains nothing without --eval-every; leave --eval or --%s out, or type --eval-every N too",
                    other);
     }
-    int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, given, &launch);
+    int code = evaluates ? forward_main(&options, &launch, false) : train_main(&options, &launch);
     launch_leave(&launch);
     return code;
 }

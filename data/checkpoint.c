@@ -1,5 +1,4 @@
 #include "checkpoint.h"
-#include "clock.h"
 #include "text.h"
 #include <dirent.h>
 #include <errno.h>
@@ -9,17 +8,19 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#define PIECE_BYTES (64 << 20)  // of memory in which arrays pass between device and file
-
 char* checkpoint_name(const char* run_folder, int64_t step) {
     return text_copy(path_in(run_folder, text_kept("step_%08lld", (long long)step)));
 }
 
-// The step in a name that checkpoint_name wrote, with `ending` behind it; -1 for others, such as the user's step_5.
+// The step in a name that checkpoint_name wrote, with `ending` behind it; -1 for others.
 static int64_t step_of(const char* name, const char* ending) {
     long long step = -1;
     if (sscanf(name, "step_%12lld", &step) != 1 || step < 0) return -1;
     return strcmp(name, text_kept("step_%08lld%s", step, ending)) == 0 ? step : -1;
+}
+
+int64_t checkpoint_step(const char* path) {
+    return step_of(path_name(path), "");
 }
 
 int checkpoint_list(const char* run_folder, int64_t** steps) {
@@ -54,107 +55,81 @@ static const struct {
              {"rise_step", offsetof(RunState, rise_step)}};
 enum { STATE_FIELDS = sizeof(STATE) / sizeof(STATE[0]) };
 
-int run_state_resume(RunState* state, const Json* json, const char* changes[2]) {
-    const RunState now = *state;
-    int count = 0;
+RunState run_state_read(const Json* json, const RunState* otherwise) {
+    RunState state = *otherwise;
     for (int i = 0; i < STATE_FIELDS; i++) {
-        int64_t* field = (int64_t*)((char*)state + STATE[i].offset);
+        int64_t* field = (int64_t*)((char*)&state + STATE[i].offset);
         *field = json_int(json, STATE[i].name, *field);
     }
-    state->best_val = json_number(json, "best_val", now.best_val);
-    state->last_norm = json_number(json, "last_norm", 0);
-    state->rise_lr = json_number(json, "rise_lr", 0);
-    if (state->data_tokens != now.data_tokens) {
-        changes[count++] = text_format("the data: %lld tokens (were %lld), so they come in another order from here on",
-                                       (long long)now.data_tokens, (long long)state->data_tokens);
-    } else if (state->data_crc != now.data_crc) {
-        changes[count++] = "the data: as many tokens as before, but other ones";
-    }
-    if (state->val_crc != now.val_crc) {
-        changes[count++] = "the validation data, so the best loss begins anew";
-        state->best_val = now.best_val;
-    }
-    state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
-    return count;
+    state.best_val = json_number(json, "best_val", state.best_val);
+    state.last_norm = json_number(json, "last_norm", 0);
+    state.rise_lr = json_number(json, "rise_lr", 0);
+    return state;
 }
 
-// The tensors of a safetensors file: read(context, i, at, bytes, to) puts `bytes` bytes of tensor i, from byte `at` on,
-// into `to`. It is called in the file's order, for at most `piece` bytes at a time, or for whole tensors if that is 0.
-typedef struct {
-    const SafetensorsEntry* entries;
-    int count;
-    int64_t piece;
-    const char* format;  // of the metadata, or NULL
-    void (*read)(void* context, int tensor, int64_t at, int64_t bytes, void* to);
-    void* context;
-} Source;
-
-// Writes FOLDER/FILE->name, whose values must be finite, and sums it into `file`. With folder NULL it only reads.
-static bool source_write(const char* folder, const Source* source, CheckpointFile* file, char* error) {
-    SafetensorsWriter* writer =
-        folder ? safetensors_begin(path_in(folder, file->name), source->entries, source->count, source->format, error)
-               : NULL;
-    bool ok = writer || !folder;
-    SCOPED char* piece = NULL;
-    for (int i = 0; i < source->count && ok; i++) {
-        const SafetensorsEntry* entry = &source->entries[i];
-        const int64_t size = safetensors_dtype_bytes(entry->dtype);
-        int64_t bytes = size;
-        for (int d = 0; d < entry->dims; d++) bytes *= entry->shape[d];
-        const int64_t max = source->piece > 0 && source->piece < bytes ? source->piece : bytes;
-        piece = memory_grow(piece, (size_t)(max > 0 ? max : 1));
-        for (int64_t at = 0; at < bytes && ok; at += max) {
-            const int64_t count = bytes - at < max ? bytes - at : max;
-            source->read(source->context, i, at, count, piece);
-            if (!writer) continue;
-            file->nonfinite = !values_finite(entry->name, entry->dtype, piece, count, at / size, error);
-            ok = !file->nonfinite && safetensors_write(writer, piece, count, error);
-        }
-    }
-    if (!writer) return ok;
-    if (ok) return safetensors_finish(writer, &file->crc, &file->bytes, error);
-    safetensors_abandon(writer);
-    return false;
+bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, char* error) {
+    *writer = (CheckpointWriter){.run_folder = run_folder, .error = error, .bf16 = true};
+    writer->path = path_in(run_folder, text_kept("step_%08lld", (long long)step));
+    writer->folder = text_kept("%s.tmp", writer->path);
+    return folder_new(writer->folder, error);
 }
 
-typedef struct {
-    const Checkpoint* checkpoint;
-    void* values;  // a tensor as the program has it
-} ModelSource;
-
-static void model_source_read(void* context, int t, int64_t at, int64_t bytes, void* to) {
-    const ModelSource* source = context;
-    const ModelTensor* tensor = &source->checkpoint->tensors[t];
-    (void)at;  // a tensor is read at once
-    source->checkpoint->weights(source->checkpoint->context, t, source->values);
-    if (tensor->transposed) {
-        transpose(to, source->values, tensor->stored_rows, tensor->cols, safetensors_dtype_bytes(tensor->dtype));
-    } else {
-        memcpy(to, source->values, (size_t)bytes);
-    }
+// Completes the file of tensors that is open, if one is.
+static bool tensors_end(CheckpointWriter* writer) {
+    CheckpointFile* file = &writer->file[writer->files - 1];
+    SafetensorsWriter* tensors = writer->tensors;
+    writer->tensors = NULL;
+    return !tensors || safetensors_finish(tensors, &file->crc, &file->bytes);
 }
 
-// Writes model.safetensors: transformers' names and orientation, no padding of the vocabulary.
-static bool model_write(const char* folder, const Checkpoint* checkpoint, CheckpointFile* file, char* error) {
-    const int count = checkpoint->count;
-    SCOPED SafetensorsEntry* entries = memory_zero((size_t)count, sizeof(*entries));
-    int64_t largest = 0;
+static bool tensors_begin(CheckpointWriter* writer, const char* name, const SafetensorsTensor* tensors, int count,
+                          const char* format) {
+    if (!tensors_end(writer)) return false;
+    writer->file[writer->files++] = (CheckpointFile){name, 0, -1};
+    writer->tensors = safetensors_begin(path_in(writer->folder, name), tensors, count, format, writer->error);
+    return writer->tensors != NULL;
+}
+
+// The tensor as files have it: transformers' name and orientation, no padding of the vocabulary.
+static SafetensorsTensor file_tensor(const ModelTensor* tensor) {
+    SafetensorsTensor entry = {.name = text_kept("transformer.%s", tensor->name), .dtype = tensor->dtype};
+    entry.dims = model_tensor_shape(tensor, entry.shape);
+    return entry;
+}
+
+bool checkpoint_begin_model(CheckpointWriter* writer, const ModelTensor* tensors, int count) {
+    if (!writer->folder) return true;
+    SCOPED SafetensorsTensor* entries = memory_take((size_t)count * sizeof(*entries));
     for (int t = 0; t < count; t++) {
-        const ModelTensor* tensor = &checkpoint->tensors[t];
-        const int64_t size = tensor->rows * tensor->cols;
-        entries[t] = (SafetensorsEntry){text_format("transformer.%s", tensor->name), tensor->dtype, {0}, 0};
-        entries[t].dims = model_tensor_shape(tensor, entries[t].shape);
-        if (size > largest) largest = size;
+        entries[t] = file_tensor(&tensors[t]);
+        writer->bf16 = writer->bf16 && strcmp(tensors[t].dtype, "BF16") == 0;
     }
-    SCOPED float* values = memory_zero((size_t)largest, sizeof(float));
-    ModelSource tensor = {checkpoint, values};
-    const Source source = {entries, count, 0, "pt", model_source_read, &tensor};
-    const bool ok = source_write(folder, &source, file, error);
-    for (int t = 0; t < count; t++) free((void*)entries[t].name);
-    return ok;
+    return tensors_begin(writer, "model.safetensors", entries, count, "pt");
 }
 
-bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error) {
+bool checkpoint_begin_arrays(CheckpointWriter* writer, const SafetensorsTensor* arrays, int count) {
+    return !writer->folder || tensors_begin(writer, "optimizer.safetensors", arrays, count, NULL);
+}
+
+bool checkpoint_bytes(CheckpointWriter* writer, const SafetensorsTensor* array, int64_t at, int64_t bytes,
+                      const void* values) {
+    if (!writer->folder) return true;
+    const int64_t first = at / safetensors_dtype_bytes(array->dtype);
+    writer->nonfinite = !values_finite(array->name, array->dtype, values, bytes, first, writer->error);
+    return !writer->nonfinite && safetensors_write(writer->tensors, values, bytes);
+}
+
+bool checkpoint_tensor(CheckpointWriter* writer, const ModelTensor* tensor, const void* values) {
+    if (!writer->folder) return true;
+    const SafetensorsTensor entry = file_tensor(tensor);
+    const int size = safetensors_dtype_bytes(entry.dtype);
+    const int64_t bytes = tensor->stored_rows * tensor->cols * size;
+    SCOPED char* turned = tensor->transposed ? memory_take((size_t)bytes) : NULL;
+    if (turned) transpose(turned, values, tensor->stored_rows, tensor->cols, size);
+    return checkpoint_bytes(writer, &entry, 0, bytes, turned ? turned : values);
+}
+
+bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files, int count, char* error) {
     SCOPED char* whole;
     size_t length;
     FILE* state = text_stream(&whole, &length);
@@ -162,11 +137,11 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     const char* separator = "";
     bool ok = true;
     for (int i = 0; i < count && ok; i++) {
-        CheckpointFile file = files[i];
-        if (file.bytes < 0 && !file_exists(path_in(folder, file.name))) continue;
-        if (file.bytes < 0) ok = file_sum(folder, file.name, &file.crc, &file.bytes, error);
-        fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, file.name, (long long)file.bytes,
-                file.crc);
+        CheckpointFile* file = &files[i];
+        if (file->bytes < 0 && !file_exists(path_in(folder, file->name))) continue;
+        if (file->bytes < 0) ok = file_sum(folder, file->name, &file->crc, &file->bytes, error);
+        fprintf(state, "%s\n  \"%s\": {\"bytes\": %lld, \"crc32c\": %u}", separator, file->name, (long long)file->bytes,
+                file->crc);
         separator = ",";
     }
     fprintf(state, "\n},\n");
@@ -176,56 +151,89 @@ bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile*
     return ok && file_write(path_in(folder, "state.json"), whole, (int64_t)length, error) && folder_sync(folder, error);
 }
 
-// state.json: where the run stands, formats and options; its files and the seal follow.
-static bool state_write(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
-                        const CheckpointFile* files, int count, char* error) {
+// Renames the folder to its final name. An existing folder is exchanged with it atomically, so that a whole one always
+// exists.
+static bool swap(const CheckpointWriter* writer) {
+    const char *folder = writer->path, *temporary = writer->folder;
+    char* error = writer->error;
+    SCOPED char* old = text_format("%s.old.tmp", folder);
+    struct stat status;
+    bool there = lstat(folder, &status) == 0;
+    bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
+    // A file system that cannot exchange two names keeps the old folder beside until the new one is in place.
+    if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
+        return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
+    }
+    if (!swapped && rename(temporary, folder) != 0) {
+        return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
+    }
+    return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
+}
+
+bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts) {
+    const char* folder = writer->folder;
+    if (!folder) return true;
     SCOPED char* text;
     size_t length;
     FILE* state = text_stream(&text, &length);
     fprintf(state, "{\n\"version\": %d,\n", CHECKPOINT_VERSION);
     for (int i = 0; i < STATE_FIELDS; i++) {
-        int64_t value = *(const int64_t*)((const char*)&run->state + STATE[i].offset);
+        int64_t value = *(const int64_t*)((const char*)facts->state + STATE[i].offset);
         fprintf(state, "\"%s\": %lld,\n", STATE[i].name, (long long)value);
     }
-    json_write_number_member(state, "", "best_val", run->state.best_val);
-    json_write_number_member(state, ",\n", "last_norm", run->state.last_norm);
-    json_write_number_member(state, ",\n", "rise_lr", run->state.rise_lr);
-    fprintf(state, ",\n\"formats\": %s,\n\"options\": ", checkpoint->formats);
-    options_json(run->table, checkpoint->options, false, state);
+    json_write_number_member(state, "", "best_val", facts->state->best_val);
+    json_write_number_member(state, ",\n", "last_norm", facts->state->last_norm);
+    json_write_number_member(state, ",\n", "rise_lr", facts->state->rise_lr);
+    fprintf(state, ",\n\"formats\": %s,\n\"options\": ", facts->formats);
+    options_json(facts->options, false, state);
     fprintf(state, ",\n");
     fclose(state);
-    return checkpoint_seal(folder, text, files, count, error);
+    bool ok = tensors_end(writer) &&
+              gpt2_config_write(path_in(folder, "config.json"), &facts->shape, writer->bf16 ? "bfloat16" : "float32",
+                                facts->config, facts->special, writer->error) &&
+              tokenizer_files_copy(writer->run_folder, folder, writer->error);
+    writer->file[writer->files++] = (CheckpointFile){"config.json", 0, -1};
+    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
+        writer->file[writer->files++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1};
+    }
+    return ok && checkpoint_seal(folder, text, writer->file, writer->files, writer->error) && swap(writer);
 }
 
-// Completes a checkpoint folder whose model.safetensors and optimizer.safetensors (`arrays`) are written already.
-static bool folder_finish(const RunFolder* run, const char* folder, const Checkpoint* checkpoint,
-                          const CheckpointFile arrays[2], char* error) {
-    CheckpointFile files[16] = {arrays[0], arrays[1], {"config.json", 0, -1, false}};
-    int count = 3;
-    const char* dtype = "bfloat16";
-    for (int t = 0; t < checkpoint->count; t++) {
-        if (strcmp(checkpoint->tensors[t].dtype, "BF16") != 0) dtype = "float32";
+void checkpoint_abandon(CheckpointWriter* writer) {
+    char ignored[DATA_ERROR_BYTES];
+    if (!writer->folder) return;
+    if (writer->tensors) safetensors_abandon(writer->tensors);
+    folder_remove(writer->folder, ignored);
+}
+
+bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
+    bool ok = true;
+    SCOPED int64_t* steps;
+    int count = checkpoint_list(run_folder, &steps);
+    for (int64_t i = keep; i < count; i++) {
+        SCOPED char *path = checkpoint_name(run_folder, steps[i]), *aside = text_format("%s.tmp", path);
+        // A checkpoint loses its name first: one that is removed in part must not look whole.
+        if (steps[i] != step) ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
     }
-    bool ok =
-        gpt2_config_write(path_in(folder, "config.json"), &checkpoint->shape, dtype, run->config, &run->special, error);
-    for (int i = 0; MODEL_FOLDER_FILES[i]; i++) {
-        files[count++] = (CheckpointFile){MODEL_FOLDER_FILES[i], 0, -1, false};
+    DIR* dir = opendir(run_folder);
+    for (struct dirent* entry; dir && (entry = readdir(dir));) {
+        if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
+        ok = folder_remove(path_in(run_folder, entry->d_name), error) && ok;
     }
-    return ok && tokenizer_files_copy(run->path, folder, error) &&
-           state_write(run, folder, checkpoint, files, count, error);
+    if (dir) closedir(dir);
+    return ok;
 }
 
 bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTensor* tensors, int count, int layers,
                      char* error) {
     memset(reader, 0, sizeof(*reader));
     reader->tensors = tensors;
-    return model_folder_open(&reader->model, folder, error) &&
-           model_folder_used(&reader->model, tensors, count, layers, error) &&
+    return model_folder_open(&reader->model, folder, tensors, count, layers, error) &&
            safetensors_open(&reader->optimizer, path_in(folder, "optimizer.safetensors"), error);
 }
 
 void checkpoint_close(CheckpointReader* reader) {
-    model_folder_close(&reader->model);
+    safetensors_close(&reader->model);
     safetensors_close(&reader->optimizer);
 }
 
@@ -242,33 +250,13 @@ void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t
     char* error = reader->error;
     if (*error || !safetensors_read(&reader->optimizer, found, at, bytes, to, error)) return;
     if (values_finite(found->name, found->dtype, to, bytes, first, error)) return;
-    data_error(error, "%s: %s, so the run cannot go on from it; name an earlier checkpoint", reader->optimizer.path,
-               error);
-}
-
-void checkpoint_notice(void* context, const char* line) {
-    run_say(((CheckpointReader*)context)->run, " notice   %s\n", line);
+    data_error(error, "%s: %s, so the run cannot go on from it; name an earlier checkpoint",
+               reader->optimizer.file->path, error);
 }
 
 void checkpoint_weights(void* context, int tensor, float* values) {
     CheckpointReader* reader = context;
     if (!*reader->error) model_folder_read(&reader->model, &reader->tensors[tensor], values, reader->error);
-}
-
-// Renames FOLDER.tmp to FOLDER. An existing FOLDER is exchanged with it atomically, so that a whole one always exists.
-static bool checkpoint_commit(const char* folder, char* error) {
-    SCOPED char *temporary = text_format("%s.tmp", folder), *old = text_format("%s.old.tmp", folder);
-    struct stat status;
-    bool there = lstat(folder, &status) == 0;
-    bool swapped = there && renameat2(AT_FDCWD, temporary, AT_FDCWD, folder, RENAME_EXCHANGE) == 0;
-    // A file system that cannot exchange two names keeps the old folder beside until the new one is in place.
-    if (there && !swapped && (!folder_remove(old, error) || rename(folder, old) != 0)) {
-        return data_error(error, "%s cannot be renamed to %s: %s", folder, old, strerror(errno));
-    }
-    if (!swapped && rename(temporary, folder) != 0) {
-        return data_error(error, "%s cannot be renamed to %s: %s", temporary, folder, strerror(errno));
-    }
-    return folder_sync(path_parent(folder), error) && (!swapped || folder_remove(temporary, error));
 }
 
 // Returns how many bytes state.json's own checksum covers: those before its last line "crc32c"; -1: it has none.
@@ -386,193 +374,4 @@ const char* checkpoint_model(const char** name, bool needed, char* error) {
     }
     json_free(state);
     return *name = folder;
-}
-
-// Refuses a checkpoint in `folder` that another version wrote, or that was saved without states.
-static bool is_resumable(const Json* state, const char* resume, const char* folder, char* error) {
-    const int64_t version = json_int(state, "version", 0);
-    if (version != CHECKPOINT_VERSION) {
-        return data_error(error, "%s was written by another version of nibble (%lld); resume with that one", folder,
-                          (long long)version);
-    }
-    return json_get(json_get(state, "files"), "optimizer.safetensors") ||
-           data_error(
-               error,
-               "--resume %s: %s was saved with --save weights, without the optimizer's states; type --model %s in "
-               "place of --resume for a new run that begins with its weights",
-               resume, folder, shell_word(folder));
-}
-
-bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
-                       Json** state, char* error) {
-    *named_itself = false;
-    *state = NULL;
-    if (strcmp(resume, "off") == 0) return true;
-    bool automatic = strcmp(resume, "auto") == 0;
-    const char* named = automatic ? run : resume;
-    if (automatic && !run[0]) return data_error(error, "--resume auto needs the run folder: add --run DIR");
-    if (!automatic && !folder_exists(named)) {
-        return data_error(
-            error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
-    }
-    if (!automatic && access(named, R_OK | X_OK) != 0) {
-        return data_error(error, "--resume %s: %s; give a folder that you may read", named, strerror(errno));
-    }
-    *named_itself = !automatic && file_exists(path_in(named, "state.json"));
-    if (*named_itself) {
-        snprintf(folder, bytes, "%s", named);
-        while (strlen(folder) > 1 && folder[strlen(folder) - 1] == '/') folder[strlen(folder) - 1] = 0;
-        SCOPED char* real = step_of(path_name(folder), "") < 0 ? realpath(named, NULL) : NULL;  // such as "."
-        if (real) snprintf(folder, bytes, "%s", real);
-        *state = checkpoint_verify(folder, false, error);
-        if (!*state) {
-            return data_error(error,
-                              "--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder",
-                              named, error);
-        }
-    } else {
-        SCOPED int64_t* steps;
-        const int count = checkpoint_list(named, &steps);
-        *state = checkpoint_newest(named, false, folder, bytes);
-        if (!*state && count > 0) {
-            return data_error(error,
-                              "--resume %s: %s holds no whole checkpoint (step_*): all %d are damaged; begin anew "
-                              "without --resume, in another --run",
-                              resume, named, count);
-        }
-        if (!*state && !automatic) {
-            return data_error(error,
-                              "--resume %s holds no checkpoint (step_*); give a run folder that does, or type --resume "
-                              "auto --run %s, with the options of its first command, to begin it anew",
-                              named, shell_word(named));
-        }
-    }
-    if (!*state || is_resumable(*state, resume, folder, error)) return true;
-    json_free(*state);
-    return false;
-}
-
-// Renames the checkpoints of the run folder that are newer than `checkpoint`, which are damaged, to NAME.damaged; in a
-// dry run it only looks. Refuses them if the user named this checkpoint, and a run folder that another run is in.
-static bool put_newer_aside(const char* run_folder, const char* checkpoint, bool named_itself, bool dry_run,
-                            char* error) {
-    SCOPED char *parent = realpath(path_parent(checkpoint), NULL), *chosen = realpath(run_folder, NULL);
-    bool same = parent && chosen && strcmp(parent, chosen) == 0;
-    if (!same && file_exists(path_in(run_folder, "log.jsonl"))) {
-        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", run_folder,
-                          checkpoint);
-    }
-    SCOPED int64_t* steps = NULL;
-    const int64_t step = step_of(path_name(checkpoint), "");
-    int count = same ? checkpoint_list(run_folder, &steps) : 0;
-    for (int i = 0; i < count && steps[i] > step; i++) {
-        SCOPED char *path = checkpoint_name(run_folder, steps[i]), *aside = text_format("%s.damaged", path);
-        if (named_itself) {
-            return data_error(error,
-                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
-                              path, checkpoint);
-        }
-        if (!dry_run && !folder_remove(aside, error)) return false;
-        if (!dry_run && rename(path, aside) != 0) {
-            return data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
-        }
-    }
-    return true;
-}
-
-bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
-                         char* error) {
-    if (!**name) {
-        const bool log = file_exists(path_in(path_parent(checkpoint), "log.jsonl"));
-        if (named_itself && (!log || step_of(path_name(checkpoint), "") < 0)) {  // it was copied, say
-            return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR",
-                              checkpoint);
-        }
-        *name = text_copy(path_parent(checkpoint));
-        if (!dry_run && !run_folder_hold(run, *name, error)) return false;
-    }
-    return put_newer_aside(*name, checkpoint, named_itself, dry_run, error);
-}
-
-// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
-static bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error) {
-    bool ok = true;
-    SCOPED int64_t* steps;
-    int count = checkpoint_list(run_folder, &steps);
-    for (int64_t i = keep; i < count; i++) {
-        SCOPED char *path = checkpoint_name(run_folder, steps[i]), *aside = text_format("%s.tmp", path);
-        // A checkpoint loses its name first: one that is removed in part must not look whole.
-        if (steps[i] != step) ok = folder_remove(rename(path, aside) == 0 ? aside : path, error) && ok;
-    }
-    DIR* dir = opendir(run_folder);
-    for (struct dirent* entry; dir && (entry = readdir(dir));) {
-        if (step_of(entry->d_name, ".tmp") < 0 && step_of(entry->d_name, ".old.tmp") < 0) continue;
-        ok = folder_remove(path_in(run_folder, entry->d_name), error) && ok;
-    }
-    if (dir) closedir(dir);
-    return ok;
-}
-
-bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error) {
-    const long long count = keep > 0 && keep < saves ? keep + 1 : saves;
-    if (disk_holds(*run_folder ? run_folder : "runs", count * bytes, error)) return true;
-    return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
-                      count > 1 ? "s" : "", keep > 1 && saves > 2 ? ", or type --keep 1" : "",
-                      states ? ", or type --save weights or none" : "");
-}
-
-bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state) {
-    if (strcmp(run_text(run, "save"), "none") == 0) return true;
-    const int64_t every = run_int(run, "save-every");
-    const int64_t saves = state || every == 0 ? 1 : run_int(run, "steps") / every + 1;
-    return checkpoint_room(run_text(run, "run"), bytes, saves, run_int(run, "keep"), run_saves_states(run), run->error);
-}
-
-// Completes the sentence in run->error about a checkpoint that could not be written.
-static bool save_failed(RunFolder* run, bool nonfinite) {
-    char* error = run->error;
-    const long long number = run->state.step;
-    const double lr = run_real(run, "lr");
-    if (!nonfinite) {
-        return data_error(error,
-                          "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
-                          number, error, run_resume_words(run));
-    }
-    if (run->last_checkpoint[0]) {
-        return data_error(error, "step %lld: %s, so it was not saved; type --resume %s with a smaller --lr (now %g)",
-                          number, error, run_resume_words(run), lr);
-    }
-    return data_error(error,
-                      "step %lld: %s, so it was not saved, and there is no earlier checkpoint; begin anew with a "
-                      "smaller --lr (now %g)",
-                      number, error, lr);
-}
-
-bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint) {
-    char* error = run->error;
-    CheckpointFile files[2] = {{"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}};
-    char ignored[DATA_ERROR_BYTES];
-    const long long step = run->state.step, keep = checkpoint->prune ? run_int(run, "keep") : 0;
-    SCOPED char *path = checkpoint_name(run->path, step), *temporary = text_format("%s.tmp", path);
-    const char* folder = checkpoint->writes ? temporary : NULL;
-    const Source optimizer = {checkpoint->entry, checkpoint->arrays, PIECE_BYTES, NULL,
-                              checkpoint->array, checkpoint->context};
-    bool ok = !folder || folder_new(folder, error);
-    if (checkpoint->sends) {
-        ok = ok && model_write(folder, checkpoint, &files[0], error);
-        ok = ok && (!run_saves_states(run) || source_write(folder, &optimizer, &files[1], error));
-    }
-    if (folder) ok = ok && folder_finish(run, folder, checkpoint, files, error) && checkpoint_commit(path, error);
-    if (!ok) {
-        if (folder) folder_remove(folder, ignored);
-        return save_failed(run, files[0].nonfinite || files[1].nonfinite);
-    }
-    // First of all, since every error message that may follow names it.
-    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);
-    if (!folder) return true;
-    run_say(run, "save %6lld  %s  %.1f s\n", step, path, seconds_now() - checkpoint->begin);
-    if (keep > 0 && !checkpoint_prune(run->path, keep, step, ignored)) {
-        fprintf(stderr, "train: notice: %s\n", ignored);
-    }
-    return true;
 }

@@ -5,58 +5,83 @@
 #include "gpt2_config.h"
 #include "model_folder.h"
 #include "options.h"
-#include "run_folder.h"
 C_LINKAGE_BEGIN
+
+enum { RUN_PATH_BYTES = 4096 };
 
 // Lists the steps of a run folder's checkpoints, newest first, in *steps, which the caller frees. Returns how many.
 int checkpoint_list(const char* run_folder, int64_t** steps);
 // Returns the name of a step's folder, RUN/step_%08lld, which the caller frees.
 char* checkpoint_name(const char* run_folder, int64_t step);
+// Returns the step of such a path; -1 for others, such as the user's step_5.
+int64_t checkpoint_step(const char* path);
 
+// The state of a run that a checkpoint keeps beside weights and optimizer states.
+typedef struct {
+    int64_t step, sequences;        // optimizer steps done; sequences consumed, which is the data position
+    int64_t data_tokens;            // of the training data: their number decides the order
+    int64_t data_crc, val_crc;      // checksums of training and validation data
+    int64_t skipped, skipped_last;  // steps that changed nothing (--on-nonfinite): all, and the latest ones in a row
+    double best_val;                // infinite before the first validation
+    double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
+    int64_t tokens;                 // of those sequences; not stored
+    int64_t rise_step;              // of Schedule
+    double rise_lr;
+    int64_t parts_left;  // layers that kept their weights in a step because their gradients were not finite
+    int64_t saturated;   // elements that were too large for their fp8 codes
+} RunState;
 enum { CHECKPOINT_VERSION = 1 };  // of state.json
+// Returns what state.json's tree holds; what it lacks is as in `otherwise`.
+RunState run_state_read(const Json* json, const RunState* otherwise);
 
-// Sets `state` from state.json's tree, except the counts and checksums of data, which stay those of the data that is
-// open. Returns how many sentences about changed data are in `changes`. Other validation data resets the best loss.
-int run_state_resume(RunState* state, const Json* json, const char* changes[2]);
-
-// A file of a checkpoint as it was written.
+// A checkpoint that is being written. Each file is gathered, checked, summed and written in one pass: checkpoint_begin
+// makes the folder; then come the model's tensors and the optimizer's arrays, in the order of their lists;
+// checkpoint_end adds the other files, seals them, and gives the folder its name. The first failure leaves a sentence
+// in `error`; checkpoint_abandon then removes what was written. A process that writes nothing begins none, with a
+// zeroed writer, and these functions do nothing.
 typedef struct {
     const char* name;
     uint32_t crc;
-    int64_t bytes;   // -1: not known yet, nor is crc; checkpoint_seal finds both if the file exists
-    bool nonfinite;  // writing stopped at a value that is not finite
+    int64_t bytes;  // -1: not known yet, nor is crc; checkpoint_seal finds both if the file exists
 } CheckpointFile;
-// Writes state.json: `text`, an open object that ends in ",\n"; then "files" with sizes and checksums, and its own.
-bool checkpoint_seal(const char* folder, const char* text, const CheckpointFile* files, int count, char* error);
-
-// A checkpoint to be written. Its arrays are requested in the order in which the files hold them.
 typedef struct {
+    const char *run_folder, *path,
+        *folder;  // of the checkpoint, and with .tmp while it is written; NULL: nothing is written
+    char* error;
+    bool nonfinite;              // a value was not finite
+    SafetensorsWriter* tensors;  // of the file that is open
+    CheckpointFile file[16];
+    int files;
+    bool bf16;  // all tensors of the model are bf16
+} CheckpointWriter;
+// What a checkpoint holds beside its arrays.
+typedef struct {
+    const RunState* state;
+    const Options* options;  // as they are stored
+    const char* formats;     // JSON: how the optimizer stores weights and states
     Gpt2Shape shape;
-    const ModelTensor* tensors;  // (count) of the model, each of the type that it has in the file
-    int count;
-    const SafetensorsEntry* entry;  // (arrays) of the optimizer
-    int arrays;
-    bool writes;  // false: this process only sends its arrays to the one that writes
-    bool sends;   // false: it does not send either, since the writing process has all arrays
-    // Puts tensor t, in its dtype and the program's layout, into `to`; and `bytes` bytes of array i, from byte `at` on.
-    void (*weights)(void* context, int t, void* to);
-    void (*array)(void* context, int i, int64_t at, int64_t bytes, void* to);
-    void* context;
-    const char* formats;  // JSON: how the optimizer stores weights and states
-    const void* options;  // as they are stored
-    double begin;         // seconds_now() when the save began
-    bool prune;           // older checkpoints beyond --keep go
-} Checkpoint;
-// Writes a checkpoint of the run's current step, prints a line, and removes older ones beyond --keep. If it cannot be
-// written, no part of it is left. Processes that do not write send their arrays and note the name.
-bool checkpoint_folder_write(RunFolder* run, const Checkpoint* checkpoint);
+    const Json* config;  // config.json of the model that the run began with, or NULL
+    const SpecialTokens* special;
+} CheckpointFacts;
+bool checkpoint_begin(CheckpointWriter* writer, const char* run_folder, int64_t step, char* error);
+// Begin model.safetensors, of tensors in their dtypes, and optimizer.safetensors.
+bool checkpoint_begin_model(CheckpointWriter* writer, const ModelTensor* tensors, int count);
+bool checkpoint_begin_arrays(CheckpointWriter* writer, const SafetensorsTensor* arrays, int count);
+// Write the next tensor, as the program has it, and the next `bytes` bytes of an array, from byte `at` on.
+bool checkpoint_tensor(CheckpointWriter* writer, const ModelTensor* tensor, const void* values);
+bool checkpoint_bytes(CheckpointWriter* writer, const SafetensorsTensor* array, int64_t at, int64_t bytes,
+                      const void* values);
+bool checkpoint_end(CheckpointWriter* writer, const CheckpointFacts* facts);
+void checkpoint_abandon(CheckpointWriter* writer);
+// Writes state.json: `text`, an open object that ends in ",\n"; then "files" with sizes and checksums, and its own.
+bool checkpoint_seal(const char* folder, const char* text, CheckpointFile* files, int count, char* error);
+// Removes all but the newest `keep`, never `step`'s, and leftovers of interrupted saves.
+bool checkpoint_prune(const char* run_folder, int64_t keep, int64_t step, char* error);
 
 // A reader of a checkpoint's arrays. `error` keeps the first failure; it is "" while there is none.
 typedef struct {
-    ModelFolder model;
-    Safetensors optimizer;
+    Safetensors model, optimizer;
     const ModelTensor* tensors;  // of the model
-    RunFolder* run;              // where checkpoint_notice prints; set by the caller
     char error[DATA_ERROR_BYTES];
 } CheckpointReader;
 // Opens a checkpoint, which must hold exactly these tensors (count) of a model of `layers` layers.
@@ -65,11 +90,11 @@ bool checkpoint_open(CheckpointReader* reader, const char* folder, const ModelTe
 void checkpoint_close(CheckpointReader* reader);
 // Callbacks for loading an optimizer; `context` is the reader. The first returns the array of this name, type and
 // size, or NULL; the second reads `bytes` bytes of it from `at` on, whose values must be finite; the third reads a
-// tensor of the model as fp32; the last prints a line.
+// tensor of the model as fp32.
 const void* checkpoint_array(void* context, const char* name, const char* dtype, int64_t bytes);
 void checkpoint_array_read(void* context, const void* array, int64_t at, int64_t bytes, void* to);
 void checkpoint_weights(void* context, int tensor, float* values);
-void checkpoint_notice(void* context, const char* line);
+
 // Returns state.json's tree, which the caller frees, without verifying the other files; NULL with a sentence.
 Json* checkpoint_state(const char* folder, char* error);
 // Returns whether the tokenizer's files in a run folder are those that the checkpoint's state.json lists.
@@ -83,19 +108,5 @@ Json* checkpoint_newest(const char* run_folder, bool model_alone, char* folder, 
 // is "auto"; NULL with a sentence. A built-in shape's bare name always means the shape, and ./NAME a folder of that
 // name. A run folder stands for its newest checkpoint. `needed`: only a folder will do, as for --sample.
 const char* checkpoint_model(const char** model, bool needed, char* error);
-// Finds the checkpoint that --resume names: `resume` is off, auto (the newest of `run`), a run folder, or a checkpoint,
-// which sets *named_itself. Writes its path to `folder`, and its state.json's tree to *state (NULL: begin a new run).
-bool checkpoint_locate(const char* resume, const char* run, char* folder, size_t bytes, bool* named_itself,
-                       Json** state, char* error);
-// Returns whether a run may continue from `checkpoint` in the run folder *name, which must be the checkpoint's own or
-// have no run in it. "" stands for its own: *name is set to it and it is held. Newer checkpoints there are damaged and
-// are renamed to NAME.damaged, unless in a dry run; if the user named this one (`named_itself`), they are an error.
-bool checkpoint_continue(RunFolder* run, const char** name, const char* checkpoint, bool named_itself, bool dry_run,
-                         char* error);
-// Returns whether the disk of a run's folder ("": one in runs/) has room for the checkpoints, of `bytes` each, that
-// exist at one time: up to `keep`, and one that is being written. `states`: they hold states, which advice names.
-bool checkpoint_room(const char* run_folder, int64_t bytes, int64_t saves, int64_t keep, bool states, char* error);
-// Does the same for the run's options. `state`: the checkpoint that it continues from, or NULL.
-bool checkpoint_possible(RunFolder* run, int64_t bytes, const Json* state);
 
 C_LINKAGE_END

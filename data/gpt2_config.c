@@ -82,22 +82,21 @@ bool gpt2_size_check(const char* size, char* error) {
                       size_of(1, 64) / 1e6, size_of(SIZE_LAYERS, SIZE_CHANNELS) / 1e9, wanted < 1e9 ? "4M" : "400B");
 }
 
-bool gpt2_take_size(const OptionTable* table, void* fields, bool* given, char* error) {
+bool gpt2_take_size(Options* o, char* error) {
     static const char* const chosen[] = {"layers", "channels", "heads"};
-    const char** model = (const char**)option_value(table, fields, "model");
-    const char** size = (const char**)option_value(table, fields, "size");
-    if (!option_given(table, given, "size")) return true;
-    if (!gpt2_size_check(*size, error)) return false;
-    if (option_given(table, given, "model")) {
-        return data_error(error, "--size %s and --model %s both choose a shape; leave one of them out", *size, *model);
+    if (!option_given(o, "size")) return true;
+    if (!gpt2_size_check(o->size, error)) return false;
+    if (option_given(o, "model")) {
+        return data_error(error, "--size %s and --model %s both choose a shape; leave one of them out", o->size,
+                          o->model);
     }
     for (int i = 0; i < 3; i++) {
-        if (!option_given(table, given, chosen[i])) continue;
-        return data_error(error, "--size %s chooses the %s, too; leave --%s or --size out", *size, chosen[i],
+        if (!option_given(o, chosen[i])) continue;
+        return data_error(error, "--size %s chooses the %s, too; leave --%s or --size out", o->size, chosen[i],
                           chosen[i]);
     }
-    *model = *size, *size = "";
-    given[option_find(table, "model") - table->option] = true;
+    o->model = o->size, o->size = "";
+    o->given[option_find("model") - OPTIONS] = true;
     return true;
 }
 

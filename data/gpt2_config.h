@@ -18,7 +18,7 @@ typedef struct {
 const Gpt2Name* gpt2_named(const char* name);
 bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
 // Sets --model to the value of --size if that was typed. Refuses --size together with the options that it replaces.
-bool gpt2_take_size(const OptionTable* table, void* fields, bool* given, char* error);
+bool gpt2_take_size(Options* options, char* error);
 // Writes the sentence about a --model that is neither a folder nor a built-in name, and returns false.
 bool gpt2_unknown(const char* name, char* error);
 // Returns the FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).

@@ -85,113 +85,62 @@ static bool no_weights(const char* path, char* error) {
         path, shell_word(path));
 }
 
-static bool open_file(ModelFolder* folder, const char* name, char* error) {
-    const char* path = path_in(folder->path, name);
-    folder->file = memory_grow(folder->file, (size_t)(folder->count + 1) * sizeof(Safetensors));
-    if (!safetensors_open(&folder->file[folder->count], path, error)) {
-        return data_error(error, "%s; fetch the model again, or name another folder", error);
-    }
-    int tensors = 0;
-    folder->count++;
-    for (int i = 0; i < folder->count; i++) tensors += folder->file[i].count;
-    return tensors <= MAX_TENSORS ||
-           data_error(error, "%s holds over %d tensors, more than any GPT-2; name another folder", folder->path,
-                      MAX_TENSORS);
-}
-
-// The file of this name, opened now or before; NULL with a sentence.
-static const Safetensors* file_named(ModelFolder* folder, const Json* entry, char* error) {
-    const char* name = entry->kind == JSON_STRING ? entry->text : "";
-    size_t length = strlen(folder->path) + 1;
-    for (int i = 0; i < folder->count; i++) {
-        if (strcmp(folder->file[i].path + length, name) == 0) return &folder->file[i];
-    }
-    if (!file_name_plain(name) || (int64_t)strlen(name) != entry->text_bytes || folder->count == MAX_FILES) {
-        data_error(error,
-                   "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it; fetch the model "
-                   "again",
-                   folder->path, INDEX, entry->key, name);
-        return NULL;
-    }
-    return open_file(folder, name, error) ? &folder->file[folder->count - 1] : NULL;
-}
-
-// All files that the index names; each holds the tensors that are said to be in it, and no tensor is in two of them.
-static bool open_index(ModelFolder* folder, const Json* index, char* error) {
+// Opens all files that the index names. Each holds the tensors that are said to be in it.
+static bool open_index(Safetensors* model, const char* folder, const Json* index, char* error) {
     const Json* map = json_get(index, "weight_map");
     if (!map || map->kind != JSON_OBJECT || !map->child) {
-        return data_error(error, "%s/%s holds no weight_map; fetch the model again", folder->path, INDEX);
+        return data_error(error, "%s/%s holds no weight_map", folder, INDEX);
     }
-    int tensors = 0;
-    for (const Json* entry = map->child; entry && tensors <= MAX_TENSORS; entry = entry->next, tensors++) {
-        const Safetensors* file = file_named(folder, entry, error);
-        if (!file) return false;
-        if (!safetensors_find(file, entry->key)) {
-            return data_error(error, "%s holds no tensor %s, which %s says is in it; fetch the model again", file->path,
-                              entry->key, INDEX);
+    for (const Json* entry = map->child; entry && model->count <= MAX_TENSORS; entry = entry->next) {
+        const char *name = entry->kind == JSON_STRING ? entry->text : "", *path = path_in(folder, name);
+        int i = 0;
+        while (i < model->files && strcmp(model->file[i].path, path) != 0) i++;
+        if (i < model->files) continue;
+        if (!file_name_plain(name) || (int64_t)strlen(name) != entry->text_bytes || i == MAX_FILES) {
+            return data_error(error, "%s/%s says that tensor %s is in \"%.80s\", which is no name of a file beside it",
+                              folder, INDEX, entry->key, name);
         }
+        if (!safetensors_add(model, path, error)) return false;
     }
-    for (int i = 0; i < folder->count; i++) {
-        for (int t = 0; t < folder->file[i].count; t++) {
-            const char* name = folder->file[i].tensors[t].name;
-            for (int other = 0; other < i; other++) {
-                if (!safetensors_find(&folder->file[other], name)) continue;
-                return data_error(error, "%s and %s both hold the tensor %s; fetch the model again",
-                                  folder->file[other].path, folder->file[i].path, name);
-            }
-        }
+    if (!safetensors_sort(model, error)) return false;
+    for (const Json* entry = map->child; entry && model->count <= MAX_TENSORS; entry = entry->next) {
+        const SafetensorsTensor* found = safetensors_find(model, entry->key);
+        const char* path = path_in(folder, entry->text);
+        if (found && strcmp(safetensors_path(model, found), path) == 0) continue;
+        return data_error(error, "%s holds no tensor %s, which %s says is in it", path, entry->key, INDEX);
     }
     return true;
 }
 
-bool model_folder_open(ModelFolder* folder, const char* path, char* error) {
-    *folder = (ModelFolder){text_copy(path), NULL, 0};
-    bool ok;
-    if (has(path, "model.safetensors")) {
-        ok = open_file(folder, "model.safetensors", error);
-    } else if (!has(path, INDEX)) {
-        ok = no_weights(path, error);
-    } else {
-        JSON_SCOPED Json* index = json_read(path_in(path, INDEX), error);
-        ok = index ? open_index(folder, index, error) : data_error(error, "%s; fetch the model again", error);
-    }
-    if (!ok) model_folder_close(folder);
-    return ok;
+static bool open_files(Safetensors* model, const char* path, char* error) {
+    if (has(path, "model.safetensors")) return safetensors_open(model, path_in(path, "model.safetensors"), error);
+    JSON_SCOPED Json* index = json_read(path_in(path, INDEX), error);
+    return index && open_index(model, path, index, error);
 }
 
-// The tensor transformer.NAME or, where there is none, NAME, and the file that holds it; NULL when absent.
-static const SafetensorsTensor* find_tensor(const ModelFolder* folder, const char* name, const Safetensors** file) {
-    const char* prefixed = text_kept("transformer.%s", name);
-    for (int with = 1; with >= 0; with--) {
-        for (int i = 0; i < folder->count; i++) {
-            const SafetensorsTensor* found = safetensors_find(&folder->file[i], with ? prefixed : name);
-            if (!found) continue;
-            *file = &folder->file[i];
-            return found;
-        }
-    }
-    return NULL;
+// Returns the tensor transformer.NAME or, where there is none, NAME; NULL when absent.
+static const SafetensorsTensor* find_tensor(const Safetensors* model, const char* name) {
+    const SafetensorsTensor* found = safetensors_find(model, text_kept("transformer.%s", name));
+    return found ? found : safetensors_find(model, name);
 }
 
 // True if the output matrix is the embedding, as the model has it.
-static bool head_is_tied(const ModelFolder* folder, const Safetensors* file, const SafetensorsTensor* head,
-                         char* error) {
-    const Safetensors* wte_file = NULL;
-    const SafetensorsTensor* wte = find_tensor(folder, "wte.weight", &wte_file);
+static bool head_is_tied(const Safetensors* model, const SafetensorsTensor* head, char* error) {
+    const SafetensorsTensor* wte = find_tensor(model, "wte.weight");
     bool same = wte && head->dims == 2 && wte->dims == 2 && memcmp(head->shape, wte->shape, 2 * sizeof(int64_t)) == 0;
     SCOPED float *a = memory_take(PIECE * sizeof(float)), *b = memory_take(PIECE * sizeof(float));
     bool ok = true;
     int64_t elements = same ? wte->shape[0] * wte->shape[1] : 0;
     for (int64_t at = 0; ok && same && at < elements; at += PIECE) {
         int64_t n = elements - at < PIECE ? elements - at : PIECE;
-        ok = safetensors_floats(file, head, at, n, a, error) && safetensors_floats(wte_file, wte, at, n, b, error);
+        ok = safetensors_floats(model, head, at, n, a, error) && safetensors_floats(model, wte, at, n, b, error);
         same = ok && memcmp(a, b, (size_t)n * sizeof(float)) == 0;
     }
     if (!ok || same) return ok;
     return data_error(error,
                       "%s holds a %s that differs from wte.weight, and nibble's output matrix is the embedding; give a "
                       "model with tied embeddings",
-                      file->path, head->name);
+                      safetensors_path(model, head), head->name);
 }
 
 // True if it is h.LAYER.attn.bias or h.LAYER.attn.masked_bias: the causal mask, which is no weight.
@@ -201,29 +150,35 @@ static bool is_mask(const char* name, int layers) {
     return strcmp(name + end, "bias") == 0 || strcmp(name + end, "masked_bias") == 0;
 }
 
-bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error) {
-    for (int i = 0; i < folder->count; i++) {
-        const Safetensors* file = &folder->file[i];
-        for (int t = 0; t < file->count; t++) {
-            const SafetensorsTensor* tensor = &file->tensors[t];
-            const char* name = strncmp(tensor->name, "transformer.", 12) == 0 ? tensor->name + 12 : tensor->name;
-            if (strcmp(tensor->name, "lm_head.weight") == 0) {
-                if (!head_is_tied(folder, file, tensor, error)) return false;
-                continue;
-            }
-            const Safetensors* holder;
-            bool known = is_mask(name, layers);
-            for (int n = 0; n < count && !known; n++) {
-                known = strcmp(tensors[n].name, name) == 0 && find_tensor(folder, name, &holder) == tensor;
-            }
-            if (known) continue;
-            return data_error(error,
-                              "%s holds the tensor %s, which the GPT-2 of its config.json does not have; give a model "
-                              "without it",
-                              file->path, tensor->name);
+static bool all_used(const Safetensors* model, const ModelTensor* tensors, int count, int layers, char* error) {
+    for (int t = 0; t < model->count; t++) {
+        const SafetensorsTensor* tensor = &model->tensors[t];
+        const char* name = strncmp(tensor->name, "transformer.", 12) == 0 ? tensor->name + 12 : tensor->name;
+        const bool head = strcmp(tensor->name, "lm_head.weight") == 0;
+        if (head && !head_is_tied(model, tensor, error)) return false;
+        bool known = head || is_mask(name, layers);
+        for (int n = 0; n < count && !known; n++) {
+            known = strcmp(tensors[n].name, name) == 0 && find_tensor(model, name) == tensor;
         }
+        if (known) continue;
+        return data_error(error,
+                          "%s holds the tensor %s, which the GPT-2 of its config.json does not have; give a model "
+                          "without it",
+                          safetensors_path(model, tensor), tensor->name);
     }
     return true;
+}
+
+bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, int layers,
+                       char* error) {
+    *model = (Safetensors){0};
+    bool ok = model_folder_has_weights(path) || no_weights(path, error);
+    if (ok && !open_files(model, path, error)) ok = data_error(error, "%s; fetch the model again", error);
+    if (ok && model->count > MAX_TENSORS)
+        ok = data_error(error, "%s holds over %d tensors, more than any GPT-2; name another folder", path, MAX_TENSORS);
+    if (ok && all_used(model, tensors, count, layers, error)) return true;
+    safetensors_close(model);
+    return false;
 }
 
 static const char* shape_text(const int64_t* shape, int dims) {
@@ -232,52 +187,31 @@ static const char* shape_text(const int64_t* shape, int dims) {
     return text;
 }
 
-static bool check_tensor(const Safetensors* file, const SafetensorsTensor* found, const ModelTensor* tensor,
-                         char* error) {
+static bool check_tensor(const char* path, const SafetensorsTensor* found, const ModelTensor* tensor, char* error) {
     int64_t want[2];
     const int dims = model_tensor_shape(tensor, want);
     if (text_among(found->dtype, "F32 BF16 F16", ' ') && found->dims == dims &&
         memcmp(found->shape, want, (size_t)dims * sizeof(int64_t)) == 0) {
         return true;
     }
-    return data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%s]",
-                      file->path, found->name, found->dtype, shape_text(found->shape, found->dims),
-                      shape_text(want, dims));
+    return data_error(error, "%s: tensor %s is %s of shape [%s]; give a model with F32, BF16 or F16 of [%s]", path,
+                      found->name, found->dtype, shape_text(found->shape, found->dims), shape_text(want, dims));
 }
 
-bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error) {
-    const Safetensors* file = NULL;
-    const SafetensorsTensor* found = find_tensor(folder, tensor->name, &file);
+bool model_folder_read(const Safetensors* model, const ModelTensor* tensor, float* values, char* error) {
+    const SafetensorsTensor* found = find_tensor(model, tensor->name);
     const int64_t n = tensor->stored_rows * tensor->cols;
     if (!found) {
         return data_error(error, "%s has no tensor %s, which the shape in config.json has; give a whole model",
-                          folder->file->path, tensor->name);
+                          model->file->path, tensor->name);
     }
-    if (!check_tensor(file, found, tensor, error)) return false;
+    const char* path = safetensors_path(model, found);
+    if (!check_tensor(path, found, tensor, error)) return false;
     memset(values + n, 0, (size_t)(tensor->rows * tensor->cols - n) * sizeof(float));
     float* stored = tensor->transposed ? memory_take((size_t)n * sizeof(float)) : values;
-    const bool ok = safetensors_floats(file, found, 0, n, stored, error);
+    const bool ok = safetensors_floats(model, found, 0, n, stored, error);
     if (ok && tensor->transposed) transpose(values, stored, tensor->cols, tensor->stored_rows, sizeof(float));
     if (tensor->transposed) free(stored);
     if (!ok || values_finite(found->name, "F32", values, n * (int64_t)sizeof(float), 0, error)) return ok;
-    return data_error(error, "%s: %s, so the model is of no use; name another one", file->path, error);
-}
-
-void model_folder_close(ModelFolder* folder) {
-    for (int i = 0; i < folder->count; i++) safetensors_close(&folder->file[i]);
-    free(folder->file), free((void*)folder->path);
-    *folder = (ModelFolder){NULL, NULL, 0};
-}
-
-bool model_folder_read_all(const char* path, const ModelTensor* tensors, int count, int layers,
-                           void (*take)(void* context, int t, const float* values), void* context, char* error) {
-    ModelFolder folder;
-    bool ok = model_folder_open(&folder, path, error) && model_folder_used(&folder, tensors, count, layers, error);
-    for (int t = 0; t < count && ok; t++) {
-        SCOPED float* values = memory_take((size_t)(tensors[t].rows * tensors[t].cols) * sizeof(float));
-        ok = model_folder_read(&folder, &tensors[t], values, error);
-        if (ok) take(context, t, values);
-    }
-    model_folder_close(&folder);
-    return ok;
+    return data_error(error, "%s: %s, so the model is of no use; name another one", path, error);
 }

@@ -28,25 +28,15 @@ int model_tensors(int layers, int64_t channels, int64_t positions, int64_t vocab
 // Sets the shape that a tensor has in files. Returns its dimensions, 1 or 2.
 int model_tensor_shape(const ModelTensor* tensor, int64_t shape[2]);
 
-typedef struct {
-    const char* path;  // the folder
-    Safetensors* file;
-    int count;
-} ModelFolder;
-
 // Returns whether there are weights that model_folder_open can open.
 bool model_folder_has_weights(const char* path);
-// Opens all files. A folder with PyTorch's own format only is refused with the command that converts it.
-bool model_folder_open(ModelFolder* folder, const char* path, char* error);
-// Refuses a tensor of the folder that the model does not use, except attention masks, which older versions of
-// transformers store, and a head (lm_head.weight) that equals wte.weight.
-bool model_folder_used(const ModelFolder* folder, const ModelTensor* tensors, int count, int layers, char* error);
+// Opens all files of a folder with a model of `layers` layers. Refuses a tensor that is not among these (count), except
+// attention masks, which older versions of transformers store, and a head (lm_head.weight) that equals wte.weight. A
+// folder with PyTorch's own format only is refused with the command that converts it. safetensors_close closes them.
+bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* tensors, int count, int layers,
+                       char* error);
 // Reads a tensor into `values` (rows, cols), fp32, with zeros in the rows that files do not have. False when it is
 // absent, of another type or shape than the model's, or holds a value that is not finite.
-bool model_folder_read(const ModelFolder* folder, const ModelTensor* tensor, float* values, char* error);
-void model_folder_close(ModelFolder* folder);
-// Reads all tensors, which must be all that the folder holds: take(context, t, values) gets them one after another.
-bool model_folder_read_all(const char* path, const ModelTensor* tensors, int count, int layers,
-                           void (*take)(void* context, int t, const float* values), void* context, char* error);
+bool model_folder_read(const Safetensors* model, const ModelTensor* tensor, float* values, char* error);
 
 C_LINKAGE_END

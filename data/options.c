@@ -4,24 +4,21 @@
 #include <string.h>
 #include "json.h"
 #include "memory.h"
-#include "removed.h"
+#include "options_synonyms.h"
 #include "text.h"
 #include "version.h"
 
-const Option* option_find(const OptionTable* table, const char* name) {
-    for (int i = 0; i < table->count; i++) {
-        if (strcmp(table->option[i].name, name) == 0) return &table->option[i];
+enum {
+    SYNONYM_ROWS = sizeof(SYNONYMS) / sizeof(SYNONYMS[0]),
+    NEED_ROWS = sizeof(NEEDS) / sizeof(NEEDS[0]),
+    APART_ROWS = sizeof(APART) / sizeof(APART[0])
+};
+
+const Option* option_find(const char* name) {
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        if (strcmp(OPTIONS[i].name, name) == 0) return &OPTIONS[i];
     }
     return NULL;
-}
-
-void* option_value(const OptionTable* table, const void* fields, const char* name) {
-    return (char*)fields + option_find(table, name)->offset;
-}
-
-const char* option_group(const OptionTable* table, const Option* option) {
-    while (!*option->group && option > table->option) option--;
-    return option->group;
 }
 
 void name_plain(char to[64], const char* name) {
@@ -43,33 +40,30 @@ bool name_is_near(const char* typed, const char* name) {
 }
 
 // Returns the answer for an option name of another program, with `near` also for a mistyped one; NULL for other names.
-static const char* synonym_answer(const OptionTable* table, const char* typed, bool near) {
-    for (int i = 0; i < table->synonyms; i++) {
-        for (const char *at = table->synonym[i].names, *name; (name = text_word(&at, ' '));) {
-            if (strcmp(typed, name) == 0 || (near && name_is_near(typed, name))) return table->synonym[i].answer;
+static const char* synonym_answer(const char* typed, bool near) {
+    for (int i = 0; i < SYNONYM_ROWS; i++) {
+        for (const char *at = SYNONYMS[i].names, *name; (name = text_word(&at, ' '));) {
+            if (strcmp(typed, name) == 0 || (near && name_is_near(typed, name))) return SYNONYMS[i].answer;
         }
     }
     return NULL;
 }
 
 // Refuses a word that is not an option, and says what to type instead if that is known.
-static bool unknown_option(const OptionTable* table, const char* word, char* error) {
+static bool unknown_option(const char* word, char* error) {
     static const char* const groups[] = {"training.", "optimizer.", "model.", "debug.", NULL};  // torchtitan's
     const int length = (int)strcspn(word, "="), dashes = (int)strspn(word, "-");
     char plain[64];
     name_plain(plain, text_kept("%.*s", length - dashes, word + dashes));
     const char* name = plain;
     for (int i = 0; groups[i]; i++) name += strncmp(name, groups[i], strlen(groups[i])) == 0 ? strlen(groups[i]) : 0;
-    const char* removed = removed_option(name, NULL);
-    if (removed) return data_error(error, "--%s was removed: %s", name, removed);
-    const Option *option = option_find(table, name), *nearest = NULL;
+    const Option *option = option_find(name), *nearest = NULL;
     // llm.c's options have one dash.
-    SCOPED char* letters = text_format("-%s", name);
-    const char* answer = option ? NULL : synonym_answer(table, dashes == 1 ? letters : name, false);
-    for (int i = 0, count = 0; i < table->count && !option && !answer; i++) {
-        if (name_is_near(name, table->option[i].name)) nearest = count++ ? NULL : &table->option[i];
+    const char* answer = option ? NULL : synonym_answer(dashes == 1 ? text_kept("-%s", name) : name, false);
+    for (int i = 0, count = 0; i < OPTION_COUNT && !option && !answer; i++) {
+        if (name_is_near(name, OPTIONS[i].name)) nearest = count++ ? NULL : &OPTIONS[i];
     }
-    if (!option && !answer && !nearest) answer = synonym_answer(table, name, true);
+    if (!option && !answer && !nearest) answer = synonym_answer(name, true);
     if (answer) return data_error(error, "unknown option %.*s; %s", length, word, answer);
     if (dashes != 2 && !option) {
         return data_error(error, "'%s' is not an option; options begin with --, and --help lists them", word);
@@ -99,12 +93,13 @@ static bool set_number(const Option* option, void* field, const char* text, char
         return data_error(error, "--%s %s is out of range; type a number from %s", option->name, text,
                           text_kept(format, option->low, option->high));
     }
-    if (whole) *(int64_t*)field = (int64_t)number;
+    if (whole) *(long long*)field = (long long)number;
     if (!whole) *(double*)field = number;
     return true;
 }
 
-bool size_parse(const char* text, int64_t* bytes) {
+// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024, rounded to KiB; false if `text` is not a size.
+static bool size_parse(const char* text, long long* bytes) {
     char* end;
     const double number = strtod(text, &end);
     const char *const units = "KMGT", *unit = *end & ~32 ? strchr(units, *end & ~32) : NULL;
@@ -114,21 +109,20 @@ bool size_parse(const char* text, int64_t* bytes) {
     if (*rest == 'B') rest++;
     const double value = floor(ldexp(number, 10 * (int)(unit - units)));
     if (*rest || !(value >= 1 && value < 1e12)) return false;
-    *bytes = (int64_t)value * 1024;
+    *bytes = (long long)value * 1024;
     return true;
 }
 
-bool option_set(const Option* option, void* fields, const char* text, char* error) {
-    void* field = (char*)fields + option->offset;
+bool option_set(const Option* option, Options* options, const char* text, char* error) {
+    void* field = (char*)options + option->offset;
     bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
     if (number && strcmp(option->standard, "auto") == 0 && strcmp(text, "auto") == 0) {
-        if (option->type == OPTION_INT) *(int64_t*)field = OPTION_AUTO;
+        if (option->type == OPTION_INT) *(long long*)field = OPTION_AUTO;
         if (option->type == OPTION_REAL) *(double*)field = OPTION_AUTO;
         return true;
     }
     if (number) return set_number(option, field, text, error);
     if (option->type == OPTION_SIZE) {
-        if (text == option->standard) return *(int64_t*)field = 0, true;
         return size_parse(text, field) || data_error(error, "--%s takes a size such as 24G, not '%s'; type --%s 24G",
                                                      option->name, text, option->name);
     }
@@ -138,8 +132,6 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     }
     if (!text_is_utf8(text, (int64_t)strlen(text)))
         return data_error(error, "--%s is not UTF-8, which config.json is written in: %s", option->name, text);
-    const char* removed = removed_value(option->name, text);
-    if (removed) return data_error(error, "--%s %s was removed: %s", option->name, text, removed);
     if (option->type == OPTION_CHOICE && !text_among(text, option->values, '|')) {
         return data_error(error, "--%s '%s' is not known; type one of %s", option->name, text, option->values);
     }
@@ -147,10 +139,10 @@ bool option_set(const Option* option, void* fields, const char* text, char* erro
     return true;
 }
 
-const char* option_text(const Option* option, const void* fields) {
-    const void* field = (const char*)fields + option->offset;
+const char* option_text(const Option* option, const Options* options) {
+    const void* field = (const char*)options + option->offset;
     const bool whole = option->type == OPTION_INT || option->type == OPTION_SIZE;
-    const long long number = whole ? *(const int64_t*)field : 0;
+    const long long number = whole ? *(const long long*)field : 0;
     char text[32];
     switch (option->type) {
         case OPTION_FLAG:
@@ -167,34 +159,34 @@ const char* option_text(const Option* option, const void* fields) {
     }
 }
 
-bool options_defaults(const OptionTable* table, void* fields, char* error) {
-    for (int i = 0; i < table->count; i++) {
-        if (!option_set(&table->option[i], fields, table->option[i].standard, error)) return false;
+void options_defaults(Options* options) {
+    char error[DATA_ERROR_BYTES];
+    *options = (Options){0};
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        if (OPTIONS[i].type != OPTION_SIZE) option_set(&OPTIONS[i], options, OPTIONS[i].standard, error);
     }
-    return true;
 }
 
 // Takes argv[*at] and its value, to which *at moves. A value that may be that of an unknown option is passed over.
-static bool parse_one(const OptionTable* table, void* fields, bool* given, int argc, char** argv, int* at,
-                      char* error) {
+static bool parse_one(Options* options, int argc, char** argv, int* at, char* error) {
     const char* word = strcmp(argv[*at], "-h") == 0 ? "--help" : argv[*at];
     const char *equals = strchr(word, '='), *value = equals ? equals + 1 : NULL;
     const char* next = *at + 1 < argc ? argv[*at + 1] : NULL;
     const char* name = text_kept("%.*s", (int)(equals ? equals - word : (ptrdiff_t)strlen(word)), word);
-    const Option* option = strncmp(name, "--", 2) == 0 ? option_find(table, name += 2) : NULL;
+    const Option* option = strncmp(name, "--", 2) == 0 ? option_find(name += 2) : NULL;
     if (!option) {
-        if ((*word == '-' || option_find(table, word)) && !equals && next && *next != '-') ++*at;
-        return unknown_option(table, word, error);
+        if ((*word == '-' || option_find(word)) && !equals && next && *next != '-') ++*at;
+        return unknown_option(word, error);
     }
-    given[option - table->option] = true;
+    options->given[option - OPTIONS] = true;
     if (option->type == OPTION_FLAG) {
         if (value) return data_error(error, "--%s takes no value; type --%s alone", name, name);
-        return option_set(option, fields, "true", error);
+        return option_set(option, options, "true", error);
     }
     if (!value) {
         if (!next) return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
         const char* other = text_kept("%.*s", (int)strcspn(next, "="), next);
-        if (strncmp(other, "--", 2) == 0 && option_find(table, other + 2)) {
+        if (strncmp(other, "--", 2) == 0 && option_find(other + 2)) {
             if (option->type != OPTION_TEXT)
                 return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
             return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant", name,
@@ -202,14 +194,14 @@ static bool parse_one(const OptionTable* table, void* fields, bool* given, int a
         }
         value = next, ++*at;
     }
-    return option_set(option, fields, value, error);
+    return option_set(option, options, value, error);
 }
 
-bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error) {
+bool options_parse(Options* options, int argc, char** argv, char* error) {
     char one[DATA_ERROR_BYTES];
     size_t used = 0;
     for (int i = 1; i < argc; i++) {
-        if (parse_one(table, fields, given, argc, argv, &i, one)) continue;
+        if (parse_one(options, argc, argv, &i, one)) continue;
         if (used < DATA_ERROR_BYTES) {  // one line for each mistake
             used +=
                 (size_t)snprintf(error + used, DATA_ERROR_BYTES - used, "%s%s", used ? "\ntrain: error: " : "", one);
@@ -218,19 +210,24 @@ bool options_parse(const OptionTable* table, void* fields, bool* given, int argc
     return used == 0;
 }
 
-bool option_given(const OptionTable* table, const bool* given, const char* name) {
-    return given[option_find(table, name) - table->option];
+bool option_given(const Options* options, const char* name) {
+    return options->given[option_find(name) - OPTIONS];
 }
 
-bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error) {
-    if (!option_given(table, given, one) || !option_given(table, given, other)) return true;
-    return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one, other);
+bool options_apart(const Options* options, char* error) {
+    for (int i = 0; i < APART_ROWS; i++) {
+        const char *one = APART[i][0], *other = APART[i][1];
+        if (!option_given(options, one) || !option_given(options, other)) continue;
+        return data_error(error, "--%s does one thing, to which --%s does not belong; leave one of them out", one,
+                          other);
+    }
+    return true;
 }
 
 // True if the option has its default value.
-static bool is_standard(const Option* option, const void* fields) {
+static bool is_standard(const Option* option, const Options* options) {
     char *end, *rest;
-    const char* value = option_text(option, fields);
+    const char* value = option_text(option, options);
     if (strcmp(value, option->standard) == 0) return true;
     const double standard = strtod(option->standard, &end), number = strtod(value, &rest);
     return *option->standard && !*end && !*rest && number == standard;
@@ -238,7 +235,7 @@ static bool is_standard(const Option* option, const void* fields) {
 
 // True if a word NAME=VALUE of `settings` has one of the values.
 static bool setting_known(const char* settings, const char* name, const char* values) {
-    SCOPED char* word = text_format("%s=", name);
+    const char* word = text_kept("%s=", name);
     for (const char* at = settings; (at = strstr(at, word)) != NULL; at++) {
         const char* after = at + strlen(word);
         const char* value = text_kept("%.*s", (int)strcspn(after, " ;"), after);
@@ -256,46 +253,45 @@ static const char* values_listed(const char* values) {
     return text;
 }
 
-bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings,
-                    char* error) {
-    for (const OptionNeed* need = table->need; need->names; need++) {
-        for (const char *at = need->names, *name; (name = text_word(&at, ' '));) {
-            const Option *option = option_find(table, name), *other = option_find(table, need->other);
-            if (!option_given(table, given, name) || is_standard(option, fields)) continue;
-            if (text_among(option_text(other, fields), need->values, '|')) continue;
-            if (setting_known(settings, need->other, need->values)) continue;
+bool options_needed(const Options* options, char* error) {
+    for (int i = 0; i < NEED_ROWS; i++) {
+        const char *needed = NEEDS[i].other, *values = NEEDS[i].values;
+        for (const char *at = NEEDS[i].names, *name; (name = text_word(&at, ' '));) {
+            const Option* option = option_find(name);
+            if (!option_given(options, name) || is_standard(option, options)) continue;
+            if (text_among(option_text(option_find(needed), options), values, '|')) continue;
+            if (setting_known(options->overrides, needed, values)) continue;
             return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
-                              option_text(option, fields), need->other, values_listed(need->values), name);
+                              option_text(option, options), needed, values_listed(values), name);
         }
     }
     return true;
 }
 
-static void options_help(const OptionTable* table, FILE* file) {
+static void options_help(FILE* file) {
     fputs("nibble: pre-trains GPT-2-family language models.\n\n  ./train [--option value ...]\n", file);
-    for (int i = 0; i < table->count; i++) {
-        const Option* option = &table->option[i];
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
         if (*option->group) fprintf(file, "\n%s\n", option->group);
-        char left[256];
-        snprintf(left, sizeof(left), "--%s %s", option->name, option->values);
-        if (strlen(left) > 38) fprintf(file, "  %s\n", left), left[0] = 0;
+        const char* left = text_kept("--%s %s", option->name, option->values);
+        if (strlen(left) > 38) fprintf(file, "  %s\n", left), left = "";
         fprintf(file, "  %-38s %s", left, option->help);
         if (option->standard[0]) fprintf(file, " [%s]", option->standard);
         fprintf(file, "\n");
     }
 }
 
-bool option_is_saved(const OptionTable* table, const Option* option) {
-    return option->type != OPTION_FLAG && strcmp(option_group(table, option), "instead of training") != 0;
+bool option_is_saved(const Option* option) {
+    return option->type != OPTION_FLAG && option < option_find("sample");  // the first of "instead of training"
 }
 
-void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file) {
+void options_json(const Options* options, bool typed, FILE* file) {
     const char* separator = "";
     fputc('{', file);
-    for (int i = 0; i < table->count; i++) {
-        const Option* option = &table->option[i];
-        if (!option_is_saved(table, option)) continue;
-        const char* value = option_text(option, fields);
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
+        if (!option_is_saved(option)) continue;
+        const char* value = option_text(option, options);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
         if (typed && number && strcmp(value, "auto") != 0) {
             fprintf(file, "%s\"%s\": %s", separator, option->name, value);
@@ -307,90 +303,44 @@ void options_json(const OptionTable* table, const void* fields, bool typed, FILE
     fputc('}', file);
 }
 
-// Lists the words that complete a value: of "off|auto|DIR" those in lower case. Returns whether a value may be a path.
-static bool completion_values(const Option* option, char* words, size_t bytes) {
-    size_t used = 0;
-    bool path = false;
-    words[0] = 0;
-    if (option->type == OPTION_FLAG) return false;
-    for (const char* at = option->values; *at; at += strcspn(at, "|"), at += *at == '|') {
-        const int length = (int)strcspn(at, "|");
-        if (strncmp(at, "PATH", 4) == 0 || strncmp(at, "DIR", 3) == 0 || strncmp(at, "FILE", 4) == 0) path = true;
-        if (*at >= 'A' && *at <= 'Z') continue;
-        used += (size_t)snprintf(words + used, bytes - used, "%s%.*s", used ? " " : "", length, at);
-        if (used >= bytes) break;
-    }
-    const bool automatic = strcmp(option->standard, "auto") == 0 && option->type != OPTION_CHOICE && !path;
-    if (automatic && used + 6 < bytes) snprintf(words + used, bytes - used, "%sauto", used ? " " : "");
-    return path;
-}
-
-// The scripts for bash and zsh complete the options of this program, called `nibble` or `train`, and their values.
-static void bash_completion(const OptionTable* table, FILE* file) {
+// Prints a script that completes the options of this program, called `nibble` or `train`, and their values: of
+// "off|auto|DIR" those in lower case, and files. zsh runs bash's script.
+static void options_completion(bool zsh, FILE* file) {
+    if (zsh) fputs("#compdef nibble train\nautoload -U +X bashcompinit && bashcompinit\n", file);
     fputs(
-        "# For bash, written by `nibble --completion bash`.\n_nibble() {\n"
-        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} words= files=\n"
+        "_nibble() {\n"
+        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]} words= files= line=\n"
         "    case $before in\n",
         file);
-    for (int i = 0; i < table->count; i++) {
-        char words[256];
-        const bool path = completion_values(&table->option[i], words, sizeof(words));
-        if (table->option[i].type == OPTION_FLAG) continue;
-        fprintf(file, "        --%s) words='%s'%s ;;\n", table->option[i].name, words, path ? " files=-f" : "");
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
+        const bool path =
+            strstr(option->values, "PATH") || strstr(option->values, "DIR") || strstr(option->values, "FILE");
+        if (option->type == OPTION_FLAG) continue;
+        fprintf(file, "        --%s) %swords='", option->name, path ? "files=-f " : "");
+        if (option->type != OPTION_CHOICE && strcmp(option->standard, "auto") == 0 && !path) fputs("auto", file);
+        for (const char *at = option->values, *word; (word = text_word(&at, '|'));) {
+            if (*word >= 'a' && *word <= 'z') fprintf(file, " %s", word);
+        }
+        fputs("' ;;\n", file);
     }
     fputs("        *) words='", file);
-    for (int i = 0; i < table->count; i++) fprintf(file, "%s--%s", i ? " " : "", table->option[i].name);
+    for (int i = 0; i < OPTION_COUNT; i++) fprintf(file, " --%s", OPTIONS[i].name);
     fputs(
-        "' ;;\n    esac\n"
-        "    mapfile -t COMPREPLY < <(compgen -W \"$words\" $files -- \"$word\")\n"
+        "' ;;\n    esac\n    COMPREPLY=()\n"
+        "    while IFS= read -r line; do COMPREPLY+=(\"$line\"); done < <(compgen -W \"$words\" $files -- \"$word\")\n"
         "    [ -z \"$files\" ] || compopt -o filenames 2> /dev/null\n"
         "}\n"
         "complete -F _nibble nibble train\n",
         file);
 }
 
-// Writes text inside single quotes and inside [...] or :...: of zsh's _arguments.
-static void write_quoted(FILE* file, const char* text, const char* special) {
-    for (const char* c = text; *c; c++) {
-        if (*c == '\'') {
-            fputs("'\\''", file);
-        } else {
-            fprintf(file, strchr(special, *c) ? "\\%c" : "%c", *c);
-        }
-    }
-}
-
-static void zsh_completion(const OptionTable* table, FILE* file) {
-    fputs("#compdef nibble train\n# For zsh, written by `nibble --completion zsh`.\n_arguments", file);
-    for (int i = 0; i < table->count; i++) {
-        const Option* option = &table->option[i];
-        char words[256];
-        const bool path = completion_values(option, words, sizeof(words));
-        fprintf(file, " \\\n    '--%s[", option->name);
-        write_quoted(file, option->help, "[]\\");
-        fputc(']', file);
-        if (option->type != OPTION_FLAG) {
-            fputc(':', file);
-            write_quoted(file, option->values, ":\\");
-            if (path && *words) fprintf(file, ":{compadd %s; _files}", words);
-            if (path && !*words) fputs(":_files", file);
-            if (!path) fprintf(file, ":(%s)", words);
-        }
-        fputc('\'', file);
-    }
-    fputc('\n', file);
-}
-
-bool options_print(const OptionTable* table, const void* fields, FILE* file) {
-    const bool help = *(const bool*)option_value(table, fields, "help");
-    const bool version = *(const bool*)option_value(table, fields, "version");
-    const char* shell = *(const char* const*)option_value(table, fields, "completion");
-    const bool bash = strcmp(shell, "bash") == 0, zsh = strcmp(shell, "zsh") == 0;
-    if (help) options_help(table, file);
-    if (version) fprintf(file, "nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
-    if (bash) bash_completion(table, file);
-    if (zsh) zsh_completion(table, file);
-    return help || version || bash || zsh;
+bool options_print(const Options* options, FILE* file) {
+    const bool completes = strcmp(options->completion, "off") != 0;
+    if (options->help) options_help(file);
+    if (options->version) fprintf(file, "nibble %s (commit %s, %s)\n", NIBBLE_VERSION, NIBBLE_COMMIT, NIBBLE_BUILD);
+    if (completes) options_completion(strcmp(options->completion, "zsh") == 0, file);
+    return options->help || options->version || completes;
 }
 
 const char* text_count(double n) {

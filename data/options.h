@@ -1,5 +1,5 @@
-// One table of options drives parsing, --help, JSON and shell completion. The error message for a mistake names the
-// option, what was found and what to type.
+// The options of a run: their values, and one table that drives parsing, --help, JSON and shell completion. The error
+// message for a mistake names the option, what was found and what to type.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -7,72 +7,63 @@
 #include "errors.h"
 C_LINKAGE_BEGIN
 
+enum { OPTION_COUNT = 88 };
 #define OPTION_AUTO (-1)  // the value of an INT or REAL that is "auto": the program chooses it
+
+// The values, by type. The rows of OPTIONS say what each means.
+typedef struct {
+    const char *data, *data_format, *val, *model, *size, *preset, *rule, *weights, *grads, *m, *v, *overrides,
+        *decay_mode, *ns_coefficients, *nesterov, *adafactor_lr, *clip_by, *on_nonfinite, *schedule, *matmul, *head,
+        *fp8_grads, *recompute, *release, *offload, *shard, *prompt, *prompt_file, *stop, *eval, *eval_out, *run,
+        *resume, *device, *save, *sample, *completion;
+    long long layers, channels, heads, seq, batch, tokens_per_step, steps, ramp, ns_steps, rank, rank_gap, warmup,
+        kept_blocks, logit_rows, gpus, join_timeout, val_every, val_tokens, sample_every, sample_tokens, samples, top_k,
+        eval_every, print_every, save_every, keep, seed, memory, fit;
+    double val_fraction, lr, beta1, beta2, eps, weight_decay, beta3, alpha, momentum, rank_scale, clip_update,
+        limit_growth, clip, final_lr, decay_fraction, temperature;
+    bool profile, dry_run, list_formats, list_presets, version, help;
+    bool given[OPTION_COUNT];  // which of them were typed
+} Options;
 
 typedef enum { OPTION_INT, OPTION_REAL, OPTION_TEXT, OPTION_CHOICE, OPTION_FLAG, OPTION_SIZE } OptionType;
 
 typedef struct {
     const char* name;  // without the dashes
     OptionType type;
-    size_t offset;         // of the value in the fields: int64_t, double, const char*, const char*, bool, int64_t
+    size_t offset;         // of the value in Options: long long, double, const char*, const char*, bool, long long
     const char* standard;  // the default, as typed; with the default "auto", "auto" may be typed too
     double low, high;      // range of a number
     const char* values;    // choices separated by '|', or a name for the value in --help
     const char* group;     // for --help; "": the same as in the row before
     const char* help;
 } Option;
+extern const Option OPTIONS[OPTION_COUNT];
 
-// Option names of other programs: lower case, '-' between words and a space between names.
-typedef struct {
-    const char* names;
-    const char* answer;  // the rest of a sentence that begins "unknown option --NAME; "
-} OptionSynonym;
-
-// Options that have no effect unless another option has one of these values.
-typedef struct {
-    const char* names;   // of the options, with a space between two
-    const char* other;   // the option that they need
-    const char* values;  // with '|' between two
-} OptionNeed;
-
-typedef struct {
-    const Option* option;
-    int count;
-    const OptionSynonym* synonym;
-    int synonyms;
-    const OptionNeed* need;  // ends with a row without names
-} OptionTable;
-
-const Option* option_find(const OptionTable* table, const char* name);  // NULL when absent
-// Returns the address of an option's value, which has the option's type.
-void* option_value(const OptionTable* table, const void* fields, const char* name);
-const char* option_group(const OptionTable* table, const Option* option);
+const Option* option_find(const char* name);  // NULL when absent
 // Sets one value from text; texts are copied and live as long as the program.
-bool option_set(const Option* option, void* fields, const char* text, char* error);
+bool option_set(const Option* option, Options* options, const char* text, char* error);
 // Returns the value as one would type it: a text itself, or a number, kept as by text_kept.
-const char* option_text(const Option* option, const void* fields);
-bool options_defaults(const OptionTable* table, void* fields, char* error);
-// --name value, --name=value or a bare --flag; -h is --help. given[i] becomes true where option i was typed.
-bool options_parse(const OptionTable* table, void* fields, bool* given, int argc, char** argv, char* error);
-bool option_given(const OptionTable* table, const bool* given, const char* name);  // was it typed?
+const char* option_text(const Option* option, const Options* options);
+void options_defaults(Options* options);
+// --name value, --name=value or a bare --flag; -h is --help.
+bool options_parse(Options* options, int argc, char** argv, char* error);
+bool option_given(const Options* options, const char* name);  // was it typed?
 // Refuses two options that exclude each other if both were typed.
-bool options_apart(const OptionTable* table, const bool* given, const char* one, const char* other, char* error);
+bool options_apart(const Options* options, char* error);
 // Refuses an option that was typed, with another value than its default, if it has no effect: neither the other option
-// nor a word NAME=VALUE of `settings` (--override) has a value that it needs.
-bool options_needed(const OptionTable* table, const void* fields, const bool* given, const char* settings, char* error);
+// nor a word NAME=VALUE of --override has a value that it needs.
+bool options_needed(const Options* options, char* error);
 // Returns whether files keep the option: flags and the options of "instead of training" are of one start alone.
-bool option_is_saved(const OptionTable* table, const Option* option);
-// Writes {"name": value, ...} of the options that files keep. Values are strings; with
-// `typed`, numbers are JSON numbers.
-void options_json(const OptionTable* table, const void* fields, bool typed, FILE* file);
+bool option_is_saved(const Option* option);
+// Writes {"name": value, ...} of the options that files keep. Values are strings; with `typed`, numbers are JSON
+// numbers.
+void options_json(const Options* options, bool typed, FILE* file);
 // Prints what --help, --version and --completion ask for; true if one of them was typed.
-bool options_print(const OptionTable* table, const void* fields, FILE* file);
+bool options_print(const Options* options, FILE* file);
 
 // These return readable numbers, kept as by text_kept: 124475904 as "124M", 3725 seconds as "1h02m".
 const char* text_count(double n);
 const char* text_duration(double seconds);
-// Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024, rounded to KiB; false if `text` is not a size.
-bool size_parse(const char* text, int64_t* bytes);
 // Copies a name in lower case, with '-' for '_', up to its 63rd letter.
 void name_plain(char to[64], const char* name);
 // Returns whether `typed`, of four letters or more, may be a slip for `name`: one edit away, or two if that has eight

@@ -1,10 +1,12 @@
-// Names that llm.c, nanoGPT, nanochat, Hugging Face's Trainer and torchtitan have for nibble's options, in lower case
-// with '-' for '_' and without torchtitan's groups. The answer follows "unknown option --NAME; ". After them, what
-// options need, and which exclude each other.
+// Other programs' names for nibble's options, what options need, and which exclude each other.
 #pragma once
-#include "options.h"
 
-static const OptionSynonym SYNONYMS[] = {
+// Names that llm.c, nanoGPT, nanochat, Hugging Face's Trainer and torchtitan have for nibble's options, and those that
+// earlier versions had: in lower case with '-' for '_', without torchtitan's groups, and with a space between two. The
+// answer follows "unknown option --NAME; ".
+static const struct {
+    const char *names, *answer;
+} SYNONYMS[] = {
     {"-i dataset train-file", "type --data PATH"},
     {"validation-file", "type --val PATH"},
     {"-e init-from model-name-or-path", "type --model NAME|DIR"},
@@ -42,11 +44,17 @@ static const OptionSynonym SYNONYMS[] = {
     {"save-steps", "type --save-every N"},
     {"save-total-limit", "type --keep N"},
     {"resume-from-checkpoint", "type --resume auto|DIR"},
+    {"comm", "leave it out: --grads bf16 also sends half the bytes"},
+    {"format", "leave it out: a format is a file of optim/formats, as optim/README.md says under How to add"},
+    {"rank-basis", "leave it out: galore keeps its directions in fp32"},
     {"wandb-log", "leave it out: the run folder has log.jsonl, which dev/watch.py shows and exports"},
 };
 
-// Options that change nothing without another one. --override may give a rule too.
-static const OptionNeed NEEDS[] = {
+// Options (a space between two) that change nothing unless another one has one of these values. --override may give a
+// rule too.
+static const struct {
+    const char *names, *other, *values;
+} NEEDS[] = {
     {"head fp8-grads", "matmul", "fp8"},
     {"kept-blocks", "recompute", "block"},
     {"decay-fraction", "schedule", "wsd"},
@@ -60,7 +68,6 @@ static const OptionNeed NEEDS[] = {
     {"rank-gap rank-scale", "rule", "galore|fira|apollo|apollo-mini"},
     {"adafactor-lr", "rule", "adafactor"},
     {"clip-update", "rule", "adafactor|came"},
-    {NULL, NULL, NULL},
 };
 
 // Pairs of an option that replaces training, or another option, and of one that it would ignore.

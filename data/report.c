@@ -31,8 +31,9 @@ static void report_data(RunFolder* run, const Dataset* train, const Dataset* val
 
 // Says how much is trained, and warns of too many epochs or of a name that does not fit bytes.
 static void report_batch(RunFolder* run, const PlanReport* plan, int V) {
-    const long long tokens = run_int(run, "tokens-per-step"), batch = run_int(run, "batch"), seq = run_int(run, "seq"),
-                    steps = run_int(run, "steps"), sequences = tokens / seq, micro = sequences / batch / plan->world;
+    const Options* o = run->options;
+    const long long tokens = o->tokens_per_step, batch = o->batch, seq = o->seq, steps = o->steps,
+                    sequences = tokens / seq, micro = sequences / batch / plan->world;
     const char* ranks = plan->world > 1 ? text_kept("%d ranks x ", plan->world) : "";
     const double epochs = (double)steps * (double)sequences / (double)plan->windows;
     run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n", batch,
@@ -43,32 +44,33 @@ static void report_batch(RunFolder* run, const PlanReport* plan, int V) {
                 "fewer --steps\n",
                 epochs);
     }
-    if (V == 256 && strncmp(run_text(run, "model"), "gpt2", 4) == 0 && !*run_text(run, "data")) {
+    if (V == 256 && strncmp(o->model, "gpt2", 4) == 0 && !*o->data) {
         run_say(run,
                 " notice   %s has a vocabulary of 256 here, since the built-in text is read as bytes; its own 50257 "
                 "tokens come with --data of data/prepare.py\n",
-                run_text(run, "model"));
+                o->model);
     }
 }
 
 static void report_schedule(RunFolder* run, const PlanReport* plan) {
-    const bool constant = strcmp(run_text(run, "schedule"), "constant") == 0;
-    const double lr = run_real(run, "lr"), usual = plan->usual_lr;
+    const Options* o = run->options;
+    const bool constant = strcmp(o->schedule, "constant") == 0;
+    const double lr = o->lr, usual = plan->usual_lr;
     const char* rate = "";
     if (plan->trained && lr == usual / 10) {
         rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
     } else if (lr == usual && lr != plan->usual_lr_of_any) {
-        rate = text_format(", usual for %s", run_text(run, "rule"));
+        rate = text_format(", usual for %s", o->rule);
     }
     run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", lr, rate,
-            run_text(run, "schedule"), constant ? 1.0 : run_real(run, "final-lr"), run_int(run, "warmup"),
-            run_real(run, "clip"), run_real(run, "weight-decay"));
+            o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->weight_decay);
 }
 
 // Warns of a v whose 8-bit scales do not fall as v does with a larger beta2 (optim/README.md, "How v falls").
 static void report_v(RunFolder* run) {
-    const char *v = run_text(run, "v"), *override = run_text(run, "override"), *at = override;
-    if (run_real(run, "beta2") <= 0.95) return;
+    const Options* o = run->options;
+    const char *v = o->v, *override = o->overrides, *at = override;
+    if (o->beta2 <= 0.95) return;
     const bool own = strstr(v, "@dq8") != NULL;
     while (!own && (at = strstr(at, "v=")) != NULL &&
            !strstr(v = text_kept("%.*s", (int)strcspn(at, " ;"), at), "@dq8"))
@@ -79,14 +81,15 @@ static void report_v(RunFolder* run) {
     const char* type =
         own ? text_format("--v %s%s%s", other, more ? " --override " : "", more ? shell_word(override) : "")
             : text_format("v=%s in --override", other);
-    if (strcmp(run_text(run, "preset"), "adamw4d") == 0 && own) type = "--preset adamw4l";
+    if (strcmp(o->preset, "adamw4d") == 0 && own) type = "--preset adamw4l";
     run_say(run,
             " notice   v in %s with --beta2 %g costs loss, since its 8-bit scales do not fall as v does; type --beta2 "
             "0.95, or %s\n",
-            v + (own ? 0 : 2), run_real(run, "beta2"), type);
+            v + (own ? 0 : 2), o->beta2, type);
 }
 
 static void report_memory(RunFolder* run, const PlanReport* plan) {
+    const Options* o = run->options;
     const MemoryPlan* memory = &plan->memory;
     const bool several = plan->world > 1, large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
@@ -99,22 +102,22 @@ static void report_memory(RunFolder* run, const PlanReport* plan) {
     // Bytes of a parameter while it trains, the room for decoded weights and the gradients included.
     const double each = (double)(memory->weights + memory->states + memory->grads) / (double)plan->parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
-            large ? "GiB" : "MiB", (double)plan->available / (1 << 30), run_text(run, "matmul"),
-            run_text(run, "recompute"), each);
+            large ? "GiB" : "MiB", (double)plan->available / (1 << 30), o->matmul, o->recompute, each);
 }
 
 void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V) {
-    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", run_text(run, "model"),
-            run_int(run, "layers"), run_int(run, "channels"), run_int(run, "heads"), (long long)plan->parameters);
+    const Options* o = run->options;
+    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
+            o->channels, o->heads, (long long)plan->parameters);
     run_say(run, " device   %s\n", plan->device);
     if (plan->world > 1) {
         run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
-                plan->transport, run_text(run, "shard"), run_text(run, "grads"));
+                plan->transport, o->shard, o->grads);
     }
-    report_data(run, train, val, (int)run_int(run, "seq"), run_int(run, "val-tokens"), V);
+    report_data(run, train, val, (int)o->seq, o->val_tokens, V);
     report_batch(run, plan, V);
     run_say(run, " optim    %s\n", plan->optim);
-    if (strcmp(run_text(run, "override"), "none") != 0) run_say(run, " override %s\n", run_text(run, "override"));
+    if (strcmp(o->overrides, "none") != 0) run_say(run, " override %s\n", o->overrides);
     report_v(run);
     report_schedule(run, plan);
     report_memory(run, plan);
@@ -122,10 +125,8 @@ void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, c
     if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
 }
 
-void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
-                const Planner* planner, int64_t memory, bool first) {
-    const int64_t batch = plan_largest_batch(planner, 512, false, memory - planner->plan(planner, 1, false).taken);
-    const MemoryPlan plan = planner->plan(planner, batch > 0 ? batch : 1, false);
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
+                const MemoryPlan* plan, bool first) {
     const char* largest = batch > 0 ? text_kept("%lld", (long long)batch) : "-";
     const double unit = 1.0 / (1 << 30);
     if (first) {
@@ -134,12 +135,12 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
             "  %-12s %-11s %5s %8s %8s %9s %11s %7s %8s",
             model, (long long)parameters, T, "--preset", "--recompute", "batch", "weights", "states", "gradients",
             "activations", "other", "total");
-        plan.host > 0 ? printf(" %8s\n", "host") : printf("\n");
+        plan->host > 0 ? printf(" %8s\n", "host") : printf("\n");
     }
     printf("  %-12s %-11s %5s %8.2f %8.2f %9.2f %11.2f %7.2f %8.2f", preset, recompute, largest,
-           (double)plan.weights * unit, (double)plan.states * unit, (double)plan.grads * unit,
-           (double)plan.activations * unit, (double)(plan.other + plan.taken) * unit, (double)plan.total * unit);
-    plan.host > 0 ? printf(" %8.2f\n", (double)plan.host * unit) : printf("\n");
+           (double)plan->weights * unit, (double)plan->states * unit, (double)plan->grads * unit,
+           (double)plan->activations * unit, (double)(plan->other + plan->taken) * unit, (double)plan->total * unit);
+    plan->host > 0 ? printf(" %8.2f\n", (double)plan->host * unit) : printf("\n");
 }
 
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val) {
@@ -149,10 +150,10 @@ const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train,
         return data_error(run->error, "--data: %s", run->error), NULL;
     }
     FILE* file = text_stream(&text, &length);
-    for (int i = 0; i < run->table->count; i++) {
-        const Option* option = &run->table->option[i];
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
         if (option->type == OPTION_FLAG || text_among(option->name, "run resume data val join-timeout", ' ')) continue;
-        fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->fields)));
+        fprintf(file, "--%s %s\1", option->name, shell_word(option_text(option, run->options)));
     }
     fprintf(file, "--resume of a checkpoint with checksum %08llx\1", (long long)json_int(checkpoint, "crc32c", 0));
     fprintf(file, "--data of %lld tokens (checksum %08x)\1--val of %lld tokens (checksum %08x)\1",
@@ -169,9 +170,10 @@ const char* report_weights_differ(const RunFolder* run) {
 }
 
 bool report_already_done(RunFolder* run, const char* checkpoint) {
-    if (run->state.step < run_int(run, "steps")) return false;
+    const Options* o = run->options;
+    if (run->state.step < o->steps) return false;
     run_say(run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint,
-            (long long)run->state.step, run_int(run, "steps"));
+            (long long)run->state.step, o->steps);
     return true;
 }
 
@@ -182,9 +184,10 @@ void report_new_weights(RunFolder* run, const char* model) {
 }
 
 static bool step_log(RunFolder* run, const StepReport* step) {
+    const Options* o = run->options;
     const RunState* state = &run->state;
     const char* names[8] = {"loss", "lr", "norm", "step_s", "tok_s", "skipped"};
-    const double rate = (double)run_int(run, "tokens-per-step") / step->seconds;
+    const double rate = (double)o->tokens_per_step / step->seconds;
     const double loss = state->skipped_last > 0 ? NAN : step->loss;
     double values[8] = {loss, step->lr, step->norm, step->seconds, rate, (double)state->skipped};
     int count = 6;
@@ -196,9 +199,10 @@ static bool step_log(RunFolder* run, const StepReport* step) {
 }
 
 static void step_say(RunFolder* run, const StepReport* step) {
+    const Options* o = run->options;
     const RunState* state = &run->state;
-    const long long steps = run_int(run, "steps");
-    const double rate = (double)run_int(run, "tokens-per-step") / step->seconds;
+    const long long steps = o->steps;
+    const double rate = (double)o->tokens_per_step / step->seconds;
     const char* mfu = step->peak > 0 ? text_kept("%.1f%%", 100 * rate * step->flops / step->peak) : "-";
     const char* left = step->eta >= 0 ? text_duration(step->eta) : "-";
     const bool small = step->memory < (1ll << 30);
@@ -212,8 +216,9 @@ static void step_say(RunFolder* run, const StepReport* step) {
 }
 
 static bool step_skipped(RunFolder* run, const StepReport* step) {
+    const Options* o = run->options;
     const RunState* state = &run->state;
-    const bool stops = strcmp(run_text(run, "on-nonfinite"), "stop") == 0;
+    const bool stops = strcmp(o->on_nonfinite, "stop") == 0;
     enum { MAX_IN_A_ROW = 10 };  // a bad batch is one; after as many, the weights are beyond help
     if (!stops) {
         run_say(run, "skip %6lld  loss %g  norm %g: weights and states stay as they were (%lld skipped so far)\n",
@@ -224,8 +229,7 @@ static bool step_skipped(RunFolder* run, const StepReport* step) {
     return data_error(run->error,
                       "step %lld: the loss is %g and the norm of the gradient %g; %sthe last good checkpoint is %s; "
                       "type a smaller --lr (now %g), a longer --warmup or a smaller --clip",
-                      (long long)state->step, step->loss, step->norm, row, run_last_checkpoint(run),
-                      run_real(run, "lr"));
+                      (long long)state->step, step->loss, step->norm, row, run_last_checkpoint(run), o->lr);
 }
 
 double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
@@ -236,8 +240,9 @@ double step_timed(StepTimer* timer, int64_t step, double begin, double now) {
 }
 
 bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer) {
+    const Options* o = run->options;
     RunState* state = &run->state;
-    const int64_t tokens = run_int(run, "tokens-per-step"), steps = run_int(run, "steps");
+    const int64_t tokens = o->tokens_per_step, steps = o->steps;
     const double now = seconds_now();
     state->step++;
     const double takes = step_timed(timer, state->step, begin, now);
@@ -245,7 +250,7 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer*
     step->first = state->step == timer->first + 1, step->last = state->step == steps;
     // The first step on a GPU is slower than those to come, so it gives no estimate.
     step->eta = step->gpu && step->first && !step->last ? -1 : takes * (double)(steps - state->step);
-    state->sequences += tokens / run_int(run, "seq"), state->tokens += tokens;
+    state->sequences += tokens / o->seq, state->tokens += tokens;
     state->skipped += step->skipped;
     if (step->saturated > 0) state->saturated += (int64_t)step->saturated;
     state->skipped_last = step->skipped ? state->skipped_last + 1 : 0;
@@ -258,7 +263,7 @@ bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer*
     }
     if (!step_log(run, step)) return false;
     if (step->skipped) return step_skipped(run, step);
-    if (step->first || step->last || state->step % run_int(run, "print-every") == 0) step_say(run, step);
+    if (step->first || step->last || state->step % o->print_every == 0) step_say(run, step);
     return true;
 }
 
@@ -275,9 +280,33 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
     return run_log(run, "val", known ? 2 : 1, names, values);
 }
 
+bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune) {
+    const long long step = run->state.step, keep = run->options->keep;
+    char* error = run->error;
+    SCOPED char* path = checkpoint_name(run->path, step);
+    if (!ok) checkpoint_abandon(writer);
+    if (!ok && !writer->nonfinite) {
+        return data_error(error,
+                          "checkpoint of step %lld: %s; free space or name another --run, and go on with --resume %s",
+                          step, error, run_resume_words(run));
+    }
+    if (!ok) {
+        const char* from = run->last_checkpoint[0] ? text_kept("type --resume %s with", run_resume_words(run))
+                                                   : "there is no earlier checkpoint; begin anew with";
+        return data_error(error, "step %lld: %s, so it was not saved; %s a smaller --lr (now %g)", step, error, from,
+                          run->options->lr);
+    }
+    // First of all, since every error message that may follow names it.
+    snprintf(run->last_checkpoint, sizeof(run->last_checkpoint), "%.4095s", path);
+    if (!writer->folder) return true;
+    run_say(run, "save %6lld  %s  %.1f s\n", step, path, seconds_now() - begin);
+    if (prune && !checkpoint_prune(run->path, keep, step, error)) fprintf(stderr, "train: notice: %s\n", error);
+    return true;
+}
+
 void report_sample(void* context, int index, const char* prompt, const char* text, size_t bytes) {
     RunFolder* run = context;
-    const int count = run->prompts.count * (int)run_int(run, "samples");
+    const int count = run->prompts.count * (int)run->options->samples;
     SCOPED char *shown, *members;
     size_t length, members_length;
     FILE* memory = text_stream(&shown, &length);
@@ -307,11 +336,12 @@ void report_evaluation(void* context, const Evaluation* evaluation, const Evalua
 }
 
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless) {
+    const Options* o = run->options;
     const RunState* state = &run->state;
     const char* how = stopped ? "stopped" : "done   ";
     if (steps > 0) {
         run_say(run, "%s  %.1f ms a step, %s tok/s after warm-up\n", how, 1e3 * seconds / steps,
-                text_count(steps * (double)run_int(run, "tokens-per-step") / seconds));
+                text_count(steps * (double)o->tokens_per_step / seconds));
     } else {
         run_say(run, "%s  at step %lld\n", how, (long long)state->step);
     }
@@ -326,5 +356,5 @@ bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool
     return !useless || data_error(run->error,
                                   "the run ended without a finite loss and gradient, so the weights of %s are of no "
                                   "use; type a smaller --lr (now %g)",
-                                  run->last_checkpoint[0] ? run->last_checkpoint : "the run", run_real(run, "lr"));
+                                  run->last_checkpoint[0] ? run->last_checkpoint : "the run", o->lr);
 }

@@ -1,7 +1,6 @@
 // Reports of a run: lines on the terminal and in log.txt, and their values in log.jsonl. A function that returns false
 // has written a sentence into the run folder's `error`, with which the run ends.
 #pragma once
-#include "checkpoint.h"
 #include "evaluation.h"
 #include "loader.h"
 #include "run_folder.h"
@@ -22,10 +21,10 @@ typedef struct {
 } PlanReport;
 // Prints the banner, from the resolved options; V is the model's vocabulary.
 void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V);
-// Prints a row of --fit: the largest batch that fits into `memory` bytes, and the bytes it takes by kind. If no batch
-// fits, the bytes are those of one sequence. The `first` row has a title before it.
-void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute,
-                const Planner* planner, int64_t memory, bool first);
+// Prints a row of --fit: the largest batch that fits (0: none), and the bytes by kind that it takes, or that one
+// sequence takes. The `first` row has a title before it.
+void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
+                const MemoryPlan* plan, bool first);
 // Returns a text that must be the same on all ranks: the options, except names of files, the checksum of the
 // `checkpoint` (its state.json, or NULL), and the data's sizes and checksums, which it computes. A byte 1 follows each,
 // since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
@@ -63,6 +62,9 @@ double step_timed(StepTimer* timer, int64_t step, double begin, double now);
 bool report_step_done(RunFolder* run, StepReport* step, double begin, StepTimer* timer);
 // Reports a validation, and keeps the best loss so far.
 bool report_validation(RunFolder* run, double loss, double bytes_per_token, double seconds);
+// Reports a checkpoint, which a save that began at `begin` has written if `ok`, and makes it the run's last one. With
+// `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
+bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
 // These are a SampleDone and an EvaluationDone whose context is a RunFolder. On failure its `error` has a sentence.
 void report_sample(void* run, int index, const char* prompt, const char* text, size_t bytes);
 void report_evaluation(void* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds);

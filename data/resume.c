@@ -1,23 +1,12 @@
-// See resume.h. The names are those of the trainer's options.
 #include "resume.h"
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include "checkpoint.h"
+#include <unistd.h>
 #include "evaluation.h"
-#include "gpt2_config.h"
-#include "removed.h"
 #include "text.h"
-
-// The value of a text option.
-static const char* text_of(const Resume* resume, const char* name) {
-    return *(const char* const*)option_value(resume->table, resume->fields, name);
-}
-
-bool resume_given(const Resume* resume, const char* name) {
-    return option_given(resume->table, resume->given, name);
-}
 
 // Appends to `changed`, which is cut when it is full.
 __attribute__((format(printf, 2, 3))) static void resume_changed(Resume* resume, const char* format, ...) {
@@ -28,12 +17,11 @@ __attribute__((format(printf, 2, 3))) static void resume_changed(Resume* resume,
     va_end(arguments);
 }
 
-bool resume_words(const Resume* resume, char* error) {
-    const char* from = text_of(resume, "resume");
-    const bool goes_on = *from && strcmp(from, "off") != 0 && strcmp(from, "auto") != 0;
+bool resume_words(const Options* o, char* error) {
+    const bool goes_on = *o->resume && strcmp(o->resume, "off") != 0 && strcmp(o->resume, "auto") != 0;
     const char* names = goes_on ? "model run resume" : "data val model run resume";
     for (const char* name; (name = text_word(&names, ' '));) {
-        if (!resume_given(resume, name) || *text_of(resume, name)) continue;
+        if (!option_given(o, name) || *option_text(option_find(name), o)) continue;
         return data_error(error, "--%s '' is empty; give it a value or leave it out", name);
     }
     return true;
@@ -44,11 +32,11 @@ bool resume_words(const Resume* resume, char* error) {
 // preset, and another preset was typed.
 static bool is_left(const Resume* resume, const Option* option) {
     const char* of_start = "run resume device gpus join-timeout override eval-out";
-    if (!option_is_saved(resume->table, option) || text_among(option->name, of_start, ' ')) return true;
-    if (strcmp(option->name, "prompt-file") == 0 && resume_given(resume, "prompt")) return true;
-    return !resume_given(resume, option->name) && text_among(option->name, "rule weights m v", ' ') &&
-           resume_given(resume, "preset") &&
-           strcmp(json_string(resume->saved, "preset", ""), text_of(resume, "preset")) != 0;
+    if (!option_is_saved(option) || text_among(option->name, of_start, ' ')) return true;
+    if (strcmp(option->name, "prompt-file") == 0 && option_given(resume->options, "prompt")) return true;
+    return !option_given(resume->options, option->name) && text_among(option->name, "rule weights m v", ' ') &&
+           option_given(resume->options, "preset") &&
+           strcmp(json_string(resume->saved, "preset", ""), resume->options->preset) != 0;
 }
 
 // Returns the value of an option as checkpoints have it: the paths of files are absolute. The caller frees it.
@@ -56,32 +44,16 @@ static char* saved_path(const char* option, const char* value) {
     return strcmp(option, "eval") == 0 ? text_copy(evaluation_paths(value)) : path_absolute(value);
 }
 
-void resume_paths(Resume* resume) {
-    static const char* const names[] = {"data", "val", "prompt-file", "eval", "eval-out"};
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        const char** value = option_value(resume->table, resume->fields, names[i]);
-        *value = saved_path(names[i], *value);
-    }
+void resume_paths(Options* o) {
+    o->data = path_absolute(o->data), o->val = path_absolute(o->val);
+    o->prompt_file = path_absolute(o->prompt_file), o->eval_out = path_absolute(o->eval_out);
+    o->eval = evaluation_paths(o->eval);
 }
 
 // Returns a value as people write it: 0.0003, not 0.00030000000000000003.
 static const char* shown(const Option* option, const char* text) {
     if (option->type == OPTION_REAL && strcmp(text, "auto") != 0) return text_kept("%.9g", strtod(text, NULL));
     return *text ? text : "''";
-}
-
-// Refuses a checkpoint whose options include one that was removed and that changed something.
-static bool resume_removed(const Resume* resume, char* error) {
-    for (const Json* one = resume->saved ? resume->saved->child : NULL; one; one = one->next) {
-        const char *name = one->key, *value = json_string(resume->saved, name, "");
-        const char* answer = option_find(resume->table, name) ? NULL : removed_option(name, value);
-        if (!answer) continue;
-        return data_error(error,
-                          "--resume: the checkpoint has --%s %s, which was removed; for a new run with its weights "
-                          "type --model %s, and %s",
-                          name, value, shell_word(resume->from), answer);
-    }
-    return true;
 }
 
 // True if a file lies in the run of the checkpoint that is resumed, links followed.
@@ -100,45 +72,44 @@ static bool resume_paths_taken(Resume* resume, char* error) {
     static const char* const data[] = {"data", "val"};
     for (int i = 0; i < 2; i++) {
         const char *name = others[i][0], *value = json_string(resume->saved, name, "");
-        const int64_t every = *(const int64_t*)option_value(resume->table, resume->fields, "eval-every");
-        if ((i == 1 && every == 0) || is_left(resume, option_find(resume->table, name))) continue;
-        const char* list = resume_given(resume, name) || !*value ? NULL : value;
+        const long long every = resume->options->eval_every;
+        if ((i == 1 && every == 0) || is_left(resume, option_find(name))) continue;
+        const char* list = option_given(resume->options, name) || !*value ? NULL : value;
         for (const char* path; (path = text_word(&list, i == 1 ? ',' : 0));) {
             if (is_in_run(resume, path) || (i == 1 && evaluation_is_name(path))) continue;
             return data_error(error,
                               "--resume: the checkpoint's --%s %s is not in its run, so it may be a stranger's choice; "
                               "type --%s %s%s again, or %s",
-                              name, path, name, shell_word(value),
-                              i == 1 ? text_kept(" --eval-every %lld", (long long)every) : "", others[i][1]);
+                              name, path, name, shell_word(value), i == 1 ? text_kept(" --eval-every %lld", every) : "",
+                              others[i][1]);
         }
     }
     for (int i = 0; i < 2; i++) {
         const char* value = json_string(resume->saved, data[i], "");
-        if (*value && !resume_given(resume, data[i]))
+        if (*value && !option_given(resume->options, data[i]))
             resume->taken = text_format("%s --%s %s", resume->taken ? resume->taken : "", data[i], shell_word(value));
     }
     const char* out = json_string(resume->saved, "eval-out", "");
-    if (*out && !resume_given(resume, "eval-out"))
+    if (*out && !option_given(resume->options, "eval-out"))
         resume_changed(resume, " --eval-out none (was %s; type it again to write there)", out);
     return true;
 }
 
 bool resume_options(Resume* resume, char* error) {
-    if (!resume_removed(resume, error)) return false;
-    for (int i = 0; i < resume->table->count; i++) {
-        const Option* option = &resume->table->option[i];
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        const Option* option = &OPTIONS[i];
         const char *name = option->name, *text = json_string(resume->saved, name, NULL);
         if (!text || is_left(resume, option)) continue;
         const bool fixed = text_among(name, "model layers channels heads seq", ' ');
-        const char* now = option_text(option, resume->fields);
-        const bool typed = resume->given[i] && !(fixed && strcmp(now, "auto") == 0);
+        const char* now = option_text(option, resume->options);
+        const bool typed = resume->options->given[i] && !(fixed && strcmp(now, "auto") == 0);
         SCOPED char* path = saved_path(name, now);
         if (typed && (strcmp(now, text) == 0 || strcmp(path, text) == 0)) continue;
         // A job script types --model DIR each time; when the run is resumed DIR is not read, and may be gone by now.
         const bool folder = typed && strcmp(name, "model") == 0 && !gpt2_named(now) && !gpt2_named(text);
         if (folder) resume_changed(resume, " --model %s: the checkpoint's weights go on", now);
         if (!typed || folder) {
-            if (!option_set(option, resume->fields, text, error)) return data_error(error, "--resume: %s", error);
+            if (!option_set(option, resume->options, text, error)) return data_error(error, "--resume: %s", error);
             continue;
         }
         if (fixed) {
@@ -153,15 +124,70 @@ bool resume_options(Resume* resume, char* error) {
     return resume_paths_taken(resume, error);
 }
 
+// Refuses a checkpoint that another version wrote, or that was saved without states.
+static bool is_resumable(const Resume* resume, char* error) {
+    const int64_t version = json_int(resume->state, "version", 0);
+    if (version != CHECKPOINT_VERSION) {
+        return data_error(error, "%s was written by another version of nibble (%lld); resume with that one",
+                          resume->from, (long long)version);
+    }
+    return json_get(json_get(resume->state, "files"), "optimizer.safetensors") ||
+           data_error(
+               error,
+               "--resume %s: %s was saved with --save weights, without the optimizer's states; type --model %s in "
+               "place of --resume for a new run that begins with its weights",
+               resume->options->resume, resume->from, shell_word(resume->from));
+}
+
+// Takes the checkpoint `named`.
+static bool take_named(Resume* resume, const char* named, char* error) {
+    const int length = (int)strlen(named) - (text_ends(named, "/") && named[1]);
+    snprintf(resume->from, RUN_PATH_BYTES, "%.*s", length, named);
+    SCOPED char* real = checkpoint_step(resume->from) < 0 ? realpath(named, NULL) : NULL;  // such as "."
+    if (real) snprintf(resume->from, RUN_PATH_BYTES, "%s", real);
+    resume->state = checkpoint_verify(resume->from, false, error);
+    return resume->state ||
+           data_error(error, "--resume %s: damaged checkpoint: %s; resume from the one before, or give the run folder",
+                      named, error);
+}
+
+// Takes the newest checkpoint of the run folder `named`. With --resume auto there need not be one.
+static bool take_newest(Resume* resume, const char* named, bool automatic, char* error) {
+    SCOPED int64_t* steps;
+    const int count = checkpoint_list(named, &steps);
+    resume->state = checkpoint_newest(named, false, resume->from, RUN_PATH_BYTES);
+    if (!resume->state) resume->from[0] = 0;
+    if (!resume->state && count > 0) {
+        return data_error(error,
+                          "--resume %s: %s holds no whole checkpoint (step_*): all %d are damaged; begin anew without "
+                          "--resume, in another --run",
+                          resume->options->resume, named, count);
+    }
+    return resume->state || automatic ||
+           data_error(error,
+                      "--resume %s holds no checkpoint (step_*); give a run folder that does, or type --resume auto "
+                      "--run %s, with the options of its first command, to begin it anew",
+                      named, shell_word(named));
+}
+
 bool resume_find(Resume* resume, RunFolder* run, char* error) {
-    const char *named = text_of(resume, "run"), *how = text_of(resume, "resume");
-    const bool dry = *(const bool*)option_value(resume->table, resume->fields, "dry-run");
-    if (!run_folder_begin(run, named, how, dry, error)) return false;
-    char* from = resume->from;
-    const bool found =
-        checkpoint_locate(how, named, from, sizeof(resume->from), &resume->named_itself, &resume->state, error);
-    if (!resume->state) from[0] = 0;
-    return found;
+    const Options* o = resume->options;
+    const bool automatic = strcmp(o->resume, "auto") == 0;
+    const char* named = automatic ? o->run : o->resume;
+    if (!run_folder_begin(run, o->run, o->resume, o->dry_run, error)) return false;
+    if (strcmp(o->resume, "off") == 0) return true;
+    if (automatic && !*named) return data_error(error, "--resume auto needs the run folder: add --run DIR");
+    if (!automatic && !folder_exists(named)) {
+        return data_error(
+            error, "--resume %s: no such folder; give a run folder, a checkpoint in it, or auto with --run DIR", named);
+    }
+    if (!automatic && access(named, R_OK | X_OK) != 0) {
+        return data_error(error, "--resume %s: %s; give a folder that you may read", named, strerror(errno));
+    }
+    resume->named_itself = !automatic && file_exists(path_in(named, "state.json"));
+    if (resume->named_itself ? !take_named(resume, named, error) : !take_newest(resume, named, automatic, error))
+        return false;
+    return !resume->state || is_resumable(resume, error);
 }
 
 bool resume_take(Resume* resume, char* error) {
@@ -171,6 +197,48 @@ bool resume_take(Resume* resume, char* error) {
     if (!resume->state) return false;
     resume->saved = json_get(resume->state, "options");
     return resume_options(resume, error);
+}
+
+// Renames the checkpoints of the run folder that are newer than the one to continue from, which are damaged, to
+// NAME.damaged; in a dry run it only looks. Refuses them if the user named that one, and a folder of another run.
+static bool put_newer_aside(const Resume* resume, char* error) {
+    const Options* o = resume->options;
+    SCOPED char *parent = realpath(path_parent(resume->from), NULL), *chosen = realpath(o->run, NULL);
+    bool same = parent && chosen && strcmp(parent, chosen) == 0;
+    if (!same && file_exists(path_in(o->run, "log.jsonl"))) {
+        return data_error(error, "--run %s holds another run than the checkpoint %s; name a new folder", o->run,
+                          resume->from);
+    }
+    SCOPED int64_t* steps = NULL;
+    const int64_t step = checkpoint_step(resume->from);
+    int count = same ? checkpoint_list(o->run, &steps) : 0;
+    for (int i = 0; i < count && steps[i] > step; i++) {
+        SCOPED char *path = checkpoint_name(o->run, steps[i]), *aside = text_format("%s.damaged", path);
+        if (resume->named_itself) {
+            return data_error(error,
+                              "%s is newer than %s in the same run; name a new folder for the branch with --run DIR",
+                              path, resume->from);
+        }
+        if (o->dry_run) continue;
+        if (!folder_remove(aside, error)) return false;
+        if (rename(path, aside) != 0) return data_error(error, "%s cannot be renamed: %s", path, strerror(errno));
+    }
+    return true;
+}
+
+bool resume_continue(Resume* resume, RunFolder* run, char* error) {
+    Options* o = resume->options;
+    if (!*o->run) {
+        const char* folder = path_parent(resume->from);
+        const bool there = file_exists(path_in(folder, "log.jsonl")) && checkpoint_step(resume->from) >= 0;
+        if (resume->named_itself && !there) {  // it was copied, say
+            return data_error(error, "--resume %s: this checkpoint lies in no run folder; name one with --run DIR",
+                              resume->from);
+        }
+        o->run = folder;
+        if (!o->dry_run && !run_folder_hold(run, o->run, error)) return false;
+    }
+    return put_newer_aside(resume, error);
 }
 
 static double saved_number(const Resume* resume, const char* name) {
@@ -192,24 +260,35 @@ static void resume_rate(Resume* resume, RunState* state, const Schedule* schedul
 }
 
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, const Schedule* schedule) {
-    const char* changes[2];
-    run->state = (RunState){.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
-    run->state.best_val = INFINITY, run->taken = resume->taken;
-    const int count = resume->state ? run_state_resume(&run->state, resume->state, changes) : 0;
-    for (int i = 0; i < count; i++) resume_changed(resume, *resume->changed ? "; %s" : " %s", changes[i]);
-    if (resume->state) resume_rate(resume, &run->state, schedule);
-    run->state.tokens = run->state.sequences * run_int(run, "seq");
+    RunState now = {.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
+    now.best_val = INFINITY, run->state = now, run->taken = resume->taken;
+    if (!resume->state) return;
+    RunState* state = &run->state;
+    *state = run_state_read(resume->state, &now);
+    const char* next = *resume->changed ? ";" : "";
+    if (state->data_tokens != now.data_tokens) {
+        resume_changed(resume, "%s the data: %lld tokens (were %lld), so they come in another order from here on", next,
+                       (long long)now.data_tokens, (long long)state->data_tokens);
+    } else if (state->data_crc != now.data_crc) {
+        resume_changed(resume, "%s the data: as many tokens as before, but other ones", next);
+    }
+    if (state->val_crc != now.val_crc) {
+        next = *resume->changed ? ";" : "";
+        resume_changed(resume, "%s the validation data, so the best loss begins anew", next);
+        state->best_val = now.best_val;
+    }
+    state->data_tokens = now.data_tokens, state->data_crc = now.data_crc, state->val_crc = now.val_crc;
+    resume_rate(resume, state, schedule);
+    state->tokens = state->sequences * resume->options->seq;
 }
 
-bool resume_intent(const Resume* resume, bool folder, char* error) {
-    const char* every = option_text(option_find(resume->table, "eval-every"), resume->fields);
-    const char* samples = option_text(option_find(resume->table, "sample-every"), resume->fields);
-    if (resume_given(resume, "eval-out") && strcmp(every, "0") == 0) {
+bool resume_intent(const Options* o, bool folder, char* error) {
+    if (option_given(o, "eval-out") && o->eval_every == 0) {
         return data_error(
             error, "--eval-out is for the scores of an --eval, and there is none; type --eval FILE --eval-every N too");
     }
-    if (*text_of(resume, "data")) return true;
-    if (resume_given(resume, "prompt-file") && strcmp(samples, "auto") == 0) {
+    if (*o->data) return true;
+    if (option_given(o, "prompt-file") && o->sample_every == OPTION_AUTO) {
         return data_error(error,
                           "--prompt-file alone would train on nibble's own source text; type --sample '' --model DIR "
                           "too, or --data PATH for samples of a run");
@@ -218,5 +297,5 @@ bool resume_intent(const Resume* resume, bool folder, char* error) {
            data_error(error,
                       "--model %s would train on nibble's own source text; type --data PATH, or --sample PROMPT or "
                       "--eval NAMES to try the model",
-                      text_of(resume, "model"));
+                      o->model);
 }

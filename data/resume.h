@@ -1,8 +1,8 @@
-// Resuming a run: merges the checkpoint's options with those that were typed. Functions that return false have written
-// a sentence into `error`.
+// Resuming a run: chooses the checkpoint, and merges its options with those that were typed. Functions that return
+// false have written a sentence into `error`.
 #pragma once
-#include "checkpoint.h"
 #include "loader.h"
+#include "run_folder.h"
 #include "schedule.h"
 C_LINKAGE_BEGIN
 
@@ -10,9 +10,7 @@ enum { RESUME_CHANGED_BYTES = 16384 };
 
 // Options that are merged with a checkpoint's.
 typedef struct {
-    const OptionTable* table;
-    void* fields;                        // the options
-    const bool* given;                   // (table->count) which of them were typed
+    Options* options;
     char from[RUN_PATH_BYTES];           // the checkpoint to continue from; "": a new run
     bool named_itself;                   // the user named that checkpoint, not only its run
     Json* state;                         // its state.json; NULL: none. The caller frees it
@@ -21,25 +19,29 @@ typedef struct {
     char changed[RESUME_CHANGED_BYTES];  // what has changed, for the banner: " --lr 0.1 (was 0.2)"
 } Resume;
 
-// True if this option was typed.
-bool resume_given(const Resume* resume, const char* name);
-// Writes the path of the checkpoint that --resume means to `from`, and holds the run folder. One process calls it.
+// Finds the checkpoint that --resume names: off, auto (the newest of --run), a run folder, or a checkpoint. Writes its
+// path to `from`, and holds the run folder. One process calls it.
 bool resume_find(Resume* resume, RunFolder* run, char* error);
 // Opens `state` if resume_find has not, and takes the checkpoint's options.
 bool resume_take(Resume* resume, char* error);
+// Returns whether the run may continue from the checkpoint in the folder that --run names, which must be the
+// checkpoint's own or have no run in it. "" stands for its own: --run is set to it and it is held. Newer checkpoints
+// there are damaged and are renamed to NAME.damaged, unless in a dry run; if the user named this one, they are an
+// error.
+bool resume_continue(Resume* resume, RunFolder* run, char* error);
 // Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same, or
 // if its next rate is larger than the checkpoint's `schedule` would have it: it then rises as in a warm-up.
 void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, const Schedule* schedule);
 // Refuses options that mean something else than training, but would train. `folder`: --model names a folder.
-bool resume_intent(const Resume* resume, bool folder, char* error);
+bool resume_intent(const Options* options, bool folder, char* error);
 // Refuses an option for a path or name that was typed empty, for example by an unset shell variable.
-bool resume_words(const Resume* resume, char* error);
+bool resume_words(const Options* options, char* error);
 // Takes options that were not typed from the checkpoint, except --override, which the optimizer merges, and lists typed
 // ones that differ. Options that determine the model's shape must be the same.
 bool resume_options(Resume* resume, char* error);
 
 // Makes the paths in options absolute, so that the run can be resumed from any folder. They live as long as the
 // options.
-void resume_paths(Resume* resume);
+void resume_paths(Options* options);
 
 C_LINKAGE_END

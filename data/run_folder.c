@@ -16,20 +16,8 @@
 #include "text.h"
 #include "version.h"
 
-const char* run_text(const RunFolder* run, const char* option) {
-    return *(const char* const*)option_value(run->table, run->fields, option);
-}
-
-long long run_int(const RunFolder* run, const char* option) {
-    return *(const int64_t*)option_value(run->table, run->fields, option);
-}
-
-double run_real(const RunFolder* run, const char* option) {
-    return *(const double*)option_value(run->table, run->fields, option);
-}
-
 bool run_saves_states(const RunFolder* run) {
-    return strcmp(run_text(run, "save"), "all") == 0;
+    return strcmp(run->options->save, "all") == 0;
 }
 
 // Refuses a folder that holds a run, unless it may continue there (`again`), or a model, whose config.json a run would
@@ -94,7 +82,7 @@ static bool config_write(const RunFolder* run, char* error) {
     SCOPED char* text;
     size_t length;
     FILE* config = text_stream(&text, &length);
-    options_json(run->table, run->fields, false, config);
+    options_json(run->options, false, config);
     fputc('\n', config);
     fclose(config);
     return file_write(path_in(run->path, "config.json"), text, (int64_t)length, error);
@@ -103,9 +91,9 @@ static bool config_write(const RunFolder* run, char* error) {
 // Makes the folder that --run names, or one with a name of its own, with config.json, log.txt and log.jsonl.
 static bool files_make(RunFolder* run, bool again) {
     char* error = run->error;
-    const char** name = option_value(run->table, run->fields, "run");
+    const char** name = &run->options->run;
     if (!**name) {
-        if (!folder_name(run, run_text(run, "model"), error)) return false;
+        if (!folder_name(run, run->options->model, error)) return false;
         *name = text_copy(run->path);
     }
     if (snprintf(run->path, sizeof(run->path), "%s", *name) >= RUN_PATH_BYTES - 64) {
@@ -152,21 +140,20 @@ void run_say(RunFolder* run, const char* format, ...) {
 }
 
 // Returns the options that a resume does not take from a checkpoint, as they are typed.
-static const char* typed_again(const RunFolder* run) {
-    static const char* const names[] = {"prompt-file", "eval", "eval-out"};
+static const char* typed_again(const Options* o) {
+    const char* const values[][2] = {{"prompt-file", o->prompt_file}, {"eval", o->eval}, {"eval-out", o->eval_out}};
     const char* all = "";
     for (int i = 0; i < 3; i++) {
-        const char* value = run_text(run, names[i]);
-        if (*value) all = text_kept("%s --%s %s", all, names[i], shell_word(value));
+        if (*values[i][1]) all = text_kept("%s --%s %s", all, values[i][0], shell_word(values[i][1]));
     }
-    return *run_text(run, "eval") ? text_kept("%s --eval-every %lld", all, run_int(run, "eval-every")) : all;
+    return *o->eval ? text_kept("%s --eval-every %lld", all, o->eval_every) : all;
 }
 
 void run_say_next(RunFolder* run, bool stopped) {
     const char* self = shell_word(program_invocation_name);
-    const bool saved = run->last_checkpoint[0] && strcmp(run_text(run, "save"), "none") != 0;
+    const bool saved = run->last_checkpoint[0] && strcmp(run->options->save, "none") != 0;
     const bool samples = run->samples && !stopped && saved, resumes = stopped && saved;
-    if (resumes) run_say(run, "next     %s --resume %s%s\n", self, shell_word(run->path), typed_again(run));
+    if (resumes) run_say(run, "next     %s --resume %s%s\n", self, shell_word(run->path), typed_again(run->options));
     if (samples) run_say(run, "next     %s --sample \"...\" --model %s\n", self, shell_word(run->last_checkpoint));
     char program[RUN_PATH_BYTES];
     ssize_t length = readlink("/proc/self/exe", program, sizeof(program) - 64);
@@ -194,7 +181,7 @@ bool run_folder_asks_save(RunFolder* run) {
     const bool file = !run->quiet && file_exists(path), asked = file || signal_save;
     if (asked && !run->quiet) unlink(path);
     signal_save = 0;
-    const bool saves = strcmp(run_text(run, "save"), "none") != 0;
+    const bool saves = strcmp(run->options->save, "none") != 0;
     if (asked && !saves) run_say(run, "save     not done: --save none was typed\n");
     return asked && saves;
 }
@@ -273,7 +260,7 @@ void run_log_config(RunFolder* run, const char* device, int ranks, int64_t param
     write_driver(log);
     write_command(log);
     fputs(", \"options\": ", log);
-    options_json(run->table, run->fields, true, log);
+    options_json(run->options, true, log);
     fprintf(log, ", \"unix_s\": %lld, \"ranks\": %d, \"parameters\": %lld", (long long)now, ranks,
             (long long)parameters);
     json_write_number_member(log, ", ", "bytes_per_token", bytes_per_token > 0 ? bytes_per_token : NAN);
@@ -326,27 +313,36 @@ static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
     }
 }
 
-bool run_folder_possible(RunFolder* run, bool bytes) {
+bool run_folder_possible(RunFolder* run, bool bytes, int64_t size) {
+    const Options* o = run->options;
     const char* weights = weights_folder(run);
+    char* error = run->error;
+    const bool resumes = *run->sources[0], saves = size > 0 && strcmp(o->save, "none") != 0;
+    const long long all = resumes || o->save_every == 0 ? 1 : o->steps / o->save_every + 1;
+    const long long count = o->keep < all ? o->keep + 1 : all;
+    if (saves && !disk_holds(*o->run ? o->run : "runs", count * size, error)) {
+        return data_error(error, "%s, for %lld checkpoint%s; free some, or name another --run%s%s", error, count,
+                          count > 1 ? "s" : "", o->keep > 1 && all > 2 ? ", or type --keep 1" : "",
+                          run_saves_states(run) ? ", or type --save weights or none" : "");
+    }
     if (!tokenizers_agree(weights, run->sources[2])) {
-        return data_error(run->error,
+        return data_error(error,
                           "--data %s was prepared with another tokenizer than %s has; type .venv/bin/python "
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
-                          run_text(run, "data"), weights, shell_word(weights));
+                          o->data, weights, shell_word(weights));
     }
     const char* folder = *weights && tokenizer_exists(weights) ? weights : run->sources[2];
-    return (run_int(run, "eval-every") == 0 ||
-            evaluation_possible(run_text(run, "eval"), bytes ? NULL : folder, run_text(run, "eval-out"), run->error)) &&
-           prompts_check(run_text(run, "prompt-file"), run_int(run, "samples"), run->error);
+    return (o->eval_every == 0 || evaluation_possible(o->eval, bytes ? NULL : folder, o->eval_out, error)) &&
+           prompts_check(o->prompt_file, o->samples, error);
 }
 
 bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary) {
     char* error = run->error;
-    const bool again = checkpoint || strcmp(run_text(run, "resume"), "auto") == 0;
+    const bool again = checkpoint || strcmp(run->options->resume, "auto") == 0;
     if (!files_make(run, again) || !tokenizer_take(run, checkpoint, bytes)) return false;
     tokenizer_begin(run, bytes, vocabulary);
     const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
-    if (!tokenizer) *(int64_t*)option_value(run->table, run->fields, "sample-every") = 0;
-    return prompts_open(&run->prompts, run_text(run, "prompt"), run_text(run, "prompt-file"), run_int(run, "samples"),
+    if (!tokenizer) run->options->sample_every = 0;
+    return prompts_open(&run->prompts, run->options->prompt, run->options->prompt_file, run->options->samples,
                         tokenizer, vocabulary, error);
 }

@@ -2,27 +2,9 @@
 // Ranks other than 0 have `quiet` set, and print and write nothing. A function that returns false has written a
 // sentence into `error`.
 #pragma once
-#include "json.h"
-#include "options.h"
+#include "checkpoint.h"
 #include "sampling.h"
 C_LINKAGE_BEGIN
-
-enum { RUN_PATH_BYTES = 4096 };
-
-// The state of a run that a checkpoint keeps beside weights and optimizer states.
-typedef struct {
-    int64_t step, sequences;        // optimizer steps done; sequences consumed, which is the data position
-    int64_t data_tokens;            // of the training data: their number decides the order
-    int64_t data_crc, val_crc;      // checksums of training and validation data
-    int64_t skipped, skipped_last;  // steps that changed nothing (--on-nonfinite): all, and the latest ones in a row
-    double best_val;                // infinite before the first validation
-    double last_norm;               // of the last step's gradients, for --clip-by last; 0: there was none
-    int64_t tokens;                 // of those sequences; not stored
-    int64_t rise_step;              // of Schedule
-    double rise_lr;
-    int64_t parts_left;  // layers that kept their weights in a step because their gradients were not finite
-    int64_t saturated;   // elements that were too large for their fp8 codes
-} RunState;
 
 typedef struct {
     char path[RUN_PATH_BYTES];  // "" until run_folder_make
@@ -34,8 +16,7 @@ typedef struct {
     size_t banner_bytes;
     FILE* log;                             // log.jsonl
     char last_checkpoint[RUN_PATH_BYTES];  // "" while there is none
-    const OptionTable* table;              // the run's options, which are read by name
-    void* fields;                          // their values
+    Options* options;
     const char* sources[3];  // folders that may have a tokenizer: the checkpoint's, the model's, the data's, or ""
     const char* taken;       // paths that a resumed checkpoint names and that were not typed; NULL: none
     RunState state;
@@ -47,10 +28,6 @@ typedef struct {
     char error[DATA_ERROR_BYTES];  // the sentence about what has failed
 } RunFolder;
 
-// Options by name.
-const char* run_text(const RunFolder* run, const char* option);
-long long run_int(const RunFolder* run, const char* option);
-double run_real(const RunFolder* run, const char* option);
 bool run_saves_states(const RunFolder* run);  // --save
 
 // Locks `folder` against other processes of this machine, if the file system has locks; false if one holds it already.
@@ -58,9 +35,10 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Checks, before a checkpoint is chosen, that the folder `run` ("": none is named) is free for what --resume says. If
 // the run continues in it, or in the folder that `resume` names, this process holds that folder.
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
-// Checks, before run_folder_make, that data and weights have the same tokenizer, and that the tasks of --eval and the
-// prompts of --prompt-file can be opened.
-bool run_folder_possible(RunFolder* run, bool bytes);
+// Checks, before run_folder_make, that data and weights have the same tokenizer, that the tasks of --eval and the
+// prompts of --prompt-file can be opened, and that the disk has room for the checkpoints, of `size` bytes each (0: this
+// process writes none), which exist at one time: up to --keep, and one that is being written.
+bool run_folder_possible(RunFolder* run, bool bytes, int64_t size);
 // Makes the folder that --run names, or runs/DATE_TIME_MODEL (_2, _3, ... if that exists) and sets --run to it, with
 // config.json, log.txt, log.jsonl and copies of the tokenizer's files. Opens the tokenizer and the prompts, and checks
 // the tasks of --eval. `checkpoint` is the state.json to continue from, or NULL. If the tokenizer does not fit a model

@@ -103,7 +103,7 @@ static int64_t tensor_bytes(const char* dtype, const int64_t* shape, int dims) {
 }
 
 struct SafetensorsWriter {
-    char* path;
+    char *path, *error;
     int descriptor;
     int64_t written;   // bytes given so far, header included
     int64_t expected;  // of the whole file
@@ -111,22 +111,17 @@ struct SafetensorsWriter {
     bool failed;
 };
 
-void safetensors_abandon(SafetensorsWriter* writer) {
-    if (writer->descriptor >= 0) close(writer->descriptor);
-    free(writer->path), free(writer);
-}
-
 // Appends bytes to the file and to its checksum.
-static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
+static bool writer_put(SafetensorsWriter* writer, const void* bytes, int64_t count) {
     writer->crc = crc32c(writer->crc, bytes, count);
     writer->written += count;
-    writer->failed |= !file_write_all(writer->descriptor, writer->path, bytes, count, error);
+    writer->failed = !file_write_all(writer->descriptor, writer->path, bytes, count, writer->error);
     return !writer->failed;
 }
 
 // Makes the header's JSON, without padding, in `text`, which the caller frees; *data gets the sum of the tensors'
 // bytes.
-static bool header_make(const char* path, const SafetensorsEntry* entries, int count, const char* metadata_format,
+static bool header_make(const char* path, const SafetensorsTensor* entries, int count, const char* metadata_format,
                         char** text, size_t* length, int64_t* data, char* error) {
     FILE* file = text_stream(text, length);
     bool ok = true;
@@ -138,10 +133,8 @@ static bool header_make(const char* path, const SafetensorsEntry* entries, int c
         fputs(count > 0 ? "}," : "}", file);
     }
     for (int i = 0; i < count && ok; i++) {
-        const SafetensorsEntry* entry = &entries[i];
-        int64_t bytes =
-            entry->dims >= 0 && entry->dims <= 4 ? tensor_bytes(entry->dtype, entry->shape, entry->dims) : -1;
-        int64_t end = 0;
+        const SafetensorsTensor* entry = &entries[i];
+        int64_t bytes = tensor_bytes(entry->dtype, entry->shape, entry->dims), end = 0;
         if (bytes < 0 || __builtin_add_overflow(offset, bytes, &end)) {
             ok = data_error(error, "cannot write %s: tensor %s has an unknown type %s or an impossible shape", path,
                             entry->name, entry->dtype);
@@ -159,51 +152,57 @@ static bool header_make(const char* path, const SafetensorsEntry* entries, int c
     return ok;
 }
 
-SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsEntry* entries, int count,
+SafetensorsWriter* safetensors_begin(const char* path, const SafetensorsTensor* tensors, int count,
                                      const char* metadata_format, char* error) {
     SCOPED char* text;
     size_t length;
     int64_t data = 0;
-    if (!header_make(path, entries, count, metadata_format, &text, &length, &data, error)) return NULL;
+    if (!header_make(path, tensors, count, metadata_format, &text, &length, &data, error)) return NULL;
     const uint64_t padded = (8 + length + 63) / 64 * 64 - 8;
     const int64_t bytes = 8 + (int64_t)padded + data;
     const int descriptor = disk_holds(path, bytes, error) ? file_create(path, error) : -1;
     if (descriptor < 0) return NULL;
-    SafetensorsWriter* writer = memory_zero(1, sizeof(SafetensorsWriter));
-    writer->path = text_copy(path), writer->descriptor = descriptor, writer->expected = bytes;
+    SafetensorsWriter* writer = memory_take(sizeof(SafetensorsWriter));
+    *writer = (SafetensorsWriter){text_copy(path), error, descriptor, 0, bytes, 0, false};
     char spaces[64];
     memset(spaces, ' ', sizeof(spaces));
-    const bool ok = writer_put(writer, &padded, 8, error) && writer_put(writer, text, (int64_t)length, error) &&
-                    writer_put(writer, spaces, (int64_t)(padded - length), error);
-    if (ok) return writer;
-    return safetensors_abandon(writer), NULL;
+    if (writer_put(writer, &padded, 8) && writer_put(writer, text, (int64_t)length) &&
+        writer_put(writer, spaces, (int64_t)(padded - length))) {
+        return writer;
+    }
+    return safetensors_finish(writer, NULL, NULL), NULL;
 }
 
-bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count, char* error) {
-    if (writer->failed) return data_error(error, "cannot write %s: an earlier write failed", writer->path);
-    if (count > writer->expected - writer->written) {
-        writer->failed = true;
-        return data_error(error, "cannot write %s: %lld bytes more than its header declares were given", writer->path,
-                          (long long)(count - (writer->expected - writer->written)));
-    }
-    return writer_put(writer, bytes, count, error);
+bool safetensors_write(SafetensorsWriter* writer, const void* bytes, int64_t count) {
+    const int64_t more = count - (writer->expected - writer->written);
+    if (writer->failed) return false;
+    if (more <= 0) return writer_put(writer, bytes, count);
+    writer->failed = true;
+    return data_error(writer->error, "cannot write %s: %lld bytes more than its header declares were given",
+                      writer->path, (long long)more);
 }
 
-bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes, char* error) {
-    bool ok = !writer->failed || data_error(error, "cannot write %s: an earlier write failed", writer->path);
-    if (ok && writer->written != writer->expected) {
-        ok = data_error(error, "cannot write %s: %lld of the bytes that its header declares were not given",
-                        writer->path, (long long)(writer->expected - writer->written));
+bool safetensors_finish(SafetensorsWriter* writer, uint32_t* crc, int64_t* bytes) {
+    const char* path = writer->path;
+    const int64_t missing = writer->expected - writer->written;
+    bool ok = !writer->failed;
+    if (ok && missing > 0) {
+        ok = data_error(writer->error, "cannot write %s: %lld of the bytes that its header declares were not given",
+                        path, (long long)missing);
     }
-    ok = ok && file_sync(writer->descriptor, writer->path, error);
+    ok = ok && file_sync(writer->descriptor, path, writer->error);
     // A network file system may report the full disk here and nowhere else.
-    int closed = close(writer->descriptor);
-    writer->descriptor = -1;
-    if (ok && closed != 0) ok = data_error(error, "cannot write %s: %s", writer->path, strerror(errno));
+    if (close(writer->descriptor) != 0 && ok)
+        ok = data_error(writer->error, "cannot write %s: %s", path, strerror(errno));
     if (crc) *crc = writer->crc;
     if (bytes) *bytes = writer->written;
-    safetensors_abandon(writer);
+    free(writer->path), free(writer);
     return ok;
+}
+
+void safetensors_abandon(SafetensorsWriter* writer) {
+    writer->failed = true;
+    safetensors_finish(writer, NULL, NULL);
 }
 
 // Reads an exact integer in [0, 2^63).
@@ -256,89 +255,113 @@ static bool header_tensor(const char* path, const Json* json, int64_t data, int6
 }
 
 static int by_place(const void* a, const void* b) {
-    const SafetensorsTensor* left = *(const SafetensorsTensor* const*)a;
-    const SafetensorsTensor* right = *(const SafetensorsTensor* const*)b;
+    const SafetensorsTensor *left = a, *right = b;
     if (left->at != right->at) return left->at < right->at ? -1 : 1;
     return (left->bytes > right->bytes) - (left->bytes < right->bytes);  // empty tensors before their neighbour
 }
 
 static int by_name(const void* a, const void* b) {
-    return strcmp((*(const SafetensorsTensor* const*)a)->name, (*(const SafetensorsTensor* const*)b)->name);
+    return strcmp(((const SafetensorsTensor*)a)->name, ((const SafetensorsTensor*)b)->name);
 }
 
-// Checks that the tensors tile the data from its first byte to its last, and that no two have one name.
-static bool check_tiling(const Safetensors* file, int64_t data, int64_t data_bytes, char* error) {
-    SCOPED const SafetensorsTensor** sorted = memory_take((size_t)(file->count + 1) * sizeof(*sorted));
-    for (int i = 0; i < file->count; i++) sorted[i] = &file->tensors[i];
-    qsort(sorted, (size_t)file->count, sizeof(*sorted), by_place);
+// Checks that the tensors of a file tile its data from its first byte to its last.
+static bool check_tiling(const char* path, SafetensorsTensor* tensors, int count, int64_t data, int64_t data_bytes,
+                         char* error) {
+    qsort(tensors, (size_t)count, sizeof(*tensors), by_place);
     int64_t at = data;
-    for (int i = 0; i < file->count; at += sorted[i++]->bytes) {
-        if (sorted[i]->at == at) continue;
-        return data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends", file->path,
-                          sorted[i]->name);
+    for (int i = 0; i < count; at += tensors[i++].bytes) {
+        if (tensors[i].at == at) continue;
+        return data_error(error, "%s is corrupted: tensor %s does not begin where the one before it ends", path,
+                          tensors[i].name);
     }
-    if (at != data + data_bytes) {
-        return data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld",
-                          file->path, (long long)(at - data), (long long)data_bytes);
+    return at == data + data_bytes ||
+           data_error(error, "%s is corrupted: its tensors need %lld bytes of data and the file has %lld", path,
+                      (long long)(at - data), (long long)data_bytes);
+}
+
+// Returns the length of a file's header; -1: it has none.
+static int64_t header_length(const SafetensorsFile* file, char* error) {
+    uint64_t length = 0;
+    if (file->bytes < 8) {
+        return data_error(error, "%s is truncated: it has %lld bytes and a safetensors file at least 8", file->path,
+                          (long long)file->bytes),
+               -1;
     }
-    qsort(sorted, (size_t)file->count, sizeof(*sorted), by_name);
-    for (int i = 1; i < file->count; i++) {
-        if (strcmp(sorted[i - 1]->name, sorted[i]->name) != 0) continue;
-        return data_error(error, "%s is corrupted: it has two tensors named %s", file->path, sorted[i]->name);
+    if (!file_read_at(file->descriptor, file->path, &length, 0, 8, error)) return -1;
+    if (memcmp(&length, "version ", 8) == 0) {
+        data_error(error, "%s is the pointer of Git LFS to a file that git lfs pull would fetch", file->path);
+    } else if (length > MAX_HEADER) {
+        data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long", file->path,
+                   (unsigned long long)length);
+    } else if ((int64_t)length > file->bytes - 8) {
+        data_error(error, "%s is truncated: its header is %llu bytes long and the file has %lld", file->path,
+                   (unsigned long long)length, (long long)file->bytes);
+    } else {
+        return (int64_t)length;
+    }
+    return -1;
+}
+
+bool safetensors_add(Safetensors* all, const char* path, char* error) {
+    all->file = memory_grow(all->file, (size_t)(all->files + 1) * sizeof(SafetensorsFile));
+    SafetensorsFile* file = &all->file[all->files];
+    *file = (SafetensorsFile){text_copy(path), -1, 0, NULL};
+    const int number = all->files++, first = all->count;
+    file->descriptor = file_open(path, &file->bytes, error);
+    const int64_t length = file->descriptor < 0 ? -1 : header_length(file, error), data = 8 + length;
+    if (length < 0) return false;
+    SCOPED char* text = memory_take((size_t)length + 1);
+    if (!file_read_at(file->descriptor, path, text, 8, length, error)) return false;
+    file->header = json_parse(text, length, "its header", error);
+    if (!file->header) return data_error(error, "%s is corrupted: %s", path, error);
+    if (file->header->kind != JSON_OBJECT) return data_error(error, "%s is corrupted: its header is no object", path);
+    int members = 0;
+    for (const Json* json = file->header->child; json; json = json->next) members++;
+    all->tensors = memory_grow(all->tensors, (size_t)(first + members) * sizeof(SafetensorsTensor));
+    for (const Json* json = file->header->child; json; json = json->next) {
+        if (strcmp(json->key, "__metadata__") == 0) continue;
+        SafetensorsTensor* tensor = &all->tensors[all->count++];
+        *tensor = (SafetensorsTensor){.name = json->key, .file = number};
+        if (!header_tensor(path, json, data, file->bytes - data, tensor, error)) return false;
+    }
+    return check_tiling(path, all->tensors + first, all->count - first, data, file->bytes - data, error);
+}
+
+bool safetensors_sort(Safetensors* all, char* error) {
+    const SafetensorsTensor* tensor = all->tensors;
+    if (all->count > 0) qsort(all->tensors, (size_t)all->count, sizeof(*tensor), by_name);
+    for (int i = 1; i < all->count; i++, tensor++) {
+        if (strcmp(tensor[0].name, tensor[1].name) != 0) continue;
+        const char *one = safetensors_path(all, &tensor[0]), *other = safetensors_path(all, &tensor[1]);
+        if (one == other) return data_error(error, "%s is corrupted: it has two tensors named %s", one, tensor->name);
+        return data_error(error, "%s and %s both hold the tensor %s", one, other, tensor->name);
     }
     return true;
 }
 
-static bool read_header(Safetensors* file, char* error) {
-    uint64_t length = 0;
-    if (file->bytes < 8) {
-        return data_error(error, "%s is truncated: it has %lld bytes and a safetensors file at least 8", file->path,
-                          (long long)file->bytes);
-    }
-    if (!file_read_at(file->descriptor, file->path, &length, 0, 8, error)) return false;
-    if (memcmp(&length, "version ", 8) == 0) {
-        return data_error(error, "%s is the pointer of Git LFS to a file that git lfs pull would fetch", file->path);
-    }
-    if (length > MAX_HEADER) {
-        return data_error(error, "%s is no safetensors file or is corrupted: its header would be %llu bytes long",
-                          file->path, (unsigned long long)length);
-    }
-    if ((int64_t)length > file->bytes - 8) {
-        return data_error(error, "%s is truncated: its header is %llu bytes long and the file has %lld", file->path,
-                          (unsigned long long)length, (long long)file->bytes);
-    }
-    int64_t data = 8 + (int64_t)length, data_bytes = file->bytes - data;
-    SCOPED char* text = memory_take((size_t)length + 1);
-    if (!file_read_at(file->descriptor, file->path, text, 8, (int64_t)length, error)) return false;
-    file->header = json_parse(text, (int64_t)length, "its header", error);
-    if (!file->header) return data_error(error, "%s is corrupted: %s", file->path, error);
-    if (file->header->kind != JSON_OBJECT)
-        return data_error(error, "%s is corrupted: its header is no object", file->path);
-    int64_t members = 0;
-    for (const Json* json = file->header->child; json; json = json->next) members++;
-    file->tensors = memory_zero((size_t)members + 1, sizeof(SafetensorsTensor));
-    for (const Json* json = file->header->child; json; json = json->next) {
-        if (strcmp(json->key, "__metadata__") == 0) continue;
-        if (!header_tensor(file->path, json, data, data_bytes, &file->tensors[file->count++], error)) return false;
-    }
-    return check_tiling(file, data, data_bytes, error);
-}
-
-bool safetensors_open(Safetensors* file, const char* path, char* error) {
-    memset(file, 0, sizeof(*file));
-    file->descriptor = -1;
-    file->path = text_copy(path);
-    file->descriptor = file_open(path, &file->bytes, error);
-    if (file->descriptor >= 0 && read_header(file, error)) return true;
-    safetensors_close(file);
+bool safetensors_open(Safetensors* all, const char* path, char* error) {
+    *all = (Safetensors){0};
+    if (safetensors_add(all, path, error) && safetensors_sort(all, error)) return true;
+    safetensors_close(all);
     return false;
 }
 
-const SafetensorsTensor* safetensors_find(const Safetensors* file, const char* name) {
-    for (int i = 0; i < file->count; i++) {
-        if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i];
+void safetensors_close(Safetensors* all) {
+    for (int i = 0; i < all->files; i++) {
+        if (all->file[i].descriptor >= 0) close(all->file[i].descriptor);
+        free((void*)all->file[i].path), json_free(all->file[i].header);
     }
-    return NULL;
+    free(all->file), free(all->tensors);
+    *all = (Safetensors){0};
+}
+
+const SafetensorsTensor* safetensors_find(const Safetensors* all, const char* name) {
+    const SafetensorsTensor key = {.name = name};
+    return all->count > 0 ? bsearch(&key, all->tensors, (size_t)all->count, sizeof(key), by_name) : NULL;
+}
+
+const char* safetensors_path(const Safetensors* all, const SafetensorsTensor* tensor) {
+    return all->file[tensor->file].path;
 }
 
 void transpose(void* out, const void* inp, int64_t rows, int64_t cols, int element_bytes) {
@@ -362,22 +385,23 @@ static float half_to_float(uint16_t half) {
     return half & 0x8000 ? -magnitude : magnitude;
 }
 
-bool safetensors_read(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count, void* to,
+bool safetensors_read(const Safetensors* all, const SafetensorsTensor* tensor, int64_t first, int64_t count, void* to,
                       char* error) {
+    const SafetensorsFile* file = &all->file[tensor->file];
     return file_read_at(file->descriptor, file->path, to, tensor->at + first, count, error);
 }
 
-bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor, int64_t first, int64_t count,
+bool safetensors_floats(const Safetensors* all, const SafetensorsTensor* tensor, int64_t first, int64_t count,
                         float* values, char* error) {
-    if (strcmp(tensor->dtype, "F32") == 0) return safetensors_read(file, tensor, 4 * first, 4 * count, values, error);
+    if (strcmp(tensor->dtype, "F32") == 0) return safetensors_read(all, tensor, 4 * first, 4 * count, values, error);
     bool bf16 = strcmp(tensor->dtype, "BF16") == 0;
     if (!bf16 && strcmp(tensor->dtype, "F16") != 0) {
-        return data_error(error, "%s: tensor %s is of type %s; F32, BF16 and F16 can be read", file->path, tensor->name,
-                          tensor->dtype);
+        return data_error(error, "%s: tensor %s is of type %s; F32, BF16 and F16 can be read",
+                          safetensors_path(all, tensor), tensor->name, tensor->dtype);
     }
     // 16-bit values are read into the second half of `values`; a float is written there only after they were converted.
     const char* halves = (const char*)values + 2 * count;
-    if (!safetensors_read(file, tensor, 2 * first, 2 * count, (void*)halves, error)) return false;
+    if (!safetensors_read(all, tensor, 2 * first, 2 * count, (void*)halves, error)) return false;
     for (int64_t i = 0; i < count; i++) {
         uint16_t half;
         memcpy(&half, halves + 2 * i, 2);
@@ -386,12 +410,4 @@ bool safetensors_floats(const Safetensors* file, const SafetensorsTensor* tensor
         if (!bf16) values[i] = half_to_float(half);
     }
     return true;
-}
-
-void safetensors_close(Safetensors* file) {
-    if (file->path && file->descriptor >= 0) close(file->descriptor);
-    free((void*)file->path), free(file->tensors);
-    json_free(file->header);
-    memset(file, 0, sizeof(*file));
-    file->descriptor = -1;
 }

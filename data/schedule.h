@@ -13,22 +13,6 @@ typedef struct {
     int64_t total, host;  // host: bytes of host memory, part of the total only on a CPU
 } MemoryPlan;
 
-// Plans a model for micro-batches of `batch` sequences (0: its own); with `block`, for --recompute block alone.
-typedef struct Planner {
-    MemoryPlan (*plan)(const struct Planner* planner, int64_t batch, bool block);
-    const void *model, *config, *options;  // the caller's
-} Planner;
-
-// Returns the largest batch up to `max` whose plan fits into `available` bytes beside what is taken; 0: none.
-int64_t plan_largest_batch(const Planner* planner, int64_t max, bool block, int64_t available);
-// Returns NULL if the plan of a model with this batch, of `sequences` sequences per step and rank, fits into
-// `available` bytes of `device`; otherwise a sentence that says what to type and lives as long as the program. `block`:
-// the model recomputes blocks already, except those of --kept-blocks.
-const char* plan_lacks(const Planner* planner, int64_t batch, int64_t sequences, bool block, int64_t available,
-                       const char* device);
-// The same for host memory, of which --offload needs `need` bytes and `available` are free.
-const char* plan_host_lacks(int64_t need, int64_t available, const char* offload);
-
 // Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step.
 typedef struct {
     int64_t batch, tokens_per_step;  // -1: to be chosen

@@ -421,12 +421,11 @@ static const struct {
     {"--size 60B --batch 4 --tokens-per-step 4096", FILLS},
 };
 
-// Sets the options that argv[1] to argv[argc - 1] name, beside the defaults, and `given`.
-static void bench_options(Options* o, bool* given, int argc, char** argv) {
+// Sets the options that argv[1] to argv[argc - 1] name, beside the defaults.
+static void bench_options(Options* o, int argc, char** argv) {
     char error[DATA_ERROR_BYTES];
-    require(options_defaults(&TABLE, o, error) && options_parse(&TABLE, o, given, argc, argv, error) &&
-                gpt2_take_size(&TABLE, o, given, error),
-            error);
+    options_defaults(o);
+    require(options_parse(o, argc, argv, error) && gpt2_take_size(o, error), error);
 }
 
 static void bench_largest(const Device* dev, Ceilings ceilings) {
@@ -436,9 +435,8 @@ static void bench_largest(const Device* dev, Ceilings ceilings) {
         if (asprintf(&text, "%s %s", row.options, row.more) < 0) abort();
         printf("\n./train %s", text);
         for (char* at = strtok_r(text, " ", &rest); at; at = strtok_r(nullptr, " ", &rest)) word[count++] = at;
-        Options o = {};
-        bool given[OPTION_COUNT] = {};
-        bench_options(&o, given, count, word);
+        Options o;
+        bench_options(&o, count, word);
         bench(dev, ceilings, o);
         free(text);
     }
@@ -448,11 +446,10 @@ int main(int argc, char** argv) {
     int first = 1;
     while (first + 1 < argc && argv[first][0] == '-') first += 2;
     if ((argc - first) % 3 != 0) user_error("bench takes MODEL BATCH TOKENS_PER_STEP, each time all three");
-    Options o = {};
-    bool given[OPTION_COUNT] = {};
-    bench_options(&o, given, first, argv);
+    Options o;
+    bench_options(&o, first, argv);
     for (const char* name : {"model", "size", "batch", "tokens-per-step"}) {
-        if (!option_given(&TABLE, given, name)) continue;
+        if (!option_given(&o, name)) continue;
         user_error("bench takes MODEL BATCH TOKENS_PER_STEP as words; leave --%s out and type gpt2 64 524288", name);
     }
     if (strcmp(o.matmul, "auto") == 0) o.matmul = "bf16";

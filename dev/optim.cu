@@ -57,11 +57,11 @@ __global__ void fill_kernel(bf16* values, int64_t n, uint64_t seed) {
 // "adamw8", "bf16:sr,dyn8/256,udyn8/256" or "lion,bf16:sr,dyn8/256,none" to a resolved configuration.
 static OptimConfig combination(const char* text) {
     OptimConfig config = {};
-    char error[DATA_ERROR_BYTES], *part[4] = {}, *copy = strdup(text), *rest;
+    char *part[4] = {}, *copy = strdup(text), *rest;
     int count = 0;
     for (char* at = strtok_r(copy, ",", &rest); at && count < 4; at = strtok_r(nullptr, ",", &rest)) part[count++] = at;
-    Options o = {};
-    if (!options_defaults(&TABLE, &o, error)) user_error("%s", error);
+    Options o;
+    options_defaults(&o);
     o.grads = "bf16";
     if (count == 1) o.preset = part[0];
     if (count == 4) o.rule = part[0];

@@ -98,30 +98,31 @@ static void fuzz_safetensors(FuzzInput input) {
                                           {"wte.weight", 8, 4, 7, false, -1, false, 1, ""},
                                           {"lm_head.weight", 4, 8, 4, true, -1, false, 1, ""}};
     char error[DATA_ERROR_BYTES] = "";
-    ModelFolder model;
+    Safetensors model;
     const bool several = input.count > 0 && input.bytes[0] == '{';
     unlink(path_of("model.safetensors")), unlink(path_of("model.safetensors.index.json"));
     if (several) put("model.safetensors.index.json", take(&input));
     put(several ? "a.safetensors" : "model.safetensors", input);
     if (several) put("b.safetensors", input);
-    if (!model_folder_open(&model, folder, error)) return demand_sentence(error);
-    for (int f = 0; f < model.count; f++) {
-        for (int i = 0; i < model.file[f].count; i++) {
-            const SafetensorsTensor* tensor = &model.file[f].tensors[i];
-            demand(safetensors_find(&model.file[f], tensor->name) != nullptr);
+    for (bool whole : {false, true}) {
+        bool fine = whole ? model_folder_open(&model, folder, tensors, 3, 12, error)
+                          : safetensors_open(&model, path_of(several ? "a.safetensors" : "model.safetensors"), error);
+        if (!fine) demand_sentence(error);
+        if (!fine) continue;
+        for (int i = 0; i < model.count; i++) {
+            const SafetensorsTensor* tensor = &model.tensors[i];
+            demand(safetensors_find(&model, tensor->name) == tensor);
             float value[4];
             for (int64_t first : {(int64_t)0, tensor->bytes / 4 - 4}) {
-                bool fine = safetensors_floats(&model.file[f], tensor, first, 4, value, error);
-                if (!fine) demand_sentence(error);
+                if (!safetensors_floats(&model, tensor, first, 4, value, error)) demand_sentence(error);
             }
         }
+        for (const ModelTensor& tensor : tensors) {
+            float values[32];
+            if (!model_folder_read(&model, &tensor, values, error)) demand_sentence(error);
+        }
+        safetensors_close(&model);
     }
-    if (!model_folder_used(&model, tensors, 3, 12, error)) demand_sentence(error);
-    for (const ModelTensor& tensor : tensors) {
-        float values[32];
-        if (!model_folder_read(&model, &tensor, values, error)) demand_sentence(error);
-    }
-    model_folder_close(&model);
 }
 
 // A config.json that is taken is written again with the same shape.
@@ -141,17 +142,13 @@ static void fuzz_config(FuzzInput input) {
 
 static Options standard_options() {
     static Options options;
-    static bool known = false;
-    char error[DATA_ERROR_BYTES];
-    if (!known) demand(options_defaults(&TABLE, &options, error));
-    known = true;
+    if (!options.data) options_defaults(&options);
     return options;
 }
 
 // state.json without its seal, which is put behind it here so that its checksum is right; then options that were typed.
 static void fuzz_state(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "", seal[64];
-    bool given[OPTION_COUNT] = {};
     FuzzInput state_text = take(&input);
     const uint32_t crc = crc32c(0, state_text.bytes, (int64_t)state_text.count);
     snprintf(seal, sizeof(seal), "\"crc32c\": %u\n}\n", crc);
@@ -159,17 +156,15 @@ static void fuzz_state(FuzzInput input) {
     Json* state = checkpoint_verify(folder, false, error);
     if (!state) return demand_sentence(error);
     Options options = standard_options();
-    for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) given[i] = input.bytes[i] % 2 != 0;
+    for (int i = 0; i < OPTION_COUNT && (size_t)i < input.count; i++) options.given[i] = input.bytes[i] % 2 != 0;
     static Resume merge;
     merge = {};
-    merge.table = &TABLE, merge.fields = &options, merge.given = given;
-    merge.state = state, merge.saved = json_get(state, "options");
+    merge.options = &options, merge.state = state, merge.saved = json_get(state, "options");
     if (!resume_options(&merge, error)) demand_sentence(error);
     resume_optim(&options, &merge);
     demand(strlen(merge.changed) < sizeof(merge.changed));
-    RunState counts = {};
-    const char* changes[2];
-    run_state_resume(&counts, state, changes);
+    const RunState none = {};
+    run_state_read(state, &none);
     json_free(state);
 }
 
@@ -227,16 +222,15 @@ static void fuzz_tokenizer(FuzzInput input) {
 // A command line, a word a line. What an option is set to reads back as the same.
 static void fuzz_options(FuzzInput input) {
     char error[DATA_ERROR_BYTES] = "", *text = take_text(&input), *rest = nullptr, *words[64] = {(char*)"train"};
-    bool given[OPTION_COUNT] = {};
     int count = 1;
     for (char* word = strtok_r(text, "\n", &rest); word && count < 64; word = strtok_r(nullptr, "\n", &rest)) {
         words[count++] = word;
     }
     Options options = standard_options(), again = options;
-    bool fine = options_parse(&TABLE, &options, given, count, words, error);
+    bool fine = options_parse(&options, count, words, error);
     if (!fine) demand_sentence(error);
     for (int i = 0; i < OPTION_COUNT && fine; i++) {
-        if (!given[i]) continue;
+        if (!options.given[i]) continue;
         const char* value = option_text(&OPTIONS[i], &options);
         demand(option_set(&OPTIONS[i], &again, value, error));
         demand(strcmp(option_text(&OPTIONS[i], &again), value) == 0);
@@ -244,10 +238,7 @@ static void fuzz_options(FuzzInput input) {
     free(text);
     if (!fine) return;
     OptimConfig config;
-    static Resume merge;
-    merge = {};
-    merge.table = &TABLE, merge.fields = &options, merge.given = given;
-    if (!resume_words(&merge, error)) demand_sentence(error);
+    if (!resume_words(&options, error)) demand_sentence(error);
     optim_config_from(&options, &config);
 }
 

@@ -1,11 +1,11 @@
 // Tests of what a refusal says to type: it is typed, and must lead past that refusal. The names that other programs
 // have for options are tested too.
 #include "../../data/options.h"
+#include "../../data/options_synonyms.h"
 #include <ctype.h>
 
 #include "cli.h"
 
-const OptionTable* option_table();   // of train_gpt2.cu, by test_gpt2.cu
 const char* bad_options(int index);  // of cli.cu
 
 // Types a command after ./train in the folder `work`. Returns what it says on stderr.
@@ -216,7 +216,7 @@ static void random_command(uint64_t seed, char* command, size_t bytes) {
     auto draw = [&](int i, int n) { return (int)((1 + test_uniform(seed, i)) / 2 * (float)n) % n; };
     int used = snprintf(command, bytes, "--data text.txt --dry-run %s", begins[draw(0, 5)]);
     for (int i = 0, count = 1 + draw(1, 4); i < count; i++) {
-        const Option* option = &option_table()->option[draw(10 * i + 2, option_table()->count)];
+        const Option* option = &OPTIONS[draw(10 * i + 2, OPTION_COUNT)];
         char value[64] = "", list[128] = "";
         snprintf(list, sizeof(list), " --%s ", option->name);
         if (option->type == OPTION_FLAG || strcmp(option->name, "sample") == 0 || strstr(command, list)) continue;
@@ -254,21 +254,18 @@ TEST(cli_advice_random) {
 // Returns what is said of --NAME, with an underscore for each dash where `underscores`.
 static const char* said_of(const char* name, size_t length, bool underscores, char* error) {
     char word[80], train[] = "train";
-    bool given[256] = {};
-    alignas(16) char options[4096] = {};  // room for the fields, whatever they are
-    const OptionTable* table = option_table();
+    Options options;
+    options_defaults(&options);
     snprintf(word, sizeof(word), "%s%.*s", *name == '-' ? "" : "--", (int)length, name);
     for (char* c = word + 2; underscores && *c; c++) *c = *c == '-' ? '_' : *c;
     char* words[] = {train, word, nullptr};
-    bool taken = options_defaults(table, options, error) && options_parse(table, options, given, 2, words, error);
-    return taken ? "" : error;
+    return options_parse(&options, 2, words, error) ? "" : error;
 }
 
 // Every option in an answer is one, and every name in the table has its answer and is no option of nibble's.
 TEST(cli_synonyms) {
     int names = 0;
-    for (int i = 0; i < option_table()->synonyms; i++) {
-        const OptionSynonym& row = option_table()->synonym[i];
+    for (const auto& row : SYNONYMS) {
         for (const char *at = row.names, *end; *at; at = end + strspn(end, " "), names++) {
             end = at + strcspn(at, " ");
             for (bool underscores : {false, true}) {
@@ -280,7 +277,7 @@ TEST(cli_synonyms) {
         for (const char* at = row.answer; (at = strstr(at, "--")) != nullptr; at += 2) {
             char name[64] = "";
             sscanf(at + 2, "%63[-a-z0-9]", name);
-            expect(option_find(option_table(), name), "'%s' names --%s, which is no option", row.answer, name);
+            expect(option_find(name), "'%s' names --%s, which is no option", row.answer, name);
         }
         expect(strstr(row.answer, "type --") == row.answer || strstr(row.answer, "leave it out") == row.answer, "%s",
                row.answer);

@@ -2,8 +2,6 @@
 #include "../../data/options.h"
 #include "cli.h"
 
-const OptionTable* option_table();  // of train_gpt2.cu, by test_gpt2.cu
-
 // Returns what a shell prints for a line, typed in `folder`. `code` is its exit code.
 static const char* shell_in(const char* folder, int* code, const char* line) {
     const char* settings = "CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive";
@@ -273,10 +271,6 @@ TEST(cli_completion) {
         expect(code == 0 && strcmp(said, offered) == 0, "%s: '%s', want '%s'", words, said, offered);
     }
     run_well(zsh, "--completion zsh");
-    for (int i = 0; i < option_table()->count; i++) {
-        const char* name = option_table()->option[i].name;
-        expect(strstr(OUT(zsh), formatted("    '--%s[", name)), "zsh does not know --%s", name);
-    }
     write_text(work, "_nibble", OUT(zsh));
     int code;
     const char* said = shell_in(work, &code, "command -v zsh > /dev/null || exit 3; zsh -n _nibble");
@@ -302,10 +296,11 @@ FOLDER_TEST(cli_first_line) {
     expect(json_number(options, "lr", 0) == 0.00025 && json_int(options, "steps", 0) == 1, "options are not typed");
     expect(json_int(first, "unix_s", 0) > 1700000000 && json_int(first, "ranks", 0) == 1, "time or ranks");
     int missing = 0;
-    for (int i = 0; i < option_table()->count; i++) {
-        const Option* option = &option_table()->option[i];
-        const char* group = option_group(option_table(), option);
-        const bool trains = option->type != OPTION_FLAG && strcmp(group, "instead of training") != 0;
+    bool instead = false;
+    for (const Option& row : OPTIONS) {
+        const Option* option = &row;
+        instead = instead || strcmp(option->group, "instead of training") == 0;
+        const bool trains = option->type != OPTION_FLAG && !instead;
         const Json* value = json_get(options, option->name);
         missing += trains != (value != nullptr);
         const bool number = option->type == OPTION_INT || option->type == OPTION_REAL;
@@ -341,12 +336,11 @@ TEST(option_numbers) {
                                                         {"2B", 2000000000}, {"1e4", 10000},
                                                         {"7", 7},           {"1000000000000", 1000000000000}};
     const char* const none[] = {"", "k", "1.5", "10q", "10kk", "0x10", "nan", "-1k", "0.0001k", "2e12"};
-    const Option steps = {"steps", OPTION_INT, 0, "auto", 0, 1e12, "N", "", ""};
-    int64_t value;
+    const Option* steps = option_find("steps");
+    Options o;
     for (const auto& [text, want] : numbers)
-        expect(option_set(&steps, &value, text, error) && value == want, "%s is %lld", text, (long long)value);
-    for (const char* text : none)
-        expect(!option_set(&steps, &value, text, error), "%s is %lld", text, (long long)value);
+        expect(option_set(steps, &o, text, error) && o.steps == want, "%s is %lld", text, o.steps);
+    for (const char* text : none) expect(!option_set(steps, &o, text, error), "%s is %lld", text, o.steps);
     run_train(child, "--stepps 3 --batch x --bathc=3 --lr --seq 64 --zzz --seed 1.5 more");
     int lines = 0;
     for (const char* at = ERR(child); *at; at++) lines += *at == '\n';
@@ -362,11 +356,12 @@ TEST(option_sizes) {
                                                       {"2T", 2ll << 40}};
     const char* const none[] = {"24GB!", "24",   "",      "G",    "-1G",  "nanG", "0G",
                                 "infT",  "24Gi", "0x10G", "1e9T", "24 G", "0.01 "};
-    int64_t bytes = 0;
+    const Option* memory = option_find("memory");
+    Options o;
     for (const auto& [text, want] : sizes)
-        expect(size_parse(text, &bytes) && bytes == want, "%s is %lld", text, (long long)bytes);
+        expect(option_set(memory, &o, text, error) && o.memory == want, "%s is %lld", text, o.memory);
     for (const char* text : none) {
-        bytes = 0;
-        expect(!size_parse(text, &bytes) && bytes == 0, "%s is %lld", text, (long long)bytes);
+        o.memory = 0;
+        expect(!option_set(memory, &o, text, error) && o.memory == 0, "%s is %lld", text, o.memory);
     }
 }

@@ -1,4 +1,5 @@
 // Tests of the command line: a run that stops, is stopped, resumed, converted or damaged (cli.h says how they run it).
+#include "../../data/run_folder.h"
 #include "cli.h"
 
 // Returns how many steps the newest checkpoint says were skipped, -1 if it does not say.
@@ -192,13 +193,9 @@ FOLDER_TEST(cli_resume_versions) {
     rewrite_state(folder, "\"grads\": \"auto\"", "\"grads\": \"bf16\"");
     refused("as saved", "--grads bf16 goes with --matmul bf16", "type --grads fp32",
             "--resume %s --run %s/asked --steps 4 --device cpu", run, work);
-    // An option that was removed since: its unused value is passed over, and any other is answered.
+    // An option that was removed since is passed over.
     rewrite_state(folder, "\"grads\": \"bf16\"", "\"grads\": \"auto\", \"format\": \"\"");
     train_well("--resume %s --run %s/unused --steps 4 --device cpu", run, work);
-    rewrite_state(folder, "\"format\": \"\"", "\"format\": \"my.cuh\"");
-    refused("--format", "--resume: the checkpoint has --format my.cuh, which was removed", "optim/formats",
-            "--resume %s --run %s/own --steps 4 --device cpu", run, work);
-    refused("--format", "--format was removed: ", "optim/formats", "--format my.cuh");
     rewrite_state(folder, "\"version\": 1", "\"version\": 2");
     refused("version 2", "another version of nibble (2)", "resume with that one",
             "--resume %s --run %s/newer --steps 4 --device cpu", run, work);
@@ -469,20 +466,23 @@ FOLDER_TEST(cli_resume_auto) {
 
 // The refusal of a full disk uses MiB or GiB, and advises only what makes the checkpoints smaller.
 TEST(cli_room) {
-    const char* work = work_folder();
     const int64_t huge = (int64_t)1 << 55;
-    expect(!checkpoint_room(work, huge, 3, 2, true, error) && strstr(error, "for 3 checkpoints; free some") &&
-               strstr(error, "or type --keep 1, or type --save weights or none") && strstr(error, " GiB are free"),
-           "%s", error);
-    expect(!checkpoint_room(work, huge, 3, 1, false, error) && !strstr(error, "--keep") && !strstr(error, "--save"),
-           "%s", error);
-    expect(checkpoint_room("/proc/x", huge, 1, 1, true, error), "where there is no disk: %s", error);
-    const Option save = {"save", OPTION_CHOICE, 0, "none", 0, 0, "none", "", ""};
-    const OptionTable table = {&save, 1, nullptr, 0, nullptr};
-    const char* none = "none";
-    RunFolder run = {};
-    run.table = &table, run.fields = &none;
-    expect(checkpoint_possible(&run, huge, nullptr), "--save none needs room: %s", run.error);
+    Options options;
+    options_defaults(&options);
+    static RunFolder run;
+    run.options = &options, run.sources[0] = run.sources[1] = run.sources[2] = "";
+    options.run = work_folder(), options.steps = 3000;
+    expect(!run_folder_possible(&run, true, huge) && strstr(run.error, "for 3 checkpoints; free some") &&
+               strstr(run.error, "or type --keep 1, or type --save weights or none") &&
+               strstr(run.error, " GiB are free"),
+           "%s", run.error);
+    options.keep = 1, options.save = "weights";
+    expect(!run_folder_possible(&run, true, huge) && !strstr(run.error, "--keep") && !strstr(run.error, "--save"), "%s",
+           run.error);
+    options.save = "none";
+    expect(run_folder_possible(&run, true, huge), "--save none needs room: %s", run.error);
+    options.save = "all", options.run = "/proc/x";
+    expect(run_folder_possible(&run, true, huge), "where there is no disk: %s", run.error);
 }
 
 FOLDER_TEST(cli_save_none) {

@@ -332,7 +332,6 @@ FOLDER_TEST(corpus_cli) {
     write_bytes(work, "packed.gz", "\x1F\x8B\x08\x00\x00\x00\x00\x00\x00\x03 and so on, for a window or two", 41);
     const std::tuple<const char*, const char*, int> cases[] = {
         {"--data WORK/nanogpt", "is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt ", 2},
-        {"--data-format nanogpt --data WORK/nanogpt", "type .venv/bin/python data/prepare.py --from-nanogpt FOLDER", 2},
         {"--data-format bytes --data WORK/s?.bin", "s0.bin is a shard of tokens, not bytes; leave --data-format out",
          2},
         {"--data WORK/packed.gz", "packed.gz is gzip data; type make venv && .venv/bin/python data/prepare.py ", 2},

@@ -4,6 +4,7 @@
 #include "../../data/model_folder.h"
 #include "../../data/tokenizer.h"
 #include "cli.h"
+#include "tensors.h"
 
 // Copies a folder's files, without state.json unless `state`, so that it is a model and no checkpoint. Returns its
 // path.
@@ -92,10 +93,9 @@ FOLDER_TEST(folders_state_names) {
 FOLDER_TEST(folders_cut_while_read) {
     const char* path = joined(work, "x.safetensors");
     static float values[1 << 16];
-    SafetensorsEntry entry = {"x", "BF16", {1 << 16}, 1};
+    SafetensorsTensor entry = tensor_of("x", "BF16", {1 << 16});
     SafetensorsWriter* writer = safetensors_begin(path, &entry, 1, nullptr, error);
-    expect(safetensors_write(writer, values, 2 << 16, error) && safetensors_finish(writer, nullptr, nullptr, error),
-           "%s", error);
+    expect(safetensors_write(writer, values, 2 << 16) && safetensors_finish(writer, nullptr, nullptr), "%s", error);
     Safetensors file;
     expect(safetensors_open(&file, path, error), "%s", error);
     expect(safetensors_floats(&file, file.tensors, 0, 1 << 16, values, error), "%s", error);
@@ -168,23 +168,23 @@ struct Added {
 static void rewrite(const char* from, const char* to, int first, int last, const Added* added) {
     Safetensors file;
     if (!safetensors_open(&file, joined(from, "model.safetensors"), error)) abort();
-    SafetensorsEntry entries[64];
+    SafetensorsTensor entries[64];
     int count = 0;
     for (int t = 0; t < file.count; t++) {
         const SafetensorsTensor* tensor = &file.tensors[t];
         if (t < first || t >= last) continue;
-        entries[count] = {tensor->name, tensor->dtype, {}, tensor->dims};
-        memcpy(entries[count++].shape, tensor->shape, sizeof(entries[0].shape));
+        entries[count++] = *tensor;
     }
     if (added) {
-        entries[count] = {added->name, added->dtype, {}, added->dims};
+        entries[count] = tensor_of(added->name, added->dtype, {});
+        entries[count].dims = added->dims;
         memcpy(entries[count++].shape, added->shape, sizeof(added->shape));
     }
     SafetensorsWriter* writer = safetensors_begin(to, entries, count, "pt", error);
     char* bytes = (char*)calloc(1, 1 << 20);
     for (int t = first; t < last && t < file.count; t++) {
         if (!safetensors_read(&file, &file.tensors[t], 0, file.tensors[t].bytes, bytes, error)) abort();
-        if (!safetensors_write(writer, bytes, file.tensors[t].bytes, error)) abort();
+        if (!safetensors_write(writer, bytes, file.tensors[t].bytes)) abort();
     }
     if (added) {
         const SafetensorsTensor* wte = safetensors_find(&file, "transformer.wte.weight");
@@ -193,9 +193,9 @@ static void rewrite(const char* from, const char* to, int first, int last, const
         memset(bytes, 0, 1 << 20);
         if (added->head && !safetensors_read(&file, wte, 0, wte->bytes, bytes, error)) abort();
         if (added->head == 2) bytes[wte->bytes - 1] ^= 1;
-        if (!safetensors_write(writer, bytes, size, error)) abort();
+        if (!safetensors_write(writer, bytes, size)) abort();
     }
-    if (!safetensors_finish(writer, nullptr, nullptr, error)) abort();
+    if (!safetensors_finish(writer, nullptr, nullptr)) abort();
     safetensors_close(&file);
 }
 

@@ -38,8 +38,7 @@ static void seal_again(Test* test, const char* checkpoint) {
     char *state = contents(checkpoint, "state.json"), *files = state ? strstr(state, "\"files\"") : nullptr;
     expect(files, "%s/state.json has no files", checkpoint);
     if (files) *files = 0;
-    const CheckpointFile all[] = {
-        {"model.safetensors", 0, -1, false}, {"optimizer.safetensors", 0, -1, false}, {"config.json", 0, -1, false}};
+    CheckpointFile all[] = {{"model.safetensors", 0, -1}, {"optimizer.safetensors", 0, -1}, {"config.json", 0, -1}};
     if (files) expect(checkpoint_seal(checkpoint, state, all, 3, error), "%s", error);
 }
 

@@ -4,7 +4,6 @@
 #include <pthread.h>
 
 #include "../../data/memory.h"
-#include "../../data/schedule.h"
 #include "apart.h"
 
 constexpr size_t TOO_MUCH = (size_t)1 << 60;
@@ -64,14 +63,6 @@ TEST(memory_missing_in_threads_is_one_sentence) {
         const char* end = strchr(its.text, '\n');
         expect(its.code == 2 && end && !end[1], "code %d, %s", its.code, its.text);
     }
-}
-
-TEST(memory_of_an_offload) {
-    const int64_t gib = 1 << 30;
-    expect(!plan_host_lacks(gib, gib, "states"), "it fits");
-    const char* lacks = plan_host_lacks(5 * gib / 2, 2 * gib, "states,residuals");
-    expect(lacks && strstr(lacks, "--offload states,residuals needs 2.50 GiB") && strstr(lacks, "2.00 are free"), "%s",
-           lacks);
 }
 
 TEST(memory_texts) {

@@ -3,6 +3,14 @@
 #include "../../data/safetensors.h"
 #include "test.h"
 
+// A tensor to be written.
+inline SafetensorsTensor tensor_of(const char* name, const char* dtype, std::initializer_list<int64_t> shape) {
+    SafetensorsTensor tensor = {};
+    tensor.name = name, tensor.dtype = dtype;
+    for (int64_t size : shape) tensor.shape[tensor.dims++] = size;
+    return tensor;
+}
+
 // Returns the bytes of a tensor, which are never freed. It ends the test where they cannot be read.
 inline const void* tensor_data(const Safetensors* file, const SafetensorsTensor* tensor) {
     void* data = malloc((size_t)tensor->bytes + 1);
