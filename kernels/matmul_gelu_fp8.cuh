@@ -7,15 +7,15 @@
 //
 // Bytes per element of the result: forward writes 2 + 1 + 1, backward reads 2 and writes 1 + 1; a product and a cast
 // move 6 and 8. At GPT-2 124M these bytes take longer than the product, so the block is divided: two warpgroups only
-// multiply, and two compute GELU, make codes and transpose them, 4 x 8 elements per thread at a time. The tile passes
-// between them through shared memory in four panels of 64 columns, each with its own barriers, so that both sides
-// always work. The two that make codes take turns at the panels: while one computes, the other stores.
+// multiply (gemm_sm90.cuh's steps), and two compute GELU, make codes and transpose them, 4 x 8 elements per thread at a
+// time. The tile passes between them through shared memory in four panels of 64 columns, each with its own barriers, so
+// that both sides always work. The two that make codes take turns at the panels: while one computes, the other stores.
 //
 // Tile 128 x 256, 64 rows a multiplying warpgroup, in two products of 128 columns: one of 256 would need more registers
 // than a block of this size can be compiled with. Shared memory, 226 KB: 3 stages of A (128 x 128 codes) and B (256 x
 // 128), 4 panels (128 x 64 bf16), two buffers of transposed codes (64 x 128), and 2 KB for the bias (forward) or the
 // column sums of 8 warps (backward). Block of 512: 8 warps that multiply (168 registers), of which one thread orders
-// the copies two steps ahead, and 8 that make codes (88). Blocks stay and walk over tiles as in matmul_gelu.cuh.
+// the copies two steps ahead, and 8 that make codes (88). Blocks stay and walk over tiles as gemm_tile says.
 //
 // Deterministic: each sum runs over K in order (14 bits are kept of it), column sums over fixed rows (128, then
 // column_sum.cuh).
@@ -23,10 +23,10 @@
 #include "fp8.cuh"
 #include "matmul_gelu.cuh"
 
-constexpr int MQ_STAGES = 3, MQ_DEPTH = 128, MQ_PANEL_BYTES = MG_ROWS * PANEL_ROW_BYTES;
-constexpr int MQ_PANELS = MQ_STAGES * MG_STAGE_BYTES;                   // offset of the panels
-constexpr int MQ_WORDS = MQ_PANELS + MG_COLUMNS / 64 * MQ_PANEL_BYTES;  // of the transposed codes
-constexpr int MQ_WORDS_BYTES = 64 * MG_ROWS;
+constexpr int MQ_STAGES = 3, MQ_DEPTH = 128, MQ_PANEL_BYTES = GEMM_ROWS * PANEL_ROW_BYTES;
+constexpr int MQ_PANELS = MQ_STAGES * GEMM_STAGE_BYTES;                   // offset of the panels
+constexpr int MQ_WORDS = MQ_PANELS + GEMM_COLUMNS / 64 * MQ_PANEL_BYTES;  // of the transposed codes
+constexpr int MQ_WORDS_BYTES = 64 * GEMM_ROWS;
 constexpr int MQ_EXTRA = MQ_WORDS + 2 * MQ_WORDS_BYTES;
 constexpr int MQ_BARRIERS = MQ_EXTRA + 2048;  // full and empty of each stage, then of each panel
 constexpr int MQ_SHARED_BYTES = MQ_BARRIERS + (2 * MQ_STAGES + 8) * 8;
@@ -38,23 +38,17 @@ struct MatmulGeluFp8Maps {
 
 // The arguments that both sides work with.
 struct MatmulGeluFp8 {
-    MatmulGeluShape shape;  // its depth is in codes
-    const bf16* bias;       // (columns), forward
-    const bf16* pre;        // (rows, columns), backward
-    float* partial;         // (rows / 128, columns) column sums, backward
-    uint8_t* transposed;    // (columns, rows) codes
-    Fp8Codes codes;         // by rows
+    GemmShape shape;      // its depth is in codes
+    const bf16* bias;     // (columns), forward
+    const bf16* pre;      // (rows, columns), backward
+    float* partial;       // (rows / 128, columns) column sums, backward
+    uint8_t* transposed;  // (columns, rows) codes
+    Fp8Codes codes;       // by rows
     const float *inverse_left, *inverse_right;
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-__device__ __forceinline__ uint32_t mq_full(uint32_t shared, int stage) {
-    return shared + MQ_BARRIERS + stage * 8;
-}
-__device__ __forceinline__ uint32_t mq_empty(uint32_t shared, int stage) {
-    return shared + MQ_BARRIERS + (MQ_STAGES + stage) * 8;
-}
 __device__ __forceinline__ uint32_t mq_panel_full(uint32_t shared, int panel) {
     return shared + MQ_BARRIERS + (2 * MQ_STAGES + panel) * 8;
 }
@@ -62,66 +56,42 @@ __device__ __forceinline__ uint32_t mq_panel_empty(uint32_t shared, int panel) {
     return shared + MQ_BARRIERS + (2 * MQ_STAGES + 4 + panel) * 8;
 }
 
-__device__ __forceinline__ int mq_steps(const MatmulGeluShape& shape) {
+__device__ __forceinline__ int mq_steps(const GemmShape& shape) {
     return (shape.depth + MQ_DEPTH - 1) / MQ_DEPTH;
 }
 
 // The state of the thread that issues the TMA loads: the next step of this block's tiles, and its stage.
-struct MatmulGeluFp8Orders {
+struct MatmulGeluFp8Loads {
     const MatmulGeluFp8Maps* maps;
+    GemmStages<MQ_STAGES> stages;
     Ring<MQ_STAGES> ring;  // the stages begin empty
     int index, k;
 };
 
-// Orders the operands of the next step. The maps are those of bf16, so K counts pairs of codes.
-__device__ __forceinline__ void mq_order(MatmulGeluFp8Orders& o, uint32_t shared, const MatmulGeluShape& shape) {
+// Loads the operands of the next step. The maps are those of bf16, so K counts pairs of codes.
+__device__ __forceinline__ void mq_load(MatmulGeluFp8Loads& o, const GemmShape& shape) {
     if (o.index >= shape.tiles) return;
-    const MatmulGeluTile tile = mg_tile(o.index, shape);
-    const uint32_t full = mq_full(shared, o.ring.stage), a = shared + o.ring.stage * MG_STAGE_BYTES;
-    barrier_wait(mq_empty(shared, o.ring.stage), o.ring.parity);
-    barrier_expect(full, MG_STAGE_BYTES);
-    tensor_load(a, &o.maps->a, full, o.k * (MQ_DEPTH / 2), tile.row, 0);
-    tensor_load(a + MG_A_BYTES, &o.maps->b, full, o.k * (MQ_DEPTH / 2), tile.column, 0);
+    const GemmTile tile = gemm_tile(o.index, shape);
+    barrier_wait(o.stages.empty(o.ring.stage), o.ring.parity);
+    gemm_load_step<0, 0, GEMM_COLUMNS>(o.stages.at(o.ring.stage), o.stages.full(o.ring.stage), &o.maps->a, &o.maps->b,
+                                       tile.row, tile.column, 0, o.k, GEMM_COLUMNS);
     o.ring.advance();
     if (++o.k == mq_steps(shape)) o.k = 0, o.index += gridDim.x;
 }
 
 // A multiplying warpgroup's product of one tile, 64 x 256. When a step has ended, and its stage is free, the step after
-// the next one is ordered into it.
-template <bool A_E5M2>
-__device__ __forceinline__ void mq_product(float (&c)[2][16][4], uint32_t shared, int group,
-                                           const MatmulGeluShape& shape, Ring<MQ_STAGES>& ring,
-                                           MatmulGeluFp8Orders& orders) {
-    const bool first = threadIdx.x % 32 == 0;
+// the next one is loaded into it.
+template <typename T>
+__device__ __forceinline__ void mq_product(Gemm<MQ_STAGES>& g, const GemmShape& shape, MatmulGeluFp8Loads& loads) {
     const int steps = mq_steps(shape);
-    int last = 0;
 #pragma unroll 1
-    for (int k = 0; k < steps; k++) {
-        const uint32_t a = shared + ring.stage * MG_STAGE_BYTES;
-        const uint64_t left = uniform_operand(operand_k_major<MG_ROWS>(a + group * 64 * PANEL_ROW_BYTES, 0));
-        const uint64_t right = uniform_operand(operand_k_major<MG_COLUMNS>(a + MG_A_BYTES, 0));
-        barrier_wait(mq_full(shared, ring.stage), ring.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < MQ_DEPTH / 32; j++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                Wgmma<128>::shared_fp8<A_E5M2>(c[half], operand_step(left, j * 32),
-                                               operand_step(right, j * 32 + half * 128 * PANEL_ROW_BYTES),
-                                               k > 0 || j > 0);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (k > 0 && first) barrier_arrive(mq_empty(shared, last));
-        if (threadIdx.x == 0) mq_order(orders, shared, shape);
+    for (g.k = 0; g.k < steps;) {
+        gemm_start_step<T, 0, 0, GEMM_COLUMNS>(g);
+        gemm_end_step(g);
+        if (threadIdx.x == 0) mq_load(loads, shape);
         __syncwarp();
-        last = ring.stage;
-        ring.advance();
     }
-    wgmma_wait<0>();
-    wgmma_hold(c[0]);
-    wgmma_hold(c[1]);
-    if (first) barrier_arrive(mq_empty(shared, last));
+    gemm_end_tile(g);
 }
 
 // The bias of a tile's columns, two a thread, into shared memory; two tiles take turns there.
@@ -131,24 +101,25 @@ __device__ __forceinline__ void mq_place_bias(uint32_t to, uint32_t pair, int gr
 }
 
 // A multiplying warpgroup: its 64 rows of all tiles of this block, as bf16 into the panels.
-template <bool BACKWARD, bool A_E5M2>
-__device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8Maps* maps, const MatmulGeluFp8& w) {
+template <bool BACKWARD, typename T>
+__device__ __forceinline__ void mq_multiply(uint32_t shared, const GemmStages<MQ_STAGES>& stages,
+                                            const MatmulGeluFp8Maps* maps, const MatmulGeluFp8& w) {
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), group = warp / 4, lane = threadIdx.x % 32;
     const float unit = *w.inverse_left * *w.inverse_right;
     const uint32_t place = shared + MQ_PANELS + warp * 16 * PANEL_ROW_BYTES + panel_offset(lane % 16, lane / 16);
-    Ring<MQ_STAGES> ring;
-    MatmulGeluFp8Orders orders = {maps, {0, 1}, (int)blockIdx.x, 0};
-    for (int i = 0; i < MQ_STAGES - 1 && threadIdx.x == 0; i++) mq_order(orders, shared, w.shape);
+    MatmulGeluFp8Loads loads = {maps, stages, {0, 1}, (int)blockIdx.x, 0};
+    for (int i = 0; i < MQ_STAGES - 1 && threadIdx.x == 0; i++) mq_load(loads, w.shape);
     __syncwarp();
-    float c[2][16][4];
+    Gemm<MQ_STAGES> g;
+    g.stages = stages, g.group = group, g.lane = lane, g.last = 0;
     uint32_t parity = 0;
     for (int index = blockIdx.x; index < w.shape.tiles; index += gridDim.x, parity ^= 1) {
         const uint32_t bias = shared + MQ_EXTRA + group * 1024 + parity * 512;
         uint32_t bias_pair = 0;
         if (!BACKWARD)
             bias_pair =
-                *reinterpret_cast<const uint32_t*>(w.bias + mg_tile(index, w.shape).column + threadIdx.x % 128 * 2);
-        mq_product<A_E5M2>(c, shared, group, w.shape, ring, orders);
+                *reinterpret_cast<const uint32_t*>(w.bias + gemm_tile(index, w.shape).column + threadIdx.x % 128 * 2);
+        mq_product<T>(g, w.shape, loads);
         if (!BACKWARD) mq_place_bias(bias, bias_pair, group);
 #pragma unroll
         for (int panel = 0; panel < 4; panel++) {
@@ -158,7 +129,7 @@ __device__ __forceinline__ void mq_multiply(uint32_t shared, const MatmulGeluFp8
                 uint32_t word[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float* pair = c[n / 16][n % 16 + i / 2] + i % 2 * 2;
+                    const float* pair = g.c[n + i / 2] + i % 2 * 2;
                     float2 add = {0.0f, 0.0f};
                     if (!BACKWARD) add = pair_floats(load_word(bias + (n + i / 2) * 16 + lane % 4 * 4));
                     word[i] = pack_bf16(fmaf(pair[0], unit, add.x), fmaf(pair[1], unit, add.y));
@@ -215,7 +186,7 @@ __device__ __forceinline__ void mq_send(const MatmulGeluFp8& w, const uint32_t* 
     }
     if (!BACKWARD || thread >= 64) return;
     const float total = (sums[thread] + sums[64 + thread]) + (sums[128 + thread] + sums[192 + thread]);
-    w.partial[(int64_t)(row / MG_ROWS) * w.shape.columns + column + thread] = total;
+    w.partial[(int64_t)(row / GEMM_ROWS) * w.shape.columns + column + thread] = total;
 }
 
 // The state of a thread of a team, which has 8 columns of 4 rows of a panel, and of the 4 rows 64 further down.
@@ -228,14 +199,14 @@ struct MatmulGeluFp8Maker {
 };
 
 // The index in the result of the thread's first element.
-__device__ __forceinline__ int64_t mq_place(const MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, MatmulGeluTile tile,
+__device__ __forceinline__ int64_t mq_place(const MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, GemmTile tile,
                                             int panel, int half) {
     return (int64_t)(tile.row + 4 * (m.group + 16 * half)) * w.shape.columns + tile.column + panel * 64 + m.eight * 8;
 }
 
 // Backward: its part of a panel of pre.
 __device__ __forceinline__ void mq_load_pre(Vec<bf16> (&pre)[8], const MatmulGeluFp8Maker& m, const MatmulGeluFp8& w,
-                                            MatmulGeluTile tile, int panel) {
+                                            GemmTile tile, int panel) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const bf16* from = w.pre + mq_place(m, w, tile, panel, half);
@@ -247,8 +218,8 @@ __device__ __forceinline__ void mq_load_pre(Vec<bf16> (&pre)[8], const MatmulGel
 // The codes of a panel, from shared memory at `from`, which is given back as soon as it is read, if `gives`.
 template <bool BACKWARD, bool E5M2>
 __device__ __forceinline__ void mq_make_panel(MatmulGeluFp8Maker& m, const MatmulGeluFp8& w, const char* from,
-                                              uint32_t empty, bool gives, const Vec<bf16> (&pre)[8],
-                                              MatmulGeluTile tile, int panel) {
+                                              uint32_t empty, bool gives, const Vec<bf16> (&pre)[8], GemmTile tile,
+                                              int panel) {
     constexpr Fp8Op OP = BACKWARD ? FP8_GELU_BACKWARD : FP8_GELU;
     float sum[8] = {};
 #pragma unroll
@@ -294,11 +265,11 @@ __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, con
     const bool first = thread % 32 == 0, waits = !BACKWARD && thread < 32;
     Vec<bf16> pre[8] = {};
     uint32_t parity = 0;
-    MatmulGeluTile tile = mg_tile(blockIdx.x, w.shape);
+    GemmTile tile = gemm_tile(blockIdx.x, w.shape);
     if (BACKWARD) mq_load_pre(pre, m, w, tile, team);
     for (int index = blockIdx.x; index < w.shape.tiles; index += gridDim.x, parity ^= 1) {
         const int after = index + (int)gridDim.x;
-        const MatmulGeluTile next = after < w.shape.tiles ? mg_tile(after, w.shape) : tile;
+        const GemmTile next = after < w.shape.tiles ? gemm_tile(after, w.shape) : tile;
 #pragma unroll 1
         for (int panel = team; panel < 4; panel += 2) {
             const uint32_t offset = MQ_PANELS + panel * MQ_PANEL_BYTES, empty = mq_panel_empty(shared, panel);
@@ -319,18 +290,6 @@ __device__ __forceinline__ void mq_make_codes(uint32_t shared, char* memory, con
     publish_warp_amax(w.codes, m.stats);
 }
 
-__device__ __forceinline__ void mq_barriers(uint32_t shared) {
-    for (int i = 0; i < MQ_STAGES; i++) {
-        barrier_init(mq_full(shared, i), 1);
-        barrier_init(mq_empty(shared, i), 8);  // a thread of each warp that multiplies
-    }
-    for (int i = 0; i < 4; i++) {
-        barrier_init(mq_panel_full(shared, i), 8);
-        barrier_init(mq_panel_empty(shared, i), MQ_TEAM / 32);
-    }
-    barrier_init_done();
-}
-
 #endif
 
 // Grid at most the tiles, block MQ_THREADS, shared memory MQ_SHARED_BYTES; rows a multiple of 128, columns of 256,
@@ -342,14 +301,22 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
     extern __shared__ __align__(1024) unsigned char matmul_gelu_shared[];
     const uint32_t shared = shared_offset(matmul_gelu_shared);
     const bool makes = __shfl_sync(0xffffffffu, (int)threadIdx.x / 256, 0) == 1;
-    if (threadIdx.x == 0) mq_barriers(shared);
+    const GemmStages<MQ_STAGES> stages = {shared, shared + MQ_BARRIERS};
+    if (threadIdx.x == 0) {
+        stages.init();
+        for (int i = 0; i < 4; i++) {
+            barrier_init(mq_panel_full(shared, i), 8);
+            barrier_init(mq_panel_empty(shared, i), MQ_TEAM / 32);
+        }
+        barrier_init_done();
+    }
     __syncthreads();
     if (makes) {
         registers_shrink<88>();
         mq_make_codes<BACKWARD, TYPE == FP8_E5M2>(shared, (char*)matmul_gelu_shared, &maps, w);
     } else {
         registers_grow<168>();
-        mq_multiply<BACKWARD, TYPE == FP8_E5M2>(shared, &maps, w);
+        mq_multiply<BACKWARD, std::conditional_t<TYPE == FP8_E5M2, GemmE5m2, GemmE4m3>>(shared, stages, &maps, w);
     }
 #else
     (void)maps, (void)w;
@@ -358,12 +325,9 @@ __global__ void __launch_bounds__(MQ_THREADS, 1)
 
 // True if these kernels run here and the result has tiles for every multiprocessor.
 inline bool matmul_gelu_fp8_fits(const Device* dev, int64_t rows, int columns, int depth) {
-    const int64_t tiles = ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS);
-    if (dev->compute != 90 || tiles < dev->sm_count || rows >= (1ll << 31) - MG_ROWS || tiles >= 1ll << 30)
-        return false;
     static const bool built = hopper_kernel_is_built(matmul_gelu_kernel<true>);
-    return built && dev->shared_memory >= MQ_SHARED_BYTES && rows % MG_ROWS == 0 && columns % MG_COLUMNS == 0 &&
-           depth % 16 == 0;
+    return built && gemm_fits(dev, rows, columns, MQ_SHARED_BYTES) && rows % GEMM_ROWS == 0 &&
+           columns % GEMM_COLUMNS == 0 && depth % 16 == 0;
 }
 
 template <bool BACKWARD, Fp8Type TYPE>
@@ -382,9 +346,8 @@ struct MatmulGeluCodes {
 };
 
 inline MatmulGeluFp8 matmul_gelu_fp8_work(const MatmulGeluCodes* codes, int64_t rows, int columns, int depth) {
-    const int tiles = (int)(ceil_div(rows, MG_ROWS) * ceil_div(columns, MG_COLUMNS));
     MatmulGeluFp8 work = {};
-    work.shape = {(int)rows, columns, depth, tiles};
+    work.shape = gemm_shape(rows, columns, depth);
     work.codes = codes->out, work.transposed = codes->transposed;
     work.inverse_left = codes->inverse_left, work.inverse_right = codes->inverse_right;
     return work;
@@ -394,8 +357,9 @@ inline MatmulGeluFp8 matmul_gelu_fp8_work(const MatmulGeluCodes* codes, int64_t 
 // bf16. Where matmul_gelu_fp8_fits(dev, N, OC, C).
 inline void matmul_gelu_fp8_forward(const Device* dev, const MatmulGeluCodes* codes, bf16* pre, const uint8_t* inp,
                                     const uint8_t* weight, const bf16* bias, int64_t N, int C, int OC) {
-    const MatmulGeluFp8Maps maps = {tensor_map(inp, 1, N, C / 2, MG_ROWS), tensor_map(weight, 1, OC, C / 2, MG_COLUMNS),
-                                    tensor_map(pre, 1, N, OC, MG_ROWS)};
+    const MatmulGeluFp8Maps maps = {tensor_map(inp, 1, N, C / 2, GEMM_ROWS),
+                                    tensor_map(weight, 1, OC, C / 2, GEMM_COLUMNS),
+                                    tensor_map(pre, 1, N, OC, GEMM_ROWS)};
     MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, OC, C);
     work.bias = bias;
     matmul_gelu_fp8_launch<false, FP8_E4M3>(dev, &maps, &work);
@@ -408,8 +372,9 @@ template <typename G>
 void matmul_gelu_fp8_backward(const Device* dev, const MatmulGeluCodes* codes, G* dbias, float* scratch,
                               const uint8_t* dout, const uint8_t* weight, const bf16* pre, int64_t N, int C, int OC,
                               bool accumulate) {
-    const MatmulGeluFp8Maps maps = {tensor_map(dout, 1, N, OC / 2, MG_ROWS),
-                                    tensor_map(weight, 1, C, OC / 2, MG_COLUMNS), tensor_map(pre, 1, N, C, MG_ROWS)};
+    const MatmulGeluFp8Maps maps = {tensor_map(dout, 1, N, OC / 2, GEMM_ROWS),
+                                    tensor_map(weight, 1, C, OC / 2, GEMM_COLUMNS),
+                                    tensor_map(pre, 1, N, C, GEMM_ROWS)};
     MatmulGeluFp8 work = matmul_gelu_fp8_work(codes, N, C, OC);
     work.pre = pre, work.partial = scratch;
     if (codes->out.type == FP8_E5M2) {
@@ -417,5 +382,5 @@ void matmul_gelu_fp8_backward(const Device* dev, const MatmulGeluCodes* codes, G
     } else {
         matmul_gelu_fp8_launch<true, FP8_E4M3>(dev, &maps, &work);
     }
-    column_sum(dev, &dbias, 1, scratch, (int)(N / MG_ROWS), C, accumulate);
+    column_sum(dev, &dbias, 1, scratch, (int)(N / GEMM_ROWS), C, accumulate);
 }

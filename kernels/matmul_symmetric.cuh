@@ -16,11 +16,9 @@
 // matrix's products before. These have read their operands by then, so a product may write where one before it reads. A
 // tile's bits depend neither on the block that makes it nor on what else is in the launch.
 //
-// A warpgroup (64 x 256 sums of a tile) does as in matmul_gelu.cuh: it rounds a finished tile to fp16, in half as many
-// registers, and hands it out in eight chunks of 32 columns between the steps in K of the next tile, while the tensor
-// cores work. The registers that a chunk leaves receive c of the tile at hand. Shared memory: 4 stages of a (128 x 64)
-// and b (256 x 64), and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block of
-// 384: one thread takes tiles and loads their operands, two warps send panels out and count the parts of tiles that
+// The loop is gemm_sm90.cuh's, in fp16. The registers that a delivered chunk leaves receive c of the tile at hand.
+// Shared memory: 4 stages, and for each warpgroup a panel of 64 x 64 for results and one for their mirror images. Block
+// of 384: one thread takes tiles and loads their operands, two warps send panels out and count the parts of tiles that
 // memory has, and two warpgroups multiply. If the next tile has to wait, that thread tells the warpgroups to hand out
 // what they hold, since the tile may wait for that. Deterministic.
 //
@@ -30,7 +28,7 @@
 #include "common.cuh"
 #include "matmul_product.cuh"
 #ifdef __CUDACC__
-#include "hopper.cuh"
+#include "gemm_sm90.cuh"
 #endif
 
 struct SymmetricProduct {
@@ -104,15 +102,12 @@ __host__ __device__
 }
 
 #ifdef __CUDACC__
-constexpr int SP_DEPTH = 64, SP_STAGES = 4, SP_CHUNKS = SP_COLUMNS / 32;
-constexpr int SP_A_BYTES = SP_ROWS * SP_DEPTH * 2, SP_STAGE_BYTES = SP_A_BYTES + SP_COLUMNS * SP_DEPTH * 2;
-constexpr int SP_PANEL_BYTES = 64 * PANEL_ROW_BYTES;
-constexpr int SP_PANELS = SP_STAGES * SP_STAGE_BYTES;     // offset: two for each warpgroup
+constexpr int SP_STAGES = 4, SP_PANEL_BYTES = 64 * PANEL_ROW_BYTES;
+constexpr int SP_PANELS = SP_STAGES * GEMM_STAGE_BYTES;   // offset: two for each warpgroup
 constexpr int SP_TILES = SP_PANELS + 4 * SP_PANEL_BYTES;  // a SymmetricTask for each stage
 constexpr int SP_TASKS = SP_TILES + SP_STAGES * 32;       // and for each warpgroup's panels
-constexpr int SP_BARRIERS = SP_TASKS + 2 * 32;            // full and empty of each stage
+constexpr int SP_BARRIERS = SP_TASKS + 2 * 32;            // of the stages
 constexpr int SP_SHARED_BYTES = SP_BARRIERS + SP_STAGES * 16;
-constexpr int SP_MIN_DEPTH = (SP_CHUNKS - 1) * SP_DEPTH + 1;  // a step in K for each chunk
 
 // A product's kind says which of its operands have rows that do not lie along K.
 enum SymmetricKind { SP_NONE_MN, SP_B_MN, SP_BOTH_MN };
@@ -150,12 +145,6 @@ struct SymmetricTask {
 constexpr int SP_FLUSH = -1;  // hand out the tile that is held
 constexpr int SP_END = -2;    // the same, and end
 
-__device__ __forceinline__ uint32_t sp_full(uint32_t shared, int stage) {
-    return shared + SP_BARRIERS + stage * 8;
-}
-__device__ __forceinline__ uint32_t sp_empty(uint32_t shared, int stage) {
-    return shared + SP_BARRIERS + (SP_STAGES + stage) * 8;
-}
 __device__ __forceinline__ uint32_t sp_parity(uint32_t turn) {
     return turn / SP_STAGES % 2;
 }
@@ -182,15 +171,16 @@ __device__ __forceinline__ SymmetricTask sp_read(uint32_t at) {
 struct SymmetricProducer {
     const SymmetricLaunch* launch;
     uint32_t shared;
+    GemmStages<SP_STAGES> stages;
     uint32_t turn;  // of all steps; the stages begin empty
 };
 
 // Pushes a task without a GEMM (SP_FLUSH or SP_END) to the warpgroups, in a stage of its own.
 __device__ __forceinline__ void push_control_task(SymmetricProducer& p, int item) {
     const uint32_t stage = p.turn % SP_STAGES;
-    barrier_wait(sp_empty(p.shared, stage), sp_parity(p.turn) ^ 1);
+    barrier_wait(p.stages.empty(stage), sp_parity(p.turn) ^ 1);
     sp_write(p.shared + SP_TILES + stage * 32, {item, {0, 0, 0, 0}});
-    barrier_arrive(sp_full(p.shared, stage));
+    barrier_arrive(p.stages.full(stage));
     p.turn++;
 }
 
@@ -204,7 +194,7 @@ __device__ __forceinline__ void sp_await(SymmetricProducer& p, const int* count,
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(count) : "memory");
         if (now >= before) break;
         const uint32_t last = p.turn - 1;
-        if (!flushed && barrier_is_past(sp_empty(p.shared, last % SP_STAGES), sp_parity(last)))
+        if (!flushed && barrier_is_past(p.stages.empty(last % SP_STAGES), sp_parity(last)))
             push_control_task(p, SP_FLUSH), flushed = true;
     }
     fence_async_all();
@@ -214,31 +204,23 @@ template <int A_MN, int B_MN>
 __device__ __forceinline__ void sp_load(SymmetricProducer& p, const SymmetricItem& item, const SymmetricTask& task) {
     const SymmetricTile& tile = task.tile;
     uint32_t maps = item.a | item.b << 16;
-    const int steps = (item.shape.depth + SP_DEPTH - 1) / SP_DEPTH, columns = tile.half ? SP_HALF : SP_COLUMNS;
+    const int steps = (item.shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH;
     for (int k = 0; k < steps; k++, p.turn++) {
-        const uint32_t stage = p.turn % SP_STAGES, full = sp_full(p.shared, stage),
-                       a = p.shared + stage * SP_STAGE_BYTES, b = a + SP_A_BYTES;
-        barrier_wait(sp_empty(p.shared, stage), sp_parity(p.turn) ^ 1);
+        const uint32_t stage = p.turn % SP_STAGES;
+        barrier_wait(p.stages.empty(stage), sp_parity(p.turn) ^ 1);
         if (k == 0) sp_write(p.shared + SP_TILES + stage * 32, task);
-        barrier_expect(full, SP_A_BYTES + columns * SP_DEPTH * 2);
         asm volatile("" : "+r"(maps));  // so that two addresses are not kept in four registers
-        const CUtensorMap *map_a = &p.launch->map[maps & 0xffff], *map_b = &p.launch->map[maps >> 16];
-        const int step = A_MN ? 64 : SP_ROWS, step_b = B_MN ? 64 : SP_HALF;
-        for (int i = 0; i < SP_ROWS; i += step) {
-            tensor_load(a + i * PANEL_ROW_BYTES, map_a, full, A_MN ? tile.row + i : k * SP_DEPTH,
-                        A_MN ? k * SP_DEPTH : tile.row + i, tile.matrix);
-        }
-        for (int i = 0; i < columns; i += step_b) {
-            tensor_load(b + i * PANEL_ROW_BYTES, map_b, full, B_MN ? tile.column + i : k * SP_DEPTH,
-                        B_MN ? k * SP_DEPTH : tile.column + i, tile.matrix);
-        }
+        gemm_load_step<A_MN, B_MN, SP_HALF>(p.stages.at(stage), p.stages.full(stage), &p.launch->map[maps & 0xffff],
+                                            &p.launch->map[maps >> 16], tile.row, tile.column, tile.matrix, k,
+                                            tile.half ? SP_HALF : SP_COLUMNS);
     }
 }
 
 // One thread of a block takes tiles, and loads their operands, stage after stage. An operand whose rows do not lie
 // along K (MN) comes as panels of 64 columns.
-__device__ __forceinline__ void sp_produce(uint32_t shared, const SymmetricLaunch* launch) {
-    SymmetricProducer p = {launch, shared, 0};
+__device__ __forceinline__ void sp_produce(uint32_t shared, const GemmStages<SP_STAGES>& stages,
+                                           const SymmetricLaunch* launch) {
+    SymmetricProducer p = {launch, shared, stages, 0};
     int next = atomicAdd(launch->counts, 1), i = 0;
     while (next < launch->tiles) {
         const int index = next;
@@ -299,56 +281,22 @@ __device__ __forceinline__ void sp_send(uint32_t shared, const SymmetricLaunch* 
 
 // The state of a thread in a warpgroup that multiplies.
 struct SymmetricWork {
+    Gemm<SP_STAGES> gemm;
     const SymmetricLaunch* launch;
     uint32_t shared;
-    uint32_t place, mirror_place;  // this lane's addresses for the matrices of column 0
-    int group, lane;
-    int row, column;                   // of sum[0][0]
-    uint32_t turn;                     // number of the step among all of this block
-    int k;                             // of the tile
+    uint32_t place, mirror_place;      // this lane's addresses for the matrices of column 0
+    int row, column;                   // of gemm.c[0][0]
     int panels, mirrored;              // of the tile before, or 0
     SymmetricTask task;                // being multiplied
-    float sum[SP_COLUMNS / 8][4];      // [n] are columns 8 n + 2 (lane % 4) and the next, of two rows
     uint32_t held[SP_COLUMNS / 8][2];  // the tile before; then c of this one
 };
-
-// Starts the next step of the tile's product, of its first COLUMNS columns.
-template <int A_MN, int B_MN, int COLUMNS>
-__device__ __forceinline__ void sp_start_step(SymmetricWork& w) {
-    const uint32_t stage = w.turn % SP_STAGES, a = w.shared + stage * SP_STAGE_BYTES + w.group * SP_PANEL_BYTES,
-                   b = w.shared + stage * SP_STAGE_BYTES + SP_A_BYTES;
-    const uint64_t left = uniform_operand(A_MN ? operand_mn_major<SP_DEPTH>(a, 0) : operand_k_major<SP_ROWS>(a, 0));
-    const uint64_t right = uniform_operand(B_MN ? operand_mn_major<SP_DEPTH>(b, 0) : operand_k_major<SP_COLUMNS>(b, 0));
-    float(&sum)[COLUMNS / 8][4] = *reinterpret_cast<float(*)[COLUMNS / 8][4]>(&w.sum);
-    barrier_wait(sp_full(w.shared, stage), sp_parity(w.turn));
-    wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < SP_DEPTH / 16; j++) {
-        Wgmma<COLUMNS, __half>::template shared<A_MN, B_MN>(
-            sum, operand_step(left, j * (A_MN ? 16 * PANEL_ROW_BYTES : 32)),
-            operand_step(right, j * (B_MN ? 16 * PANEL_ROW_BYTES : 32)), w.k > 0 || j > 0);
-    }
-    wgmma_commit();
-}
-
-// This warp has multiplied with the stage of the step before.
-__device__ __forceinline__ void sp_give_back(const SymmetricWork& w) {
-    if (w.lane == 0) barrier_arrive(sp_empty(w.shared, (w.turn - 1) % SP_STAGES));
-}
-
-// Ends the step before the one that was started.
-__device__ __forceinline__ void sp_end_step(SymmetricWork& w) {
-    wgmma_wait<1>();
-    if (w.k > 0) sp_give_back(w);
-    w.turn++, w.k++;
-}
 
 // Chunk C of the tile before: into the panels, which every other chunk fills.
 template <int C>
 __device__ __forceinline__ void sp_deliver(SymmetricWork& w) {
     if (C / 2 >= w.panels) return;
     const bool mirrored = C / 2 < w.mirrored;
-    if (C % 2 == 0) group_sync(3 + w.group, 160);
+    if (C % 2 == 0) group_sync(3 + w.gemm.group, 160);
 #pragma unroll
     for (int n = 4 * C; n < 4 * C + 4; n += 2) {
         const uint32_t x[4] = {w.held[n][0], w.held[n][1], w.held[n + 1][0], w.held[n + 1][1]};
@@ -357,7 +305,7 @@ __device__ __forceinline__ void sp_deliver(SymmetricWork& w) {
     }
     if (C % 2 == 0) return;
     fence_async();
-    group_arrive(1 + w.group, 160);
+    group_arrive(1 + w.gemm.group, 160);
 }
 
 // Asks for chunk C of this tile's c.
@@ -365,7 +313,7 @@ template <int C>
 __device__ __forceinline__ void sp_fetch(SymmetricWork& w) {
     const SymmetricItem& item = w.launch->item[w.task.item];
     const SymmetricTile& tile = w.task.tile;
-    if (!item.c || (tile.half && C >= SP_CHUNKS / 2)) return;
+    if (!item.c || (tile.half && C >= GEMM_CHUNKS / 2)) return;
     const int row = tile.row + w.row, column = tile.column + C * 32, rows = item.shape.rows,
               columns = item.shape.columns;
     const char* c = (const char*)(item.c + (int64_t)tile.matrix * rows * columns);  // the same in all threads
@@ -379,25 +327,19 @@ __device__ __forceinline__ void sp_fetch(SymmetricWork& w) {
     }
 }
 
-// The first steps of a tile's product, each with a chunk of the tile before it.
-template <int A_MN, int B_MN, int COLUMNS, int C>
-__device__ __forceinline__ void sp_steps(SymmetricWork& w) {
-    if constexpr (C < SP_CHUNKS) {
-        sp_start_step<A_MN, B_MN, COLUMNS>(w);
-        sp_end_step(w);
-        sp_deliver<C>(w);
-        if constexpr (!A_MN && !B_MN) sp_fetch<C>(w);
-        sp_steps<A_MN, B_MN, COLUMNS, C + 1>(w);
-    }
-}
+// What gemm_product does between the steps of a tile. Only products of K-major operands may have c.
+template <int A, int B, int WIDTH>
+struct SymmetricUser {
+    using T = __half;
+    using Work = SymmetricWork;
+    static constexpr int A_MN = A, B_MN = B, COLUMNS = WIDTH, EVERY = GEMM_CHUNKS;
 
-template <int C>
-__device__ __forceinline__ void sp_deliver_last(SymmetricWork& w) {
-    if constexpr (C < SP_CHUNKS) {
+    template <int C, bool LAST>
+    static __device__ __forceinline__ void chunk(Work& w, int) {
         sp_deliver<C>(w);
-        sp_deliver_last<C + 1>(w);
+        if constexpr (!A_MN && !B_MN && !LAST) sp_fetch<C>(w);
     }
-}
+};
 
 __device__ __forceinline__ float2 sp_floats(uint32_t pair) {
     return __half22float2(*reinterpret_cast<__half2*>(&pair));
@@ -417,7 +359,7 @@ __device__ __forceinline__ void sp_combine(SymmetricWork& w, float alpha, float 
         const int off = w.row % 64 - w.column - n % 8 * 8;
         auto add = [&](bool here) { return DIAGONAL && here ? gamma : 0.0f; };
         const float2 upper = sp_floats(w.held[n][0]), lower = sp_floats(w.held[n][1]);
-        const float* s = w.sum[n];
+        const float* s = w.gemm.c[n];
         w.held[n][0] = sp_pack(fmaf(alpha, s[0], fmaf(beta, upper.x, add(off == 0))),
                                fmaf(alpha, s[1], fmaf(beta, upper.y, add(off == 1))));
         w.held[n][1] = sp_pack(fmaf(alpha, s[2], fmaf(beta, lower.x, add(off + 8 == 0))),
@@ -428,7 +370,7 @@ __device__ __forceinline__ void sp_combine(SymmetricWork& w, float alpha, float 
 template <int P>
 __device__ __forceinline__ void sp_combine_all(SymmetricWork& w, const SymmetricItem& f) {
     if constexpr (P < SP_COLUMNS / 64) {
-        if (w.task.tile.row + w.group * 64 == w.task.tile.column + P * 64)
+        if (w.task.tile.row + w.gemm.group * 64 == w.task.tile.column + P * 64)
             sp_combine<P, true>(w, f.alpha, f.beta, f.gamma);
         else
             sp_combine<P, false>(w, f.alpha, f.beta, f.gamma);
@@ -445,58 +387,44 @@ __device__ __forceinline__ void sp_finish(SymmetricWork& w) {
     } else {
 #pragma unroll
         for (int n = 0; n < SP_COLUMNS / 8; n++) {
-            const float* s = w.sum[n];
+            const float* s = w.gemm.c[n];
             // The additions are those of a beta of 0: they turn a sum of -0 into 0.
             w.held[n][0] = sp_pack(s[0] + 0.0f, s[1] + 0.0f), w.held[n][1] = sp_pack(s[2] + 0.0f, s[3] + 0.0f);
         }
     }
     w.panels = sp_panels(w.task.tile), w.mirrored = sp_mirrored(item.shape, w.task.tile);
-    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_TASKS + w.group * 32, w.task);
-}
-
-// A tile's product, while the tile before is sent out.
-template <int A_MN, int B_MN, int COLUMNS>
-__device__ __forceinline__ void sp_product(SymmetricWork& w, int steps) {
-    sp_steps<A_MN, B_MN, COLUMNS, 0>(w);
-    while (w.k < steps) {
-        sp_start_step<A_MN, B_MN, COLUMNS>(w);
-        sp_end_step(w);
-    }
-    wgmma_wait<0>();
-    wgmma_hold(w.sum);
-    sp_give_back(w);
+    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_TASKS + w.gemm.group * 32, w.task);
 }
 
 template <int A_MN, int B_MN>
 __device__ __forceinline__ void sp_tile(SymmetricWork& w, int steps) {
     if (w.task.tile.half)
-        sp_product<A_MN, B_MN, SP_HALF>(w, steps);
+        gemm_product<SymmetricUser<A_MN, B_MN, SP_HALF>>(w, steps);
     else
-        sp_product<A_MN, B_MN, SP_COLUMNS>(w, steps);
+        gemm_product<SymmetricUser<A_MN, B_MN, SP_COLUMNS>>(w, steps);
     sp_finish<!A_MN && !B_MN>(w);
 }
 
 // Passes stages of which this warpgroup needs nothing.
 __device__ __forceinline__ void sp_pass(SymmetricWork& w, int steps) {
-    for (; w.k < steps; w.k++) {
-        barrier_wait(sp_full(w.shared, w.turn % SP_STAGES), sp_parity(w.turn));
-        w.turn++;
-        sp_give_back(w);
+    Gemm<SP_STAGES>& g = w.gemm;
+    for (int k = 0; k < steps; k++) {
+        barrier_wait(g.stages.full(g.ring.stage), g.ring.parity);
+        gemm_give_back(g, g.ring.stage);
+        g.ring.advance();
     }
 }
 
 // A warpgroup: its 64 rows of all tiles of this block.
 __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
     for (;;) {
-        const uint32_t stage = w.turn % SP_STAGES;
-        barrier_wait(sp_full(w.shared, stage), sp_parity(w.turn));
-        w.task = sp_read(w.shared + SP_TILES + stage * 32);
-        w.k = 0;
+        barrier_wait(w.gemm.stages.full(w.gemm.ring.stage), w.gemm.ring.parity);
+        w.task = sp_read(w.shared + SP_TILES + w.gemm.ring.stage * 32);
         const bool product = w.task.item >= 0;
         const SymmetricItem& item = w.launch->item[product ? w.task.item : 0];
-        const int steps = product ? (item.shape.depth + SP_DEPTH - 1) / SP_DEPTH : 1;
-        if (!product || w.task.tile.row + w.group * 64 >= item.shape.rows) {
-            sp_deliver_last<0>(w);
+        const int steps = product ? (item.shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH : 1;
+        if (!product || w.task.tile.row + w.gemm.group * 64 >= item.shape.rows) {
+            gemm_deliver_last<SymmetricUser<0, 0, SP_COLUMNS>>(w);
             w.panels = 0;
             sp_pass(w, steps);
             if (w.task.item == SP_END) break;
@@ -509,43 +437,39 @@ __device__ __forceinline__ void sp_consume(SymmetricWork& w) {
         else
             sp_tile<1, 1>(w, steps);
     }
-    group_sync(3 + w.group, 160);
-    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_TASKS + w.group * 32, {SP_END, {0, 0, 0, 0}});
-    group_arrive(1 + w.group, 160);
+    group_sync(3 + w.gemm.group, 160);
+    if (threadIdx.x % 128 == 0) sp_write(w.shared + SP_TASKS + w.gemm.group * 32, {SP_END, {0, 0, 0, 0}});
+    group_arrive(1 + w.gemm.group, 160);
 }
 
 #endif
 
 // Grid at most the tiles, block 384, shared memory SP_SHARED_BYTES; columns and depth multiples of 8, depth at least
-// SP_MIN_DEPTH; the ticket and counts are 0. Deterministic.
+// GEMM_MIN_DEPTH; the ticket and counts are 0. Deterministic.
 static __global__ void __launch_bounds__(384, 1)
     symmetric_product_kernel(const __grid_constant__ SymmetricLaunch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char symmetric_shared[];
     const uint32_t shared = shared_offset(symmetric_shared);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < SP_STAGES; i++) {
-            barrier_init(sp_full(shared, i), 1);
-            barrier_init(sp_empty(shared, i), 8);  // a thread of each warp that multiplies
-        }
-        barrier_init_done();
-    }
+    const GemmStages<SP_STAGES> stages = {shared, shared + SP_BARRIERS};
+    if (threadIdx.x == 0) stages.init(), barrier_init_done();
     __syncthreads();
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     if (warp < 4) {
         registers_shrink<24>();  // a block has 168 x 384 registers, which are 24 x 128 + 240 x 256
-        if (warp == 0 && is_elected()) sp_produce(shared, &launch);
+        if (warp == 0 && is_elected()) sp_produce(shared, stages, &launch);
         if (warp == 1 || warp == 2) sp_send(shared, &launch, warp - 1);
         return;
     }
     registers_grow<240>();
     SymmetricWork w = {};
-    w.launch = &launch, w.shared = shared;
-    w.lane = threadIdx.x % 32, w.group = warp / 4 - 1;
-    w.row = (warp - 4) * 16 + w.lane / 4, w.column = w.lane % 4 * 2;
-    const uint32_t panel = shared + SP_PANELS + w.group * 2 * SP_PANEL_BYTES;
-    w.place = panel + panel_offset(warp % 4 * 16 + w.lane % 16, w.lane / 16);
-    w.mirror_place = panel + SP_PANEL_BYTES + panel_offset(w.lane / 16 * 8 + w.lane % 8, warp % 4 * 2 + w.lane / 8 % 2);
+    w.gemm.stages = stages, w.launch = &launch, w.shared = shared;
+    w.gemm.lane = threadIdx.x % 32, w.gemm.group = warp / 4 - 1;
+    w.row = (warp - 4) * 16 + w.gemm.lane / 4, w.column = w.gemm.lane % 4 * 2;
+    const uint32_t panel = shared + SP_PANELS + w.gemm.group * 2 * SP_PANEL_BYTES;
+    w.place = panel + panel_offset(warp % 4 * 16 + w.gemm.lane % 16, w.gemm.lane / 16);
+    w.mirror_place = panel + SP_PANEL_BYTES +
+                     panel_offset(w.gemm.lane / 16 * 8 + w.gemm.lane % 8, warp % 4 * 2 + w.gemm.lane / 8 % 2);
     sp_consume(w);
 #else
     (void)launch;
@@ -566,7 +490,7 @@ static __global__ void symmetric_diagonal_kernel(__half* d, int64_t rows, int64_
 inline bool symmetric_product_fits(const Device* dev, const SymmetricProduct* p) {
     static const bool built = hopper_kernel_is_built(symmetric_product_kernel);
     return built && dev->compute == 90 && dev->shared_memory >= SP_SHARED_BYTES && p->cols % 8 == 0 &&
-           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= SP_MIN_DEPTH && p->depth < 1 << 20 &&
+           p->depth % 8 == 0 && p->rows % 8 == 0 && p->depth >= GEMM_MIN_DEPTH && p->depth < 1 << 20 &&
            p->rows < 1 << 20 && p->cols < 1 << 20 && p->rows * p->cols < 1 << 30 &&
            !(p->transpose_a && p->transpose_b) &&
            (p->beta == 0.0f ? p->alpha == 1.0f && p->gamma == 0.0f : !p->transpose_a && p->transpose_b);
@@ -628,9 +552,9 @@ inline void symmetric_add(const Device* dev, SymmetricLaunch* launch, const Symm
     const bool a_mn = p->transpose_a, b_mn = !p->transpose_b;
     item.kind = a_mn ? SP_BOTH_MN : b_mn ? SP_B_MN : SP_NONE_MN;
     item.a = symmetric_map(launch, call->a, p->batch, a_mn ? p->depth : p->rows, a_mn ? p->rows : p->depth,
-                           a_mn ? SP_DEPTH : SP_ROWS);
+                           a_mn ? GEMM_DEPTH : SP_ROWS);
     item.b = symmetric_map(launch, call->b, p->batch, b_mn ? p->depth : p->cols, b_mn ? p->cols : p->depth,
-                           b_mn ? SP_DEPTH : SP_HALF);
+                           b_mn ? GEMM_DEPTH : SP_HALF);
     item.d = symmetric_map(launch, call->d, p->batch, p->rows, p->cols, 64);
     item.counter = call->counter, item.first = launch->tiles;
     int i = launch->items - 1;  // the last product of the same matrices

@@ -1,0 +1,146 @@
+// The shortest user of kernels/gemm_sm90.cuh, beside cuBLASLt: c (N, OC) = inp (N, C) weight (OC, C)^T in bf16, stored
+// as it is. Copy this file for a product of your own, and change what chunk does between the steps of the next tile.
+// It is checked against the plain C version, and not timed if it is wrong.
+//   make build/dev/gemm && ./build/dev/gemm
+#include "../kernels/matmul.cuh"
+#include "timing.h"
+
+constexpr int PG_STAGES = 4, PG_SLOT_BYTES = 16 * PANEL_ROW_BYTES;  // a slot: 16 rows x 64 columns that a warp stores
+constexpr int PG_SLOTS = PG_STAGES * GEMM_STAGE_BYTES, PG_BARRIERS = PG_SLOTS + 8 * PG_SLOT_BYTES;
+constexpr int PG_SHARED_BYTES = PG_BARRIERS + 2 * PG_STAGES * 8;
+
+struct PlainMaps {
+    CUtensorMap a, b, c;
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+// The state of a thread in a warpgroup that multiplies.
+struct PlainWork {
+    Gemm<PG_STAGES> gemm;
+    const PlainMaps* maps;
+    uint32_t slot, place;  // the warp's slot, and this lane's address in it for the matrices of column 0
+    int warp;              // of the warpgroup
+    GemmTile before;
+    bool full;                           // whether there is a tile before
+    uint32_t held[GEMM_COLUMNS / 8][2];  // that tile in bf16
+};
+
+struct PlainUser {
+    using T = bf16;
+    using Work = PlainWork;
+    static constexpr int A_MN = 0, B_MN = 0, COLUMNS = GEMM_COLUMNS, EVERY = 1;
+
+    // Columns 32 C and on of the tile before: into the slot, which every other chunk fills.
+    template <int C, bool LAST>
+    static __device__ __forceinline__ void chunk(Work& w, int) {
+        if (C % 2 == 0 && w.gemm.lane == 0) store_wait_read<0>();
+        __syncwarp();
+#pragma unroll
+        for (int n = 4 * C; n < 4 * C + 4; n += 2)
+            store_matrices(w.place ^ (uint32_t)(n % 8 << 4), w.held[n][0], w.held[n][1], w.held[n + 1][0],
+                           w.held[n + 1][1]);
+        if (C % 2 == 0) return;
+        fence_async();
+        __syncwarp();
+        if (w.gemm.lane != 0 || !w.full) return;
+        tensor_store(&w.maps->c, w.slot, w.before.column + C / 2 * 64, w.before.row + w.gemm.group * 64 + w.warp * 16,
+                     0);
+        store_commit();
+    }
+};
+
+__device__ __forceinline__ void plain_consume(PlainWork& w, GemmShape shape) {
+    for (int index = blockIdx.x; index < shape.tiles; index += gridDim.x) {
+        gemm_product<PlainUser>(w, (shape.depth + GEMM_DEPTH - 1) / GEMM_DEPTH);
+#pragma unroll
+        for (int n = 0; n < GEMM_COLUMNS / 8; n++) {
+            const float* c = w.gemm.c[n];
+            w.held[n][0] = pack_bf16(c[0], c[1]), w.held[n][1] = pack_bf16(c[2], c[3]);
+        }
+        w.before = gemm_tile(index, shape), w.full = true;
+    }
+    gemm_deliver_last<PlainUser>(w);
+    if (w.gemm.lane == 0) store_wait_read<0>();
+}
+
+#endif
+
+// Grid at most the tiles, block 384, shared memory PG_SHARED_BYTES; columns and depth multiples of 8, depth at least
+// GEMM_MIN_DEPTH. Deterministic.
+__global__ void __launch_bounds__(384, 1) plain_gemm_kernel(const __grid_constant__ PlainMaps maps, GemmShape shape) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const uint32_t shared = shared_offset(memory);
+    const GemmStages<PG_STAGES> stages = {shared, shared + PG_BARRIERS};
+    if (threadIdx.x == 0) stages.init(), barrier_init_done();
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        registers_shrink<24>();
+        if (threadIdx.x == 0) gemm_produce<0, 0>(stages, &maps.a, &maps.b, shape);
+        return;
+    }
+    registers_grow<240>();
+    PlainWork w = {};
+    const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32 - 4, 0);
+    w.gemm.stages = stages, w.gemm.group = warp / 4, w.gemm.lane = threadIdx.x % 32, w.maps = &maps;
+    w.warp = warp % 4, w.slot = shared + PG_SLOTS + warp * PG_SLOT_BYTES;
+    w.place = w.slot + panel_offset(w.gemm.lane % 16, w.gemm.lane / 16);
+    plain_consume(w, shape);
+#else
+    (void)maps, (void)shape;
+#endif
+}
+
+static void plain_gemm(const Device* dev, bf16* c, const bf16* inp, const bf16* weight, int64_t N, int C, int OC) {
+    const PlainMaps maps = {tensor_map(inp, 1, N, C, GEMM_ROWS), tensor_map(weight, 1, OC, C, GEMM_COLUMNS),
+                            tensor_map(c, 1, N, OC, 16)};
+    check(cudaFuncSetAttribute(plain_gemm_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, PG_SHARED_BYTES));
+    plain_gemm_kernel<<<dev->sm_count, 384, PG_SHARED_BYTES, dev->stream>>>(maps, gemm_shape(N, OC, C));
+    check_launch();
+}
+
+static bool is_right(const Device* dev, int64_t N, int C, int OC) {
+    Room room(dev);
+    const bf16 *inp = filled(&room, N * C, 1.0f, 1),
+               *weight = filled(&room, (int64_t)OC * C, 2.0f / sqrtf((float)C), 2);
+    bf16* c = filled(&room, N * OC, 1.0f, 3);
+    plain_gemm(dev, c, inp, weight, N, C, OC);
+    float* want = room.host<float>(N * OC);
+    matmul_forward_cpu(want, nullptr, host_floats(&room, inp, N * C), host_floats(&room, weight, (int64_t)OC * C),
+                       nullptr, N, C, OC);
+    const double error = relative_error(host_floats(&room, c, N * OC), want, N * OC) * 256;
+    printf("N %5lld C %4d OC %4d  error / bf16 epsilon %.2f  %s\n", (long long)N, C, OC, error,
+           error < 1 ? "ok" : "WRONG");
+    return error < 1;
+}
+
+static void time_shape(const Device* dev, int64_t N, int C, int OC) {
+    Room room(dev);
+    const bf16 *inp = filled(&room, N * C, 1.0f, 1), *weight = filled(&room, (int64_t)OC * C, 1.0f, 2);
+    bf16* c = filled(&room, N * OC, 1.0f, 3);
+    const double flops = 2.0 * (double)N * C * OC;
+    const auto library = [&] { matmul_forward<bf16>(dev, c, nullptr, inp, weight, nullptr, N, C, OC); };
+    const auto prod = [&] { plain_gemm(dev, c, inp, weight, N, C, OC); };
+    for (double warm = 0.0; warm < 500.0;) warm += elapsed_ms(dev, library);
+    Times ours, theirs;
+    for (int round = 0; round < 50; round++) ours.add(elapsed_ms(dev, prod)), theirs.add(elapsed_ms(dev, library));
+    printf("N %5lld C %4d OC %4d  this loop %.4f ms %.0f TFLOP/s, cuBLASLt %.4f ms %.0f TFLOP/s\n", (long long)N, C, OC,
+           ours.median(), flops / ours.median() * 1e-9, theirs.median(), flops / theirs.median() * 1e-9);
+}
+
+int main() {
+    Device dev;
+    device_open(&dev, true, 0);
+    printf("%s\n", dev.name);
+    if (!gemm_fits(&dev, 65536, 3072, PG_SHARED_BYTES)) user_error("gemm: ours needs an H100 or H200");
+    bool right = true;
+    const int small[][3] = {{640, 768, 512}, {1000, 1288, 456}, {1111, 520, 1600}, {9000, 1032, 768}};
+    for (auto& s : small) right = is_right(&dev, s[0], s[1], s[2]) && right;
+    const int shapes[][3] = {{65536, 768, 2304}, {65536, 768, 3072}, {65536, 3072, 768}, {16384, 1600, 6400}};
+    for (auto& s : shapes) {
+        if (right) time_shape(&dev, s[0], s[1], s[2]);
+    }
+    device_close(&dev);
+    return !right;
+}
