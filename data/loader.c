@@ -5,13 +5,14 @@
 // RING batches the caller holds two, and two are ready or in preparation.
 // With each batch comes the order of its positions by token (a counting sort, about 1 ms for 65,536 tokens): the
 // embedding's backward pass sums each row's gradients from it in a fixed order, without atomics.
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include "content.h"
@@ -33,121 +34,77 @@ enum {
 
 typedef struct DatasetFile {
     char* path;
-    const uint8_t* memory;  // of the caller's; NULL: it is a file
-    int descriptor;         // of the file, or -1
-    int64_t bytes;          // of the file
-    int64_t begin;          // where its tokens begin, in bytes
-    int64_t first;          // where the part that was opened begins, in tokens
-    int64_t tokens;         // of that part
-    int width;              // bytes of a token
+    int descriptor;  // or -1
+    int64_t bytes;   // of the file
+    int64_t begin;   // where its tokens begin, in bytes
+    int64_t first;   // where the part that was opened begins, in tokens
+    int64_t tokens;  // of that part
+    int width;       // bytes of a token
 } DatasetFile;
 
-// The files that a name stands for.
-typedef struct {
-    char** path;
-    int count;
-    bool split;  // the validation part is the end of each
-} FileList;
-
-static void list_add(FileList* list, const char* path) {
-    list->path = memory_grow(list->path, (size_t)(list->count + 1) * sizeof(char*));
-    list->path[list->count++] = text_copy(path);
+// Adds the names that match a pattern, sorted by bytes, since the order is part of what defines a run.
+static bool add_matches(glob_t* list, const char* pattern, char* error) {
+    const int status = glob(pattern, list->gl_pathc > 0 ? GLOB_APPEND : 0, NULL, list);
+    return status == 0 || status == GLOB_NOMATCH ||
+           data_error(error, "cannot look for %s: %s", pattern, strerror(errno));
 }
 
-static void list_free(FileList* list) {
-    for (int i = 0; i < list->count; i++) free(list->path[i]);
-    free(list->path);
-    *list = (FileList){NULL, 0, false};
+// Returns the pattern that one name alone matches; kept as by text_kept.
+static const char* literal(const char* name) {
+    SCOPED char* text;
+    size_t bytes;
+    FILE* pattern = text_stream(&text, &bytes);
+    for (; *name; name++) fprintf(pattern, strchr("*?[\\", *name) ? "\\%c" : "%c", *name);
+    fclose(pattern);
+    return text_kept("%s", text);
 }
 
-static int by_text(const void* a, const void* b) {
-    return strcmp(*(char* const*)a, *(char* const*)b);
-}
-
-// Sorts by bytes, whatever the locale, since the order is part of what defines a run.
-static void list_sort(FileList* list) {
-    if (list->count > 1) qsort(list->path, (size_t)list->count, sizeof(char*), by_text);
-}
-
-// Adds the folder's files called prefix*.bin.
-static bool list_folder(FileList* list, const char* path, const char* prefix, char* error) {
-    DIR* folder = opendir(path);
-    if (!folder) return data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-    for (struct dirent* entry; (entry = readdir(folder));) {
-        if (strncmp(entry->d_name, prefix, strlen(prefix)) != 0 || !text_ends(entry->d_name, ".bin")) continue;
-        list_add(list, path_in(path, entry->d_name));
-    }
-    closedir(folder);
-    list_sort(list);
-    return true;
-}
-
-static bool list_glob(FileList* list, const char* pattern, char* error) {
-    glob_t found;
-    int status = glob(pattern, GLOB_NOSORT, NULL, &found);
-    if (status == GLOB_NOMATCH) return true;
-    if (status != 0) return data_error(error, "cannot look for %s: %s", pattern, strerror(errno));
-    for (size_t i = 0; i < found.gl_pathc; i++) list_add(list, found.gl_pathv[i]);
-    globfree(&found);
-    list_sort(list);
-    return true;
-}
-
-static bool lists_share(const FileList* sorted, const FileList* other) {
-    for (int i = 0; i < other->count; i++) {
-        if (bsearch(&other->path[i], sorted->path, (size_t)sorted->count, sizeof(char*), by_text)) return true;
+static bool lists_share(const glob_t* one, const glob_t* other) {
+    for (size_t i = 0; i < one->gl_pathc; i++) {
+        for (size_t j = 0; j < other->gl_pathc; j++) {
+            if (strcmp(one->gl_pathv[i], other->gl_pathv[j]) == 0) return true;
+        }
     }
     return false;
 }
 
 // Finds the validation files that belong to a glob of training files: replaces one "train" of the pattern by "val", the
 // last one first, until that matches files, none of which is a training file. Else `validation` stays empty.
-static bool list_validation(FileList* validation, const FileList* train, const char* pattern, char* error) {
+static bool find_validation(glob_t* validation, const glob_t* train, const char* pattern, char* error) {
     for (const char* at = pattern + strlen(pattern); at-- > pattern;) {
         if (strncmp(at, "train", 5) != 0) continue;
         SCOPED char* name = text_format("%.*sval%s", (int)(at - pattern), pattern, at + 5);
-        if (!list_glob(validation, name, error)) return false;
-        if (validation->count > 0 && !lists_share(train, validation)) return true;
-        list_free(validation);
+        if (!add_matches(validation, name, error)) return false;
+        if (validation->gl_pathc > 0 && !lists_share(train, validation)) return true;
+        globfree(validation);
+        memset(validation, 0, sizeof(*validation));
     }
     return true;
 }
 
-// Replaces `list`, which has the training files, by the files of `part`.
-static void list_part(FileList* list, FileList* validation, DatasetPart part) {
-    if (part == DATASET_WHOLE) return;
-    list->split = validation->count == 0;
-    if (part == DATASET_TRAIN || list->split) return;
-    const FileList training = *list;
-    *list = *validation, *validation = training;
-}
-
-static bool list_of_folder(FileList* list, FileList* validation, const char* path, DatasetPart part, char* error) {
-    if (!list_folder(list, path, "train_", error) || !list_folder(validation, path, "val_", error)) return false;
-    if (list->count + validation->count == 0 && file_exists(path_in(path, "train.bin"))) {
+// Says why a folder's training files `list` and validation files are not those of a prepared folder, if so.
+static bool folder_fits(const char* path, size_t train, size_t validation, DatasetPart part, char* error) {
+    if (train > 0 || (validation > 0 && part != DATASET_TRAIN)) return true;
+    if (validation > 0) {
+        return data_error(error, "the folder %s holds validation shards (val_*.bin) and no train_*.bin to train on",
+                          path);
+    }
+    if (file_exists(path_in(path, "train.bin"))) {
         return data_error(
             error,
             "the folder %s is nanoGPT's; type make venv && .venv/bin/python data/prepare.py --from-nanogpt "
             "%s --out DIR, and --data DIR here",
             path, shell_word(path));
     }
-    if (list->count + validation->count == 0) {
-        return data_error(error,
-                          "the folder %s holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name "
-                          "its files, such as \"%s/*.bin\"",
-                          path, path);
-    }
-    if (list->count == 0 && part == DATASET_TRAIN) {
-        return data_error(error, "the folder %s holds validation shards (val_*.bin) and no train_*.bin to train on",
-                          path);
-    }
-    for (int i = 0; part == DATASET_WHOLE && i < validation->count; i++) list_add(list, validation->path[i]);
-    return true;
+    return data_error(error,
+                      "the folder %s holds no train_*.bin or val_*.bin; prepare it with data/prepare.py, or name "
+                      "its files, such as \"%s/*.bin\"",
+                      path, path);
 }
 
-// The files that the user named.
-static bool find_files(FileList* list, const char* path, DatasetPart part, char* error) {
-    __attribute__((cleanup(list_free))) FileList validation = {NULL, 0, false};
+// Finds the files that the user named, those of `part`. Sets `split` if the validation part is the end of each.
+static bool find_files(glob_t* list, bool* split, const char* path, DatasetPart part, char* error) {
+    __attribute__((cleanup(globfree))) glob_t validation = {0};
     struct stat status;
     if (*path == 0) return data_error(error, "the name of the data is empty; name a file, a folder or a pattern");
     if (strlen(path) >= 4000) return data_error(error, "the name of the data is over 4000 characters long");
@@ -156,16 +113,20 @@ static bool find_files(FileList* list, const char* path, DatasetPart part, char*
         return data_error(error, "cannot open %s: %s; name a file, a folder of shards or a pattern in quotes", path,
                           strerror(errno));
     }
+    const char *name = there ? literal(path) : path, *of_folder = text_kept("%s/val_*.bin", name);
+    if (!add_matches(list, folder ? text_kept("%s/train_*.bin", name) : name, error)) return false;
     if (folder) {
-        if (!list_of_folder(list, &validation, path, part, error)) return false;
-    } else if (there) {
-        list_add(list, path);
-    } else {
-        if (!list_glob(list, path, error)) return false;
-        if (list->count == 0) return data_error(error, "no file matches %s; name files that are there", path);
-        if (part != DATASET_WHOLE && !list_validation(&validation, list, path, error)) return false;
+        if (!add_matches(part == DATASET_WHOLE ? list : &validation, of_folder, error)) return false;
+        if (!folder_fits(path, list->gl_pathc, validation.gl_pathc, part, error)) return false;
+    } else if (list->gl_pathc == 0) {
+        return data_error(error, "no file matches %s; name files that are there", path);
+    } else if (!there && part != DATASET_WHOLE && !find_validation(&validation, list, path, error)) {
+        return false;
     }
-    list_part(list, &validation, part);
+    *split = part != DATASET_WHOLE && validation.gl_pathc == 0;
+    if (part != DATASET_VALIDATION || *split) return true;
+    const glob_t training = *list;
+    *list = validation, validation = training;
     return true;
 }
 
@@ -326,35 +287,29 @@ static bool split_files(Dataset* data, DatasetPart part, double fraction, int T,
 // Leaves out, and counts, the files without a window; a data set of nothing else is refused.
 static bool leave_out_short(Dataset* data, int T, char* error) {
     const int files = data->files;
-    const DatasetFile* one = data->file;
-    if (files == 1) {
-        return one->tokens > T || data_error(error,
-                                             "%s has %lld tokens and a window of T = %d needs %d; take more text or a "
-                                             "shorter sequence length",
-                                             one->path, (long long)one->tokens, T, T + 1);
-    }
+    int64_t longest = 0;
     data->files = 0;
     for (int i = 0; i < files; i++) {
-        if (data->file[i].tokens > T) {
-            data->file[data->files++] = data->file[i];
-            continue;
+        DatasetFile file = data->file[i];
+        if (file.tokens > longest) longest = file.tokens;
+        if (file.tokens > T) {
+            data->file[data->files++] = file;
+        } else {
+            data->left_out++, data->left_out_tokens += file.tokens;
+            file_close(&file);
         }
-        data->left_out++;
-        data->left_out_tokens += data->file[i].tokens;
-        file_close(&data->file[i]);
     }
-    return data->files > 0 ||
-           data_error(error,
-                      "all %d files of %s are shorter than a window of T = %d, which needs %d tokens; take more text "
-                      "or a shorter sequence length",
-                      files, data->path, T, T + 1);
+    return data->files > 0 || data_error(error,
+                                         "%s has at most %lld tokens in each of %d files and a window of T = %d needs "
+                                         "%d; take more text or a shorter sequence length",
+                                         data->path, (long long)longest, files, T, T + 1);
 }
 
-static bool open_files(Dataset* data, const FileList* list, DataFormat format, char* error) {
-    data->file = memory_zero((size_t)list->count, sizeof(DatasetFile));
-    for (int i = 0; i < list->count; i++) {
+static bool open_files(Dataset* data, const glob_t* list, DataFormat format, char* error) {
+    data->file = memory_zero(list->gl_pathc, sizeof(DatasetFile));
+    for (size_t i = 0; i < list->gl_pathc; i++) {
         DatasetFile* file = &data->file[data->files++];
-        if (!shard_open(file, list->path[i], format, error)) return false;
+        if (!shard_open(file, list->gl_pathv[i], format, error)) return false;
         bool bytes = file->width == 1;
         if (i > 0 && bytes != data->bytes) {
             return data_error(error, "%s stands for shards of tokens (%s) and other files (%s); name one kind",
@@ -385,18 +340,22 @@ static bool dataset_end(bool ok, Dataset* data, bool split, DatasetPart part, do
 
 bool dataset_open(Dataset* data, const char* path, DataFormat format, DatasetPart part, double validation_fraction,
                   int T, char* error) {
-    __attribute__((cleanup(list_free))) FileList list = {NULL, 0, false};
-    const bool ok = dataset_begin(data, path, T, error) && find_files(&list, path, part, error) &&
+    __attribute__((cleanup(globfree))) glob_t list = {0};
+    bool split = false;
+    const bool ok = dataset_begin(data, path, T, error) && find_files(&list, &split, path, part, error) &&
                     open_files(data, &list, format, error);
-    return dataset_end(ok, data, list.split, part, validation_fraction, T, error);
+    return dataset_end(ok, data, split, part, validation_fraction, T, error);
 }
 
 bool dataset_open_memory(Dataset* data, const void* text, int64_t bytes, DatasetPart part, double validation_fraction,
                          int T, char* error) {
-    const bool ok = dataset_begin(data, "the built-in text", T, error);
+    const char* name = "the built-in text";
+    const int descriptor = memfd_create(name, MFD_CLOEXEC);
+    bool ok = dataset_begin(data, name, T, error);
     data->file = memory_zero(1, sizeof(DatasetFile));
-    *data->file = (DatasetFile){text_copy(data->path), text, -1, bytes, 0, 0, bytes, 1};
+    *data->file = (DatasetFile){text_copy(name), descriptor, bytes, 0, 0, bytes, 1};
     data->files = 1, data->bytes = true;
+    ok = ok && file_write_all(descriptor, name, text, bytes, error);
     return dataset_end(ok, data, part != DATASET_WHOLE, part, validation_fraction, T, error);
 }
 
@@ -445,9 +404,7 @@ void dataset_close(Dataset* data) {
 // Reads `count` bytes of the file's tokens, from byte `at` on. Files are not mapped: one that is cut short would then
 // end the process by a signal, while a short read is an error.
 static bool tokens_read(const DatasetFile* file, int64_t at, int64_t count, void* to, char* error) {
-    if (!file->memory) return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
-    memcpy(to, file->memory + at, (size_t)count);
-    return true;
+    return file_read_at(file->descriptor, file->path, to, file->begin + at, count, error);
 }
 
 // Continues the checksum with the tokens of one file: all of them, or 64 blocks.
@@ -477,7 +434,7 @@ bool dataset_fingerprint(Dataset* data, char* error) {
 
 static bool files_overlap(const DatasetFile* a, const DatasetFile* b) {
     struct stat one, other;
-    if (a->memory || b->memory || a->first >= b->first + b->tokens || b->first >= a->first + a->tokens) return false;
+    if (a->first >= b->first + b->tokens || b->first >= a->first + a->tokens) return false;
     return fstat(a->descriptor, &one) == 0 && fstat(b->descriptor, &other) == 0 && one.st_dev == other.st_dev &&
            one.st_ino == other.st_ino;
 }
@@ -594,13 +551,11 @@ struct Loader {
     void (*pinned_free)(void*);
     pthread_t thread;
     bool thread_runs;
-    pthread_mutex_t mutex;  // guards what follows
-    pthread_cond_t changed;
-    int64_t prepared;  // batches prepared, given to the caller, and given back by it, since the start
-    int64_t given;
-    int64_t returned;
-    bool stop, failed;
-    char error[DATA_ERROR_BYTES];  // set before `failed`
+    sem_t empty, ready;  // batches that the thread may fill; batches for the caller
+    int64_t given;       // batches that the caller took
+    volatile bool stop;
+    int64_t failed;                // the batch that could not be read, or -1; posted as `ready` too
+    char error[DATA_ERROR_BYTES];  // why
 };
 
 // Sorts positions 0..n-1 by token, stably, and lists where each token's run begins.
@@ -643,21 +598,12 @@ static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
 
 static void* loader_thread(void* argument) {
     Loader* loader = argument;
-    pthread_mutex_lock(&loader->mutex);
-    while (!loader->failed) {
-        while (!loader->stop && loader->prepared - loader->returned == RING) {
-            pthread_cond_wait(&loader->changed, &loader->mutex);
-        }
+    for (int64_t n = 0; loader->failed < 0; n++) {
+        while (sem_wait(&loader->empty) != 0) continue;  // a signal came
         if (loader->stop) break;
-        Batch* batch = &loader->batch[loader->prepared % RING];
-        pthread_mutex_unlock(&loader->mutex);
-        bool ok = batch_prepare(loader, batch, loader->error);
-        pthread_mutex_lock(&loader->mutex);
-        loader->failed = !ok;
-        loader->prepared += ok;
-        pthread_cond_broadcast(&loader->changed);
+        if (!batch_prepare(loader, &loader->batch[n % RING], loader->error)) loader->failed = n;
+        sem_post(&loader->ready);
     }
-    pthread_mutex_unlock(&loader->mutex);
     return NULL;
 }
 
@@ -692,8 +638,9 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
     loader->data = data, loader->B = B, loader->T = T, loader->windows = windows;
     loader->seed = seed, loader->shuffle = shuffle, loader->sequence = first_sequence, loader->slice = slice;
     loader->pinned_free = pinned_free;
-    pthread_mutex_init(&loader->mutex, NULL);
-    pthread_cond_init(&loader->changed, NULL);
+    loader->failed = -1;
+    sem_init(&loader->empty, 0, RING);
+    sem_init(&loader->ready, 0, 0);
     if (loader_memory(loader, pinned_alloc, error)) {
         const int status = signals_thread(&loader->thread, loader_thread, loader);
         loader->thread_runs = status == 0;
@@ -704,32 +651,22 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
 }
 
 const Batch* loader_next(Loader* loader, char* error) {
-    const Batch* batch = NULL;
-    pthread_mutex_lock(&loader->mutex);
-    // The batch before the last one is no longer used.
-    if (loader->given >= 2) loader->returned = loader->given - 1;
-    pthread_cond_broadcast(&loader->changed);
-    while (loader->prepared == loader->given && !loader->failed) pthread_cond_wait(&loader->changed, &loader->mutex);
-    if (loader->prepared > loader->given) {
-        batch = &loader->batch[loader->given++ % RING];
-    } else {
-        data_error(error, "%s", loader->error);
-    }
-    pthread_mutex_unlock(&loader->mutex);
-    return batch;
+    if (loader->given >= 2) sem_post(&loader->empty);  // the batch before the last one is no longer used
+    while (sem_wait(&loader->ready) != 0) continue;
+    if (loader->given != loader->failed) return &loader->batch[loader->given++ % RING];
+    sem_post(&loader->ready);  // each later call fails too
+    return data_error(error, "%s", loader->error), NULL;
 }
 
 void loader_close(Loader* loader) {
     if (!loader) return;
     if (loader->thread_runs) {
-        pthread_mutex_lock(&loader->mutex);
         loader->stop = true;
-        pthread_cond_broadcast(&loader->changed);
-        pthread_mutex_unlock(&loader->mutex);
+        sem_post(&loader->empty);
         pthread_join(loader->thread, NULL);
     }
-    pthread_mutex_destroy(&loader->mutex);
-    pthread_cond_destroy(&loader->changed);
+    sem_destroy(&loader->empty);
+    sem_destroy(&loader->ready);
     if (loader->memory) loader->pinned_free(loader->memory);
     free(loader->count), free(loader);
 }

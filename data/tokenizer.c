@@ -2,11 +2,12 @@
 //
 // Files: vocab.json maps every token's text to its number, in an alphabet where each byte is one printable character
 // (the printable bytes of Latin-1 are themselves, the other 68 are U+0100 onwards in order); merges.txt lists pairs
-// "left right", the earliest first. Both are read into byte strings and two hash tables (open addressing, at most half
-// full): text -> token, used while the merges are read, and (left, right) -> (rank, joined), used by the encoder.
+// "left right", the earliest first. Both are read into one table of tokens, each with the rank of the merge that makes
+// it, and a hash table from bytes to tokens (open addressing, at most half full).
 // Encoding cuts the text into words by GPT-2's pattern, which is written out by hand,
 //     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// and, within a word, joins the adjacent pair of the lowest rank until none is listed: O(n^2) in a word's length.
+// and, within a word, joins the adjacent pieces whose joined bytes are the token of the lowest rank, until none has a
+// rank, as tiktoken does for data/prepare.py: O(n^2) in a word's length.
 // unicode.h says which characters are letters, numbers and white space.
 #include <stdlib.h>
 #include <string.h>
@@ -16,67 +17,46 @@
 #include "tokenizer.h"
 #include "unicode.h"
 
-enum { MAX_VOCABULARY = 1 << 20 };
+enum { MAX_VOCABULARY = 1 << 20, UNRANKED = 0x7FFFFFFF };
 
 typedef enum { LETTER, DIGIT, SPACE, OTHER } CharClass;  // as numbered in unicode.h
 
 typedef struct {
-    uint64_t pair;  // left << 32 | right
-    int rank;
-    int joined;  // 0 .. ; -1 in a free slot
-} Merge;
+    char* bytes;  // NULL: the number has no token
+    int length;
+    int rank;  // of the merge that makes it; UNRANKED: none does
+} Token;
 
 struct Tokenizer {
-    int vocabulary;  // without tokens that were added later
-    int tokens;      // with them
-    int end;         // <|endoftext|>, or -1
-    bool encodes;    // there are merges, or each token is a character
-    int* added[2];   // tokens that were added later: a text is cut at those of the first, and its pieces at the others
-    int adds[2];     // how many they are
-    int byte[256];   // the token of each byte, -1 when there is none
-    char* text;      // all tokens' bytes, one after another
-    int64_t* first;  // (tokens) of a token in text
-    int* length;     // (tokens)
-    int* slot;       // (slots) tokens by the hash of their bytes, -1 when free
-    int64_t slots;   // a power of two
-    Merge* merge;    // (merges) slots, by the hash of the pair
-    int64_t merges;  // a power of two
+    int vocabulary;           // without tokens that were added later
+    int tokens;               // with them
+    int end;                  // <|endoftext|>, or -1
+    bool encodes;             // there are merges, or each token is a byte or a character
+    bool merges, characters;  // there are merges; each token is a character
+    int* added[2];  // tokens that were added later: a text is cut at those of the first, and its pieces at the others
+    int adds[2];    // how many they are
+    Token* token;   // (tokens), with room for `room`
+    int room;
+    int* slot;      // (slots) tokens by the hash of their bytes, -1 when free
+    int64_t slots;  // a power of two
 };
 
 static const char* const end_of_text = "<|endoftext|>";
-
-// A power of two at least twice `count`.
-static int64_t table_size(int64_t count) {
-    int64_t size = 16;
-    while (size < 2 * count) size *= 2;
-    return size;
-}
 
 // The slot of a token with these bytes, or the free slot where it would go.
 static int64_t find_slot(const Tokenizer* tokenizer, const char* bytes, int64_t count) {
     int64_t slot = (int64_t)(bits_mix(text_hash(bytes, count)) & (uint64_t)(tokenizer->slots - 1));
     for (;; slot = (slot + 1) & (tokenizer->slots - 1)) {
-        int token = tokenizer->slot[slot];
-        if (token < 0) return slot;
-        if (tokenizer->length[token] == count &&
-            memcmp(tokenizer->text + tokenizer->first[token], bytes, (size_t)count) == 0) {
-            return slot;
-        }
+        const int number = tokenizer->slot[slot];
+        if (number < 0) return slot;
+        const Token* token = &tokenizer->token[number];
+        if (token->length == count && memcmp(token->bytes, bytes, (size_t)count) == 0) return slot;
     }
 }
 
-static uint64_t pair_of(int left, int right) {
-    return (uint64_t)left << 32 | (uint64_t)right;
-}
-
-// The merge of two tokens, or the free slot where it would go.
-static Merge* find_merge(const Tokenizer* tokenizer, int left, int right) {
-    const uint64_t pair = pair_of(left, right);
-    int64_t slot = (int64_t)(bits_mix(pair) & (uint64_t)(tokenizer->merges - 1));
-    while (tokenizer->merge[slot].joined >= 0 && tokenizer->merge[slot].pair != pair) {
-        slot = (slot + 1) & (tokenizer->merges - 1);
-    }
-    return &tokenizer->merge[slot];
+// Returns the number of the token with these bytes, or -1.
+static int find_token(const Tokenizer* tokenizer, const char* bytes, int64_t count) {
+    return tokenizer->slot[find_slot(tokenizer, bytes, count)];
 }
 
 // The byte that a character of the alphabet stands for; -1 for any other character.
@@ -107,41 +87,60 @@ static bool is_nothing(const Json* json) {
            (json->kind == JSON_STRING && json->text_bytes == 0);
 }
 
-// A token as a file gives it.
-typedef struct {
-    const char* text;
-    int64_t bytes;
-    const Json* number;
-    bool added;  // later, by hand: it stands for its own text; otherwise the text is in the alphabet
-    bool normalized;
-} Entry;
-
-typedef struct {
-    Entry* entry;  // first, since SCOPED frees it
-    int64_t count;
-} Entries;
-
-static void entries_add(Entries* entries, Entry entry) {
-    const int64_t count = entries->count++;
-    // Room for twice as many whenever it is full, which is when there is a power of two of them.
-    if ((count & (count - 1)) == 0)
-        entries->entry = memory_grow(entries->entry, (size_t)(2 * count + 1) * sizeof(Entry));
-    entries->entry[count] = entry;
-}
-
-// Adds the members of an object, text: number.
-static bool entries_object(Entries* entries, const Json* json, bool added, const char* path, char* error) {
-    if (!json || json->kind != JSON_OBJECT) {
-        return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
+// Adds a token with this text in the alphabet. A text outside it was added by hand and stands for itself, and so does
+// one that was `added` later.
+static bool token_add(Tokenizer* tokenizer, const char* text, int64_t count, const Json* json, bool added,
+                      bool normalized, const char* path, char* error) {
+    const double number = json->kind == JSON_NUMBER ? json->number : -1.0;
+    if (!(number >= 0.0 && number < MAX_VOCABULARY && number == (double)(int)number)) {
+        return data_error(error, "%s is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", path, text,
+                          MAX_VOCABULARY - 1);
     }
-    for (const Json* member = json->child; member; member = member->next) {
-        entries_add(entries, (Entry){member->key, (int64_t)strlen(member->key), member, added, true});
+    const int at = (int)number, least = at + 1;
+    if (least > tokenizer->room) {
+        const int room = least > 2 * tokenizer->room ? least : 2 * tokenizer->room;
+        tokenizer->token = memory_grow(tokenizer->token, (size_t)room * sizeof(Token));
+        for (int i = tokenizer->room; i < room; i++) tokenizer->token[i] = (Token){NULL, 0, UNRANKED};
+        tokenizer->room = room;
+    }
+    if (least > tokenizer->tokens) tokenizer->tokens = least;
+    if (least > tokenizer->vocabulary && !added) tokenizer->vocabulary = least;
+    char* bytes = memory_take((size_t)count + 1);
+    const int64_t length = added ? -1 : to_bytes(text, count, bytes);
+    Token fresh = {bytes, (int)(length < 0 ? count : length), UNRANKED};
+    if (length < 0) memcpy(bytes, text, (size_t)count);
+    Token* old = &tokenizer->token[at];
+    const bool same =
+        old->length == fresh.length && (fresh.length == 0 || memcmp(old->bytes, bytes, (size_t)fresh.length) == 0);
+    if (old->length > 0 && !(added && same)) {
+        free(bytes);
+        return data_error(error, "%s gives token %d to two texts", path, at);
+    }
+    free(old->bytes);  // files list a token again that was added by hand
+    *old = fresh;
+    if (fresh.length == (int)strlen(end_of_text) && memcmp(bytes, end_of_text, (size_t)fresh.length) == 0) {
+        tokenizer->end = at;
+    } else if (added && fresh.length > 0) {
+        int** list = &tokenizer->added[normalized];
+        *list = memory_grow(*list, (size_t)(tokenizer->adds[normalized] + 1) * sizeof(int));
+        (*list)[tokenizer->adds[normalized]++] = at;
     }
     return true;
 }
 
+// Adds the members of an object, text: number.
+static bool add_object(Tokenizer* tokenizer, const Json* json, bool added, const char* path, char* error) {
+    if (!json || json->kind != JSON_OBJECT) {
+        return data_error(error, "%s is no vocabulary: it is not a JSON object", path);
+    }
+    for (const Json* one = json->child; one; one = one->next) {
+        if (!token_add(tokenizer, one->key, (int64_t)strlen(one->key), one, added, true, path, error)) return false;
+    }
+    return tokenizer->tokens > 0 || data_error(error, "%s is no vocabulary: it is empty", path);
+}
+
 // Adds the list "added_tokens" of tokenizer.json, whose elements have an id and a content.
-static bool entries_list(Entries* entries, const Json* list, const char* path, char* error) {
+static bool add_list(Tokenizer* tokenizer, const Json* list, const char* path, char* error) {
     for (const Json* token = list ? list->child : NULL; token; token = token->next) {
         static const char* const flags[] = {"single_word", "lstrip", "rstrip"};
         const Json *id = json_get(token, "id"), *content = json_get(token, "content");
@@ -154,115 +153,39 @@ static bool entries_list(Entries* entries, const Json* list, const char* path, c
                               content->text, flags[i]);
         }
         const bool normalized = !is_nothing(json_get(token, "normalized"));
-        entries_add(entries, (Entry){content->text, content->text_bytes, id, true, normalized});
+        if (!token_add(tokenizer, content->text, content->text_bytes, id, true, normalized, path, error)) return false;
     }
     return true;
 }
 
-// Sets the sizes that all entries need, and takes the memory.
-static bool vocabulary_allocate(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
-    int64_t bytes = 0, largest = -1, max = -1;
-    for (int64_t i = 0; i < entries->count; i++) {
-        const Entry* entry = &entries->entry[i];
-        double token = entry->number->kind == JSON_NUMBER ? entry->number->number : -1.0;
-        if (!(token >= 0.0 && token < MAX_VOCABULARY && token == (double)(int64_t)token)) {
-            return data_error(error, "%s is no vocabulary: the number of token \"%.40s\" is not in 0 to %d", path,
-                              entry->text, MAX_VOCABULARY - 1);
-        }
-        if ((int64_t)token > max) max = (int64_t)token;
-        if ((int64_t)token > largest && !entry->added) largest = (int64_t)token;
-        bytes += entry->bytes;
-    }
-    if (largest < 0) return data_error(error, "%s is no vocabulary: it is empty", path);
-    tokenizer->vocabulary = (int)largest + 1;
-    tokenizer->tokens = (int)max + 1;
-    tokenizer->slots = table_size(entries->count);
-    tokenizer->text = memory_take((size_t)bytes + 1);
-    tokenizer->first = memory_zero((size_t)max + 1, sizeof(int64_t));
-    tokenizer->length = memory_zero((size_t)max + 1, sizeof(int));
+// Makes the hash table, of the complete list of tokens.
+static void make_slots(Tokenizer* tokenizer) {
+    tokenizer->slots = 16;
+    while (tokenizer->slots < 2 * (int64_t)tokenizer->tokens) tokenizer->slots *= 2;
     tokenizer->slot = memory_take((size_t)tokenizer->slots * sizeof(int));
     memset(tokenizer->slot, 0xFF, (size_t)tokenizer->slots * sizeof(int));
-    return true;
-}
-
-static void added_add(Tokenizer* tokenizer, int token, bool normalized) {
-    int** list = &tokenizer->added[normalized];
-    *list = memory_grow(*list, (size_t)(tokenizer->adds[normalized] + 1) * sizeof(int));
-    (*list)[tokenizer->adds[normalized]++] = token;
-}
-
-static bool read_vocabulary(Tokenizer* tokenizer, const Entries* entries, const char* path, char* error) {
-    if (!vocabulary_allocate(tokenizer, entries, path, error)) return false;
-    int64_t used = 0;
-    for (int64_t i = 0; i < entries->count; i++) {
-        const Entry* entry = &entries->entry[i];
-        int token = (int)entry->number->number;
-        char* text = tokenizer->text + used;
-        int64_t length = entry->added ? -1 : to_bytes(entry->text, entry->bytes, text);
-        // A token outside the alphabet was added by hand and stands for its own text.
-        if (length < 0) memcpy(text, entry->text, (size_t)(length = entry->bytes));
-        if (tokenizer->length[token] > 0) {
-            bool same = entry->added && tokenizer->length[token] == length &&
-                        memcmp(tokenizer->text + tokenizer->first[token], text, (size_t)length) == 0;
-            if (!same) return data_error(error, "%s gives token %d to two texts", path, token);
-        }
-        const bool is_end = length == (int64_t)strlen(end_of_text) && memcmp(text, end_of_text, (size_t)length) == 0;
-        if (entry->added && !is_end && length > 0) added_add(tokenizer, token, entry->normalized);
-        if (tokenizer->length[token] > 0) continue;  // files list a token again that was added by hand
-        tokenizer->first[token] = used;
-        tokenizer->length[token] = (int)length;
-        if (length == 1 && !entry->added) tokenizer->byte[(unsigned char)*text] = token;
-        tokenizer->slot[find_slot(tokenizer, text, length)] = token;
-        if (is_end) tokenizer->end = token;
-        used += length;
+    for (int i = 0; i < tokenizer->tokens; i++) {
+        const Token* token = &tokenizer->token[i];
+        if (token->length > 0) tokenizer->slot[find_slot(tokenizer, token->bytes, token->length)] = i;
     }
-    return true;
 }
 
-// Enters the merge of this rank, of two texts in the alphabet.
-static bool read_merge(Tokenizer* tokenizer, const char* first, int64_t first_bytes, const char* second,
-                       int64_t second_bytes, int rank) {
-    SCOPED char* bytes = memory_take((size_t)(first_bytes + second_bytes));
-    int64_t left = to_bytes(first, first_bytes, bytes);
-    if (left < 1) return false;
-    int64_t right = to_bytes(second, second_bytes, bytes + left);
-    if (right < 1) return false;
-    int left_token = tokenizer->slot[find_slot(tokenizer, bytes, left)];
-    int right_token = tokenizer->slot[find_slot(tokenizer, bytes + left, right)];
-    int joined = tokenizer->slot[find_slot(tokenizer, bytes, left + right)];
-    if (left_token < 0 || right_token < 0 || joined < 0) return false;
-    Merge* merge = find_merge(tokenizer, left_token, right_token);
-    if (merge->joined < 0) *merge = (Merge){pair_of(left_token, right_token), rank, joined};
-    return true;
-}
-
-// Enters a merge that is one text, "left right".
-static bool read_merge_line(Tokenizer* tokenizer, const char* line, int64_t count, int rank) {
+// Enters the merge of this rank, "left right" in the alphabet.
+static bool read_merge(Tokenizer* tokenizer, const char* line, int64_t count, int rank) {
+    SCOPED char* bytes = memory_take((size_t)count);
     const char* space = memchr(line, ' ', (size_t)count);
-    return space && read_merge(tokenizer, line, space - line, space + 1, line + count - space - 1, rank);
+    const int64_t left = space ? to_bytes(line, space - line, bytes) : -1;
+    const int64_t right = left > 0 ? to_bytes(space + 1, line + count - space - 1, bytes + left) : -1;
+    if (right < 1 || find_token(tokenizer, bytes, left) < 0 || find_token(tokenizer, bytes + left, right) < 0)
+        return false;
+    const int joined = find_token(tokenizer, bytes, left + right);
+    if (joined >= 0 && rank < tokenizer->token[joined].rank) tokenizer->token[joined].rank = rank;
+    return joined >= 0;
 }
 
-// Takes room for `count` merges.
-static void merges_allocate(Tokenizer* tokenizer, int64_t count) {
-    tokenizer->merges = table_size(count);
-    tokenizer->merge = memory_take((size_t)tokenizer->merges * sizeof(Merge));
-    for (int64_t i = 0; i < tokenizer->merges; i++) tokenizer->merge[i] = (Merge){0, 0, -1};
-}
-
-static bool bytes_complete(const Tokenizer* tokenizer, const char* path, char* error) {
-    for (int b = 0; b < 256; b++) {
-        if (tokenizer->byte[b] < 0) {
-            return data_error(error, "the vocabulary beside %s has no token for byte %d", path, b);
-        }
-    }
-    return true;
-}
-
+// Reads the lines of merges.txt.
 static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, const char* path, char* error) {
-    int64_t lines = 1, number = 1;
-    for (int64_t i = 0; i < count; i++) lines += text[i] == '\n';
-    merges_allocate(tokenizer, lines);
-    int rank = 0;
+    int rank = 0, number = 1;
     for (const char *line = text, *end = text + count, *stop; line < end; line = stop + 1, number++) {
         stop = memchr(line, '\n', (size_t)(end - line));
         if (!stop) stop = end;
@@ -270,33 +193,38 @@ static bool read_merges(Tokenizer* tokenizer, const char* text, int64_t count, c
         if (length > 0 && line[length - 1] == '\r') length--;
         // The first line names the version; a later line may well begin with '#', a token like any other.
         bool version = number == 1 && length >= 8 && memcmp(line, "#version", 8) == 0;
-        if (length == 0 || version || read_merge_line(tokenizer, line, length, rank++)) continue;
+        if (length == 0 || version || read_merge(tokenizer, line, length, rank++)) continue;
         return data_error(error,
-                          "%s does not belong to the vocabulary beside it: line %lld is no pair of tokens whose joined "
+                          "%s does not belong to its vocabulary: merge or line %d is no pair of tokens whose joined "
                           "text is a token",
-                          path, (long long)number);
+                          path, number);
     }
-    return bytes_complete(tokenizer, path, error);
+    for (int b = 0; b < 256; b++) {
+        const char byte = (char)b;
+        if (find_token(tokenizer, &byte, 1) >= 0) continue;
+        return data_error(error, "the vocabulary of %s has no token for byte %d", path, b);
+    }
+    return tokenizer->merges = true;
 }
 
-// Reads tokenizer.json's list of merges: texts "left right", or pairs of texts.
-static bool read_merge_list(Tokenizer* tokenizer, const Json* list, const char* path, char* error) {
-    int64_t count = 0;
-    for (const Json* merge = list->child; merge; merge = merge->next) count++;
-    merges_allocate(tokenizer, count);
-    int rank = 0;
-    for (const Json* merge = list->child; merge; merge = merge->next, rank++) {
-        const Json *left = merge->child, *right = left ? left->next : NULL;
-        bool pair = merge->kind == JSON_ARRAY && right && left->kind == JSON_STRING && right->kind == JSON_STRING;
-        if (!pair && merge->kind != JSON_STRING) {
-            return data_error(error, "%s: merge %d is no pair of texts", path, rank);
-        }
-        bool good = pair ? read_merge(tokenizer, left->text, left->text_bytes, right->text, right->text_bytes, rank)
-                         : read_merge_line(tokenizer, merge->text, merge->text_bytes, rank);
-        if (good) continue;
-        return data_error(error, "%s: merge %d is no pair of tokens whose joined text is a token", path, rank);
+// Returns tokenizer.json's list of merges, texts "left right" or pairs of texts, as the lines of a merges.txt.
+static char* merge_lines(const Json* list, int64_t* bytes, const char* path, char* error) {
+    char* text;
+    size_t length;
+    if (!list || list->kind != JSON_ARRAY) return data_error(error, "%s holds no merges", path), NULL;
+    FILE* lines = text_stream(&text, &length);
+    bool good = true;
+    for (const Json* merge = list->child; merge; merge = merge->next) {
+        const Json *left = merge->kind == JSON_ARRAY ? merge->child : merge, *right = left ? left->next : NULL;
+        if (left == merge) right = merge;
+        good = good && left && left->kind == JSON_STRING && right && right->kind == JSON_STRING;
+        if (good) fprintf(lines, left == right ? "%s\n" : "%s %s\n", left->text, right->text);
     }
-    return bytes_complete(tokenizer, path, error);
+    fclose(lines);
+    *bytes = (int64_t)length;
+    if (good) return text;
+    free(text);
+    return data_error(error, "%s: a merge is no pair of texts", path), NULL;
 }
 
 // The path of the first of two names that is in the folder; NULL when neither is.
@@ -327,58 +255,42 @@ static bool is_gpt2_tokenizer(const Json* json, const char* path, char* error) {
                                path);
 }
 
-// Reads the whole tokenizer from tokenizer.json.
-static bool open_tokenizer_json(Tokenizer* tokenizer, const char* path, char* error) {
-    SCOPED Entries entries = {NULL, 0};
-    JSON_SCOPED Json* json = json_read(path, error);
-    if (!json || !is_gpt2_tokenizer(json, path, error)) return false;
-    const Json *model = json_get(json, "model"), *merges = json_get(model, "merges");
-    if (!merges || merges->kind != JSON_ARRAY) return data_error(error, "%s holds no merges", path);
-    tokenizer->encodes = true;
-    return entries_object(&entries, json_get(model, "vocab"), false, path, error) &&
-           entries_list(&entries, json_get(json, "added_tokens"), path, error) &&
-           read_vocabulary(tokenizer, &entries, path, error) && read_merge_list(tokenizer, merges, path, error);
-}
-
-// Reads vocab.json at `path`, and what tokenizer.json or added_tokens.json beside it add to it.
-static bool open_vocabulary(Tokenizer* tokenizer, const char* folder, const char* path, char* error) {
-    SCOPED Entries entries = {NULL, 0};
-    JSON_SCOPED Json *json = json_read(path, error), *more = NULL;
-    if (!json || !entries_object(&entries, json, false, path, error)) return false;
-    const char* beside = find_file(folder, "tokenizer.json", "added_tokens.json");
-    if (beside) {
-        const bool whole = text_ends(beside, "/tokenizer.json");
-        more = json_read(beside, error);
-        if (!more || !(whole ? entries_list(&entries, json_get(more, "added_tokens"), beside, error)
-                             : entries_object(&entries, more, true, beside, error))) {
-            return false;
-        }
-    }
-    return read_vocabulary(tokenizer, &entries, path, error);
-}
-
 // True if each token is one character, as in a vocabulary of nanoGPT's.
 static bool is_of_characters(const Tokenizer* tokenizer) {
     uint32_t point;
     for (int i = 0; i < tokenizer->tokens; i++) {
-        const int length = tokenizer->length[i];
-        if (length > 0 && utf8_next(tokenizer->text + tokenizer->first[i], length, &point) != length) return false;
+        const Token* token = &tokenizer->token[i];
+        if (token->length > 0 && utf8_next(token->bytes, token->length, &point) != token->length) return false;
     }
     return true;
 }
 
+// Reads vocab.json and merges.txt, and what tokenizer.json or added_tokens.json beside them add; or tokenizer.json
+// alone.
 static bool open_folder(Tokenizer* tokenizer, const char* folder, char* error) {
-    int64_t bytes = 0;
     const char* path = find_file(folder, "vocab.json", "encoder.json");
     const char* merges = path ? find_file(folder, "merges.txt", "vocab.bpe") : NULL;
-    const char* whole = merges ? NULL : find_file(folder, "tokenizer.json", "tokenizer.json");
-    if (whole) return open_tokenizer_json(tokenizer, whole, error);
-    if (!path) return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
-    if (!open_vocabulary(tokenizer, folder, path, error)) return false;
-    if (!merges) return tokenizer->encodes = is_of_characters(tokenizer), true;
-    SCOPED char* text = file_read(merges, &bytes, error);
-    tokenizer->encodes = true;
-    return text && read_merges(tokenizer, text, bytes, merges, error);
+    const char *whole = find_file(folder, "tokenizer.json", "tokenizer.json"), *more = whole;
+    const bool alone = whole && !merges;
+    if (!path && !whole)
+        return data_error(error, "%s holds neither vocab.json nor encoder.json nor tokenizer.json", folder);
+    if (!whole) more = find_file(folder, "added_tokens.json", "added_tokens.json");
+    JSON_SCOPED Json* names = alone ? NULL : json_read(path, error);
+    JSON_SCOPED Json* beside = more ? json_read(more, error) : NULL;
+    if ((!alone && !names) || (more && !beside) || (alone && !is_gpt2_tokenizer(beside, whole, error))) return false;
+    const Json* model = alone ? json_get(beside, "model") : NULL;
+    int64_t bytes = 0;
+    SCOPED char* text = alone    ? merge_lines(json_get(model, "merges"), &bytes, whole, error)
+                        : merges ? file_read(merges, &bytes, error)
+                                 : NULL;
+    if ((alone || merges) && !text) return false;
+    if (!add_object(tokenizer, alone ? json_get(model, "vocab") : names, false, alone ? whole : path, error))
+        return false;
+    if (whole && !add_list(tokenizer, json_get(beside, "added_tokens"), whole, error)) return false;
+    if (more && !whole && !add_object(tokenizer, beside, true, more, error)) return false;
+    make_slots(tokenizer);
+    if (!text) return tokenizer->encodes = tokenizer->characters = is_of_characters(tokenizer), true;
+    return tokenizer->encodes = read_merges(tokenizer, text, bytes, alone ? whole : merges, error);
 }
 
 bool tokenizer_exists(const char* folder) {
@@ -388,24 +300,19 @@ bool tokenizer_exists(const char* folder) {
 Tokenizer* tokenizer_open(const char* folder, char* error) {
     Tokenizer* tokenizer = memory_zero(1, sizeof(Tokenizer));
     tokenizer->end = -1;
-    memset(tokenizer->byte, 0xFF, sizeof(tokenizer->byte));
     if (folder && *folder) {
         if (open_folder(tokenizer, folder, error)) return tokenizer;
         tokenizer_close(tokenizer);
         return data_error(error, "%s; put the tokenizer's files there again, or name another folder", error), NULL;
     }
-    // Bytes are a vocabulary of 256 without merges to make.
     tokenizer->vocabulary = tokenizer->tokens = 256;
     tokenizer->encodes = true;
-    tokenizer->text = memory_take(256);
-    tokenizer->first = memory_zero(256, sizeof(int64_t));
-    tokenizer->length = memory_zero(256, sizeof(int));
+    tokenizer->token = memory_zero(256, sizeof(Token));
     for (int b = 0; b < 256; b++) {
-        tokenizer->text[b] = (char)b;
-        tokenizer->first[b] = b;
-        tokenizer->length[b] = 1;
-        tokenizer->byte[b] = b;
+        const char byte = (char)b;
+        tokenizer->token[b] = (Token){text_part(&byte, 1), 1, UNRANKED};
     }
+    make_slots(tokenizer);
     return tokenizer;
 }
 
@@ -436,15 +343,6 @@ static bool is_merges(const char* text, int64_t bytes) {
     return pairs;
 }
 
-// Returns whether a JSON file is what its name says, as far as can be told: ids by token, a tokenizer, or settings.
-static bool is_named_right(const Json* parsed, const char* name) {
-    bool right = parsed->kind == JSON_OBJECT;
-    for (const Json* one = parsed->child; right && one && text_ends(name, "vocab.json"); one = one->next) {
-        right = one->kind == JSON_NUMBER;
-    }
-    return right && (strcmp(name, "tokenizer.json") != 0 || json_get(parsed, "model"));
-}
-
 // Copies FROM/NAME to TO/COPY unless TO/COPY exists or there is no FROM/NAME. What is in TO then must be a file of its
 // own, and a JSON object or a list of merges, as its name says, because it is published.
 static bool copy_one(const char* from, const char* name, const char* to, const char* copy, char* error) {
@@ -456,11 +354,9 @@ static bool copy_one(const char* from, const char* name, const char* to, const c
     SCOPED char* text = file_read_own(path, &bytes, error);
     JSON_SCOPED Json* parsed = text && json ? json_parse(text, bytes, path, error) : NULL;
     if (!text || (json && !parsed)) return false;
-    if (json ? !is_named_right(parsed, copy) : !is_merges(text, bytes)) {
-        return data_error(error, "%s is no %s; fetch it again, or remove it", path,
-                          !json                         ? "list of merges"
-                          : parsed->kind == JSON_OBJECT ? copy
-                                                        : "JSON object");
+    if (json ? parsed->kind != JSON_OBJECT : !is_merges(text, bytes)) {
+        const char* what = json ? "JSON object" : "list of merges";
+        return data_error(error, "%s is no %s; fetch it again, or remove it", path, what);
     }
     return there || file_write(target, text, bytes, error);
 }
@@ -505,7 +401,7 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
     static const char* const names[SPECIAL_TOKENS] = {"bos_token", "eos_token", "pad_token"};
     bool ok = true;
     for (int i = 0; i < SPECIAL_TOKENS; i++) tokens->id[i] = -1;
-    for (int f = 0; f < 2 && tokenizer->slots > 0; f++) {
+    for (int f = 0; f < 2; f++) {
         const char* path = path_in(folder, files[f]);
         JSON_SCOPED Json* json = access(path, F_OK) == 0 ? json_read(path, error) : NULL;
         ok = ok && (json || access(path, F_OK) != 0);
@@ -513,7 +409,7 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
             const Json* text = json_get(json, names[i]);
             if (text && text->kind == JSON_OBJECT) text = json_get(text, "content");
             if (!text || text->kind != JSON_STRING || tokens->id[i] >= 0) continue;
-            tokens->id[i] = tokenizer->slot[find_slot(tokenizer, text->text, text->text_bytes)];
+            tokens->id[i] = find_token(tokenizer, text->text, text->text_bytes);
         }
     }
     for (int i = 0; i < 2; i++) {
@@ -524,8 +420,9 @@ bool tokenizer_special(const Tokenizer* tokenizer, const char* folder, SpecialTo
 
 void tokenizer_close(Tokenizer* tokenizer) {
     if (!tokenizer) return;
-    free(tokenizer->text), free(tokenizer->first), free(tokenizer->length), free(tokenizer->slot);
-    free(tokenizer->added[0]), free(tokenizer->added[1]), free(tokenizer->merge), free(tokenizer);
+    for (int i = 0; i < tokenizer->tokens; i++) free(tokenizer->token[i].bytes);
+    free(tokenizer->token), free(tokenizer->slot), free(tokenizer->added[0]), free(tokenizer->added[1]),
+        free(tokenizer);
 }
 
 int tokenizer_vocabulary(const Tokenizer* tokenizer) {
@@ -541,9 +438,9 @@ int tokenizer_end(const Tokenizer* tokenizer) {
 }
 
 const char* tokenizer_decode(const Tokenizer* tokenizer, int token, int* bytes) {
-    bool known = token >= 0 && token < tokenizer->tokens;
-    *bytes = known ? tokenizer->length[token] : 0;
-    return known ? tokenizer->text + tokenizer->first[token] : "";
+    bool known = token >= 0 && token < tokenizer->tokens && tokenizer->token[token].length > 0;
+    *bytes = known ? tokenizer->token[token].length : 0;
+    return known ? tokenizer->token[token].bytes : "";
 }
 
 // Returns the class of a character, that of the run in which it is. The search is linear: prompts are short, and Latin
@@ -585,23 +482,22 @@ static int64_t word_bytes(const char* text, int64_t bytes) {
     return at == bytes || last == 0 ? at : last;
 }
 
-// Joins the tokens of one word in place; returns how many remain. rank[i] is that of the pair (i, i + 1).
-static int64_t join_word(const Tokenizer* tokenizer, int* token, int* rank, int64_t count) {
-    const int none = 0x7FFFFFFF;
+// Joins the pieces of one word in place; returns how many remain. Piece i has the bytes begin[i] to begin[i + 1] of the
+// word, and rank[i] is that of the pair (i, i + 1).
+static int64_t join_word(const Tokenizer* tokenizer, const char* word, int* begin, int* rank, int64_t count) {
     int64_t refresh_first = 0, refresh_last = count - 1;
     while (count > 1) {
         for (int64_t i = refresh_first; i < refresh_last; i++) {
-            const Merge* merge = find_merge(tokenizer, token[i], token[i + 1]);
-            rank[i] = merge->joined >= 0 ? merge->rank : none;
+            const int joined = find_token(tokenizer, word + begin[i], begin[i + 2] - begin[i]);
+            rank[i] = joined >= 0 ? tokenizer->token[joined].rank : UNRANKED;
         }
         int64_t best = 0;
         for (int64_t i = 1; i < count - 1; i++) {
             if (rank[i] < rank[best]) best = i;
         }
-        if (rank[best] == none) break;
-        token[best] = find_merge(tokenizer, token[best], token[best + 1])->joined;
-        int64_t moved = count - best - 2;
-        memmove(token + best + 1, token + best + 2, (size_t)moved * sizeof(int));
+        if (rank[best] == UNRANKED) break;
+        const int64_t moved = count - best - 2;
+        memmove(begin + best + 1, begin + best + 2, (size_t)(moved + 1) * sizeof(int));
         if (moved > 0) memmove(rank + best, rank + best + 1, (size_t)moved * sizeof(int));
         count--;
         refresh_first = best > 0 ? best - 1 : 0;
@@ -615,7 +511,7 @@ typedef struct {
     const Tokenizer* tokenizer;
     int *tokens, max;
     int64_t total;
-    int *token, *rank;  // room for the longest word, which may be the whole text
+    int *begin, *rank;  // room for the longest word, which may be the whole text
     bool failed;        // a character has no token
 } Encoding;
 
@@ -627,19 +523,22 @@ static void put_token(Encoding* e, int token) {
 // Encodes a text that has no added token.
 static void encode_plain(Encoding* e, const char* text, int64_t bytes) {
     const Tokenizer* tokenizer = e->tokenizer;
-    for (int64_t at = 0, count; at < bytes; at += count) {
+    for (int64_t at = 0, size; at < bytes; at += size) {
         uint32_t point;
-        if (tokenizer->slots > 0 && !tokenizer->merge) {
-            count = utf8_next(text + at, bytes - at, &point);
-            const int token = tokenizer->slot[find_slot(tokenizer, text + at, count)];
-            if (token < 0) e->failed = true, count = 1;
-            put_token(e, token);
-            continue;
+        int64_t count = 1;  // a byte, a character, or the bytes of a word
+        size = tokenizer->characters ? utf8_next(text + at, bytes - at, &point) : 1;
+        if (size == 0) size = 1;
+        e->begin[0] = 0, e->begin[1] = (int)size;
+        if (tokenizer->merges) {
+            size = count = word_bytes(text + at, bytes - at);
+            for (int64_t i = 0; i <= size; i++) e->begin[i] = (int)i;
+            count = join_word(tokenizer, text + at, e->begin, e->rank, count);
         }
-        count = tokenizer->merge ? word_bytes(text + at, bytes - at) : bytes - at;
-        for (int64_t i = 0; i < count; i++) e->token[i] = tokenizer->byte[(unsigned char)text[at + i]];
-        const int64_t joined = tokenizer->merge ? join_word(tokenizer, e->token, e->rank, count) : count;
-        for (int64_t i = 0; i < joined; i++) put_token(e, e->token[i]);
+        for (int64_t i = 0; i < count; i++) {
+            const int token = find_token(tokenizer, text + at + e->begin[i], e->begin[i + 1] - e->begin[i]);
+            e->failed = e->failed || token < 0;
+            put_token(e, token);
+        }
     }
 }
 
@@ -653,10 +552,9 @@ static void encode_from(Encoding* e, const char* text, int64_t bytes, int list) 
     for (int64_t at = 0; at < bytes; at++) {
         int best = -1, longest = 0;
         for (int i = 0; i < tokenizer->adds[list]; i++) {
-            const int token = tokenizer->added[list][i], length = tokenizer->length[token];
+            const int token = tokenizer->added[list][i], length = tokenizer->token[token].length;
             if (length <= longest || length > bytes - at) continue;
-            if (memcmp(text + at, tokenizer->text + tokenizer->first[token], (size_t)length) == 0)
-                best = token, longest = length;
+            if (memcmp(text + at, tokenizer->token[token].bytes, (size_t)length) == 0) best = token, longest = length;
         }
         if (best < 0) continue;
         encode_from(e, text + begin, at - begin, list + 1);
@@ -668,8 +566,8 @@ static void encode_from(Encoding* e, const char* text, int64_t bytes, int list) 
 
 int tokenizer_encode(const Tokenizer* tokenizer, const char* text, int64_t bytes, int* tokens, int max) {
     if (!tokenizer->encodes) return -1;
-    SCOPED int* token = memory_take(2 * (size_t)(bytes + 1) * sizeof(int));
-    Encoding e = {tokenizer, tokens, max, 0, token, token + bytes + 1, false};
+    SCOPED int* begin = memory_take(2 * (size_t)(bytes + 2) * sizeof(int));
+    Encoding e = {tokenizer, tokens, max, 0, begin, begin + bytes + 2, false};
     encode_from(&e, text, bytes, 0);
     return e.failed ? -1 : (int)e.total;
 }

@@ -160,9 +160,12 @@ DATA_TEST(corpus_short_shards) {
         int train, val, left_out;
         const char* refused;
     } cases[] = {
-        {{100, 100, 100, 5}, 280, 20, 1, nullptr},     {{5, 100, 0, 100}, 180, 20, 2, nullptr},
-        {{100, 16, 17, 33}, 133, 17, 1, nullptr},      {{100, 0, 0, 0}, 83, 17, 3, nullptr},
-        {{100, 100, 34, 17}, 231, 20, 0, nullptr},     {{16, 16, 5, 0}, 0, 0, 0, "are shorter than a window"},
+        {{100, 100, 100, 5}, 280, 20, 1, nullptr},
+        {{5, 100, 0, 100}, 180, 20, 2, nullptr},
+        {{100, 16, 17, 33}, 133, 17, 1, nullptr},
+        {{100, 0, 0, 0}, 83, 17, 3, nullptr},
+        {{100, 100, 34, 17}, 231, 20, 0, nullptr},
+        {{16, 16, 5, 0}, 0, 0, 0, "has at most 16 tokens in each of 4 files"},
         {{1000, 400, 10, 400}, 1619, 181, 1, nullptr},
     };
     for (auto& item : cases) {

@@ -406,10 +406,6 @@ FOLDER_TEST(folders_copies) {
     write_text(folder, "generation_config.json", "[1]"), remove_tree(run);
     refused("no object", "generation_config.json is no JSON object", "or remove it", begins, work, run, folder);
     write_text(folder, "generation_config.json", "{}"), remove_tree(run);
-    const char* vocab = contents(folder, "vocab.json");
-    write_text(folder, "vocab.json", "{\"token\": \"secret\"}");
-    refused("no ids", "vocab.json is no vocab.json", "or remove it", begins, work, run, folder);
-    put_text(joined(folder, "vocab.json"), vocab);
     // A hub's cache: snapshots/COMMIT/NAME is a link to ../../blobs/HASH.
     const char *blobs = joined(work, "blobs"), *snapshot = joined(work, "snapshots/1");
     remove_tree(run), mkdir(blobs, 0755), mkdir(joined(work, "snapshots"), 0755);

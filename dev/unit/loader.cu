@@ -322,8 +322,8 @@ DATA_TEST(data_loader_bad_files) {
         {100, 101, 20240520, 1, "truncated: its header says 101 tokens, which make 1226 bytes, and it has 1224"},
         {100, 99, 20240520, 1, "corrupted: its header says 99 tokens"},
         {100, 2000000000, 20240520, 1, "truncated"},
-        {T, -1, 20240520, 1, "has 10 tokens and a window of T = 10 needs 11"},
-        {0, -1, 20240520, 1, "has 0 tokens"}};
+        {T, -1, 20240520, 1, "a window of T = 10 needs 11"},
+        {0, -1, 20240520, 1, "has at most 0 tokens"}};
     const char* const texts[][2] = {
         {"", "is empty"},
         {"ab", "not a shard of tokens"},
