@@ -27,7 +27,7 @@ SHORT = {"F": "Elementwise<Fp32, NEAREST>", "BF": "Elementwise<Bf16, NEAREST>", 
          "MASTER": "WithMaster<Elementwise<Bf16, NEAREST>>", "SOFT": "Blocks<Soft8, 32, ScaleFp32, NEAREST>",
          "SQRT": "Blocks<Sqrt8, 32, ScaleFp32, NEAREST>", "DYN": "Blocks<Dyn8, 256, ScaleFp32, NEAREST>",
          "UDYN": "Blocks<Udyn8, 256, ScaleFp32, NEAREST>", "E4SR": "Blocks<E4m3, 256, ScaleFp32, STOCHASTIC>",
-         "DE4D": "DoubleBlocks<De4, 32, NEAREST>", "SQ4D": "DoubleBlocks<Sqrt4, 32, NEAREST>",
+         "DE4D": "Blocks<De4, 32, ScaleDq8, NEAREST>", "SQ4D": "Blocks<Sqrt4, 32, ScaleDq8, NEAREST>",
          "LIN4": "Blocks<Lin4, 64, ScaleFp32, NEAREST>", "TENSOR": "Feedback<Spans<E4m3, SPAN_TENSOR, STOCHASTIC, ScaleE8m0>>"}
 STEPS = [text.split("|") for text in """
 step|AdamW|MASTER|F|F|None|F

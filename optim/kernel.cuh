@@ -64,15 +64,14 @@ struct StepKeys {
     NoiseKey of[4];
 };
 template <bool ORDERED>
-OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, const float* roots, int turn,
-                                uint32_t* bf16_out) {
+OPTIM_INLINE StepKeys step_keys(const StepArguments& step, int64_t element, int first, int turn, uint32_t* bf16_out) {
     const uint64_t seed = step.seed.seed;
     const uint32_t* round = ON_GPU ? step.seed.round : nullptr;
     const int order = ORDERED ? element_order(first) : 0;
-    return {{{seed, step.step, NOISE_WEIGHTS, element, nullptr, turn, bf16_out, round, ORDERED, order},
-             {seed, step.step, NOISE_M, element, nullptr, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_V, element, roots, turn, nullptr, round, ORDERED, order},
-             {seed, step.step, NOISE_SLOW, element, nullptr, turn, nullptr, round, ORDERED, order}}};
+    return {{{seed, step.step, NOISE_WEIGHTS, element, turn, bf16_out, round, ORDERED, order},
+             {seed, step.step, NOISE_M, element, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_V, element, turn, nullptr, round, ORDERED, order},
+             {seed, step.step, NOISE_SLOW, element, turn, nullptr, round, ORDERED, order}}};
 }
 
 // Returns true if threads with COUNT elements may take the second half of them first (element_order in
@@ -97,8 +96,7 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
                                   const Hyper& hyper, float grad_scale, int64_t element, int first, int n, int turn = 0,
                                   uint32_t* bf16_out = nullptr) {
     float p[MAX], g[MAX], m[MAX], v[MAX], slow[MAX], root[MAX];
-    const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(
-        step, element, first, rule.keeps_roots ? root : nullptr, turn, bf16_out);
+    const StepKeys key = step_keys<step_ordered<MAX, Weights, Grads, M, V>()>(step, element, first, turn, bf16_out);
     // Load and dequantise.
     float row = 1.0f, second = 1.0f;
     if constexpr (V::COMES_LATE) {
@@ -131,25 +129,20 @@ OPTIM_INLINE void update_elements(const Rule& rule, const Weights& weights, cons
     }
 }
 
-// Storing. A thread stores its arrays together. If their storages have HAS_ABSMAX (formats/blocks.cuh), it does so in
-// steps: find the largest magnitude of each block (absmax), clamp values that are too large, then write the codes.
+// Storing. A thread stores its arrays together, in parts: find the largest magnitude of each block (absmax), clamp
+// values that are too large, then write the codes (formats/storage.cuh).
 
 #ifdef __CUDACC__
 template <int COUNT, class Storage>
-__device__ __forceinline__ float thread_absmax_of(const Storage&, const float* x, const NoiseKey& key) {
-    if constexpr (Storage::HAS_ABSMAX) return Storage::template absmax<COUNT>(x, key);
-    return 0.0f;
+__device__ __forceinline__ float block_absmax(float* x, const NoiseKey& key) {
+    const float mine = Storage::template absmax<COUNT>(x, key);
+    if constexpr (Storage::BLOCK == 1) return mine;
+    return neighbours_max<Storage::BLOCK / COUNT, TILE_ELEMENTS / COUNT>(mine, key);
 }
 
 template <class Storage>
-__device__ __forceinline__ bool needs_clamp(const Storage&, float absmax) {
-    if constexpr (Storage::HAS_ABSMAX) return !(absmax <= Storage::NO_CLAMP_ABSMAX);
-    return false;
-}
-
-template <int COUNT, class Storage>
-__device__ __forceinline__ void clamp_of(const Storage&, float* x, float absmax) {
-    if constexpr (Storage::HAS_ABSMAX) Storage::template clamp<COUNT>(x, absmax);
+__device__ __forceinline__ bool needs_clamp(float absmax) {
+    return Storage::NO_CLAMP_ABSMAX > 0.0f && !(absmax <= Storage::NO_CLAMP_ABSMAX);
 }
 
 // Finds the maximum of `absmax` over all threads of a group, that is over a tile, for each array that is `wanted`. It
@@ -168,35 +161,13 @@ __device__ __forceinline__ void tile_max(const bool (&wanted)[4], const float* a
     }
 }
 
-template <int COUNT, class Storage>
-__device__ __forceinline__ void store_known(const Storage& storage, const Streams& streams, int first, const float* x,
-                                            float absmax, float max, bool clamped, const NoiseKey& key) {
-    if constexpr (Storage::WANTS_TILE_MAX) {
-        Storage::template store_in_tile<COUNT>(streams, first, x, absmax, max, clamped, key);
-    } else if constexpr (Storage::HAS_ABSMAX) {
-        Storage::template store_absmax<COUNT>(streams, first, x, absmax, clamped, key);
-    } else {
-        storage.store(streams, first, x, COUNT, key);
-    }
-}
-
 template <int COUNT, class Weights, class M, class V>
-__device__ __forceinline__ void clamp_all(const Weights& weights, const M& state_m, const V& state_v, float* const* x,
-                                          const float* absmax) {
-    clamp_of<COUNT>(weights, x[0], absmax[0]);
-    clamp_of<COUNT>(state_m, x[1], absmax[1]);
-    clamp_of<COUNT>(state_v, x[2], absmax[2]);
-    if (x[3]) clamp_of<COUNT>(state_m, x[3], absmax[3]);
-}
-
-template <int COUNT, class Weights, class M, class V>
-__device__ __forceinline__ void store_all(const Weights& weights, const M& state_m, const V& state_v,
-                                          const TileStreams& tile, int first, float* const* x, const float* absmax,
+__device__ __forceinline__ void store_all(const TileStreams& tile, int first, float* const* x, const float* absmax,
                                           const float* max, bool clamped, const NoiseKey* key) {
-    store_known<COUNT>(weights, tile.weights, first, x[0], absmax[0], max[0], clamped, key[0]);
-    store_known<COUNT>(state_m, tile.m, first, x[1], absmax[1], max[1], clamped, key[1]);
-    store_known<COUNT>(state_v, tile.v, first, x[2], absmax[2], max[2], clamped, key[2]);
-    if (x[3]) store_known<COUNT>(state_m, tile.slow, first, x[3], absmax[3], max[3], clamped, key[3]);
+    Weights::template put_scaled<COUNT>(tile.weights, first, x[0], absmax[0], max[0], clamped, key[0]);
+    M::template put_scaled<COUNT>(tile.m, first, x[1], absmax[1], max[1], clamped, key[1]);
+    V::template put_scaled<COUNT>(tile.v, first, x[2], absmax[2], max[2], clamped, key[2]);
+    if (x[3]) M::template put_scaled<COUNT>(tile.slow, first, x[3], absmax[3], max[3], clamped, key[3]);
 }
 
 // Stores a thread's values. All exchanges between threads come first, so that their waits overlap. Then one test
@@ -206,25 +177,28 @@ __device__ __forceinline__ void store_all(const Weights& weights, const M& state
 // and takes a fifth to two fifths more compile time. STORES_APART of m or v says where it pays (dev/LOG.md). It does
 // not pay when errors are fed back, and with a third state compiling would take half as long again.
 template <int COUNT, bool APART, class Weights, class M, class V>
-__device__ __forceinline__ void store_thread(const Weights& weights, const M& state_m, const V& state_v,
-                                             const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
-    const float absmax[4] = {
-        thread_absmax_of<COUNT>(weights, x[0], key[0]), thread_absmax_of<COUNT>(state_m, x[1], key[1]),
-        thread_absmax_of<COUNT>(state_v, x[2], key[2]), x[3] ? thread_absmax_of<COUNT>(state_m, x[3], key[3]) : 0.0f};
+__device__ __forceinline__ void store_thread(const TileStreams& tile, int first, float* const* x, const NoiseKey* key) {
+    const float absmax[4] = {block_absmax<COUNT, Weights>(x[0], key[0]), block_absmax<COUNT, M>(x[1], key[1]),
+                             block_absmax<COUNT, V>(x[2], key[2]), x[3] ? block_absmax<COUNT, M>(x[3], key[3]) : 0.0f};
     const bool wanted[4] = {Weights::WANTS_TILE_MAX, M::WANTS_TILE_MAX, V::WANTS_TILE_MAX, M::WANTS_TILE_MAX && x[3]};
     float max[4] = {};
     if constexpr (Weights::WANTS_TILE_MAX || M::WANTS_TILE_MAX || V::WANTS_TILE_MAX) {
         tile_max<COUNT>(wanted, absmax, key, max);
     }
-    const bool mine = needs_clamp(weights, absmax[0]) || needs_clamp(state_m, absmax[1]) ||
-                      needs_clamp(state_v, absmax[2]) || needs_clamp(state_m, absmax[3]);
-    constexpr bool some = Weights::HAS_ABSMAX || M::HAS_ABSMAX || V::HAS_ABSMAX;
-    const bool clamped = some && __any_sync(0xffffffffu, mine);
-    if (clamped) clamp_all<COUNT>(weights, state_m, state_v, x, absmax);
+    const bool mine = needs_clamp<Weights>(absmax[0]) || needs_clamp<M>(absmax[1]) || needs_clamp<V>(absmax[2]) ||
+                      needs_clamp<M>(absmax[3]);
+    constexpr bool clamps = Weights::NO_CLAMP_ABSMAX > 0.0f || M::NO_CLAMP_ABSMAX > 0.0f || V::NO_CLAMP_ABSMAX > 0.0f;
+    const bool clamped = clamps && __any_sync(0xffffffffu, mine);
+    if (clamped) {
+        Weights::template clamp<COUNT>(x[0], absmax[0]);
+        M::template clamp<COUNT>(x[1], absmax[1]);
+        V::template clamp<COUNT>(x[2], absmax[2]);
+        if (x[3]) M::template clamp<COUNT>(x[3], absmax[3]);
+    }
     if (APART && !clamped) {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, absmax, max, false, key);
+        store_all<COUNT, Weights, M, V>(tile, first, x, absmax, max, false, key);
     } else {
-        store_all<COUNT>(weights, state_m, state_v, tile, first, x, absmax, max, clamped, key);
+        store_all<COUNT, Weights, M, V>(tile, first, x, absmax, max, clamped, key);
     }
 }
 #endif
@@ -273,10 +247,10 @@ OPTIM_INLINE void store_elements(const Rule& rule, const Weights& weights, const
     float* x[4] = {p, m, V::OF_ROOTS ? root : v, rule.keeps_slow ? slow : nullptr};
     if constexpr (Weights::FEEDS_BACK) {
         feed_back<MAX>(weights, tile.weights, hyper, first, p, root, m, n, key[0]);
-        store_thread<MAX, false>(None(), state_m, state_v, tile, first, x, key);
+        store_thread<MAX, false, None, M, V>(tile, first, x, key);
     } else {
         constexpr bool apart = (M::STORES_APART || V::STORES_APART) && !Rule::keeps_slow;
-        store_thread<MAX, apart>(weights, state_m, state_v, tile, first, x, key);
+        store_thread<MAX, apart, Weights, M, V>(tile, first, x, key);
     }
 #else
     if (Weights::FEEDS_BACK && weights.feeds_back) {

@@ -41,7 +41,6 @@ struct NoiseKey {
     uint32_t step;
     uint32_t stream;
     int64_t element = 0;              // index in the arena of the storage functions' element 0
-    const float* roots = nullptr;     // on a GPU: the roots of the values to store, if the update computed them
     int turn = 0;                     // on a GPU: alternates between 0 and 1 from tile to tile of a group of threads
     uint32_t* bf16_out = nullptr;     // on a GPU: if not null, the store also writes the weights here, in pairs of bf16
     const uint32_t* round = nullptr;  // on a GPU: the keys of the rounds (NoiseSeed), or null

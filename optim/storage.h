@@ -2,7 +2,7 @@
 // members of an optimizer that other files than optim.cu need. Nothing here allocates; rows live as long as the
 // process.
 #pragma once
-#include "formats/storage.cuh"
+#include "formats/none.cuh"
 #include "formats/spans.cuh"
 #include "names.h"
 #include "optim.h"
@@ -20,8 +20,9 @@ struct StorageCalls {
     void (*measure)(const Streams& streams, int first, const float* x, int n);  // nothing for formats without spans
 };
 
-// A storage of weights, gradients or a moment, known at run time. On the CPU, update_elements takes it as a storage.
-struct FormatRow : StorageDefaults {
+// A storage of weights, gradients or a moment, known at run time. On the CPU, update_elements takes it as a storage;
+// for a GPU the functions of None only let it compile.
+struct FormatRow : StorageFunctions<None> {
     static constexpr bool HAS_SPANS = true, FEEDS_BACK = true;  // some rows have these properties
     const char* name;
     const char* note;

@@ -37,16 +37,14 @@ __device__ __forceinline__ char* sum_at(const StreamInfo& info, void* base, int6
 template <class Storage>
 __device__ __forceinline__ void sum_load_run(const Streams& whole, const void* table, int64_t element, float* x) {
     constexpr StreamInfo codes = Storage::STREAM[0], extra = Storage::STREAM[1], more = Storage::STREAM[2];
-    if constexpr (Storage::LOADS_TOGETHER || Storage::HAS_SPANS) {
+    if constexpr (Storage::HAS_SPANS) {
         Streams streams = tile_at(codes, extra, more, whole, element / TILE_ELEMENTS);
         streams.table = table;
-        const int first = (int)(element % TILE_ELEMENTS);
-        if constexpr (Storage::LOADS_TOGETHER) Storage::load_alone(streams, first, x);
-        if constexpr (!Storage::LOADS_TOGETHER) Storage::load(streams, first, x, SUM_LANE, NoiseKey{});
+        Storage::template get<8>(streams, (int)(element % TILE_ELEMENTS), x, NoiseKey{});
     } else {
         const Streams streams = {sum_at(codes, whole.codes, element), sum_at(extra, whole.extra, element), table,
                                  sum_at(more, whole.more, element)};
-        Storage::load(streams, 0, x, SUM_LANE, NoiseKey{});
+        Storage::template get<8>(streams, 0, x, NoiseKey{});
     }
 }
 

@@ -60,34 +60,28 @@ static FormatRow* add_row(StateRows* rows, const FormatRow& row) {
     return &rows->row[rows->count++];
 }
 
-// Adds the row of a storage in blocks: T with another block. `type` is its type for NVRTC without the rounding.
-template <class T, Rounding ROUNDING>
-static FormatRow* add_block(StateRows* rows, const char* base, int block, const char* scale, const char* note,
-                            const char* type) {
+// Adds the row of a storage in blocks of `block` elements, whose scales are called `scale` after an @.
+template <class Format, class Scale, Rounding ROUNDING>
+static void add_block(StateRows* rows, const char* base, int block, const char* scale, const char* note,
+                      const char* format) {
+    typedef Blocks<Format, 32, Scale, ROUNDING> Storage;  // whose functions take another block
     const bool noisy = ROUNDING == STOCHASTIC;
     const char* name = text_format("%s/%d%s%s", base, block, scale, noisy ? ":sr" : "");
-    type = text_format("%s, %s>", type, noisy ? "STOCHASTIC" : "NEAREST");
-    FormatRow* row = add_row(rows, constants_row<T>(name, noisy ? "" : note, type));
+    const char* type = SAME_TYPE<Scale, ScaleFp32> ? "Fp32" : SAME_TYPE<Scale, ScaleE8m0> ? "E8m0" : "Dq8";
+    type = text_kept("Blocks<%s, %d, Scale%s, %s>", format, block, type, noisy ? "STOCHASTIC" : "NEAREST");
+    FormatRow* row = add_row(rows, constants_row<Storage>(name, noisy ? "" : note, type));
     row->stream[1].run = block;
-    return row;
+    row->call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n,
+                        const NoiseKey& key) { load_blocks<Storage>(self.stream[1].run, streams, first, x, n, key); };
+    row->call.store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
+                         const NoiseKey& key) { store_blocks<Storage>(self.stream[1].run, streams, first, x, n, key); };
 }
 
-template <class Format, class Scale, Rounding ROUNDING>
-static void add_plain(StateRows* rows, const char* base, int block, const char* note, const char* format) {
-    typedef Blocks<Format, 32, Scale, ROUNDING> Storage;
-    const bool powers = SAME_TYPE<Scale, ScaleE8m0>;
-    const char* type = text_kept("Blocks<%s, %d, %s", format, block, powers ? "ScaleE8m0" : "ScaleFp32");
-    FormatRow* row = add_block<Storage, ROUNDING>(rows, base, block, powers ? "@e8m0" : "", note, type);
-    row->call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n,
-                        const NoiseKey& key) {
-        const StreamInfo& scales = self.stream[1];
-        blocks_load<typename Storage::Format>(scales.run, scales.bits == 8, streams, first, x, n, key);
-    };
-    row->call.store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
-                         const NoiseKey& key) {
-        const StreamInfo& scales = self.stream[1];
-        blocks_store<typename Storage::Format, ROUNDING>(scales.run, scales.bits == 8, streams, first, x, n, key);
-    };
+template <class Format, class Scale>
+static void add_rounded(StateRows* rows, const char* base, int block, const char* scale, const char* note,
+                        const char* format) {
+    add_block<Format, Scale, NEAREST>(rows, base, block, scale, note, format);
+    add_block<Format, Scale, STOCHASTIC>(rows, base, block, scale, note, format);
 }
 
 template <class Format>
@@ -95,26 +89,9 @@ static void add_blocks(StateRows* rows, const char* base, const char* note, cons
     const int blocks[] = {usual, 32, 64, 128, 256, 512, 1024, 2048};
     for (int i = 0; i < 8; i++) {
         if (i > 0 && blocks[i] == usual) continue;
-        add_plain<Format, ScaleFp32, NEAREST>(rows, base, blocks[i], i == 0 ? note : "", format);
-        add_plain<Format, ScaleFp32, STOCHASTIC>(rows, base, blocks[i], "", format);
+        add_rounded<Format, ScaleFp32>(rows, base, blocks[i], "", i == 0 ? note : "", format);
     }
-    add_plain<Format, ScaleE8m0, NEAREST>(rows, base, usual, "", format);
-    add_plain<Format, ScaleE8m0, STOCHASTIC>(rows, base, usual, "", format);
-}
-
-template <class Format, int BLOCK, Rounding ROUNDING>
-static void add_doubled(StateRows* rows, const char* base, const char* note, const char* format) {
-    typedef DoubleBlocks<Format, BLOCK, ROUNDING> Storage;
-    const char* type = text_kept("DoubleBlocks<%s, %d", format, BLOCK);
-    FormatRow* row = add_block<Storage, ROUNDING>(rows, base, BLOCK, "@dq8", note, type);
-    row->call.load = [](const FormatRow& self, const Streams& streams, int first, float* x, int n,
-                        const NoiseKey& key) {
-        double_load<typename Storage::Format>(self.stream[1].run, streams, first, x, n, key);
-    };
-    row->call.store = [](const FormatRow& self, const Streams& streams, int first, const float* x, int n,
-                         const NoiseKey& key) {
-        double_store<typename Storage::Format, ROUNDING>(self.stream[1].run, streams, first, x, n, key);
-    };
+    add_rounded<Format, ScaleE8m0>(rows, base, usual, "@e8m0", "", format);
 }
 
 template <class T>
@@ -162,9 +139,8 @@ Table<FormatRow> grads_table() {
 
 #define STATE_ROW(NAME, NOTE, ...) add_row(rows, format_row<__VA_ARGS__>(NAME, NOTE, #__VA_ARGS__));
 #define STATE_BLOCKS(NAME, NOTE, FORMAT, BLOCK) add_blocks<FORMAT>(rows, NAME, NOTE, #FORMAT, BLOCK);
-#define STATE_DOUBLED(NAME, NOTE, FORMAT, BLOCK)                    \
-    add_doubled<FORMAT, BLOCK, NEAREST>(rows, NAME, NOTE, #FORMAT); \
-    add_doubled<FORMAT, BLOCK, STOCHASTIC>(rows, NAME, "", #FORMAT);
+#define STATE_DOUBLED(NAME, NOTE, FORMAT, BLOCK) \
+    add_rounded<FORMAT, ScaleDq8>(rows, NAME, BLOCK, "@dq8", NOTE, #FORMAT);
 
 static const StateRows* state_rows_create() {
     StateRows* rows = (StateRows*)memory_zero(1, sizeof(StateRows));

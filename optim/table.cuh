@@ -7,7 +7,6 @@
 #include "formats/fp32.cuh"
 #include "formats/bf16.cuh"
 #include "formats/de4.cuh"
-#include "formats/doubleblocks.cuh"
 #include "formats/dyn8.cuh"
 #include "formats/fp16.cuh"
 #include "formats/kahan.cuh"

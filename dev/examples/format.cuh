@@ -6,7 +6,7 @@
 
 EMBED_SOURCE  // puts this file into the program, where NVRTC reads it
 
-    struct My8 : FormatDefaults {
+    struct My8 : BlockFormat<My8> {
     static constexpr int BITS = 8, ZERO = 127;
     static constexpr const char* DTYPE = "U8";
     static constexpr float LARGEST = 127.0f;

@@ -52,15 +52,12 @@ struct Case {
         float x = Format::decode(table(), code, 1.0f);
         return Format::ROOT ? sqrtf(x) : x;
     }
-    static uint32_t code(uint32_t word) { return (word - Format::BIAS) & ((1u << Format::BITS) - 1u); }
-    static uint32_t nearest(float y, int lowest) { return code(Format::nearest(table(), y, Format::UNITS, lowest)); }
+    static uint32_t nearest(float y, int lowest) { return Format::nearest(table(), y, Format::UNITS, lowest); }
     static uint32_t stochastic(float y, uint32_t noise, int lowest) {
-        return code(Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest));
+        return Noisy::stochastic(table_of<Noisy>(), y, Format::UNITS, noise, lowest);
     }
     // Numbers written from outside into what is stored stochastically.
-    static uint32_t written(float y, int lowest) {
-        return code(Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest));
-    }
+    static uint32_t written(float y, int lowest) { return Noisy::nearest(table_of<Noisy>(), y, Format::UNITS, lowest); }
     static FormatCase get(const char* name, bool has_sign) {
         return {name,   Format::BITS, Format::ZERO, Format::ROOT, has_sign, in_even_cells<Format>(0), Format::LARGEST,
                 decode, nearest,      stochastic,   written};
@@ -414,13 +411,13 @@ static void fill_tile(Store* tile, int block, bool has_sign) {
     }
 }
 
-// Scales that are quantised themselves (optim/formats/doubleblocks.cuh).
+// Scales that are quantised themselves (ScaleDq8 in optim/formats/scales.cuh).
 template <class Format, int BLOCK>
 void check_double_blocks(Test* test, const char* name) {
     static Store tile;
     const uint8_t* scales = (const uint8_t*)tile.scales;
     fill_tile(&tile, BLOCK, Format::SIGNED);
-    store_tile<DoubleBlocks<Format, BLOCK, NEAREST>>(&tile, NOISE_M);
+    store_tile<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(&tile, NOISE_M);
     const auto* table = (const typename Format::Table*)tile.table;
     expect(tile.second == wanted_scale<Format>(tile.x, TILE_ELEMENTS), "%s: second %a", name, (double)tile.second);
     int largest = 0, least = 0;
@@ -449,16 +446,16 @@ void check_double_blocks(Test* test, const char* name) {
     }
     expect(largest >= 1 && least >= 1, "%s: %d scales are the tile's, %d the least", name, largest, least);
     for (float& x : tile.x) x = fabsf(x) < 0x1p-99f && x != 0.0f ? 0x1p-99f : fabsf(x);
-    check_v<DoubleBlocks<Format, BLOCK, NEAREST>>(test, &tile, name);
-    check_v<DoubleBlocks<Format, BLOCK, STOCHASTIC>>(test, &tile, name);
-    check_row<DoubleBlocks<Format, BLOCK, NEAREST>>(test, tile.x, name);
-    check_row<DoubleBlocks<Format, BLOCK, STOCHASTIC>>(test, tile.x, formatted("%s:sr", name));
+    check_v<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(test, &tile, name);
+    check_v<Blocks<Format, BLOCK, ScaleDq8, STOCHASTIC>>(test, &tile, name);
+    check_row<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(test, tile.x, name);
+    check_row<Blocks<Format, BLOCK, ScaleDq8, STOCHASTIC>>(test, tile.x, formatted("%s:sr", name));
     // A block of subnormal numbers, then nothing but zeros.
     for (int i = 0; i < TILE_ELEMENTS; i++) tile.x[i] = i / BLOCK == 4 ? 0x1p-140f : 1.0f;
-    store_tile<DoubleBlocks<Format, BLOCK, NEAREST>>(&tile, NOISE_V);
+    store_tile<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(&tile, NOISE_V);
     for (float x : tile.back) expect(isfinite(x), "%s: %g", name, (double)x);
     memset(&tile, 0, sizeof(tile));
-    store_tile<DoubleBlocks<Format, BLOCK, NEAREST>>(&tile, NOISE_V);
+    store_tile<Blocks<Format, BLOCK, ScaleDq8, NEAREST>>(&tile, NOISE_V);
     for (float x : tile.back) expect(x == 0.0f, "%s: a zero became %g", name, (double)x);
 }
 
@@ -515,14 +512,14 @@ constexpr bool IS_LINEAR = false;
 template <int BITS, int FIRST, int LAST, bool ROOT, bool POWERS>
 constexpr bool IS_LINEAR<Uniform<BITS, FIRST, LAST, ROOT, POWERS>> = true;
 
-// Counts where what packs codes on a GPU differs from the portable functions, over all floats: with noise, as m and as
-// v, in blocks of two scales, and the bf16 that the model sees; of fp8 also to nearest, and what decodes it. Of linear
-// levels only what a block can hold is compared, and, since they share the sum, only how it is packed.
-// total: {differences, floats compared}, the latter 0 where the code was built for an older GPU.
+// Counts where the vector functions of a format on a GPU differ from those of one element, over all floats: with noise
+// and to nearest, as m and as v, in blocks of two scales; what decodes them; and the bf16 that the model sees. Of
+// linear levels only what a block can hold is compared, and, since they share the sum, only how it is packed. total:
+// {differences, floats compared}, the latter 0 where the code was built for an older GPU.
 template <class Format>
 __device__ unsigned long long packed_differ(uint32_t first, float inverse, int lowest) {
     unsigned long long wrong = 0;
-    float x[8];
+    float x[8], decoded[8];
     bool within[8];
     const Noise noise = noise_draw({first, 3, NOISE_M}, 0);
     for (int i = 0; i < 8; i++) x[i] = bits_float(first + (uint32_t)i);
@@ -530,18 +527,19 @@ __device__ unsigned long long packed_differ(uint32_t first, float inverse, int l
         within[i] = exact_abs(exact_mul(x[i], inverse)) <= Format::LARGEST * Format::UNITS || is_nan(x[i]);
         if (IS_LINEAR<Format> && !within[i]) x[i] = 0.0f;  // its sum would carry into its neighbours' codes
     }
-    Packed<Format::BITS, 8> packed = {};
+    Packed<Format::BITS, 8> noisy = {}, nearest = {};
     uint32_t seen[4];
-    Format::template stochastic_pack<8>(x, inverse, noise, lowest, &packed, seen);
+    Format::template put<STOCHASTIC, 8>(nullptr, x, inverse, noise, lowest, &noisy, seen);
+    Format::template put<NEAREST, 8>(nullptr, x, inverse, noise, lowest, &nearest, nullptr);
     for (int i = 0; i < 8; i++) {
-        uint32_t want = Format::stochastic(nullptr, x[i], inverse, noise_lane(noise, i), lowest) - Format::BIAS;
-        wrong += packed.get(i) != want;
+        wrong += noisy.get(i) != Format::stochastic(nullptr, x[i], inverse, noise_lane(noise, i), lowest);
+        wrong += nearest.get(i) != Format::nearest(nullptr, x[i], inverse, lowest);
     }
-    if constexpr (Format::HARDWARE) {
-        for (int i = 0; i < 8; i += 2) {
-            uint32_t pair = Format::nearest2(x + i, inverse, lowest);
-            wrong += (pair & 0xffu) != Format::nearest(nullptr, x[i], inverse, lowest);
-            wrong += (pair >> 8 & 0xffu) != Format::nearest(nullptr, x[i + 1], inverse, lowest);
+    if constexpr (Format::BITS == 8) {
+        Format::template get<8>(nullptr, noisy, 0.37f, decoded);
+        for (int i = 0; i < 8; i++) {
+            float want = Format::decode(nullptr, noisy.get(i), 0.37f);
+            wrong += within[i] && (is_nan(want) ? !is_nan(decoded[i]) : float_bits(decoded[i]) != float_bits(want));
         }
     }
     if constexpr (Format::WRITES_BF16) {
@@ -549,7 +547,7 @@ __device__ unsigned long long packed_differ(uint32_t first, float inverse, int l
         if (lowest > 0 || scale == 0 || scale == 255) return wrong;
         Format::template bf16_scaled<8>(scale, true, seen);
         for (int i = 0; i < 8; i++) {
-            float value = Format::decode(nullptr, packed.get(i), ScaleE8m0::decode((uint8_t)scale));
+            float value = Format::decode(nullptr, noisy.get(i), ScaleE8m0::decode((uint8_t)scale));
             uint32_t got = seen[i / 2] >> i % 2 * 16 & 0xffffu;
             wrong += within[i] && is_finite(value) && got != Bf16::encode(value);
         }
@@ -568,17 +566,6 @@ __global__ void packed_kernel(unsigned long long* total) {
         compared += 8;
         const float inverse = !other ? 1.0f : Format::OF_POWERS ? 0.015625f : 0.0123f;
         wrong += packed_differ<Format>((uint32_t)first, inverse, first >> 9 & 1 ? Format::ZERO + 1 : 0);
-    }
-    if constexpr (Format::HARDWARE) {
-        for (int64_t codes = thread; codes < 65536; codes += threads) {
-            float x[2];
-            Format::decode2((uint32_t)codes, 0.37f, x);
-            for (int i = 0; i < 2; i++) {
-                float want = Format::decode(nullptr, (uint32_t)codes >> 8 * i & 0xffu, 0.37f);
-                bool unused = Format::LARGEST > 448.0f && (codes >> 8 * i & 0x7f) > 0x7b;  // e5m2's infinity and NaN
-                wrong += is_nan(want) ? !is_nan(x[i]) : !unused && float_bits(x[i]) != float_bits(want);
-            }
-        }
     }
     atomicAdd(total, wrong);
     atomicAdd(total + 1, compared);

@@ -147,53 +147,9 @@ OPTIM_INLINE uint32_t log_word(float value, const LogEncoding& s, uint32_t noise
     return (float_bits(whole) << 16) + (float_bits(rise) + noise);
 }
 
-// Stores the codes of COUNT elements of a block with this largest element; none of them is negative or NaN.
-template <Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void log_put(const Streams& streams, int first, const float* x, float absmax, const LogEncoding& s,
-                          const NoiseKey& key) {
-    Packed<8, COUNT> packed = {};
-    float value[COUNT];
-    Noise noise = {};
-    if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
-    OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) value[i] = x[i];
-    if (absmax > LOG_MAX) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) value[i] = exact_min(x[i], LOG_MAX);
-    }
-    if constexpr (ROUNDING == NEAREST) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) packed.add(i, log_word<NEAREST>(value[i], s, 0));
-        packed.subtract(LOG_BIAS<NEAREST>);
-    } else {
-        uint32_t word[COUNT];
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) word[i] = log_word<ROUNDING>(value[i], s, noise_lane(noise, i));
-#ifdef __CUDA_ARCH__
-        packed.template gather_bytes<2>(word);
-#else
-        for (int i = 0; i < COUNT; i++) packed.add(i, word[i] >> 16 & 255u);
-#endif
-    }
-    store_value(streams.codes, first, packed);
-}
-
 // Returns the level of a code, given 2^23 + code.
 OPTIM_INLINE float log_level(float number, float step) {
     return exp2_scaled(exact_mul(exact_add(number, -8388608.0f), step), EXP2_MAGIC - 126.0f);
-}
-
-template <int COUNT>
-OPTIM_INLINE void log_get(const Streams& streams, int first, float* x) {
-    const float step = log_step(((const float*)streams.extra)[first / TILE_ELEMENTS]);
-    auto packed = load_value<Packed<8, COUNT>>(streams.codes, first);
-    OPTIM_UNROLL
-    for (int i = 0; i < COUNT; i++) x[i] = log_level(packed.number(i), step);
-}
-
-// Returns x, or zero for negative numbers and NaN.
-OPTIM_INLINE float log_value(float x) {
-    return x > 0.0f ? x : 0.0f;
 }
 
 // A block has 8 times as many elements as there are levels. So its threads compute one or two levels each, and look
@@ -202,9 +158,10 @@ constexpr int LOG_GROUPS = 8;
 
 template <Rounding ROUNDING>
 struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
-    typedef AdaLog8<NEAREST> Nearest;
-    static constexpr StreamInfo STREAM[3] = {{"", "U8", 8, 1}, {".scales", "F32", 32, TILE_ELEMENTS}};
-    static constexpr bool SIGNED = false, STORES_APART = true, LOADS_TOGETHER = true;
+    static constexpr int BLOCK = TILE_ELEMENTS;
+    static constexpr StreamInfo STREAM[3] = {{"", "U8", 8, 1}, {".scales", "F32", 32, BLOCK}};
+    static constexpr bool SIGNED = false, STORES_APART = true;
+    static constexpr float NO_CLAMP_ABSMAX = LOG_MAX;
     static constexpr int TABLE_BYTES = LOG_GROUPS * 4 * 256;
 
     // There are no constants; the kernel itself writes the TABLE_BYTES.
@@ -212,82 +169,88 @@ struct AdaLog8 : BlockFunctions<AdaLog8<ROUNDING>> {
         for (int i = 0; i < TABLE_BYTES / 4; i++) ((float*)table)[i] = 0.0f;
     }
 
-#ifdef __CUDACC__
-    static __device__ __forceinline__ void prepare(const Streams&, void*) {}
-
-    // Loads 8 elements.
-    static __device__ __forceinline__ void load_alone(const Streams& streams, int first, float* x) {
-        log_get<8>(streams, first, x);
+    static OPTIM_INLINE float step_of(const Streams& streams, int first) {
+        return log_step(((const float*)streams.extra)[first / BLOCK]);
     }
 
-    template <int COUNT>
-    static __device__ __forceinline__ void get(const Streams& streams, int first, float* x, const NoiseKey&) {
-        constexpr int THREADS = TILE_ELEMENTS / COUNT;
+    // Threads of a GPU load together, where all of them do (below).
+    template <int N>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&, int = BLOCK) {
+        const float step = step_of(streams, first);
+        auto packed = load_value<Packed<8, N>>(streams.codes, first);
+        OPTIM_UNROLL
+        for (int i = 0; i < N; i++) x[i] = log_level(packed.number(i), step);
+    }
+
+#ifdef __CUDA_ARCH__
+    static __device__ __forceinline__ void prepare(const Streams&, void*) {}
+
+    static __device__ __forceinline__ void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
+        if (n == 16) {
+            get_together<16>(streams, first, x);
+        } else {
+            get_together<8>(streams, first, x);
+        }
+    }
+
+    template <int N>
+    static __device__ __forceinline__ void get_together(const Streams& streams, int first, float* x) {
+        constexpr int THREADS = TILE_ELEMENTS / N;
         float* level = (float*)streams.table + threadIdx.x / THREADS * 256;
-        const float step = log_step(((const float*)streams.extra)[first / TILE_ELEMENTS]);
+        const float step = step_of(streams, first);
         // No thread reads the previous levels any more: their tile has been stored, and its largest exchanged.
 #pragma unroll
         for (int code = 0; code < 256; code += THREADS) {
-            int mine = code + first / COUNT;
+            int mine = code + first / N;
             level[mine] = log_level(bits_float(0x4b000000u + (uint32_t)mine), step);
         }
         group_sync<THREADS>();
-        auto packed = load_value<Packed<8, COUNT>>(streams.codes, first);
-        if constexpr (ROUNDING == NEAREST) {
+        auto packed = load_value<Packed<8, N>>(streams.codes, first);
+        const uint32_t levels = table_address(level);
 #pragma unroll
-            for (int i = 0; i < COUNT; i++) x[i] = level[packed.get(i)];
-        } else {
-            // This takes 3 instructions fewer for each element; it is faster only with noise.
-            const uint32_t levels = table_address(level);
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                uint32_t at = table_at_byte<4>(levels, packed.word[i / 4], i % 4);
-                asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[i]) : "r"(at) : "memory");  // not before the barrier
-            }
+        for (int i = 0; i < N; i++) {
+            uint32_t at = table_at_byte<4>(levels, packed.word[i / 4], i % 4);
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x[i]) : "r"(at) : "memory");  // not before the barrier
         }
-    }
-
-    template <int COUNT>
-    static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
-        // Floats from zero on are ordered as their bits are; negative values and NaN have larger bits.
-        float value[COUNT];
-        uint32_t max = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            value[i] = x[i];
-            max = __float_as_uint(x[i]) > max ? __float_as_uint(x[i]) : max;
-        }
-        if (max > 0x7f800000u) {
-            max = 0;
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                value[i] = log_value(x[i]);
-                max = __float_as_uint(value[i]) > max ? __float_as_uint(value[i]) : max;
-            }
-        }
-        const float absmax = neighbours_max<TILE_ELEMENTS / COUNT, TILE_ELEMENTS / COUNT>(__uint_as_float(max), key);
-        const float scale = log_scale(absmax);
-        if (first % TILE_ELEMENTS == 0) ((float*)streams.extra)[first / TILE_ELEMENTS] = scale;
-        log_put<ROUNDING, COUNT>(streams, first, value, absmax, log_encoding<ROUNDING>(scale), key);
     }
 #endif
 
-    static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        for (int i = 0; i < n; i += 8) log_get<8>(streams, first + i, x + i);
+    // Floats from zero on are ordered as their bits are; negative values and NaN have larger bits, and become zero.
+    template <int N>
+    static OPTIM_INLINE float absmax(float* value, const NoiseKey&) {
+        uint32_t max = bits_max<N>(value);
+        if (max > 0x7f800000u) {
+            OPTIM_UNROLL
+            for (int i = 0; i < N; i++) value[i] = value[i] > 0.0f ? value[i] : 0.0f;
+            max = bits_max<N>(value);
+        }
+        return bits_float(max);
     }
 
-    static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        for (int b = 0; b < n; b += TILE_ELEMENTS) {
-            float absmax = 0.0f;
-            for (int i = 0; i < TILE_ELEMENTS; i++) absmax = exact_max(x[b + i], absmax);
-            const float scale = log_scale(absmax);
-            const LogEncoding s = log_encoding<ROUNDING>(scale);
-            ((float*)streams.extra)[(first + b) / TILE_ELEMENTS] = scale;
-            for (int c = b; c < b + TILE_ELEMENTS; c += 8) {
-                float value[8];
-                for (int i = 0; i < 8; i++) value[i] = log_value(x[c + i]);
-                log_put<ROUNDING, 8>(streams, first + c, value, absmax, s, key);
-            }
+    template <int N>
+    static OPTIM_INLINE void clamp(float* value, float) {
+        OPTIM_UNROLL
+        for (int i = 0; i < N; i++) value[i] = exact_min(value[i], LOG_MAX);
+    }
+
+    template <int N>
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float absmax, float,
+                                        bool, const NoiseKey& key, int = BLOCK) {
+        const float scale = log_scale(absmax);
+        const LogEncoding s = log_encoding<ROUNDING>(scale);
+        if (first % BLOCK == 0) ((float*)streams.extra)[first / BLOCK] = scale;
+        Packed<8, N> packed = {};
+        if constexpr (ROUNDING == NEAREST) {
+            OPTIM_UNROLL
+            for (int i = 0; i < N; i++) packed.add(i, log_word<NEAREST>(value[i], s, 0));
+            packed.subtract(LOG_BIAS<NEAREST>);
+        } else {
+            const Noise noise = noise_draw(key, first);
+            uint32_t word[N];
+            OPTIM_UNROLL
+            for (int i = 0; i < N; i++) word[i] = log_word<ROUNDING>(value[i], s, noise_lane(noise, i));
+            packed.template gather_bytes<2>(word);
         }
+        store_value(streams.codes, first, packed);
     }
 };

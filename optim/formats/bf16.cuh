@@ -5,11 +5,11 @@
 // that is cut off, to 1 in 2^16, so that the mean is x. Infinities are kept, and NaN becomes 0x7fff, as in a GPU's own
 // conversion to nearest.
 #pragma once
-#include "storage.cuh"
+#include "elementwise.cuh"
 
 EMBED_SOURCE
 
-struct Bf16 : FormatDefaults {
+struct Bf16 : ElementFormat<Bf16> {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "BF16";
 
@@ -38,20 +38,22 @@ struct Bf16 : FormatDefaults {
     }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    static constexpr bool ENCODES_PAIRS = true;
+    static constexpr bool CLAMPS = true;
 
-    // Returns two codes in a word, the first in its lower half.
-    static __device__ __forceinline__ uint32_t encode2(float first, float second) {
-        uint32_t codes;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes) : "f"(second), "f"(first));
-        return codes;
-    }
-
-    // Does the same with noise. Infinities are right without MAY_BE_NAN too.
-    template <bool MAY_BE_NAN>
-    static __device__ __forceinline__ uint32_t encode2(float first, float second, uint32_t noise, uint32_t noise2) {
-        if (MAY_BE_NAN) first = storable(first), second = storable(second);
-        return __byte_perm(float_bits(first) + noise, float_bits(second) + noise2, 0x7632);
+    // Encodes two elements at a time. Infinities are right without MAY_BE_NAN too.
+    template <Rounding ROUNDING, bool MAY_BE_NAN, class Codes>
+    static __device__ __forceinline__ void encode_all(const float* x, const Noise& noise, int lane, Codes* codes) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            if constexpr (ROUNDING == NEAREST) {
+                asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(codes->word[i / 2]) : "f"(x[i + 1]), "f"(x[i]));
+            } else {
+                const float first = MAY_BE_NAN ? storable(x[i]) : x[i],
+                            second = MAY_BE_NAN ? storable(x[i + 1]) : x[i + 1];
+                codes->word[i / 2] = upper_halves(float_bits(first) + noise_lane(noise, lane + i),
+                                                  float_bits(second) + noise_lane(noise, lane + i + 1));
+            }
+        }
     }
 #endif
 };

@@ -12,7 +12,7 @@
 // count as block_max. In v (key.stream is NOISE_V) no code that decodes to zero is ever written, since dividing an m
 // other than zero by the root of zero would give an update of m / eps.
 //
-// A format derives from FormatDefaults (storage.cuh) and has
+// A format derives from BlockFormat and has
 //     BITS, DTYPE, ZERO, LARGEST   bits of a code; safetensors' name; the code of zero, or -1; scale = absmax / LARGEST
 //     decode(table, code, scale), nearest(table, x, inverse, lowest), stochastic(table, x, inverse, bits, lowest)
 // where y = x * inverse, `bits` are 16 random bits, and codes for x >= 0 must not be below `lowest`. |y| exceeds UNITS
@@ -21,18 +21,14 @@
 //     UNITS                  y is counted in 1 / UNITS of the scale
 //     Table, fill(table)     constants that it looks up, in shared memory on a GPU
 //     Stochastic             the format that stores with noise: the same codes, another table
-//     BIAS                   a number that nearest and stochastic add to a code, above the code's bits
 //     MAX, OF_POWERS         the limit of block_max; true if scales must be powers of two
+//     FOLD_MAX               a larger absmax would lose bits of the inverse
 // and, to be faster on a GPU,
-//     IN_UPPER_BITS          nearest_word and stochastic_word, which leave codes in the upper bits of words
-//     HARDWARE               decode2 and nearest2
-//     PAIRS                  a PairTable and unit_of
-//     ALL                    get_all and, with noise, put_all
-//     PACKS_NOISE            stochastic_pack
-//     WRITES_BF16             stochastic_pack and bf16_scaled fill key.bf16_out; BF16_IS_STORED: with what load()
-//     returns Decoder                the format itself if it has decode_number, which decodes the float 2^23 + code
+//     get<N>, put<ROUNDING, N>    in place of those of BlockFormat, which call the functions above
+//     WRITES_BF16                 put() and bf16_scaled() fill key.bf16_out; BF16_IS_STORED: with what load() returns
+//     CROWDS_BANKS                look-ups keep shared memory busy (StorageDefaults)
 #pragma once
-#include "elementwise.cuh"
+#include "scales.cuh"
 
 EMBED_SOURCE
 
@@ -125,6 +121,8 @@ struct Either<false, A, B> {
     typedef B Type;
 };
 
+struct NoTable {};
+
 template <class Format>
 constexpr bool HAS_TABLE = !SAME_TYPE<typename Format::Table, NoTable>;
 
@@ -133,27 +131,6 @@ template <class Format>
 OPTIM_INLINE const typename Format::Table* format_table(const Streams& streams) {
     return HAS_TABLE<Format> ? (const typename Format::Table*)streams.table : nullptr;
 }
-
-// The functions of a storage in blocks. A thread of a GPU has 8 or 16 elements. On the CPU, load_run and store_run take
-// whole blocks; they are not inlined, so that a table row compiles to little code.
-template <class Storage>
-struct BlockFunctions : StorageFunctions<Storage> {
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-#ifdef __CUDA_ARCH__
-        if (n == 16) {
-            Storage::template get<16>(streams, first, x, key);
-        } else {
-            Storage::template get<8>(streams, first, x, key);
-        }
-#else
-        Storage::load_run(streams, first, x, n, key);
-#endif
-    }
-
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        OPTIM_EITHER(StorageFunctions<Storage>::store, Storage::store_run)(streams, first, x, n, key);
-    }
-};
 
 // Adds the constants of its format to a storage.
 template <class Functions, class Format>
@@ -177,37 +154,11 @@ struct TableStorage : Functions {
 #endif
 };
 
-// True if the format itself has decode_number. A format that derives from one with decode_number may decode
-// differently.
-template <class Format>
-constexpr bool DECODES_NUMBERS = SAME_TYPE<Format, typename Format::Decoder>;
-
 // The format that stores with this rounding: the format itself, or its Stochastic, which has the same codes.
 template <class Format, Rounding ROUNDING>
 struct Rounded {
     typedef typename Format::Stochastic Noisy;
     typedef typename Either<ROUNDING == STOCHASTIC && !SAME_TYPE<Noisy, void>, Noisy, Format>::Type Type;
-};
-
-constexpr double SCALE_MAX = 4.25e37;  // below 2^125, so that the reciprocal is not subnormal
-
-// The types of stored scales. ScaleE8m0 rounds up, so that no element of a block exceeds LARGEST.
-struct ScaleFp32 {
-    typedef float Code;
-    static constexpr const char* DTYPE = "F32";
-    static OPTIM_INLINE float encode(float scale) { return scale; }
-    static OPTIM_INLINE float decode(float code) { return code; }
-};
-
-// A power of two, stored as fp32's exponent. Code 0 is zero, since no scale is below 2^-126.
-struct ScaleE8m0 {
-    typedef uint8_t Code;
-    static constexpr const char* DTYPE = "F8_E8M0";
-    static OPTIM_INLINE uint8_t encode(float scale) {
-        uint32_t bits = float_bits(scale);
-        return (uint8_t)((bits > 0x7f000000u ? 0x7f000000u : bits + 0x7fffffu) >> 23);
-    }
-    static OPTIM_INLINE float decode(uint8_t code) { return bits_float((uint32_t)code << 23); }
 };
 
 // Returns the bits of 2^23 + floor(x) for 0 <= x < 2^22; their lower bits are the integer.
@@ -237,114 +188,6 @@ template <int BITS>
 OPTIM_INLINE uint32_t floor_part_bits(float x) {
     return OPTIM_EITHER(__float_as_uint(__fadd_rd(x, (float)(8388608 >> BITS))),
                         floor_part_bias<BITS>() + (uint32_t)(x * (float)(1 << BITS)));
-}
-
-// Returns the limit to which a block's values are cut: the smallest of the format's MAX, 1.84e19 if roots are stored,
-// and LARGEST times the largest scale.
-template <class Format>
-OPTIM_INLINE constexpr float block_max() {
-    double limit = Format::ROOT && Format::MAX > 1.84e19 ? 1.84e19 : Format::MAX,
-           max = SCALE_MAX * (double)Format::LARGEST;
-    return (float)(limit < max ? limit : max);
-}
-
-// Returns absmax / LARGEST, correctly rounded (the tests try all mantissas) unless it is subnormal.
-template <class Format>
-OPTIM_INLINE float over_largest(float absmax) {
-    if constexpr (Format::LARGEST == 1.0f) return absmax;
-    constexpr float inverse = 1.0f / Format::LARGEST;
-    float quotient = exact_mul(absmax, inverse);
-    return exact_fma(exact_fma(-Format::LARGEST, quotient, absmax), inverse, quotient);
-}
-
-// The numbers that the elements of one block share while it is stored.
-struct BlockScale {
-    float scale, inverse;
-};
-
-template <class Format>
-OPTIM_INLINE float scale_inverse(float scale) {
-    float inverse = exact_reciprocal(scale);
-    return Format::UNITS == 1.0f ? inverse : exact_mul(inverse, Format::UNITS);
-}
-
-// Returns the scale of a block, as stored, and its inverse; writes the stored scale to *code.
-template <class Format, class Scale>
-OPTIM_INLINE BlockScale block_scale(float absmax, typename Scale::Code* code) {
-    absmax = exact_min(absmax, block_max<Format>());
-    bool some = absmax > (Format::ROOT ? MIN_ROOT : 0.0f);
-    *code = Scale::encode(some ? exact_max(over_largest<Format>(absmax), Format::UNITS * 1.17549435e-38f) : 0.0f);
-    float scale = Scale::decode(*code);
-    return {scale, some ? scale_inverse<Format>(scale) : 0.0f};
-}
-
-// Stores the codes of COUNT elements of one block; COUNT is 8 or 16, and `first` a multiple of it.
-template <class Format, Rounding ROUNDING, int COUNT>
-OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, float inverse, const NoiseKey& key) {
-    const auto* table = format_table<Format>(streams);
-    int lowest = key.stream == NOISE_V ? Format::ZERO + 1 : 0;
-    Packed<Format::BITS, COUNT> packed = {};
-    if constexpr (ROUNDING == STOCHASTIC && ON_GPU && Format::PACKS_NOISE) {
-        Format::stochastic_pack(x, inverse, noise_draw(key, first), lowest, &packed, key.bf16_out);
-    } else if constexpr (ROUNDING == STOCHASTIC && Format::ALL) {
-        const Noise noise = noise_draw(key, first);
-        uint32_t bits[COUNT];
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) bits[i] = noise_lane(noise, i);
-        Format::put_all(table, x, inverse, bits, lowest, &packed);
-    } else if constexpr (ROUNDING == STOCHASTIC) {
-        const Noise noise = noise_draw(key, first);
-        uint32_t word[COUNT];
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) {
-            uint32_t bits = noise_lane(noise, i);
-            if constexpr (Format::IN_UPPER_BITS) {
-                word[i] = Format::stochastic_word(table, x[i], inverse, bits, lowest);
-            } else {
-                packed.add(i, Format::stochastic(table, x[i], inverse, bits, lowest));
-            }
-        }
-        if constexpr (Format::IN_UPPER_BITS) packed.gather(word);
-        if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
-    } else if constexpr (Format::HARDWARE) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i += 2) packed.word[i / 4] |= Format::nearest2(x + i, inverse, lowest) << i % 4 * 8;
-    } else if constexpr (Format::IN_UPPER_BITS) {
-        uint32_t word[COUNT];
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) word[i] = Format::nearest_word(table, x[i], inverse, lowest);
-        packed.gather(word);
-    } else {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) {
-            packed.add(i, Format::nearest(table, x[i], inverse, lowest));
-        }
-        if constexpr (Format::BIAS != 0) packed.subtract(Format::BIAS);
-    }
-    store_ordered<COUNT>(streams.codes, first, packed, key);
-}
-
-// Loads COUNT elements of one block.
-template <class Format, int COUNT>
-OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
-    const auto* table = format_table<Format>(streams);
-    auto packed = load_ordered<COUNT, Packed<Format::BITS, COUNT>>(streams.codes, first, key);
-    if constexpr (Format::ALL) {
-        Format::get_all(table, packed, scale, x);
-    } else if constexpr (Format::HARDWARE) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i += 2) Format::decode2(packed.word[i / 4] >> i % 4 * 8, scale, x + i);
-    } else if constexpr (Format::PAIRS) {
-#ifdef __CUDA_ARCH__
-        table->template decode<COUNT>(packed.word, Format::unit_of(scale), x);
-#endif
-    } else if constexpr (ON_GPU && Format::BITS == 8 && DECODES_NUMBERS<Format>) {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) x[i] = Format::decode_number(packed.number(i), scale);
-    } else {
-        OPTIM_UNROLL
-        for (int i = 0; i < COUNT; i++) x[i] = Format::decode(table, packed.get(i), scale);
-    }
 }
 
 // Returns the value that is stored for x: x or its root. Once the block's largest is known, block_clamp clamps it.
@@ -380,41 +223,6 @@ template <class Format, Rounding ROUNDING>
 OPTIM_INLINE float block_inverse(float absmax, float inverse) {
     constexpr float max = block_max<Format>(), fold = block_no_clamp<Format, ROUNDING>();
     return fold < max && absmax > fold ? exact_mul(inverse, 8.507059173e37f) : inverse;  // 2^126
-}
-
-template <class Format, Rounding ROUNDING>
-OPTIM_INLINE float block_limit(float absmax, float inverse, float* value, int n) {
-    block_clamp<Format, ROUNDING>(absmax, value, n);
-    return block_inverse<Format, ROUNDING>(absmax, inverse);
-}
-
-// These load and store runs of whole blocks on the CPU. `powers`: scales are ScaleE8m0, otherwise ScaleFp32.
-template <class Format>
-OPTIM_HOST void blocks_load(int block, bool powers, const Streams& streams, int first, float* x, int n,
-                            const NoiseKey& key) {
-    for (int i = 0; i < n; i += 8) {
-        const int index = (first + i) / block;
-        float scale = powers ? ScaleE8m0::decode(((const uint8_t*)streams.extra)[index])
-                             : ScaleFp32::decode(((const float*)streams.extra)[index]);
-        block_get<Format, 8>(streams, first + i, scale, x + i, key);
-    }
-}
-
-template <class Format, Rounding ROUNDING>
-OPTIM_HOST void blocks_store(int block, bool powers, const Streams& streams, int first, const float* x, int n,
-                             const NoiseKey& key) {
-    for (int b = 0; b < n; b += block) {
-        const int index = (first + b) / block;
-        float absmax = 0.0f, value[8];
-        for (int i = 0; i < block; i++) absmax = exact_max(exact_abs(block_value<Format>(x[b + i])), absmax);
-        BlockScale s = powers ? block_scale<Format, ScaleE8m0>(absmax, (uint8_t*)streams.extra + index)
-                              : block_scale<Format, ScaleFp32>(absmax, (float*)streams.extra + index);
-        for (int c = 0; c < block; c += 8) {
-            for (int i = 0; i < 8; i++) value[i] = block_value<Format>(x[b + c + i]);
-            float inverse = block_limit<Format, ROUNDING>(absmax, s.inverse, value, 8);
-            block_put<Format, ROUNDING, 8>(streams, first + b + c, value, inverse, key);
-        }
-    }
 }
 
 #ifdef __CUDACC__
@@ -480,95 +288,192 @@ __device__ __forceinline__ float tile_max_get(const NoiseKey& key) {
     }
     return __uint_as_float(max);
 }
+#endif
 
-// Returns the largest magnitude of a thread's values except NaN, with short chains of maxima. v and its roots have no
-// sign, so their bits are compared, two values an instruction; a negative value or NaN would have the largest bits and
-// is handled by the general way.
-template <int COUNT>
-__device__ __forceinline__ float thread_max(const float* value, bool has_sign) {
-    if (!has_sign) {
-        uint32_t max = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) max = __float_as_uint(value[i]) > max ? __float_as_uint(value[i]) : max;
-        if (max <= 0x7f800000u) return __uint_as_float(max);
-    }
-    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) part[i % 4] = fmaxf(fabsf(value[i]), i < 4 && i > 0 ? 0.0f : part[i % 4]);
-    return fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+// Returns the largest bits of N values; those of a negative value or NaN are above those of infinity.
+template <int N>
+OPTIM_INLINE uint32_t bits_max(const float* value) {
+    uint32_t max = 0;
+    OPTIM_UNROLL
+    for (int i = 0; i < N; i++) max = float_bits(value[i]) > max ? float_bits(value[i]) : max;
+    return max;
 }
 
-#endif
-
-template <class Format_, int BLOCK, class Scale, Rounding ROUNDING>
-struct Blocks
-    : TableStorage<BlockFunctions<Blocks<Format_, BLOCK, Scale, ROUNDING>>, typename Rounded<Format_, ROUNDING>::Type> {
-    typedef typename Rounded<Format_, ROUNDING>::Type Format;
-    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
-                                             {".scales", Scale::DTYPE, 8 * sizeof(typename Scale::Code), BLOCK}};
-    static constexpr bool TAKES_ORDER = true, CROWDS_BANKS = Format::CROWDS_BANKS;
-    static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
-    // True if store() fills key.bf16_out on this GPU.
-    static constexpr bool WRITES_BF16 = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::WRITES_BF16;
-    static constexpr bool BF16_IS_STORED = WRITES_BF16 && Format::BF16_IS_STORED;
-    static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
-
-    typedef Blocks<Format, BLOCK, Scale, NEAREST> Nearest;
-
-#ifdef __CUDACC__
-    // A thread's store has parts: find the absmax of its block, clamp the values if it is above block_no_clamp, and
-    // store. So the waits for the exchanges of several arrays overlap, and one test and one branch serve all arrays.
-    // `value` is x or its roots, whichever is stored.
-    static constexpr bool HAS_ABSMAX = true, OF_ROOTS = Format::ROOT;
-    static constexpr float NO_CLAMP_ABSMAX = block_no_clamp<Format, ROUNDING>();
-
-    template <int COUNT>
-    static __device__ __forceinline__ float absmax(const float* value, const NoiseKey& key) {
-        return neighbours_max<BLOCK / COUNT, TILE_ELEMENTS / COUNT>(
-            thread_max<COUNT>(value, !Format::ROOT && key.stream != NOISE_V), key);
+// Returns the largest magnitude of N values except NaN, with short chains of maxima. On a GPU v and its roots, which
+// have no sign, are compared by their bits, two values an instruction.
+template <int N>
+OPTIM_INLINE float values_max(const float* value, bool has_sign) {
+    if (ON_GPU && !has_sign) {
+        const uint32_t max = bits_max<N>(value);
+        if (max <= 0x7f800000u) return bits_float(max);
     }
+    float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    OPTIM_UNROLL
+    for (int i = 0; i < N; i++) part[i % 4] = exact_max(exact_abs(value[i]), i < 4 && i > 0 ? 0.0f : part[i % 4]);
+    return exact_max(exact_max(part[0], part[1]), exact_max(part[2], part[3]));
+}
 
-    template <int COUNT>
-    static __device__ __forceinline__ void clamp(float* value, float absmax) {
-        block_clamp<Format, ROUNDING>(absmax, value, COUNT);
-    }
+// These load and store whole blocks on the CPU, with the functions that a GPU's threads call too. They are not inlined,
+// so that a table row compiles to little code.
+template <class Storage>
+OPTIM_HOST void load_blocks(int block, const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+    for (int i = 0; i < n; i += 8) Storage::template get<8>(streams, first + i, x + i, key, block);
+}
 
-    template <int COUNT>
-    static __device__ __forceinline__ void store_absmax(const Streams& streams, int first, const float* value,
-                                                        float absmax, bool clamped, const NoiseKey& key) {
-        typename Scale::Code code;
-        BlockScale s = block_scale<Format, Scale>(absmax, &code);
-        if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
-        if (first % BLOCK == 0) ((typename Scale::Code*)streams.extra)[first / BLOCK] = code;
-        block_put<Format, ROUNDING, COUNT>(streams, first, value, s.inverse, key);
-        if constexpr (WRITES_BF16) {
-            if (key.bf16_out) Format::template bf16_scaled<COUNT>(code, clamped, key.bf16_out);
+template <class Storage>
+OPTIM_HOST void store_blocks(int block, const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+    for (int t = 0; t < n; t += TILE_ELEMENTS) {
+        const int held = n - t < TILE_ELEMENTS ? n - t : TILE_ELEMENTS;
+        float value[TILE_ELEMENTS], absmax[TILE_ELEMENTS / 32] = {}, max = 0.0f;
+        for (int i = 0; i < held; i++) value[i] = Storage::OF_ROOTS ? moment_root(x[t + i]) : x[t + i];
+        for (int i = 0; i < held; i += 16) {
+            absmax[i / block] = exact_max(Storage::template absmax<16>(value + i, key), absmax[i / block]);
+            max = exact_max(absmax[i / block], max);
+        }
+        for (int i = 0; i < held; i += 16) {
+            const bool clamps = !(absmax[i / block] <= Storage::NO_CLAMP_ABSMAX);
+            if (clamps) Storage::template clamp<16>(value + i, absmax[i / block]);
+            Storage::template put_scaled<16>(streams, first + t + i, value + i, absmax[i / block], max, clamps, key,
+                                             block);
         }
     }
+}
 
-    // Runs all parts.
-    template <int COUNT>
+// The functions of a storage in blocks.
+template <class Storage>
+struct BlockFunctions : StorageFunctions<Storage> {
+#ifdef __CUDA_ARCH__
+    // Takes all parts of a store, for weights.
+    template <int N>
     static __device__ __forceinline__ void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
-        float value[COUNT];
+        float value[N];
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = !Format::ROOT ? x[i] : key.roots ? key.roots[i] : moment_root(x[i]);
-        const float largest = absmax<COUNT>(value, key);
-        clamp<COUNT>(value, largest);
-        store_absmax<COUNT>(streams, first, value, largest, true, key);
+        for (int i = 0; i < N; i++) value[i] = x[i];
+        float absmax = Storage::template absmax<N>(value, key);
+        absmax = neighbours_max<Storage::BLOCK / N, TILE_ELEMENTS / N>(absmax, key);
+        Storage::template clamp<N>(value, absmax);
+        Storage::template put_scaled<N>(streams, first, value, absmax, 0.0f, true, key);
+    }
+#else
+    static OPTIM_HOST void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+        load_blocks<Storage>(Storage::BLOCK, streams, first, x, n, key);
+    }
+
+    static OPTIM_HOST void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
+        store_blocks<Storage>(Storage::BLOCK, streams, first, x, n, key);
     }
 #endif
+};
 
-    template <int COUNT>
-    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {
-        const float scale = Scale::decode(((const typename Scale::Code*)streams.extra)[first / BLOCK]);
-        block_get<Format, COUNT>(streams, first, scale, x, key);
+// A format's vector functions, and the defaults of its optional members (above).
+template <class Format>
+struct BlockFormat {
+    typedef NoTable Table;
+    typedef void Stochastic;
+    static constexpr bool SIGNED = true, ROOT = false, OF_POWERS = false;
+    static constexpr float UNITS = 1.0f, FOLD_MAX = 3.4e38f;
+    static constexpr double MAX = 4.25e37;
+    static constexpr bool WRITES_BF16 = false, BF16_IS_STORED = false, CROWDS_BANKS = false;
+
+    template <int N, class Table, class Codes>
+    static OPTIM_INLINE void get(const Table* table, const Codes& codes, float scale, float* x) {
+        OPTIM_UNROLL
+        for (int i = 0; i < N; i++) x[i] = Format::decode(table, codes.get(i), scale);
     }
 
-    static OPTIM_HOST void load_run(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-        blocks_load<Format>(BLOCK, SAME_TYPE<Scale, ScaleE8m0>, streams, first, x, n, key);
+    template <Rounding ROUNDING, int N, class Table, class Codes>
+    static OPTIM_INLINE void put(const Table* table, const float* x, float inverse, const Noise& noise, int lowest,
+                                 Codes* codes, uint32_t*) {
+        OPTIM_UNROLL
+        for (int i = 0; i < N; i++) {
+            if constexpr (ROUNDING == STOCHASTIC) {
+                codes->add(i, Format::stochastic(table, x[i], inverse, noise_lane(noise, i), lowest));
+            } else {
+                codes->add(i, Format::nearest(table, x[i], inverse, lowest));
+            }
+        }
+    }
+};
+
+// Loads N elements of one block.
+template <class Format, int N>
+OPTIM_INLINE void block_get(const Streams& streams, int first, float scale, float* x, const NoiseKey& key) {
+    auto codes = load_ordered<N, Packed<Format::BITS, N>>(streams.codes, first, key);
+    Format::template get<N>(format_table<Format>(streams), codes, scale, x);
+}
+
+// Stores the codes of N elements of one block; N is 8 or 16, and `first` a multiple of it.
+template <class Format, Rounding ROUNDING, int N>
+OPTIM_INLINE void block_put(const Streams& streams, int first, const float* x, float inverse, const NoiseKey& key) {
+    Packed<Format::BITS, N> codes = {};
+    Noise noise = {};
+    if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
+    Format::template put<ROUNDING, N>(format_table<Format>(streams), x, inverse, noise,
+                                      key.stream == NOISE_V ? Format::ZERO + 1 : 0, &codes, key.bf16_out);
+    store_ordered<N>(streams.codes, first, codes, key);
+}
+
+template <class Format_, int BLOCK_, class Scale, Rounding ROUNDING>
+struct Blocks : TableStorage<BlockFunctions<Blocks<Format_, BLOCK_, Scale, ROUNDING>>,
+                             typename Rounded<Format_, ROUNDING>::Type> {
+    typedef typename Rounded<Format_, ROUNDING>::Type Format;
+    typedef Blocks<Format, BLOCK_, Scale, NEAREST> Nearest;
+    typedef typename Scale::Code ScaleCode;
+    static constexpr int BLOCK = BLOCK_;
+    static constexpr bool WANTS_TILE_MAX = SAME_TYPE<Scale, ScaleDq8>;
+    static constexpr StreamInfo SECOND = {".scales2", "F32", 32, TILE_ELEMENTS}, NOTHING = {};
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, Format::BITS, 1},
+                                             {".scales", Scale::DTYPE, 8 * sizeof(ScaleCode), BLOCK},
+                                             WANTS_TILE_MAX ? SECOND : NOTHING};
+    static constexpr bool TAKES_ORDER = true, CROWDS_BANKS = Format::CROWDS_BANKS, OF_ROOTS = Format::ROOT;
+    static constexpr bool STORES_APART = HAS_TABLE<Format> && ROUNDING == NEAREST;
+    static constexpr bool WRITES_BF16 = ROUNDING == STOCHASTIC && SAME_TYPE<Scale, ScaleE8m0> && Format::WRITES_BF16;
+    static constexpr bool BF16_IS_STORED = WRITES_BF16 && Format::BF16_IS_STORED;
+    static constexpr float NO_CLAMP_ABSMAX = block_no_clamp<Format, ROUNDING>();
+    static_assert(!Format::OF_POWERS || SAME_TYPE<Scale, ScaleE8m0>, "its arithmetic is exact for powers of two");
+    static_assert(!WANTS_TILE_MAX || BLOCK <= 256, "a block's exchange would overwrite what the group is told");
+
+    // `block` is BLOCK, except on the CPU, where the rows of a format share their code.
+    template <int N>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key, int block = BLOCK) {
+        const ScaleCode code = ((const ScaleCode*)streams.extra)[first / block];
+        float scale;
+        if constexpr (WANTS_TILE_MAX) {
+            scale = double_decode<Format>(code, ((const float*)streams.more)[first / TILE_ELEMENTS]);
+        } else {
+            scale = Scale::decode(code);
+        }
+        block_get<Format, N>(streams, first, scale, x, key);
     }
 
-    static OPTIM_HOST void store_run(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        blocks_store<Format, ROUNDING>(BLOCK, SAME_TYPE<Scale, ScaleE8m0>, streams, first, x, n, key);
+    template <int N>
+    static OPTIM_INLINE float absmax(float* value, const NoiseKey& key) {
+        return values_max<N>(value, !Format::ROOT && key.stream != NOISE_V);
+    }
+
+    template <int N>
+    static OPTIM_INLINE void clamp(float* value, float absmax) {
+        block_clamp<Format, ROUNDING>(absmax, value, N);
+    }
+
+    template <int N>
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float absmax,
+                                        float tile_max, bool clamped, const NoiseKey& key, int block = BLOCK) {
+        ScaleCode code;
+        BlockScale s;
+        if constexpr (WANTS_TILE_MAX) {
+            float second;
+            block_scale<Format, ScaleFp32>(tile_max, &second);
+            s = double_scale<Format>(absmax, second, double_inverse(second), &code);
+            if (first % TILE_ELEMENTS == 0) ((float*)streams.more)[first / TILE_ELEMENTS] = second;
+        } else {
+            s = block_scale<Format, Scale>(absmax, &code);
+        }
+        if (clamped) s.inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
+        if (first % block == 0) ((ScaleCode*)streams.extra)[first / block] = code;
+        block_put<Format, ROUNDING, N>(streams, first, value, s.inverse, key);
+        if constexpr (WRITES_BF16) {
+            if (key.bf16_out) Format::template bf16_scaled<N>(code, clamped, key.bf16_out);
+        }
     }
 };

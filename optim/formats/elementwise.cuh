@@ -1,43 +1,11 @@
 // The storage of formats that keep one code for each element and nothing else, and functions with which threads move
-// codes. Elementwise<Format, rounding> makes a storage of a format: a struct with Code (an integer or float type of 1,
-// 2 or 4 bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and encode(x, 16 random bits). Each
-// access moves 16 bytes, or all codes of a thread if they are fewer.
+// codes. Elementwise<Format, rounding> makes a storage of a format: a struct that derives from ElementFormat and has
+// Code (an integer type of 1, 2 or 4 bytes), DTYPE (safetensors' name), decode(code), encode(x) to nearest and
+// encode(x, 16 random bits). Each access moves 16 bytes, or all codes of a thread if they are fewer.
 #pragma once
 #include "storage.cuh"
 
 EMBED_SOURCE
-
-// 8 codes, moved 16 bytes at a time, or 8 if there are no more.
-template <class Code>
-struct alignas(sizeof(Code) == 1 ? 8 : 16) Codes {
-    Code lane[8];
-};
-
-template <class Code>
-OPTIM_INLINE Codes<Code> load_codes(const void* base, int first) {
-    const Code* address = (const Code*)base + first;
-    Codes<Code> codes;
-#ifdef __CUDA_ARCH__
-    if constexpr (sizeof(codes) == 8) *(uint2*)&codes = *(const uint2*)address;
-    OPTIM_UNROLL
-    for (int i = 0; i < (int)sizeof(codes) / 16; i++) ((uint4*)&codes)[i] = ((const uint4*)address)[i];
-#else
-    memcpy(&codes, address, sizeof(codes));
-#endif
-    return codes;
-}
-
-template <class Code>
-OPTIM_INLINE void store_codes(void* base, int first, const Codes<Code>& codes) {
-    Code* address = (Code*)base + first;
-#ifdef __CUDA_ARCH__
-    if constexpr (sizeof(codes) == 8) *(uint2*)address = *(const uint2*)&codes;
-    OPTIM_UNROLL
-    for (int i = 0; i < (int)sizeof(codes) / 16; i++) ((uint4*)address)[i] = ((const uint4*)&codes)[i];
-#else
-    memcpy(address, &codes, sizeof(codes));
-#endif
-}
 
 // COUNT codes of BITS bits packed into words, moved 16 bytes at a time if there are as many. Of two 4-bit codes in a
 // byte, the first is in the upper half.
@@ -48,7 +16,7 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     uint32_t word[WORDS];
 
     static OPTIM_INLINE int shift(int i) { return BITS * (BITS == 4 ? i % EACH ^ 1 : i % EACH); }
-    OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & ((1u << BITS) - 1u); }
+    OPTIM_INLINE uint32_t get(int i) const { return word[i / EACH] >> shift(i) & (0xffffffffu >> (32 - BITS)); }
 
     // Returns 2^23 + code i, of 8 bits, as a float. On a GPU it takes one instruction, where the compiler would use up
     // to three.
@@ -74,18 +42,22 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
         for (int w = 0; w < WORDS; w++) word[w] -= all;
     }
 
-#ifdef __CUDACC__
     // Collects byte BYTE of four words.
     template <int BYTE>
-    static __device__ __forceinline__ uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    static OPTIM_INLINE uint32_t bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+#ifdef __CUDA_ARCH__
         constexpr unsigned pick = (BYTE + 4) << 4 | BYTE;
         return __byte_perm(__byte_perm(a, b, pick), __byte_perm(c, d, pick), 0x5410);
+#else
+        const int down = 8 * BYTE;
+        return (a >> down & 0xffu) | (b >> down & 0xffu) << 8 | (c >> down & 0xffu) << 16 | (d >> down) << 24;
+#endif
     }
 
     // Sets all codes from words that each hold a code from byte BYTE on; codes of 4 bits are FIRST too large there.
     template <int BYTE, uint32_t FIRST = 0>
-    __device__ __forceinline__ void gather_bytes(const uint32_t* codes) {
-#pragma unroll
+    OPTIM_INLINE void gather_bytes(const uint32_t* codes) {
+        OPTIM_UNROLL
         for (int w = 0; w < WORDS; w++) {
             const uint32_t* c = codes + w * EACH;
             if constexpr (BITS == 8) {
@@ -98,21 +70,23 @@ struct alignas(BITS* COUNT >= 128 ? 16 : BITS * COUNT / 8) Packed {
     }
 
     // Sets all codes from words that each hold a code in the upper bits.
-    __device__ __forceinline__ void gather(const uint32_t* codes) {
-#pragma unroll
+    OPTIM_INLINE void gather(const uint32_t* codes) {
+        OPTIM_UNROLL
         for (int w = 0; w < WORDS; w++) {
             const uint32_t* c = codes + w * EACH;
             if constexpr (BITS == 8) {
                 word[w] = bytes<3>(c[0], c[1], c[2], c[3]);
             } else {
                 uint32_t all = 0;
-#pragma unroll
-                for (int i = EACH - 1; i >= 0; i--) all = __funnelshift_l(c[i ^ 1], all, BITS);
+                OPTIM_UNROLL
+                for (int i = EACH - 1; i >= 0; i--) {
+                    const uint32_t code = c[i ^ 1];
+                    all = OPTIM_EITHER(__funnelshift_l(code, all, BITS), all << BITS | code >> (32 - BITS));
+                }
                 word[w] = all;
             }
         }
     }
-#endif
 };
 
 // Returns the bits of a where the mask has ones, else those of b. On a GPU it takes one instruction, where the compiler
@@ -205,40 +179,43 @@ OPTIM_INLINE void store_ordered(void* base, int first, const Value& value, const
     store_value(base, first * (8 * (int)SIZE / COUNT) / 8, value);
 }
 
-template <class Format, Rounding ROUNDING>
-struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
-    typedef typename Format::Code Code;
-    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, 8 * sizeof(Code), 1}};
-    static constexpr bool SIGNED = Format::SIGNED, TAKES_ORDER = true;
+// The optional members of a format of single elements.
+template <class Format>
+struct ElementFormat {
+    static constexpr bool SIGNED = true;     // false: there are no negative levels
+    static constexpr float SMALLEST = 0.0f;  // a v above 0 is not stored below this; 0: no limit
+    static constexpr bool CLAMPS = false;    // encode_all without MAY_BE_NAN needs storable() values
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+    static OPTIM_INLINE float storable(float x) { return x; }
+
+    // Encodes 8 elements, with the noise from `lane` on.
+    template <Rounding ROUNDING, bool MAY_BE_NAN, class Codes>
+    static OPTIM_INLINE void encode_all(const float* x, const Noise& noise, int lane, Codes* codes) {
         OPTIM_UNROLL
-        for (int c = 0; c < n; c += 8) {
-            if constexpr (sizeof(Code) == 2) {
-                // Codes are loaded as words, since taking the upper half of a word is a single instruction.
-                auto packed = load_value<Packed<16, 8>>(streams.codes, 2 * (first + (c ^ key.order)));
-                OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)packed.get(i));
-            } else {
-                Codes<Code> codes = load_codes<Code>(streams.codes, first + (c ^ key.order));
-                OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) x[c + i] = Format::decode(codes.lane[i]);
-            }
+        for (int i = 0; i < 8; i++) {
+            if constexpr (ROUNDING == STOCHASTIC) codes->add(i, Format::encode(x[i], noise_lane(noise, lane + i)));
+            if constexpr (ROUNDING == NEAREST) codes->add(i, Format::encode(x[i]));
         }
     }
+};
 
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+template <class Format, Rounding ROUNDING>
+struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
+    typedef Elementwise<Format, NEAREST> Nearest;
+    typedef typename Format::Code Code;
+    static constexpr int BITS = 8 * sizeof(Code);
+    static constexpr StreamInfo STREAM[3] = {{"", Format::DTYPE, BITS, 1}};
+    static constexpr bool SIGNED = Format::SIGNED, TAKES_ORDER = true,
+                          CLAMPS = ROUNDING == STOCHASTIC && Format::CLAMPS;
+    static constexpr float NO_CLAMP_ABSMAX = CLAMPS ? 3.40282347e38f : 0.0f;  // NaN and infinity are clamped
+
+    template <int N>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {
         OPTIM_UNROLL
-        for (int c = 0; c < n; c += 8) {
-            Codes<Code> codes;
-            if constexpr (Format::ENCODES_PAIRS) {
-                OPTIM_UNROLL
-                for (int i = 0; i < 8; i += 2) ((uint32_t*)&codes)[i / 2] = Format::encode2(x[c + i], x[c + i + 1]);
-            } else {
-                OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) codes.lane[i] = Format::encode(x[c + i]);
-            }
-            store_codes(streams.codes, first + c, codes);
+        for (int c = 0; c < N; c += 8) {
+            auto codes = load_value<Packed<BITS, 8>>(streams.codes, BITS / 8 * (first + (c ^ key.order)));
+            OPTIM_UNROLL
+            for (int i = 0; i < 8; i++) x[c + i] = Format::decode((Code)codes.get(i));
         }
     }
 
@@ -248,69 +225,39 @@ struct Elementwise : StorageFunctions<Elementwise<Format, ROUNDING>> {
         return min > 0.0f && key.stream == NOISE_V && x > 0.0f && x < min ? min : x;
     }
 
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        store_part<true>(streams, first, x, n, key);
-    }
-
-#ifdef __CUDACC__
-    // A store has two parts (blocks.cuh); values are rare if NaN or infinity is among them. As an integer, NaN is the
-    // largest float, so the maximum of integers finds it.
-    static constexpr bool HAS_ABSMAX = ROUNDING == STOCHASTIC && Format::ENCODES_PAIRS;
-    static constexpr float NO_CLAMP_ABSMAX = 3.40282347e38f;  // infinity is clamped too
-
-    template <int COUNT>
-    static __device__ __forceinline__ float absmax(const float* x, const NoiseKey&) {
-        int max = 0;
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) max = __float_as_int(x[i]) > max ? __float_as_int(x[i]) : max;
-        return __int_as_float(max);
-    }
-
-    template <int COUNT>
-    static __device__ __forceinline__ void clamp(float* value, float) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) value[i] = Format::storable(value[i]);
-    }
-
-    template <int COUNT>
-    static __device__ __forceinline__ void store_absmax(const Streams& streams, int first, const float* value, float,
-                                                        bool, const NoiseKey& key) {
-        store_part<false>(streams, first, value, COUNT, key);
-    }
-#endif
-
-    template <bool MAY_BE_NAN>
-    static OPTIM_INLINE void store_part(const Streams& streams, int first, const float* x, int n, const NoiseKey& key) {
-        if constexpr (ROUNDING == NEAREST) {
+    template <int N, bool MAY_BE_NAN = true>
+    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        Noise noise = {};
+        if (ROUNDING == STOCHASTIC) noise = noise_draw(key, first);
+        OPTIM_UNROLL
+        for (int c = 0; c < N; c += 8) {
+            float value[8];
+            Packed<BITS, 8> codes = {};
             OPTIM_UNROLL
-            for (int c = 0; c < n; c += 8) {
-                float value[8];
-                OPTIM_UNROLL
-                for (int i = 0; i < 8; i++) value[i] = raise_tiny_v(x[c + i], key);
-                set(streams, first + (c ^ key.order), value, 8);
-            }
-        } else {
-            Noise noise = {};
-            OPTIM_UNROLL
-            for (int c = 0; c < n; c += 8) {
-                const int lane = c % NOISE_ELEMENTS;
-                if (lane == 0) noise = noise_draw(key, first + c);
-                Codes<Code> codes;
-                if constexpr (Format::ENCODES_PAIRS) {
-                    OPTIM_UNROLL
-                    for (int i = 0; i < 8; i += 2) {
-                        float a = raise_tiny_v(x[c + i], key), b = raise_tiny_v(x[c + i + 1], key);
-                        ((uint32_t*)&codes)[i / 2] = Format::template encode2<MAY_BE_NAN>(
-                            a, b, noise_lane(noise, lane + i), noise_lane(noise, lane + i + 1));
-                    }
-                } else {
-                    OPTIM_UNROLL
-                    for (int i = 0; i < 8; i++) {
-                        codes.lane[i] = Format::encode(raise_tiny_v(x[c + i], key), noise_lane(noise, lane + i));
-                    }
-                }
-                store_codes(streams.codes, first + (c ^ key.order), codes);
-            }
+            for (int i = 0; i < 8; i++) value[i] = raise_tiny_v(x[c + i], key);
+            Format::template encode_all<ROUNDING, MAY_BE_NAN>(value, noise, c, &codes);
+            store_value(streams.codes, BITS / 8 * (first + (c ^ key.order)), codes);
         }
+    }
+
+    // As an integer, NaN is the largest float, so the maximum of integers finds it.
+    template <int N>
+    static OPTIM_INLINE float absmax(float* x, const NoiseKey&) {
+        int max = 0;
+        OPTIM_UNROLL
+        for (int i = 0; i < (CLAMPS ? N : 0); i++) max = (int)float_bits(x[i]) > max ? (int)float_bits(x[i]) : max;
+        return bits_float((uint32_t)max);
+    }
+
+    template <int N>
+    static OPTIM_INLINE void clamp(float* value, float) {
+        OPTIM_UNROLL
+        for (int i = 0; i < N; i++) value[i] = Format::storable(value[i]);
+    }
+
+    template <int N>
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float, float, bool,
+                                        const NoiseKey& key) {
+        put<N, !CLAMPS>(streams, first, value, key);
     }
 };

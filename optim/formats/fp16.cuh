@@ -6,11 +6,11 @@
 // exponents, with fp32's subnormals in place of fp16's, and 13 random bits are added to the 13 bits that are cut off. A
 // carry into the exponent gives the right number in both.
 #pragma once
-#include "storage.cuh"
+#include "elementwise.cuh"
 
 EMBED_SOURCE
 
-struct Fp16 : FormatDefaults {
+struct Fp16 : ElementFormat<Fp16> {
     typedef uint16_t Code;
     static constexpr const char* DTYPE = "F16";
     static constexpr float SMALLEST = 5.9604645e-8f;  // 2^-24

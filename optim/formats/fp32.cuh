@@ -1,14 +1,14 @@
 // fp32: the value itself, 4 bytes. Nothing is rounded; a NaN is stored with one bit pattern.
 #pragma once
-#include "storage.cuh"
+#include "elementwise.cuh"
 
 EMBED_SOURCE
 
-struct Fp32 : FormatDefaults {
-    typedef float Code;
+struct Fp32 : ElementFormat<Fp32> {
+    typedef uint32_t Code;
     static constexpr const char* DTYPE = "F32";
 
-    static OPTIM_INLINE float decode(float code) { return code; }
+    static OPTIM_INLINE float decode(uint32_t code) { return bits_float(code); }
 
-    static OPTIM_INLINE float encode(float x) { return canonical(x); }
+    static OPTIM_INLINE uint32_t encode(float x) { return float_bits(canonical(x)); }
 };

@@ -12,39 +12,32 @@
 
 EMBED_SOURCE
 
-struct Kahan : StorageDefaults {
+struct Kahan : StorageFunctions<Kahan> {
     typedef Elementwise<Bf16, NEAREST> Weight;
+    typedef Kahan Nearest;
     static constexpr StreamInfo STREAM[3] = {Weight::STREAM[0], {"compensation", "BF16", 16, 1}};
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
+    static OPTIM_INLINE Streams compensation(const Streams& streams) { return {streams.extra, nullptr}; }
+
+    template <int N>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {
+        float k[N];
+        Weight::get<N>(streams, first, x, key);
+        Weight::get<N>(compensation(streams), first, k, key);
         OPTIM_UNROLL
-        for (int c = 0; c < n; c += 8) {
-            float k[8];
-            Weight::load(streams, first + c, x + c, 8, key);
-            Weight::load({streams.extra, nullptr}, first + c, k, 8, key);
-            OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) x[c + i] = exact_add(x[c + i], k[i]);
-        }
+        for (int i = 0; i < N; i++) x[i] = exact_add(x[i], k[i]);
     }
 
-    static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {
+    template <int N>
+    static OPTIM_INLINE void put(const Streams& streams, int first, const float* x, const NoiseKey& key) {
+        float k[N];
         OPTIM_UNROLL
-        for (int c = 0; c < n; c += 8) {
-            Codes<Bf16::Code> codes;
-            float k[8];
-            OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) {
-                codes.lane[i] = Bf16::encode(x[c + i]);
-                float w = Bf16::decode(codes.lane[i]);
-                k[i] = is_finite(w) ? exact_add(x[c + i], -w) : 0.0f;
-            }
-            store_codes(streams.codes, first + c, codes);
-            Weight::set({streams.extra, nullptr}, first + c, k, 8);
+        for (int i = 0; i < N; i++) {
+            float w = Bf16::decode(Bf16::encode(x[i]));
+            k[i] = is_finite(w) ? exact_add(x[i], -w) : 0.0f;
         }
-    }
-
-    static OPTIM_INLINE void store(const Streams& streams, int first, const float* x, int n, const NoiseKey&) {
-        set(streams, first, x, n);
+        Weight::put<N>(streams, first, x, key);
+        Weight::put<N>(compensation(streams), first, k, key);
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {

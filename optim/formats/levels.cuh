@@ -90,10 +90,10 @@ struct LevelTable {
 };
 
 // The members that the formats of both ways of rounding share.
-template <class Map>
-struct LevelFormat : FormatDefaults {
+template <class Format, class Map>
+struct LevelFormat : BlockFormat<Format> {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
-    static constexpr bool SIGNED = Map::SIGNED, ALL = ON_GPU, CROWDS_BANKS = !Map::EVEN && BITS == 8;
+    static constexpr bool SIGNED = Map::SIGNED, CROWDS_BANKS = !Map::EVEN && BITS == 8;
     static constexpr const char* DTYPE = "U8";
     static constexpr float LARGEST = 1.0f;
 
@@ -102,11 +102,11 @@ struct LevelFormat : FormatDefaults {
         return exact_mul(table->list.level[code], scale);
     }
 
-#ifdef __CUDACC__
-    template <class Table, int N>
-    static __device__ __forceinline__ void get_all(const Table* table, const Packed<BITS, N>& packed, float scale,
-                                                   float* x) {
-        table->list.decode(packed, scale, x);
+#ifdef __CUDA_ARCH__
+    template <int N, class Table>
+    static __device__ __forceinline__ void get(const Table* table, const Packed<BITS, N>& codes, float scale,
+                                               float* x) {
+        table->list.decode(codes, scale, x);
     }
 #endif
 };
@@ -115,7 +115,7 @@ template <class Map>
 struct StochasticLevels;
 
 template <class Map>
-struct Levels : LevelFormat<Map> {
+struct Levels : LevelFormat<Levels<Map>, Map> {
     static constexpr int BITS = Map::BITS, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, EVEN = Map::EVEN;
     static constexpr int KEY_BITS = (EVEN ? 2 : Map::BINADE_BITS) + Map::CELL_BITS;
@@ -123,7 +123,6 @@ struct Levels : LevelFormat<Map> {
     static constexpr int CELLS = (SIGNED && !EVEN ? 2 : 1) << KEY_BITS;
     static constexpr int COPIES = CELLS > 1024 ? 16 : 32;  // as many as fit beside the cells
     static constexpr float MIDDLE = 6.0f;
-    static constexpr bool IN_UPPER_BITS = ON_GPU;
     typedef StochasticLevels<Map> Stochastic;
 
     struct Table {
@@ -202,6 +201,15 @@ struct Levels : LevelFormat<Map> {
     static OPTIM_INLINE uint32_t nearest(const Table* table, float x, float inverse, int lowest) {
         return nearest_word(table, x, inverse, lowest) >> (32 - BITS);
     }
+
+    template <Rounding, int N>
+    static OPTIM_INLINE void put(const Table* table, const float* x, float inverse, const Noise&, int lowest,
+                                 Packed<BITS, N>* codes, uint32_t*) {
+        uint32_t word[N];
+        OPTIM_UNROLL
+        for (int i = 0; i < N; i++) word[i] = nearest_word(table, x[i], inverse, lowest);
+        codes->gather(word);
+    }
 };
 
 // The cells of d in [0, 1]: the upper bits of the float SCALE d + OFFSET. EvenCells are N steps of the same width, by
@@ -233,7 +241,7 @@ struct alignas(16) Line {
 // G is a float in [BASE, 2 BASE]. Its bits, shifted by SHIFT, have its integer from byte 2 on and its fraction, in the
 // noise's 65536ths, below.
 template <class Map>
-struct StochasticLevels : LevelFormat<Map> {
+struct StochasticLevels : LevelFormat<StochasticLevels<Map>, Map> {
     static constexpr int BITS = Map::BITS, ZERO = Map::ZERO, COUNT = 1 << BITS;
     static constexpr bool SIGNED = Map::SIGNED, MIRRORED = Map::MIRRORED;
     static constexpr int SHIFT = MIRRORED || BITS == 4 ? 0 : 1;
@@ -398,7 +406,7 @@ struct StochasticLevels : LevelFormat<Map> {
         return (uint32_t)ZERO - (k > (uint32_t)ZERO ? (uint32_t)ZERO : k);
     }
 
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
     // Returns byte 2 of four words, or with SIGN four bytes that are all ones where a word is negative.
     template <bool SIGN>
     static __device__ __forceinline__ uint32_t bytes(const uint32_t* w) {
@@ -410,15 +418,16 @@ struct StochasticLevels : LevelFormat<Map> {
 
     // Stores ZERO + k or ZERO - k, the latter not below 0. All bits of ZERO but the highest are set, so nothing carries
     // out of a code.
-    template <int N>
-    static __device__ __forceinline__ void put_all(const Table* table, const float* x, float inverse,
-                                                   const uint32_t* noise, int lowest, Packed<BITS, N>* packed) {
+    template <Rounding ROUNDING, int N>
+    static __device__ __forceinline__ void put(const Table* table, const float* x, float inverse, const Noise& noise,
+                                               int lowest, Packed<BITS, N>* packed, uint32_t*) {
+        static_assert(ROUNDING == STOCHASTIC, "only the CPU rounds these to nearest");
         static_assert(!MIRRORED || BITS == 8, "4 bits have room for the cells of both signs");
         constexpr uint32_t zero = 0x7f7f7f7fu;
         uint32_t all[N], sign[N];
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            all[i] = word(table, x[i], inverse, noise[i], lowest);
+            all[i] = word(table, x[i], inverse, noise_lane(noise, i), lowest);
             sign[i] = __float_as_uint(x[i]);
         }
         if constexpr (BITS == 4) {

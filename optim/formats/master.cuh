@@ -9,7 +9,7 @@
 EMBED_SOURCE
 
 template <class Copy>
-struct WithMaster : StorageDefaults {
+struct WithMaster : StorageFunctions<WithMaster<Copy>> {
     typedef Elementwise<Fp32, NEAREST> Master;
     static constexpr bool SCALED = Copy::STREAM[1].bits > 0;  // the copy needs `extra`
     static constexpr StreamInfo MASTER = {"master", "F32", 32, 1}, NOTHING = {};

@@ -12,18 +12,15 @@
 EMBED_SOURCE
 
 template <int BITS_, int MANTISSA, int MIN, int LARGEST_>
-struct Minifloat : FormatDefaults {
+struct Minifloat : BlockFormat<Minifloat<BITS_, MANTISSA, MIN, LARGEST_>> {
+    typedef BlockFormat<Minifloat> Scalar;
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = 0;
     static constexpr const char* DTYPE = BITS == 4 ? "U8" : MANTISSA == 3 ? "F8_E4M3" : "F8_E5M2";
     static constexpr float LARGEST = (float)LARGEST_;
-    static constexpr bool IN_UPPER_BITS = ON_GPU, PAIRS = ON_GPU && BITS == 4;
     // A code's position in a word, and the shift from a float's bits to it.
     static constexpr int UPPER = 32 - BITS, SHIFT = UPPER - (23 - MANTISSA);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    static constexpr bool HARDWARE = BITS == 8;
-#endif
-    static constexpr bool PACKS_NOISE = true, WRITES_BF16 = BITS == 8 && ON_HOPPER;
+    static constexpr bool WRITES_BF16 = BITS == 8 && ON_HOPPER;
     static constexpr uint32_t SIGN = 1u << (BITS - 1);
 
     // The bits of the magnitude, moved to their place in an fp32, make a float 2^(MIN + 126) times too small,
@@ -34,11 +31,6 @@ struct Minifloat : FormatDefaults {
         return exact_mul(exact_mul(tiny, bits_float((uint32_t)(MIN + 253) << 23)), scale);
     }
 
-    // Returns the factor of the table's levels.
-    static OPTIM_INLINE float unit_of(float scale) {
-        return scale;
-    }
-
     static OPTIM_HOST void fill(Table* table) {
         if constexpr (BITS == 4) {
             for (uint32_t byte = 0; byte < 256; byte++) {
@@ -46,35 +38,6 @@ struct Minifloat : FormatDefaults {
             }
         }
     }
-
-#ifdef __CUDA_ARCH__
-    // These convert two codes at a time with the instructions of sm_89 and later.
-    static __device__ __forceinline__ void decode2(uint32_t codes, float scale, float* x) {
-        uint32_t halves;
-        uint16_t low, high;
-        if constexpr (MANTISSA == 3) {
-            asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
-        } else {
-            asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
-        }
-        asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(halves));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x[0]) : "h"(low));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(x[1]) : "h"(high));
-        x[0] = exact_mul(x[0], scale);
-        x[1] = exact_mul(x[1], scale);
-    }
-
-    static __device__ __forceinline__ uint32_t nearest2(const float* x, float inverse, int lowest) {
-        float a = bounded(exact_mul(x[0], inverse), lowest), b = bounded(exact_mul(x[1], inverse), lowest);
-        uint16_t codes;
-        if constexpr (MANTISSA == 3) {
-            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-        } else {
-            asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
-        }
-        return codes;
-    }
-#endif
 
     // Raises y to the smallest subnormal if codes of zero are not allowed, as in v.
     static OPTIM_INLINE float bounded(float y, int lowest) {
@@ -88,9 +51,7 @@ struct Minifloat : FormatDefaults {
     static constexpr float FOLD_MAX = LARGEST * LOWER * (float)(1ull << 63) * (float)(1ull << 62);
     static constexpr int CUT = 23 - MANTISSA;
 
-    static OPTIM_INLINE float folded(float inverse) {
-        return exact_mul(inverse, LOWER);
-    }
+    static OPTIM_INLINE float folded(float inverse) { return exact_mul(inverse, LOWER); }
 
     // Returns the bits of y * LOWER, at least those of the smallest subnormal if `lowest` > 0.
     static OPTIM_INLINE uint32_t lowered(float x, float fold, int lowest) {
@@ -145,23 +106,73 @@ struct Minifloat : FormatDefaults {
     }
 
 #ifdef __CUDA_ARCH__
-    // Does the same as stochastic for COUNT elements and their noise. `tiny`, unless null, receives the values of the
-    // codes times LOWER, as pairs of bf16.
-    template <int COUNT>
-    static __device__ __forceinline__ void stochastic_pack(const float* x, float inverse, const Noise& noise,
-                                                           int lowest, Packed<BITS, COUNT>* packed, uint32_t* tiny) {
-        const float fold = folded(inverse);
-        if constexpr (BITS == 8) {
-            if (lowest == 0) return signed_pack<COUNT>(x, fold, noise, packed, tiny);
+    static constexpr bool HARDWARE = BITS == 8 && __CUDA_ARCH__ >= 890;
+
+    // These convert two codes at a time with the instructions of sm_89 and later.
+    static __device__ __forceinline__ void decode2(uint32_t codes, float scale, float* x) {
+        uint32_t halves;
+        uint16_t low, high;
+        if constexpr (MANTISSA == 3) {
+            asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
+        } else {
+            asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"((uint16_t)codes));
         }
-        uint32_t word[COUNT];
+        asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(halves));
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x[0]) : "h"(low));
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x[1]) : "h"(high));
+        x[0] = exact_mul(x[0], scale);
+        x[1] = exact_mul(x[1], scale);
+    }
+
+    static __device__ __forceinline__ uint32_t nearest2(const float* x, float inverse, int lowest) {
+        float a = bounded(exact_mul(x[0], inverse), lowest), b = bounded(exact_mul(x[1], inverse), lowest);
+        uint16_t codes;
+        if constexpr (MANTISSA == 3) {
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+        } else {
+            asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+        }
+        return codes;
+    }
+    template <int N>
+    static __device__ __forceinline__ void get(const Table* table, const Packed<BITS, N>& codes, float scale,
+                                               float* x) {
+        if constexpr (BITS == 4) {
+            table->template decode<N>(codes.word, scale, x);
+        } else if constexpr (HARDWARE) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            uint32_t bits = lowered(x[i], fold, lowest), middle = noise_middle(noise, i);
-            uint32_t sum = stochastic_bits(bits, middle);
-            word[i] = BITS == 8 ? (bits << SHIFT) + middle : signed_word(sum, sum << SHIFT, lowest);
+            for (int i = 0; i < N; i += 2) decode2(codes.word[i / 4] >> i % 4 * 8, scale, x + i);
+        } else {
+            Scalar::template get<N>(table, codes, scale, x);
         }
-        packed->gather(word);
+    }
+
+    // Does the same as nearest or stochastic for N elements and their noise. `tiny`, unless null, receives the values
+    // of the codes times LOWER, as pairs of bf16.
+    template <Rounding ROUNDING, int N>
+    static __device__ __forceinline__ void put(const Table* table, const float* x, float inverse, const Noise& noise,
+                                               int lowest, Packed<BITS, N>* codes, uint32_t* tiny) {
+        const float fold = folded(inverse);
+        if constexpr (ROUNDING == STOCHASTIC && BITS == 8) {
+            if (lowest == 0) return signed_pack<N>(x, fold, noise, codes, tiny);
+        }
+        if constexpr (ROUNDING == NEAREST && HARDWARE) {
+#pragma unroll
+            for (int i = 0; i < N; i += 2) codes->word[i / 4] |= nearest2(x + i, inverse, lowest) << i % 4 * 8;
+        } else {
+            uint32_t word[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) {
+                if constexpr (ROUNDING == NEAREST) {
+                    word[i] = nearest_word(table, x[i], inverse, lowest);
+                } else {
+                    uint32_t bits = lowered(x[i], fold, lowest), middle = noise_middle(noise, i);
+                    uint32_t sum = stochastic_bits(bits, middle);
+                    word[i] = BITS == 8 ? (bits << SHIFT) + middle : signed_word(sum, sum << SHIFT, lowest);
+                }
+            }
+            codes->gather(word);
+        }
     }
 
     // Packs codes of 8 bits with a sign: joins the upper halves of two sums, and shifts their magnitudes next to the

@@ -14,7 +14,5 @@ struct None : StorageFunctions<None> {
         for (int i = 0; i < n; i++) x[i] = 0.0f;
     }
 
-    static OPTIM_INLINE void set(const Streams&, int, const float*, int) {}
-
     static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
 };

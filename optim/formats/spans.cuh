@@ -118,7 +118,8 @@ struct Spans
         BlockScale s = span_scale<Format, Scale>(absmax);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) value[i] = block_value<Format>(x[i]);
-        float inverse = block_limit<Format, ROUNDING>(absmax, s.inverse, value, COUNT);
+        block_clamp<Format, ROUNDING>(absmax, value, COUNT);
+        const float inverse = block_inverse<Format, ROUNDING>(absmax, s.inverse);
         block_put<Format, ROUNDING, COUNT>(streams, first, value, inverse, key);
         if (!tile.begins || first > 0) return;
         streams.next[tile.at + 1] = s.scale;
@@ -137,8 +138,8 @@ struct Spans
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
             float value = block_value<Format>(x[i]), absmax = span_absmax(tile, walk, streams.next);
-            float inverse = span_scale<Format, Scale>(absmax).inverse;
-            inverse = block_limit<Format, ROUNDING>(absmax, inverse, &value, 1);
+            block_clamp<Format, ROUNDING>(absmax, &value, 1);
+            const float inverse = block_inverse<Format, ROUNDING>(absmax, span_scale<Format, Scale>(absmax).inverse);
             if (ROUNDING == STOCHASTIC && i % NOISE_ELEMENTS == 0) noise = noise_draw(key, first + i);
             uint32_t code;
             if constexpr (ROUNDING == STOCHASTIC) {
@@ -146,7 +147,7 @@ struct Spans
             } else {
                 code = Format::nearest(table, value, inverse, lowest);
             }
-            packed.add(i, code - Format::BIAS);
+            packed.add(i, code);
             span_advance(tile, &walk);
         }
         store_value(streams.codes, first * Format::BITS / 8, packed);

@@ -10,15 +10,9 @@
 // step of bf16), or stochastically, which never stalls. FlashOptim's 24-bit weights scale the remainder by 127 instead,
 // for an error of 1/508 of a step. The model sees the bf16. Bytes an element: 4 or 3.
 #pragma once
-#include "blocks.cuh"
+#include "bf16.cuh"
 
 EMBED_SOURCE
-
-// The codes of one stream that a thread moves at a time: 8 or 16 bytes an access.
-template <class Code, int COUNT>
-struct alignas(sizeof(Code) * COUNT >= 16 ? 16 : 8) Lanes {
-    Code lane[COUNT];
-};
 
 // Low is int16_t or int8_t.
 template <class Low, Rounding ROUNDING>
@@ -45,11 +39,11 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
     // no more.
     template <int COUNT>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
-        auto high = load_value<Lanes<uint16_t, COUNT>>(streams.codes, 2 * first);
-        auto low = load_value<Lanes<Low, COUNT>>(streams.extra, (int)sizeof(Low) * first);
+        auto high = load_value<Packed<16, COUNT>>(streams.codes, 2 * first);
+        auto low = load_value<Packed<LOW_BITS, COUNT>>(streams.extra, (int)sizeof(Low) * first);
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            uint32_t bits = ((uint32_t)high.lane[i] << LOW_BITS) + (uint32_t)(int)low.lane[i];
+            uint32_t bits = (high.get(i) << LOW_BITS) + (uint32_t)(int)(Low)low.get(i);
             x[i] = bits_float(bits << CUT_BITS);
         }
     }
@@ -64,23 +58,18 @@ struct Split : StorageFunctions<Split<Low, ROUNDING>> {
         for (int i = 0; i < COUNT; i++) {
             bits[i] = ROUNDING == NEAREST ? nearest(x[i]) : cut(x[i], noise_lane(noise, i) >> (16 - CUT_BITS));
         }
-        Lanes<uint16_t, COUNT> high;
-        Lanes<Low, COUNT> low;
+        Packed<16, COUNT> high = {};
+        Packed<LOW_BITS, COUNT> low = {};
         OPTIM_UNROLL
         for (int i = 0; i < COUNT; i++) {
-            high.lane[i] = (uint16_t)((bits[i] + (1u << (LOW_BITS - 1))) >> LOW_BITS);
-            low.lane[i] = (Low)bits[i];
+            high.add(i, (bits[i] + (1u << (LOW_BITS - 1))) >> LOW_BITS & 0xffffu);
+            low.add(i, bits[i] & ((1u << LOW_BITS) - 1u));
         }
         store_value(streams.codes, 2 * first, high);
         store_value(streams.extra, (int)sizeof(Low) * first, low);
     }
 
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
-        OPTIM_UNROLL
-        for (int c = 0; c < n; c += 8) {
-            auto high = load_value<Lanes<uint16_t, 8>>(streams.codes, 2 * (first + c));
-            OPTIM_UNROLL
-            for (int i = 0; i < 8; i++) x[c + i] = bits_float((uint32_t)high.lane[i] << 16);
-        }
+        Elementwise<Bf16, NEAREST>::load(streams, first, x, n, NoiseKey{});
     }
 };

@@ -6,14 +6,18 @@
 //     store(streams, first, x, n, key)   fp32 -> stored, with the step's rounding; `key` draws its noise
 //     set(streams, first, x, n)          fp32 -> stored, rounded to nearest: for weights written from outside
 //     view(streams, first, x, n)         stored -> fp32, as the model sees it
-// and STREAM[3], which describes the arrays. It derives from StorageDefaults or StorageFunctions. A thread of a GPU
-// calls the functions with 8 or 16 elements, which lie in registers; a CPU core calls them with a whole tile, which
-// lies in L1. `first` and n are multiples of 16, or of 8 if n is 8. `first` counts from the beginning of the streams:
-// the start of this tile or of an earlier one. On a GPU the streams point into shared memory (kernel.cuh), several
-// threads share a scale, and a step writes in place.
+// and STREAM[3], which describes the arrays. It derives from StorageFunctions, which makes these of get<N>() and
+// put<N>(). A thread of a GPU calls the functions with 8 or 16 elements, which lie in registers; a CPU core calls them
+// with a whole tile, which lies in L1. `first` and n are multiples of 16, or of 8 if n is 8. `first` counts from the
+// beginning of the streams: the start of this tile or of an earlier one. On a GPU the streams point into shared memory
+// (kernel.cuh), several threads share a scale, and a step writes in place.
 //
-// A format defines the values of single codes. It derives from FormatDefaults; Elementwise (elementwise.cuh), Blocks
-// (blocks.cuh) and others turn a format into a storage.
+// If BLOCK elements share a scale, the store has parts, on a GPU (store_thread in kernel.cuh) as on the CPU
+// (store_blocks in blocks.cuh): the largest magnitude of each 8 or 16 elements (absmax), the largest of the block,
+// clamp() if that is above NO_CLAMP_ABSMAX, and put_scaled().
+//
+// A format defines the values of single codes. It derives from ElementFormat (elementwise.cuh) or BlockFormat
+// (blocks.cuh); Elementwise, Blocks and others turn a format into a storage.
 #pragma once
 #include "../../kernels/tile.h"
 #include "../float.cuh"
@@ -96,25 +100,41 @@ struct StorageDefaults {
     static constexpr int TABLE_BYTES = 0;
     static OPTIM_HOST void fill(void*) {}
 
+    // A store in parts.
+    static constexpr int BLOCK = 1;                 // elements that share a scale
+    static constexpr bool WANTS_TILE_MAX = false;   // put_scaled() reads the largest absmax of the tile
+    static constexpr bool OF_ROOTS = false;         // the parts take the roots of the values
+    static constexpr float NO_CLAMP_ABSMAX = 0.0f;  // a larger absmax needs clamp(); 0: none does
+
     // These matter on a GPU only.
-    static constexpr bool LOADS_TOGETHER = false;  // threads share the decoding in load(); load_alone() does not
     static constexpr bool TAKES_ORDER = false;     // load() and store() follow key.order; set() and view() never do
     static constexpr bool CROWDS_BANKS = false;    // look-ups keep shared memory so busy that key.order is faster
     static constexpr bool WRITES_BF16 = false;     // store() fills key.bf16_out
     static constexpr bool BF16_IS_STORED = false;  // key.bf16_out then has the numbers that load() would return
     static constexpr bool STORES_APART = false;    // common and rare values get separate code paths (kernel.cuh)
-    // A store has parts: absmax(), clamp(), then store_absmax(), or with WANTS_TILE_MAX store_in_tile() (blocks.cuh,
-    // kernel.cuh).
-    static constexpr bool HAS_ABSMAX = false, WANTS_TILE_MAX = false;
-    static constexpr bool OF_ROOTS = false;            // these parts take the roots of the values
-    static constexpr float NO_CLAMP_ABSMAX = 3.4e38f;  // a larger absmax needs clamp()
 };
 
-// The functions that most storages have. load() and store() call get<COUNT>() and put<COUNT>() for 16 elements at a
-// time, or for 8 if no more are left. view() gives the numbers that the update reads. set() stores by Nearest, the same
-// storage without noise.
+// The functions that most storages have. load() and store() call get<N>() and put<N>() for 16 elements at a time, or
+// for 8 if no more are left. view() gives the numbers that the update reads. set() stores by Nearest, the same storage
+// without noise.
 template <class Storage>
 struct StorageFunctions : StorageDefaults {
+    // Returns the largest magnitude of N values. It may replace those that cannot be stored.
+    template <int N>
+    static OPTIM_INLINE float absmax(float*, const NoiseKey&) {
+        return 0.0f;
+    }
+
+    template <int N>
+    static OPTIM_INLINE void clamp(float*, float) {}
+
+    // Stores N values of a block. `absmax` and `tile_max` are the largest magnitudes of the block and the tile.
+    template <int N>
+    static OPTIM_INLINE void put_scaled(const Streams& streams, int first, const float* value, float absmax,
+                                        float tile_max, bool clamped, const NoiseKey& key) {
+        Storage::store(streams, first, value, N, key);
+    }
+
     static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
         int c = 0;
         OPTIM_UNROLL
@@ -136,25 +156,4 @@ struct StorageFunctions : StorageDefaults {
     static OPTIM_INLINE void view(const Streams& streams, int first, float* x, int n) {
         Storage::load(streams, first, x, n, NoiseKey{});
     }
-};
-
-struct NoTable {};
-
-// The optional members of a format. The first three are for any storage; blocks.cuh explains the others.
-struct FormatDefaults {
-    static constexpr bool SIGNED = true;          // false: there are no negative levels
-    static constexpr float SMALLEST = 0.0f;       // elementwise: a v above 0 is not stored below this; 0: no limit
-    static constexpr bool ENCODES_PAIRS = false;  // elementwise: encode2() encodes two at a time
-
-    typedef NoTable Table;                      // constants that decode and the encoders look up
-    typedef void Stochastic;                    // the format with the same codes that stores with noise, if another
-    typedef void Decoder;                       // the format itself if it has decode_number()
-    static constexpr bool ROOT = false;         // codes are of the root of x
-    static constexpr float UNITS = 1.0f;        // y is counted in 1/UNITS of the scale
-    static constexpr uint32_t BIAS = 0;         // what nearest() and stochastic() add to a code
-    static constexpr double MAX = 4.25e37;      // a block's largest is cut to this
-    static constexpr float FOLD_MAX = 3.4e38f;  // a larger absmax would lose bits of the inverse
-    static constexpr bool OF_POWERS = false;    // scales must be powers of two
-    static constexpr bool IN_UPPER_BITS = false, HARDWARE = false, PAIRS = false, ALL = false, PACKS_NOISE = false;
-    static constexpr bool WRITES_BF16 = false, BF16_IS_STORED = false, CROWDS_BANKS = false;
 };

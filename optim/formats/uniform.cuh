@@ -15,11 +15,11 @@ EMBED_SOURCE
 
 // POWERS: scales are powers of two (ScaleE8m0), so that products with them are exact.
 template <int BITS_, int FIRST, int LAST, bool ROOT_, bool POWERS = false>
-struct Uniform : FormatDefaults {
+struct Uniform : BlockFormat<Uniform<BITS_, FIRST, LAST, ROOT_, POWERS>> {
     typedef typename Either<BITS_ == 4, PairTable, NoTable>::Type Table;
     static constexpr int BITS = BITS_, ZERO = -FIRST;  // -1 if there is no zero
     static constexpr const char* DTYPE = "U8";
-    static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_, PAIRS = ON_GPU && BITS == 4;
+    static constexpr bool SIXTEENTHS = LAST == 16, SIGNED = FIRST < 0, ROOT = ROOT_;
     static constexpr uint32_t BIAS = floor_part_bias<BITS>();
     static constexpr double MAX = POWERS ? 2e33 : 4.25e37;  // so that 2^23 * scale is finite
     static constexpr bool OF_POWERS = POWERS;
@@ -45,7 +45,6 @@ struct Uniform : FormatDefaults {
     }
 
     // Decodes the float 2^23 + code, and subtracts the excess of 2^23.
-    typedef Uniform Decoder;
     static OPTIM_INLINE float decode_number(float number, float scale) {
         if (POWERS) return exact_fma(number, scale, exact_mul(scale, (float)FIRST - 8388608.0f));
         float level = exact_add(number, (float)FIRST - 8388608.0f);
@@ -56,12 +55,16 @@ struct Uniform : FormatDefaults {
         return exact_mul(x, x);
     }
 
-    // Returns floor(y + 1/2) as the last bits of a sum. y is counted in sixteenths, or 256ths, so that the hardware
-    // cuts it to [0, 1] (NaN to 0) at no cost.
-    static OPTIM_INLINE uint32_t nearest(const Table*, float x, float inverse, int lowest) {
+    // Returns floor(y + 1/2) as the last bits of a sum, and above these BIAS. y is counted in sixteenths, or 256ths, so
+    // that the hardware cuts it to [0, 1] (NaN to 0) at no cost.
+    static OPTIM_INLINE uint32_t nearest_biased(float x, float inverse, int lowest) {
         constexpr float part = 1.0f / (float)(1 << BITS);
         float t = exact_saturated(x, exact_mul(inverse, part), part * (0.5f - (float)FIRST - (float)lowest));
         return floor_part_bits<BITS>(t) + (uint32_t)lowest;
+    }
+
+    static OPTIM_INLINE uint32_t nearest(const Table*, float x, float inverse, int lowest) {
+        return nearest_biased(x, inverse, lowest) - BIAS;
     }
 
     // Returns y + 128 + n / 65536, with n the noise; its whole part, from 128 + FIRST on, is exact. With 4 bits, a y
@@ -74,42 +77,58 @@ struct Uniform : FormatDefaults {
     }
 
     // A level times a power of two, at least 2^-126, is a bf16 number: the model sees exactly the stored value.
-    static constexpr bool PACKS_NOISE = true, WRITES_BF16 = POWERS && ON_HOPPER, BF16_IS_STORED = WRITES_BF16;
+    static constexpr bool WRITES_BF16 = POWERS && ON_HOPPER, BF16_IS_STORED = WRITES_BF16;
     static constexpr uint32_t STOCHASTIC_BIAS = 0x4b000000u + 128u + (uint32_t)FIRST;
 
     static OPTIM_INLINE uint32_t stochastic(const Table*, float x, float inverse, uint32_t noise, int lowest) {
-        return floor_bits(stochastic_sum(x, inverse, NOISE_FLOAT << 24 | noise, lowest)) - STOCHASTIC_BIAS + BIAS;
+        return floor_bits(stochastic_sum(x, inverse, NOISE_FLOAT << 24 | noise, lowest)) - STOCHASTIC_BIAS;
     }
 
-    // Packs the codes of COUNT elements. `levels`, unless null, receives the levels of 8 bits in pairs of bf16.
-    template <int COUNT>
-    static OPTIM_INLINE void stochastic_pack(const float* x, float inverse, const Noise& noise, int lowest,
-                                             Packed<BITS, COUNT>* packed, uint32_t* levels) {
 #ifdef __CUDA_ARCH__
-        uint32_t word[COUNT];
+    template <int N>
+    static __device__ __forceinline__ void get(const Table* table, const Packed<BITS, N>& codes, float scale,
+                                               float* x) {
+        if constexpr (BITS == 4) {
+            table->template decode<N>(codes.word, unit_of(scale), x);
+        } else {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
+            for (int i = 0; i < N; i++) x[i] = decode_number(codes.number(i), scale);
+        }
+    }
+
+    // Does the same as nearest or stochastic for N elements and their noise. `levels`, unless null, receives the levels
+    // of 8 bits in pairs of bf16.
+    template <Rounding ROUNDING, int N>
+    static __device__ __forceinline__ void put(const Table*, const float* x, float inverse, const Noise& noise,
+                                               int lowest, Packed<BITS, N>* codes, uint32_t* levels) {
+        uint32_t word[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (ROUNDING == NEAREST) {
+                codes->add(i, nearest_biased(x[i], inverse, lowest));
+                continue;
+            }
             word[i] = float_bits(stochastic_sum(x[i], inverse, noise_float(noise, i), lowest));
             if (BITS == 4) continue;
             // 2^23 + the code
             word[i] = float_bits(__fadd_rd(bits_float(word[i]), 8388608.0f - 128.0f - (float)FIRST));
         }
 #pragma unroll
-        for (int i = 0; levels && i < COUNT; i += 2) {
+        for (int i = 0; ROUNDING == STOCHASTIC && levels && i < N; i += 2) {
             float a = exact_add(bits_float(word[i]), -8388608.0f + (float)FIRST);
             float b = exact_add(bits_float(word[i + 1]), -8388608.0f + (float)FIRST);
             levels[i / 2] = upper_halves(float_bits(a), float_bits(b));
         }
-        if constexpr (BITS == 4) {
-            packed->template gather_bytes<2, FIRST>(word);
+        if constexpr (ROUNDING == NEAREST) {
+            codes->subtract(BIAS);
+        } else if constexpr (BITS == 4) {
+            codes->template gather_bytes<2, FIRST>(word);
         } else {
-            packed->template gather_bytes<0>(word);
+            codes->template gather_bytes<0>(word);
         }
-#endif
     }
 
-#ifdef __CUDA_ARCH__
-    // Multiplies stochastic_pack's levels by a scale, given by its exponent, as decode_number does. There is no
+    // Multiplies put's levels by a scale, given by its exponent, as decode_number does. There is no
     // negative zero in a block of scale 0, where only NaN has a level.
     template <int COUNT>
     static __device__ __forceinline__ void bf16_scaled(uint32_t exponent, bool, uint32_t* bf16_out) {
