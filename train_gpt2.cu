@@ -159,82 +159,88 @@ static void config_tensors(Model* model) {
     a->elements = optim_layout(a->tensors, a->count);
 }
 
-// Pointers to the model's tensors: weights (T = X) or gradients (T = G). They are valid once arena_need says so.
-template <typename T>
+// The model's tensors as the passes reach them: weights (T = X, M = Operand<X>) or gradients (T = G, M = G*). They are
+// valid once arena_need says so.
+template <typename T, typename M>
 struct BlockParameters {
-    T *ln1w, *ln1b;          // (C)
-    T *qkvw, *qkvb;          // (3C, C), (3C)
-    T *attprojw, *attprojb;  // (C, C), (C)
-    T *ln2w, *ln2b;          // (C)
-    T *fcw, *fcb;            // (4C, C), (4C)
-    T *fcprojw, *fcprojb;    // (C, 4C), (C)
+    T *ln1w, *ln1b;  // (C)
+    M qkvw;          // (3C, C)
+    T* qkvb;         // (3C)
+    M attprojw;      // (C, C)
+    T* attprojb;     // (C)
+    T *ln2w, *ln2b;  // (C)
+    M fcw;           // (4C, C)
+    T* fcb;          // (4C)
+    M fcprojw;       // (C, 4C)
+    T* fcprojb;      // (C)
 };
 
-template <typename T>
+// The last layernorm is the first one of a block L that has nothing else.
+template <typename T, typename M>
 struct Parameters {
     T* wte;  // (Vp, C)
     T* wpe;  // (max_T, C)
-    BlockParameters<T> block[MAX_LAYERS];
-    T *lnfw, *lnfb;  // (C)
+    BlockParameters<T, M> block[MAX_LAYERS + 1];
 };
 
-// `memory` is model->arena.weights or .grads.
-template <typename T>
-static Parameters<T> parameters_in(const Model* model, void* memory) {
-    Parameters<T> p;
-    static_assert(sizeof(BlockParameters<T>) == BLOCK_TENSORS * sizeof(T*), "one pointer for each row of BLOCK");
-    auto at = [&](int t) { return (T*)arena_at(&model->arena, memory, t, sizeof(T)); };
-    p.wte = at(WTE);
-    p.wpe = at(WPE);
+template <typename X>
+using Weights = Parameters<X, Operand<X>>;
+template <typename G>
+using Gradients = Parameters<G, G*>;
+
+// `memory` is model->arena.weights or .grads. matrix(l, linear, pointer) makes an M.
+template <typename T, typename M, typename Make>
+static void parameters_in(const Model* model, void* memory, Parameters<T, M>* p, Make matrix) {
+    const auto at = [&](int t) { return (T*)arena_at(&model->arena, memory, t, sizeof(T)); };
+    p->wte = at(WTE), p->wpe = at(WPE);
     for (int l = 0; l < model->config.L; l++) {
-        T** pointer = (T**)&p.block[l];
-        for (int i = 0; i < BLOCK_TENSORS; i++) pointer[i] = at(FIRST_BLOCK + l * BLOCK_TENSORS + i);
+        const int t = FIRST_BLOCK + l * BLOCK_TENSORS;
+        const auto make = [&](Linear linear) { return matrix(l, linear, at(weight_tensor(l, linear))); };
+        p->block[l] = {at(t),     at(t + 1), make(QKV), at(t + 3), make(ATTENTION_PROJECTION), at(t + 5),
+                       at(t + 6), at(t + 7), make(FC),  at(t + 9), make(FC_PROJECTION),        at(t + 11)};
     }
-    p.lnfw = at(model->arena.count - 2);
-    p.lnfb = at(model->arena.count - 1);
-    return p;
+    p->block[model->config.L].ln1w = at(model->arena.count - 2);
+    p->block[model->config.L].ln1b = at(model->arena.count - 1);
 }
 
-// A matrix of block l as its products read it.
-template <typename X>
-static LinearWeight<X> weight_of(const Model* m, int l, Linear linear) {
-    const int t = weight_tensor(l, linear);
-    return {(const X*)arena_at(&m->arena, m->arena.weights, t, sizeof(X)), arena_codes(&m->arena, t)};
+template <typename G>
+static Gradients<G> gradients_of(const Model* m) {
+    Gradients<G> d;
+    parameters_in(m, m->arena.grads, &d, [](int, Linear, G* at) { return at; });
+    return d;
 }
 
 // The results of a block that the forward pass keeps for the backward pass.
 template <typename X>
 struct BlockActivations {
     float *ln1_mean, *ln1_rstd;  // (N)
-    X* ln1;                      // (N, C)
+    Operand<X> ln1;              // (N, C)
     X* qkv;                      // (N, 3C)
     float* lse;                  // (B, NH, T)
-    X* attention;                // (N, C)
+    Operand<X> attention;        // (N, C)
     X* residual2;                // (N, C) residual stream after attention
     float *ln2_mean, *ln2_rstd;  // (N)
-    X* ln2;                      // (N, C)
+    Operand<X> ln2;              // (N, C)
     X* fc;                       // (N, 4C) before GELU
-    X* gelu;                     // (N, 4C) after GELU
-    // Codes by columns of what the products read, instead of ln1, ln2 and gelu, with fp8.
-    uint8_t *ln1_codes, *attention_codes, *ln2_codes, *gelu_codes;
+    Operand<X> gelu;             // (N, 4C) after GELU
 };
 
+// What a micro-batch works with.
 template <typename X>
 struct Activations {
+    Weights<X> weights;
     X* residual[MAX_LAYERS + 1];  // (N, C) residual stream into each block; the last goes into ln_f
     const Spill* spill;           // moves them to host memory and back, in turn; NULL: all stay on the device
-    BlockActivations<X> block[MAX_LAYERS];
-    float *lnf_mean, *lnf_rstd;  // (N)
-    X* lnf;                      // (N, C)
-    X* branch;                   // (N, C) what a sublayer adds to the residual stream
-    X* logits;                   // (logit_rows, Vp), then their gradient
-    Fp8Use fp8;                  // codes in use
-    void* dequant_buffer;        // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
+    BlockActivations<X> block[MAX_LAYERS + 1];  // see Parameters
+    X* branch;                                  // (N, C) what a sublayer adds to the residual stream
+    X* logits;                                  // (logit_rows, Vp), then their gradient
+    Fp8Use fp8;                                 // codes in use
+    void* dequant_buffer;                       // forward only: bf16 copies of quantised weights (arena_dequant_buffer)
     // backward only
-    X* dresidual;   // (N, C) gradient of the residual stream
-    X* dbranch;     // (N, C)
-    X* dwide;       // (N, 4C) gradient of fc; of qkv in its first 3C
-    void* scratch;  // of the operator that runs
+    X* dresidual;    // (N, C) gradient of the residual stream
+    X* dbranch;      // (N, C)
+    X* dwide;        // (N, 4C) gradient of fc; of qkv in its first 3C
+    float* scratch;  // of the operator that runs
     int64_t bytes;
 };
 
@@ -251,8 +257,8 @@ static int64_t scratch_bytes(const Model* m) {
     return bytes;
 }
 
-// Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes of what its
-// products read, and all share the arrays that these codes are made of.
+// Takes the arrays of block l. With recompute=gelu all blocks share `gelu`. With fp8 each keeps the codes by columns of
+// what its products read, and all share the arrays that these codes are made of.
 template <typename X>
 static BlockActivations<X> block_layout(const Model* m, Layout* layout, const BlockActivations<X>* first, int l,
                                         bool fp8) {
@@ -260,20 +266,20 @@ static BlockActivations<X> block_layout(const Model* m, Layout* layout, const Bl
     const int64_t N = (int64_t)m->B * m->T, C = m->config.C;
     const bool shares_gelu = l > 0 && m->recompute == RECOMPUTE_GELU;
     b.ln1_mean = layout_take<float>(layout, N), b.ln1_rstd = layout_take<float>(layout, N);
-    b.ln1 = fp8 && l > 0 ? first->ln1 : layout_take<X>(layout, N * C);
+    b.ln1.values = fp8 && l > 0 ? first->ln1.values : layout_take<X>(layout, N * C);
     b.qkv = layout_take<X>(layout, N * 3 * C);
     b.lse = layout_take<float>(layout, N * m->config.NH);
-    b.attention = layout_take<X>(layout, N * C);
+    b.attention.values = layout_take<X>(layout, N * C);
     b.residual2 = layout_take<X>(layout, N * C);
     b.ln2_mean = layout_take<float>(layout, N), b.ln2_rstd = layout_take<float>(layout, N);
-    b.ln2 = fp8 ? b.ln1 : layout_take<X>(layout, N * C);
+    b.ln2.values = fp8 ? b.ln1.values : layout_take<X>(layout, N * C);
     b.fc = layout_take<X>(layout, N * 4 * C);
-    if (!fp8) b.gelu = shares_gelu ? first->gelu : layout_take<X>(layout, N * 4 * C);
+    if (!fp8) b.gelu.values = shares_gelu ? first->gelu.values : layout_take<X>(layout, N * 4 * C);
     if (!fp8) return b;
-    b.ln1_codes = layout_take<uint8_t>(layout, N * C);
-    b.attention_codes = layout_take<uint8_t>(layout, N * C);
-    b.ln2_codes = layout_take<uint8_t>(layout, N * C);
-    b.gelu_codes = shares_gelu ? first->gelu_codes : layout_take<uint8_t>(layout, N * 4 * C);
+    b.ln1.columns = layout_take<uint8_t>(layout, N * C);
+    b.attention.columns = layout_take<uint8_t>(layout, N * C);
+    b.ln2.columns = layout_take<uint8_t>(layout, N * C);
+    b.gelu.columns = shares_gelu ? first->gelu.columns : layout_take<uint8_t>(layout, N * 4 * C);
     return b;
 }
 
@@ -296,11 +302,11 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
         a.residual[l + 1] = l + 1 < places ? layout_take<X>(&layout, N * C) : a.residual[l + 1 - places];
         a.block[l] = l > 0 && l < sharing ? a.block[0] : block_layout(m, &layout, &a.block[0], l, fp8);
     }
-    a.lnf_mean = layout_take<float>(&layout, N), a.lnf_rstd = layout_take<float>(&layout, N);
-    a.lnf = layout_take<X>(&layout, N * C);
+    BlockActivations<X>* last = &a.block[m->config.L];
+    last->ln1_mean = layout_take<float>(&layout, N), last->ln1_rstd = layout_take<float>(&layout, N);
+    last->ln1.values = layout_take<X>(&layout, N * C);
     a.branch = layout_take<X>(&layout, N * C);
-    a.fp8 = fp8 ? linear_use(&layout, m->dev, &m->fp8, N, (int)C) : Fp8Use{};
-    a.fp8.attention_quantizes = a.fp8.producers_quantize && attention_backward_codes(m->dev, (int)C, m->config.NH);
+    a.fp8 = fp8 ? linear_use(&layout, N, (int)C) : Fp8Use{};
     const int64_t blocks = layout.used;
     a.logits = layout_take<X>(&layout, (rows > 1 ? rows : 2) * Vp);  // at least a row of fp32
     if (fp8 && m->head_fp8) linear_use_head(&layout, &a.fp8, rows, C, Vp);
@@ -312,8 +318,32 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
     a.dwide = layout_take<X>(&layout, N * 4 * C);
     if (fp8) a.fp8.drows = layout_take<uint8_t>(&layout, N * 4 * C);
     if (fp8) a.fp8.dcolumns = layout_take<uint8_t>(&layout, N * 4 * C);
-    a.scratch = layout_take<char>(&layout, scratch_bytes<X>(m));
+    a.scratch = (float*)layout_take<char>(&layout, scratch_bytes<X>(m));
     a.bytes = layout.used > a.bytes ? layout.used : a.bytes;
+    return a;
+}
+
+// Returns the activations and the weights of a micro-batch.
+template <typename X>
+static Activations<X> activations_of(const Model* m, bool train) {
+    Activations<X> a = activations_layout<X>(m, m->activations, train);
+    const int64_t N = (int64_t)m->B * m->T;
+    const int C = m->config.C;
+    Fp8Use* use = &a.fp8;
+    arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
+    if (train && m->uses_fp8)
+        linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev, C, m->config.NH), N, C);
+    parameters_in(m, m->arena.weights, &a.weights, [&](int l, Linear linear, X* at) {
+        return linear_weight(use, fp8_slot(l, linear), at, arena_codes(&m->arena, weight_tensor(l, linear)));
+    });
+    for (int l = 0; l < m->config.L; l++) {
+        BlockActivations<X>* b = &a.block[l];
+        b->ln1 = linear_input(use, fp8_slot(l, QKV), b->ln1.values, b->ln1.columns, use->producers_quantize);
+        b->attention =
+            linear_input(use, fp8_slot(l, ATTENTION_PROJECTION), b->attention.values, b->attention.columns, false);
+        b->ln2 = linear_input(use, fp8_slot(l, FC), b->ln2.values, b->ln2.columns, use->producers_quantize);
+        b->gelu = linear_gelu(use, fp8_slot(l, FC_PROJECTION), b->gelu.values, b->fc, b->gelu.columns);
+    }
     return a;
 }
 
@@ -321,56 +351,44 @@ static Activations<X> activations_layout(const Model* m, void* base, bool backwa
 
 // Block l from its input to the GELU. `ln1` is already there except when the block is computed again.
 template <typename X>
-static void block_forward(const Model* m, const Parameters<X>* w, Activations<X>* a, int l, int B, int T) {
+static void block_forward(const Model* m, Activations<X>* a, int l, int B, int T) {
     const Device* dev = m->dev;
-    const BlockParameters<X>* p = &w->block[l];
+    const auto* w = &a->weights.block[l];
     BlockActivations<X>* b = &a->block[l];
-    const Fp8Use* use = &a->fp8;
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    linear_forward<X>(named(dev, "qkv"), use, fp8_slot(l, QKV), use->producers_quantize, b->qkv, b->ln1, b->ln1_codes,
-                      weight_of<X>(m, l, QKV), p->qkvb, N, C, 3 * C);
-    attention_forward<X>(named(dev, "attention forward"), b->attention, b->lse, b->qkv, B, T, C, m->config.NH);
-    linear_forward<X>(named(dev, "attention projection"), use, fp8_slot(l, ATTENTION_PROJECTION), false, a->branch,
-                      b->attention, b->attention_codes, weight_of<X>(m, l, ATTENTION_PROJECTION), p->attprojb, N, C, C);
-    const Fp8Codes codes = linear_input_codes(use, fp8_slot(l, FC));
-    residual_layernorm_forward<X>(named(dev, "residual + layernorm"), b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd,
-                                  a->residual[l], a->branch, p->ln2w, p->ln2b, N, C, &codes);
-    linear_forward_before_gelu<X>(named(dev, "fc + gelu"), use, fp8_slot(l, FC), b->gelu, b->fc, b->ln2, b->ln2_codes,
-                                  b->gelu_codes, weight_of<X>(m, l, FC), p->fcb, N, C, 4 * C);
+    linear_forward(named(dev, "qkv"), b->qkv, &b->ln1, &w->qkvw, w->qkvb, N, C, 3 * C);
+    attention_forward(named(dev, "attention forward"), b->attention.values, b->lse, b->qkv, B, T, C, m->config.NH);
+    linear_forward(named(dev, "attention projection"), a->branch, &b->attention, &w->attprojw, w->attprojb, N, C, C);
+    residual_layernorm_forward(named(dev, "residual + layernorm"), b->residual2, b->ln2.values, b->ln2_mean,
+                               b->ln2_rstd, a->residual[l], a->branch, w->ln2w, w->ln2b, N, C, operand_codes(&b->ln2));
+    linear_forward_gelu(named(dev, "fc + gelu"), &b->gelu, b->fc, &b->ln2, &w->fcw, w->fcb, N, C, 4 * C);
 }
 
-// Tokens (B, T) to lnf (B*T, C).
+// Tokens (B, T) to what the head reads (B*T, C): the last layernorm's result.
 template <typename X>
 static void gpt2_forward(const Model* m, Activations<X>* a, const int* tokens, int B, int T) {
     const Device* dev = m->dev;
-    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
+    const Weights<X>* w = &a->weights;
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     arena_need(&m->arena, decoded_embeddings(L));
-    embedding_forward<X>(named(dev, "embedding forward"), a->residual[0], tokens, w.wte, w.wpe, B, T, C);
+    embedding_forward(named(dev, "embedding forward"), a->residual[0], tokens, w->wte, w->wpe, B, T, C);
     spill_written(a->spill, 0, a->residual[0]);
     arena_need(&m->arena, 0);
-    BlockActivations<X>* first = &a->block[0];
-    Fp8Codes codes = linear_input_codes(&a->fp8, fp8_slot(0, QKV));
-    layernorm_forward<X>(named(dev, "residual + layernorm"), first->ln1, first->ln1_mean, first->ln1_rstd,
-                         a->residual[0], w.block[0].ln1w, w.block[0].ln1b, N, C, &codes);
-    for (int l = 0; l < L; l++) {
-        BlockActivations<X>* b = &a->block[l];
+    BlockActivations<X>* b = &a->block[0];
+    layernorm_forward(named(dev, "residual + layernorm"), b->ln1.values, b->ln1_mean, b->ln1_rstd, a->residual[0],
+                      w->block[0].ln1w, w->block[0].ln1b, N, C, operand_codes(&b->ln1));
+    for (int l = 0; l < L; l++, b++) {
+        const auto *own = &w->block[l], *next = own + 1;
         shard_prefetch(m->arena.shard, l + 1);
-        block_forward(m, &w, a, l, B, T);
-        linear_forward_after_gelu<X>(named(dev, "fc projection"), &a->fp8, fp8_slot(l, FC_PROJECTION), a->branch,
-                                     b->gelu, b->fc, b->gelu_codes, weight_of<X>(m, l, FC_PROJECTION),
-                                     w.block[l].fcprojb, N, 4 * C, C);
-        bool last = l == L - 1;
-        BlockActivations<X>* next = last ? nullptr : &a->block[l + 1];
-        arena_need(&m->arena, last ? decoded_final(L) : l + 1);
-        codes = last ? Fp8Codes{} : linear_input_codes(&a->fp8, fp8_slot(l + 1, QKV));
+        block_forward(m, a, l, B, T);
+        linear_forward(named(dev, "fc projection"), a->branch, &b->gelu, &own->fcprojw, own->fcprojb, N, 4 * C, C);
+        arena_need(&m->arena, l < L - 1 ? l + 1 : decoded_final(L));
         spill_room(a->spill, l + 1);
-        residual_layernorm_forward<X>(named(dev, "residual + layernorm"), a->residual[l + 1], last ? a->lnf : next->ln1,
-                                      last ? a->lnf_mean : next->ln1_mean, last ? a->lnf_rstd : next->ln1_rstd,
-                                      b->residual2, a->branch, last ? w.lnfw : w.block[l + 1].ln1w,
-                                      last ? w.lnfb : w.block[l + 1].ln1b, N, C, &codes);
+        residual_layernorm_forward(named(dev, "residual + layernorm"), a->residual[l + 1], b[1].ln1.values,
+                                   b[1].ln1_mean, b[1].ln1_rstd, b->residual2, a->branch, next->ln1w, next->ln1b, N, C,
+                                   operand_codes(&b[1].ln1));
         spill_written(a->spill, l + 1, a->residual[l + 1]);
     }
 }
@@ -381,121 +399,106 @@ static bool accumulates(const Model* m, bool first) {
     return !first && !shard_splits(m->arena.shard, SHARD_GRADS);
 }
 
-// Losses (N) from lnf, logit_rows rows of logits at a time so that their memory is bounded. With `backward` the logits
-// become their own gradient in place, from which those of lnf (dbranch) and wte (dwte_sum) are computed at once. dloss
-// is 1 / (rows of the whole step). The `first` micro-batch of a step overwrites dwte_sum.
+// Losses (N) from the last layernorm, logit_rows rows of logits at a time so that their memory is bounded. With
+// `backward` the logits become their own gradient in place, from which those of its result (dbranch) and wte (dwte_sum)
+// are computed at once. dloss is 1 / (rows of the whole step). The `first` micro-batch of a step overwrites dwte_sum.
 template <typename X>
 static void gpt2_losses(const Model* m, Activations<X>* a, const int* targets, int64_t N, bool backward, float dloss,
                         bool first) {
     const Device* dev = m->dev;
-    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
-    int C = m->config.C, V = m->config.V, Vp = m->config.Vp, slot = fp8_slot(m->config.L, QKV);
-    const Fp8Codes codes = linear_logit_codes(&a->fp8, slot);
-    linear_head_begin<X>(named(dev, "head"), &a->fp8, slot, w.wte, dloss, C, Vp);
+    int L = m->config.L, C = m->config.C, V = m->config.V, Vp = m->config.Vp;
+    X* lnf = a->block[L].ln1.values;
+    HeadOperands<X> head =
+        linear_head_begin(named(dev, "head"), &a->fp8, fp8_slot(L, QKV), lnf, a->weights.wte, a->logits, dloss, C, Vp);
     for (int64_t row = 0; row < N; row += m->logit_rows) {
         int64_t rows = N - row < m->logit_rows ? N - row : m->logit_rows;
-        const X* lnf = a->lnf + row * C;
-        linear_head_forward<X>(named(dev, "head"), &a->fp8, slot, a->logits, lnf, w.wte, rows, C, Vp);
-        classifier<X>(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
-                      &codes);
+        head.inp.values = lnf + row * C;
+        linear_forward(named(dev, "head"), a->logits, &head.inp, &head.weight, (const X*)nullptr, rows, C, Vp);
+        classifier(named(dev, "classifier"), m->losses + row, a->logits, targets + row, dloss, backward, rows, V, Vp,
+                   operand_codes(&head.dlogits));
         if (!backward) continue;
-        linear_head_backward_input<X>(named(dev, "d head input"), &a->fp8, slot, a->dbranch + row * C, a->logits, w.wte,
-                                      rows, C, Vp);
-        if (row == 0) arena_room(&m->arena, m->config.L);
-        linear_head_backward_weight<X>(named(dev, "d head weight"), &a->fp8, slot, m->dwte_sum, a->logits, lnf, rows, C,
-                                       Vp, accumulates(m, first) || row > 0);
+        if (row == 0) arena_room(&m->arena, L);
+        linear_backward(named(dev, "d head"), a->dbranch + row * C, m->dwte_sum, &head.dlogits, &head.inp, &head.weight,
+                        rows, C, Vp, accumulates(m, first) || row > 0);
     }
 }
 
 // Backward.
 
+// The gradient of what a matrix of block l gives: dresidual is that of the projections' outputs, dwide the others'.
+template <typename X>
+static Operand<X> gradient_of(const Activations<X>* a, int l, Linear linear) {
+    const Fp8Use* use = &a->fp8;
+    const int slot = fp8_slot(l, linear);
+    if (linear == FC) return linear_gelu_gradient(use, slot, a->dwide);
+    if (linear == QKV) return linear_gradient(use, slot, a->dwide, use->attention_quantizes);
+    return linear_gradient(use, slot, a->dresidual, use->producers_quantize);
+}
+
 // Block l down to its first layernorm, the gradient of whose output it leaves in dbranch. dresidual is the gradient of
 // the block's output at first. It is also the output gradient of the projection before it, so each layernorm's backward
 // pass gives that projection's bias gradient, as column sums, beside its own.
 template <typename X, typename G>
-static void block_backward(const Model* m, const Parameters<X>* w, const Parameters<G>* d, Activations<X>* a, int l,
-                           int B, int T, bool adds) {
+static void block_backward(const Model* m, const BlockParameters<G, G*>* d, Activations<X>* a, int l, int B, int T,
+                           bool adds) {
     const Device* dev = m->dev;
-    const BlockParameters<X>* p = &w->block[l];
-    const BlockParameters<G>* g = &d->block[l];
+    const auto* w = &a->weights.block[l];
     BlockActivations<X>* b = &a->block[l];
     int64_t N = (int64_t)B * T;
     int C = m->config.C;
-    float* scratch = (float*)a->scratch;
-    const Fp8Use* use = &a->fp8;
-    const int qkv = fp8_slot(l, QKV), projection = fp8_slot(l, ATTENTION_PROJECTION), fc = fp8_slot(l, FC),
-              fc_projection = fp8_slot(l, FC_PROJECTION);
+    const Operand<X> dqkv = gradient_of(a, l, QKV), dattproj = gradient_of(a, l, ATTENTION_PROJECTION),
+                     dfcproj = gradient_of(a, l, FC_PROJECTION);
+    Operand<X> dfc = gradient_of(a, l, FC);
     if (l < m->recomputed) {
-        const Fp8Codes codes = linear_input_codes(use, qkv);
-        layernorm_forward<X>(dev, b->ln1, b->ln1_mean, b->ln1_rstd, a->residual[l], p->ln1w, p->ln1b, N, C, &codes);
-        block_forward(m, w, a, l, B, T);
+        layernorm_forward(dev, b->ln1.values, b->ln1_mean, b->ln1_rstd, a->residual[l], w->ln1w, w->ln1b, N, C,
+                          operand_codes(&b->ln1));
+        block_forward(m, a, l, B, T);
     }
-    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && use->scales && !use->gelu_quantizes)) {
-        linear_gelu_again<X>(dev, use, fc_projection, b->gelu, b->fc, b->gelu_codes, N, 4 * C);
+    const bool lacks_codes = b->gelu.fp8 && b->gelu.made != FP8_BOTH;  // after block_forward
+    if (m->recompute == RECOMPUTE_GELU || (l < m->recomputed && lacks_codes)) {
+        linear_gelu_again(dev, &b->gelu, b->fc, N, 4 * C);
     }
-    linear_gradient<X>(named(dev, "fp8 casts"), use, fc_projection, use->producers_quantize, a->dresidual, N, C);
-    linear_backward_gelu<X, G>(named(dev, "d fc projection input, gelu"), use, fc_projection, a->dwide, g->fcb, scratch,
-                               a->dresidual, weight_of<X>(m, l, FC_PROJECTION), b->fc, N, 4 * C, C, adds);
-    linear_backward_weight<X, G>(named(dev, "d fc projection weight"), use, fc_projection, g->fcprojw, a->dresidual,
-                                 b->gelu, b->gelu_codes, N, 4 * C, C, adds);
-    linear_gradient_gelu<X, G>(named(dev, "fp8 casts"), use, fc, a->dwide, g->fcb, scratch, b->fc, N, 4 * C, adds);
-    const Fp8Use wide = linear_use_before_gelu(use, a->dwide);
-    linear_backward_input<X>(named(dev, "d fc input"), &wide, fc, a->dbranch, a->dwide, weight_of<X>(m, l, FC), N, C,
-                             4 * C);
-    linear_backward_weight<X, G>(named(dev, "d fc weight"), &wide, fc, g->fcw, a->dwide, b->ln2, b->ln2_codes, N, C,
-                                 4 * C, adds);
-    Fp8Codes codes = linear_gradient_codes(use, projection, use->producers_quantize);
-    layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, g->ln2w, g->ln2b, g->attprojb, scratch,
-                             a->dbranch, b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, adds, &codes);
-
-    linear_gradient<X>(named(dev, "fp8 casts"), use, projection, use->producers_quantize, a->dresidual, N, C);
-    linear_backward_input<X>(named(dev, "d attention projection input"), use, projection, a->dbranch, a->dresidual,
-                             weight_of<X>(m, l, ATTENTION_PROJECTION), N, C, C);
-    linear_backward_weight<X, G>(named(dev, "d attention projection weight"), use, projection, g->attprojw,
-                                 a->dresidual, b->attention, b->attention_codes, N, C, C, adds);
-    codes = linear_gradient_codes(use, qkv, use->attention_quantizes);
+    linear_backward_gelu(named(dev, "d fc projection, gelu"), &dfc, d->fcb, a->scratch, d->fcprojw, &dfcproj, &b->gelu,
+                         &w->fcprojw, b->fc, N, 4 * C, C, adds);
+    linear_backward(named(dev, "d fc"), a->dbranch, d->fcw, &dfc, &b->ln2, &w->fcw, N, C, 4 * C, adds);
+    layernorm_backward(named(dev, "layernorm backward"), a->dresidual, d->ln2w, d->ln2b, d->attprojb, a->scratch,
+                       a->dbranch, b->residual2, w->ln2w, b->ln2_mean, b->ln2_rstd, N, C, adds,
+                       operand_codes(&dattproj));
+    linear_backward(named(dev, "d attention projection"), a->dbranch, d->attprojw, &dattproj, &b->attention,
+                    &w->attprojw, N, C, C, adds);
     arena_attention(&m->arena);
-    attention_backward_bias(named(dev, "attention backward"), a->dwide, g->qkvb, a->scratch, a->dbranch, b->qkv,
-                            b->attention, b->lse, B, T, C, m->config.NH, adds, &codes);
-    linear_gradient<X>(named(dev, "fp8 casts"), use, qkv, use->attention_quantizes, a->dwide, N, 3 * C);
-    linear_backward_input<X>(named(dev, "d qkv input"), use, qkv, a->dbranch, a->dwide, weight_of<X>(m, l, QKV), N, C,
-                             3 * C);
-    linear_backward_weight<X, G>(named(dev, "d qkv weight"), use, qkv, g->qkvw, a->dwide, b->ln1, b->ln1_codes, N, C,
-                                 3 * C, adds);
+    attention_backward_bias(named(dev, "attention backward"), a->dwide, d->qkvb, a->scratch, a->dbranch, b->qkv,
+                            b->attention.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&dqkv));
+    linear_backward(named(dev, "d qkv"), a->dbranch, d->qkvw, &dqkv, &b->ln1, &w->qkvw, N, C, 3 * C, adds);
 }
 
-// Computes the gradients of all parameters from dbranch, the gradient of lnf. The first micro-batch of a step
-// overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with several
-// micro-batches G is float, unless --grads bf16 asks for less memory.
+// Computes the gradients of all parameters from dbranch, that of the last layernorm's result. The first micro-batch of
+// a step overwrites them, later ones add. Sums over rows are fp32 and are rounded to G once per micro-batch; with
+// several micro-batches G is float, unless --grads bf16 asks for less memory.
 template <typename X, typename G>
 static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B, int T, bool first) {
     const Device* dev = m->dev;
-    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
-    const Parameters<G> d = parameters_in<G>(m, m->arena.grads);
+    const Gradients<G> d = gradients_of<G>(m);
     int64_t N = (int64_t)B * T;
     int L = m->config.L, C = m->config.C;
     bool accumulate = accumulates(m, first);
     device_zero(dev, a->dresidual, N * C * (int64_t)sizeof(X));
-    arena_room(&m->arena, L - 1);
-    Fp8Codes codes = linear_gradient_codes(&a->fp8, fp8_slot(L - 1, FC_PROJECTION), a->fp8.producers_quantize);
-    layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.lnfw, d.lnfb, d.block[L - 1].fcprojb,
-                             (float*)a->scratch, a->dbranch, a->residual[L], w.lnfw, a->lnf_mean, a->lnf_rstd, N, C,
-                             accumulate, &codes);
-    spill_done(a->spill, L, a->residual[L]);
-    arena_done(&m->arena, decoded_final(L));
-    for (int l = L - 1; l >= 0; l--) {
-        arena_need(&m->arena, l, l - 1);
-        spill_need(a->spill, l);
-        block_backward<X, G>(m, &w, &d, a, l, B, T, accumulate);
+    for (int l = L; l >= 0; l--) {
+        BlockActivations<X>* b = &a->block[l];
+        if (l < L) {
+            arena_need(&m->arena, l, l - 1);
+            spill_need(a->spill, l);
+            block_backward(m, &d.block[l], a, l, B, T, accumulate);
+        }
         if (l > 0) arena_room(&m->arena, l - 1);
-        codes = linear_gradient_codes(&a->fp8, fp8_slot(l - 1, FC_PROJECTION), l > 0 && a->fp8.producers_quantize);
-        layernorm_backward<X, G>(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
-                                 l > 0 ? d.block[l - 1].fcprojb : nullptr, (float*)a->scratch, a->dbranch,
-                                 a->residual[l], w.block[l].ln1w, a->block[l].ln1_mean, a->block[l].ln1_rstd, N, C,
-                                 accumulate, &codes);
+        const Operand<X> below = gradient_of(a, l - 1, FC_PROJECTION);
+        layernorm_backward(named(dev, "layernorm backward"), a->dresidual, d.block[l].ln1w, d.block[l].ln1b,
+                           l > 0 ? d.block[l - 1].fcprojb : nullptr, a->scratch, a->dbranch, a->residual[l],
+                           a->weights.block[l].ln1w, b->ln1_mean, b->ln1_rstd, N, C, accumulate,
+                           l > 0 ? operand_codes(&below) : Fp8Codes{});
         spill_done(a->spill, l, a->residual[l]);
-        arena_done(&m->arena, l);
+        arena_done(&m->arena, l < L ? l : decoded_final(L));
     }
     embedding_backward<X, G>(named(dev, "embedding backward"), d.wte, d.wpe, m->dwte_sum, a->dresidual, m->input.order,
                              m->input.bucket, buckets, B, T, C, m->config.Vp, accumulate);
@@ -506,8 +509,7 @@ static void gpt2_backward(const Model* m, Activations<X>* a, int buckets, int B,
 // gradients of loss * share to m->arena.grads. m->input has the tokens, of which `buckets` are distinct.
 template <typename X, typename G>
 static void gpt2_micro_batch(const Model* m, int buckets, int B, bool train, bool first, float share) {
-    Activations<X> a = activations_layout<X>(m, m->activations, train);
-    arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
+    Activations<X> a = activations_of<X>(m, train);
     int64_t N = (int64_t)B * m->T;
     gpt2_forward(m, &a, m->input.tokens, B, m->T);
     gpt2_losses(m, &a, m->input.targets, N, train, share / (float)N, first);
@@ -527,9 +529,7 @@ template <typename X>
 static void gpt2_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
                        float* losses, int* likeliest) {
     const Model* m = (const Model*)model;
-    Activations<X> a = activations_layout<X>(m, m->activations, false);
-    arena_dequant_buffer(&m->arena, a.dequant_buffer);
-    const Parameters<X> w = parameters_in<X>(m, m->arena.weights);
+    Activations<X> a = activations_of<X>(m, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
     const ScoreRoom<X> room = {rows > 1 ? rows : 1, a.branch,      (float*)a.logits, input->order,
@@ -537,8 +537,8 @@ static void gpt2_score(void* model, const int* tokens, int B, int T, const int* 
     copy_to_device(m->dev, input->tokens, tokens, (int64_t)B * T * (int64_t)sizeof(int));
     gpt2_forward(m, &a, input->tokens, B, T);
     arena_need(&m->arena, decoded_embeddings(m->config.L));
-    score_places<X>(m->dev, losses, likeliest, a.lnf, w.wte, places, targets, count, &room, m->config.C, m->config.V,
-                    m->config.Vp);
+    score_places<X>(m->dev, losses, likeliest, a.block[m->config.L].ln1.values, a.weights.wte, places, targets, count,
+                    &room, m->config.C, m->config.V, m->config.Vp);
 }
 
 // Memory. The plan (MemoryPlan of data/schedule.h) adds up the same figures that model_allocate uses.

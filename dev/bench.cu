@@ -36,8 +36,8 @@ static double measure_fp8(const Device* dev, const bf16* values, bf16* out, int6
     fp8_cast<bf16>(dev, &scales, &to, FP8_COPY, values, (const bf16*)nullptr, (float*)nullptr, nullptr, n, (int)n,
                    false);
     const double ms = median_ms(dev, 10, [&] {
-        fp8_product<bf16>(dev, &scales, out, codes, 0, FP8_E4M3, codes, 0, FP8_E4M3, (const bf16*)nullptr, n, n, n,
-                          true, false);
+        const Fp8Factor factor = {codes, 0, FP8_E4M3};
+        fp8_product<bf16>(dev, &scales, out, factor, factor, (const bf16*)nullptr, n, n, n, true, false);
     });
     return 2.0 * (double)n * (double)n * (double)n / (1e-3 * ms);
 }
@@ -100,94 +100,97 @@ struct Operators {
     Account* a;
     double mb;  // micro-batches
     const Device* dev = m->dev;
-    Activations<bf16> act = activations_layout<bf16>(m, m->activations, true);
-    Parameters<bf16> w = parameters_in<bf16>(m, m->arena.weights);
-    Parameters<G> d = parameters_in<G>(m, m->arena.grads);
+    Activations<bf16> act = activations_of<bf16>(m, true);
+    Weights<bf16>& w = act.weights;
+    Gradients<G> d = gradients_of<G>(m);
     const Input& input = m->input;
     BlockActivations<bf16>* b = &act.block[0];
-    BlockParameters<bf16>* p = &w.block[0];
-    BlockParameters<G>* q = &d.block[0];
+    BlockParameters<bf16, Operand<bf16>>* p = &w.block[0];
+    BlockParameters<G, G*>* q = &d.block[0];
+    Operand<bf16> dqkv = gradient_of(&act, 0, QKV), dattproj = gradient_of(&act, 0, ATTENTION_PROJECTION),
+                  dfcproj = gradient_of(&act, 0, FC_PROJECTION);
     float* scratch = (float*)act.scratch;
     const Fp8Use* use = &act.fp8;
     int B = m->B, T = m->T, C = m->config.C, L = m->config.L, NH = m->config.NH, V = m->config.V, Vp = m->config.Vp;
     int64_t N = (int64_t)B * T, rows = m->logit_rows;
     double NC = (double)N * C, n = mb * L, chunks = mb * (double)ceil_div(N, rows);  // n: blocks of all micro-batches
 
-    // The products of a layer with C inputs and OC outputs.
-    void matmul(const char* name, double calls, bf16* out, bf16* pre, const bf16* inp, const bf16* weight,
-                const bf16* bias, int64_t N, int C, int OC) {
+    // A layer with C inputs and OC outputs, forward and back. In fp8 it includes what makes its codes.
+    void layer(const char* name, double calls, bf16* out, const Operand<bf16>* inp, const Operand<bf16>* weight,
+               const bf16* bias, int64_t N, int C, int OC) {
+        a->fp8 = inp->fp8;
         account(a, name, calls, 2.0 * (double)N * C * OC, 0,
-                [&] { matmul_forward<bf16>(dev, out, pre, inp, weight, bias, N, C, OC); });
-    }
-
-    void input_gradient(const char* name, double calls, bf16* dinp, const bf16* dout, const bf16* weight, int64_t N,
-                        int C, int OC) {
-        account(a, name, calls, 2.0 * (double)N * C * OC, 0,
-                [&] { matmul_backward_input<bf16>(dev, dinp, dout, weight, N, C, OC); });
+                [&] { linear_forward(dev, out, inp, weight, bias, N, C, OC); });
+        a->fp8 = false;
     }
 
     template <typename D>
-    void weight_gradient(const char* name, double calls, D* dweight, const bf16* dout, const bf16* inp, int64_t N,
-                         int C, int OC, bool accumulate) {
-        account(a, name, calls, 2.0 * (double)N * C * OC, 0,
-                [&] { matmul_backward_weight<bf16, D>(dev, dweight, dout, inp, N, C, OC, accumulate); });
+    void back(const char* name, double calls, bf16* dinp, D* dweight, const Operand<bf16>* dout,
+              const Operand<bf16>* inp, const Operand<bf16>* weight, int64_t N, int C, int OC, bool accumulate) {
+        a->fp8 = inp->fp8;
+        account(a, name, calls, 4.0 * (double)N * C * OC, 0,
+                [&] { linear_backward(dev, dinp, dweight, dout, inp, weight, N, C, OC, accumulate); });
+        a->fp8 = false;
     }
 
     void forward() {
         account(a, "embedding forward", mb, 0, 2 * NC * 2,
                 [&] { embedding_forward<bf16>(dev, act.residual[0], input.tokens, w.wte, w.wpe, B, T, C); });
-        const Fp8Codes codes = linear_input_codes(use, fp8_slot(0, FC));
+        const Fp8Codes codes = operand_codes(&b->ln2);
         account(a, "residual + layernorm", mb * (2 * L + 1), 0, (codes.rows ? 7 : 8) * NC, [&] {
-            residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
-                                             act.branch, p->ln2w, p->ln2b, N, C, &codes);
+            residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2.values, b->ln2_mean, b->ln2_rstd,
+                                             act.residual[0], act.branch, p->ln2w, p->ln2b, N, C, codes);
         });
         account(a, "attention forward", n, 2.0 * T * NC, 0,
-                [&] { attention_forward<bf16>(dev, b->attention, b->lse, b->qkv, B, T, C, NH); });
-        bf16 *branch = act.branch, *none = nullptr;
-        if (m->uses_fp8) return;
-        matmul("qkv", n, b->qkv, none, b->ln1, p->qkvw, p->qkvb, N, C, 3 * C);
-        matmul("attention projection", n, branch, none, b->attention, p->attprojw, p->attprojb, N, C, C);
-        matmul("fc + gelu", n, b->gelu, b->fc, b->ln2, p->fcw, p->fcb, N, C, 4 * C);
-        matmul("fc projection", n, branch, none, b->gelu, p->fcprojw, p->fcprojb, N, 4 * C, C);
+                [&] { attention_forward<bf16>(dev, b->attention.values, b->lse, b->qkv, B, T, C, NH); });
+        layer("qkv", n, b->qkv, &b->ln1, &p->qkvw, p->qkvb, N, C, 3 * C);
+        layer("attention projection", n, act.branch, &b->attention, &p->attprojw, p->attprojb, N, C, C);
+        a->fp8 = use->gelu_quantizes;
+        account(a, "fc + gelu", n, 8.0 * NC * C, 0,
+                [&] { linear_forward_gelu(dev, &b->gelu, b->fc, &b->ln2, &p->fcw, p->fcb, N, C, 4 * C); });
+        a->fp8 = false;
+        layer("fc projection", n, act.branch, &b->gelu, &p->fcprojw, p->fcprojb, N, 4 * C, C);
     }
 
     void head() {
-        bf16 *logits = act.logits, *lnf = act.lnf, *none = nullptr;
-        matmul("head", chunks, logits, none, lnf, w.wte, none, rows, C, Vp);
-        account(a, "classifier", chunks, 0, 4.0 * (double)rows * Vp,
-                [&] { classifier<bf16>(dev, m->losses, logits, input.targets, 1e-5f, true, rows, V, Vp); });
-        input_gradient("d head input", chunks, act.dbranch, logits, w.wte, rows, C, Vp);
-        weight_gradient("d head weight", chunks, m->dwte_sum, logits, lnf, rows, C, Vp, true);
+        const HeadOperands<bf16> head =
+            linear_head_begin(dev, use, fp8_slot(L, QKV), act.block[L].ln1.values, w.wte, act.logits, 1e-5f, C, Vp);
+        layer("head", chunks, act.logits, &head.inp, &head.weight, nullptr, rows, C, Vp);
+        account(a, "classifier", chunks, 0, (m->head_fp8 ? 3.0 : 4.0) * (double)rows * Vp, [&] {
+            classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, V, Vp,
+                             operand_codes(&head.dlogits));
+        });
+        back("d head", chunks, act.dbranch, m->dwte_sum, &head.dlogits, &head.inp, &head.weight, rows, C, Vp, true);
     }
 
     // "d NAME": the gradient of it.
     void layers_backward() {
         const bool more = mb > 1;
-        account(a, "d fc projection input, gelu", n, 8 * NC * C, 0, [&] {
-            matmul_backward_gelu<bf16, G>(dev, act.dwide, q->fcb, scratch, act.branch, p->fcprojw, b->fc, N, 4 * C, C,
-                                          false);
+        a->fp8 = use->scales;
+        account(a, "d fc projection, gelu", n, 16.0 * NC * C, 0, [&] {
+            Operand<bf16> wide = gradient_of(&act, 0, FC);
+            linear_backward_gelu(dev, &wide, q->fcb, scratch, q->fcprojw, &dfcproj, &b->gelu, &p->fcprojw, b->fc, N,
+                                 4 * C, C, more);
         });
-        weight_gradient("d fc projection weight", n, q->fcprojw, act.branch, b->gelu, N, 4 * C, C, more);
-        input_gradient("d fc input", n, act.dbranch, act.dwide, p->fcw, N, C, 4 * C);
-        weight_gradient("d fc weight", n, q->fcw, act.dwide, b->ln2, N, C, 4 * C, more);
-        input_gradient("d attention projection input", n, act.dbranch, act.dresidual, p->attprojw, N, C, C);
-        weight_gradient("d attention projection weight", n, q->attprojw, act.dresidual, b->attention, N, C, C, more);
-        input_gradient("d qkv input", n, act.dbranch, act.dwide, p->qkvw, N, C, 3 * C);
-        weight_gradient("d qkv weight", n, q->qkvw, act.dwide, b->ln1, N, C, 3 * C, more);
+        a->fp8 = false;
+        const Operand<bf16> dfc = gradient_of(&act, 0, FC);
+        back("d fc", n, act.dbranch, q->fcw, &dfc, &b->ln2, &p->fcw, N, C, 4 * C, more);
+        back("d attention projection", n, act.dbranch, q->attprojw, &dattproj, &b->attention, &p->attprojw, N, C, C,
+             more);
+        back("d qkv", n, act.dbranch, q->qkvw, &dqkv, &b->ln1, &p->qkvw, N, C, 3 * C, more);
     }
 
     // Attention, and what sums over rows: biases, layer norms, the gradients' norm and the embedding (`buckets`
     // distinct tokens).
     void sums(int buckets) {
-        const Fp8Codes codes = linear_gradient_codes(use, fp8_slot(0, ATTENTION_PROJECTION), use->producers_quantize),
-                       wide = linear_gradient_codes(use, fp8_slot(0, QKV), use->attention_quantizes);
+        const Fp8Codes codes = operand_codes(&dattproj), wide = operand_codes(&dqkv);
         account(a, "layernorm backward", mb * (2 * L + 1), 0, (codes.rows ? 9 : 8) * NC, [&] {
             layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
-                                        b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &codes);
+                                        b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, codes);
         });
         account(a, "attention backward", n, 2.5 * 2.0 * T * NC, 0, [&] {
-            attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention, b->lse, B,
-                                    T, C, NH, false, &wide);
+            attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention.values,
+                                    b->lse, B, T, C, NH, false, wide);
         });
         account(a, "gradient norm", 1, 0, sizeof(G) * (double)m->arena.elements, [&] {
             const int64_t tiles = m->arena.elements / TILE_ELEMENTS;
@@ -200,113 +203,10 @@ struct Operators {
         });
     }
 
-    // A product of codes that lie where the step left them.
-    template <typename D>
-    void product(const char* name, double calls, D* out, const uint8_t* left, const uint8_t* right, int64_t rows,
-                 int64_t cols, int64_t depth, bool gradient) {
-        const Fp8Type type = gradient ? use->scales->gradients : FP8_E4M3;
-        const double flops = 2.0 * (double)rows * (double)cols * (double)depth;
-        a->fp8 = true;
-        account(a, name, calls, flops, 0, [&] {
-            fp8_product<D>(dev, use->scales, out, left, FP8_GRADIENT, type, right, 0, FP8_E4M3, (const D*)nullptr, rows,
-                           cols, depth, !gradient, false);
-        });
-        a->fp8 = false;
-    }
-
-    // A cast of (N, C): 2 bytes read an element, and one written by rows and one by columns.
-    void cast(const char* name, double calls, const bf16* inp, uint8_t* rows, uint8_t* columns, int64_t N, int C) {
-        const Fp8Operand to = {rows, columns, 0, FP8_E4M3};
-        account(a, name, calls, 0, (2.0 + (rows ? 1 : 0) + (columns ? 1 : 0)) * (double)N * C, [&] {
-            fp8_cast<bf16>(dev, act.fp8.scales, &to, FP8_COPY, inp, (const bf16*)nullptr, (float*)nullptr, nullptr, N,
-                           C, false);
-        });
-    }
-
-    // Codes by rows to codes by columns.
-    void transpose(const char* name, double calls, uint8_t* columns, const uint8_t* rows, int64_t N, int C) {
-        account(a, name, calls, 0, 2.0 * (double)N * C, [&] { fp8_by_columns(dev, columns, rows, N, C); });
-    }
-
-    // The layers next to GELU, with GELU and its gradient: products of our own, with casts of the weights and a
-    // transposition of the input; or the library's, and casts.
-    void gelu_fp8() {
-        const int fc = fp8_slot(0, FC), projection = fp8_slot(0, FC_PROJECTION);
-        // The operands are those of a step: what layernorm writes, of values that the scales were made for.
-        const Fp8Codes input = linear_input_codes(use, fc),
-                       gradient = linear_gradient_codes(use, projection, use->producers_quantize);
-        residual_layernorm_forward<bf16>(dev, b->residual2, b->ln2, b->ln2_mean, b->ln2_rstd, act.residual[0],
-                                         act.branch, p->ln2w, p->ln2b, N, C, &input);
-        layernorm_backward<bf16, G>(dev, act.dresidual, q->ln2w, q->ln2b, q->attprojb, scratch, act.dbranch,
-                                    b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, &gradient);
-        a->fp8 = use->gelu_quantizes;
-        account(a, "fc + gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-            linear_forward_before_gelu<bf16>(dev, use, fc, b->gelu, b->fc, b->ln2, b->ln2_codes, b->gelu_codes,
-                                             weight_of<bf16>(m, 0, FC), p->fcb, N, C, 4 * C);
-        });
-        account(a, "d fc projection input, gelu", n, 8.0 * (double)N * C * C, 0, [&] {
-            linear_backward_gelu<bf16, G>(dev, use, projection, act.dwide, q->fcb, scratch, act.dresidual,
-                                          weight_of<bf16>(m, 0, FC_PROJECTION), b->fc, N, 4 * C, C, false);
-        });
-        a->fp8 = false;
-        if (use->gelu_quantizes) return;
-        account(a, "cast, gelu", n, 0, 16.0 * (double)N * C, [&] {
-            linear_cast_input<bf16>(dev, use, projection, FP8_GELU, b->fc, use->rows, b->gelu_codes, N, 4 * C);
-        });
-        account(a, "cast, gelu backward", n, 0, 24.0 * (double)N * C, [&] {
-            linear_gradient_gelu<bf16, G>(dev, use, fc, act.dwide, q->fcb, scratch, b->fc, N, 4 * C, false);
-        });
-    }
-
-    // The codes of weights: casts of what is stored or decoded, or what is stored itself, transposed.
-    void weights() {
-        const LinearWeight<bf16> fc = weight_of<bf16>(m, 0, FC);
-        uint8_t* to = use->weight;
-        if (fc.codes) return transpose("transposed, weights", 2 * n, to, fc.codes, 4 * C, C);
-        cast("cast, weights by rows", 2 * n, fc.values, to, nullptr, 4 * C, C);
-        cast("cast, weights by columns", 2 * n, fc.values, nullptr, to, 4 * C, C);
-    }
-
-    // The products of linear layers in fp8, and the passes that make their codes.
-    void fp8() {
-        product("qkv", n, b->qkv, use->rows, use->weight, N, 3 * C, C, false);
-        product("attention projection", n, act.branch, use->rows, use->weight, N, C, C, false);
-        product("fc projection", n, act.branch, use->rows, use->weight, N, C, 4 * C, false);
-        product("d fc projection weight", n, q->fcprojw, use->dcolumns, b->gelu_codes, C, 4 * C, N, true);
-        product("d fc input", n, act.dbranch, use->drows, use->weight, N, C, 4 * C, true);
-        product("d fc weight", n, q->fcw, use->dcolumns, b->ln2_codes, 4 * C, C, N, true);
-        product("d attention projection input", n, act.dbranch, use->drows, use->weight, N, C, C, true);
-        product("d attention projection weight", n, q->attprojw, use->dcolumns, b->attention_codes, C, C, N, true);
-        product("d qkv input", n, act.dbranch, use->drows, use->weight, N, C, 3 * C, true);
-        product("d qkv weight", n, q->qkvw, use->dcolumns, b->ln1_codes, 3 * C, C, N, true);
-        gelu_fp8();
-        cast("cast, attention", n, b->attention, use->rows, b->attention_codes, N, C);
-        transpose("transposed, C wide", 3 * n, b->ln1_codes, use->rows, N, C);
-        if (use->attention_quantizes) transpose("transposed, qkv", n, use->dcolumns, use->drows, N, 3 * C);
-        if (!use->attention_quantizes) cast("cast, qkv", n, act.dwide, use->drows, use->dcolumns, N, 3 * C);
-        weights();
-    }
-
-    // The head in fp8.
-    void head_fp8() {
-        cast("cast, head", mb, w.wte, use->head[0], use->head[1], Vp, C);
-        cast("cast, lnf", chunks, act.lnf, use->rows, use->head_columns, rows, C);
-        product("head", chunks, act.logits, use->rows, use->head[0], rows, Vp, C, false);
-        const Fp8Codes codes = linear_logit_codes(use, fp8_slot(m->config.L, QKV));
-        account(a, "classifier", chunks, 0, 3.0 * rows * Vp, [&] {
-            classifier<bf16>(dev, m->losses, act.logits, input.targets, 1e-5f, true, rows, m->config.V, Vp, &codes);
-        });
-        transpose("transposed, logits", chunks, use->dhead_columns, use->dhead, rows, Vp);
-        product("d head input", chunks, act.dbranch, use->dhead, use->head[1], rows, C, Vp, true);
-        product("d head weight", chunks, m->dwte_sum, use->dhead_columns, use->head_columns, Vp, C, rows, true);
-    }
-
     void all(int buckets) {
         forward();
-        if (m->uses_fp8) fp8();
-        if (m->uses_fp8 && m->head_fp8) head_fp8();
-        if (!m->head_fp8) head();
-        if (!m->uses_fp8) layers_backward();
+        head();
+        layers_backward();
         sums(buckets);
     }
 };

@@ -867,17 +867,17 @@ bool attention_backward_codes_built(const Device* dev) {
     return dev->compute == 90 && built;
 }
 
-// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL. With codes->rows, dqkv is
+// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL. With codes.rows, dqkv is
 // written there as codes, if attention_backward_codes_built.
 template <typename X, int HS>
 inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch,
                                         const X* dout /*(B,T,C)*/, const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
                                         const float* lse /*(B,NH,T)*/, int B, int T, int NH, bool columns,
-                                        const Fp8Codes* codes) {
+                                        const Fp8Codes& codes) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (codes && codes->rows)
+        if (codes.rows)
             return attention_hopper_backward<HopperBackward<HS, false, true>>(dev, dqkv, scratch, dout, qkv, out, lse,
-                                                                              B, T, NH, columns, *codes);
+                                                                              B, T, NH, columns, codes);
         using Hopper = HopperBackward<HS>;
         static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
         if (dev->compute == 90 && built)
@@ -891,7 +891,7 @@ inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/,
 template <typename X>
 float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, const X* dout, const X* qkv, const X* out,
                                   const float* lse, int B, int T, int C, int NH, bool columns,
-                                  [[maybe_unused]] const Fp8Codes* codes = nullptr) {
+                                  [[maybe_unused]] const Fp8Codes& codes = {}) {
     if (!dev->gpu) {
         if constexpr (std::is_same_v<X, float>) {
             attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
@@ -934,7 +934,7 @@ inline bool attention_backward_codes([[maybe_unused]] const Device* dev, [[maybe
 template <typename X, typename G>
 void attention_backward_bias(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* dbias, void* scratch, const X* dout,
                              const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH, bool accumulate,
-                             const Fp8Codes* codes = nullptr) {
+                             const Fp8Codes& codes = {}) {
     float* sums = attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, true, codes);
 #ifdef __CUDACC__
     if (sums) {

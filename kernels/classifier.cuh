@@ -371,10 +371,10 @@ __global__ static void __launch_bounds__(1024)
 #endif
 
 // losses: (N); logits: (N, Vp), dlogits on return when backward; targets: (N), each in [0, V). codes: dlogits are
-// written there instead, on a GPU in bf16, by a scale under which nothing saturates; NULL, or with rows NULL: no codes.
+// written there instead, on a GPU in bf16, by a scale under which nothing saturates; with rows NULL: no codes.
 template <typename X>
 void classifier(const Device* dev, float* losses, X* logits, const int* targets, float dloss, bool backward, int64_t N,
-                int V, int Vp, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
+                int V, int Vp, [[maybe_unused]] const Fp8Codes& codes = {}) {
     if (N == 0) return;
     assert(Vp % 8 == 0 && V <= Vp);
     if (!dev->gpu) {
@@ -383,19 +383,19 @@ void classifier(const Device* dev, float* losses, X* logits, const int* targets,
         return;
     }
 #ifdef __CUDACC__
-    const Fp8Codes to = codes ? *codes : Fp8Codes{};
     if constexpr (std::is_same_v<X, bf16>) {
         int bytes = classifier_resident_bytes(Vp);
         if (classifier_resident_fits(dev, Vp)) {
             check(cudaFuncSetAttribute(classifier_resident_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
             int64_t blocks = N < 2 * dev->sm_count ? N : 2 * dev->sm_count;
             classifier_resident_kernel<<<(unsigned)blocks, CLASSIFIER_RESIDENT_THREADS + 32, bytes, dev->stream>>>(
-                losses, logits, targets, dloss, backward, N, V, Vp, to);
+                losses, logits, targets, dloss, backward, N, V, Vp, codes);
             check_launch();
             return;
         }
     }
-    classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp, to);
+    classifier_kernel<<<N, CLASSIFIER_THREADS, 0, dev->stream>>>(losses, logits, targets, dloss, backward, V, Vp,
+                                                                 codes);
     check_launch();
 #endif
 }

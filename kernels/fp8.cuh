@@ -48,11 +48,19 @@ struct Fp8 {
     float* scale_inv;          // (slots, 4), of which the first counts: cuBLASLt wants 16 bytes for each
     uint32_t* amax;            // (slots + 1) bits of this step's amax of each slot; then the overflow count
     const float** stored;  // (slots) of a tensor that is stored as codes: [1] is its inverse, [2] its scale; or NULL
+    int fixed;             // slot of fp8_fix, whose scale needs no amax; -1: none
 };
 
 // Codes of a matrix (N, C) by rows, or by columns: (C, N); either may be NULL.
 struct Fp8Operand {
     uint8_t *rows, *columns;
+    int slot;
+    Fp8Type type;
+};
+
+// One of the two factors of a product: codes, the summed dimension last.
+struct Fp8Factor {
+    const uint8_t* codes;
     int slot;
     Fp8Type type;
 };
@@ -134,16 +142,15 @@ inline void fp8_cast_cpu(Fp8* f, const Fp8Operand* to, Fp8Op op, const float* in
 }
 
 // out: (rows, cols) (+)= a b^T / (scales of both) + bias, with a: (rows, depth), b: (cols, depth), bias: (cols) or NULL
-inline void fp8_product_cpu(const Fp8* f, float* out, const uint8_t* a, int slot_a, Fp8Type type_a, const uint8_t* b,
-                            int slot_b, Fp8Type type_b, const float* bias, int64_t rows, int64_t cols, int64_t depth,
-                            bool accumulate) {
+inline void fp8_product_cpu(const Fp8* f, float* out, Fp8Factor a, Fp8Factor b, const float* bias, int64_t rows,
+                            int64_t cols, int64_t depth, bool accumulate) {
     float* x = (float*)memory_take(rows * depth * sizeof(float));
     float* y = (float*)memory_take(cols * depth * sizeof(float));
-    const float scale_inv = f->scale_inv[4 * slot_a] * f->scale_inv[4 * slot_b];  // a power of two: exact
+    const float scale_inv = f->scale_inv[4 * a.slot] * f->scale_inv[4 * b.slot];  // a power of two: exact
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a[i], type_a) * scale_inv;
+    for (int64_t i = 0; i < rows * depth; i++) x[i] = fp8_decode(a.codes[i], a.type) * scale_inv;
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < cols * depth; i++) y[i] = fp8_decode(b[i], type_b);
+    for (int64_t i = 0; i < cols * depth; i++) y[i] = fp8_decode(b.codes[i], b.type);
     if (bias) {
         for (int64_t r = 0; r < rows; r++) memcpy(out + r * cols, bias, cols * sizeof(float));
     }
@@ -391,10 +398,11 @@ inline int64_t fp8_scratch_bytes(const Device* dev, int64_t N, int64_t C) {
 template <typename X, typename G = float>
 void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X* inp, const X* pre_gelu, G* dbias,
               float* scratch, int64_t N, int C, bool accumulate) {
+    const bool finds_scale = f->use_current_scaling && to->slot != f->fixed;
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));
         const Fp8Operand none = {nullptr, nullptr, to->slot, to->type};
-        if (f->use_current_scaling) {
+        if (finds_scale) {
             fp8_cast_cpu(f, &none, op, (const float*)inp, (const float*)pre_gelu, nullptr, N, C, false);
             float amax;
             memcpy(&amax, &f->amax[to->slot], 4);
@@ -418,7 +426,7 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
                      N,
                      C,
                      to->type == FP8_E5M2};
-        if (f->use_current_scaling) {
+        if (finds_scale) {
             fp8_cast_run(dev, op, &k);
             fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(f->scale + to->slot, f->scale_inv + 4 * to->slot, k.amax,
                                                          to->type);
@@ -451,6 +459,7 @@ inline void fp8_by_columns(const Device* dev, uint8_t* columns, const uint8_t* r
 // Sets a scale that is known beforehand, for values of at most `amax`.
 inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type type) {
     const float scale = fp8_scale(amax, type, 0), scale_inv = 1.0f / scale;
+    f->fixed = slot;
     if (!dev->gpu) f->scale[slot] = scale, f->scale_inv[4 * slot] = scale_inv;
 #ifdef __CUDACC__
     if (!dev->gpu) return;
@@ -462,19 +471,18 @@ inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type typ
 // out: (rows, cols) (+)= a b^T + bias, of codes a: (rows, depth), b: (cols, depth); bias: (cols) or NULL. Hopper's
 // tensor cores keep 14 bits of a sum; they hand it to one of fp32 every 128 terms or so, or, with `fast`, at the end.
 template <typename D, typename X = D>
-void fp8_product(const Device* dev, const Fp8* f, D* out, const uint8_t* a, int slot_a, Fp8Type type_a,
-                 const uint8_t* b, int slot_b, Fp8Type type_b, const X* bias, int64_t rows, int64_t cols, int64_t depth,
-                 bool fast, bool accumulate) {
+void fp8_product(const Device* dev, const Fp8* f, D* out, Fp8Factor a, Fp8Factor b, const X* bias, int64_t rows,
+                 int64_t cols, int64_t depth, bool fast, bool accumulate) {
     if (!dev->gpu) {
         assert(sizeof(D) == sizeof(float));
-        fp8_product_cpu(f, (float*)out, a, slot_a, type_a, b, slot_b, type_b, (const float*)bias, rows, cols, depth,
-                        accumulate);
+        fp8_product_cpu(f, (float*)out, a, b, (const float*)bias, rows, cols, depth, accumulate);
         return;
     }
 #ifdef __CUDACC__
-    MatmulPointers pointers = {b, a, out, bias, nullptr, f->scale_inv + 4 * slot_b, f->scale_inv + 4 * slot_a};
+    MatmulPointers pointers = {
+        b.codes, a.codes, out, bias, nullptr, f->scale_inv + 4 * b.slot, f->scale_inv + 4 * a.slot};
     const cudaDataType_t type[] = {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
-    if (!matmul_launch_fp8<D>(dev, &pointers, type[type_b], type[type_a], cols, rows, depth, fast, accumulate)) {
+    if (!matmul_launch_fp8<D>(dev, &pointers, type[b.type], type[a.type], cols, rows, depth, fast, accumulate)) {
         user_error("cuBLASLt has no fp8 product of %lld x %lld x %lld on %s; type --matmul bf16", (long long)rows,
                    (long long)cols, (long long)depth, dev->name);
     }
@@ -551,5 +559,5 @@ inline Fp8 fp8_open(int slots, Fp8Type gradients, void* memory) {
     float *scale_inv = (float*)memory, *history = scale_inv + (int64_t)slots * 4;
     const float** stored = (const float**)(history + (int64_t)slots * FP8_HISTORY);
     float* scale = (float*)(stored + slots);
-    return {slots, gradients, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored};
+    return {slots, gradients, true, 0, history, scale, scale_inv, (uint32_t*)(scale + slots), stored, -1};
 }

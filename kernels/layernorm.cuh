@@ -492,10 +492,10 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
 // normalised. codes NULL: none.
 template <typename X>
 void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
-                              const X* inp2, const X* weight, const X* bias, int64_t N, int C, const Fp8Codes* codes) {
+                              const X* inp2, const X* weight, const X* bias, int64_t N, int C, const Fp8Codes& codes) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (codes && codes->rows) {
-            layernorm_forward_with<X, true>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, *codes);
+        if (codes.rows) {
+            layernorm_forward_with<X, true>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, codes);
             return;
         }
     }
@@ -507,7 +507,7 @@ void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mea
 // on a GPU in bf16; NULL, or with rows NULL: no codes.
 template <typename X>
 void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, const X* inp, const X* weight,
-                       const X* bias, int64_t N, int C, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
+                       const X* bias, int64_t N, int C, [[maybe_unused]] const Fp8Codes& codes = {}) {
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float));
         layernorm_forward_cpu((float*)out, mean, rstd, (const float*)inp, (const float*)weight, (const float*)bias, N,
@@ -524,7 +524,7 @@ void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, cons
 template <typename X>
 void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
                                 const X* inp2, const X* weight, const X* bias, int64_t N, int C,
-                                [[maybe_unused]] const Fp8Codes* codes = nullptr) {
+                                [[maybe_unused]] const Fp8Codes& codes = {}) {
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float));
         residual_layernorm_forward_cpu((float*)residual, (float*)out, mean, rstd, (const float*)inp1,
@@ -561,10 +561,10 @@ int layernorm_backward_with(const Device* dev, X* dinp, float* partial, const X*
 // Returns the rows that partial got. Its arguments are the kernel's; codes NULL: none.
 template <typename X>
 int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
-                              const float* mean, const float* rstd, int64_t N, int C, const Fp8Codes* codes) {
+                              const float* mean, const float* rstd, int64_t N, int C, const Fp8Codes& codes) {
     if constexpr (std::is_same_v<X, bf16>) {
-        if (codes && codes->rows)
-            return layernorm_backward_with<X, true>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, *codes);
+        if (codes.rows)
+            return layernorm_backward_with<X, true>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, codes);
     }
     return layernorm_backward_with<X, false>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, Fp8Codes{});
 }
@@ -576,7 +576,7 @@ int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const 
 template <typename X, typename G>
 void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dcolumns, float* scratch, const X* dout,
                         const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,
-                        bool accumulate, [[maybe_unused]] const Fp8Codes* codes = nullptr) {
+                        bool accumulate, [[maybe_unused]] const Fp8Codes& codes = {}) {
     assert(C % 8 == 0 && C <= 12288 && N > 0);
     if (!dev->gpu) {
         assert(sizeof(X) == sizeof(float) && sizeof(G) == sizeof(float));

@@ -210,14 +210,14 @@ void check_made_layernorm(Test* test, const Device* dev, int64_t N, int C, Fp8Ty
     float* scratch = (float*)room.device<char>(layernorm_backward_scratch_bytes<bf16>(dev, C));
     Made made = made_open(&room, N, C, type);
     Fp8Codes codes = made_codes(&made, type);
-    for (const Fp8Codes* to : {(const Fp8Codes*)nullptr, (const Fp8Codes*)&codes})
+    for (const Fp8Codes& to : {Fp8Codes{}, codes})
         residual_layernorm_forward<bf16>(dev, residual.device, out.device, mean.device, rstd.device, a.device, b.device,
                                          w.device, bias.device, N, C, to);
     made_check(test, &made, "layernorm", out.device, type, true);
     made = made_open(&room, N, C, type);
     codes = made_codes(&made, type);
     layernorm_backward<bf16, float>(dev, out.device, sums.device, sums.device + C, sums.device + 2 * C, scratch,
-                                    b.device, residual.device, w.device, mean.device, rstd.device, N, C, false, &codes);
+                                    b.device, residual.device, w.device, mean.device, rstd.device, N, C, false, codes);
     made_check(test, &made, "layernorm backward", out.device, type, true);
 }
 
@@ -232,7 +232,7 @@ void check_made_logits(Test* test, const Device* dev, int64_t N, int V, int Vp) 
     Made made = made_open(&room, N, Vp, FP8_E5M2, 1e-4f);
     const Fp8Codes codes = made_codes(&made, FP8_E5M2);
     classifier<bf16>(dev, losses.device, logits.device, targets, 1e-4f, true, N, V, Vp);
-    classifier<bf16>(dev, losses.device, again.device, targets, 1e-4f, true, N, V, Vp, &codes);
+    classifier<bf16>(dev, losses.device, again.device, targets, 1e-4f, true, N, V, Vp, codes);
     made_check(test, &made, "classifier", logits.device, FP8_E5M2, false);
 }
 
@@ -251,7 +251,7 @@ void check_made_attention(Test* test, const Device* dev, int B, int T, int NH, i
     attention_forward<bf16>(dev, out.device, lse.device, qkv.device, B, T, C, NH);
     for (int i = 0; i < 2; i++)
         attention_backward_bias<bf16, float>(dev, dqkv.device, bias[i].device, scratch, dout.device, qkv.device,
-                                             out.device, lse.device, B, T, C, NH, false, i ? &codes : nullptr);
+                                             out.device, lse.device, B, T, C, NH, false, i ? codes : Fp8Codes{});
     for (auto& sums : bias) copy_to_host(dev, sums.host, sums.device, 3 * C * sizeof(float));
     expect(memcmp(bias[0].host, bias[1].host, 3 * C * sizeof(float)) == 0, "the bias's gradient differs with codes");
     made_check(test, &made, "attention backward", dqkv.device, type, true);
@@ -315,8 +315,8 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     fp8_cast<float>(&cpu, &g, &there[1], FP8_COPY, b.host, nullptr, (float*)nullptr, nullptr, cols, (int)depth, false);
     float *want = room.host<float>(rows * cols), *before = room.host<float>(rows * cols);
     for (int64_t i = 0; i < rows * cols; i++) want[i] = before[i] = to_float(from_float<D>(test_uniform(10, i)));
-    fp8_product<float>(&cpu, &g, want, own[0], 2, type_a, own[1], 1, FP8_E4M3, with_bias ? bias.host : nullptr, rows,
-                       cols, depth, fast, accumulate);
+    fp8_product<float>(&cpu, &g, want, {own[0], 2, type_a}, {own[1], 1, FP8_E4M3}, with_bias ? bias.host : nullptr,
+                       rows, cols, depth, fast, accumulate);
     // A number that is added to bf16 may be rounded before.
     double added = 0;
     for (int64_t i = 0; i < rows * cols && accumulate; i++) added = fmax(added, fabs((double)want[i] - before[i]));
@@ -324,7 +324,7 @@ void check_product(Test* test, double* worst, const Device* dev, int64_t rows, i
     const double cut = 2 * sqrt(run) / (1 << 13) * (run / 32 + 1) * sqrt((double)depth / run);
     check_output<D>(test, worst, "product", &out, accumulate ? before : nullptr, want,
                     cut + product_bound(depth, 1.0) + epsilon<D>() * added, [&] {
-                        fp8_product<D>(dev, &f, out.device, codes[0], 2, type_a, codes[1], 1, FP8_E4M3,
+                        fp8_product<D>(dev, &f, out.device, {codes[0], 2, type_a}, {codes[1], 1, FP8_E4M3},
                                        with_bias ? bias.device : nullptr, rows, cols, depth, fast, accumulate);
                     });
 }
@@ -392,16 +392,15 @@ void check_stored(Test* test, double* worst, const Device* dev, const char* weig
     Room room(dev);
     StoredLayer<X> layer = stored_layer_open<X>(&room, weights, N, C, OC);
     layer.use.scales = &layer.f;
-    const LinearWeight<X> weight = {nullptr, layer.stored.codes};
     Array<X> inp(dev, N * C, 22, 1.0f), bias(dev, OC, 23, 1.0f), dout(dev, N * OC, 24, 1.0f), out(dev, N * OC),
         dinp(dev, N * C);
-    const auto forward = [&] {
-        linear_forward<X>(dev, &layer.use, 0, false, out.device, inp.device, layer.columns, weight, bias.device, N, C,
-                          OC);
-    };
+    X* dweight = room.device<X>((int64_t)OC * C);  // not looked at
+    const Operand<X> input = linear_input(&layer.use, 0, inp.device, layer.columns, false),
+                     weight = linear_weight(&layer.use, 0, (X*)nullptr, layer.stored.codes),
+                     gradient = linear_gradient(&layer.use, 0, dout.device, false);
+    const auto forward = [&] { linear_forward(dev, out.device, &input, &weight, bias.device, N, C, OC); };
     const auto backward = [&] {
-        linear_gradient<X>(dev, &layer.use, 0, false, dout.device, N, OC);
-        linear_backward_input<X>(dev, &layer.use, 0, dinp.device, dout.device, weight, N, C, OC);
+        linear_backward(dev, dinp.device, dweight, &gradient, &input, &weight, N, C, OC, false);
     };
     forward(), backward();
     const float *x = code_values(&room, &layer.f, layer.use.rows, N * C, 0, FP8_E4M3),
@@ -506,8 +505,8 @@ void check_forward_gelu(Test* test, double* worst, const Device* dev, int64_t N,
     GeluProducts p = gelu_products_open(&room, N, C, OC, FP8_E4M3);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, FP8_E4M3};
     const MatmulGeluCodes codes = {out, p.columns, p.f.scale_inv, p.f.scale_inv + 4};
-    fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, FP8_E4M3, p.weight_codes, 1, FP8_E4M3, p.bias.device,
-                      N, OC, C, true, false);
+    fp8_product<bf16>(dev, &p.f, p.want.device, {p.left_codes, 0, FP8_E4M3}, {p.weight_codes, 1, FP8_E4M3},
+                      p.bias.device, N, OC, C, true, false);
     const bf16* stored = room.to_host(p.want.device, N * OC);
     float* want = room.host<float>(N * OC);
     for (int64_t i = 0; i < N * OC; i++) want[i] = to_float(stored[i]);
@@ -536,7 +535,7 @@ void check_backward_gelu(Test* test, double* worst, const Device* dev, int64_t N
     GeluProducts p = gelu_products_open(&room, N, C, OC, type);
     const Fp8Codes out = {p.codes, p.f.scale + 2, p.f.amax + 2, p.f.amax + 6, type};
     const MatmulGeluCodes codes = {out, p.columns, p.f.scale_inv, p.f.scale_inv + 4};
-    fp8_product<bf16>(dev, &p.f, p.want.device, p.left_codes, 0, type, p.weight_codes, 1, FP8_E4M3,
+    fp8_product<bf16>(dev, &p.f, p.want.device, {p.left_codes, 0, type}, {p.weight_codes, 1, FP8_E4M3},
                       (const bf16*)nullptr, N, OC, C, true, false);
     const Fp8Operand cast = {p.cast, p.cast_columns, 3, type};
     fp8_cast<bf16>(dev, &p.f, &cast, FP8_GELU_BACKWARD, p.want.device, p.pre.device, p.dbias.device, p.scratch, N, OC,
