@@ -22,8 +22,9 @@ struct WithMaster : StorageFunctions<WithMaster<Copy>> {
         return {SCALED ? streams.more : streams.extra, nullptr};
     }
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey& key) {
-        Master::load(master(streams), first, x, n, key);
+    template <int N>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey& key) {
+        Master::get<N>(master(streams), first, x, key);
     }
 
     static OPTIM_INLINE void set(const Streams& streams, int first, const float* x, int n) {

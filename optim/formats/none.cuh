@@ -9,10 +9,12 @@ struct None : StorageFunctions<None> {
     static constexpr StreamInfo STREAM[3] = {};
     static constexpr bool TAKES_ORDER = true;
 
-    static OPTIM_INLINE void load(const Streams&, int, float* x, int n, const NoiseKey&) {
+    template <int N>
+    static OPTIM_INLINE void get(const Streams&, int, float* x, const NoiseKey&) {
         OPTIM_UNROLL
-        for (int i = 0; i < n; i++) x[i] = 0.0f;
+        for (int i = 0; i < N; i++) x[i] = 0.0f;
     }
 
-    static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
+    template <int N>
+    static OPTIM_INLINE void put(const Streams&, int, const float*, const NoiseKey&) {}
 };
