@@ -10,7 +10,6 @@
 #include "jit.h"
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
-#include "each.cuh"
 #include "measure.cuh"
 #include "placed.h"
 #include "plan.h"
@@ -264,26 +263,18 @@ static void tiles_create(Optim* optim) {
     free(tiles);
 }
 
-struct SetGrads {
-    Tile* tiles;
-    const char* grads;
-    int64_t bytes;
-
-    OPTIM_INLINE void at(int64_t i) const { tiles[i].grads = grads + i * bytes; }
-};
-
 // Sets where the gradients of a tensor begin, or of its part that is kept here.
 void optim_tensor_grads(Optim* optim, int t, const void* grads) {
     const Plan* plan = optim->plan;
     const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
     if (optim->grads[t] == grads) return;
     optim->grads[t] = grads;
+    if (!launch->tiles) return;
     const OptimTensor* tensor = &optim->tensors[t];
     const int64_t begin = plan_clamp(plan, tensor->offset),
                   end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
     Tile* tiles = launch->tiles + (begin - launch->plan->run.begin) / TILE_ELEMENTS;
-    const SetGrads set = {tiles, (const char*)grads, tile_bytes(launch->rows.grads->stream[0])};
-    if (launch->tiles) for_each(optim->dev, set, (end - begin) / TILE_ELEMENTS);
+    tiles_set_grads(optim->dev, tiles, (end - begin) / TILE_ELEMENTS, grads, tile_bytes(launch->rows.grads->stream[0]));
 }
 
 // Returns the format of the copy that a kernel writes. A direction, in the weights' place, has no copy.

@@ -1,6 +1,19 @@
 // Steps of some tensors only, whose gradients may lie anywhere (optim_step_tensors in optim.h). Tensors that follow
 // each other in the arena share a launch. It moves the same bytes that these tiles take in a step of all tensors.
+#include "each.cuh"
 #include "plan.h"
+
+struct SetGrads {
+    Tile* tiles;
+    const char* grads;
+    int64_t bytes;
+
+    OPTIM_INLINE void at(int64_t i) const { tiles[i].grads = grads + i * bytes; }
+};
+
+void tiles_set_grads(const Device* dev, Tile* tiles, int64_t count, const void* grads, int64_t bytes) {
+    for_each(dev, SetGrads{tiles, (const char*)grads, bytes}, count);
+}
 
 // Returns the tiles of the first tensors that can share a launch; *taken is the number of these tensors.
 static TileRun tensor_run(const OptimParts* parts, const int* tensor, int count, int* taken) {
