@@ -106,7 +106,7 @@ $(BUILD)/optim/%.o: NVCCFLAGS += -fmad=false
 $(BUILD)/optim/table.o $(BUILD)/lib/optim/table.o: HOST_O := -O2
 
 # These have no kernels, so one target is enough: the one that runs on every GPU.
-HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert decoded jit list offload optim override plan resolve)
+HOST_ONLY := $(patsubst %,$(BUILD)/optim/%.o,convert jit list model/decode model/offload optim override plan resolve)
 $(HOST_ONLY): private CUDA_ARCH :=
 $(HOST_ONLY): private CUDA_PTX := 80
 
@@ -139,7 +139,7 @@ $(BUILD)/optim/%.o: optim/%.c
 # The optimizer as a library, for other programs: objects of their own, which any machine of the kind runs and which
 # export nothing but nibble_optim.h. It opens cuBLASLt only for rules that read matrices.
 LIB := $(BUILD)/lib
-LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out $(foreach o,saved release offload decoded arena,%/$(o).o),$(OPTIM_OBJECTS))) \
+LIB_OBJECTS := $(patsubst $(BUILD)/%,$(LIB)/%,$(BUILD)/optim/nibble_optim.o $(BUILD)/optim/loaded_cublaslt.o $(filter-out %/saved.o $(BUILD)/optim/model/%,$(OPTIM_OBJECTS))) \
                $(patsubst %,$(LIB)/data/%.o,errors files memory removed text)
 comma := ,
 LIB_HOST := -fPIC -fvisibility=hidden $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)

@@ -8,6 +8,7 @@
 #include "train_gpt2.cu"
 #include "dev/unit/files.h"
 #include "dev/unit/tensors.h"
+#include "optim/model/model.h"
 
 #include <malloc.h>
 #include <vector>
@@ -821,8 +822,7 @@ TEST(memory_plan_offload) {
         plan[k] = memory_plan(&m, &config);
         model_allocate(&m, &config);
         const int64_t spilled = k == 1 ? spill_bytes(5, residual_bytes(&m)) : 0;
-        const ModelParts parts = arena_parts(&m.arena);
-        const int64_t slots = k == 1 ? offload_bytes(&config, &parts) : 0;
+        const int64_t slots = k == 1 ? offload_bytes(&m.arena, &config) : 0;
         const OptimBytes real = optim_allocated(m.arena.optim);
         expect(plan[k].host == real.host + spilled, "%lld bytes on the host", (long long)plan[k].host);
         expect(plan[k].states == real.states + real.tables + slots, "%lld of states", (long long)plan[k].states);
@@ -881,8 +881,7 @@ TEST(memory_plan) {
         OptimBytes bytes = optim_bytes(&dev, &config, m.arena.tensors, m.arena.count, m.arena.type),
                    real = optim_allocated(m.arena.optim);
         expect(memcmp(&bytes, &real, sizeof(bytes)) == 0, "the optimizer allocates other bytes than it says");
-        const ModelParts parts = arena_parts(&m.arena);
-        const DecodedBytes rooms = decoded_bytes(&config, &parts);
+        const DecodedBytes rooms = decoded_bytes(&m.arena, &config);
         const int64_t room = rooms.room;
         expect(rooms.dequant_buffer == (setup.fp8 ? 2 * 12 * 128 * 128 * 4 : 0) &&
                    m.arena.dequant_bytes == rooms.dequant_buffer,

@@ -43,7 +43,7 @@
 #include "kernels/ranks/shard.cuh"  // Shard: gradients, states and weights over several ranks
 #include "kernels/score.cuh"        // score_places: losses of given tokens
 #include "kernels/spill.cuh"        // Spill: the residual stream in host memory
-#include "optim/arena.h"            // Arena: weights, gradients and the step, in whichever way they are kept
+#include "optim/model/arena.h"      // Arena: weights, gradients and the step, in whichever way they are kept
 #include "optim/optim.h"            // Optim: weights, states and the step
 
 extern "C" const char corpus_begin[];  // this repository's own source text, linked in: the default data
@@ -635,7 +635,6 @@ static void warm_up_and_autotune(Model* m, Device* dev) {
     m->fp8.use_current_scaling = use_current_scaling;
     if (m->arena.shard) device_after_comm(&m->arena.shard->comm);
     dev->warms_up = false;
-    if (m->arena.decoded) decoded_forget(m->arena.decoded);
     device_zero(dev, m->arena.grads, arena_grads_bytes(&m->arena));
 }
 
@@ -925,7 +924,7 @@ static void checkpoint_save(Run* run, bool prune = true) {
         user_error("%s", report_weights_differ(&run->folder));
     }
     arena_settle(a);
-    run->folder.state.last_norm = a->release ? release_last(a->release) : 0;
+    run->folder.state.last_norm = arena_last_norm(a);
     require(checkpoint_write(run, begin, prune), run->folder.error);
     launch_any(run->launch, false);  // rank 0 has written it: a rank that fails from here on may end the others
     run->save_seconds = seconds_now() - begin;
@@ -1470,7 +1469,7 @@ static void begin(Run* run) {
     warm_up_and_autotune(m, &run->dev);
     model_begin(run);
     arena_changed(&m->arena);
-    if (m->arena.release) release_set_last(m->arena.release, (float)run->folder.state.last_norm);
+    arena_set_last_norm(&m->arena, (float)run->folder.state.last_norm);
     signals_doing("this step", 0);
     resume_paths(run->options);
     folder_begin(run);

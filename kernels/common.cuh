@@ -324,7 +324,7 @@ inline void device_sync(const Device* dev) {
 }
 
 // Copies between host and device, ordered on the stream and complete on return. "Device memory" may be pinned host
-// memory, where an optimizer's states are (optim/offload.h), so the addresses decide the direction.
+// memory, where an optimizer's states are (optim/model/offload.cu), so the addresses decide the direction.
 inline void copy_to_device(const Device* dev, void* device, const void* host, int64_t bytes) {
     if (bytes == 0) return;
     if (dev->gpu) {

@@ -50,7 +50,7 @@ struct OptimConfig {
     int64_t begin = 0, end = 0;  // the part of the arena that is kept here: multiples of TILE_ELEMENTS; end 0: all
     bool stored = false;         // describes a checkpoint: overrides "" = none, and :ef is not checked
     bool keeps_copy = true;      // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
-                                 // stored; false: the caller decodes them a part at a time (decoded.h)
+                                 // stored; false: the caller decodes them a part at a time (model/)
     float momentum = 0.95f;      // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
     bool nesterov = true;        // their direction is g + momentum (m - g); false: it is m
     int64_t ns_steps = 5;        // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
@@ -64,7 +64,7 @@ struct OptimConfig {
     float clip_update = 1.0f;        // adafactor, came: the largest RMS of a tensor's update; 0: no limit
     bool relative_steps = false;     // adafactor: the learning rate is at most 1 / sqrt(step)
     bool scale_by_rms = false;       // adafactor: the update is multiplied by the RMS of the tensor's weights
-    bool offload = false;            // the states lie in host memory; the caller copies them to the device (offload.h)
+    bool offload = false;            // the states lie in host memory; the caller copies them to the device (model/)
     bool replays = false;            // placed steps may be captured in CUDA graphs
     bool placed = false;  // gradients, and weights in the compute type, lie in the caller's tensors (placed.h)
     // Returns `bytes` of device memory for the stored streams, aligned to 16 bytes; does not return if there is none.
@@ -105,19 +105,7 @@ struct OptimStream {
 
 typedef struct Optim Optim;
 
-// A model's tensors and their parts: parts 0 to layers - 1 are the layers; the embeddings and the last layernorm
-// follow. The arrays must outlive whatever is opened with them.
-struct ModelParts {
-    const OptimTensor* tensors;  // (count)
-    const int* part;             // (count) the part of each
-    const int* slot;  // (count) not 0: fp8 products read this matrix's codes if it has codes; NULL: no matrix's
-    int count, layers;
-    OptimType compute;
-};
-// Writes the numbers of a part's tensors, in the arena's order, and returns how many there are. `tensor` has room for
-// the whole model.
-int part_tensors(const ModelParts* model, int part, int* tensor);
-// The numbers of these two parts.
+// A model's parts are its layers, 0 to layers - 1, and then these two: the embeddings and the last layernorm.
 inline int decoded_embeddings(int layers) {
     return layers;
 }

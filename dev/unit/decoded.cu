@@ -1,48 +1,40 @@
-// Tests of optim/decoded.h and of optim_step_tensors: weights decoded a part at a time have the bits of a copy of the
-// whole model, whatever the order in which parts are asked for, and the planned room is what is allocated; a step that
-// is taken part by part, from gradients that lie elsewhere, has the bits of one over the whole arena. Matrices whose
-// codes are operands are decoded only into the dequant_buffer.
+// Tests of optim/model/decode.cu and of optim_step_tensors: weights decoded a part at a time have the bits of a copy of
+// the whole model, whatever the order in which parts are asked for, and the planned room is what is allocated; a step
+// that is taken part by part, from gradients that lie elsewhere, has the bits of one over the whole arena. Matrices
+// whose codes are operands are decoded only into the dequant_buffer.
 #include "../../kernels/fp8.cuh"
-#include "../../optim/decoded.h"
 #include "layers.h"
 
 constexpr int STEPS = 2;
 
 // A step of the run without a copy, a part at a time from the last to the first. The gradients of every other part lie
-// in memory of their own, in the arena's order, as those of a layer that is released do.
+// in memory of their own, as those of a layer that is released do.
 static void step_by_parts(void*, OptimRun* run, const void* given, const float* scale, float lr, int step) {
     const float* grads = (const float*)given;
     for (int number = LAYERS + 1; number >= 0; number--) {
         int tensor[COUNT], count = 0;
         const void* at[COUNT];
-        for (int t = 0; t < COUNT; t++) {
-            int i = count;
-            if (part[t] != number) continue;
-            for (; i > 0 && run->tensor[tensor[i - 1]].offset > run->tensor[t].offset; i--) tensor[i] = tensor[i - 1];
-            tensor[i] = t;
-            count++;
-        }
         Room room(&run->dev);
         float* own = room.device<float>(run->elements);
-        int64_t used = 0;
-        for (int i = 0; i < count; i++) {
-            const OptimTensor* t = &run->tensor[tensor[i]];
-            const int64_t padded = tensor_padded(t);
-            at[i] = number % 2 ? own + used : grads + t->offset;
-            copy_to_device(&run->dev, own + used, room.to_host(grads + t->offset, padded), padded * 4);
-            used += padded;
+        for (int t = 0; t < COUNT; t++) {
+            const int64_t padded = tensor_padded(&run->tensor[t]);
+            const float* from = grads + run->tensor[t].offset;
+            if (part[t] != number) continue;
+            at[count] = number % 2 ? own : from, tensor[count++] = t;
+            copy_to_device(&run->dev, own, room.to_host(from, padded), padded * 4);
+            own += padded;
         }
         optim_step_tensors(run->optim, tensor, at, count, scale, lr, step);
         device_sync(&run->dev);
     }
 }
 
-static void expect_part(Test* test, const OptimRun* copy, const OptimRun* run, const Decoded* decoded, int number) {
+static void expect_part(Test* test, const OptimRun* copy, const OptimRun* run, const Arena* arena, int number) {
     const int64_t size = run->compute == OPTIM_FP32 ? 4 : 2;
     for (int t = 0; t < COUNT; t++) {
         const char* want = (const char*)optim_weights(copy->optim) + run->tensor[t].offset * size;
         expect(part[t] != number ||
-                   same_bytes(copy, want, run, decoded_at(decoded, t), model[t].rows * model[t].cols * size),
+                   same_bytes(copy, want, run, arena_at(arena, nullptr, t, 1), model[t].rows * model[t].cols * size),
                "%s: %s", run->config.weights, model[t].name);
     }
 }
@@ -61,8 +53,8 @@ static OptimConfig open_both(OptimRun* copy, OptimRun* run, const char* weights,
 static void check_decoded(Test* test, const char* weights, const char* overrides, OptimType compute, bool gpu) {
     OptimRun copy, run;
     const OptimConfig config = open_both(&copy, &run, weights, overrides, compute, gpu);
-    const ModelParts its = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
-    Decoded* decoded = decoded_open(run.optim, &its);
+    Arena arena = arena_of(&run);
+    arena.decoded = decoded_open(&arena);
     Steps how = plain_steps(), by_parts = how;
     if (optim_releases(&config, run.tensor, COUNT, error)) by_parts.take = step_by_parts;
     for (int step = 1; step <= STEPS; step++) {
@@ -70,34 +62,35 @@ static void check_decoded(Test* test, const char* weights, const char* overrides
         const int order[] = {3, 0, 1, 2, 4, 3, 2, 1, 0};
         int before = -1;
         for (int number : order) {
-            decoded_need(decoded, number);
-            expect_part(test, &copy, &run, decoded, number);
-            if (before < LAYERS && number < LAYERS && before >= 0) expect_part(test, &copy, &run, decoded, before);
-            if (number == 4) expect_part(test, &copy, &run, decoded, 2);
+            arena_need(&arena, number);
+            expect_part(test, &copy, &run, &arena, number);
+            if (before < LAYERS && number < LAYERS && before >= 0) expect_part(test, &copy, &run, &arena, before);
+            if (number == 4) expect_part(test, &copy, &run, &arena, 2);
             before = number;
         }
         run_steps(&copy, step, step, how);
         run_steps(&run, step, step, by_parts);
-        decoded_forget(decoded);
+        arena_changed(&arena);
     }
     expect_planned(test, &run, weights);
     const OptimBytes plan = optim_bytes(&run.dev, &run.config, run.tensor, COUNT, compute);
     const OptimBytes whole = optim_bytes(&copy.dev, &copy.config, run.tensor, COUNT, compute);
     expect(whole.weights == plan.weights && whole.states == plan.states && plan.compute == 0,
            "%s: only the copy is gone", weights);
-    const int64_t room = decoded_bytes(&run.config, &its).room;
+    const int64_t room = decoded_bytes(&arena, &run.config).room;
     expect((room == 0) == (whole.compute == 0) && room <= whole.compute, "%s: room %lld of %lld", weights,
            (long long)room, (long long)whole.compute);
     expect_same(test, &copy, &run, formatted("%s, after steps by parts", weights));
 }
 
 // The codes of a matrix and the numbers of their scale are its weights, to the bit.
-static void expect_codes(Test* test, const OptimRun* copy, const OptimRun* run, const Decoded* decoded, int t,
+static void expect_codes(Test* test, const OptimRun* copy, const OptimRun* run, const Arena* arena, int t,
                          const char* what) {
     const int64_t n = model[t].rows * model[t].cols;
     const OptimCodes stored = optim_codes(run->optim, t);
-    const uint8_t* at = decoded_codes(decoded, t);
-    expect(at && at == stored.codes && (uintptr_t)at % 16 == 0 && !decoded_at(decoded, t), "%s: no operand", what);
+    const uint8_t* at = arena_codes(arena, t);
+    expect(at && at == stored.codes && (uintptr_t)at % 16 == 0 && !arena_at(arena, nullptr, t, 1), "%s: no operand",
+           what);
     Room room(&run->dev);
     float* want = room.host<float>(n);
     optim_get_weights(copy->optim, t, want);
@@ -114,9 +107,10 @@ static void check_operands(Test* test, const char* weights, const char* override
     open_both(&copy, &run, weights, overrides, compute, gpu);
     int slot[COUNT];
     for (int t = 0; t < COUNT; t++) slot[t] = strstr(model[t].name, "c_fc") != nullptr;
-    const ModelParts its = {run.tensor, part, slot, COUNT, LAYERS, compute},
-                     none = {run.tensor, part, nullptr, COUNT, LAYERS, compute};
-    const DecodedBytes bytes = decoded_bytes(&run.config, &its), all = decoded_bytes(&run.config, &none);
+    Arena arena = arena_of(&run);
+    const DecodedBytes all = decoded_bytes(&arena, &run.config);
+    arena.slot = slot;
+    const DecodedBytes bytes = decoded_bytes(&arena, &run.config);
     const int64_t matrix = tensor_padded(&model[3]) * (compute == OPTIM_FP32 ? 4 : 2);
     // Embeddings take as much as layers without these matrices, and more than layers without vectors, too.
     const bool smaller = bytes.room < all.room || (bytes.room == all.room && strstr(overrides, "ln*"));
@@ -125,22 +119,22 @@ static void check_operands(Test* test, const char* weights, const char* override
            (long long)bytes.dequant_buffer, (long long)all.room);
     Room room(&run.dev);
     char* buffer = room.device<char>(bytes.dequant_buffer);
-    Decoded* decoded = decoded_open(run.optim, &its);
+    arena.decoded = decoded_open(&arena);
     for (int step = 1; step <= STEPS; step++) {
         for (int number : {3, 0, 1, 2, 4, 3, 2, 1, 0}) {
-            decoded_need(decoded, number);
-            if (number < LAYERS) expect_codes(test, &copy, &run, decoded, 3 + 2 * number, weights);
-            if (number >= LAYERS) expect_part(test, &copy, &run, decoded, number);
+            arena_need(&arena, number);
+            if (number < LAYERS) expect_codes(test, &copy, &run, &arena, 3 + 2 * number, weights);
+            if (number >= LAYERS) expect_part(test, &copy, &run, &arena, number);
         }
-        decoded_dequant_buffer(decoded, buffer);
+        arena_dequant_buffer(&arena, buffer);
         for (int number : {3, 0, 1, 2, 4, 0, 1}) {
-            decoded_need(decoded, number);
-            expect_part(test, &copy, &run, decoded, number);
-            if (number == 1 || number == 2) expect_part(test, &copy, &run, decoded, number - 1);
+            arena_need(&arena, number);
+            expect_part(test, &copy, &run, &arena, number);
+            if (number == 1 || number == 2) expect_part(test, &copy, &run, &arena, number - 1);
         }
-        decoded_dequant_buffer(decoded, nullptr);
+        arena_dequant_buffer(&arena, nullptr);
         for (OptimRun* each : {&copy, &run}) run_steps(each, step, step, plain_steps());
-        decoded_forget(decoded);
+        arena_changed(&arena);
     }
 }
 

@@ -1,10 +1,9 @@
-// Tests of optim/offload.h: steps whose states come from host memory a part at a time have the bits of steps with all
-// states on the device, for every order of the parts and for shards; and the planned memory is what is allocated.
-#include "../../optim/offload.h"
+// Tests of optim/model/offload.cu: steps whose states come from host memory a part at a time have the bits of steps
+// with all states on the device, for every order of the parts and for shards; and the planned memory is what is
+// allocated.
 #include "layers.h"
 
 constexpr int STEPS = 4;
-static const int orders[][LAYERS + 2] = {{0, 1, 2, 3, 4}, {4, 2, 1, 0, 3}};
 
 struct Case {
     const char *rule, *weights, *state, *overrides;
@@ -33,11 +32,11 @@ static const Case cases[] = {
 // One optimizer with its states on the device and one whose states are in host memory.
 struct Pair {
     OptimRun run[2];
-    ModelParts parts;
-    Offload* offload;
+    Arena arena;
+    int64_t place[COUNT];
 };
 
-static void pair_open(Pair* pair, const Case* c, const int* order, bool gpu) {
+static void pair_open(Pair* pair, const Case* c, bool backward, bool gpu) {
     for (int k = 0; k < 2; k++) {
         OptimConfig config = make_config(c->rule, c->weights, c->state);
         config.overrides = c->overrides, config.offload = k == 1, config.limit_growth = c->limit_growth;
@@ -45,21 +44,24 @@ static void pair_open(Pair* pair, const Case* c, const int* order, bool gpu) {
         run_open(&pair->run[k], &config, model, OPTIM_BF16, gpu);
     }
     OptimRun* run = &pair->run[1];
-    pair->parts = {run->tensor, part, nullptr, COUNT, LAYERS, OPTIM_BF16};
-    pair->offload = offload_open(run->optim, &pair->parts, order);
+    pair->arena = arena_of(run);
+    pair->arena.releases = backward, pair->arena.place = pair->place;
+    for (int t = 0; t < COUNT; t++) pair->place[t] = run->tensor[t].offset - run->config.begin;
+    pair->arena.offload = offload_open(&pair->arena);
 }
 
 // Steps of both; the factor of one is NaN, which changes nothing.
 static void pair_steps(Pair* pair) {
     Steps how = plain_steps(2);
     run_steps(&pair->run[0], 1, STEPS, how);
-    how.context = pair->offload;
-    how.take = [](void* offload, OptimRun* run, const void* grads, const float* scale, float lr, int step) {
-        offload_step((Offload*)offload, grads, scale, lr, step);
+    how.context = &pair->arena;
+    how.take = [](void* arena, OptimRun* run, const void* grads, const float* scale, float lr, int step) {
+        ((Arena*)arena)->step = {0.0f, lr, step};
+        offload_step((Arena*)arena, grads, scale);
         device_sync(&run->dev);
     };
     run_steps(&pair->run[1], 1, STEPS, how);
-    offload_settle(pair->offload);
+    arena_settle(&pair->arena);
 }
 
 static void check_bytes(Test* test, const Pair* pair, const char* what) {
@@ -73,25 +75,25 @@ static void check_bytes(Test* test, const Pair* pair, const char* what) {
     expect(bytes[0].host == 0 && bytes[1].states + bytes[1].host == bytes[0].states && bytes[1].host > 0,
            "%s: %lld bytes of states, %lld on the host", what, (long long)bytes[0].states, (long long)bytes[1].host);
     expect(bytes[1].states < 65536, "%s: %lld bytes on the device", what, (long long)bytes[1].states);
-    const int64_t slots = offload_bytes(&pair->run[1].config, &pair->parts);
+    const int64_t slots = offload_bytes(&pair->arena, &pair->run[1].config);
     expect(slots > 0 && slots <= 2 * bytes[1].host, "%s: slots of %lld bytes", what, (long long)slots);
 }
 
-static void check_case(Test* test, const Case* c, const int* order, bool gpu) {
+static void check_case(Test* test, const Case* c, bool backward, bool gpu) {
     const char* what = formatted("%s, %s, %s, \"%s\", tiles %lld to %lld", c->rule, c->weights, c->state, c->overrides,
                                  (long long)c->begin, (long long)c->end);
     Pair pair;
-    pair_open(&pair, c, order, gpu);
+    pair_open(&pair, c, backward, gpu);
     check_bytes(test, &pair, what);
     pair_steps(&pair);
     expect_same(test, &pair.run[0], &pair.run[1], what);
     expect(optim_stream_count(pair.run[0].optim) > 1, "%s: one array", what);
-    offload_close(pair.offload);
+    offload_close(pair.arena.offload);
 }
 
 TEST_BOTH(offload_states) {
     CacheFolder folder;
     for (const Case& c : cases) {
-        for (const int* order : orders) check_case(test, &c, order, gpu);
+        for (const bool backward : {false, true}) check_case(test, &c, backward, gpu);
     }
 }

@@ -16,7 +16,7 @@ inline void shard_to_first(Shard* s, void* host, const void* data, int64_t bytes
     CommPiece *sends = s->sends, *receives = s->receives;
     memset(sends, 0, (size_t)s->comm.world * sizeof(CommPiece));
     memset(receives, 0, (size_t)s->comm.world * sizeof(CommPiece));
-    // States may be in pinned memory of the host (optim/offload.h), so all passes through device memory.
+    // States may be in pinned memory of the host (optim/model/offload.cu), so all passes through device memory.
     if (dev->gpu && sender) copy_to_device(dev, s->incoming, data, bytes), data = s->incoming;
     void* into = dev->gpu ? s->incoming : (char*)host;
     if (first) receives[from] = {into, bytes};

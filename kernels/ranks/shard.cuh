@@ -9,7 +9,7 @@
 // Parts are equal ranges of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses. The
 // embeddings and the last layernorm that the matmuls read are whole on every rank.
 //
-// If steps are taken inside the backward pass (optim/release.h), gradients are packed in every mode and two layers take
+// If steps are taken inside the backward pass (optim/model), gradients are packed in every mode and two layers take
 // turns. Their sums overwrite them, and a layer is updated when its memory is needed again.
 //
 // A bucket, the gradients of a layer, is reduced while the backward pass computes the layer before: in chunks of at

@@ -25,7 +25,7 @@
 // Memory: tensors are taken in chunks of about 3 x 2^25 elements. Each element of a chunk takes 4 bytes of the scratch
 // and 6 to 12 bytes of the products' buffers: 6 for square matrices and for those whose longer side is at least four
 // times the shorter one, up to 12 for shapes between. So the buffers do not grow with the model: 0.9 GB for GPT-2 124M
-// and for 1558M, and at most 1.6 GB or what one tensor needs; steps by parts (arena.cu) take
+// and for 1558M, and at most 1.6 GB or what one tensor needs; steps by parts (model/) take
 // chunks of a layer. The CPU takes one matrix at a time and needs buffers for
 // the largest one only. One launch makes the products of up to three shapes of a chunk.
 // Cost: 20 m^3 flop of a square matrix, 14 m^3 + 6 m^2 n of others, with m the shorter side, and a sixth more for whole

@@ -1,13 +1,7 @@
-// See arena.h.
-#include "arena.h"
-
-#include <stdlib.h>
-#include <string.h>
-
-#include "../kernels/initial.cuh"
-#include "../kernels/profile.h"
-#include "../kernels/ranks/shard.cuh"
-#include "plan.h"
+// See arena.h: how weights, gradients and states are kept, and how weights are set.
+#include "../../kernels/initial.cuh"
+#include "../../kernels/ranks/shard.cuh"
+#include "model.h"
 
 void arena_tensors(Arena* a, int count) {
     a->count = count;
@@ -15,10 +9,6 @@ void arena_tensors(Arena* a, int count) {
     a->part = (int*)memory_zero(count, sizeof(int));
     a->place = (int64_t*)memory_zero(count, sizeof(int64_t));
     a->slot = (int*)memory_zero(count, sizeof(int));
-}
-
-ModelParts arena_parts(const Arena* a) {
-    return {a->tensors, a->part, a->slot, a->count, a->layers, a->type};
 }
 
 // Returns the tensors as ranks exchange them; the caller frees the array.
@@ -51,10 +41,9 @@ static void spread_ranks(const Arena* a, OptimConfig* config) {
 }
 
 void arena_spread(Arena* a, OptimConfig* config) {
-    const ModelParts model = arena_parts(a);
     spread_ranks(a, config);
     config->keeps_copy = shard_splits(a->shard, SHARD_STATES);  // for the others, or to be gathered by them
-    const int64_t bytes = decoded_bytes(config, &model).dequant_buffer;
+    const int64_t bytes = decoded_bytes(a, config).dequant_buffer;
     a->dequant_bytes = config->keeps_copy ? 0 : bytes;
     a->scales_apart = config->keeps_copy && bytes > 0;
 }
@@ -97,13 +86,8 @@ int64_t arena_grads_bytes(const Arena* a) {
     int64_t elements = a->elements;
     if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_sums(a->shard);
     if (a->releases && a->shard) elements = a->shard->packed;
-    const ModelParts model = arena_parts(a);
-    if (a->releases && !a->shard) elements = release_places(&model, a->place);
+    if (a->releases && !a->shard) elements = parts_room(a, nullptr, 1, true, a->place);
     return elements * (a->grads_bf16 ? 2 : 4);
-}
-
-static ReleaseModel release_model(const Arena* a) {
-    return {arena_parts(a), a->optim, a->offload, a->shard};
 }
 
 // Returns the configuration for the optimizer: steps by parts take a layer's matrices at a time, whose buffers are
@@ -119,35 +103,31 @@ static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
 }
 
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
-    const ReleaseModel model = release_model(a);
     const OptimConfig its = arena_config(a, config);
     const OptimBytes optim = optim_bytes(a->dev, &its, a->tensors, a->count, a->type);
     int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
-    if (!config->keeps_copy) weights += decoded_bytes(config, &model.parts).room;
+    if (!config->keeps_copy) weights += decoded_bytes(a, config).room;
     int64_t states = optim.states + optim.tables;
-    if (config->offload) states += offload_bytes(config, &model.parts);
+    if (config->offload) states += offload_bytes(a, config);
     return {weights, states, arena_grads_bytes(a),
-            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(&model) : 0), optim.host};
-}
-
-// Opens the states in host memory. If the backward pass takes the step, the parts are stepped in its order, otherwise
-// in the arena's. Several ranks sum the last layernorm with the embeddings, and step it after them.
-static Offload* arena_offload(const Arena* a) {
-    const int final = decoded_final(a->layers), embeddings = decoded_embeddings(a->layers);
-    int* order = (int*)memory_take((size_t)(a->layers + 2) * sizeof(int));
-    const int first = a->shard ? a->layers - 1 : a->layers;
-    for (int p = 0; p < a->layers + 2; p++) order[p] = a->releases ? first - p : p;
-    if (a->releases && a->shard) order[a->layers] = embeddings, order[a->layers + 1] = final;
-    if (a->releases && !a->shard) order[0] = final, order[a->layers + 1] = embeddings;
-    const ModelParts model = arena_parts(a);
-    Offload* offload = offload_open(a->optim, &model, order);
-    free(order);
-    return offload;
+            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a) : 0), optim.host};
 }
 
 int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
     const OptimFiles files = optim_file_bytes(config, a->tensors, a->count);
     return files.model + (states ? files.optimizer : 0);
+}
+
+// Sets where the gradients of each tensor begin, or those of a step over the whole arena if that takes a part's.
+static void grads_place(Arena* a) {
+    const Shard* shard = a->shard;
+    // The sums lie after the packed gradients, or are all that a step gets.
+    const int64_t begin = shard_splits(shard, SHARD_STATES) ? shard->cut[shard->comm.rank] : 0;
+    const int64_t sums = shard_splits(shard, SHARD_GRADS) ? shard->packed - begin : 0;
+    for (int t = 0; t < a->count; t++) {
+        if (!a->releases) a->place[t] = a->tensors[t].offset + (takes_parts(a) ? sums : -begin);
+        if (a->releases && shard) a->place[t] = shard->packed_offset[t];
+    }
 }
 
 void arena_open(Arena* a, const OptimConfig* config) {
@@ -158,31 +138,22 @@ void arena_open(Arena* a, const OptimConfig* config) {
     const OptimConfig its = arena_config(a, config);
     a->optim = optim_create(a->dev, &its, a->tensors, a->count, a->type);
     a->weights = optim_weights(a->optim);
-    const ModelParts parts = arena_parts(a);
-    if (!config->keeps_copy) a->decoded = decoded_open(a->optim, &parts);
+    if (!config->keeps_copy) a->decoded = decoded_open(a);
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
     if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
-    if (config->offload) a->offload = arena_offload(a);
+    if (config->offload) a->offload = offload_open(a);
     // All ranks must agree, and GPUs of other kinds have other activations.
     const bool may_defer = a->shard && !takes_parts(a) && shard_may_defer(a->shard, a->scratch);
     if (a->shard) a->shard->may_defer = shard_min(a->shard, may_defer) > 0;
-    if (!takes_parts(a)) return;
-    // The sums lie after the packed gradients.
-    const Shard* shard = a->shard;
-    const int64_t kept = shard_splits(shard, SHARD_GRADS) ? shard->packed - shard->cut[shard->comm.rank] : 0;
-    for (int t = 0; t < a->count; t++) {
-        if (!a->releases) a->place[t] = a->tensors[t].offset + kept;
-        if (a->releases && shard) a->place[t] = shard->packed_offset[t];
-    }
-    const ReleaseModel model = release_model(a);
-    a->release = release_open(a->dev, &model, a->clip_by, a->grads_bf16);
+    grads_place(a);
+    if (takes_parts(a)) a->release = release_open(a);
 }
 
 void arena_close(Arena* a) {
     if (!a->optim || shard_splits(a->shard, SHARD_STATES)) device_free(a->dev, a->weights);
     decoded_close(a->decoded);
-    release_close(a->release);
+    release_close(a);
     offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
@@ -198,10 +169,6 @@ void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
     return (char*)memory + element_bytes * at;
 }
 
-const uint8_t* arena_codes(const Arena* a, int t) {
-    return a->decoded ? decoded_codes(a->decoded, t) : nullptr;
-}
-
 void arena_scales(const Arena* a, const float** to, int slots) {
     const float** numbers = (const float**)memory_zero(slots, sizeof(float*));
     for (int t = 0; t < a->count; t++) {
@@ -211,14 +178,10 @@ void arena_scales(const Arena* a, const float** to, int slots) {
     free(numbers);
 }
 
-void arena_dequant_buffer(const Arena* a, void* buffer) {
-    if (a->decoded) decoded_dequant_buffer(a->decoded, buffer);
-}
-
 void arena_set(Arena* a, int t, const float* values) {
     if (a->optim) {
         optim_set_weights(a->optim, t, values);
-        if (a->decoded) decoded_forget(a->decoded);
+        decoded_forget(a->decoded);
         return;
     }
     const int64_t n = a->tensors[t].rows * a->tensors[t].cols, offset = a->tensors[t].offset;
@@ -235,7 +198,7 @@ void arena_set(Arena* a, int t, const float* values) {
 // Sets elements `start` to start + n - 1 of a tensor from values in device memory (optim_set_part). Returns false, and
 // sets nothing, if the tensor can only be set as a whole.
 static bool arena_set_part(Arena* a, int t, int64_t start, int64_t n, const float* values) {
-    if (a->decoded) decoded_forget(a->decoded);
+    decoded_forget(a->decoded);
     return a->optim && optim_set_part(a->optim, t, start, n, values);
 }
 
@@ -273,101 +236,11 @@ void arena_draw(Arena* a, int t, int64_t rows, uint64_t seed, float deviation, v
 }
 
 void arena_need(const Arena* a, int part, int next) {
-    if (a->decoded) decoded_need(a->decoded, part);
+    decoded_need(a, part);
     if (part <= a->layers) shard_need(a->shard, part, next);
 }
 
-void arena_settle(const Arena* a) {
-    offload_settle(a->offload);
-}
-
 void arena_changed(const Arena* a) {
-    if (a->decoded) decoded_forget(a->decoded);
+    decoded_forget(a->decoded);
     if (a->shard) shard_publish(a->shard);
-}
-
-void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
-    a->step = {clip, lr, step, scalars + SCALAR_LOSS};
-    a->scalars = scalars;
-    a->stepping = a->releases;
-}
-
-void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
-    shard_micro_batch(a->shard, number == 0, number == count - 1);
-}
-
-static void arena_reduce(const Arena* a, int part) {
-    a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
-}
-
-void arena_attention(const Arena* a) {
-    a->grads_bf16 ? shard_reduce_waiting<bf16>(a->shard) : shard_reduce_waiting<float>(a->shard);
-}
-
-static void arena_step_part(const Arena* a, int part) {
-    named(a->dev, "optimizer");
-    release_part(a->release, part, a->grads, a->place, &a->step);
-}
-
-// Makes all ranks agree on the loss of the step before they step the first part.
-static void arena_agree(const Arena* a) {
-    if (!a->shard) return;
-    shard_send_scalars(a->shard, a->scalars);
-    shard_join_scalars(a->shard, a->scalars);
-}
-
-// Waits for the sums of a part's gradients, and steps what this rank keeps of the part.
-static void arena_step_sums(const Arena* a, int part) {
-    if (part <= a->layers) shard_summed(a->shard, part);
-    arena_step_part(a, part);
-}
-
-// Does arena_done for several ranks. The sum over the ranks takes some time, so a layer is stepped only when its room
-// is needed again, or at the end. The last layernorm is summed with the embeddings.
-static void arena_done_ranks(const Arena* a, int part) {
-    const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
-    if (part == final) arena_agree(a);
-    if (part == final) return;
-    if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
-    if (part == embeddings) arena_step_sums(a, 0);
-    arena_reduce(a, part);
-    if (part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
-}
-
-void arena_room(const Arena* a, int part) {
-    if (a->stepping && a->shard && part + 2 < a->layers) return arena_step_sums(a, part + 2);
-    shard_grads_free(a->shard, part);
-}
-
-void arena_done(const Arena* a, int part) {
-    if (a->stepping && a->shard) return arena_done_ranks(a, part);
-    if (a->stepping) arena_step_part(a, part);
-    if (part <= a->layers) arena_reduce(a, part);
-}
-
-template <typename G>
-static void arena_norm(Arena* a, float* scalars, void* scratch) {
-    if (a->shard) return shard_norm<G>(a->shard, scalars, (double*)scratch, a->step.clip);
-    const int64_t tiles = a->elements / TILE_ELEMENTS;
-    tile_squares<G>(a->dev, (double*)scratch, (const G*)a->grads, tiles);
-    norm_of_tiles(a->dev, scalars + SCALAR_NORM, (double*)scratch, tiles, a->step.clip, scalars);
-}
-
-void arena_step(Arena* a, float* scalars, void* scratch) {
-    if (a->release) {
-        if (!a->stepping) arena_agree(a);  // also waits for the last sums
-        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) arena_step_part(a, part);
-        release_end(a->release, scalars, SCALAR_LEFT);
-        optim_step_end(a->optim);
-    } else {
-        named(a->dev, "gradient norm");
-        a->grads_bf16 ? arena_norm<bf16>(a, scalars, scratch) : arena_norm<float>(a, scalars, scratch);
-        named(a->dev, "optimizer");
-        const void* grads = shard_splits(a->shard, SHARD_STATES) ? a->shard->kept_grads : a->grads;
-        const float* factor = scalars + SCALAR_FACTOR;
-        if (a->offload) offload_step(a->offload, grads, factor, a->step.lr, a->step.step);
-        if (!a->offload) optim_step(a->optim, grads, factor, a->step.lr, a->step.step);
-    }
-    a->stepping = false;
-    arena_changed(a);
 }

@@ -2,19 +2,28 @@
 // keeps them in one or more of these ways, and the trainer calls the same functions for all of them:
 //
 //     whole       weights, states and gradients of the whole model are in memory
-//     decoded     weights are stored in another type than the matmuls read, and decoded a part at a time (decoded.h)
+//     decoded     weights are stored in another type than the matmuls read, and decoded a part at a time
 //     spread      ranks keep parts of them and exchange weights and gradients (kernels/ranks/shard.cuh)
-//     released    parts are stepped inside the backward pass, and their gradients take turns in memory (release.h)
-//     offloaded   states are in host memory and are copied to the device a part at a time (offload.h)
+//     released    parts are stepped inside the backward pass, and their gradients take turns in memory
+//     offloaded   states are in host memory and are copied to the device a part at a time
 //
 // A part is a layer, the embeddings or the last layernorm (decoded_embeddings, decoded_final). An arena holds all
 // tensors of a model at the offsets of optim_layout; gradients that are packed or take turns lie elsewhere, and
-// arena_at knows where. The files above say what each way costs.
+// arena_at knows where. model.h says what each way costs.
 #pragma once
-#include "decoded.h"
-#include "release.h"
+#include "../../kernels/norm.cuh"
+#include "../optim.h"
 
 struct Shard;
+typedef struct Decoded Decoded;
+typedef struct Offload Offload;
+typedef struct Release Release;
+
+// A step: its clipping, learning rate and number.
+struct ArenaStep {
+    float clip, lr;
+    int64_t number;
+};
 
 struct Arena {
     // The caller sets these; arena_tensors makes the arrays.
@@ -22,7 +31,7 @@ struct Arena {
     Shard* shard;          // the ranks' exchange; NULL: there is one rank, or the model only runs forward
     OptimTensor* tensors;  // (count)
     int* part;             // (count) the part of each
-    int64_t* place;        // (count) first element of each tensor's gradients, if steps are taken part by part
+    int64_t* place;        // (count) first element of each tensor's gradients, for steps part by part
     int* slot;             // (count) number of a matrix's scale if products may read its stored codes; else 0
     int count, layers;
     int64_t elements;  // length of an arena
@@ -41,13 +50,11 @@ struct Arena {
     Decoded* decoded;  // NULL: weights are whole or spread
     Release* release;  // NULL: a step has one norm and one factor
     Offload* offload;  // NULL: states are in device memory
-    ReleaseStep step;  // the step that arena_begin began
+    ArenaStep step;    // the step that arena_begin began
     float* scalars;    // its scalars
     bool stepping;     // the backward pass takes this step
 };
 
-// Returns the tensors and their parts.
-ModelParts arena_parts(const Arena* arena);
 // Allocates the arrays for `count` tensors, all zero; arena_close frees them.
 void arena_tensors(Arena* arena, int count);
 // Plans which part of the arena this rank keeps, and sets `begin`, `end` and `keeps_copy` of the configuration. Exits
@@ -64,7 +71,7 @@ bool arena_may_release(const Arena* arena, const OptimConfig* config, double cli
 bool arena_plan_release(Arena* arena, const OptimConfig* config, double clip, bool on, char* why);
 
 // Bytes of device memory, and of host memory in `host`, known before anything is allocated. `other`: the buffers of the
-// exchange between ranks and of release.h.
+// exchange between ranks and of steps part by part.
 struct ArenaBytes {
     int64_t weights, states, grads, other, host;
 };
@@ -130,3 +137,6 @@ void arena_attention(const Arena* arena);
 // finite, the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own
 // factor. `scratch`: device memory, aligned to 256 bytes, with a double for each tile of the arena.
 void arena_step(Arena* arena, float* scalars, void* scratch);
+// Get and set the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
+float arena_last_norm(const Arena* arena);
+void arena_set_last_norm(const Arena* arena, float last);

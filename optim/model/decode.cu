@@ -1,0 +1,122 @@
+// Weights that are decoded a part of the model at a time (model.h).
+#include "model.h"
+
+struct Decoded {
+    LayerRing ring;               // the embeddings take all of it
+    char *room, *dequant_buffer;  // dequant_buffer: the caller's, for operands; or NULL
+    bool last_is_there;           // the last layernorm
+    int64_t* place;  // (count) byte in `room`, or for operands in dequant_buffer; -1: the tensor is read in place
+    void** at;       // (count) address of the weights; NULL for operands
+    const uint8_t** codes;  // (count) codes of operands; NULL for others
+    bool* fills;            // (layers + 2) parts that take room
+};
+
+enum DecodedKind { AS_STORED, DECODED, OPERAND };
+
+static DecodedKind decoded_kind(const Arena* a, const Plan* plan, int t) {
+    const FormatRow* weights = plan->launch[plan->launch_of[t]].rows.weights;
+    if (serves_directly(weights, a->type)) return AS_STORED;
+    return a->slot && a->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
+}
+
+int64_t parts_room(const Arena* a, const bool* takes, int64_t element_bytes, bool apart, int64_t* place) {
+    const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
+    int64_t *used = (int64_t*)memory_zero((size_t)layers + 2, sizeof(int64_t)), layer = 0;
+    for (int t = 0; t < a->count; t++) {
+        int64_t* in = &used[a->part[t]];
+        if (takes && !takes[t]) continue;
+        place[t] = *in;
+        *in += tensor_padded(&a->tensors[t]) * element_bytes;
+    }
+    for (int l = 0; l < layers; l++) layer = used[l] > layer ? used[l] : layer;
+    const int64_t two = (layers > 1 ? 2 : 1) * layer, whole = used[embeddings];
+    const int64_t shared = apart ? two + whole : two > whole ? two : whole, bytes = shared + used[last];
+    for (int t = 0; t < a->count; t++) {
+        const int part = a->part[t];
+        if (!takes || takes[t]) place[t] += part < layers ? part % 2 * layer : part == last ? shared : apart ? two : 0;
+    }
+    free(used);
+    return bytes;
+}
+
+// Sets Decoded::place.
+static DecodedBytes decoded_places(const Arena* a, const Plan* plan, int64_t* place) {
+    bool *decoded = (bool*)memory_zero(2 * (size_t)a->count + 1, sizeof(bool)), *operand = decoded + a->count;
+    for (int t = 0; t < a->count; t++) {
+        const DecodedKind kind = decoded_kind(a, plan, t);
+        decoded[t] = kind == DECODED, operand[t] = kind == OPERAND, place[t] = -1;
+    }
+    const int64_t element = compute_row(a->type)->stream[0].bits / 8;
+    const DecodedBytes bytes = {parts_room(a, decoded, element, false, place),
+                                parts_room(a, operand, element, false, place)};
+    free(decoded);
+    return bytes;
+}
+
+DecodedBytes decoded_bytes(const Arena* a, const OptimConfig* config) {
+    int64_t* place = (int64_t*)memory_take((size_t)a->count * sizeof(int64_t) + 1);
+    Plan* plan = plan_ranges(config, a->tensors, a->count);
+    const DecodedBytes bytes = decoded_places(a, plan, place);
+    plan_free(plan);
+    free(place);
+    return bytes;
+}
+
+Decoded* decoded_open(const Arena* a) {
+    Decoded* d = (Decoded*)memory_zero(1, sizeof(Decoded));
+    const Plan* plan = optim_parts(a->optim).plan;
+    const size_t count = (size_t)a->count + 1;
+    ring_open(&d->ring, a->dev, 2, false);
+    d->place = (int64_t*)memory_zero(count, sizeof(int64_t));
+    d->at = (void**)memory_zero(count, sizeof(void*));
+    d->codes = (const uint8_t**)memory_zero(count, sizeof(uint8_t*));
+    d->fills = (bool*)memory_zero((size_t)a->layers + 2, sizeof(bool));
+    d->room = (char*)device_alloc(a->dev, decoded_places(a, plan, d->place).room);
+    for (int t = 0; t < a->count; t++) {
+        const DecodedKind kind = decoded_kind(a, plan, t);
+        if (kind == AS_STORED) d->at[t] = (void*)optim_stored_weights(a->optim, t);
+        if (kind == DECODED) d->at[t] = d->room + d->place[t];
+        if (kind == OPERAND) d->codes[t] = optim_codes(a->optim, t).codes;
+        if (kind != AS_STORED) d->fills[a->part[t]] = true;
+    }
+    return d;
+}
+
+void decoded_close(Decoded* d) {
+    if (!d) return;
+    device_free(d->ring.dev, d->room);
+    free(d->place), free(d->at), free(d->codes), free(d->fills), free(d);
+}
+
+const uint8_t* arena_codes(const Arena* a, int t) {
+    return a->decoded ? a->decoded->codes[t] : nullptr;
+}
+
+void arena_dequant_buffer(const Arena* a, void* buffer) {
+    if (!a->decoded) return;
+    if (a->decoded->dequant_buffer != buffer) decoded_forget(a->decoded);
+    a->decoded->dequant_buffer = (char*)buffer;
+}
+
+void* decoded_at(const Decoded* d, int tensor) {
+    if (!d->codes[tensor]) return d->at[tensor];
+    return d->dequant_buffer ? d->dequant_buffer + d->place[tensor] : nullptr;
+}
+
+void decoded_need(const Arena* a, int part) {
+    Decoded* d = a->decoded;
+    const bool last = part == decoded_final(a->layers);
+    if (!d || !d->fills[part]) return;
+    if (last ? d->last_is_there : !ring_fetch(&d->ring, part, part == decoded_embeddings(a->layers))) return;
+    d->last_is_there = d->last_is_there || last;
+    for (int t = 0; t < a->count; t++) {
+        void* to = a->part[t] == part && d->place[t] >= 0 ? decoded_at(d, t) : nullptr;
+        if (to) optim_decode_tensor(a->optim, t, to);
+    }
+}
+
+void decoded_forget(Decoded* d) {
+    if (!d) return;
+    ring_forget(&d->ring);
+    d->last_is_there = false;
+}

@@ -1,0 +1,217 @@
+// The step of a model: over the whole arena, or part by part (model.h), after the backward pass or inside it; and the
+// exchange of gradients between ranks that comes before.
+#include <assert.h>
+
+#include "../../kernels/profile.h"
+#include "../../kernels/ranks/shard.cuh"
+#include "model.h"
+
+struct Release {
+    double* square;        // (parts) device memory
+    float *factor, *last;  // (PART_TENSORS), scalar: device memory
+    double* tile_square;   // of the tiles of the part that is stepped: device memory for the largest part
+};
+
+// The tensors of a part in the arena's order, and where their gradients begin.
+struct PartList {
+    int count, tensor[PART_TENSORS];
+    const void* grads[PART_TENSORS];
+};
+
+static PartList part_list(const Arena* a, int part, const void* grads) {
+    PartList list = {};
+    for (int t = 0; t < a->count; t++) {
+        if (a->part[t] != part) continue;
+        assert(list.count < PART_TENSORS);
+        int i = list.count++;
+        for (; i > 0 && a->tensors[list.tensor[i - 1]].offset > a->tensors[t].offset; i--) {
+            list.tensor[i] = list.tensor[i - 1];
+        }
+        list.tensor[i] = t;
+    }
+    const int64_t element = a->grads_bf16 ? 2 : 4;
+    for (int i = 0; i < list.count; i++) {
+        list.grads[i] = (const char*)grads + a->place[list.tensor[i]] * element;
+    }
+    return list;
+}
+
+static int parts_of(const Arena* a) {
+    return a->layers + 2;
+}
+
+// Returns the bytes of the allocation for squares, factors and last.
+static int64_t numbers_bytes(const Arena* a) {
+    return parts_of(a) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float);
+}
+
+static int64_t squares_bytes(const Arena* a) {
+    int64_t most = 0;
+    for (int p = 0; p < parts_of(a); p++) {
+        int64_t elements = 0;
+        for (int t = 0; t < a->count; t++) elements += a->part[t] == p ? tensor_padded(&a->tensors[t]) : 0;
+        most = elements > most ? elements : most;
+    }
+    return most / TILE_ELEMENTS * (int64_t)sizeof(double);
+}
+
+int64_t release_bytes(const Arena* a) {
+    return aligned_bytes(numbers_bytes(a)) + aligned_bytes(squares_bytes(a));
+}
+
+Release* release_open(const Arena* a) {
+    Release* r = (Release*)memory_zero(1, sizeof(Release));
+    r->square = (double*)device_alloc(a->dev, numbers_bytes(a));
+    device_zero(a->dev, r->square, numbers_bytes(a));
+    r->factor = (float*)(r->square + parts_of(a));
+    r->last = r->factor + PART_TENSORS;
+    r->tile_square = (double*)device_alloc(a->dev, squares_bytes(a));
+    return r;
+}
+
+void release_close(const Arena* a) {
+    if (!a->release) return;
+    device_free(a->dev, a->release->square), device_free(a->dev, a->release->tile_square);
+    free(a->release);
+}
+
+float arena_last_norm(const Arena* a) {
+    float last = 0.0f;
+    if (a->release) copy_to_host(a->dev, &last, a->release->last, sizeof(last));
+    return last;
+}
+
+void arena_set_last_norm(const Arena* a, float last) {
+    if (a->release) copy_to_device(a->dev, a->release->last, &last, sizeof(last));
+}
+
+// Computes the norm of a part and its factors from the gradients of its tensors.
+template <typename G>
+static void release_norm(const Arena* a, const PartClip& clip, const PartList* list) {
+    PartTiles tiles = {{}, list->count};
+    int64_t offset[PART_TENSORS];
+    double* square = a->release->tile_square;
+    for (int i = 0; i < list->count; i++) {
+        const OptimTensor* its = &a->tensors[list->tensor[i]];
+        const int64_t end = its->offset + tensor_padded(its);
+        const Overlap own = shard_own(a->shard, its->offset, end);
+        const int64_t before = own.begin - its->offset;
+        tile_squares<G>(a->dev, square + tiles.first[i] + before / TILE_ELEMENTS, (const G*)list->grads[i] + before,
+                        (own.end - own.begin) / TILE_ELEMENTS);
+        tiles.first[i + 1] = tiles.first[i] + (end - its->offset) / TILE_ELEMENTS;
+        offset[i] = its->offset;
+    }
+    shard_part_squares(a->shard, square, tiles, offset);
+    part_norm(a->dev, clip, square, tiles);
+}
+
+// Steps a part with one factor or, with `each`, one for each tensor.
+static void part_step(const Arena* a, int part, const PartList* list, const float* factor, bool each) {
+    const int some = each ? 1 : list->count;
+    offload_take(a->offload, part);
+    for (int i = 0; i < list->count; i += some) {
+        optim_step_tensors(a->optim, list->tensor + i, list->grads + i, some, factor + i, a->step.lr, a->step.number);
+    }
+    offload_give(a->offload, part);
+}
+
+// Computes the norm of a part's gradients and steps the part.
+static void release_part(const Arena* a, int part) {
+    const Release* r = a->release;
+    const PartList list = part_list(a, part, a->grads);
+    const PartClip clip = {a->clip_by, a->step.clip, a->scalars + SCALAR_LOSS, r->last, r->square + part, r->factor};
+    named(a->dev, "optimizer");
+    a->grads_bf16 ? release_norm<bf16>(a, clip, &list) : release_norm<float>(a, clip, &list);
+    part_step(a, part, &list, r->factor, a->clip_by == CLIP_TENSOR);
+}
+
+void arena_begin(Arena* a, float* scalars, float clip, float lr, int64_t step) {
+    a->step = {clip, lr, step};
+    a->scalars = scalars;
+    a->stepping = a->releases;
+}
+
+void arena_micro_batch(Arena* a, int64_t number, int64_t count) {
+    shard_micro_batch(a->shard, number == 0, number == count - 1);
+}
+
+static void arena_reduce(const Arena* a, int part) {
+    a->grads_bf16 ? shard_reduce<bf16>(a->shard, part) : shard_reduce<float>(a->shard, part);
+}
+
+void arena_attention(const Arena* a) {
+    a->grads_bf16 ? shard_reduce_waiting<bf16>(a->shard) : shard_reduce_waiting<float>(a->shard);
+}
+
+// Makes all ranks agree on the loss of the step before they step the first part.
+static void arena_agree(const Arena* a) {
+    if (!a->shard) return;
+    shard_send_scalars(a->shard, a->scalars);
+    shard_join_scalars(a->shard, a->scalars);
+}
+
+// Waits for the sums of a part's gradients, and steps what this rank keeps of the part.
+static void arena_step_sums(const Arena* a, int part) {
+    if (part <= a->layers) shard_summed(a->shard, part);
+    release_part(a, part);
+}
+
+// Does arena_done for several ranks. The sum over the ranks takes some time, so a layer is stepped only when its room
+// is needed again, or at the end. The last layernorm is summed with the embeddings.
+static void arena_done_ranks(const Arena* a, int part) {
+    const int embeddings = decoded_embeddings(a->layers), final = decoded_final(a->layers);
+    if (part == final) arena_agree(a);
+    if (part == final) return;
+    if (part == 0 && a->layers > 1) arena_step_sums(a, 1);
+    if (part == embeddings) arena_step_sums(a, 0);
+    arena_reduce(a, part);
+    if (part == embeddings) arena_step_sums(a, embeddings), arena_step_sums(a, final);
+}
+
+void arena_room(const Arena* a, int part) {
+    if (a->stepping && a->shard && part + 2 < a->layers) return arena_step_sums(a, part + 2);
+    shard_grads_free(a->shard, part);
+}
+
+void arena_done(const Arena* a, int part) {
+    if (a->stepping && a->shard) return arena_done_ranks(a, part);
+    if (a->stepping) release_part(a, part);
+    if (part <= a->layers) arena_reduce(a, part);
+}
+
+void offload_step(const Arena* a, const void* grads, const float* factor) {
+    for (int i = 0; i < parts_of(a); i++) {
+        const int part = offload_part(a->offload, i);
+        const PartList list = part < 0 ? PartList{} : part_list(a, part, grads);
+        if (part >= 0) part_step(a, part, &list, factor, false);
+    }
+    optim_step_end(a->optim);
+}
+
+template <typename G>
+static void arena_norm(Arena* a, float* scalars, void* scratch) {
+    if (a->shard) return shard_norm<G>(a->shard, scalars, (double*)scratch, a->step.clip);
+    const int64_t tiles = a->elements / TILE_ELEMENTS;
+    tile_squares<G>(a->dev, (double*)scratch, (const G*)a->grads, tiles);
+    norm_of_tiles(a->dev, scalars + SCALAR_NORM, (double*)scratch, tiles, a->step.clip, scalars);
+}
+
+void arena_step(Arena* a, float* scalars, void* scratch) {
+    if (a->release) {
+        if (!a->stepping) arena_agree(a);  // also waits for the last sums
+        for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
+        const Release* r = a->release;
+        part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, r->last, r->square, parts_of(a));
+        optim_step_end(a->optim);
+    } else {
+        named(a->dev, "gradient norm");
+        a->grads_bf16 ? arena_norm<bf16>(a, scalars, scratch) : arena_norm<float>(a, scalars, scratch);
+        named(a->dev, "optimizer");
+        const void* grads = shard_splits(a->shard, SHARD_STATES) ? a->shard->kept_grads : a->grads;
+        const float* factor = scalars + SCALAR_FACTOR;
+        if (a->offload) offload_step(a, grads, factor);
+        if (!a->offload) optim_step(a->optim, grads, factor, a->step.lr, a->step.number);
+    }
+    a->stepping = false;
+    arena_changed(a);
+}
