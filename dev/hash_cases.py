@@ -135,6 +135,6 @@ for step in range(1, 7):
     grads = [values(shape, 0.1, settings.get("grads", settings["parameters"])) for shape in shapes.values()]
     handle.step(address(weights), address(grads), array.array("i", [0, 1, 0, 1, 1, 0]),
                 [(1e-2, 0.1, 0.9, 0.95, 1e-8, step), (5e-3, 0.0, 0.9, 0.95, 1e-8, step)], step)
-states = b"".join(name.encode() + ctypes.string_at(data, size) for name, _, data, size in sorted(handle.arrays()))
+states = b"".join(name.encode() + ctypes.string_at(data, size) for name, _, data, size, *_ in sorted(handle.states()))
 print(*(hashlib.blake2b(b, digest_size=5).hexdigest() for b in (b"".join(map(bytes, weights)), states)), "- -")
 """

@@ -748,56 +748,32 @@ NIBBLE_API NibbleStatus nibble_optim_step(NibbleOptim* optim, const NibbleStep* 
 
 // States.
 
-NIBBLE_API int nibble_optim_arrays(const NibbleOptim* optim) {
-    return optim_stream_count(optim->optim);
-}
-
-NIBBLE_API NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, NibbleState* state, char* error) {
-    return guarded(error, (Taken*)&optim->lost, [&] {
-        if (index < 0 || index >= optim_stream_count(optim->optim)) user_error("there is no array %d", index);
+NIBBLE_API int nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
+    if (tensor == -1 && index >= 0 && index < optim_stream_count(optim->optim)) {
         const OptimStream stream = optim_stream(optim->optim, index);
         *state = {"", stream.dtype, stream.data, stream.elements * stream.element_bytes, 0, 0};
         snprintf(state->name, sizeof(state->name), "%s", stream.name);
-    });
-}
-
-// Finds state number `index` of a tensor and returns `index`. If there is none, returns the number of states.
-static int state_find(const NibbleOptim* optim, int tensor, int index, NibbleState* state) {
+        return 1;
+    }
+    if (tensor < 0 || tensor >= optim->count || is_elsewhere(optim, tensor)) return 0;
     const OptimTensor* local = &optim->local[tensor];
     const Plan* plan = optim_parts(optim->optim).plan;
-    int number = 0;
-    if (is_elsewhere(optim, tensor)) return 0;
     for (int slot = 0; slot < SLOTS; slot++) {
         const ArrayRef place = plan_array_ref(plan, tensor, (Slot)slot);
         for (int i = 0; place.format && i < 3; i++) {
             const StreamInfo& info = place.format->stream[i];
             const OptimStream stream = array_ref_stream(optim->optim, &place, info);
-            if (!stream.data || number++ != index) continue;
+            if (!stream.data || index-- != 0) continue;
             const OptimTensor* kept = &plan->kept[tensor][slot];  // has another shape with projected gradients
             const bool run = info.span == SPAN_RUN, same = kept->rows == local->rows && kept->cols == local->cols;
             const int64_t at = run ? stream_bytes(info, kept->offset - place.run->begin) : place.at * 4,
                           bytes = run ? stream_bytes(info, tensor_padded(kept)) : span_numbers(info.span, local) * 4;
             *state = {"", info.dtype, (char*)stream.data + at, bytes, run && same ? info.run : 0, info.bits};
             stream_name(slot_name((Slot)slot), info, state->name, sizeof(state->name));
-            return index;
+            return 1;
         }
     }
-    return number;
-}
-
-NIBBLE_API int nibble_optim_states(const NibbleOptim* optim, int tensor) {
-    NibbleState state;
-    return tensor < 0 || tensor >= optim->count ? 0 : state_find(optim, tensor, INT32_MAX, &state);
-}
-
-NIBBLE_API NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state,
-                                           char* error) {
-    return guarded(error, (Taken*)&optim->lost, [&] {
-        if (index < 0 || index >= nibble_optim_states(optim, tensor)) {
-            user_error("tensor %d has no state %d", tensor, index);
-        }
-        state_find(optim, tensor, index, state);
-    });
+    return 0;
 }
 
 // nibble_optim_save writes this before the arrays.
@@ -880,26 +856,14 @@ NIBBLE_API NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, 
 
 // Questions about an optimizer: its tensors and its description.
 
-NIBBLE_API int64_t nibble_optim_element(const NibbleOptim* optim, int tensor) {
-    if (tensor < 0 || tensor >= optim->count) return -1;
+NIBBLE_API NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor) {
+    if (tensor < 0 || tensor >= optim->count) return {optim->end, -1, -1};
     const NibbleTensor* its = &optim->tensor[tensor];
     const int64_t first = its->count < 0 ? 0 : its->first - its->first % TILE_ELEMENTS;
-    return optim->placed[tensor].element - first;
-}
-
-NIBBLE_API int nibble_optim_owner(const NibbleOptim* optim, int tensor) {
-    return tensor < 0 || tensor >= optim->count ? -1 : optim->owner[tensor];
-}
-
-NIBBLE_API int nibble_optim_together(const NibbleOptim* optim, int tensor) {
     const Plan* plan = optim_parts(optim->optim).plan;
-    if (tensor < 0 || tensor >= optim->count) return -1;
     const int launch = plan->launch_of[tensor];
-    return config_reads_whole(&plan->launch[launch].config) ? launch : -1;
-}
-
-NIBBLE_API int64_t nibble_optim_end(const NibbleOptim* optim) {
-    return optim->end;
+    const bool whole = config_reads_whole(&plan->launch[launch].config);
+    return {optim->placed[tensor].element - first, optim->owner[tensor], whole ? launch : -1};
 }
 
 NIBBLE_API const char* nibble_optim_describe(const NibbleOptim* optim) {

@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-#define NIBBLE_OPTIM_VERSION 3
+#define NIBBLE_OPTIM_VERSION 4
 #define NIBBLE_ERROR_BYTES 32768
 
 typedef enum {
@@ -63,8 +63,8 @@ typedef struct {
 //     stacked     for rules that read matrices, the number of equal matrices that a tensor's rows are stacked from,
 //                 by name: "c_attn.weight:3" for queries, keys and values (as ./train's GPT-2 has them); by default
 //                 1. A pattern that matches no tensor is ignored, since it may be meant for another optimizer's
-//     element     where these tensors begin in the model, in elements: 0, or nibble_optim_end of the optimizer with
-//                 the tensors before them
+//     element     where these tensors begin in the model, in elements: 0, or where those of the optimizer with the
+//                 tensors before them end (nibble_optim_place)
 // Rules that read matrices (muon, galore, ...) open cuBLASLt on a GPU: the path in NIBBLE_CUBLASLT, or one that the
 // loader finds. They update only matrices; overrides give vectors and embeddings another rule ("wte|wpe|ln*|*.bias"
 // have adamw already). Without the setting `weights`, parameters of fp32 are stored as they are and those of bf16 as
@@ -123,11 +123,8 @@ typedef struct {
     int bits;     // of a number; 4: two to a byte, the first in the upper half. Whole arrays have run 0 and bits 0
 } NibbleState;
 
-// Return the number of arrays, and array `index`; the number of states of a tensor, and state `index` of a tensor.
-int nibble_optim_arrays(const NibbleOptim* optim);
-NibbleStatus nibble_optim_array(const NibbleOptim* optim, int index, NibbleState* state, char* error);
-int nibble_optim_states(const NibbleOptim* optim, int tensor);
-NibbleStatus nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state, char* error);
+// Sets *state to state `index` of a tensor, or of tensor -1 to whole array `index`. Returns 0 if there is none.
+int nibble_optim_state(const NibbleOptim* optim, int tensor, int index, NibbleState* state);
 
 // Copy all states to host memory of nibble_optim_bytes bytes, and back into an optimizer with the same settings and
 // tensors.
@@ -138,16 +135,14 @@ NibbleStatus nibble_optim_load(NibbleOptim* optim, const void* from, int64_t byt
 // are.
 void nibble_optim_loaded(NibbleOptim* optim);
 
-// Returns the number of a tensor's owner (the setting `share`); -1: the tensor has no owner.
-int nibble_optim_owner(const NibbleOptim* optim, int tensor);
-
-// Returns the number of the set that a tensor belongs to, if a step takes all tensors of a set or none, such as those
-// of a rule that reads rows or matrices. -1: the tensor may have a gradient or not.
-int nibble_optim_together(const NibbleOptim* optim, int tensor);
-
-// Return where a tensor's first element lies in the model, and where the last tensor ends.
-int64_t nibble_optim_element(const NibbleOptim* optim, int tensor);
-int64_t nibble_optim_end(const NibbleOptim* optim);
+typedef struct {
+    int64_t element;  // where the tensor's first element lies in the model
+    int owner;        // number of its owner (the setting `share`); -1: it has none
+    int together;     // number of its set, if a step takes all tensors of a set or none, as with a rule that reads
+                      // rows or matrices; -1: it may have a gradient or not
+} NibblePlace;
+// Returns a tensor's place; of the number behind the last tensor, where the next one would begin.
+NibblePlace nibble_optim_place(const NibbleOptim* optim, int tensor);
 
 // Returns a line such as "adamw  weights bf16:sr  grads bf16  m dyn8/256  v udyn8/256  4.03 B/param"
 const char* nibble_optim_describe(const NibbleOptim* optim);

@@ -230,7 +230,7 @@ def test_library_part_of_a_model_has_its_noise():
     shapes = [(33, 20), (8, 300)]
     both = Plain(shapes, rule="apollo", m="fp32", seed=3)
     parts = [Plain(shapes[1:], rule="apollo", m="fp32", seed=3, element=element)
-             for element in (both.handle.element(1), 0)]
+             for element in (both.handle.place(1).element, 0)]
     for number in range(1, 4):
         for t, part in enumerate(parts):
             if number == 1:
@@ -251,7 +251,7 @@ def test_library_shares_of_tensors_that_are_read_whole():
         whole = Plain(shapes, seed=3, element=4096, **settings)
         for count in (1, 2, 3, 9):
             plain = Plain(shapes, seed=3, element=4096, share=f"rest/{count}", **settings)
-            owners = [plain.handle.owner(t) for t in range(len(shapes))]
+            owners = [plain.handle.place(t).owner for t in range(len(shapes))]
             assert [owners[1], owners[5]] == [-1, -1] or "overrides" not in settings, (settings, owners)
             assert {owners[t] for t in (0, 2, 3, 4)} <= set(range(count)), (settings, owners)
             handles = [plain.handle, *(Plain(shapes, seed=3, element=4096, share=f"{i}/{count}", **settings).handle
@@ -269,7 +269,7 @@ def test_library_shares_of_tensors_that_are_read_whole():
     handle = nibble_optim.Handle({"preset": "adamw8", "share": "rest/2"}, [
         ("a", 6, 128, 0, 256), ("b", 4, 512, 1024, 1024), ("c", 1, 512, 0, 256), ("d", 6, 100, 0, -1),
         ("e", 6, 0, 0, 0)])
-    assert [handle.owner(t) >= 0 for t in range(6)] == [True, False, True, False, False, False]
+    assert [handle.place(t).owner >= 0 for t in range(6)] == [True, False, True, False, False, False]
 
 
 def test_library_clock():

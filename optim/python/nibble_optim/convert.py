@@ -74,7 +74,7 @@ def to_train(optimizer, path):
     checkpoint's model.safetensors. The parameters must come in the order of ./train's tensors."""
     part = _single(optimizer)
     _write(path, {name: (dtype, _bytes_at(part, address, size).cpu())
-                  for name, dtype, address, size in part.handle.arrays()})
+                  for name, dtype, address, size, *_ in part.handle.states()})
 
 
 def from_train(optimizer, path, step):
@@ -82,7 +82,7 @@ def from_train(optimizer, path, step):
     states before; `step` is the checkpoint's."""
     part = _single(optimizer)
     saved = _read(path)
-    wanted = {name: (dtype, address, size) for name, dtype, address, size in part.handle.arrays()}
+    wanted = {name: (dtype, address, size) for name, dtype, address, size, *_ in part.handle.states()}
     for name, (dtype, _, size) in wanted.items():
         if name not in saved or saved[name][0] != dtype or saved[name][1].numel() != size:
             raise ValueError(f"{path}: no array {name} of {dtype} with {size} bytes, which {part.handle.describe()} "

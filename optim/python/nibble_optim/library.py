@@ -7,7 +7,7 @@ import re
 import sys
 from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 
-VERSION = 3
+VERSION = 4
 ERROR_BYTES = 32768
 
 
@@ -28,6 +28,10 @@ class Step(ctypes.Structure):
 class State(ctypes.Structure):
     _fields_ = [("name", c_char * 160), ("dtype", c_char_p), ("data", c_void_p), ("bytes", c_int64), ("run", c_int64),
                 ("bits", c_int)]
+
+
+class Place(ctypes.Structure):
+    _fields_ = [("element", c_int64), ("owner", c_int), ("together", c_int)]
 
 
 ALLOCATE = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_int64)
@@ -68,13 +72,11 @@ def _open():
                                 c_void_p, error]),
             ("free", None, [handle]), ("step", status, [handle, POINTER(Step), error]),
             ("clock", status, [handle, POINTER(c_int64), c_void_p, error]),
-            ("weights_changed", None, [handle, c_int]), ("arrays", c_int, [handle]),
-            ("array", status, [handle, c_int, POINTER(State), error]), ("states", c_int, [handle, c_int]),
-            ("state", status, [handle, c_int, c_int, POINTER(State), error]), ("bytes", c_int64, [handle]),
+            ("weights_changed", None, [handle, c_int]),
+            ("state", c_int, [handle, c_int, c_int, POINTER(State)]), ("bytes", c_int64, [handle]),
             ("save", status, [handle, c_void_p, c_void_p, error]),
             ("load", status, [handle, c_void_p, c_int64, c_void_p, error]), ("loaded", None, [handle]),
-            ("element", c_int64, [handle, c_int]), ("owner", c_int, [handle, c_int]), ("end", c_int64, [handle]),
-            ("together", c_int, [handle, c_int]), ("describe", c_char_p, [handle]),
+            ("place", Place, [handle, c_int]), ("describe", c_char_p, [handle]),
             ("setting", c_char_p, [handle, c_char_p]), ("gpus", c_int, []), ("version", c_int, [])]:
         function = getattr(library, "nibble_optim_" + name)
         function.restype, function.argtypes = result, arguments
@@ -164,20 +166,12 @@ class Handle:
         check(self.library.nibble_optim_clock(self.handle, ctypes.byref(step), stream, self.error), self.error)
         return step.value
 
-    def states(self, tensor):
-        """Yields (name, dtype, address, bytes, run, bits) for each state of a tensor."""
-        for index in range(self.library.nibble_optim_states(self.handle, tensor)):
-            state = State()
-            check(self.library.nibble_optim_state(self.handle, tensor, index, ctypes.byref(state), self.error),
-                  self.error)
+    def states(self, tensor=-1):
+        """Yields (name, dtype, address, bytes, run, bits) for each state of a tensor, or for each whole array."""
+        state, index = State(), 0
+        while self.library.nibble_optim_state(self.handle, tensor, index, ctypes.byref(state)):
             yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes, state.run, state.bits
-
-    def arrays(self):
-        """Yields (name, dtype, address, bytes) for each whole array."""
-        for index in range(self.library.nibble_optim_arrays(self.handle)):
-            state = State()
-            check(self.library.nibble_optim_array(self.handle, index, ctypes.byref(state), self.error), self.error)
-            yield state.name.decode(), state.dtype.decode(), state.data or 0, state.bytes
+            index += 1
 
     def save(self, stream=None):
         blob = ctypes.create_string_buffer(self.library.nibble_optim_bytes(self.handle))
@@ -193,20 +187,13 @@ class Handle:
     def weights_changed(self, tensor):
         self.library.nibble_optim_weights_changed(self.handle, tensor)
 
-    def element(self, tensor):
-        return self.library.nibble_optim_element(self.handle, tensor)
-
-    def owner(self, tensor):
-        """Returns the number of a tensor's owner (the setting share), or -1."""
-        return self.library.nibble_optim_owner(self.handle, tensor)
-
-    def together(self, tensor):
-        """Returns the number of the tensor's set, of which a step takes all tensors or none, or -1."""
-        return self.library.nibble_optim_together(self.handle, tensor)
+    def place(self, tensor):
+        """Returns a tensor's place, with .element, .owner and .together; of the number behind the last one, the end."""
+        return self.library.nibble_optim_place(self.handle, tensor)
 
     @property
     def end(self):
-        return self.library.nibble_optim_end(self.handle)
+        return self.place(self.count).element
 
     def describe(self):
         return self.library.nibble_optim_describe(self.handle).decode()

@@ -490,7 +490,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _restore_part(self, params, grads, states):
         part = self._add_part(params, grads, int(states[params[0]]["element"]))
-        other = [t for t, p in enumerate(params) if part.handle.element(t) != int(states[p]["element"])]
+        other = [t for t, p in enumerate(params) if part.handle.place(t).element != int(states[p]["element"])]
         if other:  # they were not made as one part
             self._parts.remove(part)
             for its in (params[:other[0]], params[other[0]:]):

@@ -134,9 +134,9 @@ class Part:
             return
         ranks = shares.Ranks(cut[0])
         self.handle = self._open({**settings, "share": f"rest/{ranks.count}"}, tensors)
-        owners = [self.handle.owner(t) for t in range(len(tensors))]
+        owners = [self.handle.place(t).owner for t in range(len(tensors))]
         self.owned = [t for t, owner in enumerate(owners) if owner >= 0]
-        self.together_of = [self.handle.together(t) for t in range(len(tensors))]
+        self.together_of = [self.handle.place(t).together for t in range(len(tensors))]
         if not self.owned:
             return
         self.shares = shares.Shares(self.params, owners, ranks,
@@ -456,7 +456,7 @@ class Part:
         self._count()
         for t, p in enumerate(self.params):
             state[p] = Noted(step=self.steps[0 if self.together else t],
-                             element=torch.tensor(self.handle.element(t)), **self._published(t))
+                             element=torch.tensor(self.handle.place(t).element), **self._published(t))
             state[p].changes = self.changes
 
     def is_touched(self, state, all_there):
