@@ -338,12 +338,14 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
     config->planned = &optim->plan;
     optim->compute = OPTIM_BF16;
     for (int i = 0; settings && settings[i]; i++) {
-        const char* equals = strchr(settings[i], '=');
-        if (!equals) user_error("\"%s\" was found among the settings; each is key=value", settings[i]);
-        if (optim->texts + 2 > (int)(sizeof(optim->text) / sizeof(optim->text[0]))) user_error("too many settings");
-        char* key = optim->text[optim->texts++] = text_part(settings[i], (size_t)(equals - settings[i]));
-        char* value = optim->text[optim->texts++] = text_copy(equals + 1);
-        setting_set(optim, key, value);
+        if (!strchr(settings[i], '=')) {
+            user_error("\"%s\" was found among the settings; each is key=value", settings[i]);
+        }
+        if (optim->texts == (int)(sizeof(optim->text) / sizeof(optim->text[0]))) user_error("too many settings");
+        char* key = optim->text[optim->texts++] = text_copy(settings[i]);
+        char* equals = strchr(key, '=');
+        *equals = 0;
+        setting_set(optim, key, equals + 1);
     }
     char error[DATA_ERROR_BYTES];
     const bool fp32 = optim->compute == OPTIM_FP32;
@@ -648,25 +650,19 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
                                             void* (*allocate)(void* context, int64_t bytes), void* context,
                                             void* stream, char* error) {
     NibbleOptim* optim = nullptr;
-    *result = nullptr;
-    Taken lost = {};
-    NibbleStatus status = guarded(error, &lost, [&] {
-        optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
-        optim->config = OptimConfig();
-        optim->gpu = -1;
-        optim->count = count;
-    });
-    blocks_free(&lost);
-    if (status != NIBBLE_OK) return status;
     int before = -1;
-    status =
-        guarded(error, &optim->lost, [&] { optim_make(optim, settings, tensors, allocate, context, stream, &before); });
+    Taken lost = {};
+    const NibbleStatus status = guarded(error, &lost, [&] {
+        optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
+        block_left(optim);  // from here on nibble_optim_free frees it
+        optim->config = OptimConfig(), optim->gpu = -1, optim->count = count;
+        optim_make(optim, settings, tensors, allocate, context, stream, &before);
+    });
+    *result = status == NIBBLE_OK ? optim : nullptr;
+    if (!optim) return status;
     device_leave(optim, before);
-    if (status == NIBBLE_OK) {
-        *result = optim;
-    } else {
-        nibble_optim_free(optim);
-    }
+    optim->lost = lost;
+    if (status != NIBBLE_OK) nibble_optim_free(optim);
     return status;
 }
 

@@ -57,7 +57,7 @@ typedef struct {
 //                 limit_growth reads whole get owners; so do cut tensors whose rows (elements of vectors) do not
 //                 hold whole blocks of states. I/N: this optimizer has the tensors that process I (from 0) owns,
 //                 whole, and no others; rest/N: it has all tensors without owners. Both get the same list of
-//                 tensors; nibble_optim_owner tells the owners, to whom the caller brings the other processes' rows
+//                 tensors; nibble_optim_place tells the owners, to whom the caller brings the other processes' rows
 //     releases    1: the caller makes an optimizer for each tensor, to step it as soon as its gradient is complete;
 //                 rules that take matrices together and need buffers for them are then refused
 //     stacked     for rules that read matrices, the number of equal matrices that a tensor's rows are stacked from,

@@ -13,7 +13,6 @@ from collections import defaultdict
 from copy import deepcopy
 
 import torch
-from torch.optim import optimizer as torch_optimizer
 
 from . import library
 from .part import NUMBERS, TILE, OtherGradients, Part, is_capturing, is_dtensor
@@ -313,24 +312,10 @@ class Optimizer(torch.optim.Optimizer):
 
     # The step.
 
-    def step(self, closure=None):
-        return self._uncompiled_step(closure)
-
-    step.hooked = True  # else torch wraps step, which takes 5 us even if there are no hooks
-
     @torch.compiler.disable
-    def _uncompiled_step(self, closure):
-        arguments = () if closure is None else (closure,)
-        return (self._watched_step if self._is_watched() else self._plain_step)(*arguments)
-
-    def _is_watched(self):
-        """Returns True if torch's wrapper is needed: there are hooks to call, or a profiler runs."""
-        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or
-                    torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks or
-                    torch._C._autograd._profiler_enabled())
-
+    @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
-    def _plain_step(self, closure=None):
+    def step(self, closure=None):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -342,7 +327,7 @@ class Optimizer(torch.optim.Optimizer):
         self._step(self._flat, grads)
         return loss
 
-    _watched_step = torch.optim.Optimizer.profile_hook_step(_plain_step)
+    step.hooked = True  # profile_hook_step has wrapped it already, below torch.compiler.disable
 
     def _step(self, params, grads):
         captured = is_capturing()

@@ -1,10 +1,12 @@
 """Parts: parameters of one type, device and formats, which one optimizer of the library steps together."""
 import array
 import math
+import operator
 
 import torch
+from torch.autograd.graph import increment_version
 
-from . import library, lists, shares
+from . import library, shares
 
 NUMBERS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Other states, int16 among them, which collectives do not take, are bytes.
@@ -81,6 +83,40 @@ def _missing(grads):
     return tuple([t for t, grad in enumerate(grads) if grad is None])
 
 
+_COUNTS_LISTS = torch.__version__ >= (2, 6)  # increment_version takes a list of tensors
+
+
+# These answer questions about a list of tensors without a loop in Python, which would take 5 times as long.
+_version = operator.attrgetter("_version")
+
+
+def _addresses(tensors):
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _versions(tensors):
+    return list(map(_version, tensors))
+
+
+class Layout:
+    """Types, devices, shapes and strides of tensors, without the tensors."""
+
+    def __init__(self, tensors):
+        try:
+            self.check = torch._C._dynamo.guards.TensorGuards(
+                *tensors, dynamic_dims_sizes=[list(t.shape) for t in tensors],
+                dynamic_dims_strides=[list(t.stride()) for t in tensors]).check
+        except Exception:  # another version of torch lacks this private class, or it has other arguments
+            self.check = lambda *_: False
+
+    def same(self, tensors):
+        """Returns True only if as many tensors have this layout; a missing tensor (None) has not."""
+        try:
+            return self.check(*tensors)
+        except TypeError:
+            return False
+
+
 class Part:
     """Holds parameters of one type, device and formats: an optimizer of the library, and the memory of its states."""
 
@@ -103,8 +139,8 @@ class Part:
         self.shares, self.owned = None, []
         self._make(settings, tensors)
         self.weights, self.where = None, None
-        # The last step's missing gradients, the others, and their layout if they could be used without a copy.
-        self.last_missing, self.there, self.layout = (), None, None
+        # The last step's missing gradients, and the layout of the others if they could be used without a copy.
+        self.last_missing, self.layout = (), None
         # If parameters have taken different numbers of steps, the last step keeps its missing gradients, one parameter
         # of each group, and group_of here.
         self.divided = None
@@ -246,11 +282,11 @@ class Part:
 
     def find_weights(self):
         if self.watched:
-            versions = lists.versions(self.counted)
+            versions = _versions(self.counted)
             if self.versions is not None and versions != self.versions:
                 self._take_over(t for t, then, now in zip(self.counted_of, self.versions, versions) if then != now)
             self.versions = versions
-        where = lists.addresses(self.locals)
+        where = _addresses(self.locals)
         if where == self.where:
             return
         for t, (p, local, shape) in enumerate(zip(self.params, self.locals, self.shapes)):
@@ -302,18 +338,17 @@ class Part:
             addresses.append(grad.data_ptr() or 1)  # an empty shard has no address, and 0 would mean no gradient
         # If gradients come and go in each step, remembering their layout is not worth its time.
         if plain and not kept and 1 not in addresses and before == self.last_missing:
-            self.there = [t for t, grad in enumerate(grads) if grad is not None]
-            self.layout = lists.Layout.of([grads[t] for t in self.there])
+            self.layout = Layout([grad for grad in grads if grad is not None])
         return array.array("Q", addresses), kept
 
     def _find_again(self, grads):
         """Returns the addresses of gradients that have the last step's layout; None if they have another."""
         if self.layout is None or (self.last_missing and _missing(grads) != self.last_missing):
             return None
-        its = [grads[t] for t in self.there] if self.last_missing else grads
+        its = [grad for grad in grads if grad is not None] if self.last_missing else grads
         if not self.layout.same(its):
             return None
-        addresses = lists.addresses(its)
+        addresses = _addresses(its)
         for t in self.last_missing:
             addresses.insert(t, 0)
         return array.array("Q", addresses)
@@ -390,9 +425,10 @@ class Part:
             there = torch.ones(len(grads), device="cpu")
             there[list(missing)] = 0
             self.counts += there
-        lists.increment_versions(self.counted)
+        for written in [self.counted] if _COUNTS_LISTS else self.counted:
+            increment_version(written)
         if self.watched:
-            self.versions = lists.versions(self.counted)
+            self.versions = _versions(self.counted)
 
     def _copy_in(self, grads):
         """Copies the parameters that do not lie row by row, and returns the addresses at which the library works."""
