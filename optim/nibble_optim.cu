@@ -623,7 +623,7 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     }
     require_weights(optim, plan);
     require_decoupled(optim, plan);
-    optim->tables = placed_create(optim->optim, optim->compute, optim->placed);
+    placed_create(&optim->tables, optim->optim, optim->compute, optim->placed);
     optim_describe(config, optim->describe, sizeof(optim->describe));
 }
 

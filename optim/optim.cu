@@ -89,8 +89,7 @@ struct Optim {
     int settles;
     JitRequest request[8 * LAUNCHES];  // the kernels that optim_make compiles
     int requests;
-    SpanTile* host;        // of spans_create; its tensors may be refused
-    const Replay* replay;  // of the step that is captured in a CUDA graph, or null
+    SpanTile* host;  // of spans_create; its tensors may be refused
 };
 
 // Allocates zeroed device memory and adds its size to *total.
@@ -705,28 +704,28 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
     rows_settle(dev, &settle);
 }
 
-// Runs the passes before step number `step`, for the tensors in tiles `tile` to `tile_end` - 1 of the launch's list.
-// `config` has the step's betas. The pass for --limit-growth computes the update for a learning rate of 1.
-static void launch_passes(const Optim* optim, const StepLaunch* launch, const OptimConfig* config, int64_t tile,
-                          int64_t tile_end, const StepArguments* arguments, int64_t step) {
+// Runs the passes before a step of the arguments' tensors. The pass for --limit-growth computes the update for a
+// learning rate of 1.
+static void launch_passes(const Optim* optim, const StepLaunch* launch, const StepArguments* arguments,
+                          const LaunchStep* its) {
     const RowPlan* plan = &launch->passes.plan;
-    const RowRange range = row_range(plan, tile, tile_end);
-    StepArguments its = *arguments;
-    its.tiles -= tile;
-    Replay replay = optim->replay ? *optim->replay : Replay{};
+    const RowRange range = row_range(plan, its->first, its->first + arguments->tile_count);
+    StepArguments own = *arguments;
+    own.tiles -= its->first;
+    Replay replay = its->replay ? *its->replay : Replay{};
     for (int i = 0; i < plan->passes && range.tensors > 0; i++) {
         for (int group = 0; group < STEP_GROUPS && plan->pass[i] == SUM_STEP; group++) {
             const Settings settings = {1.0, optim->plan->group[group].decay};
-            its.group[group] = hyper_create(config, &settings, 1.0, step);
-            replay.source[group] = hyper_source(config, &settings);
+            replay.source[group] = hyper_source(its->config, &settings);
             replay.rate[group] = 1.0, replay.rate_at[group] = nullptr;
+            own.group[group] = hyper_create(replay.source[group], 1.0, its->step);
         }
-        pass_run(optim, launch, range, plan->pass[i], &its, optim->replay ? &replay : nullptr, step);
+        pass_run(optim, launch, range, plan->pass[i], &own, its->replay ? &replay : nullptr, its->step);
     }
 }
 
 // Runs a kernel of the step, or its CPU version, on the tiles of the arguments.
-static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArguments* arguments) {
+static void kernel_run(const Optim* optim, const StepKernel* kernel, const Replay* replay, StepArguments* arguments) {
     if (!optim->dev->gpu) {
         const FormatRow* copy = compute_row(optim->compute);
         if (kernel->measures) step_cpu<MEASURE>(kernel, copy, arguments);
@@ -734,9 +733,9 @@ static void kernel_run(const Optim* optim, const StepKernel* kernel, StepArgumen
         return;
     }
     const int64_t tiles = arguments->tile_count, blocks = 8 * (int64_t)optim->dev->sm_count;
-    if (optim->replay) {
-        const StepArguments* at = &optim->replay->to->step;
-        placed_replay(optim->dev, optim->replay, arguments);
+    if (replay) {
+        const StepArguments* at = &replay->to->step;
+        placed_replay(optim->dev, replay, arguments);
         step_launch(optim->dev, &kernel->replayed, tiles < kernel->grid ? tiles : kernel->grid, &at);
         return;
     }
@@ -800,13 +799,13 @@ static void launch_matrices(const Optim* optim, const StepLaunch* launch, const 
         if (projects && work->plan.chunks > 1) device_zero(dev, work->low, low_bytes);
         if (projects) low_rank_project(&low, i);
         moment_arguments(launch, &range, its->first, &low, &moment);
-        kernel_run(optim, &launch->kernel, &moment);
+        kernel_run(optim, &launch->kernel, its->replay, &moment);
         if (projects) low_rank_update(&low, i);
         if (!projects) matrix_update(dev, its->config, work, &range, (const float*)v->extra, v->next);
         range_tiles(&range, its->applied, its->first, &apply);
         apply.grad_scale = work->unit;
         apply.m = apply.v = none;
-        kernel_run(optim, &launch->apply, &apply);
+        kernel_run(optim, &launch->apply, its->replay, &apply);
     }
 }
 
@@ -829,12 +828,11 @@ static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArgum
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
     if (launch->rows.rule->by_rows)
         arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes computed
-    kernel_run(optim, &launch->kernel, arguments);
+    kernel_run(optim, &launch->kernel, its->replay, arguments);
 }
 
 void optim_passes(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its) {
-    const StepLaunch* of = launch_begin(optim, launch, arguments);
-    launch_passes(optim, of, its->config, its->first, its->first + arguments->tile_count, arguments, its->step);
+    launch_passes(optim, launch_begin(optim, launch, arguments), arguments, its);
 }
 
 void optim_launch(const Optim* optim, int launch, StepArguments* arguments, const LaunchStep* its) {
@@ -843,10 +841,6 @@ void optim_launch(const Optim* optim, int launch, StepArguments* arguments, cons
 
 bool optim_replays(const Optim* optim, int launch) {
     return optim->launch[launch].kernel.replayed.jit.function != nullptr;
-}
-
-void optim_replay(Optim* optim, const Replay* replay) {
-    optim->replay = replay;
 }
 
 void optim_commit_scales(const Optim* optim, const float* grad_scale) {

@@ -36,23 +36,14 @@ struct PlacedRun {
     int groups;
 };
 
-// The part of the tables that the kernels of this file read. All pointers are device memory.
+// The part of the tables that the kernels of this file read, in device memory.
 struct PlacedView {
     PlacedTile* tile;          // (tiles)
-    PlacedPointers* pointers;  // (tensors)
     Tile *step, *applied;      // (tiles) of the launches' kernels, and of the second ones of rules that read matrices
     uint32_t* beside;          // (staged) numbers of the tiles with a slot in an arena beside
+    PlacedPointers* pointers;  // (tensors)
     char *weights, *grads;     // the arenas beside the tensors
     int weight_bytes, grad_bytes;
-};
-
-// Tables that grow on the host until they are complete. A refusal leaves them to the next step.
-struct PlacedBuild {
-    Tile *step, *applied;
-    PlacedTile* tile;
-    uint32_t* beside;
-    int64_t tiles, staged;
-    int32_t weights_slots, grads_slots;
 };
 
 struct PlacedTables {
@@ -60,18 +51,18 @@ struct PlacedTables {
     OptimParts parts;
     PlacedState* tensor;       // (count)
     PlacedPointers* pointers;  // (count) of the last step
-    bool built;
-    PlacedRun* run;
+    PlacedRun* run;            // a launch's runs but the last have STEP_GROUPS tensors or more
     int runs;
     int64_t tiles, staged;
-    float* scalars;  // device: 1, and the scale of a step
-    int64_t* clock;  // device: the number of the last step
-    bool moved;      // the device has other addresses than `pointers`
-    bool captured;   // a graph may change the tiles without this host code
-    bool kept;       // a graph uses the present tables, so they are not freed when others replace them
-    PlacedBuild build;
-    Replayed* replayed;  // device memory: the arguments of a graph's kernels
-    PlacedView view;
+    int32_t weights_slots, grads_slots;
+    float* scalars;      // device: 1, and the scale of a step
+    int64_t* clock;      // device: the number of the last step
+    Replayed* replayed;  // device: the arguments of a graph's kernels
+    bool built;
+    bool moved;             // the device has other addresses than `pointers`
+    bool captured;          // a graph may change the tiles without this host code
+    bool kept;              // a graph uses the present tables, so they are not freed when others replace them
+    PlacedView host, view;  // the lists of tiles as they are built, and what the kernels read
 };
 
 // Loops over the tables (each.cuh).
@@ -136,26 +127,41 @@ struct ReturnTiles {
     }
 };
 
-// Sets the factor of a step's gradients.
-struct SetScale {
+// Begins a step: sets the factor of its gradients, and the clock to its number or, if that is 0, to the next number.
+struct BeginStep {
     const float *grad_scale, *found_inf;
     float* scale;
+    int64_t *clock, step;
 
     OPTIM_INLINE void at(int64_t) const {
         const bool skips = found_inf && *found_inf != 0.0f;
         *scale = skips ? bits_float(0x7fc00000u) : grad_scale ? *grad_scale : 1.0f;
+        *clock = step > 0 ? step : *clock + 1;
     }
 };
 
-// Sets the clock to the number of a step or, if that is 0, to the next number.
-struct SetClock {
-    int64_t *clock, step;
+static const Device host_memory = {};
 
-    OPTIM_INLINE void at(int64_t) const { *clock = step > 0 ? step : *clock + 1; }
-};
+// Makes room for the lists of all tiles.
+static void lists_take(const PlacedTables* tables, const Device* dev, PlacedView* view) {
+    const Plan* plan = tables->parts.plan;
+    const int64_t most = (plan->end - plan->begin) / TILE_ELEMENTS;
+    view->tile = (PlacedTile*)device_alloc(dev, most * (int64_t)sizeof(PlacedTile));
+    view->step = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));
+    view->applied = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));
+    view->beside = (uint32_t*)device_alloc(dev, most * (int64_t)sizeof(uint32_t));
+}
 
-PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors) {
-    PlacedTables* tables = (PlacedTables*)memory_zero(1, sizeof(PlacedTables));
+// Drops the lists and the arenas.
+static void view_free(const Device* dev, PlacedView* view) {
+    device_free(dev, view->tile), device_free(dev, view->step), device_free(dev, view->applied);
+    device_free(dev, view->beside), device_free(dev, view->weights), device_free(dev, view->grads);
+    view->tile = nullptr, view->step = view->applied = nullptr, view->beside = nullptr;
+    view->weights = view->grads = nullptr;
+}
+
+void placed_create(PlacedTables** made, Optim* optim, OptimType compute, const PlacedTensor* tensors) {
+    PlacedTables* tables = *made = (PlacedTables*)memory_zero(1, sizeof(PlacedTables));
     const OptimParts parts = tables->parts = optim_parts(optim);
     const size_t count = (size_t)parts.count;
     const float scalars[2] = {1.0f, 1.0f};
@@ -164,6 +170,7 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     tables->tensor = (PlacedState*)memory_zero(count, sizeof(PlacedState));
     for (size_t t = 0; t < count; t++) tables->tensor[t].its = tensors[t];
     tables->pointers = (PlacedPointers*)memory_zero(count, sizeof(PlacedPointers));
+    tables->run = (PlacedRun*)memory_zero(LAUNCHES + count / STEP_GROUPS, sizeof(PlacedRun));
     tables->clock = (int64_t*)device_alloc(parts.dev, sizeof(int64_t));
     device_zero(parts.dev, tables->clock, sizeof(int64_t));
     tables->scalars = (float*)device_alloc(parts.dev, sizeof(scalars));
@@ -173,40 +180,16 @@ PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor*
     tables->view.weight_bytes = compute == OPTIM_FP32 ? 4 : 2;
     tables->view.grad_bytes = config_rows(parts.config).grads->stream[0].bits / 8;
     tables->view.pointers = (PlacedPointers*)device_alloc(parts.dev, (int64_t)(count * sizeof(PlacedPointers)) + 1);
-    return tables;
-}
-
-static void build_free(PlacedBuild* build) {
-    free(build->step), free(build->applied), free(build->tile), free(build->beside);
-    *build = {};
-}
-
-// Drops the tables for the tiles; a graph keeps those that it uses.
-static void tables_clear(PlacedTables* tables) {
-    const Device* dev = tables->parts.dev;
-    PlacedView* view = &tables->view;
-    void* device[] = {view->tile, view->step, view->applied, view->beside, view->weights, view->grads};
-    for (void* memory : device) {
-        if (!tables->kept) device_free(dev, memory);
-    }
-    tables->kept = false;
-    view->tile = nullptr, view->step = view->applied = nullptr, view->beside = nullptr;
-    view->weights = view->grads = nullptr;
-    build_free(&tables->build);
-    free(tables->run);
-    tables->run = nullptr;
-    tables->runs = 0;
-    tables->built = false;
+    lists_take(tables, &host_memory, &tables->host);
 }
 
 void placed_free(PlacedTables* tables) {
     if (!tables) return;
-    tables->kept = false;  // a graph is unusable without the optimizer
-    tables_clear(tables);
-    device_free(tables->parts.dev, tables->scalars), device_free(tables->parts.dev, tables->clock);
-    device_free(tables->parts.dev, tables->replayed);
-    device_free(tables->parts.dev, tables->view.pointers);
-    free(tables->tensor), free(tables->pointers), free(tables);
+    const Device* dev = tables->parts.dev;
+    view_free(&host_memory, &tables->host), view_free(dev, &tables->view);
+    device_free(dev, tables->scalars), device_free(dev, tables->clock), device_free(dev, tables->replayed);
+    device_free(dev, tables->view.pointers);
+    free(tables->tensor), free(tables->pointers), free(tables->run), free(tables);
 }
 
 // Building the tables.
@@ -240,45 +223,44 @@ static int run_group(PlacedRun* run, int group, int settings) {
 }
 
 // Adds the tiles of one tensor. `number` is that of its first tile in its launch's list.
-static void build_tensor(PlacedTables* tables, PlacedBuild* build, int t, int group, const PlacedRun* run,
-                         int64_t number) {
+static void build_tensor(PlacedTables* tables, int t, int group, const PlacedRun* run, int64_t number) {
     const PlacedState* state = &tables->tensor[t];
     const PlacedTensor* placed = &state->its;
+    const PlacedView* host = &tables->host;
     const int64_t tiles = tensor_padded(&tables->parts.tensors[t]) / TILE_ELEMENTS;
     for (int64_t i = 0; i < tiles; i++) {
-        const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from, at = build->tiles++;
+        const int64_t from = i * TILE_ELEMENTS - placed->head, left = placed->count - from, at = tables->tiles++;
         PlacedTile tile = {from, (uint32_t)t, -1, -1, 0, 0, run->matrix};
         tile.begin = (uint16_t)(from < 0 ? -from : 0);
         tile.end = (uint16_t)(left < TILE_ELEMENTS ? left : TILE_ELEMENTS);
         const bool partly = tile.end - tile.begin < TILE_ELEMENTS;
-        if (partly || state->weights_off) tile.weights_slot = build->weights_slots++;
-        if (run->has_passes || run->matrix || partly || state->grads_off) tile.grads_slot = build->grads_slots++;
-        if (tile.weights_slot >= 0 || tile.grads_slot >= 0) build->beside[build->staged++] = (uint32_t)at;
-        build->tile[at] = tile;
-        build->applied[at] = {};
-        build->step[at] = optim_tile(tables->optim, t, i, number + i, &build->applied[at]);
-        for (Tile* its : {&build->step[at], &build->applied[at]}) {
+        if (partly || state->weights_off) tile.weights_slot = tables->weights_slots++;
+        if (run->has_passes || run->matrix || partly || state->grads_off) tile.grads_slot = tables->grads_slots++;
+        if (tile.weights_slot >= 0 || tile.grads_slot >= 0) host->beside[tables->staged++] = (uint32_t)at;
+        host->tile[at] = tile;
+        host->applied[at] = {};
+        host->step[at] = optim_tile(tables->optim, t, i, number + i, &host->applied[at]);
+        for (Tile* its : {&host->step[at], &host->applied[at]}) {
             its->element = (uint32_t)(placed->element / TILE_ELEMENTS + i), its->group = (uint32_t)group;
         }
     }
 }
 
 // Adds a run of a launch, which has at most STEP_GROUPS different constants.
-static PlacedRun* build_run(PlacedTables* tables, const PlacedBuild* build, int launch) {
+static PlacedRun* build_run(PlacedTables* tables, int launch) {
     const OptimConfig* config = &tables->parts.plan->launch[launch].config;
     const bool matrix = rule_of(config)->matrix != MATRIX_NONE;
-    tables->run = (PlacedRun*)memory_grow(tables->run, (size_t)(tables->runs + 1) * sizeof(PlacedRun));
     PlacedRun* run = &tables->run[tables->runs++];
-    *run = {launch, update_reads_whole(config) && !matrix, matrix, build->tiles, 0, {}, {}, 0};
+    *run = {launch, update_reads_whole(config) && !matrix, matrix, tables->tiles, 0, {}, {}, 0};
     return run;
 }
 
 // Adds the tiles of a launch, in runs.
-static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
+static void build_launch(PlacedTables* tables, int launch) {
     const OptimParts* parts = &tables->parts;
     const LaunchPlan* plan = &parts->plan->launch[launch];
     if (config_reads_whole(&plan->config)) require_all(tables, launch, &plan->rows);
-    const int64_t first = build->tiles;
+    const int64_t first = tables->tiles;
     PlacedRun* run = nullptr;
     for (int t = 0; t < parts->count; t++) {
         const PlacedState* state = &tables->tensor[t];
@@ -290,48 +272,38 @@ static void build_launch(PlacedTables* tables, PlacedBuild* build, int launch) {
                 "them fewer",
                 plan->rows.rule->name, STEP_GROUPS);
         }
-        if (number < 0) run = build_run(tables, build, launch);
+        if (number < 0) run = build_run(tables, launch);
         if (number < 0) number = run_group(run, state->group, parts->plan->group_of[t]);
-        build_tensor(tables, build, t, number, run, build->tiles - first);
-        run->tiles = build->tiles - run->first;
+        build_tensor(tables, t, number, run, tables->tiles - first);
+        run->tiles = tables->tiles - run->first;
     }
 }
 
-static void* uploaded(const Device* dev, const void* host, int64_t bytes) {
-    void* device = device_alloc(dev, bytes);
-    copy_to_device(dev, device, host, bytes);
-    return device;
-}
-
-// Builds the tables from the state of each tensor, and uploads them.
+// Builds the tables from the state of each tensor, and uploads them. A refusal leaves them to the next step.
 static void tables_build(PlacedTables* tables) {
-    const OptimParts* parts = &tables->parts;
-    const Device* dev = parts->dev;
+    const Device* dev = tables->parts.dev;
+    const PlacedView* host = &tables->host;
     PlacedView* view = &tables->view;
-    const size_t most = (size_t)((parts->plan->end - parts->plan->begin) / TILE_ELEMENTS);
-    tables_clear(tables);
-    PlacedBuild& build = tables->build;
-    build.step = (Tile*)memory_take(most * sizeof(Tile)), build.applied = (Tile*)memory_take(most * sizeof(Tile));
-    build.tile = (PlacedTile*)memory_take(most * sizeof(PlacedTile));
-    build.beside = (uint32_t*)memory_take(most * sizeof(uint32_t));
-    for (int launch = 0; launch < parts->plan->launches; launch++) build_launch(tables, &build, launch);
-    tables->tiles = build.tiles;
-    tables->staged = build.staged;
-    view->step = (Tile*)uploaded(dev, build.step, build.tiles * (int64_t)sizeof(Tile));
-    view->applied = (Tile*)uploaded(dev, build.applied, build.tiles * (int64_t)sizeof(Tile));
-    view->tile = (PlacedTile*)uploaded(dev, build.tile, build.tiles * (int64_t)sizeof(PlacedTile));
-    view->beside = (uint32_t*)uploaded(dev, build.beside, build.staged * (int64_t)sizeof(uint32_t));
-    const int64_t weights = (int64_t)build.weights_slots * TILE_ELEMENTS * view->weight_bytes,
-                  grads = (int64_t)build.grads_slots * TILE_ELEMENTS * view->grad_bytes;
+    tables->built = false;
+    tables->runs = 0, tables->tiles = tables->staged = 0, tables->weights_slots = tables->grads_slots = 0;
+    for (int launch = 0; launch < tables->parts.plan->launches; launch++) build_launch(tables, launch);
+    if (!tables->kept) view_free(dev, view);
+    lists_take(tables, dev, view);
+    copy_to_device(dev, view->tile, host->tile, tables->tiles * (int64_t)sizeof(PlacedTile));
+    copy_to_device(dev, view->step, host->step, tables->tiles * (int64_t)sizeof(Tile));
+    copy_to_device(dev, view->applied, host->applied, tables->tiles * (int64_t)sizeof(Tile));
+    copy_to_device(dev, view->beside, host->beside, tables->staged * (int64_t)sizeof(uint32_t));
+    const int64_t weights = (int64_t)tables->weights_slots * TILE_ELEMENTS * view->weight_bytes,
+                  grads = (int64_t)tables->grads_slots * TILE_ELEMENTS * view->grad_bytes;
     view->weights = (char*)device_alloc(dev, weights);
     view->grads = (char*)device_alloc(dev, grads);
+    tables->kept = false;
     device_zero(dev, view->grads, grads);  // some padding is never copied
-    for (int64_t i = build.tiles - 1; i >= 0; i--) {
-        const PlacedTile* tile = &build.tile[i];  // the first of a tensor comes last
+    for (int64_t i = tables->tiles - 1; i >= 0; i--) {
+        const PlacedTile* tile = &host->tile[i];  // the first of a tensor comes last
         const void* at = view->grads + (int64_t)tile->grads_slot * TILE_ELEMENTS * view->grad_bytes;
         if (tile->matrix) optim_tensor_grads(tables->optim, (int)tile->tensor, at);
     }
-    build_free(&build);
     tables->built = true;
 }
 
@@ -408,14 +380,6 @@ static void tables_places(PlacedTables* tables, bool capturing) {
     for_each(dev, PlaceTiles{view}, tables->tiles);
 }
 
-// Returns the device scalar that multiplies the gradients of this step.
-static const float* tables_scale(const PlacedTables* tables, const NibbleStep* step) {
-    if (!step->grad_scale && !step->found_inf) return tables->scalars;
-    float* scale = tables->scalars + 1;
-    for_each(tables->parts.dev, SetScale{step->grad_scale, step->found_inf, scale}, 1);
-    return scale;
-}
-
 // Returns a launch's configuration with a group's betas and eps.
 static OptimConfig run_config(const OptimConfig* config, const NibbleGroup* group) {
     OptimConfig own = *config;
@@ -434,33 +398,6 @@ static HyperSource run_source(const OptimConfig* config, const NibbleGroup* grou
 // Returns the number of the step of a group's tensors.
 static int64_t own_step(const NibbleGroup* group, const NibbleStep* step) {
     return group->step > 0 ? group->step : step->step;
-}
-
-static Hyper run_hyper(const OptimConfig* config, const NibbleGroup* group, const Settings* settings,
-                       const NibbleStep* step) {
-    return hyper_create(run_source(config, group, settings), group->lr, own_step(group, step));
-}
-
-// Returns the arguments of a run's step, without arrays.
-static StepArguments run_arguments(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step,
-                                   const float* scale) {
-    const Plan* plan = tables->parts.plan;
-    StepArguments arguments = step_begin(tables->optim, scale, step->step);
-    arguments.tiles = tables->view.step + run->first;
-    arguments.tile_count = run->tiles;
-    for (int i = 0; i < run->groups; i++) {
-        arguments.group[i] = run_hyper(&plan->launch[run->launch].config, &step->group[run->group[i]],
-                                       &plan->group[run->settings[i]], step);
-    }
-    return arguments;
-}
-
-static void run_step(PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
-    const NibbleGroup* group = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
-    const OptimConfig own = run_config(&tables->parts.plan->launch[run->launch].config, group);
-    StepArguments arguments = run_arguments(tables, run, step, scale);
-    const LaunchStep its = {&own, own_step(group, step), tables->view.applied + run->first};
-    optim_launch(tables->optim, run->launch, &arguments, &its);
 }
 
 // Steps in CUDA graphs.
@@ -495,30 +432,6 @@ static void require_replays(const PlacedTables* tables) {
     }
 }
 
-// Adds a group of constants to a replay.
-static void replay_group(Replay* replay, const OptimConfig* config, const NibbleStep* step, int group,
-                         const Settings* settings) {
-    const NibbleGroup* its = &step->group[group];
-    const int i = replay->groups++;
-    replay->source[i] = run_source(config, its, settings);
-    replay->rate[i] = its->lr, replay->rate_at[i] = its->lr_at;
-    replay->lag[i] = step->step - own_step(its, step);
-}
-
-// Makes the kernels of a run, or of the passes before it, read their arguments from device memory.
-static void replay_begin(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, bool passes,
-                         Replay* replay) {
-    const Plan* plan = tables->parts.plan;
-    const OptimConfig* config = &plan->launch[run->launch].config;
-    *replay = {};
-    replay->clock = tables->clock, replay->to = tables->replayed;
-    for (int i = 0; i < (passes ? plan->groups : run->groups); i++) {
-        const int settings = passes ? i : run->settings[i];
-        replay_group(replay, config, step, run->group[passes ? 0 : i], &plan->group[settings]);
-    }
-    optim_replay(tables->optim, replay);
-}
-
 #ifdef __CUDACC__
 struct ReplayArguments {
     StepArguments step;
@@ -526,14 +439,15 @@ struct ReplayArguments {
 };
 static_assert(sizeof(ReplayArguments) <= 4096, "a kernel's arguments");
 
-// Writes the arguments of a captured kernel, with the constants of the next step. grid: 1, block: STEP_GROUPS or more.
+// Writes the arguments of a captured kernel, with the constants of the clock's step. grid: 1, block: STEP_GROUPS or
+// more.
 __global__ void placed_replay_kernel(const __grid_constant__ ReplayArguments replay) {
     const Replay& its = replay.from;
     const uint32_t* from = (const uint32_t*)&replay.step;
     StepArguments* to = &its.to->step;
     for (int i = threadIdx.x; i < (int)(sizeof(StepArguments) / 4); i += blockDim.x) ((uint32_t*)to)[i] = from[i];
     __syncthreads();
-    const int64_t now = *its.clock + 1;
+    const int64_t now = *its.clock;
     const int group = threadIdx.x;
     if (group == 0) to->step = (uint32_t)now;
     if (group >= its.groups) return;
@@ -565,21 +479,30 @@ static bool begins_passes(const PlacedTables* tables, const PlacedRun* run) {
     return run->has_passes && (run == tables->run || run[-1].launch != run->launch);
 }
 
-// Runs the passes of a launch, before its first run. They read neither the learning rate nor the decay of a group, and
-// the other constants are the same for all tensors (require_same_constants).
-static void run_passes(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale) {
+// Takes the step of a run or, with `passes`, runs the passes of its launch. These read neither the learning rate nor
+// the decay of a group, and the other constants are the same for all tensors (require_same_constants).
+static void run_take(const PlacedTables* tables, const PlacedRun* run, const NibbleStep* step, const float* scale,
+                     bool passes, bool capturing) {
     const Plan* plan = tables->parts.plan;
     const LaunchPlan* launch = &plan->launch[run->launch];
-    const NibbleGroup* group = &step->group[run->group[0]];
-    const OptimConfig own = run_config(&launch->config, group);
+    const NibbleGroup* first = &step->group[run->group[0]];  // all groups of a matrix rule have its betas
+    const OptimConfig own = run_config(&launch->config, first);
     StepArguments arguments = step_begin(tables->optim, scale, step->step);
-    for (int i = 0; i < plan->groups; i++) {
-        arguments.group[i] = run_hyper(&launch->config, group, &plan->group[i], step);
+    Replay replay = {};
+    replay.clock = tables->clock, replay.to = tables->replayed;
+    replay.groups = passes ? plan->groups : run->groups;
+    for (int i = 0; i < replay.groups; i++) {
+        const NibbleGroup* group = passes ? first : &step->group[run->group[i]];
+        replay.source[i] = run_source(&launch->config, group, &plan->group[passes ? i : run->settings[i]]);
+        replay.rate[i] = group->lr, replay.rate_at[i] = group->lr_at;
+        replay.lag[i] = step->step - own_step(group, step);
+        arguments.group[i] = hyper_create(replay.source[i], group->lr, own_step(group, step));
     }
     arguments.tiles = tables->view.step + run->first;
-    arguments.tile_count = launch->tiles;
-    const LaunchStep its = {&own, own_step(group, step), nullptr};
-    optim_passes(tables->optim, run->launch, &arguments, &its);
+    arguments.tile_count = passes ? launch->tiles : run->tiles;
+    const LaunchStep its = {&own, own_step(first, step), tables->view.applied + run->first, 0,
+                            capturing ? &replay : nullptr};
+    (passes ? optim_passes : optim_launch)(tables->optim, run->launch, &arguments, &its);
 }
 
 // Refuses different constants or numbers of steps for tensors that a step takes all together.
@@ -621,7 +544,6 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     const Device* dev = tables->parts.dev;
     const bool capturing = is_capturing(dev);
     tables_update(tables, step, capturing);
-    optim_replay(tables->optim, nullptr);  // after a capture that failed
     if (tables->tiles == 0) return;
     if (capturing) require_replays(tables);
     if (tables->moved || capturing) tables_places(tables, capturing);
@@ -629,18 +551,17 @@ void placed_step(PlacedTables* tables, const NibbleStep* step) {
     tables->captured = tables->captured || capturing;
     tables->kept = tables->kept || capturing;
     require_same_constants(tables, step);
-    const float* scale = tables_scale(tables, step);
+    const bool begins = step->grad_scale || step->found_inf || tables->parts.config->replays;
+    const float* scale = tables->scalars + (begins ? 1 : 0);
+    const BeginStep begin = {step->grad_scale, step->found_inf, tables->scalars + 1, tables->clock,
+                             capturing ? 0 : step->step};
+    if (begins) for_each(dev, begin, 1);
     for_each(dev, BringTiles{tables->view}, tables->staged * MOVERS);
     for (int i = 0; i < tables->runs; i++) {
         const PlacedRun* run = &tables->run[i];
-        Replay replay;
-        if (capturing) replay_begin(tables, run, step, true, &replay);
-        if (begins_passes(tables, run)) run_passes(tables, run, step, scale);
-        if (capturing) replay_begin(tables, run, step, false, &replay);
-        run_step(tables, run, step, scale);
+        if (begins_passes(tables, run)) run_take(tables, run, step, scale, true, capturing);
+        run_take(tables, run, step, scale, false, capturing);
     }
-    optim_replay(tables->optim, nullptr);
     tables_settle(tables, scale);
     for_each(dev, ReturnTiles{tables->view}, tables->staged * MOVERS);
-    if (tables->parts.config->replays) for_each(dev, SetClock{tables->clock, capturing ? 0 : step->step}, 1);
 }

@@ -32,9 +32,9 @@ struct PlacedTensor {
 
 typedef struct PlacedTables PlacedTables;
 
-// Makes the tables for steps; `tensors` has an entry for each of the optimizer's tensors. placed_free frees the tables,
-// which must not outlive the optimizer.
-PlacedTables* placed_create(Optim* optim, OptimType compute, const PlacedTensor* tensors);
+// Sets *tables, at once, to tables for steps; `tensors` has an entry for each of the optimizer's tensors. placed_free
+// frees the tables, which must not outlive the optimizer.
+void placed_create(PlacedTables** tables, Optim* optim, OptimType compute, const PlacedTensor* tensors);
 void placed_free(PlacedTables* tables);
 
 // Takes one step on the stream of the optimizer's device; nibble_optim.h describes `step`, whose member `stream` is
@@ -53,12 +53,32 @@ int64_t placed_clock(const PlacedTables* tables);
 // Returns the arguments that all launches of a step have in common.
 StepArguments step_begin(const Optim* optim, const float* grad_scale, int64_t step);
 
+// The arguments of captured kernels, in device memory.
+struct Replayed {
+    StepArguments step;
+    float changing[3];  // the first group's one_minus_beta2 and root2, and root3 (SettleArguments)
+};
+
+// The numbers from which each replay of a captured step computes its constants.
+struct Replay {
+    HyperSource source[STEP_GROUPS];
+    double rate[STEP_GROUPS];
+    const float* rate_at[STEP_GROUPS];  // on the device, or null
+    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
+    int groups;
+    const int64_t* clock;  // on the device: the number of the step
+    Replayed* to;          // device memory, which kernels of one stream use one after another
+};
+// Captures a kernel that writes the arguments to replay->to, from where the next kernel reads them.
+void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments);
+
 // A step of a launch whose constants and number come from the caller.
 struct LaunchStep {
-    const OptimConfig* config;  // the launch's, with the betas of this step
-    int64_t step;               // number of the tensors' own step
-    const Tile* applied;        // with a rule that reads matrices, the tiles of the second kernel
-    int64_t first = 0;          // tile of the launch's list with which these and the arguments' tiles begin
+    const OptimConfig* config;       // the launch's, with the betas of this step
+    int64_t step;                    // number of the tensors' own step
+    const Tile* applied;             // with a rule that reads matrices, the tiles of the second kernel
+    int64_t first = 0;               // tile of the launch's list with which these and the arguments' tiles begin
+    const Replay* replay = nullptr;  // of a step that is captured in a CUDA graph
 };
 
 // optim_passes and optim_launch set the arrays that `arguments` needs besides tiles. optim_passes runs the passes of a
@@ -74,26 +94,5 @@ Tile optim_tile(const Optim* optim, int tensor, int64_t i, int64_t number, Tile*
 // Returns true if a launch can be captured in a CUDA graph.
 bool optim_replays(const Optim* optim, int launch);
 
-// The arguments of captured kernels, in device memory.
-struct Replayed {
-    StepArguments step;
-    float changing[3];  // the first group's one_minus_beta2 and root2, and root3 (SettleArguments)
-};
-
-// The numbers from which each replay of a captured step computes its constants.
-struct Replay {
-    HyperSource source[STEP_GROUPS];
-    double rate[STEP_GROUPS];
-    const float* rate_at[STEP_GROUPS];  // on the device, or null
-    int64_t lag[STEP_GROUPS];           // how many steps fewer the group's tensors have taken
-    int groups;
-    const int64_t* clock;  // on the device: the number of the last step
-    Replayed* to;          // device memory, which kernels of one stream use one after another
-};
-
-// Sets the replay for which the optimizer's kernels are captured, or null. While it is set, kernels read their
-// arguments from replay->to, and before each of them placed_replay captures a kernel that writes the arguments there.
-void optim_replay(Optim* optim, const Replay* replay);
-void placed_replay(const Device* dev, const Replay* replay, const StepArguments* arguments);
 // Ends a step, after all launches.
 void optim_commit_scales(const Optim* optim, const float* grad_scale);

@@ -79,7 +79,8 @@ static NibbleStatus run(const char* const* settings) {
     NibbleOptim* optim;
     NibbleStatus status = nibble_optim_create(&optim, settings, tensors, 3, NULL, NULL, NULL, error);
     for (int step = 1; step <= 2 && optim; step++) {
-        const void* from[] = {grads[0], grads[1], step == 2 && nibble_optim_place(optim, 2).together < 0 ? NULL : grads[2]};
+        const void* from[] = {grads[0], grads[1],
+                              step == 2 && nibble_optim_place(optim, 2).together < 0 ? NULL : grads[2]};
         const NibbleStep now = {.weights = to, .grads = from, .group = &group, .step = step};
         NibbleStatus its = nibble_optim_step(optim, &now, error);
         if (status == NIBBLE_OK) status = its;

@@ -131,7 +131,7 @@ static void placed_open(Placed* run, const OptimConfig* config, OptimType comput
         put(run, run->weights[t], run->bytes[0], length(t), initial, 0, t);
     }
     optim_decode(run->optim);
-    if (placed) run->tables = placed_create(run->optim, compute, places);
+    if (placed) placed_create(&run->tables, run->optim, compute, places);
 }
 
 static void put_grads(Placed* run, int step) {
@@ -349,7 +349,7 @@ static void check_cut(Test* test, const Case* its, bool gpu) {
         const PlacedTensor placed = {count, head, first - head};
         optim_layout(&tensor, 1, &config);
         part[p] = optim_create(&whole.dev, &config, &tensor, 1, OPTIM_BF16);
-        tables[p] = placed_create(part[p], OPTIM_BF16, &placed);
+        placed_create(&tables[p], part[p], OPTIM_BF16, &placed);
         float* values = (float*)calloc((size_t)(head + count), sizeof(float));
         for (int64_t i = 0; i < count; i++) values[head + i] = initial(0, first + i);
         optim_set_weights(part[p], 0, values);
