@@ -526,9 +526,8 @@ static void micro_batch(const Model* m, int buckets, int B, bool train, bool fir
 // Computes the loss (-ln p) of each of `count` targets, which follow `places` of tokens (B, T), and whether it is the
 // likeliest token. All are on the host. The logits are fp32, in training's memory, so fewer rows fit if X is bf16.
 template <typename X>
-static void gpt2_score(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
-                       float* losses, int* likeliest) {
-    const Model* m = (const Model*)model;
+static void gpt2_score(const Model* m, const int* tokens, int B, int T, const int* places, const int* targets,
+                       int count, float* losses, int* likeliest) {
     Activations<X> a = activations_of<X>(m, false);
     const Input* input = &m->input;
     const int64_t rows = m->logit_rows * (int64_t)sizeof(X) / (int64_t)sizeof(float);
@@ -756,18 +755,63 @@ constexpr int64_t EVALUATION_TOKENS = 16384;  // of a batch at most, whatever --
 static void broadcast_bytes(void* model, int from, void* bytes, int64_t count) {
     launch_broadcast(((const Model*)model)->launch, from, bytes, count);
 }
-static bool evaluation_stops(void* model) {
-    return asks_to_stop((const Model*)model);
-}
 
-// Scores the tasks of --eval; `done` gets the figures of each on rank 0. All ranks call it.
-static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, EvaluationDone done, void* context) {
-    char error[DATA_ERROR_BYTES];
+// Scores one task of --eval and reports its figures, in `run` or, without one, on the terminal. Ranks take batches in
+// turn, as many each, and add their scores; all call it. Returns false, and reports nothing, if a signal stops them.
+static bool evaluate_task(const Model* m, const Evaluation* task, RunFolder* run, FILE* out) {
+    const int rank = m->launch->rank, world = m->launch->world;
     const int64_t room = (int64_t)m->B * m->T, tokens = room < EVALUATION_TOKENS ? room : EVALUATION_TOKENS;
     const auto score = m->arena.type == OPTIM_FP32 ? gpt2_score<float> : gpt2_score<bf16>;
-    const Evaluator evaluator = {m->launch->rank, m->launch->world, m->T,     tokens, m->config.V, score,
-                                 broadcast_bytes, evaluation_stops, (void*)m, done,   context};
-    require(evaluation_run(&evaluator, o->eval, tokenizer, o->eval_out, error), error);
+    const double began = seconds_now();
+    double told = began;
+    char error[DATA_ERROR_BYTES];
+    EvaluationPass pass;
+    evaluation_begin(&pass, task, m->T, tokens);
+    bool stopped = false;
+    for (int i = 0; i < pass.batches && !stopped; i += world) {
+        const int own = i + rank, last = pass.batches - 1;
+        const EvaluationBatch* batch = evaluation_fill(&pass, own < last ? own : last);
+        score(m, pass.tokens, batch->B, batch->T, pass.places, pass.targets, pass.count, pass.losses, pass.likeliest);
+        if (own <= last) evaluation_take(&pass);
+        stopped = asks_to_stop(m);
+        if (rank > 0 || seconds_now() < told + 5) continue;
+        fprintf(stderr, "eval     %s  %d of %d batches\n", task->name, i + world, pass.batches);
+        told = seconds_now();
+    }
+    launch_all_reduce(m->launch, &pass.scores->sum, 2 * task->rows, LAUNCH_SUM);
+    const EvaluationResult result = evaluation_result(&pass);
+    if (rank == 0 && !stopped) {
+        const double seconds = seconds_now() - began;
+        if (result.examples == 0) {
+            user_error("--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
+                       task->name, m->T);
+        }
+        if (run) report_evaluation(run, task, &result, seconds);
+        if (!run) printf("eval     %s\n", evaluation_describe(task, &result, seconds)), fflush(stdout);
+        require(!out || evaluation_write(out, &pass, error), error);
+    }
+    evaluation_end(&pass);
+    return !stopped;
+}
+
+// Scores the tasks of --eval. All ranks call it.
+static void evaluate(const Model* m, const Options* o, const Tokenizer* tokenizer, RunFolder* run) {
+    char error[DATA_ERROR_BYTES];
+    const bool writes = *o->eval_out && m->launch->rank == 0;
+    FILE* out = writes ? evaluation_out(o->eval_out, error) : nullptr;
+    require(out || !writes, error);
+    bool goes_on = true;
+    for (const char *names = o->eval, *name; goes_on && (name = text_word(&names, ','));) {
+        Evaluation task;
+        require(evaluation_open(&task, name, tokenizer, error), error);
+        if (task.vocabulary > m->config.V) {
+            user_error("--eval %s has a vocabulary of %d tokens and the model of %d", name, task.vocabulary,
+                       m->config.V);
+        }
+        goes_on = evaluate_task(m, &task, run, out);
+        evaluation_close(&task);
+    }
+    if (out) fclose(out);
 }
 
 // Checkpoints: data/checkpoint.h writes and verifies them; this part supplies the arrays and reads them back.
@@ -1273,7 +1317,7 @@ static void run_sample(Run* run) {
 static void run_evaluation(Run* run) {
     signals_doing("this batch of the evaluation", run->step_seconds);
     run->folder.error[0] = 0;
-    evaluate(run->model, run->options, run->folder.tokenizer, report_evaluation, &run->folder);
+    evaluate(run->model, run->options, run->folder.tokenizer, &run->folder);
     require(!run->folder.error[0], run->folder.error);
 }
 
@@ -1408,7 +1452,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         prompts_close(&prompts);
     } else {
         require(evaluation_check(o->eval, tokenizer, error), error);  // all, before the first is scored
-        evaluate(&m, o, tokenizer, evaluation_print, nullptr);
+        evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
     model_free(&m);

@@ -1,20 +1,12 @@
 // Files that are no text are recognized by the signature they begin with, or by a sample: a text in any 8-bit encoding
 // has next to no NUL and control bytes, and no NUL at its beginning.
-#include "content.h"
 #include <stdlib.h>
 #include <string.h>
-#include "files.h"
+#include "loader.h"
 #include "options.h"  // shell_word
 #include "text.h"
 
-enum { BEGIN = 512, HEAD = 65536, BLOCK = 4096, BLOCKS = 16 };
-
-typedef struct {
-    int64_t bytes;
-    int64_t nul;
-    int64_t control;      // bytes that no text has, beside NUL
-    bool begins_as_text;  // no NUL in the first BEGIN bytes
-} Sample;
+enum { BEGIN = 512, BLOCK = 4096, BLOCKS = 16 };
 
 // Advice about a file. %s is its name as a shell takes it.
 static const char prepare[] = "type make venv && .venv/bin/python data/prepare.py %s";
@@ -39,21 +31,6 @@ static const struct {
     {2, "\xFF\xFE", "UTF-16 text", "type iconv -f UTF-16 -t UTF-8 %s > text.txt, and name text.txt"},
 };
 
-static void sample_add(Sample* sample, const unsigned char* bytes, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        unsigned char b = bytes[i];
-        // Tab, line feed, page feed, carriage return, backspace and escape are found in texts.
-        bool usual = (b >= '\b' && b <= '\r') || b == 0x1B;
-        sample->nul += b == 0;
-        sample->control += (b > 0 && b < ' ' && !usual) || b == 0x7F;
-    }
-    sample->bytes += count;
-}
-
-static bool sample_is_text(const Sample* sample) {
-    return sample->begins_as_text && sample->nul * 1000 <= sample->bytes && sample->control * 100 <= sample->bytes;
-}
-
 // True if a file is JSON by its name, or begins as an object or an array of those or of texts.
 static bool is_json(const char* path, const unsigned char* head, int64_t bytes) {
     int64_t at = bytes >= 3 && memcmp(head, "\xEF\xBB\xBF", 3) == 0 ? 3 : 0;
@@ -71,39 +48,40 @@ static bool refuse(char* error, const char* path, const char* name, const char* 
                       text_kept(advice, shell_word(path)));
 }
 
-// Samples the first HEAD bytes and BLOCKS blocks of what follows them.
-static bool sample_read(Sample* sample, unsigned char* head, int descriptor, int64_t size, const char* path,
-                        char* error) {
-    unsigned char block[BLOCK];
-    int64_t bytes = size < HEAD ? size : HEAD;
-    bool ok = file_read_at(descriptor, path, head, 0, bytes, error);
-    if (ok) sample_add(sample, head, bytes < BEGIN ? bytes : BEGIN);
-    sample->begins_as_text = sample->nul == 0;
-    if (ok && bytes > BEGIN) sample_add(sample, head + BEGIN, bytes - BEGIN);
-    for (int64_t i = 1; ok && size > HEAD + BLOCK && i <= BLOCKS; i++) {
-        ok = file_read_at(descriptor, path, block, (size - BLOCK) / BLOCKS * i, BLOCK, error);
-        if (ok) sample_add(sample, block, BLOCK);
+// Counts the NUL bytes, and the other bytes that no text has. Tab, line feed, page feed, carriage return, backspace and
+// escape are found in texts.
+static void count_odd(const unsigned char* bytes, int64_t count, int64_t* nul, int64_t* control) {
+    for (int64_t i = 0; i < count; i++) {
+        const unsigned char b = bytes[i];
+        const bool usual = (b >= '\b' && b <= '\r') || b == 0x1B;
+        *nul += b == 0;
+        *control += (b > 0 && b < ' ' && !usual) || b == 0x7F;
     }
-    return ok;
 }
 
 bool content_is_text(int descriptor, int64_t size, const char* path, char* error) {
-    Sample sample = {0};
-    SCOPED unsigned char* head = memory_zero(1, HEAD);
-    if (!sample_read(&sample, head, descriptor, size, path, error)) return false;
-    const bool text = sample_is_text(&sample);
+    unsigned char head[BLOCK] = {0}, block[BLOCK];
+    const int64_t bytes = size < BLOCK ? size : BLOCK, step = (size - bytes) / BLOCKS;
+    int64_t nul = 0, control = 0, sampled = bytes;
+    if (!file_read_at(descriptor, path, head, 0, bytes, error)) return false;
+    count_odd(head, bytes, &nul, &control);
+    const bool begins_as_text = !memchr(head, 0, (size_t)(bytes < BEGIN ? bytes : BEGIN));
+    for (int64_t i = 1; step > 0 && i <= BLOCKS; i++, sampled += BLOCK) {
+        if (!file_read_at(descriptor, path, block, step * i, BLOCK, error)) return false;
+        count_odd(block, BLOCK, &nul, &control);
+    }
+    const bool text = begins_as_text && nul * 1000 <= sampled && control * 100 <= sampled;
     for (size_t i = 0; i < sizeof(signatures) / sizeof(signatures[0]); i++) {
-        const char *signature = signatures[i].bytes, *name = signatures[i].name;
+        const char* signature = signatures[i].bytes;
         if (size < signatures[i].length || memcmp(head, signature, (size_t)signatures[i].length) != 0) continue;
         if (text && strcmp(signature, "PAR1") == 0) continue;  // a text may begin so
-        return refuse(error, path, name, signatures[i].advice);
+        return refuse(error, path, signatures[i].name, signatures[i].advice);
     }
-    if (text && is_json(path, head, size < HEAD ? size : HEAD)) {
+    if (text && is_json(path, head, bytes)) {
         return refuse(error, path, "JSON, whose marks and names would be learned as well", prepare);
     }
     if (text) return true;
-    const int64_t odd = sample.nul + sample.control;
     const char* binary = text_kept("binary (%.3g%% of its bytes are NUL or control characters)",
-                                   100.0 * (double)odd / (double)sample.bytes);
+                                   100.0 * (double)(nul + control) / (double)sampled);
     return refuse(error, path, binary, others);
 }

@@ -3,14 +3,11 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#include "clock.h"
 #include "files.h"
 #include "json.h"
 #include "text.h"
 
 enum { HEADER_BYTES = 64, VERSION = 1, ROUND = 64 };  // lengths are rounded up to ROUND, so that shapes are few
-
-static const double TELL_SECONDS = 5;  // between two lines of progress
 
 static const char SCORES[] = "{\"task\": ";  // the first bytes of --eval-out's file
 
@@ -215,8 +212,14 @@ static int rows_that_fit(const Evaluation* e, int T, int* rows) {
     return count;
 }
 
-EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
-    EvaluationPlan plan = {memory_take((size_t)e->rows * sizeof(int)), NULL, 0};
+void evaluation_begin(EvaluationPass* pass, const Evaluation* e, int T, int64_t tokens) {
+    const size_t room = (size_t)(tokens > T ? tokens : T);
+    *pass = (EvaluationPass){.task = e, .T = T};
+    pass->order = memory_take((size_t)e->rows * sizeof(int));
+    pass->scores = memory_zero((size_t)e->rows, sizeof(EvaluationScore));
+    pass->tokens = memory_take(4 * room * sizeof(int));
+    pass->places = pass->tokens + room, pass->targets = pass->places + room, pass->likeliest = pass->targets + room;
+    pass->losses = memory_take(room * sizeof(float));
     SCOPED int* rows = memory_take((size_t)e->rows * sizeof(int));
     const int count = rows_that_fit(e, T, rows);
     int used = 0;
@@ -224,52 +227,53 @@ EvaluationPlan evaluation_plan(const Evaluation* e, int T, int64_t tokens) {
         const int max = length < T ? length : T, first = used;
         for (int i = 0; i < count; i++) {
             const int own = row_length(&e->row[rows[i]], T);
-            if (own <= max && own > length - ROUND) plan.order[used++] = rows[i];
+            if (own <= max && own > length - ROUND) pass->order[used++] = rows[i];
         }
         const int64_t fit = tokens / max > 0 ? tokens / max : 1;
         const int B = used - first < fit ? used - first : (int)fit;
         for (int at = first; at < used; at += B) {
-            plan.batch = memory_grow(plan.batch, (size_t)(plan.batches + 1) * sizeof(EvaluationBatch));
-            plan.batch[plan.batches++] = (EvaluationBatch){B, max, at, used - at < B ? used - at : B};
+            pass->batch = memory_grow(pass->batch, (size_t)(pass->batches + 1) * sizeof(EvaluationBatch));
+            pass->batch[pass->batches++] = (EvaluationBatch){B, max, at, used - at < B ? used - at : B};
         }
     }
-    return plan;
 }
 
-int evaluation_fill(const Evaluation* e, const EvaluationPlan* plan, int batch, int* tokens, int* places,
-                    int* targets) {
-    const EvaluationBatch* b = &plan->batch[batch];
-    int count = 0;
-    memset(tokens, 0, (size_t)b->B * (size_t)b->T * sizeof(int));
+const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch) {
+    const Evaluation* e = pass->task;
+    const EvaluationBatch* b = &pass->batch[batch];
+    pass->filled = batch, pass->count = 0;
+    memset(pass->tokens, 0, (size_t)b->B * (size_t)b->T * sizeof(int));
     for (int i = 0; i < b->count; i++) {
-        const int index = plan->order[b->first + i];
+        const int index = pass->order[b->first + i];
         const EvaluationRow* row = &e->row[index];
         const int length = row_length(row, b->T);
         const uint16_t* last = e->tokens + e->first[index] + row->context + row->continuation - 1;
         const uint16_t* first = last - length;
-        for (int t = 0; t < length; t++) tokens[i * b->T + t] = first[t];
+        for (int t = 0; t < length; t++) pass->tokens[i * b->T + t] = first[t];
         for (int t = length - (int)row->continuation; t < length; t++) {
-            places[count] = i * b->T + t;
-            targets[count++] = first[t + 1];
+            pass->places[pass->count] = i * b->T + t;
+            pass->targets[pass->count++] = first[t + 1];
         }
     }
-    return count;
+    return b;
 }
 
-void evaluation_take(const Evaluation* e, const EvaluationPlan* plan, int batch, const float* losses,
-                     const int* likeliest, EvaluationScore* scores) {
-    const EvaluationBatch* b = &plan->batch[batch];
+void evaluation_take(EvaluationPass* pass) {
+    const EvaluationBatch* b = &pass->batch[pass->filled];
     int at = 0;
     for (int i = 0; i < b->count; i++) {
-        const int index = plan->order[b->first + i];
-        const EvaluationRow* row = &e->row[index];
-        EvaluationScore score = {0, 1, 0};
-        for (uint32_t t = 0; t < row->continuation; t++, at++) {
-            score.sum -= losses[at];
-            score.right = score.right && likeliest[at];
+        const int index = pass->order[b->first + i];
+        EvaluationScore score = {0, 1};
+        for (uint32_t t = 0; t < pass->task->row[index].continuation; t++, at++) {
+            score.sum -= pass->losses[at];
+            score.right = score.right && pass->likeliest[at];
         }
-        scores[index] = score;
+        pass->scores[index] = score;
     }
+}
+
+void evaluation_end(EvaluationPass* pass) {
+    free(pass->order), free(pass->batch), free(pass->scores), free(pass->tokens), free(pass->losses);
 }
 
 // The choice with the largest score, the first of equal ones. With `norm` a sum is divided by the choice's characters.
@@ -288,7 +292,10 @@ static double standard_error(double share, int n) {
     return n > 1 ? sqrt(share * (1 - share) / (n - 1)) : 0;
 }
 
-EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* scores, int T) {
+EvaluationResult evaluation_result(const EvaluationPass* pass) {
+    const Evaluation* e = pass->task;
+    const EvaluationScore* scores = pass->scores;
+    const int T = pass->T;
     EvaluationResult r = {NAN, NAN, NAN, NAN, NAN, 0, 0, 0, T};
     int64_t right[2] = {0};
     double sum = 0;
@@ -302,7 +309,8 @@ EvaluationResult evaluation_result(const Evaluation* e, const EvaluationScore* s
         }
         for (int norm = 0; norm < 2; norm++)
             right[norm] += best_choice(row, scores, (int)example->rows, norm) == (int)example->answer;
-        if (e->kind == EVALUATION_LAST_WORD) right[0] += scores->right - 1;  // its only choice counted as right
+        if (e->kind == EVALUATION_LAST_WORD)
+            right[0] += scores->right > 0 ? 0 : -1;  // its only choice counted as right
         for (uint32_t j = 0; j < example->rows; j++) {
             sum += scores[j].sum;
             cut = cut || (uint64_t)row[j].context + row[j].continuation > (uint64_t)T + 1;
@@ -327,12 +335,6 @@ const char* evaluation_describe(const Evaluation* e, const EvaluationResult* r, 
                      words ? "last words" : "questions", out, cut, seconds);
 }
 
-void evaluation_print(void* context, const Evaluation* e, const EvaluationResult* result, double seconds) {
-    (void)context;
-    printf("eval     %s\n", evaluation_describe(e, result, seconds));
-    fflush(stdout);
-}
-
 void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     json_write_text_member(log, "", "name", e->name);
     fprintf(log, ", \"examples\": %d", r->examples);
@@ -342,14 +344,19 @@ void evaluation_log(FILE* log, const Evaluation* e, const EvaluationResult* r) {
     fprintf(log, ", \"left_out\": %d, \"cut\": %d", r->left_out, r->cut);
 }
 
-// Adds a line for each example to a .jsonl file: {"task", "example", "answer", "scores" (ln p of each choice),
-// "characters", "choice", "choice_norm"}, or "right" instead of choices for last words, or
-// "left_out", with null as scores, where a choice is longer than the context.
-static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationScore* scores, int T, char* error) {
+FILE* evaluation_out(const char* path, char* error) {
+    FILE* file = output_open(path, SCORES, error);
+    if (!file) data_error(error, "--eval-out: %s", error);
+    return file;
+}
+
+bool evaluation_write(FILE* file, const EvaluationPass* pass, char* error) {
+    const Evaluation* e = pass->task;
+    const EvaluationScore* scores = pass->scores;
     const EvaluationRow* row = e->row;
     for (int i = 0; i < e->examples; i++) {
         const int count = (int)e->example[i].rows;
-        const bool fits = example_fits(&e->example[i], row, T);
+        const bool fits = example_fits(&e->example[i], row, pass->T);
         json_write_text_member(file, "{", "task", e->name);
         fprintf(file, ", \"example\": %d, \"answer\": %u, \"scores\": [", i, e->example[i].answer);
         for (int j = 0; j < count; j++) {
@@ -361,7 +368,7 @@ static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationSc
         if (!fits) {
             fputs(", \"left_out\": true}\n", file);
         } else if (e->kind == EVALUATION_LAST_WORD) {
-            fprintf(file, ", \"right\": %s}\n", scores->right ? "true" : "false");
+            fprintf(file, ", \"right\": %s}\n", scores->right > 0 ? "true" : "false");
         } else {
             fprintf(file, ", \"choice\": %d, \"choice_norm\": %d}\n", best_choice(row, scores, count, false),
                     best_choice(row, scores, count, true));
@@ -369,72 +376,4 @@ static bool evaluation_write(FILE* file, const Evaluation* e, const EvaluationSc
         row += count, scores += count;
     }
     return fflush(file) == 0 || data_error(error, "the scores cannot be written: the disk may be full");
-}
-
-// Computes the scores of all rows on all processes; false if they must stop.
-static bool evaluation_score(const Evaluator* by, const Evaluation* e, EvaluationScore* scores) {
-    EvaluationPlan plan = evaluation_plan(e, by->T, by->tokens);
-    const size_t room = (size_t)(by->tokens > by->T ? by->tokens : by->T);
-    SCOPED int* tokens = memory_take(4 * room * sizeof(int));
-    int *places = tokens + room, *targets = tokens + 2 * room, *likeliest = tokens + 3 * room;
-    SCOPED float* losses = memory_take(room * sizeof(float));
-    bool stopped = false;
-    double told = seconds_now();
-    for (int i = 0; i < plan.batches && !stopped; i += by->world) {
-        const int own = i + by->rank, batch = own < plan.batches ? own : plan.batches - 1;
-        const int count = evaluation_fill(e, &plan, batch, tokens, places, targets);
-        by->score(by->model, tokens, plan.batch[batch].B, plan.batch[batch].T, places, targets, count, losses,
-                  likeliest);
-        evaluation_take(e, &plan, batch, losses, likeliest, scores);
-        stopped = by->stops(by->model);
-        if (by->rank > 0 || seconds_now() < told + TELL_SECONDS) continue;
-        fprintf(stderr, "eval     %s  %d of %d batches\n", e->name, i + by->world, plan.batches);
-        told = seconds_now();
-    }
-    SCOPED EvaluationScore* theirs = memory_take((size_t)e->rows * sizeof(*theirs));
-    for (int rank = 0; rank < by->world && by->world > 1 && !stopped; rank++) {
-        memcpy(theirs, scores, (size_t)e->rows * sizeof(*theirs));
-        by->broadcast(by->model, rank, theirs, e->rows * (int64_t)sizeof(*theirs));
-        for (int i = rank; i < plan.batches; i += by->world) {
-            const int* row = plan.order + plan.batch[i].first;
-            for (int j = 0; j < plan.batch[i].count; j++) scores[row[j]] = theirs[row[j]];
-        }
-    }
-    free(plan.order), free(plan.batch);
-    return !stopped;
-}
-
-// Scores one task.
-static bool evaluation_one(const Evaluator* by, const char* name, const Tokenizer* tokenizer, FILE* out, bool* stopped,
-                           char* error) {
-    Evaluation e;
-    const double begin = seconds_now();
-    if (!evaluation_open(&e, name, tokenizer, error)) return false;
-    bool ok = e.vocabulary <= by->vocabulary ||
-              data_error(error, "--eval %s has a vocabulary of %d tokens and the model of %d", name, e.vocabulary,
-                         by->vocabulary);
-    SCOPED EvaluationScore* scores = memory_zero((size_t)e.rows, sizeof(*scores));
-    *stopped = ok && !evaluation_score(by, &e, scores);
-    if (ok && !*stopped && by->rank == 0) {
-        const EvaluationResult result = evaluation_result(&e, scores, by->T);
-        if (result.examples == 0)
-            ok = data_error(error,
-                            "--eval %s: each choice is longer than the model's context of %d tokens; leave it out",
-                            name, by->T);
-        if (ok) by->done(by->context, &e, &result, seconds_now() - begin);
-        ok = ok && (!out || evaluation_write(out, &e, scores, by->T, error));
-    }
-    evaluation_close(&e);
-    return ok;
-}
-
-bool evaluation_run(const Evaluator* by, const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
-    FILE* file = *out && by->rank == 0 ? output_open(out, SCORES, error) : NULL;
-    if (*out && by->rank == 0 && !file) return data_error(error, "--eval-out: %s", error);
-    bool ok = true, stopped = false;
-    for (const char* name; ok && !stopped && (name = text_word(&names, ','));) {
-        ok = evaluation_one(by, name, tokenizer, file, &stopped, error);
-    }
-    if (file) fclose(file);
-    return ok;
 }

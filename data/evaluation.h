@@ -49,28 +49,32 @@ typedef struct {
     int B, T, first, count;
 } EvaluationBatch;
 
+// The score of a row, as doubles, so that processes can add theirs.
 typedef struct {
+    double sum;    // of ln p
+    double right;  // 1 if each token of the continuation was the likeliest
+} EvaluationScore;
+
+// A task that a model scores batch by batch: evaluation_fill, the model, evaluation_take.
+typedef struct {
+    const Evaluation* task;
+    int T;       // the model's context
     int* order;  // (rows) by length
     EvaluationBatch* batch;
     int batches;
-} EvaluationPlan;
+    EvaluationScore* scores;  // (rows) 0 until computed
+    // The batch that was filled in last: tokens (B, T), and `count` places that are scored, as indices into these, with
+    // the token that follows each. The model writes the loss (-ln p) at each place and whether that token is likeliest.
+    int filled, count;
+    int *tokens, *places, *targets, *likeliest;
+    float* losses;
+} EvaluationPass;
 // Plans the batches, of at most `tokens` tokens each, for a context of T tokens. Examples with a longer choice are left
-// out. The caller frees `order` and `batch`.
-EvaluationPlan evaluation_plan(const Evaluation* evaluation, int T, int64_t tokens);
-// Fills in a batch as a model reads it: tokens (B, T), and the places that are scored, as indices into these, with the
-// token that follows each. `places` and `targets` have room for B * T. Returns how many places there are.
-int evaluation_fill(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, int* tokens, int* places,
-                    int* targets);
-
-// This is the score of a row.
-typedef struct {
-    double sum;     // of ln p
-    int32_t right;  // 1 if each token of the continuation was the likeliest
-    int32_t pad;
-} EvaluationScore;
-// Puts the scores of a batch's rows into scores[row], from the loss (-ln p) at each place and whether it was likeliest.
-void evaluation_take(const Evaluation* evaluation, const EvaluationPlan* plan, int batch, const float* losses,
-                     const int* likeliest, EvaluationScore* scores);
+// out.
+void evaluation_begin(EvaluationPass* pass, const Evaluation* task, int T, int64_t tokens);
+const EvaluationBatch* evaluation_fill(EvaluationPass* pass, int batch);
+void evaluation_take(EvaluationPass* pass);
+void evaluation_end(EvaluationPass* pass);
 
 // Shares of right answers and their standard errors, which data/README.md defines. Last words have acc and perplexity,
 // choices the two shares. All are NaN if a score is not finite.
@@ -80,33 +84,17 @@ typedef struct {
     int examples, left_out, cut;  // scored, with a choice longer than the context T, with a context that was cut
     int T;
 } EvaluationResult;
-EvaluationResult evaluation_result(const Evaluation* evaluation, const EvaluationScore* scores, int T);
-// The processes of a run score tasks together: all call evaluation_run, and take equally many batches in turn.
-typedef void (*EvaluationDone)(void* context, const Evaluation* evaluation, const EvaluationResult* result,
-                               double seconds);
-typedef struct {
-    int rank, world;
-    int T;           // the model's context
-    int64_t tokens;  // of a batch, at most
-    int vocabulary;  // the model's
-    // Computes the loss (-ln p) at each of `count` places, and whether the target is the likeliest there.
-    void (*score)(void* model, const int* tokens, int B, int T, const int* places, const int* targets, int count,
-                  float* losses, int* likeliest);
-    void (*broadcast)(void* model, int from, void* bytes, int64_t count);  // bytes of process `from` go to all
-    bool (*stops)(void* model);                                            // all end, without figures; asked by all
-    void* model;
-    EvaluationDone done;  // receives the figures of a task, on rank 0
-    void* context;
-} Evaluator;
-// Scores tasks or files, whose names have commas between them. All scores go to the file `out`, unless that is "".
-bool evaluation_run(const Evaluator* evaluator, const char* names, const Tokenizer* tokenizer, const char* out,
-                    char* error);
+EvaluationResult evaluation_result(const EvaluationPass* pass);
 
 // Returns a line for the terminal, kept as by text_kept.
 const char* evaluation_describe(const Evaluation* evaluation, const EvaluationResult* result, double seconds);
-// Prints that line; it is an EvaluationDone.
-void evaluation_print(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 // Writes the members of a line of log.jsonl that follow "type": "eval".
 void evaluation_log(FILE* log, const Evaluation* evaluation, const EvaluationResult* result);
+// Opens the file of --eval-out anew; NULL with a sentence.
+FILE* evaluation_out(const char* path, char* error);
+// Adds a line for each example to it: {"task", "example", "answer", "scores" (ln p of each choice), "characters",
+// "choice", "choice_norm"}, or "right" instead of choices for last words, or "left_out", with null as scores, where a
+// choice is longer than the context.
+bool evaluation_write(FILE* file, const EvaluationPass* pass, char* error);
 
 C_LINKAGE_END

@@ -15,7 +15,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include "content.h"
 #include "json.h"
 #include "loader.h"
 #include "options.h"

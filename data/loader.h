@@ -65,6 +65,9 @@ bool dataset_count_bytes(Dataset* data, int T, int64_t tokens, char* error);
 // data->vocabulary; then only a part of the window is copied.
 bool dataset_window(const Dataset* data, int T, int64_t window, int* tokens, int* targets, char* error);
 
+// Returns whether an open file of `size` bytes is text other than JSON. If not, `error` says "PATH is ...; type ...".
+bool content_is_text(int descriptor, int64_t size, const char* path, char* error);
+
 // Returns where a pseudo-random permutation of 0..n-1, keyed by (seed, epoch), puts i.
 int64_t shuffle_index(uint64_t seed, int64_t epoch, int64_t i, int64_t n);
 

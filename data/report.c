@@ -324,8 +324,7 @@ void report_sample(void* context, int index, const char* prompt, const char* tex
     run_log_members(run, "sample", members);
 }
 
-void report_evaluation(void* context, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
-    RunFolder* run = context;
+void report_evaluation(RunFolder* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds) {
     SCOPED char* members;
     size_t bytes;
     run_say(run, "eval %6lld  %s\n", (long long)run->state.step, evaluation_describe(evaluation, result, seconds));

@@ -65,9 +65,9 @@ bool report_validation(RunFolder* run, double loss, double bytes_per_token, doub
 // Reports a checkpoint, which a save that began at `begin` has written if `ok`, and makes it the run's last one. With
 // `prune` it removes older ones beyond --keep. Of a failed one nothing is left.
 bool report_save(RunFolder* run, CheckpointWriter* writer, bool ok, double begin, bool prune);
-// These are a SampleDone and an EvaluationDone whose context is a RunFolder. On failure its `error` has a sentence.
+// report_sample is a SampleDone whose context is a RunFolder. On failure of either its `error` has a sentence.
 void report_sample(void* run, int index, const char* prompt, const char* text, size_t bytes);
-void report_evaluation(void* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
+void report_evaluation(RunFolder* run, const Evaluation* evaluation, const EvaluationResult* result, double seconds);
 // Reports the end of a run of `steps` timed steps in `seconds`; `stopped`: by a signal. False if it was `useless`.
 bool report_end(RunFolder* run, bool stopped, double steps, double seconds, bool useless);
 

@@ -125,31 +125,32 @@ TEST(evaluation_batches) {
     const bool fits[] = {false, true, false, false};  // in 3 tokens: the choices of rows 3, 7 and 11 have 4
     for (int T : {3, 4, 64, 100}) {
         for (int tokens : {1, 64, 130, 5000}) {
-            EvaluationPlan plan = evaluation_plan(&e, T, tokens);
+            EvaluationPass pass;
+            evaluation_begin(&pass, &e, T, tokens);
             int seen[16] = {};
-            for (int b = 0; b < plan.batches; b++) {
-                const EvaluationBatch* batch = &plan.batch[b];
+            for (int b = 0; b < pass.batches; b++) {
+                const EvaluationBatch* batch = evaluation_fill(&pass, b);
+                int at = 0;
                 expect(batch->T <= T && batch->count > 0 && batch->count <= batch->B, "a batch of %d x %d", batch->B,
                        batch->T);
                 expect(batch->B == 1 || batch->B * batch->T <= tokens, "%d x %d tokens", batch->B, batch->T);
-                int input[8192], places[8192], targets[8192], at = 0;
-                const int count = evaluation_fill(&e, &plan, b, input, places, targets);
                 for (int i = 0; i < batch->count; i++) {
-                    const int index = plan.order[batch->first + i];
+                    const int index = pass.order[batch->first + i];
                     const EvaluationRow* row = &e.row[index];
                     const uint16_t* own = e.tokens + e.first[index];
                     const int all = (int)(row->context + row->continuation), begin = all - 1 > T ? all - 1 - T : 0;
                     seen[index]++;
                     for (int t = begin; t < all - 1; t++)
-                        expect(input[i * batch->T + t - begin] == own[t], "row %d, token %d", index, t);
+                        expect(pass.tokens[i * batch->T + t - begin] == own[t], "row %d, token %d", index, t);
                     for (int t = (int)row->context; t < all; t++) {
                         if (t - 1 < begin) continue;
-                        expect(at < count && places[at] == i * batch->T + t - 1 - begin && targets[at] == own[t],
+                        expect(at < pass.count && pass.places[at] == i * batch->T + t - 1 - begin &&
+                                   pass.targets[at] == own[t],
                                "row %d: the place of token %d", index, t);
                         at++;
                     }
                 }
-                expect(at == count, "%d places, want %d", count, at);
+                expect(at == pass.count, "%d places, want %d", pass.count, at);
             }
             for (int r = 0, i = 0, end = 4; r < e.rows; r++) {
                 if (r == end) end += (int)e.example[++i].rows;
@@ -165,40 +166,42 @@ TEST(evaluation_figures) {
     // Choices by sum: 2 (right), the first of equal ones, 0 (right), 0 and 0. By characters: 3, 1, 0 and 0, all wrong.
     const double sums[] = {-9, -8, -3, -3.5, -2, -2, -5, -1, -4, -5, -9, -3, -3.218};
     EvaluationScore scores[16];
-    for (int i = 0; i < 13; i++) scores[i] = {sums[i], 0, 0};
-    EvaluationResult r = evaluation_result(&e, scores, 64);
+    for (int i = 0; i < 13; i++) scores[i] = {sums[i], 0};
+    EvaluationPass pass = {}, small = {};
+    pass.task = small.task = &e, pass.scores = small.scores = scores, pass.T = 64, small.T = 3;
+    EvaluationResult r = evaluation_result(&pass);
     expect(r.acc == 0.5, "acc %g", r.acc);
     expect(fabs(r.acc_error - sqrt(0.25 / 3)) < 1e-15, "its error %g", r.acc_error);
     expect(r.acc_norm == 0, "acc_norm %g", r.acc_norm);
     expect(r.examples == 4 && r.left_out == 0 && r.cut == 0, "%d, %d, %d", r.examples, r.left_out, r.cut);
     // In a context of 3 tokens a choice of 4 does not fit, and other rows lose the beginning of their contexts.
-    r = evaluation_result(&e, scores, 3);
+    r = evaluation_result(&small);
     expect(r.acc == 1 && r.examples == 1 && r.left_out == 3 && r.cut == 1, "%g: %d, %d, %d", r.acc, r.examples,
            r.left_out, r.cut);
     expect(
         strstr(evaluation_describe(&e, &r, 1), "1 questions  3 left out: longer than the context of 3 tokens  1 cont"),
         "%s", evaluation_describe(&e, &r, 1));
     scores[5].sum = NAN;
-    r = evaluation_result(&e, scores, 64);
+    r = evaluation_result(&pass);
     expect(isnan(r.acc) && isnan(r.acc_norm), "NaN counts as an answer");
     e = evaluation_make(test, 1, WORDS);
-    for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2, 0};
-    r = evaluation_result(&e, scores, 64);
+    for (int i = 0; i < 5; i++) scores[i] = {-1.0 - i, i < 2 ? 1.0 : 0.0};
+    r = evaluation_result(&pass);
     expect(r.acc == 0.4 && fabs(r.perplexity - exp(3)) < 1e-12, "acc %g, perplexity %g", r.acc, r.perplexity);
 }
 
 // Losses that a batch gives become its rows' sums.
 TEST(evaluation_sums) {
     Evaluation e = evaluation_make(test, 0, FOUR);
-    EvaluationScore scores[2][16];
-    for (int run = 0; run < 2; run++) {
-        EvaluationPlan plan = evaluation_plan(&e, 64, run ? 64 : 5000);
-        for (int b = 0; b < plan.batches; b++) {
-            int input[8192], places[8192], targets[8192], likeliest[64];
-            float losses[64];
-            const int count = evaluation_fill(&e, &plan, b, input, places, targets);
-            for (int i = 0; i < count; i++) losses[i] = (float)targets[i] / 7, likeliest[i] = targets[i] < 200;
-            evaluation_take(&e, &plan, b, losses, likeliest, scores[run]);
+    EvaluationPass runs[2];
+    for (EvaluationPass& pass : runs) {
+        evaluation_begin(&pass, &e, 64, &pass == runs ? 5000 : 64);
+        for (int b = 0; b < pass.batches; b++) {
+            evaluation_fill(&pass, b);
+            for (int i = 0; i < pass.count; i++) {
+                pass.losses[i] = (float)pass.targets[i] / 7, pass.likeliest[i] = pass.targets[i] < 200;
+            }
+            evaluation_take(&pass);
         }
     }
     for (int r = 0; r < e.rows; r++) {
@@ -209,8 +212,9 @@ TEST(evaluation_sums) {
             const int target = e.tokens[e.first[r] + t];
             sum -= (float)target / 7, right = right && target < 200;
         }
-        expect(scores[0][r].sum == sum && scores[0][r].right == right, "row %d: %g, want %g", r, scores[0][r].sum, sum);
-        expect(memcmp(&scores[0][r], &scores[1][r], sizeof(scores[0][r])) == 0, "row %d in another batch", r);
+        const EvaluationScore *score = &runs[0].scores[r], *other = &runs[1].scores[r];
+        expect(score->sum == sum && score->right == right, "row %d: %g, want %g", r, score->sum, sum);
+        expect(memcmp(score, other, sizeof(*score)) == 0, "row %d in another batch", r);
     }
 }
 
