@@ -100,10 +100,14 @@ struct PolarBatch {
     int64_t rows, cols, count;
 };
 
-// Runs the symmetric form on a GPU in fp16, for `n` shapes one after another, in as few launches as hold their
-// products, and sets each x to its result. The shape alone decides how its products are made, so the bits do not depend
-// on the other shapes. `counts` has room for one int more than there are matrices.
+// Runs the symmetric form on a GPU in fp16, for `n` shapes, and sets each x to its result. The shape alone decides how
+// its products are made, so the bits do not depend on the other shapes. The products of the shapes take turns, so that
+// those of one shape keep the multiprocessors busy while those of another finish; shapes whose products go through the
+// library come first. `counts` has room for one int more than there are matrices.
 inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, PolarBatch* batches, int n, int* counts) {
+    const int64_t most = 6 * config->ns_steps;  // products of a shape
+    SymmetricCall* calls = (SymmetricCall*)memory_zero((size_t)(most * n), sizeof(SymmetricCall));
+    int64_t *end = (int64_t*)memory_zero((size_t)n, 2 * sizeof(int64_t)), *next = end + n;
     SymmetricLaunch launch = {};
     launch.counts = counts;
     int counters = 0;
@@ -111,15 +115,29 @@ inline void newton_schulz_gpu(const Device* dev, const OptimConfig* config, Pola
         PolarBatch* of = &batches[i];
         const int64_t side = of->rows < of->cols ? of->rows : of->cols;
         const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, of->count};
+        const bool fits = symmetric_product_fits(dev, &multiply);
         auto product = [&](const SymmetricProduct* p, __half* d, const __half* a, const __half* b, const __half* c) {
-            const SymmetricCall call = {*p, d, a, b, c, counters};
-            symmetric_add(dev, &launch, &call);
+            SymmetricCall* call = &calls[i * most + end[i]];
+            *call = {*p, d, a, b, c, counters};
+            if (fits)
+                end[i]++;
+            else
+                symmetric_add(dev, &launch, call);
         };
         of->x = newton_schulz_symmetric<__half>(config, product, of->x, of->y, of->squares, of->rows, of->cols,
-                                                of->count, POLAR_SCALE,
-                                                of->rows != of->cols && symmetric_product_fits(dev, &multiply));
+                                                of->count, POLAR_SCALE, fits && of->rows != of->cols);
         counters += (int)of->count;
     }
+    for (;;) {
+        int first = -1;  // the shape with products left that has made the smallest share of its products
+        for (int i = 0; i < n; i++) {
+            if (next[i] == end[i]) continue;
+            if (first < 0 || next[i] * end[first] < next[first] * end[i]) first = i;
+        }
+        if (first < 0) break;
+        symmetric_add(dev, &launch, &calls[first * most + next[first]++]);
+    }
     symmetric_launch(dev, &launch);
+    free(calls), free(end);
 }
 #endif
