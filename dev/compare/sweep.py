@@ -1,8 +1,8 @@
 """Reads a sweep file: returns its list of runs, or says in which line something is wrong.
 
 A sweep is TOML. [base] holds options of ./train that all runs share; each [[run]] adds its own. A list is an axis: the
-entry stands for the product of its axes, and `each`, a list of tables, is one axis of several options at once. What
-differs in the seed alone is one configuration, known by its name. Nothing here needs more than Python's own library.
+entry stands for the product of its axes. `each`, a list of tables, makes an entry of each table and what stands beside it.
+What differs in the seed alone is one configuration, known by its name. Nothing here needs more than Python's own library.
 """
 
 import difflib
@@ -50,7 +50,7 @@ class Run:
     baseline: str  # name of the configuration it is compared to
     turn: int  # lower ones run first
     given: dict  # the options that [[run]] gives, not [base], with the seed, as in the file
-    places: dict = field(repr=False)  # option or key: the FILE:LINE or --set that gives it; "": that of [[run]]
+    place: object = field(repr=False)  # place(KEY): the FILE:LINE or --set that gives an option or key; place(): [[run]]'s
     order: int = 0  # in the file
     plan: dict = field(default_factory=dict)  # what ./train --dry-run says: tokens, ...
 
@@ -93,38 +93,6 @@ def digest(value):
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Lines:
-    """Finds the lines of a TOML file's keys, which tomllib does not tell."""
-
-    def __init__(self, text):
-        self.lines = text.split("\n")
-        self.tables = {("", 0): 1}  # (name, its how-many-eth): line of its header
-        self.keys = {}
-        seen, table = {}, ("", 0)
-        for number, line in enumerate(self.lines, 1):
-            header = re.match(r"\s*\[\[?\s*([\w.\"-]+)\s*\]", line)
-            key = re.match(r"\s*\"?([\w-]+)\"?\s*=", line)
-            if header:
-                name = header[1].strip('"')
-                seen[name] = seen.get(name, -1) + 1
-                table = (name, seen[name])
-                self.tables[table] = number
-            elif key:
-                self.keys.setdefault((table, key[1]), number)
-
-    def of(self, table, key, value=None):
-        """Returns the line of a key or table or, in a list over several lines, of the value or key in it."""
-        header = (key, 0) if table == ("", 0) and (key, 0) in self.tables else table
-        line = self.keys.get((table, key), self.tables.get(header, 1))
-        others = [n for (t, k), n in self.keys.items() if n > line] + [n for n in self.tables.values() if n > line]
-        for number in range(line, min(others, default=len(self.lines) + 1)):
-            if value is not None and re.search(
-                rf'["\'\s\[=,{{]{re.escape(value)}["\'\s\],}}=]', self.lines[number - 1] + " "
-            ):
-                return number
-        return line
-
-
 def value_text(value, where, key):
     """Returns a value as ./train is given it. Python itself refuses to write integers of more than 4300 digits."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -151,23 +119,39 @@ def nearest(name, names):
 
 
 class Reader:
-    """Turns the parsed TOML into runs."""
+    """Turns the text of a sweep into runs. A block is a pair of lines, from a header to the next."""
 
     def __init__(self, path, text, overrides, known):
         self.path, self.overrides, self.known = path, overrides, known
-        self.lines = Lines(text)
+        self.lines = lines = text.split("\n")
         try:
             self.data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             at = re.search(r"line (\d+)", str(error))
-            raise Problem(f"{path}:{at[1] if at else len(self.lines.lines)}: not TOML: {error}") from None
+            raise Problem(f"{path}:{at[1] if at else len(lines)}: not TOML: {error}") from None
         except (ValueError, RecursionError) as error:
-            long = [n for n, line in enumerate(self.lines.lines, 1) if re.search(r"[\d_]{4300}", line)]
+            long = [n for n, line in enumerate(lines, 1) if re.search(r"[\d_]{4300}", line)]
             why = str(error).split(";")[0]
             raise Problem(f"{path}:{long[0] if long else 1}: cannot be read: {why}; give a smaller value") from None
+        heads = [n for n, line in enumerate(lines, 1) if re.match(r"\s*\[\[?\s*[\w\"]", line)]
+        ends = [*heads[1:], len(lines) + 1]
+        self.blocks = [(n, end) for n, end in zip(heads, ends) if re.match(r"\s*\[\[", lines[n - 1])]
+        self.base = next((pair for pair in zip(heads, ends) if "base" in lines[pair[0] - 1]), (1, 1))
 
-    def where(self, table, key, value=None):
-        return f"{self.path}:{self.lines.of(table, key, value)}"
+    def place(self, block=None, key="", value=None):
+        """Returns the line of a key or, behind it, of a value: in the block or [base], for None where it is first; tomllib
+        does not tell. A key that is not found has the block's first line."""
+        if key in self.overrides:
+            return f"--set {key}={self.overrides[key]}"
+        begin, end = block or (1, len(self.lines) + 1)
+        wanted = rf'(^|[{{,\[])\s*"?{re.escape(key)}"?\s*[=\]]'
+        for first, last in ((begin, end), self.base):
+            found = [n for n in range(first, last) if key and re.search(wanted, self.lines[n - 1])]
+            if found:
+                is_value = rf'["\'\s\[=,{{]{re.escape(value or "")}["\'\s\],}}=]'
+                after = (n for n in range(found[0], last) if value and re.search(is_value, self.lines[n - 1] + " "))
+                return f"{self.path}:{next(after, found[0])}"
+        return f"{self.path}:{begin}"
 
     def key_checked(self, place, key, own=()):
         """Refuses what is neither a key of the sweep nor an option of ./train."""
@@ -178,193 +162,154 @@ class Reader:
         names = list(own) + [name for name in self.known if name not in RESERVED]
         raise Problem(f"{place}: unknown option {key}{nearest(key, names)} (./train --help lists all)")
 
-    def base(self):
-        table, options = ("base", 0), {}
+    def shared(self):
+        """Returns the options of [base]."""
+        options = {}
         for key, value in self.data.get("base", {}).items():
-            self.key_checked(self.where(table, key), key)
+            place = self.place(self.base, key)
+            self.key_checked(place, key)
             if isinstance(value, list):
-                raise Problem(f"{self.where(table, key)}: {key} is a list; a list belongs into a [[run]]")
-            options[key] = value_text(value, self.where(table, key), key)
+                raise Problem(f"{place}: {key} is a list; a list belongs into a [[run]]")
+            options[key] = value_text(value, place, key)
         for key, value in self.overrides.items():
             self.key_checked(f"--set {key}={value}", key)
             if key == "seed" and not SEED.fullmatch(value):
                 raise Problem(f"--set seed={value}: give a whole number")
         return options
 
-    def axes(self, table, entry):
-        """Returns [[(option, value), ...] for each point of an axis] for each axis of a [[run]], the slowest first."""
+    def entries(self, block, entry):
+        """Yields an entry for each table of `each`, or the entry itself."""
+        rows = entry.get("each", [{}])
+        if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+            raise Problem(f'{self.place(block, "each")}: each is a list of tables, such as each = [{{m = "dyn8", v = "udyn8"}}]')
+        for row in rows:
+            both = {key: value for key, value in entry.items() if key != "each"} | row
+            yield from self.entries(block, both) if "each" in row else [both]
+
+    def axes(self, block, entry):
+        """Returns [(option, value), ...] for each axis of an entry, the slowest first."""
         result = []
-        for key, value in entry.items():
-            if key in ("name", "group", "baseline", "turn"):
-                continue
-            self.key_checked(self.where(table, key), key, RUN_KEYS)
-            if key == "each":
-                result.append(self.each(table, value))
-                continue
-            values = value if isinstance(value, list) else [value]
+        for key in (key for key in entry if key not in RUN_KEYS):
+            values = entry[key] if isinstance(entry[key], list) else [entry[key]]
+            self.key_checked(self.place(block, key), key, RUN_KEYS)
             if not values:
-                raise Problem(f"{self.where(table, key)}: {key} is an empty list; give it a value or leave it out")
-            result.append([[(key, value_text(v, self.where(table, key), key))] for v in values])
-        for key in entry:
-            if any(key in point for point in entry.get("each", ())):
-                its = self.where(table, "each", key)
-                raise Problem(f"{self.where(table, key)}: {key} is in the run's each too ({its}); give it once")
+                raise Problem(f"{self.place(block, key)}: {key} is an empty list; give it a value or leave it out")
+            result.append([(key, value_text(v, self.place(block, key), key)) for v in values])
         return result
 
-    def each(self, table, value):
-        where = self.where(table, "each")
-        if not isinstance(value, list) or not value or not all(isinstance(v, dict) and v for v in value):
-            raise Problem(f'{where}: each is a list of tables, such as each = [{{m = "dyn8", v = "udyn8"}}]')
-        places = {key: self.where(table, "each", key) for point in value for key in point}
-        for key, place in places.items():
-            self.key_checked(place, key)
-        return [[(key, value_text(its, places[key], key)) for key, its in point.items()] for point in value]
-
-    def name(self, table, entry, options):
+    def name(self, block, entry, options):
         """Returns the name of a configuration, with {option} replaced by its value."""
         template = entry.get("name", " ".join("{%s}" % k for k in entry if k not in RUN_KEYS + ("seed",)) or "run")
         if not template.strip():
-            raise Problem(f"{self.where(table, 'name')}: name is a text, such as name = \"m {{m}}\"")
+            raise Problem(f"{self.place(block, 'name')}: name is a text, such as name = \"m {{m}}\"")
 
         def put(match):
             if match[1] not in options:
-                raise Problem(f"{self.where(table, 'name')}: {match[0]} in the name is no option of this run")
+                raise Problem(f"{self.place(block, 'name')}: {match[0]} in the name is no option of this run")
             return options[match[1]]
 
         return re.sub(r"\{([\w-]+)\}", put, template)
 
-    def turns(self, table, entry, seeds):
-        """Returns {seed: turn}, from one number for all or from a list as long as that of the seeds."""
-        turn = entry.get("turn", 1)
-        turns = turn if isinstance(turn, list) else [turn] * len(seeds)
-        if len(turns) != len(seeds) or not all(type(t) is int and abs(t) < 1 << 128 for t in turns):
-            raise Problem(
-                f"{self.where(table, 'turn')}: turn is a whole number, or one for each of the {len(seeds)} seeds"
-            )
-        return dict(zip(seeds, turns))
-
-    def entry(self, number, entry, base):
-        """Returns the runs of one [[run]]."""
-        table = ("run", number)
-        axes = self.axes(table, entry)
+    def runs(self, block, entry, base):
+        """Yields the runs of an entry."""
+        for key in ("name", "group", "baseline"):
+            if not isinstance(entry.get(key, "-"), str) or not entry.get(key, "-").isprintable():
+                raise Problem(f"{self.place(block, key)}: {key} is a text of one line")
+        axes = self.axes(block, entry)
         if math.prod(map(len, axes)) > MOST_RUNS:
-            raise Problem(f"{self.where(table, '')}: {math.prod(map(len, axes))} runs, over {MOST_RUNS}; shorten a list")
-        points = [dict(itertools.chain(*point)) for point in itertools.product(*axes)]
+            raise Problem(f"{self.place(block)}: {math.prod(map(len, axes))} runs, over {MOST_RUNS}; shorten a list")
+        points = [dict(point) for point in itertools.product(*axes)]
         seeds = list(dict.fromkeys(point.get("seed", base.get("seed", "1")) for point in points))
         for seed in seeds:
             if not SEED.fullmatch(seed):
-                raise Problem(f"{self.where(table, 'seed', seed)}: seed is {seed[:40]}; give whole numbers")
-        turns = self.turns(table, entry, seeds)
-        runs = []
+                raise Problem(f"{self.place(block, 'seed', seed)}: seed is {seed[:40]}; give whole numbers")
+        turn = entry.get("turn", 1)
+        turns = turn if isinstance(turn, list) else [turn] * len(seeds)
+        if len(turns) != len(seeds) or not all(type(t) is int and abs(t) < 1 << 128 for t in turns):
+            say = f"turn is a whole number, or one for each of the {len(seeds)} seeds"
+            raise Problem(f"{self.place(block, 'turn')}: {say}")
         for point in points:
             options = {**USUAL, **base, **point, **self.overrides}
-            places = {key: self.where(("base", 0), key) for key in base}
-            places |= {key: self.where(table, key if key in entry else "each", value) for key, value in point.items()}
-            places |= {key: f"--set {key}={value}" for key, value in self.overrides.items()}
-            places |= {"": self.where(table, "")}
-            places |= {key: self.where(table, key) for key in ("name", "baseline", "group") if key in entry}
             if is_zero(options.get("val-every", "")):
-                raise Problem(f"{places['val-every']}: val-every is 0; a run is told by its last validation")
+                raise Problem(f"{self.place(block, 'val-every')}: val-every is 0; a run is told by its last validation")
             seed = options.pop("seed", "1")
-            runs.append(
-                Run(
-                    name=self.name(table, entry, {**options, "seed": seed}),
-                    seed=int(seed),
-                    options={k: v for k, v in options.items() if v != ""},
-                    group=entry.get("group", "runs"),
-                    baseline=entry.get("baseline", self.data["baseline"]),
-                    turn=turns.get(seed, 1),
-                    given=point,
-                    places=places,
-                )
+            yield Run(
+                name=self.name(block, entry, {**options, "seed": seed}),
+                seed=int(seed),
+                options={k: v for k, v in options.items() if v != ""},
+                group=entry.get("group", "runs"),
+                baseline=entry.get("baseline", self.data["baseline"]),
+                turn=dict(zip(seeds, turns)).get(seed, 1),
+                given=point,
+                place=lambda key="", point=point: self.place(block, key, point.get(key)),
             )
-        return runs
 
     def check_kinds(self):
-        """Checks that texts are texts, switches are true or false, and each [[run]] is a table."""
-        for key, kind, what in (("title", str, "a text"), ("keep-checkpoints", bool, "true or false")):
-            if not isinstance(self.data.get(key, kind()), kind):
-                raise Problem(f"{self.where(('', 0), key)}: {key} is {what}")
-        picture = self.data.get("picture", [])
-        if not isinstance(picture, list) or len(picture) > 10 or not all(isinstance(name, str) for name in picture):
-            raise Problem(f"{self.where(('', 0), 'picture')}: picture is a list of at most ten names")
-        for number, entry in enumerate(self.data.get("run", [])):
-            if not isinstance(entry, dict):
-                raise Problem(f"{self.where(('', 0), 'run')}: write [[run]] for each run, with its options below")
-            for key in ("name", "group", "baseline"):
-                if not isinstance(entry.get(key, "-"), str) or not entry.get(key, "-").isprintable():
-                    raise Problem(f"{self.where(('run', number), key)}: {key} is a text of one line")
+        """Checks the keys above [base], and that each [[run]] is a table."""
+        data = self.data
+        for key in data:
+            if key not in STUDY_KEYS:
+                hint = f"{nearest(key, STUDY_KEYS)}; options of ./train go under [base]"
+                raise Problem(f"{self.place(None, key)}: unknown key {key}{hint}")
+        for key, kind, what in (
+            ("title", str, "a text"),
+            ("keep-checkpoints", bool, "true or false"),
+            ("picture", list, "a list of at most ten names"),
+        ):
+            if not isinstance(data.get(key, kind()), kind):
+                raise Problem(f"{self.place(None, key)}: {key} is {what}")
+        picture = data.get("picture", [])
+        if len(picture) > 10 or not all(isinstance(name, str) for name in picture):
+            raise Problem(f"{self.place(None, 'picture')}: picture is a list of at most ten names")
+        if not isinstance(data.get("base", {}), dict) or not isinstance(data.get("run", []), list):
+            raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
+        if not all(isinstance(entry, dict) for entry in data.get("run", [])) or len(data.get("run", [])) > len(self.blocks):
+            raise Problem(f"{self.place(None, 'run')}: write [[run]] for each run, with its options below")
+        if not isinstance(data.get("baseline"), str):
+            raise Problem(f'{self.path}:1: there is no baseline; add a line such as baseline = "adamw32" above [base]')
 
     def sweep(self):
-        for key in self.data:
-            if key not in STUDY_KEYS:
-                raise Problem(
-                    f"{self.where(('', 0), key)}: unknown key {key}{nearest(key, STUDY_KEYS)}; options of ./train go "
-                    "under [base]"
-                )
-        if not isinstance(self.data.get("base", {}), dict) or not isinstance(self.data.get("run", []), list):
-            raise Problem(f"{self.path}:1: write [base] once and [[run]] for each run")
         self.check_kinds()
-        if not isinstance(self.data.get("baseline"), str):
-            raise Problem(f'{self.path}:1: there is no baseline; add a line such as baseline = "adamw32" above [base]')
-        base = self.base()
-        runs = [run for i, entry in enumerate(self.data.get("run", [])) for run in self.entry(i, entry, base)]
+        data, base = self.data, self.shared()
+        tables = list(zip(self.blocks, data.get("run", [])))
+        runs = [run for at, table in tables for entry in self.entries(at, table) for run in self.runs(at, entry, base)]
         if not runs:
-            raise Problem(f"{self.path}:{len(self.lines.lines)}: there is no [[run]] in it; add one")
+            raise Problem(f"{self.path}:{len(self.lines)}: there is no [[run]] in it; add one")
         self.check_names(runs)
         for order, run in enumerate(runs):
             run.order = order
         runs.sort(key=lambda run: run.turn)
-        title = self.data.get("title", self.path.stem)
-        return Sweep(
-            self.path,
-            self.path.stem,
-            title,
-            self.data["baseline"],
-            self.data.get("keep-checkpoints", False),
-            self.data.get("picture", []),
-            runs,
-        )
-
-    def set_to_blame(self, run, other):
-        """Returns the --set of an option that the file gives these two different values of, or None."""
-        keys = [key for key in self.overrides if run.given.get(key) != other.given.get(key)]
-        return f"--set {keys[0]}={self.overrides[keys[0]]}" if keys else None
+        keep, picture = data.get("keep-checkpoints", False), data.get("picture", [])
+        title = data.get("title", self.path.stem)
+        return Sweep(self.path, self.path.stem, title, data["baseline"], keep, picture, runs)
 
     def check_names(self, runs):
         """A name is one configuration, with one group and baseline, a configuration has one name, and baselines are
         among them."""
         names, keys = {}, {}
         for run in runs:
-            at = run.places.get("name", run.places[""])
-            first = names.setdefault(run.name, run)
-            twin = keys.setdefault(run.options_key(), run)
-            typed = self.set_to_blame(run, twin if twin is not run else first)
-            if typed and (twin is not run or first.options != run.options):
-                raise Problem(f"{typed}: runs of {run.name} are told apart by it ({run.places['']}); leave it out")
-            if first.options != run.options:
-                differs = next(
-                    k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k)
-                )
-                raise Problem(
-                    f"{at}: {run.name} is already the name of runs with another {differs} ({first.places['']})"
-                )
+            first, twin = names.setdefault(run.name, run), keys.setdefault(run.options_key(), run)
+            other = twin if twin is not run else first
+            typed = [key for key in self.overrides if run.given.get(key) != other.given.get(key)]
+            differ = [k for k in {**first.options, **run.options} if first.options.get(k) != run.options.get(k)]
+            if typed and (twin is not run or differ):
+                raise Problem(f"{run.place(typed[0])}: runs of {run.name} are told apart by it ({run.place()}); leave it out")
+            at, known = run.place("name"), first.place()
+            if differ:
+                raise Problem(f"{at}: {run.name} is already the name of runs with another {differ[0]} ({known})")
             if twin is not run:
-                raise Problem(
-                    f"{at}: {run.label} has the same options as {twin.label} of {twin.places['']}; leave one out"
-                )
+                same = f"{run.label} has the same options as {twin.label} of {twin.place()}"
+                raise Problem(f"{at}: {same}; leave one out")
             for key in ("group", "baseline"):
                 its = getattr(first, key)
                 if its != getattr(run, key):
-                    place = run.places.get(key, run.places[""])
-                    raise Problem(f"{place}: {run.name} has another {key} already, {its} ({first.places['']}); write that")
+                    raise Problem(f"{run.place(key)}: {run.name} has another {key} already, {its} ({known}); write that")
         for run in runs:
-            place = run.places.get("baseline", self.where(("", 0), "baseline"))
+            own = run.baseline != self.data["baseline"]
+            place = run.place("baseline") if own else self.place(None, "baseline")
             if run.baseline not in names:
-                raise Problem(
-                    f"{place}: baseline {run.baseline} is not the name of a run" + nearest(run.baseline, names)
-                )
-            if run.name == self.data["baseline"] != run.baseline:
+                raise Problem(f"{place}: baseline {run.baseline} is not the name of a run" + nearest(run.baseline, names))
+            if own and run.name == self.data["baseline"]:
                 raise Problem(f"{place}: {run.name} is the baseline of the whole sweep and has no other; leave this out")
 
 

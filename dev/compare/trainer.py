@@ -76,16 +76,16 @@ def fingerprint(paths):
 def refused(run, text):
     """Returns ./train's sentence with the place of the option that it names."""
     sentence = text.strip().split("\n")[-1].removeprefix("train: error: ") if text.strip() else "ended without a word"
-    named = next((name for name in re.findall(r"--([\w-]+)", sentence) if name in run.places), "")
+    named = next((name for name in re.findall(r"--([\w-]+)", sentence) if name in {"seed", *run.options}), "")
 
     def as_given(way_out):
         name, value = way_out.groups()
-        typed = run.places.get(name, "").startswith("--set ")
+        typed = run.place(name).startswith("--set ")
         return f"type --set {name}={value}" if typed else f'write {name} = "{value}"'
 
     sentence = re.sub(r"\btype --([\w-]+) (?!with\b)([\w.]+)", as_given, sentence)
     sentence = re.sub(r"--dry-run --memory (\w+)", r"--set memory=\1 --dry-run", sentence)
-    return Problem(f"{run.places[named]}: {run.name}: {sentence}")
+    return Problem(f"{run.place(named)}: {run.name}: {sentence}")
 
 
 def read_plan(text, weights):

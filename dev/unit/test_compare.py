@@ -90,7 +90,7 @@ def test_wrong_files(case):
     case.refuse(SWEEP + 'seed = ["x"]\n', 15, "seed is x; give whole numbers")
     case.refuse(SWEEP + '[[run]]\nname = "a"\nm = "bf16"\n', 16, "already the name of runs with another m (", "sweep.toml:10)")
     case.refuse(SWEEP + '[[run]]\nname = "c"\npreset = "adamw8"\n', 16, "c seed 1 has the same options as b seed 1")
-    case.refuse(SWEEP + 'm = "bf16"\neach = [\n    { v = "bf16" },\n    { m = "fp32" },\n]\n', 15, "each too (", "sweep.toml:18)")
+    case.refuse(SWEEP + 'm = "bf16"\neach = [\n    { v = "bf16" },\n    { m = [] },\n]\n', 15, "m is an empty list")
     for value in ("0", '"00"'):
         case.refuse(SWEEP.replace("val-every = 2", f"val-every = {value}"), 8, "a run is told by its last validation")
     assert "error: --set val-every=0: val-every is 0" in case.run(SWEEP, "--set", "val-every=0", status=2)
@@ -317,13 +317,13 @@ def test_spread_over_gpus(case):
 
 def test_turns_and_products(case):
     text = 'baseline = "a"\n' + BASE + '[[run]]\nname = "a"\nseed = [1, 2]\nturn = [1, 3]\n'
-    text += '[[run]]\nname = "{m} {beta2} {v}"\nturn = 2\nbeta2 = [0.9, 0.99]\n'
-    text += 'each = [{ m = "dyn8", v = "udyn8" }, { m = "bf16", v = "fp32" }]\n'
+    text += '[[run]]\nname = "{m} {beta2} {v}"\nturn = 2\nbeta2 = [0.9, 0.99]\neach = [{ m = "dyn8", v = "udyn8" },\n'
+    text += '{ m = "bf16", v = "fp32", beta2 = [0.5, 0.6] }, { name = "late", m = "fp16", turn = 4, beta2 = 0.8 }]\n'
     said = case.run("\ufeff" + text, "--dry-run")  # as some editors begin a file
     names = [line[7:47].strip() for line in said.split("\n") if line.startswith("run ")]
-    inner = [f"{m} {b} {v} seed 1" for b in ("0.9", "0.99") for m, v in (("dyn8", "udyn8"), ("bf16", "fp32"))]
-    assert names == ["a seed 1", *inner, "a seed 2"], names
-    assert "6 to run" in said and not case.out.exists() and not case.work.exists()
+    inner = [f"{name} seed 1" for name in ("dyn8 0.9 udyn8", "dyn8 0.99 udyn8", "bf16 0.5 fp32", "bf16 0.6 fp32")]
+    assert names == ["a seed 1", *inner, "a seed 2", "late seed 1"], names
+    assert "7 to run" in said and not case.out.exists() and not case.work.exists()
 
 
 # Runs differ by nothing but the option under test.
