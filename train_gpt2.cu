@@ -84,8 +84,7 @@ static void optim_config_from(Options* o, OptimConfig* config) {
 
 // The model: GPT-2 as OpenAI defines it: pre-norm blocks, learned positions, tanh GELU; the head is the embedding.
 
-constexpr int MAX_LAYERS = 256;
-constexpr int MAX_CHANNELS = 12288;  // what layernorm_backward keeps in shared memory
+constexpr int MAX_LAYERS = GPT2_MAX_LAYERS;
 
 struct Config {
     int L, C, NH;
@@ -965,7 +964,10 @@ static void checkpoint_save(Run* run, bool prune = true) {
     const Arena* a = &run->model->arena;
     signals_doing("this save", run->save_seconds);
     if (a->shard && !optim_saved_equal(a->optim, a->shard, a->weights, a->elements)) {
-        user_error("%s", report_weights_differ(&run->folder));
+        user_error(
+            "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; go "
+            "on elsewhere with --resume %s",
+            (long long)run->folder.state.step, run_resume_words(&run->folder));
     }
     arena_settle(a);
     run->folder.state.last_norm = arena_last_norm(a);
@@ -981,7 +983,6 @@ static void checkpoint_save(Run* run, bool prune = true) {
 // else from the model's `folder`, or if both are "" from the model's name. `vocabulary` is the data's; 0: no data.
 static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, const char* checkpoint,
                           const char* folder) {
-    const Gpt2Shape max = {MAX_LAYERS, MAX_CHANNELS, 1024, 65536, 1 << 20};
     const bool gpu = m->dev->gpu;
     char error[DATA_ERROR_BYTES];
     if (!gpu && strcmp(o->matmul, "bf16") == 0) user_error("--matmul bf16 needs a GPU; type --matmul fp32");
@@ -997,10 +998,8 @@ static void resolve_model(Options* o, Model* m, int vocabulary, bool bytes, cons
     m->recompute = block ? RECOMPUTE_BLOCK : gelu ? RECOMPUTE_GELU : RECOMPUTE_NONE;
     if (strcmp(o->model, "auto") == 0) o->model = !gpu ? "nano" : bytes ? "d6" : "gpt2";
     if (strcmp(o->model, "d6") == 0 && bytes && o->seq == AUTO) o->seq = 256;
-    const Gpt2Shape typed = {o->layers, o->channels, o->heads, o->seq, 0};
     Gpt2Shape shape;
-    require(gpt2_shape_choose(o->model, *checkpoint ? checkpoint : folder, *checkpoint, &max, &typed, vocabulary, bytes,
-                              &shape, error),
+    require(gpt2_shape_choose(o, *checkpoint ? checkpoint : folder, *checkpoint, vocabulary, bytes, &shape, error),
             error);
     m->config = {(int)shape.layers,    (int)shape.channels,   (int)shape.heads,
                  (int)shape.positions, (int)shape.vocabulary, (int)ceil_div(shape.vocabulary, 128) * 128};
@@ -1451,7 +1450,7 @@ static int forward_main(Options* o, const Launch* launch, bool samples) {
         require_stdout();
         prompts_close(&prompts);
     } else {
-        require(evaluation_check(o->eval, tokenizer, error), error);  // all, before the first is scored
+        require(evaluation_check(o->eval, tokenizer, o->eval_out, error), error);  // all, before the first is scored
         evaluate(&m, o, tokenizer, nullptr);
     }
     tokenizer_close(tokenizer);
@@ -1486,18 +1485,22 @@ static void model_begin(Run* run) {
     } else if (*run->model_folder) {
         model_read(m, run->model_folder);
     } else {
-        report_new_weights(&run->folder, run->options->model);
+        const char* model = run->options->model;
+        if (file_exists(path_in(model, "model.safetensors"))) {
+            run_say(&run->folder,
+                    " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n",
+                    model, model);
+        }
         model_init(m, (uint64_t)run->options->seed);
     }
 }
 
-// Makes the run folder and opens the tokenizer, on rank 0, which sends the prompts and --sample-every to all ranks.
+// Makes the run folder on rank 0, which sends the prompts and --sample-every to all ranks.
 static void folder_begin(Run* run) {
     Options* o = run->options;
     launch_any(run->launch, false);  // waits for all ranks: if one of them refuses to run, no folder is made
     if (run->launch->rank == 0) {
-        require(run_folder_make(&run->folder, run->resume.state, run->train_data.bytes, run->model->config.V),
-                run->folder.error);
+        require(run_folder_make(&run->folder, run->resume.state, run->train_data.bytes), run->folder.error);
     }
     launch_broadcast(run->launch, 0, run->folder.path, sizeof(run->folder.path));
     run->folder.path[sizeof(run->folder.path) - 1] = 0;
@@ -1549,13 +1552,18 @@ static int train_main(Options* o, const Launch* launch) {
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
     print_plan(&run, &plan);
-    if (run.resume.state && report_already_done(&run.folder, run.resume.from)) return 0;
+    if (run.resume.state && run.folder.state.step >= o->steps) {
+        run_say(&run.folder, "done     %s is at step %lld of %lld; type --steps N to train on\n", run.resume.from,
+                (long long)run.folder.state.step, o->steps);
+        return 0;
+    }
     const char* lacks = plan_lacks(&run, &plan);
     if (lacks && !run.dev.imagined) user_error("%s", lacks);
     if (lacks) run_say(&run.folder, " notice   %s\n", lacks);
-    const bool saves = launch->rank == 0 && !o->profile;
-    const int64_t size = saves ? arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder)) : 0;
-    require(run.dev.imagined || run_folder_possible(&run.folder, run.train_data.bytes, size), run.folder.error);
+    const int64_t size = arena_saved_bytes(&run.model->arena, &run.config, run_saves_states(&run.folder));
+    require(run.dev.imagined || launch->rank > 0 ||
+                run_folder_open(&run.folder, run.train_data.bytes, run.model->config.V, o->profile ? 0 : size),
+            run.folder.error);
     if (o->dry_run) return require_stdout();
     begin(&run);
     train(&run);

@@ -172,20 +172,13 @@ void evaluation_close(Evaluation* e) {
     memset(e, 0, sizeof(*e));
 }
 
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error) {
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char* out, char* error) {
     for (const char* name; (name = text_word(&names, ','));) {
         Evaluation e;
         if (!evaluation_open(&e, name, tokenizer, error)) return false;
         evaluation_close(&e);
     }
-    return true;
-}
-
-bool evaluation_possible(const char* names, const char* folder, const char* out, char* error) {
-    Tokenizer* tokenizer = !folder || *folder ? tokenizer_open(folder, error) : NULL;
-    const bool ok = evaluation_check(names, tokenizer, error);
-    tokenizer_close(tokenizer);
-    return ok && (!*out || output_possible(out, SCORES, error) || data_error(error, "--eval-out: %s", error));
+    return !*out || output_possible(out, SCORES, error) || data_error(error, "--eval-out: %s", error);
 }
 
 // Tokens of a row that a model with a context of T reads: all but the last one, which is only predicted.

@@ -38,11 +38,9 @@ bool evaluation_is_name(const char* name);
 // Makes the paths among these names, which have commas between them, absolute; kept as by text_kept. A path whose
 // absolute form has a comma stays relative.
 const char* evaluation_paths(const char* names);
-// Returns whether all these tasks can be opened.
-bool evaluation_check(const char* names, const Tokenizer* tokenizer, char* error);
-// Does the same before a run, with the tokenizer in `folder` (NULL: bytes; "": unknown). It also checks that --eval-out
-// ("": none) can be written.
-bool evaluation_possible(const char* names, const char* folder, const char* out, char* error);
+// Returns whether all these tasks can be opened, with this tokenizer (NULL: unknown), and --eval-out ("": none)
+// written.
+bool evaluation_check(const char* names, const Tokenizer* tokenizer, const char* out, char* error);
 
 // A batch of B sequences of T tokens holds the rows [first, first + count) of `order`; count is at most B.
 typedef struct {

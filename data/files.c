@@ -1,7 +1,7 @@
 #include "files.h"
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -33,32 +33,15 @@ uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
 
 #else
 
-// Slicing by 8: table[k][b] is the checksum of byte b followed by k zero bytes. Every call with more than a short input
-// builds the tables on its stack (2,048 steps).
 uint32_t crc32c(uint32_t crc, const void* bytes, int64_t count) {
     const unsigned char* b = bytes;
+    uint32_t table[256];  // the checksum of each byte alone
+    for (uint32_t i = 0; i < 256; i++) {
+        table[i] = i;
+        for (int bit = 0; bit < 8; bit++) table[i] = table[i] >> 1 ^ (table[i] & 1 ? 0x82F63B78u : 0);
+    }
     crc = ~crc;
-    if (count >= 1024) {
-        uint32_t table[8][256];
-        for (uint32_t i = 0; i < 256; i++) {
-            table[0][i] = i;
-            for (int bit = 0; bit < 8; bit++) table[0][i] = table[0][i] >> 1 ^ (table[0][i] & 1 ? 0x82F63B78u : 0);
-        }
-        for (int k = 1; k < 8; k++) {
-            for (int i = 0; i < 256; i++) table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
-        }
-        for (; count >= 8; count -= 8, b += 8) {
-            uint64_t word;
-            memcpy(&word, b, 8);
-            word ^= crc;
-            crc = 0;
-            for (int k = 0; k < 8; k++) crc ^= table[7 - k][word >> 8 * k & 255];
-        }
-    }
-    for (; count > 0; count--, b++) {
-        crc ^= *b;
-        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78u : 0);
-    }
+    for (; count > 0; count--, b++) crc = table[(crc ^ *b) & 255] ^ crc >> 8;
     return ~crc;
 }
 
@@ -347,31 +330,12 @@ bool folder_sync(const char* path, char* error) {
     return ok;
 }
 
-// Removes NAME in the open folder `parent`, and what is in it down to `levels` folders, without following links, not
-// even one that takes the place of a folder meanwhile. `path` names it in the error.
-static bool remove_at(int parent, const char* name, const char* path, int levels, char* error) {
-    if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return true;  // a file or a link
-    if (errno != EISDIR && errno != EPERM) return data_error(error, "cannot remove %s: %s", path, strerror(errno));
-    int descriptor = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    DIR* folder = descriptor >= 0 ? fdopendir(descriptor) : NULL;
-    if (!folder) {
-        data_error(error, "cannot open the folder %s: %s", path, strerror(errno));
-        if (descriptor >= 0) close(descriptor);
-        return false;
-    }
-    bool ok = true;
-    for (struct dirent* entry; ok && levels >= 0 && (entry = readdir(folder));) {
-        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0) continue;
-        SCOPED char* inner = text_format("%s/%s", path, entry->d_name);
-        ok = remove_at(descriptor, entry->d_name, inner, levels - 1, error);
-    }
-    closedir(folder);
-    if (ok && unlinkat(parent, name, AT_REMOVEDIR) != 0) {
-        ok = data_error(error, "cannot remove %s: %s", path, strerror(errno));
-    }
-    return ok;
+static int remove_one(const char* path, const struct stat* status, int type, struct FTW* place) {
+    (void)status, (void)type, (void)place;
+    return remove(path);
 }
 
 bool folder_remove(const char* path, char* error) {
-    return remove_at(AT_FDCWD, path, path, 1, error);
+    if (nftw(path, remove_one, 8, FTW_DEPTH | FTW_PHYS) == 0 || errno == ENOENT) return true;
+    return data_error(error, "cannot remove %s: %s", path, strerror(errno));
 }

@@ -69,7 +69,7 @@ bool folder_make(const char* path, char* error);
 // Makes an empty folder in an existing one, and replaces whatever has its name.
 bool folder_new(const char* path, char* error);
 bool folder_sync(const char* path, char* error);
-// Removes a folder with its files and one level of folders, or the file or link of that name. True when there is none.
+// Removes a folder with all that is in it, or the file or link of that name; follows no links. True if there is none.
 bool folder_remove(const char* path, char* error);
 
 C_LINKAGE_END

@@ -5,22 +5,25 @@
 #include "files.h"
 #include "text.h"
 
-static const Gpt2Name names[] = {
-    {"gpt2", 12, 768, 12, 1024},
-    {"gpt2-medium", 24, 1024, 16, 1024},
-    {"gpt2-large", 36, 1280, 20, 1024},
-    {"gpt2-xl", 48, 1600, 25, 1024},
-    {"nano", 4, 128, 2, 64},
-    {"d6", 6, 384, 6, 1024},
-    {"d12", 12, 768, 12, 1024},
-    {"d24", 24, 1024, 16, 1024},
-    {"d36", 36, 1280, 20, 1024},
-    {"d48", 48, 1600, 25, 1024},
-    {"d60", 60, 1920, 30, 1024},
-    {"d72", 72, 2880, 45, 1024},
-    {"d84", 84, 3456, 54, 1024},
-    {"d96", 96, 5120, 40, 1024},
-    {"d120", 120, 6400, 50, 1024},
+static const struct {
+    const char* name;
+    Gpt2Shape shape;
+} names[] = {
+    {"gpt2", {12, 768, 12, 1024, 0}},
+    {"gpt2-medium", {24, 1024, 16, 1024, 0}},
+    {"gpt2-large", {36, 1280, 20, 1024, 0}},
+    {"gpt2-xl", {48, 1600, 25, 1024, 0}},
+    {"nano", {4, 128, 2, 64, 0}},
+    {"d6", {6, 384, 6, 1024, 0}},
+    {"d12", {12, 768, 12, 1024, 0}},
+    {"d24", {24, 1024, 16, 1024, 0}},
+    {"d36", {36, 1280, 20, 1024, 0}},
+    {"d48", {48, 1600, 25, 1024, 0}},
+    {"d60", {60, 1920, 30, 1024, 0}},
+    {"d72", {72, 2880, 45, 1024, 0}},
+    {"d84", {84, 3456, 54, 1024, 0}},
+    {"d96", {96, 5120, 40, 1024, 0}},
+    {"d120", {120, 6400, 50, 1024, 0}},
 };
 enum { NAMES = sizeof(names) / sizeof(names[0]) };
 
@@ -34,7 +37,7 @@ static double usual_layers(int channels) {
     return known[i - 1][1] * pow(known[i][1] / known[i - 1][1], share);
 }
 
-enum { SIZE_LAYERS = 256, SIZE_CHANNELS = 12288, SIZE_POSITIONS = 1024, SIZE_VOCABULARY = 50257, SIZE_WIDE = 2048 };
+enum { SIZE_POSITIONS = 1024, SIZE_VOCABULARY = 50257, SIZE_WIDE = 2048 };
 
 static double size_of(int layers, int channels) {
     const double C = channels, embeddings = (SIZE_VOCABULARY + SIZE_POSITIONS + 2) * C;
@@ -43,18 +46,18 @@ static double size_of(int layers, int channels) {
 
 // The shape whose size is near `wanted` and whose depth is near the usual one: a third of the depth's deviation counts
 // as much as the size's. A head has 128 channels from SIZE_WIDE channels on, 64 below. False if none is within a tenth.
-static bool size_choose(double wanted, Gpt2Name* shape) {
+static bool size_choose(double wanted, Gpt2Shape* shape) {
     double min = INFINITY;
-    for (int C = 64; C <= SIZE_CHANNELS; C += C < SIZE_WIDE ? 64 : 128) {
+    for (int C = 64; C <= GPT2_MAX_CHANNELS; C += C < SIZE_WIDE ? 64 : 128) {
         const double exact = (wanted - size_of(0, C)) / (size_of(1, C) - size_of(0, C)), usual = usual_layers(C);
         const double depths[] = {floor(exact + 0.5), floor(usual + 0.5)};
         for (int i = 0; i < 2; i++) {
-            if (!(depths[i] >= 1 && depths[i] <= SIZE_LAYERS)) continue;
+            if (!(depths[i] >= 1 && depths[i] <= GPT2_MAX_LAYERS)) continue;
             const int layers = (int)depths[i];
             const double off = fabs(log(size_of(layers, C) / wanted)), cost = 3 * off + fabs(log(layers / usual));
             if (off > 0.1 || cost >= min) continue;
             min = cost;
-            *shape = (Gpt2Name){"", layers, C, C / (C < SIZE_WIDE ? 64 : 128), SIZE_POSITIONS};
+            *shape = (Gpt2Shape){layers, C, C / (C < SIZE_WIDE ? 64 : 128), SIZE_POSITIONS, 0};
         }
     }
     return min < INFINITY;
@@ -71,7 +74,7 @@ static double size_number(const char* text) {
 }
 
 bool gpt2_size_check(const char* size, char* error) {
-    Gpt2Name shape;
+    Gpt2Shape shape;
     const double wanted = size_number(size);
     if (wanted == 0) {
         return data_error(error, "--size takes a number of parameters such as 350M or 30B, not '%s'; type --size 30B",
@@ -79,7 +82,8 @@ bool gpt2_size_check(const char* size, char* error) {
     }
     return size_choose(wanted, &shape) ||
            data_error(error, "--size %s: shapes have from %.2gM to %.3gB parameters; type --size %s", size,
-                      size_of(1, 64) / 1e6, size_of(SIZE_LAYERS, SIZE_CHANNELS) / 1e9, wanted < 1e9 ? "4M" : "400B");
+                      size_of(1, 64) / 1e6, size_of(GPT2_MAX_LAYERS, GPT2_MAX_CHANNELS) / 1e9,
+                      wanted < 1e9 ? "4M" : "400B");
 }
 
 bool gpt2_take_size(Options* o, char* error) {
@@ -100,10 +104,10 @@ bool gpt2_take_size(Options* o, char* error) {
     return true;
 }
 
-const Gpt2Name* gpt2_named(const char* name) {
-    static Gpt2Name sized;
+const Gpt2Shape* gpt2_named(const char* name) {
+    static Gpt2Shape sized;
     for (int i = 0; i < NAMES; i++) {
-        if (strcmp(name, names[i].name) == 0) return &names[i];
+        if (strcmp(name, names[i].name) == 0) return &names[i].shape;
     }
     const double wanted = size_number(name);
     return wanted > 0 && size_choose(wanted, &sized) ? &sized : NULL;
@@ -181,18 +185,18 @@ static bool is_plain_gpt2(const Json* json, const char* folder, char* error) {
     return true;
 }
 
-bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error) {
+bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error) {
     JSON_SCOPED Json* json = json_read(path_in(folder, "config.json"), error);
     if (!json) return data_error(error, "--model %s: %s; name another folder", folder, error);
     if (!is_plain_gpt2(json, folder, error)) return false;
     const struct {
         const char* key;
         int64_t otherwise, max, *found;
-    } numbers[] = {{"n_layer", 12, max->layers, &shape->layers},
-                   {"n_embd", 768, max->channels, &shape->channels},
-                   {"n_head", 12, max->heads, &shape->heads},
-                   {json_get(json, "n_positions") ? "n_positions" : "n_ctx", 1024, max->positions, &shape->positions},
-                   {"vocab_size", 50257, max->vocabulary, &shape->vocabulary}};
+    } numbers[] = {{"n_layer", 12, GPT2_MAX_LAYERS, &shape->layers},
+                   {"n_embd", 768, GPT2_MAX_CHANNELS, &shape->channels},
+                   {"n_head", 12, 1024, &shape->heads},
+                   {json_get(json, "n_positions") ? "n_positions" : "n_ctx", 1024, 65536, &shape->positions},
+                   {"vocab_size", 50257, 1 << 20, &shape->vocabulary}};
     for (int i = 0; i < 5; i++) {
         const char* key = numbers[i].key;
         const int64_t found = json_get(json, key) ? json_int(json, key, -1) : numbers[i].otherwise;
@@ -224,22 +228,22 @@ static bool check_heads(const char* model, bool folder, const Gpt2Shape* shape, 
                       channels, heads, (double)channels / (double)heads, channels / 64);
 }
 
-bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* max,
-                       const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error) {
-    const Gpt2Shape* t = typed;
+bool gpt2_shape_choose(const Options* o, const char* folder, bool resumed, int vocabulary, bool bytes, Gpt2Shape* shape,
+                       char* error) {
+    const char* model = o->model;
     if (*folder) {
-        if (!gpt2_config_read(folder, max, shape, error)) return false;
-        if (!resumed && (t->layers >= 0 || t->channels >= 0 || t->heads >= 0)) {
+        if (!gpt2_config_read(folder, shape, error)) return false;
+        if (!resumed && (o->layers >= 0 || o->channels >= 0 || o->heads >= 0)) {
             return data_error(error, "--model %s fixes the shape; leave --layers, --channels and --heads out", model);
         }
     } else {
-        const Gpt2Name* named = gpt2_named(model);
-        *shape = (Gpt2Shape){named->layers, named->channels, named->heads, named->positions, vocabulary};
-        if (t->layers >= 0) shape->layers = t->layers;
-        if (t->channels >= 0) shape->channels = t->channels;
-        if (t->channels >= 0) shape->heads = t->channels / 64 > 0 ? t->channels / 64 : 1;
-        if (t->heads >= 0) shape->heads = t->heads;
-        if (t->positions >= 0) shape->positions = t->positions;
+        *shape = *gpt2_named(model);
+        shape->vocabulary = vocabulary;
+        if (o->layers >= 0) shape->layers = o->layers;
+        if (o->channels >= 0) shape->channels = o->channels;
+        if (o->channels >= 0) shape->heads = o->channels / 64 > 0 ? o->channels / 64 : 1;
+        if (o->heads >= 0) shape->heads = o->heads;
+        if (o->seq >= 0) shape->positions = o->seq;
     }
     if (vocabulary > shape->vocabulary && shape->vocabulary == 256) {
         return data_error(
@@ -255,9 +259,9 @@ bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, cons
         return data_error(error, "the data has a vocabulary of %d tokens and --model %s of %lld; %s", vocabulary, model,
                           (long long)shape->vocabulary, how);
     }
-    if (t->positions > shape->positions) {
+    if (o->seq > shape->positions) {
         return data_error(error, "--seq %lld is longer than the model's %lld positions; type --seq %lld or less",
-                          (long long)t->positions, (long long)shape->positions, (long long)shape->positions);
+                          o->seq, (long long)shape->positions, (long long)shape->positions);
     }
     return check_heads(model, *folder, shape, error);
 }

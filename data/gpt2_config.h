@@ -7,15 +7,12 @@ C_LINKAGE_BEGIN
 typedef struct {
     int64_t layers, channels, heads, positions, vocabulary;
 } Gpt2Shape;
+// The largest shape. layernorm_backward keeps so many channels in shared memory.
+enum { GPT2_MAX_LAYERS = 256, GPT2_MAX_CHANNELS = 12288 };
 
-// A shape that has a name, OpenAI's or another.
-typedef struct {
-    const char* name;
-    int layers, channels, heads, positions;
-} Gpt2Name;
 // Returns the shape of a name, or of a size such as 30B: a shape of about so many parameters with GPT-2's vocabulary,
 // in GPT-3's proportions (124M is gpt2). NULL when there is none. The shape of a size is valid until the next call.
-const Gpt2Name* gpt2_named(const char* name);
+const Gpt2Shape* gpt2_named(const char* name);
 bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
 // Sets --model to the value of --size if that was typed. Refuses --size together with the options that it replaces.
 bool gpt2_take_size(Options* options, char* error);
@@ -24,13 +21,13 @@ bool gpt2_unknown(const char* name, char* error);
 // Returns the FLOPs of training on one token: 6 a parameter, and attention's 6 L C T (the causal half of 12).
 double gpt2_flops(int64_t parameters, int64_t layers, int64_t channels, int64_t tokens);
 
-// Reads the shape in FOLDER/config.json, each number from 1 to that of `max`; false for anything but a plain GPT-2.
-bool gpt2_config_read(const char* folder, const Gpt2Shape* max, Gpt2Shape* shape, char* error);
-// Chooses the shape of `model`, which is in `folder` or, if that is "", a name, for data of `vocabulary` tokens (0:
-// unknown), or bytes. `typed` has the numbers that were typed, -1 for others; its vocabulary is ignored. A folder's
-// positions stay, and --seq must not exceed them. `resumed`: the folder is a checkpoint.
-bool gpt2_shape_choose(const char* model, const char* folder, bool resumed, const Gpt2Shape* max,
-                       const Gpt2Shape* typed, int vocabulary, bool bytes, Gpt2Shape* shape, char* error);
+// Reads the shape in FOLDER/config.json; false for anything but a plain GPT-2.
+bool gpt2_config_read(const char* folder, Gpt2Shape* shape, char* error);
+// Chooses the shape of --model, which is in `folder` or, if that is "", a name, for data of `vocabulary` tokens (0:
+// unknown), or bytes. Options for parts of the shape replace the name's. A folder's positions stay, and --seq must not
+// exceed them. `resumed`: the folder is a checkpoint.
+bool gpt2_shape_choose(const Options* options, const char* folder, bool resumed, int vocabulary, bool bytes,
+                       Gpt2Shape* shape, char* error);
 // Writes config.json of a model whose weights have type `dtype` (transformers' name). It keeps members of `loaded`, the
 // config.json that the model came with, or NULL, that do not describe the shape. Special tokens that `loaded` lacks
 // come from `tokens`.

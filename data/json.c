@@ -3,6 +3,7 @@
 // The time is linear in the text's length. The parser and json_free recurse once per nesting level; MAX_DEPTH bounds
 // their stack. It refuses anything after the value, control characters and lone surrogates in strings, NUL in a key
 // (keys are C strings), and numbers such as 01, .5, 1. or +1.
+#include <ctype.h>
 #include <errno.h>
 #include <math.h>
 #include <stdlib.h>
@@ -13,26 +14,20 @@
 
 enum { MAX_DEPTH = 256 };
 
+// The first problem ends the text where it is, so that nothing more is read.
 typedef struct {
-    const char *begin, *at, *end;
-    const char* what;
-    char* error;
+    const char *at, *end;
+    const char* problem;  // NULL: none so far
 } Parser;
 
-// Says where: the line and column of parser->at, both from 1.
-static bool parse_error(Parser* parser, const char* problem) {
-    int64_t line = 1, column = 1;
-    for (const char* c = parser->begin; c < parser->at; c++) {
-        column++;
-        if (*c == '\n') line++, column = 1;
-    }
-    const char* where = parser->at == parser->end ? ", where the text ends" : "";
-    return data_error(parser->error, "%s is not valid JSON: %s at line %lld, column %lld%s", parser->what, problem,
-                      (long long)line, (long long)column, where);
+static bool fail(Parser* parser, const char* problem) {
+    if (!parser->problem) parser->problem = problem, parser->end = parser->at;
+    return false;
 }
 
-static bool is_digit(const Parser* parser) {
-    return parser->at < parser->end && *parser->at >= '0' && *parser->at <= '9';
+// Returns the next character; 0 at the end.
+static char peek(const Parser* parser) {
+    return parser->at < parser->end ? *parser->at : 0;
 }
 
 // Steps over the next character if it is `c`.
@@ -42,12 +37,13 @@ static bool take(Parser* parser, char c) {
     return is_next;
 }
 
-static void skip_digits(Parser* parser) {
-    while (is_digit(parser)) parser->at++;
-}
-
 static void skip_space(Parser* parser) {
     while (take(parser, ' ') || take(parser, '\n') || take(parser, '\t') || take(parser, '\r')) continue;
+}
+
+static void take_digits(Parser* parser, const char* problem) {
+    if (peek(parser) < '0' || peek(parser) > '9') fail(parser, problem);
+    while (peek(parser) >= '0' && peek(parser) <= '9') parser->at++;
 }
 
 static char* utf8_write(char* to, uint32_t point) {
@@ -58,159 +54,141 @@ static char* utf8_write(char* to, uint32_t point) {
     return to;
 }
 
-// The four hexadecimal digits after \u; -1 when they are not there.
-static int parse_hex(Parser* parser) {
-    int value = 0;
-    if (parser->end - parser->at < 4) return -1;
+// The four hexadecimal digits after \u; 0 when they are not there.
+static uint32_t parse_hex(Parser* parser) {
+    uint32_t value = 0;
     for (int i = 0; i < 4; i++, parser->at++) {
-        char c = *parser->at;
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c - 'A' + 10;
-        if (!((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F'))) return -1;
-        value = value << 4 | digit;
+        const int c = (unsigned char)peek(parser);
+        if (!isxdigit(c)) return fail(parser, "\\u without four hexadecimal digits");
+        value = value << 4 | (uint32_t)(c <= '9' ? c - '0' : (c | 32) - 'a' + 10);
     }
     return value;
 }
 
-// One escape; parser->at stands after the backslash. Returns where to write on, NULL when it is malformed.
+// One escape; parser->at stands after the backslash. Returns where to write on.
 static char* parse_escape(Parser* parser, char* to) {
     static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
-    if (parser->at == parser->end) return parse_error(parser, "an unfinished escape"), NULL;
-    char c = *parser->at++;
-    const char* name = c ? strchr(names, c) : NULL;
-    if (name) {
-        *to++ = values[name - names];
-        return to;
-    }
-    if (c != 'u') return parse_error(parser, "an unknown escape"), NULL;
-    int point = parse_hex(parser);
-    if (point < 0) return parse_error(parser, "\\u without four hexadecimal digits"), NULL;
+    const char c = peek(parser), *name = c ? strchr(names, c) : NULL;
+    if (!name && c != 'u') return fail(parser, "an unknown escape"), to;
+    parser->at++;
+    if (name) return *to = values[name - names], to + 1;
+    uint32_t point = parse_hex(parser);
     if (point >= 0xD800 && point < 0xE000) {
-        int low = -1;
-        if (point < 0xDC00 && parser->end - parser->at >= 6 && parser->at[0] == '\\' && parser->at[1] == 'u') {
-            parser->at += 2;
-            low = parse_hex(parser);
-        }
-        if (low < 0xDC00 || low >= 0xE000) return parse_error(parser, "half of a surrogate pair"), NULL;
+        const bool pair = point < 0xDC00 && take(parser, '\\') && take(parser, 'u');
+        const uint32_t low = pair ? parse_hex(parser) : 0;
+        if (low < 0xDC00 || low >= 0xE000) fail(parser, "half of a surrogate pair");
         point = 0x10000 + ((point - 0xD800) << 10) + (low - 0xDC00);
     }
-    return utf8_write(to, (uint32_t)point);
+    return parser->problem ? to : utf8_write(to, point);
 }
 
-// Returns a string's text, which the caller frees; parser->at stands at the opening quote. Escapes only shrink it.
+// Returns a string's text, which the caller frees; parser->at stands after the opening quote. Escapes only shrink it.
 static char* parse_string(Parser* parser, int64_t* bytes) {
-    const char* first = parser->at + 1;
-    const char* last = first;
+    const char* last = parser->at;
     while (last < parser->end && *last != '"') last += *last == '\\' && last + 1 < parser->end ? 2 : 1;
-    if (last >= parser->end) return parse_error(parser, "a string without its closing quote"), NULL;
-    char *text = memory_take((size_t)(last - first) + 1), *to = text;
-    parser->at = first;
-    while (to && !take(parser, '"')) {
-        if ((unsigned char)*parser->at < 0x20) {
-            parse_error(parser, "a control character in a string");
-            to = NULL;
+    char *text = memory_take((size_t)(last - parser->at) + 1), *to = text;
+    while (!parser->problem && !take(parser, '"')) {
+        if (parser->at == parser->end) {
+            fail(parser, "a string without its closing quote");
+        } else if ((unsigned char)*parser->at < 0x20) {
+            fail(parser, "a control character in a string");
         } else if (take(parser, '\\')) {
             to = parse_escape(parser, to);
         } else {
             *to++ = *parser->at++;
         }
     }
-    if (!to) return free(text), NULL;
     *to = 0;
     *bytes = to - text;
     return text;
 }
 
-static bool parse_number(Parser* parser, Json* json) {
+static void parse_number(Parser* parser, Json* json) {
     const char* first = parser->at;
-    bool integer = true;
     take(parser, '-');
-    if (!is_digit(parser)) return parse_error(parser, "something that is no value");
-    if (!take(parser, '0')) skip_digits(parser);
-    if (take(parser, '.')) {
-        integer = false;
-        if (!is_digit(parser)) return parse_error(parser, "a number without digits after its point");
-        skip_digits(parser);
-    }
+    if (!take(parser, '0')) take_digits(parser, "something that is no value");
+    const char* whole = parser->at;
+    if (take(parser, '.')) take_digits(parser, "a number without digits after its point");
     if (take(parser, 'e') || take(parser, 'E')) {
-        integer = false;
         if (!take(parser, '+')) take(parser, '-');
-        if (!is_digit(parser)) return parse_error(parser, "a number without digits in its exponent");
-        skip_digits(parser);
+        take_digits(parser, "a number without digits in its exponent");
     }
-    int64_t length = parser->at - first;
     json->kind = JSON_NUMBER;
-    json->text_bytes = length;
-    json->text = text_part(first, (size_t)length);
+    json->text_bytes = parser->at - first;
+    json->text = text_part(first, (size_t)json->text_bytes);
     // strtod costs most of the parse of a vocabulary; small integers are exact in a double either way.
-    json->number = integer && length <= 15 ? (double)atoll(json->text) : strtod(json->text, NULL);
-    return true;
+    const bool small = whole == parser->at && json->text_bytes <= 15;
+    json->number = small ? (double)atoll(json->text) : strtod(json->text, NULL);
 }
 
-static bool parse_value(Parser* parser, Json* json, int depth);
+static void parse_value(Parser* parser, Json* json, int depth);
 
 // The members of an object or the elements of an array; parser->at stands after the opening bracket.
-static bool parse_children(Parser* parser, Json* json, int depth) {
-    bool object = json->kind == JSON_OBJECT;
-    char close = object ? '}' : ']';
+static void parse_children(Parser* parser, Json* json, int depth) {
+    const bool object = json->kind == JSON_OBJECT;
+    const char close = object ? '}' : ']';
     Json** link = &json->child;
-    if (depth >= MAX_DEPTH) return parse_error(parser, "nesting deeper than 256 levels");
+    if (depth >= MAX_DEPTH) fail(parser, "nesting deeper than 256 levels");
     skip_space(parser);
-    if (take(parser, close)) return true;
-    for (;;) {
+    if (take(parser, close)) return;
+    while (!parser->problem) {
         Json* child = *link = memory_zero(1, sizeof(Json));
         link = &child->next;
         skip_space(parser);
         if (object) {
             int64_t bytes = 0;
-            if (parser->at == parser->end || *parser->at != '"') return parse_error(parser, "no quoted key");
+            if (!take(parser, '"')) fail(parser, "no quoted key");
             child->key = parse_string(parser, &bytes);
-            if (!child->key) return false;
-            if ((int64_t)strlen(child->key) != bytes) return parse_error(parser, "a key that holds \\u0000");
+            if ((int64_t)strlen(child->key) != bytes) fail(parser, "a key that holds \\u0000");
             skip_space(parser);
-            if (!take(parser, ':')) return parse_error(parser, "no ':' after a key");
+            if (!take(parser, ':')) fail(parser, "no ':' after a key");
         }
-        if (!parse_value(parser, child, depth + 1)) return false;
+        parse_value(parser, child, depth + 1);
         skip_space(parser);
-        if (take(parser, close)) return true;
-        if (!take(parser, ',')) {
-            return parse_error(parser, object ? "neither ',' nor '}' after a member" : "neither ',' nor ']'");
-        }
+        if (take(parser, close)) return;
+        if (!take(parser, ',')) fail(parser, object ? "neither ',' nor '}' after a member" : "neither ',' nor ']'");
     }
 }
 
-// Takes a word if it is next.
-static bool parse_word(Parser* parser, Json* json, const char* word, JsonKind kind, double number) {
-    int64_t length = (int64_t)strlen(word);
-    if (parser->end - parser->at < length || memcmp(parser->at, word, (size_t)length) != 0) return false;
-    parser->at += length;
-    json->kind = kind;
-    json->number = number;
-    return true;
-}
-
-static bool parse_value(Parser* parser, Json* json, int depth) {
+static void parse_value(Parser* parser, Json* json, int depth) {
+    static const struct {
+        const char* word;
+        JsonKind kind;
+        double number;
+    } words[] = {{"true", JSON_BOOL, 1}, {"false", JSON_BOOL, 0}, {"null", JSON_NULL, 0}};
     skip_space(parser);
-    if (parser->at == parser->end) return parse_error(parser, "no value");
-    if (*parser->at == '{' || *parser->at == '[') {
-        json->kind = *parser->at++ == '{' ? JSON_OBJECT : JSON_ARRAY;
-        return parse_children(parser, json, depth);
-    }
-    if (*parser->at == '"') {
+    if (take(parser, '{')) return json->kind = JSON_OBJECT, parse_children(parser, json, depth);
+    if (take(parser, '[')) return json->kind = JSON_ARRAY, parse_children(parser, json, depth);
+    if (take(parser, '"')) {
         json->kind = JSON_STRING;
         json->text = parse_string(parser, &json->text_bytes);
-        return json->text != NULL;
+        return;
     }
-    return parse_word(parser, json, "true", JSON_BOOL, 1.0) || parse_word(parser, json, "false", JSON_BOOL, 0.0) ||
-           parse_word(parser, json, "null", JSON_NULL, 0.0) || parse_number(parser, json);
+    for (int i = 0; i < 3; i++) {
+        const size_t length = strlen(words[i].word);
+        if ((size_t)(parser->end - parser->at) < length || memcmp(parser->at, words[i].word, length) != 0) continue;
+        parser->at += length;
+        json->kind = words[i].kind, json->number = words[i].number;
+        return;
+    }
+    parse_number(parser, json);
 }
 
 Json* json_parse(const char* text, int64_t bytes, const char* what, char* error) {
     Json* json = memory_zero(1, sizeof(Json));
-    Parser parser = {text, text, text + bytes, what, error};
-    bool ok = parse_value(&parser, json, 0);
-    if (ok) skip_space(&parser);
-    if (ok && parser.at == parser.end) return json;
-    if (ok) parse_error(&parser, "something after the end of the value");
+    Parser parser = {text, text + bytes, NULL};
+    parse_value(&parser, json, 0);
+    skip_space(&parser);
+    if (parser.at < parser.end) fail(&parser, "something after the end of the value");
+    if (!parser.problem) return json;
+    int64_t line = 1, column = 1;
+    for (const char* c = text; c < parser.end; c++) {
+        column++;
+        if (*c == '\n') line++, column = 1;
+    }
+    const char* where = parser.end == text + bytes ? ", where the text ends" : "";
+    data_error(error, "%s is not valid JSON: %s at line %lld, column %lld%s", what, parser.problem, (long long)line,
+               (long long)column, where);
     return json_free(json), NULL;
 }
 

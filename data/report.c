@@ -69,23 +69,15 @@ static void report_schedule(RunFolder* run, const PlanReport* plan) {
 // Warns of a v whose 8-bit scales do not fall as v does with a larger beta2 (optim/README.md, "How v falls").
 static void report_v(RunFolder* run) {
     const Options* o = run->options;
-    const char *v = o->v, *override = o->overrides, *at = override;
-    if (o->beta2 <= 0.95) return;
-    const bool own = strstr(v, "@dq8") != NULL;
-    while (!own && (at = strstr(at, "v=")) != NULL &&
-           !strstr(v = text_kept("%.*s", (int)strcspn(at, " ;"), at), "@dq8"))
-        at++;
-    if (!at) return;
-    const char* other = strstr(v, "4/") ? "lin4/64" : "udyn8";
-    const bool more = own && *override && strcmp(override, "none") != 0;
-    const char* type =
-        own ? text_format("--v %s%s%s", other, more ? " --override " : "", more ? shell_word(override) : "")
-            : text_format("v=%s in --override", other);
-    if (strcmp(o->preset, "adamw4d") == 0 && own) type = "--preset adamw4l";
+    bool falls = !strstr(o->v, "@dq8");
+    for (const char* at = o->overrides; (at = strstr(at, "v=")); at++) {
+        falls = falls && !strstr(text_kept("%.*s", (int)strcspn(at, " ;"), at), "@dq8");
+    }
+    if (falls || o->beta2 <= 0.95) return;
     run_say(run,
-            " notice   v in %s with --beta2 %g costs loss, since its 8-bit scales do not fall as v does; type --beta2 "
-            "0.95, or %s\n",
-            v + (own ? 0 : 2), o->beta2, type);
+            " notice   a v with @dq8 and --beta2 %g costs loss, since its 8-bit scales do not fall as v does; type "
+            "--beta2 0.95, or a v such as udyn8 or lin4/64\n",
+            o->beta2);
 }
 
 static void report_memory(RunFolder* run, const PlanReport* plan) {
@@ -160,27 +152,6 @@ const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train,
             (long long)train->tokens, train->crc, (long long)val->tokens, val->crc);
     fclose(file);
     return text;
-}
-
-const char* report_weights_differ(const RunFolder* run) {
-    return text_format(
-        "step %lld: the weights of the ranks differ, which no rounding explains: a GPU or its memory is faulty; go on "
-        "elsewhere with --resume %s",
-        (long long)run->state.step, run_resume_words(run));
-}
-
-bool report_already_done(RunFolder* run, const char* checkpoint) {
-    const Options* o = run->options;
-    if (run->state.step < o->steps) return false;
-    run_say(run, "done     %s is at step %lld of %lld; type --steps N to train on\n", checkpoint,
-            (long long)run->state.step, o->steps);
-    return true;
-}
-
-void report_new_weights(RunFolder* run, const char* model) {
-    if (!file_exists(path_in(model, "model.safetensors"))) return;
-    run_say(run, " notice   %s is built in and its weights are new; type --model ./%s for those of the folder\n", model,
-            model);
 }
 
 static bool step_log(RunFolder* run, const StepReport* step) {

@@ -30,13 +30,6 @@ void report_fit(const char* model, int64_t parameters, int T, const char* preset
 // since values may have spaces and quotes. The text lives as long as the program; NULL with a sentence if data cannot
 // be read.
 const char* run_identity(RunFolder* run, const Json* checkpoint, Dataset* train, Dataset* val);
-// Returns the error message for ranks whose weights differ. It lives as long as the program.
-const char* report_weights_differ(const RunFolder* run);
-// Returns true, and prints a line, if the run in `checkpoint` is at its last step already.
-bool report_already_done(RunFolder* run, const char* checkpoint);
-// Prints a notice if a run with new weights has the name of a built-in shape that a model's folder has too.
-void report_new_weights(RunFolder* run, const char* model);
-
 // A step that is done.
 typedef struct {
     double loss, norm, lr;  // of the step; loss and norm are NaN or infinite if it changed nothing

@@ -295,25 +295,26 @@ static bool tokenizer_take(RunFolder* run, const Json* state, bool bytes) {
     return run->config != NULL;
 }
 
-// Opens the tokenizer, and prints why there are no samples if it does not fit.
-static void tokenizer_begin(RunFolder* run, bool bytes, int vocabulary) {
+// Opens the tokenizer in `folder`, and prints why there are no samples if it does not fit.
+static void tokenizer_begin(RunFolder* run, bool bytes, const char* folder, int vocabulary) {
     char reason[DATA_ERROR_BYTES];
-    bool there = bytes || tokenizer_exists(run->path);
-    Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : run->path, reason) : NULL;
+    const bool there = bytes || (*folder && tokenizer_exists(folder));
+    Tokenizer* opened = there ? tokenizer_open(bytes ? NULL : folder, reason) : NULL;
     run->tokenizer = opened;
     if (there && !opened) run_say(run, " notice   %s: no samples\n", reason);
     for (int i = 0; i < SPECIAL_TOKENS; i++) run->special.id[i] = -1;
-    if (opened && !tokenizer_special(opened, run->path, &run->special, reason)) {
+    if (opened && !tokenizer_special(opened, folder, &run->special, reason)) {
         run_say(run, " notice   %s: config.json of the checkpoints may lack special tokens\n", reason);
     }
     run->samples =
         opened && tokenizer_encode(opened, "", 0, NULL, 0) >= 0 && tokenizer_vocabulary(opened) <= vocabulary;
+    if (!run->samples) run->options->sample_every = 0;
     if (!run->samples && (opened || !there)) {
         run_say(run, " notice   no vocab.json and merges.txt of %d tokens beside the data: no samples\n", vocabulary);
     }
 }
 
-bool run_folder_possible(RunFolder* run, bool bytes, int64_t size) {
+bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size) {
     const Options* o = run->options;
     const char* weights = weights_folder(run);
     char* error = run->error;
@@ -331,18 +332,13 @@ bool run_folder_possible(RunFolder* run, bool bytes, int64_t size) {
                           "data/prepare.py FILE --tokenizer %s --out DIR, and --data DIR here",
                           o->data, weights, shell_word(weights));
     }
-    const char* folder = *weights && tokenizer_exists(weights) ? weights : run->sources[2];
-    return (o->eval_every == 0 || evaluation_possible(o->eval, bytes ? NULL : folder, o->eval_out, error)) &&
-           prompts_check(o->prompt_file, o->samples, error);
+    tokenizer_begin(run, bytes, *weights && tokenizer_exists(weights) ? weights : run->sources[2], vocabulary);
+    return (o->eval_every == 0 || evaluation_check(o->eval, run->tokenizer, o->eval_out, error)) &&
+           prompts_open(&run->prompts, o->prompt, o->prompt_file, o->samples, run->samples ? run->tokenizer : NULL,
+                        vocabulary, error);
 }
 
-bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary) {
-    char* error = run->error;
+bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes) {
     const bool again = checkpoint || strcmp(run->options->resume, "auto") == 0;
-    if (!files_make(run, again) || !tokenizer_take(run, checkpoint, bytes)) return false;
-    tokenizer_begin(run, bytes, vocabulary);
-    const Tokenizer* tokenizer = run->samples ? run->tokenizer : NULL;
-    if (!tokenizer) run->options->sample_every = 0;
-    return prompts_open(&run->prompts, run->options->prompt, run->options->prompt_file, run->options->samples,
-                        tokenizer, vocabulary, error);
+    return files_make(run, again) && tokenizer_take(run, checkpoint, bytes);
 }

@@ -35,15 +35,15 @@ bool run_folder_hold(RunFolder* run, const char* folder, char* error);
 // Checks, before a checkpoint is chosen, that the folder `run` ("": none is named) is free for what --resume says. If
 // the run continues in it, or in the folder that `resume` names, this process holds that folder.
 bool run_folder_begin(RunFolder* folder, const char* run, const char* resume, bool dry_run, char* error);
-// Checks, before run_folder_make, that data and weights have the same tokenizer, that the tasks of --eval and the
-// prompts of --prompt-file can be opened, and that the disk has room for the checkpoints, of `size` bytes each (0: this
-// process writes none), which exist at one time: up to --keep, and one that is being written.
-bool run_folder_possible(RunFolder* run, bool bytes, int64_t size);
+// Opens the tokenizer and the prompts before there is a folder, and checks the tasks of --eval, that data and weights
+// have the same tokenizer, and that the disk has room for the checkpoints, of `size` bytes each (0: none is written),
+// which exist at one time: up to --keep, and one that is being written. If the tokenizer does not fit a model of
+// `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0. One process calls it.
+bool run_folder_open(RunFolder* run, bool bytes, int vocabulary, int64_t size);
 // Makes the folder that --run names, or runs/DATE_TIME_MODEL (_2, _3, ... if that exists) and sets --run to it, with
-// config.json, log.txt, log.jsonl and copies of the tokenizer's files. Opens the tokenizer and the prompts, and checks
-// the tasks of --eval. `checkpoint` is the state.json to continue from, or NULL. If the tokenizer does not fit a model
-// of `vocabulary` tokens, or bytes, a line says so and --sample-every becomes 0.
-bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes, int vocabulary);
+// config.json, log.txt, log.jsonl and copies of the tokenizer's files. `checkpoint` is the state.json to continue from,
+// or NULL.
+bool run_folder_make(RunFolder* run, const Json* checkpoint, bool bytes);
 void run_folder_close(RunFolder* run);
 
 // Prints on the terminal and into log.txt, with text_disarm.

@@ -48,12 +48,6 @@ static char* prompt_file_read(const char* file, int64_t each, char** lines, char
     return NULL;
 }
 
-bool prompts_check(const char* file, int64_t each, char* error) {
-    char* lines;
-    SCOPED char* text = *file ? prompt_file_read(file, each, &lines, error) : NULL;
-    return !*file || text;
-}
-
 bool prompts_open(Prompts* prompts, const char* text, const char* file, int64_t each, const Tokenizer* tokenizer, int V,
                   char* error) {
     memset(prompts, 0, sizeof(*prompts));

@@ -14,8 +14,6 @@ typedef struct {
 // the model's vocabulary. Without a tokenizer (NULL) each prompt is one token 0.
 bool prompts_open(Prompts* prompts, const char* text, const char* file, int64_t each, const Tokenizer* tokenizer, int V,
                   char* error);
-// Checks before a run that `file` is UTF-8 and has a prompt and not too many for `each` samples, or is "".
-bool prompts_check(const char* file, int64_t each, char* error);
 // Gives all processes rank 0's prompts: broadcast(context, from, bytes, count) sends bytes of rank `from` to the
 // others.
 void prompts_broadcast(Prompts* prompts, void (*broadcast)(void* context, int from, void* bytes, int64_t count),
