@@ -827,6 +827,7 @@ struct Run {
     Model own_model;
     Model* model;
     OptimConfig config;
+    Schedule schedule;
     Dataset train_data, val_data;
     RunFolder folder;
     int64_t memory;                     // bytes of the plan
@@ -1189,34 +1190,28 @@ static void print_plan(Run* run, const MemoryPlan* plan) {
     report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
 }
 
-// Returns NULL if the run's plan of `total` bytes fits; otherwise a sentence that says what to type.
+// Returns NULL if the run's plan fits; otherwise a sentence that says what to type.
 static const char* plan_lacks(const Run* run, const MemoryPlan* plan) {
     const Model* m = run->model;
     const Options *o = run->options, *asked = &run->asked;
-    const OptimConfig* config = &run->config;
     const int64_t free = available_to(m), sequences = o->tokens_per_step / o->seq / ranks_of(m);
     if (plan->total <= free) return nullptr;
     const double have = (double)free / (1 << 30);
-    const bool block = m->recompute == RECOMPUTE_BLOCK;
-    int64_t fits = largest_batch(m, config, asked, o->batch, false, free - plan->taken);
+    const char* less = m->recompute == RECOMPUTE_BLOCK ? "--kept-blocks 1" : "--recompute block";
+    int64_t fits = largest_batch(m, &run->config, asked, o->batch, false, free - plan->taken);
     while (fits > 0 && sequences % fits != 0) fits--;
     if (fits > 0) {
         // --recompute block is advice only where it is enough.
-        const bool whole = plan_of(m, config, asked, 0, true).total <= free;
-        return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s",
+        const bool whole = plan_of(m, &run->config, asked, 0, true).total <= free;
+        return text_format("--batch %lld needs %.2f GiB and %.2f GiB are free on %s; type --batch %lld or less%s%s",
                            o->batch, (double)plan->total / (1 << 30), have, m->dev->name, (long long)fits,
-                           !whole  ? ""
-                           : block ? ", or --kept-blocks 1"
-                                   : ", or --recompute block");
+                           whole ? ", or " : "", whole ? less : "");
     }
-    const bool one = largest_batch(m, config, asked, 1, true, free - plan->taken) > 0;
-    const char* advice = !one    ? "take"
-                         : block ? "type --kept-blocks 1 --batch 1, or take"
-                                 : "type --recompute block --batch 1, or take";
+    const bool one = largest_batch(m, &run->config, asked, 1, true, free - plan->taken) > 0;
     return text_format(
-        "even --batch 1 needs more than the %.2f GiB that are free on %s; %s a shorter --seq, a smaller --model or "
+        "even --batch 1 needs more than the %.2f GiB that are free on %s; %stake a shorter --seq, a smaller --model or "
         "a smaller --preset",
-        have, m->dev->name, advice);
+        have, m->dev->name, one ? text_kept("type %s --batch 1, or ", less) : "");
 }
 
 // --fit: prints a row for each preset and --recompute that the other options allow. The vocabulary is that of --data or
@@ -1357,11 +1352,9 @@ static void step_done(Run* run, const float* scalars, double lr, double begin, S
 // checkpoint has the weights as they are before the step.
 static void run_step(Run* run, Feeder* feeder, int64_t micro_batches, bool saved, float* scalars, StepTimer* timer) {
     const RunState* state = &run->folder.state;
-    Schedule schedule = schedule_of(run->options);
-    schedule.rise_step = state->rise_step, schedule.rise_lr = state->rise_lr;
     Model* m = run->model;
     Shard* shard = m->arena.shard;
-    const double begin = seconds_now(), lr = learning_rate(&schedule, state->step);
+    const double begin = seconds_now(), lr = learning_rate(&run->schedule, state->step);
     const int64_t number = state->step + 1 - state->skipped;  // what moments and their bias corrections count
     signals_doing("this step", run->step_seconds);
     if (shard) shard->flags[0] = signal_stop, shard->flags[1] = run_folder_asks_save(&run->folder);
@@ -1536,8 +1529,7 @@ static void end(Run* run) {
 
 static int train_main(Options* o, const Launch* launch) {
     static Run run;
-    run.options = o, run.launch = launch, run.model = &run.own_model;
-    run.folder.options = run.resume.options = o;
+    run.options = run.folder.options = run.resume.options = o, run.launch = launch, run.model = &run.own_model;
     resume(&run);
     run.model_folder = run.resume.state ? "" : checkpoint_model(&o->model, false, run.folder.error);
     require(run.model_folder && resume_intent(o, *run.model_folder, run.folder.error), run.folder.error);
@@ -1547,8 +1539,8 @@ static int train_main(Options* o, const Launch* launch) {
     resolve(&run);
     comm_require_same(launch, run_identity(&run.folder, run.resume.state, &run.train_data, &run.val_data),
                       run.folder.error);
-    const Schedule schedule = schedule_of(o);
-    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &schedule);
+    run.schedule = schedule_of(o);
+    resume_state(&run.resume, &run.folder, &run.train_data, &run.val_data, &run.schedule);
     MemoryPlan plan = memory_plan(run.model, &run.config);
     run.memory = plan.total;
     print_plan(&run, &plan);

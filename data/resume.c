@@ -246,20 +246,20 @@ static double saved_number(const Resume* resume, const char* name) {
 }
 
 // If the rate rises at the resume, as with more --steps, m and its :ef errors are in units of a smaller one.
-static void resume_rate(Resume* resume, RunState* state, const Schedule* schedule) {
-    Schedule now = *schedule, was = {.kind = json_string(resume->saved, "schedule", "cosine")};
+static void resume_rate(Resume* resume, RunState* state, Schedule* now) {
+    Schedule was = {.kind = json_string(resume->saved, "schedule", "cosine")};
     was.lr = saved_number(resume, "lr"), was.final_lr = saved_number(resume, "final-lr");
     was.steps = (int64_t)saved_number(resume, "steps"), was.warmup = (int64_t)saved_number(resume, "warmup");
     was.decay_fraction = saved_number(resume, "decay-fraction");
-    was.rise_step = now.rise_step = state->rise_step, was.rise_lr = now.rise_lr = state->rise_lr;
-    const double before = learning_rate(&was, state->step), after = learning_rate(&now, state->step);
-    if (!(after > 1.000001 * before) || now.warmup == 0) return;
-    state->rise_step = state->step, state->rise_lr = before;
+    was.rise_step = now->rise_step = state->rise_step, was.rise_lr = now->rise_lr = state->rise_lr;
+    const double before = learning_rate(&was, state->step), after = learning_rate(now, state->step);
+    if (!(after > 1.000001 * before) || now->warmup == 0) return;
+    now->rise_step = state->rise_step = state->step, now->rise_lr = state->rise_lr = before;
     resume_changed(resume, "%s the rate rises from %.3g to the schedule's %.3g over --warmup %lld steps",
-                   *resume->changed ? ";" : "", before, after, (long long)now.warmup);
+                   *resume->changed ? ";" : "", before, after, (long long)now->warmup);
 }
 
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, const Schedule* schedule) {
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule) {
     RunState now = {.data_tokens = train->tokens, .data_crc = train->crc, .val_crc = val->crc};
     now.best_val = INFINITY, run->state = now, run->taken = resume->taken;
     if (!resume->state) return;

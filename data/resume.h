@@ -30,8 +30,8 @@ bool resume_take(Resume* resume, char* error);
 // error.
 bool resume_continue(Resume* resume, RunFolder* run, char* error);
 // Sets the run's state to the checkpoint's, or to that of a new run. Notes in `changed` if its data is not the same, or
-// if its next rate is larger than the checkpoint's `schedule` would have it: it then rises as in a warm-up.
-void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, const Schedule* schedule);
+// if the next rate of `schedule` is larger than the checkpoint's would be: it then rises as in a warm-up.
+void resume_state(Resume* resume, RunFolder* run, const Dataset* train, const Dataset* val, Schedule* schedule);
 // Refuses options that mean something else than training, but would train. `folder`: --model names a folder.
 bool resume_intent(const Options* options, bool folder, char* error);
 // Refuses an option for a path or name that was typed empty, for example by an unset shell variable.
