@@ -87,7 +87,7 @@ static int64_t passes_traffic(const OptimConfig* config, const Model* m) {
         double each = 0.0, elements = 0.0;
         for (int pass = 0; pass < its.passes; pass++) {
             each += format_bytes_each(its.pass[pass] == SUM_WEIGHTS ? rows.weights : rows.grads);
-            each += sum_reads_m(its.pass[pass]) ? format_bytes_each(rows.m) : 0.0;
+            each += sum_info(its.pass[pass]).reads_m ? format_bytes_each(rows.m) : 0.0;
         }
         for (int64_t t = 0; t < its.tensors; t++) elements += (double)(its.tensor[t].rows * its.tensor[t].cols);
         bytes += each * elements;

@@ -668,9 +668,7 @@ __device__ __forceinline__ void courier_run(const StepArguments& step, CourierSt
     }
     store_wait_read<0>();
 }
-#endif
 
-#ifdef OPTIM_STAGES
 // A thread block has 64k registers, which threads get in multiples of eight. All threads start with the same number.
 // Then the couriers release registers that they do not need and the groups take them, which avoids spills.
 constexpr int COURIER_REGISTERS = 32;

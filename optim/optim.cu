@@ -685,13 +685,13 @@ static void pass_run(const Optim* optim, const StepLaunch* launch, RowRange rang
         const int64_t blocks = sum_blocks(rule) * (int64_t)dev->sm_count;
         if (replay) placed_replay(dev, replay, arguments);
         const Kernel* kernel = replay ? &work->replayed : &work->kernel;
-        jit_launch(kernel, sums.blocks < blocks ? sums.blocks : blocks, sum_reads_m(sum) ? kernel->shared_bytes : 0,
-                   pointers, dev->stream);
+        jit_launch(kernel, sums.blocks < blocks ? sums.blocks : blocks,
+                   sum_info(sum).reads_m ? kernel->shared_bytes : 0, pointers, dev->stream);
     } else {
         rows_sum_cpu(&launch->rows, &launch->kernel.arrays, arguments, &sums);
     }
     SettleArguments settle = {};
-    settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.blocks = range.settles;
+    settle.tensor = sums.tensor, settle.tensors = sums.tensors, settle.numbers = range.settles;
     settle.grad_scale = arguments->grad_scale;
     settle.sum = sum, settle.rule = rule, settle.by_rms = by_rms;
     settle.parts = work->parts, settle.kept = (float*)v->extra, settle.ready = v->next;

@@ -35,21 +35,31 @@
 
 EMBED_SOURCE
 
-constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_THREADS = 1024, SETTLE_BLOCK = 256;
+constexpr int SUM_ROWS = 128, SUM_COLS = 256, SUM_WARPS = 8, SUM_LANE = 8, SETTLE_LANES = 1024;
 
 enum Sum { SUM_SQUARES, SUM_DIRECTION, SUM_MOMENTS, SUM_UPDATE, SUM_RESIDUAL, SUM_WEIGHTS, SUM_STEP };
 
-OPTIM_INLINE constexpr bool sum_has_columns(Sum sum) {
-    return sum == SUM_MOMENTS || sum == SUM_RESIDUAL;
-}
+// What a pass reads besides the gradient, what it makes, and for which rules. SUM_UPDATE also needs --clip-update,
+// SUM_WEIGHTS --adafactor-lr, and SUM_STEP --limit-growth, which serves every rule.
+struct SumInfo {
+    unsigned rules;  // bit r: RowRule r has this pass
+    bool reads_m, reads_v, has_columns;
+    unsigned whole;  // bit r: for rule r, a number of the tensor follows from those of its rows
+};
 
-// These functions return true if a pass reads m, or v, besides the gradient.
-OPTIM_INLINE constexpr bool sum_reads_m(Sum sum) {
-    return sum == SUM_DIRECTION || sum == SUM_RESIDUAL || sum == SUM_STEP;
-}
-
-OPTIM_INLINE constexpr bool sum_reads_v(Sum sum) {
-    return sum == SUM_UPDATE || sum == SUM_RESIDUAL || sum == SUM_STEP;
+OPTIM_INLINE constexpr SumInfo sum_info(Sum sum) {
+    constexpr unsigned lite = 1u << ROWS_NORMUON_LITE, came = 1u << ROWS_CAME, factored = 1u << ROWS_ADAFACTOR | came;
+    constexpr SumInfo rows[] = {
+        // rules, reads_m, reads_v, has_columns, whole
+        {1u << ROWS_ADAM_MINI, false, false, false, 0},                     // SUM_SQUARES
+        {1u << ROWS_RMNP | lite, true, false, false, lite},                 // SUM_DIRECTION
+        {factored, false, false, true, factored},                           // SUM_MOMENTS
+        {factored, false, true, false, factored},                           // SUM_UPDATE
+        {came, true, true, true, came},                                     // SUM_RESIDUAL
+        {1u << ROWS_ADAFACTOR, false, false, false, 1u << ROWS_ADAFACTOR},  // SUM_WEIGHTS
+        {~0u, true, true, false, ~0u},                                      // SUM_STEP
+    };
+    return rows[sum];
 }
 
 // A tensor of a launch.
@@ -60,7 +70,7 @@ struct SumTensor {
     int64_t number, ready;         // where its numbers begin among the kept ones, and among those that the step reads
     int64_t row_parts, col_parts;  // where its partial sums begin
     int64_t block;                 // number in the launch of its first thread block, a pair of a slab and a panel
-    int64_t settle, settles;       // number in the launch of its first thread block that ends a pass; how many
+    int64_t settle, settles;       // number in the launch of its first row or column; how many it has
     int64_t norm;                  // index of its number for --limit-growth
     uint32_t group;                // of constants (Plan)
 };
@@ -169,13 +179,13 @@ struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
         finish(start(streams, first, x, n, second), x, n);
     }
 
-    static OPTIM_INLINE void load(const Streams& streams, int first, float* x, int n, const NoiseKey&) {
-        numbers(streams, first, x, n, false);
+    template <int N>
+    static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
+        numbers(streams, first, x, N, false);
     }
 
-    static OPTIM_INLINE void set(const Streams&, int, const float*, int) {}
-
-    static OPTIM_INLINE void store(const Streams&, int, const float*, int, const NoiseKey&) {}
+    template <int N>
+    static OPTIM_INLINE void put(const Streams&, int, const float*, const NoiseKey&) {}
 };
 
 // Returns the span of a rule's numbers.
@@ -208,8 +218,8 @@ OPTIM_INLINE float sum_value(Sum sum, const Hyper& hyper, float p, float g, floa
 // The end of a pass calls one function for each row, column and tensor, and then another one for each row and tile.
 
 struct SettleArguments {
-    const SumTensor* tensor;  // (tensors)
-    int64_t tensors, blocks;  // blocks: of the kernels on a GPU, from number tensor[0].settle on
+    const SumTensor* tensor;   // (tensors)
+    int64_t tensors, numbers;  // rows and columns, from number tensor[0].settle on
     const float* grad_scale;
     Sum sum;
     RowRule rule;

@@ -14,7 +14,7 @@ struct RowPlan {
     int passes;
     SumTensor* tensor;  // (tensors + 1) host memory: the launch's tensors that are kept here, and where they end
     int64_t tensors, blocks;
-    int64_t settles;  // thread blocks that end a pass
+    int64_t settles;  // rows and columns
     int64_t parts;    // partial sums, fp32
 };
 

@@ -94,7 +94,9 @@ OPTIM_INLINE Hyper hyper_scaled(Hyper hyper, float factor) {
 // `root` receives the roots of v.
 template <class Rule>
 struct EachElement {
-    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, keeps_roots = Rule::DIVIDES_BY_ROOT_V, pairs = Rule::PAIRS;
+    static constexpr bool keeps_slow = Rule::KEEPS_SLOW, keeps_roots = Rule::DIVIDES_BY_ROOT_V, pairs = Rule::PAIRS,
+                          decoupled = Rule::DECOUPLED;
+    static constexpr RowRule rows = Rule::ROWS;
 
     static OPTIM_INLINE void update(const Hyper& hyper, float* p, const float* g, float* m, float* v, float* slow,
                                     float* root, int n) {
