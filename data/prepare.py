@@ -603,22 +603,21 @@ def main(arguments=None):
         options = parse(arguments)
         eval_files.write_all(options) if options.eval else prepare(options)
         sys.stdout.flush()
+        return 0
     except BrokenPipeError:  # nobody reads what is printed, which comes last
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Problem as problem:
-        say(f"prepare: error: {problem}", sys.stderr)
-        return 2
+        return 0
+    except Problem as found:
+        problem = found
     except ImportError as missing:
-        say(f"prepare: error: {missing}; {VENV}", sys.stderr)
-        return 2
+        problem = f"{missing}; {VENV}"
     except OSError as error:  # the disk is full, a folder cannot be written
         what = f"{error.filename or 'writing'}: {error.strerror or error}"
-        say(f"prepare: error: {what}; free space, or give another --out", sys.stderr)
-        return 2
+        problem = f"{what}; free space, or give another --out"
     except MemoryError:
-        print("prepare: error: out of memory; free some, or try fewer --workers", file=sys.stderr)
-        return 2
-    return 0
+        problem = "out of memory; free some, or try fewer --workers"
+    say(f"prepare: error: {problem}", sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -331,20 +331,8 @@ bool tokenizers_agree(const char* folder, const char* other) {
     return agree;
 }
 
-// Returns whether each line of a text is a pair, "left right", but for an empty one and "#version ...".
-static bool is_merges(const char* text, int64_t bytes) {
-    bool pairs = text_is_utf8(text, bytes) && !memchr(text, 0, (size_t)bytes);
-    for (const char* line = text; pairs && *line; line += strspn(line, "\r\n")) {
-        const size_t length = strcspn(line, "\r\n"), left = strcspn(line, " ");
-        const bool pair = left > 0 && left + 1 < length && left + 1 + strcspn(line + left + 1, " \r\n") == length;
-        pairs = length == 0 || pair || strncmp(line, "#version", 8) == 0;
-        line += length;
-    }
-    return pairs;
-}
-
 // Copies FROM/NAME to TO/COPY unless TO/COPY exists or there is no FROM/NAME. What is in TO then must be a file of its
-// own, and a JSON object or a list of merges, as its name says, because it is published.
+// own, because it is published, and JSON if its name says so.
 static bool copy_one(const char* from, const char* name, const char* to, const char* copy, char* error) {
     const char *source = path_in(from, name), *target = path_in(to, copy);
     const bool there = access(target, F_OK) == 0, json = text_ends(copy, ".json");
@@ -354,9 +342,8 @@ static bool copy_one(const char* from, const char* name, const char* to, const c
     SCOPED char* text = file_read_own(path, &bytes, error);
     JSON_SCOPED Json* parsed = text && json ? json_parse(text, bytes, path, error) : NULL;
     if (!text || (json && !parsed)) return false;
-    if (json ? parsed->kind != JSON_OBJECT : !is_merges(text, bytes)) {
-        const char* what = json ? "JSON object" : "list of merges";
-        return data_error(error, "%s is no %s; fetch it again, or remove it", path, what);
+    if (json && parsed->kind != JSON_OBJECT) {
+        return data_error(error, "%s is no JSON object; fetch it again, or remove it", path);
     }
     return there || file_write(target, text, bytes, error);
 }

@@ -1,4 +1,4 @@
-// Written by data/make_unicode.py: Unicode as tiktoken 0.14.0 has it.
+// Written by dev/reference/make_unicode.py: Unicode as tiktoken 0.14.0 has it.
 // Each entry is a run of characters of one class, from code point 0 on: their number << 2 | the class (0 letter, 1
 // number, 2 white space, 3 other).
 #pragma once

@@ -214,18 +214,9 @@ def open_vocabulary(folder=None):
 def copy_vocabulary(vocabulary, source, folder):
     """Writes the vocabulary's files into a folder, and those of its own folder that transformers reads."""
     vocabulary.write(folder)
-    for name in FILES[2:]:
-        path = Path(source or "") / name
-        if not source or not path.is_file():
-            continue
-        contents = read_own(path)
-        try:
-            whole = json.loads(contents)
-        except (ValueError, RecursionError):
-            whole = None
-        if not isinstance(whole, dict):
-            raise Problem(f"{path}: no JSON object; mend it, or remove it")
-        (folder / name).write_bytes(contents)
+    for name in FILES[2:] if source else ():
+        if (Path(source) / name).is_file():
+            (folder / name).write_bytes(read_own(Path(source) / name))
 
 
 def train_vocabulary(texts, size, folder):

@@ -4,7 +4,7 @@
 #include "../../data/tokenizer.h"
 #include "cli.h"
 
-// Writes the vocabulary of dev/reference/make_words.py: bytes, and pairs of a probe and a byte above 127 in both
+// Writes the vocabulary of dev/reference/make_unicode.py: bytes, and pairs of a probe and a byte above 127 in both
 // orders.
 static void put_word_vocabulary(const char* folder) {
     static const unsigned char probes[] = "a1. \n";
