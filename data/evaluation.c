@@ -60,37 +60,25 @@ static bool is_public(const char* name) {
     return strcmp(name, "hellaswag") == 0 || strcmp(name, "lambada") == 0;
 }
 
-static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, const Tokenizer* tokenizer, char* error) {
+// Takes the parts of the file. Returns NULL, or what is wrong with it.
+static const char* evaluation_parse(Evaluation* e, int64_t bytes, const Tokenizer* tokenizer) {
     Header header;
-    if (bytes < HEADER_BYTES || memcmp(e->file, "nib-eval", 8) != 0) {
-        return data_error(
-            error, "%s is no evaluation file; make one with .venv/bin/python data/prepare.py --eval NAME=FILE.jsonl",
-            path);
-    }
+    if (bytes < HEADER_BYTES || memcmp(e->file, "nib-eval", 8) != 0) return "is no evaluation file";
     memcpy(&header, e->file, HEADER_BYTES);
     if (header.version != VERSION) {
-        return data_error(error,
-                          "%s is an evaluation file of version %u and this program reads %d; make it again with "
-                          ".venv/bin/python data/prepare.py",
-                          path, header.version, VERSION);
+        return text_kept("is an evaluation file of version %u and this program reads %d", header.version, VERSION);
     }
     const uint64_t max = (uint64_t)bytes;
     const bool fits =
         header.examples <= max && header.rows <= max && header.tokens <= max &&
         HEADER_BYTES + 8 * (uint64_t)header.examples + 16 * (uint64_t)header.rows + 2 * header.tokens == max;
+    if (!fits) return "is damaged: its size is not what its header says";
     const uint32_t crc = crc32c(crc32c(0, e->file, HEADER_BYTES - 4), e->file + HEADER_BYTES, bytes - HEADER_BYTES);
-    if (!fits || crc != header.crc) {
-        return data_error(error, "%s is damaged: its %s; make it again with .venv/bin/python data/prepare.py", path,
-                          fits ? "checksum differs" : "size is not what its header says");
-    }
-    if (tokenizer &&
-        ((int)header.vocabulary != tokenizer_tokens(tokenizer) || header.fingerprint != fingerprint(tokenizer))) {
-        const int vocabulary = tokenizer_tokens(tokenizer);
-        return data_error(error,
-                          "%s was made for another vocabulary (of %u tokens) than the model's (of %d); make it again "
-                          "with .venv/bin/python data/prepare.py --eval %s%s --force --tokenizer %s",
-                          path, header.vocabulary, vocabulary, e->name, is_public(e->name) ? "" : "=FILE.jsonl",
-                          vocabulary == 256 ? "bytes" : "DIR, the folder of the model's tokenizer");
+    if (crc != header.crc) return "is damaged: its checksum differs";
+    const int vocabulary = tokenizer ? tokenizer_tokens(tokenizer) : 0;
+    if (tokenizer && ((int)header.vocabulary != vocabulary || header.fingerprint != fingerprint(tokenizer))) {
+        return text_kept("was made for another vocabulary (of %u tokens) than the model's (of %d)", header.vocabulary,
+                         vocabulary);
     }
     e->kind = header.kind == 0 ? EVALUATION_CHOICES : EVALUATION_LAST_WORD;
     e->vocabulary = (int)header.vocabulary, e->examples = (int)header.examples, e->rows = (int)header.rows;
@@ -99,13 +87,8 @@ static bool evaluation_parse(Evaluation* e, const char* path, int64_t bytes, con
     e->row = (const EvaluationRow*)(e->example + e->examples);
     e->tokens = (const uint16_t*)(e->row + e->rows);
     e->first = memory_zero((size_t)e->rows + 1, sizeof(int64_t));
-    if (header.kind > 1 || header.examples == 0 || !parts_fit(e, header.tokens)) {
-        return data_error(error,
-                          "%s contradicts itself: its examples, rows and tokens do not add up; make it again with "
-                          ".venv/bin/python data/prepare.py",
-                          path);
-    }
-    return true;
+    const bool agrees = header.kind <= 1 && header.examples > 0 && parts_fit(e, header.tokens);
+    return agrees ? NULL : "contradicts itself: its examples, rows and tokens do not add up";
 }
 
 static bool is_path(const char* name) {
@@ -162,7 +145,12 @@ bool evaluation_open(Evaluation* e, const char* name, const Tokenizer* tokenizer
     }
     e->file = file_read(path, &bytes, error);
     if (!e->file) return data_error(error, "--eval: %s; type the path of an evaluation file", error);
-    if (evaluation_parse(e, path, bytes, tokenizer, error)) return true;
+    const char* wrong = evaluation_parse(e, bytes, tokenizer);
+    if (!wrong) return true;
+    const bool of_bytes = tokenizer && tokenizer_tokens(tokenizer) == 256;
+    data_error(error, "%s %s; make it again with .venv/bin/python data/prepare.py --eval %s%s --force --tokenizer %s",
+               path, wrong, e->name, is_public(e->name) ? "" : "=FILE.jsonl",
+               of_bytes ? "bytes" : "DIR, the folder of the model's tokenizer");
     evaluation_close(e);
     return false;
 }

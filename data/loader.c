@@ -541,9 +541,9 @@ struct Loader {
     uint64_t seed;
     bool shuffle;
     int64_t windows;
-    int64_t sequence;  // next to be read; the thread's own
+    int64_t first;  // sequence
+    int64_t read;   // sequences that were read; the thread's own
     LoaderSlice slice;
-    int64_t in_run;  // sequences read of the present run; the thread's own
     Batch batch[RING];
     int* memory;  // of all batches
     int* count;   // (vocabulary) of the counting sort; the thread's own
@@ -580,16 +580,13 @@ static void batch_sort(Batch* batch, int n, int vocabulary, int* count) {
 static bool batch_prepare(Loader* loader, Batch* batch, char* error) {
     int B = loader->B, T = loader->T;
     for (int b = 0; b < B; b++) {
-        const int64_t n = loader->sequence, windows = loader->windows;
+        const int64_t i = loader->read++, run = loader->slice.run, windows = loader->windows;
+        const int64_t n = loader->first + (run == 0 ? i : i / run * loader->slice.stride + i % run);
         const int64_t window = loader->shuffle ? shuffle_index(loader->seed, n / windows, n % windows, windows)
                                                : window_in_order(loader->data, n, windows);
         int* tokens = batch->tokens + (int64_t)b * T;
         int* targets = batch->targets + (int64_t)b * T;
         if (!dataset_window(loader->data, T, window, tokens, targets, error)) return false;
-        loader->sequence++;
-        if (loader->slice.run == 0 || ++loader->in_run < loader->slice.run) continue;
-        loader->in_run = 0;
-        loader->sequence += loader->slice.stride - loader->slice.run;
     }
     batch_sort(batch, B * T, loader->data->vocabulary, loader->count);
     return true;
@@ -635,7 +632,7 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
     }
     Loader* loader = memory_zero(1, sizeof(Loader));
     loader->data = data, loader->B = B, loader->T = T, loader->windows = windows;
-    loader->seed = seed, loader->shuffle = shuffle, loader->sequence = first_sequence, loader->slice = slice;
+    loader->seed = seed, loader->shuffle = shuffle, loader->first = first_sequence, loader->slice = slice;
     loader->pinned_free = pinned_free;
     loader->failed = -1;
     sem_init(&loader->empty, 0, RING);
