@@ -3,7 +3,8 @@
 //
 // The optimizer reports mistakes through user_error and failures through check, which end ./train. In the library both
 // call launch_failed below, which returns to the library's function by longjmp with the sentence. What a function takes
-// from memory.h is in a list until it ends or frees it; if it ends early, the rest is freed with the optimizer.
+// from memory.h is in the optimizer's list until it is freed, so that nibble_optim_free frees it too if nobody knows it
+// any more.
 #include "nibble_optim.h"
 
 #include <ctype.h>
@@ -28,7 +29,7 @@ struct Taken {
 struct Failure {
     jmp_buf jump;
     NibbleStatus status;
-    Taken blocks, *lost;  // what this call has taken and not freed, and what earlier calls had that ended early
+    Taken* blocks;
     char text[NIBBLE_ERROR_BYTES];
 };
 
@@ -72,18 +73,17 @@ static bool blocks_add(Taken* blocks, void* block) {
 }
 
 void block_taken(void* block) {
-    if (!failure || blocks_add(&failure->blocks, block)) return;
+    if (!failure || blocks_add(failure->blocks, block)) return;
     __real_free(block);
     fail(NIBBLE_MEMORY, "this process gets no more memory");
 }
 
 void block_left(void* block) {
     if (!failure || !block) return;
-    for (Taken* blocks : {&failure->blocks, failure->lost}) {
-        for (int64_t i = blocks->count - 1; i >= 0; i--) {
-            if (blocks->block[i] == block) blocks->block[i] = blocks->block[--blocks->count];
-        }
-    }
+    Taken* blocks = failure->blocks;
+    int64_t i = blocks->count - 1;
+    while (i >= 0 && blocks->block[i] != block) i--;
+    if (i >= 0) blocks->block[i] = blocks->block[--blocks->count];
 }
 
 // The linker puts it in the place of free in the library's own objects (--wrap).
@@ -107,25 +107,17 @@ static void error_forget() {
 #endif
 }
 
-// Calls the function and turns an error in it into a status and a sentence. If the function ends early, `lost` receives
-// what it has taken, some of which the optimizer may know.
+// Calls the function and turns an error in it into a status and a sentence. `blocks` lists what it takes.
 template <class Function>
-static NibbleStatus guarded(char* error, Taken* lost, Function function) {
+static NibbleStatus guarded(char* error, Taken* blocks, Function function) {
     Failure own;
     Failure* const before = failure;
     own.status = NIBBLE_OK;
-    own.blocks = {};
-    own.lost = lost;
+    own.blocks = blocks;
     failure = &own;
     if (setjmp(own.jump) == 0) function();
     failure = before;
-    if (own.status != NIBBLE_OK) {
-        error_forget();
-        for (int64_t i = 0; i < own.blocks.count && blocks_add(lost, own.blocks.block[i]); i++) {
-        }
-    }
-    own.blocks.count = 0;
-    blocks_free(&own.blocks);
+    if (own.status != NIBBLE_OK) error_forget();
     if (error) snprintf(error, NIBBLE_ERROR_BYTES, "%s", own.status == NIBBLE_OK ? "" : own.text);
     return own.status;
 }
@@ -142,7 +134,6 @@ struct NibbleOptim {
     NibbleTensor* tensor;  // (count), with names of their own
     OptimTensor* local;    // (count) what lies here, as the optimizer knows it
     OptimTensor* whole;    // (count) all tensors with their places in the model
-    Plan* plan;            // a plan that is being made, or null
     PlacedTensor* placed;  // (count)
     bool* stale;           // (count) the weights kept beside a parameter must be made from it again
     int count;
@@ -151,12 +142,10 @@ struct NibbleOptim {
     bool releases;        // each tensor has its own optimizer and is stepped in the backward pass
     const char* stacked;  // of the settings, or null
     int64_t element, end;
-    char* text[64];  // the settings' values, which the configuration points to
-    int texts;
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
     void* context;
     char describe[256];
-    Taken lost;  // that calls which ended early have taken
+    Taken blocks;  // all host memory of the optimizer
 };
 
 // Makes the optimizer's device the current one, and sets its stream to the caller's. Returns the device to restore, or
@@ -178,7 +167,7 @@ static void device_leave(const NibbleOptim* optim, int before) {
 template <class Function>
 static NibbleStatus on_device(const NibbleOptim* optim, void* stream, char* error, Function function) {
     int before = -1;
-    const NibbleStatus status = guarded(error, (Taken*)&optim->lost, [&] {
+    const NibbleStatus status = guarded(error, (Taken*)&optim->blocks, [&] {
         before = device_enter(optim, stream);
         function();
     });
@@ -335,14 +324,12 @@ static void settings_read(NibbleOptim* optim, const char* const* settings) {
     config->beta1 = 0.9f, config->beta2 = 0.95f, config->eps = 1e-8f;  // each step brings its own
     config->placed = true;
     config->made = &optim->optim;
-    config->planned = &optim->plan;
     optim->compute = OPTIM_BF16;
     for (int i = 0; settings && settings[i]; i++) {
         if (!strchr(settings[i], '=')) {
             user_error("\"%s\" was found among the settings; each is key=value", settings[i]);
         }
-        if (optim->texts == (int)(sizeof(optim->text) / sizeof(optim->text[0]))) user_error("too many settings");
-        char* key = optim->text[optim->texts++] = text_copy(settings[i]);
+        char* key = text_copy(settings[i]);  // the configuration points to its value
         char* equals = strchr(key, '=');
         *equals = 0;
         setting_set(optim, key, equals + 1);
@@ -627,21 +614,14 @@ static void optim_make(NibbleOptim* optim, const char* const* settings, const Ni
     optim_describe(config, optim->describe, sizeof(optim->describe));
 }
 
-static void optim_unmake(NibbleOptim* optim) {
-    placed_free(optim->tables);
-    optim_free(optim->optim);
-    if (optim->plan) plan_free(optim->plan);
-    products_close(&optim->dev);
-    for (int t = 0; optim->tensor && t < optim->count; t++) free((void*)optim->tensor[t].name);
-    for (int i = 0; i < optim->texts; i++) free(optim->text[i]);
-    free(optim->tensor), free(optim->local), free(optim->whole), free(optim->placed), free(optim->stale);
-    free(optim->owner), free(optim->config.joined);
-}
-
 NIBBLE_API void nibble_optim_free(NibbleOptim* optim) {
     if (!optim) return;
-    on_device(optim, optim->dev.stream, nullptr, [&] { optim_unmake(optim); });
-    blocks_free(&optim->lost);
+    on_device(optim, optim->dev.stream, nullptr, [&] {
+        placed_free(optim->tables);
+        optim_free(optim->optim);
+        products_close(&optim->dev);
+    });
+    blocks_free(&optim->blocks);
     free(optim);
 }
 
@@ -651,8 +631,8 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
                                             void* stream, char* error) {
     NibbleOptim* optim = nullptr;
     int before = -1;
-    Taken lost = {};
-    const NibbleStatus status = guarded(error, &lost, [&] {
+    Taken blocks = {};
+    const NibbleStatus status = guarded(error, &blocks, [&] {
         optim = (NibbleOptim*)memory_zero(1, sizeof(NibbleOptim));
         block_left(optim);  // from here on nibble_optim_free frees it
         optim->config = OptimConfig(), optim->gpu = -1, optim->count = count;
@@ -661,7 +641,7 @@ NIBBLE_API NibbleStatus nibble_optim_create(NibbleOptim** result, const char* co
     *result = status == NIBBLE_OK ? optim : nullptr;
     if (!optim) return status;
     device_leave(optim, before);
-    optim->lost = lost;
+    optim->blocks = blocks;
     if (status != NIBBLE_OK) nibble_optim_free(optim);
     return status;
 }

@@ -89,7 +89,6 @@ struct Optim {
     int settles;
     JitRequest request[8 * LAUNCHES];  // the kernels that optim_make compiles
     int requests;
-    SpanTile* host;  // of spans_create; its tensors may be refused
 };
 
 // Allocates zeroed device memory and adds its size to *total.
@@ -132,7 +131,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     streams->span = device;  // set at once, so that optim_free finds it if a later allocation fails
     streams->next = (float*)allocate_zero(optim, next_bytes(run, span), &optim->allocated.tables);
     if (optim->counts) return;
-    SpanTile* host = optim->host = (SpanTile*)memory_take((size_t)bytes + 1);
+    SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count; t++) {
         const OptimTensor* tensor = &optim->tensors[t];
         if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
@@ -142,7 +141,7 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
         }
     }
     copy_to_device(optim->dev, device, host, bytes);
-    free(host), optim->host = nullptr;
+    free(host);
     if (span < SPAN_SCALES)
         optim->settle[optim->settles++] = {(float*)streams->extra, streams->next, run->numbers[span], run, span};
 }
@@ -557,7 +556,7 @@ void optim_free(Optim* optim) {
     if (optim->plan) plan_free(optim->plan);
     for (int i = 0; i < optim->count; i++) free((void*)optim->tensors[i].name);
     requests_free(optim);
-    free(optim->tensors), free(optim->grads), free(optim->host), free(optim);
+    free(optim->tensors), free(optim->grads), free(optim);
 }
 
 OptimParts optim_parts(const Optim* optim) {

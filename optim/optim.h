@@ -71,11 +71,9 @@ struct OptimConfig {
     // The memory stays the caller's. Null: the optimizer allocates and frees.
     void* (*allocate)(void* context, int64_t bytes) = nullptr;
     void* allocator = nullptr;  // the context that `allocate` is called with
-    // These receive what is made before it is complete, so that the caller can free it if the rest fails and the
-    // process goes on.
+    // Receives the optimizer before it is complete, so that the caller can free its device memory if the rest fails and
+    // the process goes on.
     struct Optim** made = nullptr;
-    struct Plan** planned = nullptr;
-    char* joined = nullptr;  // the text of `overrides` if optim_resolve allocated it
 };
 
 // Bytes that a combination takes, known before anything is allocated.

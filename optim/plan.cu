@@ -122,7 +122,6 @@ static void plan_patterns(const Plan* plan, const OptimTensor* tensors, int coun
 // Makes a plan without runs of the arena (plan_ranges adds them). The tensors need no offsets yet.
 static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = (Plan*)memory_zero(1, sizeof(Plan));
-    if (config->planned) *config->planned = plan;
     char error[DATA_ERROR_BYTES];
     require(overrides_parse(config->overrides, plan->overrides, &plan->override_count, error), error);
     plan->launch[0] = {*config, config_rows(config), "", 0, {}, 0, {}};
@@ -149,8 +148,6 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
-    Plan** planned = plan->launch[0].config.planned;
-    if (planned) *planned = nullptr;
     free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->kept), free(plan);
 }
 

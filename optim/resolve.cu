@@ -184,10 +184,7 @@ static void rest_overrides(OptimConfig* config, const PresetRow* preset, bool it
                               has_v ? preset->m : "fp32", has_v ? preset->v : "fp32");
     if (slower != 1.0) snprintf(rest + used, sizeof(rest) - used, " lr=%g", slower);  // gives adamw its usual rate
     if (its && own) snprintf(rest, sizeof(rest), "%s", preset->overrides);
-    const size_t bytes = strlen(rest) + strlen(more) + 3;
-    config->joined = (char*)memory_take(bytes);
-    snprintf(config->joined, bytes, "%s%s%s", rest, *more ? "; " : "", more);
-    config->overrides = config->joined;
+    config->overrides = text_format("%s%s%s", rest, *more ? "; " : "", more);
 }
 
 // Takes the preset's overrides if its formats are used, and checks the overrides. A checkpoint has only overrides that
