@@ -3,7 +3,8 @@
 // which would round partial sums to bf16; the rest give equal bits for equal inputs.
 //
 // Choice of algorithm: cuBLASLt's first proposal is up to a tenth slower than its best, so all proposals for a large
-// product are timed once, on random operands, when its plan is made: about 50 ms per shape. Timing must not change bits
+// product are timed once, on random operands, when its plan is made during a warm-up: about 50 ms per shape, in the
+// product's own memory, which has no values yet. Later plans take the first proposal. Timing must not change bits
 // (the same command twice, or a run and its resumption, give the same losses to the last bit), so only proposals whose
 // result equals the first one's bit by bit take part. The first one runs where there is no search. Operands and bias
 // are random because a run's may be zeros, for which all algorithms agree. Most proposals agree with the first: without
@@ -133,16 +134,10 @@ __global__ static void matmul_hash_kernel(unsigned long long* sum, const uint32_
     atomicAdd(sum, own);
 }
 
-// Operands to try algorithms on: random, so that algorithms that sum in different orders differ in bits. During a
-// warm-up (dev->warms_up) they overwrite the product's own operands. Otherwise they are in device memory that is freed
-// after the search, except the output, and GELU's input if it is an output: the product overwrites these unless it
-// accumulates, so the trial writes there. That memory is as large as the operands: about 0.9 GB for the gradient of the
-// head's weights from 8192 rows of logits. If it cannot be allocated there is no search, which changes the speed but no
-// bits, and a line on stderr says so.
+// What algorithms are tried on: the product's own operands, which a trial overwrites.
 struct MatmulTrial {
-    char* memory;
     MatmulPointers pointers;
-    unsigned long long* hash;
+    unsigned long long* hash;  // device memory
     int64_t output_bytes;
     int64_t aux_bytes;  // of GELU's input where it is an output, otherwise 0
     bool sums;          // also with beta = 1, as a weight's gradient is added to
@@ -158,49 +153,26 @@ inline void matmul_fill_fp8(const Device* dev, void* codes, int64_t n, uint32_t 
     check_launch();
 }
 
-// False when there is no room.
-inline bool matmul_trial_open(const Device* dev, const MatmulPlan* plan, const MatmulPointers* used, bool accumulate,
-                              MatmulTrial* trial) {
-    const MatmulShape* s = &plan->shape;
-    const bool own = !dev->warms_up,
-               writes_aux = s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-    bool own_output = (own && accumulate) || used->d == used->aux;
-    int64_t element = s->output == CUDA_R_32F ? 4 : 2, outputs = s->m * s->n;
-    // a, b, d, bias (fp32 pairs of bf16 are numbers of that size too), aux
-    const bool fp8 = matmul_is_fp8(s);
-    const int64_t input = fp8 ? 1 : 2;
-    const int64_t size[] = {s->m * s->k * input, s->k * s->n * input, outputs * element,
-                            used->bias ? s->m * element : 0, used->aux && !writes_aux ? outputs * 2 : 0};
-    const void* pointer[] = {used->a, used->b, used->d, used->bias, used->aux};
-    int64_t bytes = 256, at[5];
-    for (int i = 0; i < 5; i++) at[i] = bytes, bytes += (i == 2 ? own_output : own) ? aligned_bytes(size[i]) : 0;
-    size_t available, total;
-    check(cudaMemGetInfo(&available, &total));
-    if ((size_t)bytes + (64 << 20) > available || cudaMalloc(&trial->memory, bytes) != cudaSuccess) {
-        cudaGetLastError();
-        char text[256];
-        snprintf(text, sizeof(text),
-                 "train: notice: no room (%.2f GB) to time the algorithms of a product %lld x %lld x %lld; cuBLASLt's "
-                 "first is taken\n",
-                 1e-9 * (double)bytes, (long long)s->m, (long long)s->n, (long long)s->k);
-        notice(text);
-        return false;
+// Fills the operands with random values, so that algorithms that sum in different orders differ in bits. `memory`: 256
+// bytes of device memory.
+inline MatmulTrial matmul_trial(const Device* dev, const MatmulShape* s, const MatmulPointers* used, char* memory) {
+    const bool writes_aux = s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX || s->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    const int64_t outputs = s->m * s->n, bytes = outputs * (s->output == CUDA_R_32F ? 4 : 2);
+    MatmulTrial trial = {*used, (unsigned long long*)memory, bytes, writes_aux ? outputs * 2 : 0,
+                         s->epilogue == CUBLASLT_EPILOGUE_DEFAULT};
+    if (matmul_is_fp8(s)) {
+        const float one = 1.0f;
+        trial.pointers.scale_a = trial.pointers.scale_b = (float*)(memory + 64);
+        copy_to_device(dev, memory + 64, &one, sizeof(one));
+        matmul_fill_fp8(dev, (void*)used->a, s->m * s->k, 0);
+        matmul_fill_fp8(dev, (void*)used->b, s->k * s->n, 1);
+    } else {
+        matmul_fill(dev, (bf16*)used->a, s->m * s->k, 1.0f, 0);
+        matmul_fill(dev, (bf16*)used->b, s->k * s->n, 1.0f, 0);
     }
-    for (int i = 0; i < 5; i++) {
-        if (size[i] > 0 && (i == 2 ? own_output : own)) pointer[i] = trial->memory + at[i];
-        if (size[i] > 0 && i < 2 && fp8) matmul_fill_fp8(dev, (void*)pointer[i], size[i], (uint32_t)i);
-        if (size[i] > 0 && i != 2 && !(i < 2 && fp8)) matmul_fill(dev, (bf16*)pointer[i], size[i] / 2, 1.0f, 0);
-    }
-    trial->hash = (unsigned long long*)trial->memory;
-    trial->output_bytes = outputs * element;
-    trial->aux_bytes = writes_aux ? outputs * 2 : 0;
-    trial->sums = s->epilogue == CUBLASLT_EPILOGUE_DEFAULT;
-    const float one = 1.0f, *scale = (const float*)(trial->memory + 64);
-    if (fp8) copy_to_device(dev, trial->memory + 64, &one, sizeof(one));
-    trial->pointers = {pointer[0],           pointer[1], (void*)pointer[2],
-                       pointer[3],           pointer[4], fp8 ? scale : nullptr,
-                       fp8 ? scale : nullptr};
-    return true;
+    if (used->bias) matmul_fill(dev, (bf16*)used->bias, s->m * bytes / outputs / 2, 1.0f, 0);
+    if (used->aux && !writes_aux) matmul_fill(dev, (bf16*)used->aux, outputs, 1.0f, 0);
+    return trial;
 }
 
 // Milliseconds of one run.
@@ -269,19 +241,20 @@ inline void matmul_search(const Device* dev, MatmulPlan* plan, const cublasLtMat
     check(cudaEventDestroy(event[1]));
 }
 
-// Takes cuBLASLt's first proposal, or for a large product the best that a search finds. It asks for as many proposals
-// without a search as with one, since the first of 16 may differ from the only one of 1.
-inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPointers* pointers, bool accumulate) {
+// Takes cuBLASLt's first proposal, or for a large product in a warm-up the best that a search finds. It asks for as
+// many proposals without a search as with one, since the first of 16 may differ from the only one of 1.
+inline void matmul_choose(const Device* dev, MatmulPlan* plan, const MatmulPointers* pointers) {
     const MatmulShape* s = &plan->shape;
     cublasLtMatmulAlgo_t algorithm[MATMUL_CANDIDATES];
     bool large = !s->batched && s->input != CUDA_R_32F && 2.0 * s->m * s->n * s->k >= MATMUL_SEARCH_FLOPS;
     int count = matmul_candidates(dev, plan, algorithm, large ? MATMUL_CANDIDATES : 1);
     plan->found = count > 0;
     if (count > 0) plan->algorithm = algorithm[0];
-    MatmulTrial trial;
-    if (count < 2 || !matmul_trial_open(dev, plan, pointers, accumulate, &trial)) return;
+    if (count < 2 || !dev->warms_up) return;
+    char* memory = (char*)device_alloc(dev, 256);
+    const MatmulTrial trial = matmul_trial(dev, s, pointers, memory);
     matmul_search(dev, plan, algorithm, count, &trial);
-    check(cudaFree(trial.memory));
+    device_free(dev, memory);
 }
 
 // Sets how many matrices a batched plan multiplies.
@@ -325,12 +298,11 @@ inline void matmul_describe(MatmulPlan* plan, const MatmulShape* shape) {
     if (shape->batched) matmul_batch(plan, MATMUL_BATCH);
 }
 
-inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers,
-                                     bool accumulate) {
+inline MatmulPlan matmul_plan_create(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
     MatmulPlan plan = {};
     matmul_describe(&plan, shape);
     matmul_point(&plan, pointers);
-    matmul_choose(dev, &plan, pointers, accumulate);
+    matmul_choose(dev, &plan, pointers);
     return plan;
 }
 
@@ -344,8 +316,7 @@ inline void matmul_plans_close(MatmulPlans* plans) {
 }
 
 // The plan of a shape, from the table of those that were made: a training run has a few dozen.
-inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers,
-                               bool accumulate) {
+inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, const MatmulPointers* pointers) {
     MatmulPlans* plans = dev->matmul_plans;
     for (int i = 0; i < plans->count; i++)
         if (memcmp(&plans->plan[i].shape, shape, sizeof(*shape)) == 0) return &plans->plan[i];
@@ -355,7 +326,7 @@ inline MatmulPlan* matmul_plan(const Device* dev, const MatmulShape* shape, cons
         if (!plans->plan) user_error("out of host memory for %d matmul plans", plans->capacity);
     }
     plans->close = matmul_plans_close;
-    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers, accumulate);
+    plans->plan[plans->count] = matmul_plan_create(dev, shape, pointers);
     return &plans->plan[plans->count++];
 }
 
@@ -369,7 +340,7 @@ inline uint32_t matmul_alignment(const MatmulPointers* pointers) {
 inline bool matmul_launch_shape(const Device* dev, MatmulShape* shape, const MatmulPointers* pointers,
                                 bool accumulate) {
     shape->alignment = matmul_alignment(pointers);
-    MatmulPlan* plan = matmul_plan(dev, shape, pointers, accumulate);
+    MatmulPlan* plan = matmul_plan(dev, shape, pointers);
     if (!plan->found) return false;
     matmul_point(plan, pointers);
     matmul_run(dev, plan, pointers, &plan->algorithm, accumulate);

@@ -75,7 +75,7 @@ void matmul_product_gpu(const Device* dev, const MatmulProduct* p, D* d, const X
     const uint32_t strides = (uint32_t)(apart & -apart), alignment = matmul_alignment(&pointers);
     shape.alignment = strides < alignment ? strides : alignment;
     pointers.bias = nullptr;
-    MatmulPlan* plan = matmul_plan(dev, &shape, &pointers, false);
+    MatmulPlan* plan = matmul_plan(dev, &shape, &pointers);
     if (!plan->found) {
         user_error("cuBLASLt has no algorithm for an optimizer's product of %lld x %lld x %lld; take another --rule",
                    (long long)p->rows, (long long)p->cols, (long long)p->depth);
