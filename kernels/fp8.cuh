@@ -159,30 +159,46 @@ inline void fp8_product_cpu(const Fp8* f, float* out, Fp8Factor a, Fp8Factor b, 
     free(x), free(y);
 }
 
-// Sets the scales of a step from the history, and clears what it will find. A tensor that is stored as codes has their
-// scale; its magnitude is the largest that such codes can hold, so that any rank (fp8_agree), and a run that resumes
-// with another storage, can compute the scale from it.
-inline void fp8_begin_cpu(Fp8* f, int slot) {
-    const Fp8Type type = slot % 3 == 2 ? f->gradients : FP8_E4M3;
-    float amax = 0.0f;
-    if (const float* stored = f->stored[slot]) {
-        const float stored_amax = fp8_largest(FP8_E4M3) * stored[1];
-        memcpy(&f->amax[slot], &stored_amax, sizeof(float));
-        f->scale_inv[4 * slot] = stored[1], f->scale[slot] = stored[2];
-        return;
-    }
-    for (int i = 0; i < FP8_HISTORY; i++) amax = fmaxf(amax, f->amax_history[slot * FP8_HISTORY + i]);
-    f->scale[slot] = fp8_scale(amax, type, 1);
-    f->scale_inv[4 * slot] = 1.0f / f->scale[slot];
-    f->amax[slot] = 0;
+// A magnitude's bits, whose order is that of the magnitudes, and back.
+__host__ __device__ inline uint32_t fp8_bits(float magnitude) {
+    uint32_t bits;
+    memcpy(&bits, &magnitude, sizeof(bits));
+    return bits;
+}
+__host__ __device__ inline float fp8_magnitude(uint32_t bits) {
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof(magnitude));
+    return magnitude;
 }
 
-// Adds the step's magnitude to the history, unless it is not finite or was not measured.
-inline void fp8_end_cpu(Fp8* f, int slot) {
-    float* history = f->amax_history + slot * FP8_HISTORY;
-    float amax;
-    memcpy(&amax, &f->amax[slot], 4);
-    if (!(amax > 0.0f) || !isfinite(amax)) return;
+__host__ __device__ inline void fp8_set_scale(const Fp8& f, int slot, float amax, Fp8Type type, int spare) {
+    f.scale[slot] = fp8_scale(amax, type, spare);
+    f.scale_inv[4 * slot] = 1.0f / f.scale[slot];
+}
+
+// What a step does to the slots, on both devices.
+enum Fp8Event { FP8_BEGIN, FP8_AGREE, FP8_END };
+
+// BEGIN sets the scales of a step from the history, and clears what it will find. A tensor that is stored as codes has
+// their scale; its magnitude is the largest that such codes can hold, so that any rank (AGREE), and a run that resumes
+// with another storage, can compute the scale from it. END adds the step's magnitude to the history, unless it is not
+// finite or was not measured.
+__host__ __device__ inline void fp8_slot_event(const Fp8& f, int slot, Fp8Event event) {
+    float *history = f.amax_history + slot * FP8_HISTORY, amax = 0.0f;
+    if (event == FP8_BEGIN) {
+        if (const float* stored = f.stored[slot]) {
+            f.amax[slot] = fp8_bits(fp8_largest(FP8_E4M3) * stored[1]);
+            f.scale_inv[4 * slot] = stored[1], f.scale[slot] = stored[2];
+            return;
+        }
+        for (int i = 0; i < FP8_HISTORY; i++) amax = fmaxf(amax, history[i]);
+        fp8_set_scale(f, slot, amax, slot % 3 == 2 ? f.gradients : FP8_E4M3, 1);
+        f.amax[slot] = 0;
+        return;
+    }
+    amax = fp8_magnitude(f.amax[slot]);
+    if (event == FP8_AGREE && amax != 0) fp8_set_scale(f, slot, amax, FP8_E4M3, 0);
+    if (event == FP8_AGREE || !(amax > 0.0f) || !isfinite(amax)) return;
     for (int i = FP8_HISTORY - 1; i > 0; i--) history[i] = history[i - 1];
     history[0] = amax;
 }
@@ -327,51 +343,20 @@ __global__ static void __launch_bounds__(256, 6)
     }
 }
 
-// Grid 1, block 1: the scale of a tensor whose amax was found just now.
-__global__ static void fp8_rescale_kernel(float* scale, float* scale_inv, const uint32_t* amax, Fp8Type type) {
-    *scale = fp8_scale(__uint_as_float(*amax), type, 0);
-    *scale_inv = 1.0f / *scale;
+// Grid 1, block 1: the scale of a tensor whose amax was found just now, or is at most this.
+__global__ static void fp8_rescale_kernel(Fp8 f, int slot, Fp8Type type) {
+    fp8_set_scale(f, slot, fp8_magnitude(f.amax[slot]), type, 0);
+}
+__global__ static void fp8_fix_kernel(Fp8 f, int slot, float amax, Fp8Type type) {
+    fp8_set_scale(f, slot, amax, type, 0);
 }
 
-// Grid 1, block 1.
-__global__ static void fp8_fix_kernel(float* to_scale, float* to_inverse, float scale, float scale_inv) {
-    *to_scale = scale, *to_inverse = scale_inv;
-}
-
-// fp8_begin_cpu, fp8_agree and fp8_end_cpu for each slot. Grid ceil(slots / 256), block 256.
-__global__ static void fp8_begin_kernel(Fp8 f) {
+// Grid ceil(slots / 256), block 256.
+__global__ static void fp8_event_kernel(Fp8 f, Fp8Event event, const float* factor, float* overflow_count) {
     const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (slot == 0) f.amax[f.slots] = 0;
-    if (slot >= f.slots) return;
-    const Fp8Type type = slot % 3 == 2 ? f.gradients : FP8_E4M3;
-    float amax = 0.0f;
-    if (const float* stored = f.stored[slot]) {
-        f.amax[slot] = __float_as_uint(fp8_largest(FP8_E4M3) * stored[1]);
-        f.scale_inv[4 * slot] = stored[1], f.scale[slot] = stored[2];
-        return;
-    }
-    for (int i = 0; i < FP8_HISTORY; i++) amax = fmaxf(amax, f.amax_history[slot * FP8_HISTORY + i]);
-    f.scale[slot] = fp8_scale(amax, type, 1);
-    f.scale_inv[4 * slot] = 1.0f / f.scale[slot];
-    f.amax[slot] = 0;
-}
-
-__global__ static void fp8_agree_kernel(Fp8 f) {
-    const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (slot >= f.slots || f.amax[slot] == 0) return;
-    f.scale[slot] = fp8_scale(__uint_as_float(f.amax[slot]), FP8_E4M3, 0);
-    f.scale_inv[4 * slot] = 1.0f / f.scale[slot];
-}
-
-__global__ static void fp8_end_kernel(Fp8 f, const float* factor, float* overflow_count) {
-    const int slot = blockIdx.x * blockDim.x + threadIdx.x;
-    if (slot == 0) *overflow_count = (float)f.amax[f.slots];
-    if (slot >= f.slots || !isfinite(*factor)) return;
-    float* history = f.amax_history + slot * FP8_HISTORY;
-    const float amax = __uint_as_float(f.amax[slot]);
-    if (!(amax > 0.0f) || !isfinite(amax)) return;
-    for (int i = FP8_HISTORY - 1; i > 0; i--) history[i] = history[i - 1];
-    history[0] = amax;
+    if (event == FP8_BEGIN && slot == 0) f.amax[f.slots] = 0;
+    if (event == FP8_END && slot == 0) *overflow_count = (float)f.amax[f.slots];
+    if (slot < f.slots && (event != FP8_END || isfinite(*factor))) fp8_slot_event(f, slot, event);
 }
 
 template <Fp8Op OP>
@@ -404,10 +389,7 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
         const Fp8Operand none = {nullptr, nullptr, to->slot, to->type};
         if (finds_scale) {
             fp8_cast_cpu(f, &none, op, (const float*)inp, (const float*)pre_gelu, nullptr, N, C, false);
-            float amax;
-            memcpy(&amax, &f->amax[to->slot], 4);
-            f->scale[to->slot] = fp8_scale(amax, to->type, 0);
-            f->scale_inv[4 * to->slot] = 1.0f / f->scale[to->slot];
+            fp8_set_scale(*f, to->slot, fp8_magnitude(f->amax[to->slot]), to->type, 0);
         }
         fp8_cast_cpu(f, to, op, (const float*)inp, (const float*)pre_gelu, (float*)dbias, N, C, accumulate);
         return;
@@ -428,8 +410,7 @@ void fp8_cast(const Device* dev, Fp8* f, const Fp8Operand* to, Fp8Op op, const X
                      to->type == FP8_E5M2};
         if (finds_scale) {
             fp8_cast_run(dev, op, &k);
-            fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(f->scale + to->slot, f->scale_inv + 4 * to->slot, k.amax,
-                                                         to->type);
+            fp8_rescale_kernel<<<1, 1, 0, dev->stream>>>(*f, to->slot, to->type);
             check_launch();
         }
         k.rows = to->rows, k.columns = to->columns, k.partial = dbias ? scratch : nullptr;
@@ -458,12 +439,10 @@ inline void fp8_by_columns(const Device* dev, uint8_t* columns, const uint8_t* r
 
 // Sets a scale that is known beforehand, for values of at most `amax`.
 inline void fp8_fix(const Device* dev, Fp8* f, int slot, float amax, Fp8Type type) {
-    const float scale = fp8_scale(amax, type, 0), scale_inv = 1.0f / scale;
     f->fixed = slot;
-    if (!dev->gpu) f->scale[slot] = scale, f->scale_inv[4 * slot] = scale_inv;
+    if (!dev->gpu) return fp8_set_scale(*f, slot, amax, type, 0);
 #ifdef __CUDACC__
-    if (!dev->gpu) return;
-    fp8_fix_kernel<<<1, 1, 0, dev->stream>>>(f->scale + slot, f->scale_inv + 4 * slot, scale, scale_inv);
+    fp8_fix_kernel<<<1, 1, 0, dev->stream>>>(*f, slot, amax, type);
     check_launch();
 #endif
 }
@@ -493,53 +472,40 @@ inline int64_t fp8_bytes(int slots) {
     return (int64_t)slots * ((FP8_HISTORY + 6) * (int64_t)sizeof(float) + (int64_t)sizeof(float*)) + 256;
 }
 
+// factor, overflow_count: of END.
+inline void fp8_event(const Device* dev, const Fp8* f, Fp8Event event, const float* factor = nullptr,
+                      float* overflow_count = nullptr) {
+    if (!dev->gpu) {
+        if (event == FP8_BEGIN) f->amax[f->slots] = 0;
+        if (event == FP8_END) *overflow_count = (float)f->amax[f->slots];
+        for (int slot = 0; slot < f->slots && (event != FP8_END || isfinite(*factor)); slot++)
+            fp8_slot_event(*f, slot, event);
+        return;
+    }
+#ifdef __CUDACC__
+    fp8_event_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f, event, factor, overflow_count);
+    check_launch();
+#endif
+}
+
 // The trainer calls this before the first micro-batch of a step. `step` does not count skipped steps, so a first step
 // that was skipped is repeated, again without a history.
 inline void fp8_begin(const Device* dev, Fp8* f, int64_t step = 1) {
     if (f->first == 0) f->first = step;
     f->use_current_scaling = f->use_current_scaling && step == f->first;
-    if (!dev->gpu) {
-        for (int slot = 0; slot < f->slots; slot++) fp8_begin_cpu(f, slot);
-        f->amax[f->slots] = 0;
-        return;
-    }
-#ifdef __CUDACC__
-    fp8_begin_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f);
-    check_launch();
-#endif
+    fp8_event(dev, f, FP8_BEGIN);
 }
 
 // If each rank has the scales of some stored tensors alone, the trainer calls this after fp8_begin. It sets these
 // scales, powers of two, from the all-reduced amax array.
-inline void fp8_agree(const Device* dev, Fp8* f) {
-    if (!dev->gpu) {
-        for (int slot = 0; slot < f->slots; slot++) {
-            float amax;
-            memcpy(&amax, &f->amax[slot], 4);
-            if (!(amax > 0.0f)) continue;
-            f->scale[slot] = fp8_scale(amax, FP8_E4M3, 0);
-            f->scale_inv[4 * slot] = 1.0f / f->scale[slot];
-        }
-        return;
-    }
-#ifdef __CUDACC__
-    fp8_agree_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f);
-    check_launch();
-#endif
+inline void fp8_agree(const Device* dev, const Fp8* f) {
+    fp8_event(dev, f, FP8_AGREE);
 }
 
 // The trainer calls this after the update. It updates the history unless `factor` says that the step changed nothing,
 // and sets overflow_count to the number of elements that were too large for their codes.
-inline void fp8_end(const Device* dev, Fp8* f, const float* factor, float* overflow_count) {
-    if (!dev->gpu) {
-        for (int slot = 0; slot < f->slots && isfinite(*factor); slot++) fp8_end_cpu(f, slot);
-        *overflow_count = (float)f->amax[f->slots];
-        return;
-    }
-#ifdef __CUDACC__
-    fp8_end_kernel<<<(unsigned)ceil_div(f->slots, 256), 256, 0, dev->stream>>>(*f, factor, overflow_count);
-    check_launch();
-#endif
+inline void fp8_end(const Device* dev, const Fp8* f, const float* factor, float* overflow_count) {
+    fp8_event(dev, f, FP8_END, factor, overflow_count);
 }
 
 // True if an earlier step has left a magnitude in one of `count` slots from `first` on. A skipped step leaves none, nor
