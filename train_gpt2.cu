@@ -330,8 +330,7 @@ static Activations<X> activations_of(const Model* m, bool train) {
     const int C = m->config.C;
     Fp8Use* use = &a.fp8;
     arena_dequant_buffer(&m->arena, train ? nullptr : a.dequant_buffer);
-    if (train && m->uses_fp8)
-        linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev, C, m->config.NH), N, C);
+    if (train && m->uses_fp8) linear_use_begin(use, m->dev, (Fp8*)&m->fp8, attention_backward_codes(m->dev), N, C);
     parameters_in(m, m->arena.weights, &a.weights, [&](int l, Linear linear, X* at) {
         return linear_weight(use, fp8_slot(l, linear), at, arena_codes(&m->arena, weight_tensor(l, linear)));
     });
@@ -467,8 +466,8 @@ static void block_backward(const Model* m, const BlockParameters<G, G*>* d, Acti
     linear_backward(named(dev, "d attention projection"), a->dbranch, d->attprojw, &dattproj, &b->attention,
                     &w->attprojw, N, C, C, adds);
     arena_attention(&m->arena);
-    attention_backward_bias(named(dev, "attention backward"), a->dwide, d->qkvb, a->scratch, a->dbranch, b->qkv,
-                            b->attention.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&dqkv));
+    attention_backward(named(dev, "attention backward"), a->dwide, d->qkvb, a->scratch, a->dbranch, b->qkv,
+                       b->attention.values, b->lse, B, T, C, m->config.NH, adds, operand_codes(&dqkv));
     linear_backward(named(dev, "d qkv"), a->dbranch, d->qkvw, &dqkv, &b->ln1, &w->qkvw, N, C, 3 * C, adds);
 }
 

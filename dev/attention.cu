@@ -8,67 +8,38 @@
 #include "../kernels/attention.cuh"
 #include "timing.h"
 
-// Each argument as in attention_forward and attention_backward, in bf16. Without a backward pass only forward is timed.
+// Each argument as in attention_forward and attention_backward, in bf16.
 struct Variant {
     const char* name;
     void (*forward)(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH);
-    void (*backward)(const Device* dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* qkv, const bf16* out,
-                     const float* lse, int B, int T, int C, int NH);
+    void (*backward)(const Device* dev, bf16* dqkv, float* dbias, void* scratch, const bf16* dout, const bf16* qkv,
+                     const bf16* out, const float* lse, int B, int T, int C, int NH);
 };
+
+static void backward(const Device* dev, bf16* dqkv, float* dbias, void* scratch, const bf16* dout, const bf16* qkv,
+                     const bf16* out, const float* lse, int B, int T, int C, int NH) {
+    attention_backward(dev, dqkv, dbias, scratch, dout, qkv, out, lse, B, T, C, NH, false);
+}
+
+// What a GPU runs that has as much shared memory and no wgmma.
+static Device without_wgmma(const Device* dev) {
+    Device other = *dev;
+    other.compute = 100;
+    return other;
+}
 
 static void forward_mma(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
-    if (C == NH * 64) return attention_forward_mma<64>(dev, out, lse, qkv, B, T, NH);
-    attention_forward_mma<128>(dev, out, lse, qkv, B, T, NH);
+    const Device other = without_wgmma(dev);
+    attention_forward(&other, out, lse, qkv, B, T, C, NH);
 }
 
-static void backward_mma(const Device* dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* qkv,
+static void backward_mma(const Device* dev, bf16* dqkv, float* dbias, void* scratch, const bf16* dout, const bf16* qkv,
                          const bf16* out, const float* lse, int B, int T, int C, int NH) {
-    if (C == NH * 64) return attention_backward_any<bf16, 64>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T, NH);
-    attention_backward_any<bf16, 128>(dev, dqkv, (char*)scratch, dout, qkv, out, lse, B, T, NH);
+    const Device other = without_wgmma(dev);
+    backward(&other, dqkv, dbias, scratch, dout, qkv, out, lse, B, T, C, NH);
 }
 
-// The direction that production does not take.
-static void backward_other_way(const Device* dev, bf16* dqkv, void* scratch, const bf16* dout, const bf16* qkv,
-                               const bf16* out, const float* lse, int B, int T, int C, int NH) {
-    char* memory = (char*)scratch;
-    if (C == NH * 64)
-        attention_hopper_backward<HopperBackwardShape<64, 128, false>>(dev, dqkv, memory, dout, qkv, out, lse, B, T,
-                                                                       NH);
-    else
-        attention_hopper_backward<HopperBackwardShape<128, 64, true>>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH);
-}
-
-// The shapes for heads of 64 and of 128.
-template <class Small, class Large>
-static void forward_hopper(const Device* dev, bf16* out, float* lse, const bf16* qkv, int B, int T, int C, int NH) {
-    if (C == NH * 64) return attention_hopper_forward<Small>(dev, out, lse, qkv, B, T, NH);
-    attention_hopper_forward<Large>(dev, out, lse, qkv, B, T, NH);
-}
-
-template <int HS, int CONSUMERS, int BN, int STAGES, int OPTIONS>
-using Hopper = HopperForwardShape<HS, CONSUMERS, BN, STAGES, OPTIONS>;
-
-// The tiles of production with other options.
-template <int OPTIONS>
-static constexpr auto hopper_with = forward_hopper<Hopper<64, 3, 128, 4, OPTIONS>, Hopper<128, 2, 128, 2, OPTIONS>>;
-
-// wgmma's, a step at a time: both products waited for (serial), exponentials during the product with v (overlap), half
-// of the first tile left out where it is out of sight (half), references kept (keep), warpgroups in turn (turns, which
-// is production); then other tiles (queries x keys, of heads of 64 / of 128).
-static const Variant VARIANTS[] = {
-    {"prod", attention_forward<bf16>, attention_backward<bf16>},
-    {"mma", forward_mma, backward_mma},
-    {"other way", attention_forward<bf16>, backward_other_way},
-    {"serial", hopper_with<0>, nullptr},
-    {"overlap", hopper_with<OVERLAP>, nullptr},
-    {"half", hopper_with<OVERLAP | HALF>, nullptr},
-    {"keep", hopper_with<OVERLAP | HALF | KEEP>, nullptr},
-    {"turns", hopper_with<OVERLAP | HALF | KEEP | TURNS>, nullptr},
-    {"256x64/192x64", forward_hopper<Hopper<64, 4, 64, 8, OVERLAP | KEEP>, Hopper<128, 3, 64, 2, OVERLAP | KEEP>>,
-     nullptr},
-    {"128x128/128x64",
-     forward_hopper<Hopper<64, 2, 128, 4, OVERLAP | HALF | KEEP>, Hopper<128, 2, 64, 4, OVERLAP | KEEP>>, nullptr},
-};
+static const Variant VARIANTS[] = {{"prod", attention_forward<bf16>, backward}, {"mma", forward_mma, backward_mma}};
 
 struct Shape {
     int B, NH, T, HS;
@@ -81,14 +52,16 @@ struct Buffers : Room {
     Shape s;
     int64_t n, rows;  // elements of out, rows of lse
     bf16 *qkv, *dqkv, *out, *dout;
-    float* lse;
+    float *lse, *dbias;
     void* scratch;
 
     Buffers(const Device* on, Shape shape, float size = 1.7f)
         : Room(on), s(shape), n((int64_t)s.B * s.T * s.NH * s.HS), rows((int64_t)s.B * s.NH * s.T) {
         qkv = filled(this, 3 * n, size, 1), dout = filled(this, n, 1.0f, 2);
         dqkv = device<bf16>(3 * n), out = device<bf16>(n), lse = device<float>(rows);
-        scratch = device<char>(attention_backward_scratch_bytes(on, s.B, s.T, s.NH * s.HS, s.NH));
+        const int64_t bytes = attention_backward_scratch_bytes(on, s.B, s.T, s.NH * s.HS, s.NH),
+                      bias = matmul_backward_bias_scratch_bytes(on, 3 * s.NH * s.HS);
+        dbias = device<float>(3 * s.NH * s.HS), scratch = device<char>(bytes > bias ? bytes : bias);
     }
 };
 
@@ -97,8 +70,8 @@ static void run_forward(const Variant* v, const Buffers* b) {
 }
 
 static void run_backward(const Variant* v, const Buffers* b) {
-    v->backward(b->dev, b->dqkv, b->scratch, b->dout, b->qkv, b->out, b->lse, b->s.B, b->s.T, b->s.NH * b->s.HS,
-                b->s.NH);
+    v->backward(b->dev, b->dqkv, b->dbias, b->scratch, b->dout, b->qkv, b->out, b->lse, b->s.B, b->s.T,
+                b->s.NH * b->s.HS, b->s.NH);
 }
 
 // Prints the first elements that are off by more than any rounding explains.
@@ -132,7 +105,7 @@ static bool variant_is_right(const Variant* v, Reference* r) {
     run_forward(v, r);
     const float *out = host_floats(r, r->out, r->n), *lse = r->to_host(r->lse, r->rows);
     const double forward = relative_error(out, r->want, r->n), log_sum = relative_error(lse, r->want_lse, r->rows);
-    if (v->backward && r->size < 2.0f) {  // scores in the thousands are a test of the forward pass
+    if (r->size < 2.0f) {  // scores in the thousands are a test of the forward pass
         run_backward(v, r);
         backward = relative_error(host_floats(r, r->dqkv, 3 * r->n), r->want_dqkv, 3 * r->n);
     }
@@ -156,7 +129,6 @@ static void time_shape(const Device* dev, const Variant* variants, int count, Sh
     for (int run = -3; run < 20; run++) {
         for (int i = 0; i < 3 * count; i++) {
             const Variant* v = &variants[i / 3];
-            if (i % 3 > 0 && !v->backward) continue;
             const double now = elapsed_ms(dev, [&] {
                 if (i % 3 != 1) run_forward(v, &b);
                 if (i % 3 != 0) run_backward(v, &b);
@@ -165,15 +137,11 @@ static void time_shape(const Device* dev, const Variant* variants, int count, Sh
         }
     }
     for (int i = 0; i < count; i++) {
-        const double forward = times[3 * i].median();
-        printf("%-14s %3d %3d %6d %4d | %8.3f ", variants[i].name, s.B, s.NH, s.T, s.HS, forward);
-        if (!variants[i].backward) {
-            printf("%8s %8s    | %6.1f\n", "", "", flops / forward * 1e-9);
-        } else {
-            const double backward = times[3 * i + 1].median(), both = times[3 * i + 2].median();
-            printf("%8.3f %8.3f    | %6.1f %6.1f %6.1f\n", backward, both, flops / forward * 1e-9,
-                   2.5 * flops / backward * 1e-9, 3.5 * flops / both * 1e-9);
-        }
+        const double forward = times[3 * i].median(), backward = times[3 * i + 1].median(),
+                     both = times[3 * i + 2].median();
+        printf("%-14s %3d %3d %6d %4d | %8.3f %8.3f %8.3f    | %6.1f %6.1f %6.1f\n", variants[i].name, s.B, s.NH, s.T,
+               s.HS, forward, backward, both, flops / forward * 1e-9, 2.5 * flops / backward * 1e-9,
+               3.5 * flops / both * 1e-9);
     }
     fflush(stdout);
 }

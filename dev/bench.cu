@@ -189,8 +189,8 @@ struct Operators {
                                         b->residual2, p->ln2w, b->ln2_mean, b->ln2_rstd, N, C, false, codes);
         });
         account(a, "attention backward", n, 2.5 * 2.0 * T * NC, 0, [&] {
-            attention_backward_bias(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention.values,
-                                    b->lse, B, T, C, NH, false, wide);
+            attention_backward(dev, act.dwide, q->qkvb, act.scratch, act.dbranch, b->qkv, b->attention.values, b->lse,
+                               B, T, C, NH, false, wide);
         });
         account(a, "gradient norm", 1, 0, sizeof(G) * (double)m->arena.elements, [&] {
             const int64_t tiles = m->arena.elements / TILE_ELEMENTS;

@@ -134,8 +134,8 @@ inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
     return scratch;
 }
 
-// Bytes of a block's shared memory that heads of 128 require; the backward pass of bf16 needs at most these.
-constexpr int ATTENTION_WIDE_BYTES = (4 * 64 * (128 + 4) + 64 * 65) * 4;
+// Bytes of a block's shared memory that the backward pass by mma.sync needs at least for heads of 128.
+constexpr int ATTENTION_WIDE_BYTES = 131840;
 
 // The same on Hopper: {ticket, flags}, rows, dq_sum, column sums.
 struct HopperBackwardScratch {
@@ -229,25 +229,6 @@ __global__ void __launch_bounds__(256)
     }
     sum1.store(FOR_KEYS ? to + C : to, scale);
     if (FOR_KEYS) sum2.store(to + 2 * C, 1.0f);
-}
-
-template <int HS>
-inline void attention_forward_fp32(const Device* dev, float* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
-                                   const float* qkv /*(B,T,3C)*/, int B, int T, int NH) {
-    attention_forward_fp32_kernel<HS><<<(unsigned)ceil_div((int64_t)B * NH * T, 8), 256, 0, dev->stream>>>(
-        out, lse, qkv, B, T, NH, 1.0f / sqrtf((float)HS));
-    check_launch();
-}
-
-template <int HS>
-inline void attention_backward_fp32(const Device* dev, float* dqkv, const float* D, const float* dout, const float* qkv,
-                                    const float* lse, int B, int T, int NH) {
-    const unsigned grid = (unsigned)ceil_div((int64_t)B * NH * T, 8);
-    const float scale = 1.0f / sqrtf((float)HS);
-    attention_backward_fp32_kernel<HS, true><<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
-    check_launch();
-    attention_backward_fp32_kernel<HS, false><<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
-    check_launch();
 }
 
 // Instructions. Shared memory is addressed by its 32-bit address; "memory" keeps the compiler from moving loads of
@@ -766,29 +747,23 @@ __global__ void __launch_bounds__(Shape::THREADS, 1)
     store_rows<HS>(to + 2 * C, 3 * C, T - key, own, dv, 1.0f, 1.0f);
 }
 
-// Runs the forward pass by mma.sync, on any GPU.
-template <int HS>
-inline void attention_forward_mma(const Device* dev, bf16* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
-                                  const bf16* qkv /*(B,T,3C)*/, int B, int T, int NH) {
-    using Shape = ForwardShape<HS>;
-    attention_set_shared(attention_forward_kernel<Shape>, Shape::SHARED);
-    attention_forward_kernel<Shape>
-        <<<(unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
-            out, lse, qkv, B, T, NH, attention_group(T, HS, sizeof(bf16)), 1.0f / sqrtf((float)HS));
-    check_launch();
-}
-
 template <typename X, int HS>
-inline void attention_forward_launch(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH,T)*/,
-                                     const X* qkv /*(B,T,3C)*/, int B, int T, int NH) {
+void attention_forward_gpu(const Device* dev, X* out, float* lse, const X* qkv, int B, int T, int NH) {
+    const float scale = 1.0f / sqrtf((float)HS);
     if constexpr (std::is_same_v<X, float>) {
-        attention_forward_fp32<HS>(dev, out, lse, qkv, B, T, NH);
+        attention_forward_fp32_kernel<HS>
+            <<<(unsigned)ceil_div((int64_t)B * NH * T, 8), 256, 0, dev->stream>>>(out, lse, qkv, B, T, NH, scale);
     } else {
-        using Hopper = std::conditional_t<HS == 64, HopperForward64, HopperForward128>;
-        static const bool built = hopper_kernel_is_built(attention_hopper_forward_kernel<Hopper>);
-        if (dev->compute == 90 && built) return attention_hopper_forward<Hopper>(dev, out, lse, qkv, B, T, NH);
-        attention_forward_mma<HS>(dev, out, lse, qkv, B, T, NH);
+        static const bool built = hopper_kernel_is_built(attention_hopper_forward_kernel<HopperForward<HS>>);
+        if (dev->compute == 90 && built)
+            return attention_hopper_forward<HopperForward<HS>>(dev, out, lse, qkv, B, T, NH);
+        using Shape = ForwardShape<HS>;
+        attention_set_shared(attention_forward_kernel<Shape>, Shape::SHARED);
+        attention_forward_kernel<Shape>
+            <<<(unsigned)(B * NH * ceil_div(T, Shape::BM)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
+                out, lse, qkv, B, T, NH, attention_group(T, HS, sizeof(bf16)), scale);
     }
+    check_launch();
 }
 #endif
 
@@ -802,8 +777,8 @@ void attention_forward(const Device* dev, X* out /*(B,T,C)*/, float* lse /*(B,NH
         user_error("attention on the CPU computes in fp32; type --matmul fp32");
     }
 #ifdef __CUDACC__
-    if (C == NH * 64) return attention_forward_launch<X, 64>(dev, out, lse, qkv, B, T, NH);
-    if (C == NH * 128) return attention_forward_launch<X, 128>(dev, out, lse, qkv, B, T, NH);
+    if (C == NH * 64) return attention_forward_gpu<X, 64>(dev, out, lse, qkv, B, T, NH);
+    if (C == NH * 128) return attention_forward_gpu<X, 128>(dev, out, lse, qkv, B, T, NH);
 #endif
     user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
 }
@@ -824,9 +799,10 @@ inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T,
 }
 
 #ifdef __CUDACC__
+// The backward pass by mma.sync, of which `scratch` has D already.
 template <typename Shape>
-inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch, AttentionScratch sizes,
-                                    const bf16* dout, const bf16* qkv, const float* lse, int B, int T, int NH) {
+inline void attention_backward_mma(const Device* dev, bf16* dqkv, char* scratch, AttentionScratch sizes,
+                                   const bf16* dout, const bf16* qkv, const float* lse, int B, int T, int NH) {
     device_zero(dev, scratch, sizes.flags);
     attention_set_shared(attention_backward_kernel<Shape>, Shape::SHARED);
     attention_backward_kernel<Shape>
@@ -836,111 +812,79 @@ inline void attention_backward_bf16(const Device* dev, bf16* dqkv, char* scratch
     check_launch();
 }
 
-static_assert(BackwardShape<128, 32>::SHARED <= ATTENTION_WIDE_BYTES);
+static_assert(BackwardShape<128, 32>::SHARED == ATTENTION_WIDE_BYTES);
 
-// Runs the backward pass plainly or by mma.sync, on any GPU.
+// Returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch, from Hopper's kernel; otherwise NULL.
 template <typename X, int HS>
-inline void attention_backward_any(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch, const X* dout /*(B,T,C)*/,
-                                   const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/,
-                                   int B, int T, int NH) {
+float* attention_backward_gpu(const Device* dev, X* dqkv, char* scratch, const X* dout, const X* qkv, const X* out,
+                              const float* lse, int B, int T, int NH, const Fp8Codes& codes) {
+    if constexpr (std::is_same_v<X, bf16>) {
+        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS>>);
+        if (codes.rows)
+            return attention_hopper_backward<HopperBackward<HS, false, true>>(dev, dqkv, scratch, dout, qkv, out, lse,
+                                                                              B, T, NH, codes);
+        if (dev->compute == 90 && built)
+            return attention_hopper_backward<HopperBackward<HS>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
+    }
     const AttentionScratch sizes = attention_scratch(B, T, NH * HS, NH);
     float* D = (float*)(scratch + sizes.flags);
     const int64_t rows = (int64_t)B * T * NH;
+    const unsigned grid = (unsigned)ceil_div(rows, 8);
     attention_dot_kernel<X, HS>
         <<<(unsigned)ceil_div(rows * (HS / Vec<X>::size), 256), 256, 0, dev->stream>>>(D, dout, out, rows, T, NH);
     check_launch();
     if constexpr (std::is_same_v<X, float>) {
-        attention_backward_fp32<HS>(dev, dqkv, D, dout, qkv, lse, B, T, NH);
+        const float scale = 1.0f / sqrtf((float)HS);
+        attention_backward_fp32_kernel<HS, true>
+            <<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
+        attention_backward_fp32_kernel<HS, false>
+            <<<grid, 256, 0, dev->stream>>>(dqkv, dout, qkv, lse, D, B, T, NH, scale);
+        check_launch();
     } else if constexpr (HS == 64) {
-        attention_backward_bf16<BackwardShape<64, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
+        attention_backward_mma<BackwardShape<64, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
     } else if (dev->compute >= 90 && dev->compute < 120) {  // 227 KiB of shared memory
-        attention_backward_bf16<BackwardShape<128, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
+        attention_backward_mma<BackwardShape<128, 64>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
     } else {
-        attention_backward_bf16<BackwardShape<128, 32>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
+        attention_backward_mma<BackwardShape<128, 32>>(dev, dqkv, scratch, sizes, dout, qkv, lse, B, T, NH);
     }
-}
-
-// True if the program was built with a backward pass for this GPU that writes dqkv as codes.
-template <int HS>
-bool attention_backward_codes_built(const Device* dev) {
-    static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<HS, false, true>>);
-    return dev->compute == 90 && built;
-}
-
-// With `columns` on Hopper, returns attention_hopper_backward's column sums; otherwise NULL. With codes.rows, dqkv is
-// written there as codes, if attention_backward_codes_built.
-template <typename X, int HS>
-inline float* attention_backward_launch(const Device* dev, X* dqkv /*(B,T,3C)*/, char* scratch,
-                                        const X* dout /*(B,T,C)*/, const X* qkv /*(B,T,3C)*/, const X* out /*(B,T,C)*/,
-                                        const float* lse /*(B,NH,T)*/, int B, int T, int NH, bool columns,
-                                        const Fp8Codes& codes) {
-    if constexpr (std::is_same_v<X, bf16>) {
-        if (codes.rows)
-            return attention_hopper_backward<HopperBackward<HS, false, true>>(dev, dqkv, scratch, dout, qkv, out, lse,
-                                                                              B, T, NH, columns, codes);
-        using Hopper = HopperBackward<HS>;
-        static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<Hopper>);
-        if (dev->compute == 90 && built)
-            return attention_hopper_backward<Hopper>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH, columns);
-    }
-    attention_backward_any<X, HS>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     return nullptr;
 }
 #endif
 
-template <typename X>
-float* attention_backward_columns(const Device* dev, X* dqkv, void* scratch, const X* dout, const X* qkv, const X* out,
-                                  const float* lse, int B, int T, int C, int NH, bool columns,
-                                  [[maybe_unused]] const Fp8Codes& codes = {}) {
-    if (!dev->gpu) {
-        if constexpr (std::is_same_v<X, float>) {
-            attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
-            return nullptr;
-        }
-        user_error("attention on the CPU computes in fp32; type --matmul fp32");
-    }
+// True if attention_backward can write codes here.
+inline bool attention_backward_codes([[maybe_unused]] const Device* dev) {
 #ifdef __CUDACC__
-    char* memory = (char*)scratch;
-    if (C == NH * 64)
-        return attention_backward_launch<X, 64>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns, codes);
-    if (C == NH * 128)
-        return attention_backward_launch<X, 128>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, columns, codes);
-#endif
-    user_error("attention on the GPU has heads of 64 or 128 channels, found %d / %d", C, NH);
-}
-
-// Writes every element of dqkv. `scratch` has attention_backward_scratch_bytes, 256-byte aligned, contents irrelevant.
-template <typename X>
-void attention_backward(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, void* scratch, const X* dout /*(B,T,C)*/,
-                        const X* qkv /*(B,T,3,NH,HS)*/, const X* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B,
-                        int T, int C, int NH) {
-    if (B == 0 || T == 0) return;
-    attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, false);
-}
-
-// True if attention_backward_bias can write codes here.
-inline bool attention_backward_codes([[maybe_unused]] const Device* dev, [[maybe_unused]] int C,
-                                     [[maybe_unused]] int NH) {
-#ifdef __CUDACC__
-    if (dev->gpu && C == NH * 64) return attention_backward_codes_built<64>(dev);
-    if (dev->gpu && C == NH * 128) return attention_backward_codes_built<128>(dev);
+    static const bool built = hopper_kernel_is_built(attention_hopper_backward_kernel<HopperBackward<64, false, true>>);
+    return dev->gpu && dev->compute == 90 && built;
 #endif
     return false;
 }
 
-// The same, and dbias (3C) (+)= the column sums of dqkv, which the Hopper kernel takes from its registers. `scratch`
-// has room for matmul_backward_bias too. B and T at least 1. codes: dqkv is written there instead, if
-// attention_backward_codes; NULL, or with rows NULL: no codes.
+// Writes every element of dqkv; dbias (3C) (+)= its column sums, which the Hopper kernel takes from its registers.
+// `scratch` has attention_backward_scratch_bytes and room for matmul_backward_bias, 256-byte aligned, contents
+// irrelevant. B and T at least 1. codes: dqkv is written there instead, if attention_backward_codes; with rows NULL: no
+// codes.
 template <typename X, typename G>
-void attention_backward_bias(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* dbias, void* scratch, const X* dout,
-                             const X* qkv, const X* out, const float* lse, int B, int T, int C, int NH, bool accumulate,
-                             const Fp8Codes& codes = {}) {
-    float* sums = attention_backward_columns(dev, dqkv, scratch, dout, qkv, out, lse, B, T, C, NH, true, codes);
-#ifdef __CUDACC__
-    if (sums) {
-        column_sum(dev, &dbias, 1, sums, (int)hopper_backward_strips(B, T), 3 * C, accumulate);
-        return;
+void attention_backward(const Device* dev, X* dqkv /*(B,T,3,NH,HS)*/, G* dbias, void* scratch,
+                        const X* dout /*(B,T,C)*/, const X* qkv /*(B,T,3,NH,HS)*/, const X* out /*(B,T,C)*/,
+                        const float* lse /*(B,NH,T)*/, int B, int T, int C, int NH, bool accumulate,
+                        [[maybe_unused]] const Fp8Codes& codes = {}) {
+    [[maybe_unused]] float* sums = nullptr;
+    if (!dev->gpu) {
+        if constexpr (std::is_same_v<X, float>) {
+            attention_backward_cpu(dqkv, dout, qkv, out, lse, B, T, C, NH);
+        } else {
+            user_error("attention on the CPU computes in fp32; type --matmul fp32");
+        }
     }
+#ifdef __CUDACC__
+    const bool narrow = C == NH * 64, wide = C == NH * 128;
+    char* memory = (char*)scratch;
+    if (dev->gpu && narrow)
+        sums = attention_backward_gpu<X, 64>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, codes);
+    if (dev->gpu && wide)
+        sums = attention_backward_gpu<X, 128>(dev, dqkv, memory, dout, qkv, out, lse, B, T, NH, codes);
+    if (sums) return column_sum(dev, &dbias, 1, sums, (int)hopper_backward_strips(B, T), 3 * C, accumulate);
 #endif
-    if (!sums) matmul_backward_bias(dev, dbias, (float*)scratch, dqkv, (int64_t)B * T, 3 * C, accumulate);
+    matmul_backward_bias(dev, dbias, (float*)scratch, dqkv, (int64_t)B * T, 3 * C, accumulate);
 }

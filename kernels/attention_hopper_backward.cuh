@@ -25,7 +25,7 @@
 // in the order stores its share, the others add theirs when the flag says that it is their turn, and the last one reads
 // the sum and writes the bf16 result, so there is no pass that clears or converts. Tiles of keys are drawn by ticket,
 // so that a block waits only for blocks with earlier tickets, and the wait ends (hopper_backward_work). q, dout and the
-// sums of all heads in flight fit in the L2 cache together. Two directions are possible, see HopperBackwardShape.
+// sums of all heads in flight fit in the L2 cache together. Two directions are possible, see HopperBackward.
 //
 // The bias of the linear layer below needs the column sums of dqkv. A warp sums its 16 rows in registers when it stores
 // them, and writes 64 floats beside 16 x 64 results; a separate kernel would read all of dqkv again.
@@ -148,7 +148,7 @@ __device__ __forceinline__ void hopper_backward_consume(HopperBackwardShared<Sha
         wgmma_hold(dq);
         if (count > 0) hopper_backward_dq_done<Shape>(dq, shared, stage ^ 1, out, a, before, group);
 
-        before = tile, tile.query_tile += Shape::UP ? 1 : -1;
+        before = tile, tile.query_tile++;
         if (last) more = hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1);
         const uint32_t next = memory + Shape::RING + (stage ^ 1) * 2 * Shape::QUERY_BYTES;
         if (more) barrier_wait(shared_offset(&shared.full[stage ^ 1]), (count + 1) / 2 % 2, 14);
@@ -281,20 +281,19 @@ inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* 
 }
 
 // Writes every element of dqkv, or with CODES of the codes; C = NH * HS. `scratch` has hopper_backward_scratch's bytes,
-// contents irrelevant. With `columns`, returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch;
-// otherwise NULL.
+// contents irrelevant. Returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch.
 template <typename Shape>
 inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
                                         const bf16* dout /*(B,T,C)*/, const bf16* qkv /*(B,T,3C)*/,
                                         const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
-                                        int NH, bool columns = false, const Fp8Codes& codes = {}) {
+                                        int NH, const Fp8Codes& codes = {}) {
     constexpr int TOGETHER = 4 << 20;  // values of q of a group of heads: with dout and dq_sum 32 MiB of L2 cache
     const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperBackwardArguments a;
     a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);
     a.flags = (int*)(scratch + 256), a.ticket = (int*)scratch, a.rows = (float*)(scratch + sizes.flags);
-    a.sums = columns ? a.dq_sum + sizes.dq_sum / 4 : nullptr;
+    a.sums = a.dq_sum + sizes.dq_sum / 4;
     a.T = T, a.NH = NH, a.heads = B * NH, a.codes = codes, a.dqkv = dqkv;
     const int64_t group = TOGETHER / ((int64_t)T * Shape::HS);
     const int64_t groups = ceil_div(a.heads, group < 1 ? 1 : group);

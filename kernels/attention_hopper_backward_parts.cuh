@@ -7,16 +7,16 @@
 #include "fp8_codes.cuh"
 #include "hopper.cuh"
 
-// BM queries by 128 keys. UP: a block walks from its diagonal to the last queries, and dq is summed from the nearest
-// tile of keys on, so that blocks that start together do not meet at a tile. Otherwise it walks back to its diagonal,
-// and dq is summed from the first tile of keys on, so that the longest walks come first and all multiprocessors end
-// together. UNEVEN is for the test of the order: every other tile of keys is slow. With CODES, dqkv is written as fp8
-// codes.
-template <int HS_, int BM_, bool UP_, bool UNEVEN_ = false, bool CODES_ = false>
-struct HopperBackwardShape {
-    static constexpr int HS = HS_, BM = BM_, BN = 128;
-    static constexpr bool UP = UP_, UNEVEN = UNEVEN_, CODES = CODES_;
+// BM queries by 128 keys. UP, for heads of 64: a block walks from its diagonal to the last queries, and dq is summed
+// from the nearest tile of keys on, so that blocks that start together do not meet at a tile. Otherwise it walks back
+// to its diagonal, and dq is summed from the first tile of keys on, so that the longest walks come first and all
+// multiprocessors end together. Each direction is faster for its heads, by up to 20 %. UNEVEN is for the test of the
+// order: every other tile of keys is slow. With CODES, dqkv is written as fp8 codes.
+template <int HS_, bool UNEVEN_ = false, bool CODES_ = false>
+struct HopperBackward {
+    static constexpr int HS = HS_, BM = HS == 64 ? 128 : 64, BN = 128;
     static constexpr bool WIDE = HS == 128;  // a group of its own computes dq
+    static constexpr bool UP = !WIDE, UNEVEN = UNEVEN_, CODES = CODES_;
     static constexpr int THREADS = WIDE ? 512 : 384, V_SLOTS = WIDE ? 1 : 2;
     static constexpr int DQ_ROWS = 64, DQ_COLUMNS = BM == 128 ? HS : HS / 2;  // a group's part of a tile of dq
     static constexpr int KEY_BYTES = BN * HS * 2, QUERY_BYTES = BM * HS * 2, DS_BYTES = BM * BN * 2;
@@ -27,10 +27,6 @@ struct HopperBackwardShape {
     static constexpr int OUT = DS + 2 * DS_BYTES, SHARED = OUT + 8 * 2 * OUT_BYTES;
     static_assert(HS * BM == 64 * 128 && DQ_COLUMNS == 64 && SHARED <= 224 * 1024);
 };
-
-// The shapes that the trainer runs: each takes the direction that is faster for it, by up to 20 %.
-template <int HS, bool UNEVEN = false, bool CODES = false>
-using HopperBackward = HopperBackwardShape<HS, HS == 64 ? 128 : 64, HS == 64, UNEVEN, CODES>;
 
 // Numbers of barriers, one for each group.
 enum { GO_BARRIER = 1, DONE_BARRIER = 3, ORDER_THREADS = 128 + 32 };
@@ -50,7 +46,7 @@ struct HopperBackwardArguments {
     int* flags;         // (B*NH, tiles of queries, 2): how many tiles of keys have added their share, by group
     int* ticket;        // (1)
     const float* rows;  // (B*NH, tiles of queries, {lse * log2(e), D}, BM)
-    float* sums;        // (B, strips of 16 tokens, 3C): column sums of dqkv; or NULL
+    float* sums;        // (B, strips of 16 tokens, 3C): column sums of dqkv
     int T, NH, heads /*B*NH*/, group /*of heads*/, shift /*hopper_backward_work*/, key_tiles, query_tiles;
     float scale;
     Fp8Codes codes;  // of dqkv, with CODES
@@ -418,7 +414,7 @@ __device__ __forceinline__ void hopper_backward_store(EpilogueStaging& out, cons
                 const float2 upper = pair_floats(word[i]), lower = pair_floats(word[i + 1]);
                 sum[k % 2 * 4 + i] = upper.x + lower.x, sum[k % 2 * 4 + i + 1] = upper.y + lower.y;
             }
-            if (k % 2 == 0 || !a.sums) continue;
+            if (k % 2 == 0) continue;
             const float total = sum_lanes(sum, lane);
             if (row < a.T) sums[panel * 64 + k / 2 * 32] = total;
         }

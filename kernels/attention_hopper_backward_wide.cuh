@@ -59,7 +59,7 @@ __device__ __forceinline__ void hopper_backward_wide_queries(HopperBackwardShare
     HopperBackwardTile tile;
     int count = 0;  // of tiles
     for (int n = 0; hopper_backward_take<Shape>(tile, shared, a, n); n++) {
-        const int step = Shape::UP ? 1 : -1, end = hopper_backward_last<Shape>(a, tile.key_tile) + step;
+        const int step = -1, end = hopper_backward_last<Shape>(a, tile.key_tile) + step;
         for (; tile.query_tile != end; tile.query_tile += step, count++) {
             const uint32_t ds_tile = memory + Shape::DS + count % 2 * Shape::DS_BYTES;
             const uint32_t k_tile = memory + n % 2 * Shape::KEY_BYTES;
@@ -141,7 +141,7 @@ __device__ __forceinline__ bool hopper_backward_wide_advance(HopperBackwardTile&
         if (tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile)) {
             if (!hopper_backward_take<Shape>(tile, shared, a, tile.sequence + 1)) return false;
         } else {
-            tile.query_tile += Shape::UP ? 1 : -1;
+            tile.query_tile--;
         }
         count++;
         if (hopper_backward_part(group, tile.sequence) == 0 || !hopper_backward_half<Shape>(tile)) return true;
@@ -193,8 +193,8 @@ __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<S
         const int stage = count % 2, part = hopper_backward_part(group, tile.sequence);
         const uint32_t q_tile = memory + Shape::RING + stage * 2 * Shape::QUERY_BYTES;
         // The second half's walk is a tile shorter at the diagonal's end.
-        const bool first = tile.query_tile == hopper_backward_first<Shape>(a, tile.key_tile) + (Shape::UP ? part : 0);
-        const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile) + (Shape::UP ? 0 : part);
+        const bool first = tile.query_tile == hopper_backward_first<Shape>(a, tile.key_tile);
+        const bool last = tile.query_tile == hopper_backward_last<Shape>(a, tile.key_tile) + part;
         wgmma_wait<0>();
         wgmma_hold(s);
         if (!more) break;
@@ -208,7 +208,7 @@ __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<S
         hopper_backward_sum_start<Shape>(dv, p, q_tile + Shape::QUERY_BYTES, !first);
         wgmma_wait<1>();
         wgmma_hold(dp);
-        if (last && (Shape::UP || part == 0)) {
+        if (last && part == 0) {
             warp_arrive(&shared.v_empty[0]);
             barrier_arrive(shared_offset(&shared.key_empty[tile.sequence % 2]));
         }
@@ -217,7 +217,7 @@ __device__ __forceinline__ void hopper_backward_wide_keys(HopperBackwardShared<S
         hopper_backward_share<Shape>(shared, memory, ds, count, part);
         before = tile;
         if (!last) {
-            tile.query_tile += Shape::UP ? 1 : -1, count++;
+            tile.query_tile--, count++;
             barrier_wait(shared_offset(&shared.full[count % 2]), count / 2 % 2, 14);
         }
         wgmma_wait<0>();

@@ -8,11 +8,11 @@
 //
 // A 64 x 128 tile of a head of 64 keeps the tensor cores busy for 512 cycles, and its 8192 exponentials keep the
 // multiprocessor's 16 exponential units busy for 512 as well, so the speed is in doing both at once and little else:
-//  - in a warpgroup: O += P V of one tile is in flight while it computes the exponentials of the next (OVERLAP);
-//  - between warpgroups: each works on its own tile; TURNS makes them issue products in turn;
+//  - in a warpgroup: O += P V of one tile is in flight while it computes the exponentials of the next;
+//  - between warpgroups: each works on its own tile, and they issue products in turn;
 //  - at the end of a piece: the first scores of the next one are in flight while O is divided and stored;
-//  - HALF: if only the first 64 keys of a first tile are not masked, only their exponentials are computed;
-//  - KEEP: a row subtracts the largest score of its first tile from all its scores, even if larger ones follow. P in
+//  - if only the first 64 keys of a first tile are not masked, only their exponentials are computed;
+//  - a row subtracts the largest score of its first tile from all its scores, even if larger ones follow. P in
 //    bf16 and the sums have the exponents of fp32, so only an overflow would matter. If the P of a thread's part of a
 //    tile add up to KEEP_BELOW = 2^64, which is rare, the warp computes the tile's scores again and raises what it
 //    subtracts. To search each tile for its largest score, and to rescale O, would be a third of all instructions.
@@ -28,28 +28,19 @@
 #include "attention_parts.cuh"
 #include "hopper.cuh"
 
-// Parts of the method that a bench can leave out, to measure what each gains.
-enum HopperForwardOptions { OVERLAP = 1, TURNS = 2, HALF = 4, KEEP = 8 };
-
-template <int HS_, int CONSUMERS_, int BN_, int STAGES_, int OPTIONS_>
-struct HopperForwardShape {
-    static constexpr int HS = HS_, CONSUMERS = CONSUMERS_, BN = BN_, STAGES = STAGES_, OPTIONS = OPTIONS_;
+template <int HS_>
+struct HopperForward {
+    static constexpr int HS = HS_, CONSUMERS = HS == 64 ? 3 : 2, BN = 128, STAGES = HS == 64 ? 4 : 2;
     static constexpr int THREADS = (CONSUMERS + 1) * 128;
-    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-    static constexpr int REGISTERS = CONSUMERS == 2 ? 232 : CONSUMERS == 3 ? 160 : 112;
+    static constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32, REGISTERS = CONSUMERS == 2 ? 232 : 160;
     static constexpr int Q_BYTES = 64 * HS * 2;  // of a warpgroup
     static constexpr int KV_BYTES = BN * HS * 2;
     static constexpr int O_BYTES = 16 * HS * 2;  // of a warp
     // Offsets into shared memory, from a multiple of 1024: two slots of q, the rings, each warp's way out.
     static constexpr int K = 2 * CONSUMERS * Q_BYTES, V = K + STAGES * KV_BYTES, O = V + STAGES * KV_BYTES;
     static constexpr int SHARED = O + CONSUMERS * 4 * O_BYTES + 1024;
-    static_assert(BN % 64 == 0 && CONSUMERS >= 2 && CONSUMERS <= 4 && (BN == 128 || !(OPTIONS & HALF)));
     static_assert(SHARED <= 226 * 1024);
 };
-
-// The shapes that the trainer runs.
-using HopperForward64 = HopperForwardShape<64, 3, 128, 4, OVERLAP | TURNS | HALF | KEEP>;
-using HopperForward128 = HopperForwardShape<128, 2, 128, 2, OVERLAP | TURNS | HALF | KEEP>;
 
 struct HopperForwardPiece {
     int head, batch;
@@ -211,23 +202,19 @@ __device__ __forceinline__ void hopper_first(uint32_t (&p)[Shape::BN / 16][4], f
                                              HopperRows& rows, float scale_log2, int diagonal) {
     float factor[2];
     rows.reference[0] = rows.reference[1] = -INFINITY;
-    if constexpr ((Shape::OPTIONS & HALF) != 0) {
-        float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]);
-        float(&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
-        uint32_t(&p_near)[4][4] = reinterpret_cast<uint32_t(&)[4][4]>(p[0]);
-        if (diagonal <= 0) {
-            hopper_mask(near, 0);
-            hopper_raise(near, rows, factor, scale_log2);
-            hopper_exponentials(near, rows.sum, rows, scale_log2);
-            hopper_pack(p_near, near);
+    float(&near)[8][4] = reinterpret_cast<float(&)[8][4]>(s[0]);
+    float(&far)[8][4] = reinterpret_cast<float(&)[8][4]>(s[8]);
+    uint32_t(&p_near)[4][4] = reinterpret_cast<uint32_t(&)[4][4]>(p[0]);
+    if (diagonal <= 0) {
+        hopper_mask(near, 0);
+        hopper_raise(near, rows, factor, scale_log2);
+        hopper_exponentials(near, rows.sum, rows, scale_log2);
+        hopper_pack(p_near, near);
 #pragma unroll
-            for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
-            return;
-        }
-        hopper_mask(far, 0);
-    } else {
-        hopper_mask(s, diagonal);
+        for (int i = 0; i < 16; i++) p[4 + i / 4][i % 4] = 0;
+        return;
     }
+    hopper_mask(far, 0);
     hopper_raise(s, rows, factor, scale_log2);
     hopper_exponentials(s, rows.sum, rows, scale_log2);
     hopper_pack(p, s);
@@ -379,12 +366,8 @@ struct HopperConsumer {
         return {first, last_block * 64 / Shape::BN - first, row0 - first * Shape::BN};
     }
     // Between these two, one warpgroup after the other issues products, each as often as the others.
-    __device__ __forceinline__ void turn() {
-        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_sync(8 + warpgroup, 256);
-    }
-    __device__ __forceinline__ void turn_done() {
-        if constexpr ((Shape::OPTIONS & TURNS) != 0) group_arrive(8 + (warpgroup + 1) % CONSUMERS, 256);
-    }
+    __device__ __forceinline__ void turn() { group_sync(8 + warpgroup, 256); }
+    __device__ __forceinline__ void turn_done() { group_arrive(8 + (warpgroup + 1) % CONSUMERS, 256); }
 };
 
 // Passes the tiles of keys that only other warpgroups need, and waits for the first one that this warpgroup needs.
@@ -416,19 +399,14 @@ template <typename Shape>
 __device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)[Shape::BN / 8][4],
                                             uint32_t (&p)[Shape::BN / 16][4], float (&o)[Shape::HS / 8][4],
                                             HopperRows& rows, float scale_log2) {
-    constexpr bool KEPT = (Shape::OPTIONS & KEEP) != 0;
-    float total[2], factor[2];
+    float total[2];
     c.keys_ready();
     c.turn();
     hopper_scores<Shape>(s, c.queries(), c.keys());
     hopper_values<Shape>(o, p, c.values());
     c.turn_done();
-    wgmma_wait<(Shape::OPTIONS & OVERLAP) != 0 ? 1 : 0>();
+    wgmma_wait<1>();
     wgmma_hold(s);
-    if constexpr (!KEPT) {
-        hopper_raise(s, rows, factor, scale_log2);
-        rows.sum[0] *= factor[0], rows.sum[1] *= factor[1];
-    }
     hopper_exponentials(s, total, rows, scale_log2);
     const float sum[2] = {rows.sum[0] + total[0], rows.sum[1] + total[1]};
     const uint32_t empty = shared_offset(&c.shared.v_empty[c.v.slot()]);
@@ -437,14 +415,13 @@ __device__ __forceinline__ void hopper_tile(HopperConsumer<Shape>& c, float (&s)
     wgmma_wait<0>();
     wgmma_hold(o);
     c.release(empty);
-    const bool right = !KEPT || (total[0] < KEEP_BELOW && total[1] < KEEP_BELOW);
-    if (KEPT && __any_sync(0xffffffffu, !right)) {
+    const bool right = total[0] < KEEP_BELOW && total[1] < KEEP_BELOW;
+    if (__any_sync(0xffffffffu, !right)) {
         hopper_again<Shape>(s, o, rows, c.queries(), c.keys(), scale_log2);
     } else {
         rows.sum[0] = sum[0], rows.sum[1] = sum[1];
     }
     c.keys_done();
-    if constexpr (!KEPT) hopper_shrink(o, factor);
     hopper_pack(p, s);
 }
 
@@ -457,7 +434,7 @@ __device__ __forceinline__ void hopper_forward_consume(HopperForwardShared<Shape
     float s[BN / 8][4], o[HS / 8][4];
     uint32_t p[BN / 16][4];
     HopperRows rows;
-    if ((Shape::OPTIONS & TURNS) && warpgroup == Shape::CONSUMERS - 1) c.turn_done();  // the first begins
+    if (warpgroup == Shape::CONSUMERS - 1) c.turn_done();  // the first begins
     HopperForwardWalk walk = c.open();
     hopper_skip_keys(c, walk.skipped);
     c.turn();
