@@ -1061,10 +1061,9 @@ static void resolve_batch(Options* o, Model* m, const OptimConfig* optim, bool b
     int64_t usable = m->dev->gpu ? m->dev->memory - (1ll << 30) - exchange : INT64_MAX;
     int64_t fits = o->batch == AUTO ? largest_batch(m, optim, o, max, false, usable) : 0;
     fits = shard_min(m->arena.shard, fits);
-    BatchSizes sizes = {o->batch, o->tokens_per_step, m->T, ranks_of(m), m->uses_fp8 ? 16 : 1};
     // A step has half a million tokens, as for GPT-2 and llm.c; with bytes or on the CPU a micro-batch per rank.
-    require(batch_choose(&sizes, fits, bytes || !m->dev->gpu ? 0 : 524288, error), error);
-    o->batch = sizes.batch, o->tokens_per_step = sizes.tokens_per_step;
+    const int64_t usual = bytes || !m->dev->gpu ? 0 : 524288;
+    require(batch_choose(o, ranks_of(m), m->uses_fp8 ? 16 : 1, fits, usual, error), error);
     m->B = (int)o->batch;
     m->logit_rows = o->logit_rows = logit_rows_for(o, m);
     if (m->head_fp8 && m->logit_rows % 16 != 0) {

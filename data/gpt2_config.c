@@ -65,12 +65,9 @@ static bool size_choose(double wanted, Gpt2Shape* shape) {
 
 // A number of parameters such as 124M or 1.5B; 0: the text is none.
 static double size_number(const char* text) {
-    char* end;
-    if (*text < '0' || *text > '9') return 0;
-    const double number = strtod(text, &end);
-    static const char units[] = "KMB";
-    const char* unit = *end ? memchr(units, *end & ~32, strlen(units)) : NULL;  // in either case
-    return unit && end[1] == 0 && !strpbrk(text, "xXeE") ? number * pow(1e3, 1 + (double)(unit - units)) : 0;
+    const char* end;
+    const double number = text_number(text, "KMB", 1e3, &end);
+    return *text >= '0' && *text <= '9' && !*end && strpbrk(text, "kKmMbB") && !strpbrk(text, "eE") ? number : 0;
 }
 
 bool gpt2_size_check(const char* size, char* error) {
@@ -87,21 +84,10 @@ bool gpt2_size_check(const char* size, char* error) {
 }
 
 bool gpt2_take_size(Options* o, char* error) {
-    static const char* const chosen[] = {"layers", "channels", "heads"};
     if (!option_given(o, "size")) return true;
-    if (!gpt2_size_check(o->size, error)) return false;
-    if (option_given(o, "model")) {
-        return data_error(error, "--size %s and --model %s both choose a shape; leave one of them out", o->size,
-                          o->model);
-    }
-    for (int i = 0; i < 3; i++) {
-        if (!option_given(o, chosen[i])) continue;
-        return data_error(error, "--size %s chooses the %s, too; leave --%s or --size out", o->size, chosen[i],
-                          chosen[i]);
-    }
     o->model = o->size, o->size = "";
     o->given[option_find("model") - OPTIONS] = true;
-    return true;
+    return gpt2_size_check(o->model, error);
 }
 
 const Gpt2Shape* gpt2_named(const char* name) {

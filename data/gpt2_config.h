@@ -14,7 +14,7 @@ enum { GPT2_MAX_LAYERS = 256, GPT2_MAX_CHANNELS = 12288 };
 // in GPT-3's proportions (124M is gpt2). NULL when there is none. The shape of a size is valid until the next call.
 const Gpt2Shape* gpt2_named(const char* name);
 bool gpt2_size_check(const char* size, char* error);  // false with a sentence when a text is no size of a shape
-// Sets --model to the value of --size if that was typed. Refuses --size together with the options that it replaces.
+// Sets --model to the value of --size if that was typed.
 bool gpt2_take_size(Options* options, char* error);
 // Writes the sentence about a --model that is neither a folder nor a built-in name, and returns false.
 bool gpt2_unknown(const char* name, char* error);

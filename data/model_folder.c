@@ -6,7 +6,7 @@
 #include "options.h"
 #include "text.h"
 
-enum { MAX_FILES = 1000, MAX_TENSORS = 20000, PIECE = 1 << 20 };
+enum { MAX_FILES = 1000, PIECE = 1 << 20 };
 
 static const char INDEX[] = "model.safetensors.index.json";
 
@@ -91,7 +91,7 @@ static bool open_index(Safetensors* model, const char* folder, const Json* index
     if (!map || map->kind != JSON_OBJECT || !map->child) {
         return data_error(error, "%s/%s holds no weight_map", folder, INDEX);
     }
-    for (const Json* entry = map->child; entry && model->count <= MAX_TENSORS; entry = entry->next) {
+    for (const Json* entry = map->child; entry; entry = entry->next) {
         const char *name = entry->kind == JSON_STRING ? entry->text : "", *path = path_in(folder, name);
         int i = 0;
         while (i < model->files && strcmp(model->file[i].path, path) != 0) i++;
@@ -103,7 +103,7 @@ static bool open_index(Safetensors* model, const char* folder, const Json* index
         if (!safetensors_add(model, path, error)) return false;
     }
     if (!safetensors_sort(model, error)) return false;
-    for (const Json* entry = map->child; entry && model->count <= MAX_TENSORS; entry = entry->next) {
+    for (const Json* entry = map->child; entry; entry = entry->next) {
         const SafetensorsTensor* found = safetensors_find(model, entry->key);
         const char* path = path_in(folder, entry->text);
         if (found && strcmp(safetensors_path(model, found), path) == 0) continue;
@@ -151,16 +151,17 @@ static bool is_mask(const char* name, int layers) {
 }
 
 static bool all_used(const Safetensors* model, const ModelTensor* tensors, int count, int layers, char* error) {
+    SCOPED bool* used = memory_zero((size_t)model->count, sizeof(bool));
+    for (int n = 0; n < count; n++) {
+        const SafetensorsTensor* found = find_tensor(model, tensors[n].name);
+        if (found) used[found - model->tensors] = true;
+    }
     for (int t = 0; t < model->count; t++) {
         const SafetensorsTensor* tensor = &model->tensors[t];
         const char* name = strncmp(tensor->name, "transformer.", 12) == 0 ? tensor->name + 12 : tensor->name;
         const bool head = strcmp(tensor->name, "lm_head.weight") == 0;
         if (head && !head_is_tied(model, tensor, error)) return false;
-        bool known = head || is_mask(name, layers);
-        for (int n = 0; n < count && !known; n++) {
-            known = strcmp(tensors[n].name, name) == 0 && find_tensor(model, name) == tensor;
-        }
-        if (known) continue;
+        if (used[t] || head || is_mask(name, layers)) continue;
         return data_error(error,
                           "%s holds the tensor %s, which the GPT-2 of its config.json does not have; give a model "
                           "without it",
@@ -174,8 +175,6 @@ bool model_folder_open(Safetensors* model, const char* path, const ModelTensor* 
     *model = (Safetensors){0};
     bool ok = model_folder_has_weights(path) || no_weights(path, error);
     if (ok && !open_files(model, path, error)) ok = data_error(error, "%s; fetch the model again", error);
-    if (ok && model->count > MAX_TENSORS)
-        ok = data_error(error, "%s holds over %d tensors, more than any GPT-2; name another folder", path, MAX_TENSORS);
     if (ok && all_used(model, tensors, count, layers, error)) return true;
     safetensors_close(model);
     return false;

@@ -49,42 +49,55 @@ static const char* synonym_answer(const char* typed, bool near) {
     return NULL;
 }
 
-// Refuses a word that is not an option, and says what to type instead if that is known.
-static bool unknown_option(const char* word, char* error) {
+// Returns the only option for whose name the typed one may be a slip; NULL: there is none, or several.
+static const Option* option_near(const char* typed) {
+    const Option* near = NULL;
+    for (int i = 0; i < OPTION_COUNT; i++) {
+        if (!name_is_near(typed, OPTIONS[i].name)) continue;
+        if (near) return NULL;
+        near = &OPTIONS[i];
+    }
+    return near;
+}
+
+// Returns what to type instead of a word that is not an option; NULL: that is not known.
+static const char* advice_for(const char* word, int dashes, int length) {
     static const char* const groups[] = {"training.", "optimizer.", "model.", "debug.", NULL};  // torchtitan's
-    const int length = (int)strcspn(word, "="), dashes = (int)strspn(word, "-");
     char plain[64];
     name_plain(plain, text_kept("%.*s", length - dashes, word + dashes));
     const char* name = plain;
     for (int i = 0; groups[i]; i++) name += strncmp(name, groups[i], strlen(groups[i])) == 0 ? strlen(groups[i]) : 0;
-    const Option *option = option_find(name), *nearest = NULL;
+    const Option* option = option_find(name);
+    if (option) return text_kept("type --%s%s%s", name, *option->values ? " " : "", option->values);
     // llm.c's options have one dash.
-    const char* answer = option ? NULL : synonym_answer(dashes == 1 ? text_kept("-%s", name) : name, false);
-    for (int i = 0, count = 0; i < OPTION_COUNT && !option && !answer; i++) {
-        if (name_is_near(name, OPTIONS[i].name)) nearest = count++ ? NULL : &OPTIONS[i];
-    }
-    if (!option && !answer && !nearest) answer = synonym_answer(name, true);
-    if (answer) return data_error(error, "unknown option %.*s; %s", length, word, answer);
-    if (dashes != 2 && !option) {
+    const char* answer = synonym_answer(dashes == 1 ? text_kept("-%s", name) : name, false);
+    const Option* near = answer ? NULL : option_near(name);
+    if (near && dashes == 2) return text_kept("did you mean --%s? (--help lists all)", near->name);
+    return answer || near ? answer : synonym_answer(name, true);
+}
+
+// Refuses a word that is not an option.
+static bool unknown_option(const char* word, char* error) {
+    const int length = (int)strcspn(word, "="), dashes = (int)strspn(word, "-");
+    const char* advice = advice_for(word, dashes, length);
+    if (!advice && dashes != 2)
         return data_error(error, "'%s' is not an option; options begin with --, and --help lists them", word);
-    }
-    if (nearest) {
-        return data_error(error, "unknown option %.*s; did you mean --%s? (--help lists all)", length, word,
-                          nearest->name);
-    }
-    if (!option) return data_error(error, "unknown option %.*s; --help lists all", length, word);
-    return data_error(error, "unknown option %.*s; type --%s%s%s", length, word, option->name,
-                      *option->values ? " " : "", option->values);
+    return data_error(error, "unknown option %.*s; %s", length, word, advice ? advice : "--help lists all");
+}
+
+double text_number(const char* text, const char* units, double factor, const char** end) {
+    double number = strtod(text, (char**)end);
+    if (*end == text || strpbrk(text, "xX")) *end = "x";
+    const char* unit = **end ? strchr(units, **end & ~32) : NULL;
+    if (unit && *unit) number *= pow(factor, 1 + (double)(unit - units)), ++*end;
+    return number;
 }
 
 static bool set_number(const Option* option, void* field, const char* text, char* error) {
-    static const char units[] = "KMB";  // in either case, as in 10k; after whole numbers alone
-    char* end;
-    double number = strtod(text, &end);
     const bool whole = option->type == OPTION_INT;
-    const char* unit = whole && end != text && *end ? memchr(units, *end & ~32, strlen(units)) : NULL;
-    if (unit) number *= pow(1e3, 1 + (double)(unit - units)), end++;
-    if (end == text || *end != 0 || !isfinite(number) || strpbrk(text, "xX") || (whole && number != floor(number))) {
+    const char* end;
+    const double number = text_number(text, whole ? "KMB" : "", 1e3, &end);  // 10k are a whole number alone
+    if (*end || !isfinite(number) || (whole && number != floor(number))) {
         return data_error(error, "--%s takes %s, not '%s'; type --%s %s", option->name,
                           whole ? "a whole number" : "a number", text, option->name, option->values);
     }
@@ -100,14 +113,11 @@ static bool set_number(const Option* option, void* field, const char* text, char
 
 // Reads a size such as 24G, 24GB, 24GiB or 800M, in powers of 1024, rounded to KiB; false if `text` is not a size.
 static bool size_parse(const char* text, long long* bytes) {
-    char* end;
-    const double number = strtod(text, &end);
-    const char *const units = "KMGT", *unit = *end & ~32 ? strchr(units, *end & ~32) : NULL;
-    if (end == text || strpbrk(text, "xX-") || !unit || !(number > 0)) return false;
-    const char* rest = end + 1;
+    const char* rest;
+    const double value = floor(text_number(text, "KMGT", 1024, &rest) / 1024);
+    if (!strpbrk(text, "kKmMgGtT")) return false;
     if (*rest == 'i' && rest[1] == 'B') rest++;
     if (*rest == 'B') rest++;
-    const double value = floor(ldexp(number, 10 * (int)(unit - units)));
     if (*rest || !(value >= 1 && value < 1e12)) return false;
     *bytes = (long long)value * 1024;
     return true;
@@ -184,11 +194,11 @@ static bool parse_one(Options* options, int argc, char** argv, int* at, char* er
         return option_set(option, options, "true", error);
     }
     if (!value) {
-        if (!next) return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
-        const char* other = text_kept("%.*s", (int)strcspn(next, "="), next);
-        if (strncmp(other, "--", 2) == 0 && option_find(other + 2)) {
-            if (option->type != OPTION_TEXT)
-                return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
+        const char* other = next ? text_kept("%.*s", (int)strcspn(next, "="), next) : "";
+        const bool is_option = strncmp(other, "--", 2) == 0 && option_find(other + 2);
+        if (!next || (is_option && option->type != OPTION_TEXT))
+            return data_error(error, "--%s needs a value; type --%s %s", name, name, option->values);
+        if (is_option) {
             return data_error(error, "--%s needs a value and %s is an option; type --%s=%s where that is meant", name,
                               next, name, shell_word(next));
         }
@@ -224,15 +234,6 @@ bool options_apart(const Options* options, char* error) {
     return true;
 }
 
-// True if the option has its default value.
-static bool is_standard(const Option* option, const Options* options) {
-    char *end, *rest;
-    const char* value = option_text(option, options);
-    if (strcmp(value, option->standard) == 0) return true;
-    const double standard = strtod(option->standard, &end), number = strtod(value, &rest);
-    return *option->standard && !*end && !*rest && number == standard;
-}
-
 // True if a word NAME=VALUE of `settings` has one of the values.
 static bool setting_known(const char* settings, const char* name, const char* values) {
     const char* word = text_kept("%s=", name);
@@ -254,15 +255,18 @@ static const char* values_listed(const char* values) {
 }
 
 bool options_needed(const Options* options, char* error) {
+    Options standard;
+    options_defaults(&standard);
     for (int i = 0; i < NEED_ROWS; i++) {
         const char *needed = NEEDS[i].other, *values = NEEDS[i].values;
         for (const char *at = NEEDS[i].names, *name; (name = text_word(&at, ' '));) {
             const Option* option = option_find(name);
-            if (!option_given(options, name) || is_standard(option, options)) continue;
+            const char* value = option_text(option, options);
+            if (!option_given(options, name) || strcmp(value, option_text(option, &standard)) == 0) continue;
             if (text_among(option_text(option_find(needed), options), values, '|')) continue;
             if (setting_known(options->overrides, needed, values)) continue;
-            return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name,
-                              option_text(option, options), needed, values_listed(values), name);
+            return data_error(error, "--%s %s goes with --%s %s; leave --%s out, or type both", name, value, needed,
+                              values_listed(values), name);
         }
     }
     return true;

@@ -75,5 +75,6 @@ static const char* const APART[][2] = {
     {"sample", "eval"},  {"sample", "dry-run"}, {"sample", "fit"}, {"sample", "eval-out"},    {"sample", "prompt"},
     {"sample", "steps"}, {"sample", "data"},    {"sample", "run"}, {"sample", "resume"},      {"sample", "profile"},
     {"fit", "eval"},     {"fit", "gpus"},       {"fit", "memory"}, {"fit", "batch"},          {"fit", "resume"},
-    {"fit", "dry-run"},  {"fit", "device"},     {"fit", "shard"},  {"prompt-file", "prompt"},
+    {"fit", "dry-run"},  {"fit", "device"},     {"fit", "shard"},  {"prompt-file", "prompt"}, {"size", "model"},
+    {"size", "layers"},  {"size", "channels"},  {"size", "heads"},
 };

@@ -205,22 +205,24 @@ void safetensors_abandon(SafetensorsWriter* writer) {
     safetensors_finish(writer, NULL, NULL);
 }
 
-// Reads an exact integer in [0, 2^63).
-static bool header_integer(const Json* json, int64_t* value) {
-    char* end = NULL;
-    if (!json || json->kind != JSON_NUMBER) return false;
-    errno = 0;
-    *value = strtoll(json->text, &end, 10);
-    return errno == 0 && *end == 0 && *value >= 0;
+// Reads an array of at most `max` exact integers in [0, 2^63). Returns how many there are; max + 1: more; -1: others.
+static int header_numbers(const Json* array, int64_t* numbers, int max) {
+    int count = 0;
+    for (const Json* one = array->child; one; one = one->next) {
+        char* end = NULL;
+        if (count == max) return max + 1;
+        errno = 0;
+        numbers[count] = one->kind == JSON_NUMBER ? strtoll(one->text, &end, 10) : -1;
+        if (numbers[count++] < 0 || errno != 0 || *end) return -1;
+    }
+    return count;
 }
 
 // Reads one member of the header. The file's part after the header begins at `data` and has `data_bytes`.
 static bool header_tensor(const char* path, const Json* json, int64_t data, int64_t data_bytes,
                           SafetensorsTensor* tensor, char* error) {
-    const Json* shape = json_get(json, "shape");
-    const Json* offsets = json_get(json, "data_offsets");
-    int64_t begin = 0, end = 0;
-    tensor->name = json->key;
+    const Json *shape = json_get(json, "shape"), *offsets = json_get(json, "data_offsets");
+    int64_t place[2];
     tensor->dtype = json_string(json, "dtype", NULL);
     if (!tensor->dtype || !shape || shape->kind != JSON_ARRAY || !offsets || offsets->kind != JSON_ARRAY) {
         return data_error(error, "%s is corrupted: tensor %s lacks its dtype, shape or data_offsets", path, json->key);
@@ -228,30 +230,22 @@ static bool header_tensor(const char* path, const Json* json, int64_t data, int6
     if (safetensors_dtype_bytes(tensor->dtype) == 0) {
         return data_error(error, "%s: tensor %s has the type %s, which is not known", path, json->key, tensor->dtype);
     }
-    for (const Json* dim = shape->child; dim; dim = dim->next) {
-        if (tensor->dims == 8) return data_error(error, "%s: tensor %s has over 8 dimensions", path, json->key);
-        if (!header_integer(dim, &tensor->shape[tensor->dims++])) {
-            return data_error(error, "%s is corrupted: tensor %s has an impossible shape", path, json->key);
-        }
-    }
-    const Json* second = offsets->child ? offsets->child->next : NULL;
-    bool pair = header_integer(offsets->child, &begin) && header_integer(second, &end) && !second->next;
-    if (!pair || begin > end) {
+    tensor->dims = header_numbers(shape, tensor->shape, 8);
+    if (tensor->dims > 8) return data_error(error, "%s: tensor %s has over 8 dimensions", path, json->key);
+    if (tensor->dims < 0)
+        return data_error(error, "%s is corrupted: tensor %s has an impossible shape", path, json->key);
+    if (header_numbers(offsets, place, 2) != 2 || place[0] > place[1]) {
         return data_error(error, "%s is corrupted: tensor %s has impossible data_offsets", path, json->key);
     }
-    if (end > data_bytes) {
+    if (place[1] > data_bytes) {
         return data_error(error,
                           "%s is truncated or corrupted: tensor %s ends at byte %lld of the data and the file has %lld",
-                          path, json->key, (long long)end, (long long)data_bytes);
+                          path, json->key, (long long)place[1], (long long)data_bytes);
     }
-    int64_t bytes = tensor_bytes(tensor->dtype, tensor->shape, tensor->dims);
-    if (bytes != end - begin) {
-        return data_error(error, "%s is corrupted: tensor %s has %lld bytes, which its shape and type %s do not give",
-                          path, json->key, (long long)(end - begin), tensor->dtype);
-    }
-    tensor->at = data + begin;
-    tensor->bytes = bytes;
-    return true;
+    tensor->at = data + place[0], tensor->bytes = place[1] - place[0];
+    return tensor_bytes(tensor->dtype, tensor->shape, tensor->dims) == tensor->bytes ||
+           data_error(error, "%s is corrupted: tensor %s has %lld bytes, which its shape and type %s do not give", path,
+                      json->key, (long long)tensor->bytes, tensor->dtype);
 }
 
 static int by_place(const void* a, const void* b) {

@@ -5,42 +5,40 @@
 #include "errors.h"
 #include "memory.h"
 
-bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error) {
-    const long long T = sizes->seq, ranks = sizes->ranks, unit = T * ranks, tokens = sizes->tokens_per_step;
-    if (tokens >= 0 && tokens % unit != 0) {
-        const long long whole = sizes->batch > 0 ? unit * sizes->batch : unit, below = tokens / whole * whole;
-        const char *gpus = ranks > 1 ? text_kept(" x %lld GPUs", ranks) : "",
-                   *batch = sizes->batch > 0 ? text_kept(" x --batch %lld", (long long)sizes->batch) : "";
+bool batch_choose(Options* o, int64_t ranks, int64_t unit, int64_t fits, int64_t usual, char* error) {
+    const long long T = o->seq, tokens = o->tokens_per_step, sequence = T * ranks;  // tokens of one a rank
+    if (tokens >= 0 && tokens % sequence != 0) {
+        const long long whole = o->batch > 0 ? sequence * o->batch : sequence, below = tokens / whole * whole;
+        const char *gpus = ranks > 1 ? text_kept(" x %lld GPUs", (long long)ranks) : "",
+                   *batch = o->batch > 0 ? text_kept(" x --batch %lld", o->batch) : "";
         return data_error(error,
                           "--tokens-per-step %lld is not a multiple of --seq %lld%s%s; type --tokens-per-step %lld",
                           tokens, T, batch, gpus, below > 0 ? below : whole);
     }
-    int64_t sequences = tokens >= 0 ? tokens / unit : 0;  // of one rank
-    if (sizes->batch < 0) {
-        sizes->batch = 1;
-        while (sizes->batch * 2 <= fits) sizes->batch *= 2;
-        while (sequences && sequences % sizes->batch != 0) sizes->batch /= 2;
+    if (o->batch < 0) {
+        o->batch = 1;
+        while (o->batch * 2 <= fits) o->batch *= 2;
+        while (tokens >= 0 && tokens / sequence % o->batch != 0) o->batch /= 2;
     }
-    const long long micro = sizes->batch * T;  // tokens of a micro-batch
+    const long long micro = o->batch * T;  // tokens of a micro-batch
     if (tokens < 0) {
         const int64_t micro_batches = usual ? (usual / ranks + micro / 2) / micro : 1;
-        sizes->tokens_per_step = micro * ranks * (micro_batches > 0 ? micro_batches : 1);
-        sequences = sizes->tokens_per_step / unit;
+        o->tokens_per_step = micro * ranks * (micro_batches > 0 ? micro_batches : 1);
     }
-    if (sequences % sizes->batch == 0 && micro % sizes->unit == 0) return true;
-    if (sequences % sizes->batch == 0) {
+    const int64_t sequences = o->tokens_per_step / sequence;
+    if (sequences % o->batch == 0 && micro % unit == 0) return true;
+    if (sequences % o->batch == 0) {
         return data_error(
             error,
             "--matmul fp8 sums over rows in sixteens, and --batch %lld of --seq %lld are %lld rows; type --seq %lld",
-            (long long)sizes->batch, T, micro,
-            T / sizes->unit > 0 ? T / (long long)sizes->unit * sizes->unit : sizes->unit);
+            o->batch, T, micro, (long long)(T / unit > 0 ? T / unit * unit : unit));
     }
-    int64_t batch = sizes->batch < sequences ? sizes->batch : sequences;
+    int64_t batch = o->batch < sequences ? o->batch : sequences;
     while (sequences % batch != 0) batch--;
     return data_error(error,
                       "--batch %lld x --seq %lld x %lld GPU%s = %lld tokens does not divide --tokens-per-step %lld; "
                       "type --batch %lld or --tokens-per-step %lld",
-                      (long long)sizes->batch, T, ranks, ranks > 1 ? "s" : "", micro * ranks, tokens, (long long)batch,
+                      o->batch, T, (long long)ranks, ranks > 1 ? "s" : "", micro * ranks, tokens, (long long)batch,
                       (tokens + micro * ranks - 1) / (micro * ranks) * micro * ranks);
 }
 

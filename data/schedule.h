@@ -3,7 +3,7 @@
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>
-#include "linkage.h"
+#include "options.h"
 C_LINKAGE_BEGIN
 
 // Bytes of memory of the device, which is host memory on the CPU.
@@ -13,15 +13,10 @@ typedef struct {
     int64_t total, host;  // host: bytes of host memory, part of the total only on a CPU
 } MemoryPlan;
 
-// Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step.
-typedef struct {
-    int64_t batch, tokens_per_step;  // -1: to be chosen
-    int64_t seq, ranks;
-    int64_t unit;  // the rows of a micro-batch, batch x seq, must be a multiple of it, as --matmul fp8 wants
-} BatchSizes;
-// Chooses those that are -1: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
-// micro-batch per rank).
-bool batch_choose(BatchSizes* sizes, int64_t fits, int64_t usual, char* error);
+// Four numbers must agree: batch x seq x ranks x micro-batches = tokens-per-step. Chooses the batch and tokens-per-step
+// that were left to the program: a batch that is a power of two up to `fits`, a step of about `usual` tokens (0: of one
+// micro-batch per rank). The rows of a micro-batch must be a multiple of `unit`, as --matmul fp8 wants.
+bool batch_choose(Options* options, int64_t ranks, int64_t unit, int64_t fits, int64_t usual, char* error);
 
 typedef struct {
     const char* kind;       // cosine, linear, constant or wsd
