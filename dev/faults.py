@@ -13,7 +13,6 @@ Each case has a group and a number, which with --seed decide everything about it
     signals   INT, TERM, HUP, USR1 and PIPE at random moments, once or twice
     links     a symbolic link where the program writes a file or a folder
     special   a FIFO, a device, a socket, a folder, an empty or a broken file where the program reads one
-    doors     slow, silent and foreign connections to the port where ranks meet
 
 After each, ./train must have ended by itself, with exit code 0 or 2 (after a signal the code that is usual for it), and
 with one sentence where the code is 2; no checkpoint may differ from the one that an undisturbed run has at this step;
@@ -45,7 +44,7 @@ PRELOAD = os.path.join(HERE, "build", "dev", "faults_preload.so")
 LAST, HALF = 12, 6  # steps of a run, and of the one that cases resume
 PATIENCE = 40  # seconds after which a run counts as hanging
 FILES = ("model.safetensors", "optimizer.safetensors", "config.json", "vocab.json", "merges.txt")
-SHORT = {"kills": 40, "calls": 150, "limits": 50, "signals": 60, "links": 50, "special": 90, "doors": 16}
+SHORT = {"kills": 40, "calls": 150, "limits": 50, "signals": 60, "links": 50, "special": 90}
 ERRORS = {"open": "EACCES EMFILE EIO", "folder": "EACCES EMFILE", "read": "EIO short EINTR",
           "write": "ENOSPC EIO EDQUOT short EINTR", "flush": "ENOSPC EIO", "sync": "EIO ENOSPC", "rename": "EIO EACCES",
           "mkdir": "ENOSPC EACCES EROFS", "resize": "EIO ENOSPC", "remove": "EACCES EROFS EIO", "map": "ENOMEM EACCES",
@@ -115,8 +114,8 @@ class Harness:
                 f"--val-tokens 64 --sample-every {sample} --sample-tokens 4 --run run --resume auto")
         return text.split()
 
-    def start(self, folder, words, env=None, limit=None, name="train"):
-        """Begins ./train in `folder`; what it prints goes to NAME.out and NAME.err there."""
+    def start(self, folder, words, env=None, limit=None):
+        """Begins ./train in `folder`; what it prints goes to train.out and train.err there."""
         whole = {k: v for k, v in os.environ.items() if not re.match("RANK$|WORLD_SIZE|LOCAL_|MASTER_|SLURM|OMPI|NIBBLE_", k)}
         whole.update({"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}, **(env or {}))
         whole = {k: v for k, v in whole.items() if v is not None}
@@ -126,11 +125,11 @@ class Harness:
             if limit:
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-        with open(f"{folder}/{name}.out", "wb") as out, open(f"{folder}/{name}.err", "wb") as err:
+        with open(f"{folder}/train.out", "wb") as out, open(f"{folder}/train.err", "wb") as err:
             return subprocess.Popen([TRAIN, *words], cwd=folder, env=whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                                     preexec_fn=prepare, start_new_session=True)
 
-    def end(self, process, folder, name="train"):
+    def end(self, process, folder):
         """Waits for the end. A process that hangs is killed and has no code."""
         try:
             code = process.wait(PATIENCE)
@@ -141,7 +140,7 @@ class Harness:
             code = None
         texts = []
         for stream in ("out", "err"):
-            with open(f"{folder}/{name}.{stream}", encoding="utf-8", errors="replace") as file:
+            with open(f"{folder}/train.{stream}", encoding="utf-8", errors="replace") as file:
                 texts.append(file.read())
         return Ended(code, *texts)
 
@@ -201,7 +200,7 @@ class Harness:
         names = os.listdir(f"{folder}/run") if os.path.isdir(f"{folder}/run") else []
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d{8}", name))
 
-    def check_checkpoints(self, folder, whole=None, reference="whole", but=""):
+    def check_checkpoints(self, folder, whole=None, but=""):
         """Every file of a checkpoint is the undisturbed run's; step `whole` has them all. `but`: a file that the case has
         changed; of a tokenizer's, the config.json with its numbers changes too."""
         names = [name for name in FILES if name != but and (name != "config.json" or but not in FILES[2:])]
@@ -212,7 +211,7 @@ class Harness:
                 need(there or step != whole, f"{path} is missing")
                 if not there:
                     continue
-                with open(f"{folder}/{path}", "rb") as got, open(f"{self.root}/{reference}/{path}", "rb") as want:
+                with open(f"{folder}/{path}", "rb") as got, open(f"{self.root}/whole/{path}", "rb") as want:
                     need(got.read() == want.read(), f"{path} is not the undisturbed run's")
 
     @staticmethod
@@ -389,38 +388,34 @@ class Harness:
         except Failed as failed:
             raise Failed(f"run/{link} -> {target}{', resumed' if begun else ''}: {failed}") from failed
 
+    @staticmethod
+    def bind(path):
+        """Makes a socket, by a path that is short enough for one."""
+        here = os.open(os.path.dirname(path), os.O_PATH)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{here}/{os.path.basename(path)}")
+        os.close(here)
+
+    @staticmethod
+    def null_device(path):
+        if os.geteuid() == 0:
+            with contextlib.suppress(OSError):
+                os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
+
     def special_make(self, kind, path):
+        """Puts something of a kind where a file or a folder was. What cannot be made is missing."""
+        data = b""
         if os.path.isdir(path):
             shutil.rmtree(path)
         elif os.path.lexists(path):
-            if kind in ("cut", "flipped"):
-                with open(path, "rb") as file:
-                    data = bytearray(file.read())
-                if kind == "flipped":
-                    data[len(data) // 2] ^= 16
-                write(path, bytes(data if kind == "flipped" else data[:len(data) // 2]))
-                return
+            with open(path, "rb") as file:
+                data = file.read()
             os.unlink(path)
-        if kind == "fifo":
-            os.mkfifo(path)
-        elif kind == "zero":
-            os.symlink("/dev/zero", path)
-        elif kind == "terminal":
-            os.symlink("/dev/tty", path)
-        elif kind == "folder":
-            os.mkdir(path)
-        elif kind == "socket":
-            here = os.open(os.path.dirname(path), os.O_PATH)
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(f"/proc/self/fd/{here}/{os.path.basename(path)}")
-            os.close(here)
-        elif kind == "loop":
-            os.symlink(os.path.basename(path), path)
-        elif kind == "device" and os.geteuid() == 0:
-            with contextlib.suppress(OSError):
-                os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
-        else:
-            write(path, "")
+        make = {"fifo": os.mkfifo, "folder": os.mkdir, "socket": self.bind, "device": self.null_device,
+                "zero": lambda path: os.symlink("/dev/zero", path), "terminal": lambda path: os.symlink("/dev/tty", path),
+                "loop": lambda path: os.symlink(os.path.basename(path), path), "empty": lambda path: write(path, ""),
+                "cut": lambda path: write(path, data[:len(data) // 2])}
+        make[kind](path)
 
     SPECIAL = ("fifo", "zero", "terminal", "folder", "socket", "loop", "device", "empty", "cut")
     READ = (["data"] + [f"data/{name}" for name in ("train_000000.bin", "val_000000.bin", "meta.json", "vocab.json",
@@ -453,85 +448,6 @@ class Harness:
                 need(not before or self.steps(folder), "no checkpoint is left")
         except Failed as failed:
             raise Failed(f"{place} is {kind}: {failed}") from failed
-
-    # Ranks.
-
-    def ranks(self, folder, port, ranks=(0, 1), timeout=30, secrets=("fault", "fault")):
-        """Starts two ranks as torchrun would, or one of them. Returns how they end."""
-        words = self.words(sample=0) + ["--shard", "states", "--join-timeout", str(timeout)]
-        env = {"NIBBLE_STAND_IN": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-        begun = [self.start(folder, words, {**env, "RANK": str(r), "LOCAL_RANK": str(r), "NIBBLE_SECRET": secrets[r]},
-                            name=f"rank{r}") for r in ranks]
-        return [self.end(process, folder, f"rank{rank}") for rank, process in zip(ranks, begun)]
-
-    WAYS = ("idle", "drip", "garbage", "http", "escape", "close", "hello", "half")
-
-    def foreigner(self, rng, port, until):
-        """Connects a few times and breaks the protocol. Each connection delays the ranks by up to half a second."""
-        way = rng.choice(self.WAYS)
-        hello = struct.pack("<3i", 1, 0, 1) + b"\x1b[2J".ljust(64, b"A")
-        said = {"garbage": rng.randbytes(4000), "http": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", "half": hello[:100],
-                "escape": b"\x1b[2J\x1b]0;owned\x07" * 100, "hello": hello + rng.randbytes(64)}
-        open_sockets = []
-        for _ in range(8):
-            with contextlib.suppress(OSError):
-                talk = socket.create_connection(("127.0.0.1", port + 1), 0.2)  # as with torchrun, which has `port`
-                open_sockets.append(talk)
-                talk.sendall(said.get(way, b""))
-                for byte in hello[:5] if way == "drip" else b"":
-                    talk.sendall(bytes([byte]))
-                    until.wait(0.05)
-                if way == "close":
-                    open_sockets.pop().close()
-            until.wait(0.01)
-        until.wait()
-        for talk in open_sockets:
-            talk.close()
-
-    def liar(self, rng, port, until):
-        """Listens for a while where rank 0 will, and answers whatever comes."""
-        with socket.create_server(("127.0.0.1", port + 1)) as server:
-            server.settimeout(0.05)
-            answer = rng.choice((rng.randbytes(900), b"", b"\x1b[2J" * 100))
-            while not until.is_set():
-                with contextlib.suppress(OSError):
-                    talk, _ = server.accept()
-                    with talk:
-                        talk.sendall(answer)
-                        until.wait(rng.choice((0, 0.3)))
-
-    def doors(self, name, rng):
-        folder, port = self.folder(name, False), 21000 + 16 * int(name.split("_")[1]) % 8000
-        # A few strangers delay ranks by seconds. One who has the port, a rank with another secret, or one that never comes ends the run.
-        way = rng.choice(("crowd", "crowd", "crowd", "liar", "wrong", "alone"))
-        until, seed, crowd = threading.Event(), rng.random(), self.foreigner if way == "crowd" else self.liar
-        threads = [threading.Thread(target=crowd, args=(random.Random(f"{seed} {i}"), port, until), daemon=True)
-                   for i in range({"crowd": 3, "liar": 1}.get(way, 0))]
-        try:
-            for thread in threads:
-                thread.start()
-            time.sleep(0.05)
-            for ended in self.ranks(folder, port, (0,) if way == "alone" else (0, 1), 30 if way == "crowd" else 2,
-                                    ("fault", "other" if way == "wrong" else "fault")):
-                need(ended.code == (0 if way == "crowd" else 2), f"{way}: ends with {ended.code}: {ended.err}")
-                text = ended.out + ended.err
-                need(not re.search("[\x00-\x08\x0b-\x1f\x7f]", text), f"{way}: control characters: {text[-500:]!r}")
-        finally:
-            until.set()
-            for thread in threads:
-                thread.join()
-        if way == "crowd":
-            self.check_checkpoints(folder, LAST, self.ranks_reference())
-
-    def ranks_reference(self):
-        """Returns what two undisturbed ranks end with."""
-        with self.lock:
-            if not os.path.isdir(f"{self.root}/ranks"):
-                folder = self.folder("ranks", False)
-                for ended in self.ranks(folder, 29900):
-                    need(ended.code == 0, f"undisturbed ranks: {ended.code}: {ended.err}")
-        return "ranks"
 
     # All groups.
 

@@ -127,56 +127,42 @@ __attribute__((destructor)) static void end(void) {
     static __typeof__(&name) next; \
     if (!next) next = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
-static mode_t mode_of(int flags, va_list arguments) {
-    return flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE ? va_arg(arguments, mode_t) : 0;
-}
+// Functions that fail as a whole: what they return then, and their kind.
+#define WHOLE(type, name, failure, kind, parameters, arguments) \
+    type name parameters {                                      \
+        NEXT(name);                                             \
+        return fails(kind) ? failure : next arguments;          \
+    }
+WHOLE(FILE*, fopen, NULL, OPEN, (const char* path, const char* mode), (path, mode))
+WHOLE(FILE*, fdopen, NULL, OPEN, (int file, const char* mode), (file, mode))
+WHOLE(DIR*, opendir, NULL, FOLDER, (const char* path), (path))
+WHOLE(DIR*, fdopendir, NULL, FOLDER, (int file), (file))
+WHOLE(int, fsync, -1, SYNC, (int file), (file))
+WHOLE(int, fdatasync, -1, SYNC, (int file), (file))
+WHOLE(int, rename, -1, RENAME, (const char* from, const char* to), (from, to))
+WHOLE(int, renameat, -1, RENAME, (int a, const char* from, int b, const char* to), (a, from, b, to))
+WHOLE(int, renameat2, -1, RENAME, (int a, const char* from, int b, const char* to, unsigned f), (a, from, b, to, f))
+WHOLE(int, mkdir, -1, MKDIR, (const char* path, mode_t mode), (path, mode))
+WHOLE(int, mkdirat, -1, MKDIR, (int folder, const char* path, mode_t mode), (folder, path, mode))
+WHOLE(int, ftruncate, -1, RESIZE, (int file, off_t bytes), (file, bytes))
+WHOLE(int, truncate, -1, RESIZE, (const char* path, off_t bytes), (path, bytes))
+WHOLE(int, unlink, -1, REMOVE, (const char* path), (path))
+WHOLE(int, unlinkat, -1, REMOVE, (int folder, const char* path, int flags), (folder, path, flags))
+WHOLE(int, rmdir, -1, REMOVE, (const char* path), (path))
 
-int open(const char* path, int flags, ...) {
-    NEXT(open);
-    va_list arguments;
-    va_start(arguments, flags);
-    mode_t mode = mode_of(flags, arguments);
-    va_end(arguments);
-    return fails(OPEN) ? -1 : next(path, flags, mode);
-}
-
-int open64(const char* path, int flags, ...) {
-    NEXT(open64);
-    va_list arguments;
-    va_start(arguments, flags);
-    mode_t mode = mode_of(flags, arguments);
-    va_end(arguments);
-    return fails(OPEN) ? -1 : next(path, flags, mode);
-}
-
-int openat(int folder, const char* path, int flags, ...) {
-    NEXT(openat);
-    va_list arguments;
-    va_start(arguments, flags);
-    mode_t mode = mode_of(flags, arguments);
-    va_end(arguments);
-    return fails(OPEN) ? -1 : next(folder, path, flags, mode);
-}
-
-FILE* fopen(const char* path, const char* mode) {
-    NEXT(fopen);
-    return fails(OPEN) ? NULL : next(path, mode);
-}
-
-FILE* fdopen(int descriptor, const char* mode) {
-    NEXT(fdopen);
-    return fails(OPEN) ? NULL : next(descriptor, mode);
-}
-
-DIR* opendir(const char* path) {
-    NEXT(opendir);
-    return fails(FOLDER) ? NULL : next(path);
-}
-
-DIR* fdopendir(int descriptor) {
-    NEXT(fdopendir);
-    return fails(FOLDER) ? NULL : next(descriptor);
-}
+// Those that open a file; the mode is there if the file may be created.
+#define OPENS(name, parameters, ...)                                                                  \
+    int name parameters {                                                                             \
+        NEXT(name);                                                                                   \
+        va_list rest;                                                                                 \
+        va_start(rest, flags);                                                                        \
+        mode_t mode = flags & O_CREAT || (flags & O_TMPFILE) == O_TMPFILE ? va_arg(rest, mode_t) : 0; \
+        va_end(rest);                                                                                 \
+        return fails(OPEN) ? -1 : next(__VA_ARGS__, flags, mode);                                     \
+    }
+OPENS(open, (const char* path, int flags, ...), path)
+OPENS(open64, (const char* path, int flags, ...), path)
+OPENS(openat, (int folder, const char* path, int flags, ...), folder, path)
 
 // A transfer that fails, or moves half of what was asked.
 #define TRANSFER(kind, call, half) \
@@ -222,66 +208,6 @@ int fflush(FILE* file) {
     errno = reason;
     if (file) mark_failed(file);
     return EOF;
-}
-
-int fsync(int file) {
-    NEXT(fsync);
-    return fails(SYNC) ? -1 : next(file);
-}
-
-int fdatasync(int file) {
-    NEXT(fdatasync);
-    return fails(SYNC) ? -1 : next(file);
-}
-
-int rename(const char* from, const char* to) {
-    NEXT(rename);
-    return fails(RENAME) ? -1 : next(from, to);
-}
-
-int renameat(int from_folder, const char* from, int to_folder, const char* to) {
-    NEXT(renameat);
-    return fails(RENAME) ? -1 : next(from_folder, from, to_folder, to);
-}
-
-int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
-    NEXT(renameat2);
-    return fails(RENAME) ? -1 : next(from_folder, from, to_folder, to, flags);
-}
-
-int mkdir(const char* path, mode_t mode) {
-    NEXT(mkdir);
-    return fails(MKDIR) ? -1 : next(path, mode);
-}
-
-int mkdirat(int folder, const char* path, mode_t mode) {
-    NEXT(mkdirat);
-    return fails(MKDIR) ? -1 : next(folder, path, mode);
-}
-
-int ftruncate(int file, off_t bytes) {
-    NEXT(ftruncate);
-    return fails(RESIZE) ? -1 : next(file, bytes);
-}
-
-int truncate(const char* path, off_t bytes) {
-    NEXT(truncate);
-    return fails(RESIZE) ? -1 : next(path, bytes);
-}
-
-int unlink(const char* path) {
-    NEXT(unlink);
-    return fails(REMOVE) ? -1 : next(path);
-}
-
-int unlinkat(int folder, const char* path, int flags) {
-    NEXT(unlinkat);
-    return fails(REMOVE) ? -1 : next(folder, path, flags);
-}
-
-int rmdir(const char* path) {
-    NEXT(rmdir);
-    return fails(REMOVE) ? -1 : next(path);
 }
 
 void* mmap(void* at, size_t bytes, int rights, int flags, int file, off_t offset) {

@@ -12,13 +12,10 @@ is the plan; beside it are the most that nvidia-smi has shown on the first GPU o
 run, and the ratio of the two. A run that dies is a row with its last words; the others go on, and the exit status is 1;
 it is 2 where what was typed is wrong, or nvidia-smi and its GPUs are not as they should be.
 
-With --keep FILE what was measured stays there, and the same command goes on behind it: all sizes on eight GPUs take
-longer than a machine that is lent for minutes runs one command. NIBBLE_NCCL=libnccl.so.2 measures NCCL in place of the
-DMA copy engines. Options of ./train may follow.
+NIBBLE_NCCL=libnccl.so.2 measures NCCL in place of the DMA copy engines. Options of ./train may follow.
 """
 import argparse
 import array
-import hashlib
 import json
 import os
 import random
@@ -30,7 +27,7 @@ import sys
 import tempfile
 import time
 
-from problem import Parser, Problem, answered, write_whole
+from problem import Parser, Problem, answered
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -120,29 +117,6 @@ class Run:
         return statistics.median(line["step_s"] for line in train[self.skip:]), plan, self.seen, train[-1]["loss"]
 
 
-class Kept:
-    """Keeps results in a file. Each line is a JSON list of a key and a result, written whole or not at all."""
-
-    def __init__(self, path):
-        self.path, self.found = path, {}
-        if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-            raise Problem("--keep %s: its folder is not there; make it, or give another file" % path)
-        if path and os.path.exists(path):
-            try:
-                with open(path) as file:
-                    self.found = {json.dumps(key): found for key, found in map(json.loads, file)}
-            except (OSError, ValueError, TypeError) as error:
-                raise Problem("--keep %s: %s; give another file, or remove it to begin anew" % (path, error)) from None
-
-    def get(self, key):
-        return self.found.get(json.dumps(key))
-
-    def put(self, key, found):
-        self.found[json.dumps(key)] = found
-        if self.path:
-            write_whole(self.path, "".join("[%s, %s]\n" % (its, json.dumps(found)) for its, found in self.found.items()))
-
-
 def numbers(name, texts):
     """Returns the numbers, each of which is 1 or more."""
     if not all(re.fullmatch(r"0*[1-9]\d*", text) for text in texts):
@@ -158,7 +132,6 @@ def options_read():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--skip", type=int, default=6)
     parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--keep", metavar="FILE")
     parser.add_argument("--trainer", default=os.path.join(HERE, "train"))
     options, options.more = parser.parse_known_args()
     counts = numbers("--gpus %s" % options.gpus, (options.gpus or "1,2,4,8").split(","))
@@ -178,38 +151,25 @@ def options_read():
     return options
 
 
-def at_once(kept, wanted, start):
-    """Measures what is not kept, all at the same time: wanted has (key, what `start` takes to make a Run). Returns for
-    each what finish() returned, or what it raised where its run died."""
-    found = [kept.get(key) for key, _ in wanted]
-    runs = []
+def at_once(runs):
+    """Measures all at the same time. Returns for each what finish() returned, or what it raised where its run died."""
+    found, begun = [], []
     try:
-        for its, (_, arguments) in zip(found, wanted):
-            runs.append(None if its else start(*arguments))
-        for i, run in enumerate(runs):
+        begun.extend(runs)
+        for run in begun:
             try:
-                if run:
-                    found[i] = run.finish()
-                    kept.put(wanted[i][0], found[i])
+                found.append(run.finish())
             except Died as died:
-                found[i] = died
+                found.append(died)
         return found
     finally:
-        for run in runs:
-            if run:
-                run.end()
+        for run in begun:
+            run.end()
 
 
-def table_rows(options, kept, folder, size):
+def table_rows(options, folder, size):
     """Returns the rows of a size as texts."""
-    with open(options.trainer, "rb") as file:
-        program = hashlib.sha256(file.read()).hexdigest()[:16]
-    way = [os.environ.get(name, "") for name in ("NIBBLE_NCCL", "NCCL_P2P_DISABLE")]
-    about = [program, *size, options.seq, options.steps, options.skip, options.more]
     names, beginning = options.names[:max(options.counts)], "| %s, %d x %d | %%d | %%s |" % size
-
-    def start(gpus, shard):
-        return Run(options, folder, size, gpus, shard)
 
     def row(gpus, shard, found, share):
         if isinstance(found, Died):
@@ -219,7 +179,7 @@ def table_rows(options, kept, folder, size):
             1e3 * seconds, size[1] * options.seq * size[2] * gpus / seconds, 100 * gpus / seconds / share,
             plan, seen, seen / plan, loss)
 
-    alone = at_once(kept, [([*about, name, "alone"], ([name], "none")) for name in names], start)
+    alone = at_once(Run(options, folder, size, [name], "none") for name in names)
     dead = [one for one in alone if isinstance(one, Died)]
     if dead:
         yield row(1, "-", dead[0], 0)
@@ -231,21 +191,21 @@ def table_rows(options, kept, folder, size):
     for gpus in options.counts:
         shards, room = options.shard.split(",") if gpus > 1 else [], len(names) // gpus
         for first in range(0, len(shards), room):
-            wanted = [([*about, *way, names[i * gpus:(i + 1) * gpus], shard], (names[i * gpus:(i + 1) * gpus], shard))
-                      for i, shard in enumerate(shards[first:first + room])]
-            for i, found in enumerate(at_once(kept, wanted, start)):
-                yield row(gpus, shards[first + i], found, sum(1 / one[0] for one in alone[i * gpus:(i + 1) * gpus]))
+            some = shards[first:first + room]
+            all_of = at_once(Run(options, folder, size, names[i * gpus:(i + 1) * gpus], s) for i, s in enumerate(some))
+            for i, found in enumerate(all_of):
+                yield row(gpus, some[i], found, sum(1 / one[0] for one in alone[i * gpus:(i + 1) * gpus]))
 
 
 def main():
     options = options_read()
-    kept, dead = Kept(options.keep), False
+    dead = False
     print("| size, batch x micro-batches a GPU | GPUs | shard | ms | tokens/s | of N x | GiB planned | seen | ratio | loss |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         write_tokens(folder + "/tokens.bin", 1 << 22)
         for size in options.sizes:
-            for row in table_rows(options, kept, folder, size):
+            for row in table_rows(options, folder, size):
                 dead = dead or " died: " in row
                 print(row, flush=True)
     return int(dead)

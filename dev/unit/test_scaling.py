@@ -60,26 +60,6 @@ def test_table(case):
     assert rows[1][9] == rows[2][9] and float(rows[0][5].split()[0]) <= 100, rows
 
 
-def test_goes_on_after_a_kill(case):
-    """What was measured stays, to the digit; a dead run is tried again, and another program's figures are not taken."""
-    keep, seen = case.folder / "kept", case.folder / "seen"
-    count = f'echo "$*" >> {seen}'
-    trainer = case.trainer(f'{count}; case "$*" in *--shard?grads*) [ -e {case.folder}/mended ] || exit 3 ;; esac')
-    command = ["--sizes", "nano:1:1", "--shard", "none,grads", "--keep", keep, "--trainer", trainer]
-    first, _ = case.table(*command, status=1)
-    assert first[2] == ["nano, 1 x 1", "2", "grads", "died: ended without a word"], first
-    assert len(keep.read_text().split("\n")) == 4 and len(seen.read_text().split("\n")) == 5, seen.read_text()
-    (case.folder / "mended").touch()
-    (case.folder / "kept.tmp").write_text('[["cut sh')  # by a kill while it was written
-    second, _ = case.table(*command)
-    assert first[:2] == second[:2] and second[2][:3] == ["nano, 1 x 1", "2", "grads"] and len(second[2]) == 10, second
-    assert len(seen.read_text().split("\n")) == 6, "one run more"
-    assert case.table(*command)[0] == second and len(seen.read_text().split("\n")) == 6
-    case.trainer(count)
-    case.table(*command)
-    assert len(seen.read_text().split("\n")) == 10, "all runs again"
-
-
 def test_dead_runs_are_rows(case):
     """Their rows hold their last words, and the other runs go on."""
     trainer = case.trainer('case "$*" in *--shard?states*) echo "train: error: no more | apples"; exit 2 ;; esac')
@@ -92,18 +72,15 @@ def test_dead_runs_are_rows(case):
 
 def test_gpus(case):
     """All GPUs are used; a mistake is reported before anything runs."""
-    (case.folder / "kept").write_text("[1")
     for typed, words in (
         (["--gpus", "1,4"], "this machine shows 2"),
         (["--gpus", "0"], "--gpus 0 wants numbers of 1 or more"),
         (["--gpus", "x"], "--gpus x wants numbers"),
         (["--skip", "3"], "--skip 3 leaves none"),
         (["--skip", "-1"], "--skip -1 leaves none, or too many"),
-        (["--keep", "/nope/kept"], "--keep /nope/kept: its folder is not there"),
         (["--sizes", "nano"], "--sizes nano: write MODEL:BATCH:MICRO_BATCHES"),
         (["--sizes", "nano:a:1"], "--sizes nano:a:1 wants numbers"),
         (["--trainer", "/nope"], "--trainer /nope is not there"),
-        (["--keep", str(case.folder / "kept")], "kept: Expecting"),
         (["--steps", "x"], "--steps: invalid int value"),
     ):
         command = [sys.executable, str(ROOT / "dev/scaling.py"), *TINY, *typed]
