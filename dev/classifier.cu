@@ -5,23 +5,23 @@
 //   make build/dev/classifier && ./build/dev/classifier
 #include "../kernels/classifier.cuh"
 #include "../kernels/matmul.cuh"
-#include <unistd.h>
-
-#include "timing.h"
+#include "variants.h"
 
 constexpr int V = 50257, Vp = 50304;
 
 struct Arrays : Room {
-    int64_t N;
+    Shape shape;
+    int64_t N = shape.N;
     float* losses;
     bf16* logits;
     int* targets;
 
-    Arrays(const Device* on, int64_t rows) : Room(on), N(rows) {
+    Arrays(const Device* on, const Shape& of) : Room(on), shape(of) {
         int* own = host<int>(N);
         for (int64_t i = 0; i < N; i++) own[i] = (int)(i * 7919 % V);
         losses = device<float>(N), logits = filled(this, N * Vp, 8.0f, 1), targets = to_device(own, N);
     }
+    double unit() const { return (double)N * Vp * sizeof(bf16); }
 };
 
 // A block a row, the row read twice: the second time from L2, as far as it is still there.
@@ -119,55 +119,40 @@ static void run_losses(const Device* dev, const Arrays* a) {
     classifier<bf16>(dev, a->losses, a->logits, a->targets, 1e-3f, false, a->N, V, Vp);
 }
 
-struct Variant {
-    const char* name;
-    void (*run)(const Device* dev, const Arrays* arrays);
-    double accesses;
-};
-
-static const Variant VARIANTS[] = {{"two reads", run_two_reads, 2},
-                                   {"exponentials twice", run_twice, 2},
-                                   {"prod", run_prod, 2},
-                                   {"prod, losses alone", run_losses, 1}};
-
-static bool is_right(const Device* dev, const Variant* v) {
-    const int64_t N = 300;
-    Arrays a(dev, N);
-    float *want = host_floats(&a, a.logits, N * Vp), *want_loss = a.host<float>(N);
-    classifier_cpu(want_loss, want, a.to_host(a.targets, N), 1e-3f, true, N, V, Vp);
-    v->run(dev, &a);
-    const float *got = host_floats(&a, a.logits, N * Vp), *losses = a.to_host(a.losses, N);
-    double worst = 0.0, worst_loss = 0.0;
-    for (int64_t i = 0; i < N * Vp && v->accesses == 2; i++)
-        worst = fmax(worst, fabs(got[i] - want[i]) / (fabs(want[i]) / 256 + 1e-10));
-    for (int64_t i = 0; i < N; i++) worst_loss = fmax(worst_loss, fabs(want_loss[i] - losses[i]) / 1e-4);
-    const bool right = worst <= 1.0 && worst_loss <= 1.0;
-    printf("%-20s of bound: dlogits %.2f, losses %.2f  %s\n", v->name, worst, worst_loss, right ? "ok" : "WRONG");
-    return right;
+// Losses alone leave the logits as they are.
+static double error_of(const Variant<Arrays>* v, Arrays* a) {
+    float *want = host_floats(a, a->logits, a->N * Vp), *want_loss = a->host<float>(a->N);
+    classifier_cpu(want_loss, want, a->to_host(a->targets, a->N), 1e-3f, v->run != run_losses, a->N, V, Vp);
+    v->run(a->dev, a);
+    const float *got = host_floats(a, a->logits, a->N * Vp), *losses = a->to_host(a->losses, a->N);
+    double error = 0.0;
+    for (int64_t i = 0; i < a->N * Vp; i++)
+        error = worst(error, fabs(got[i] - want[i]) / (fabs(want[i]) / 256 + 1e-10));
+    for (int64_t i = 0; i < a->N; i++) error = worst(error, fabs(want_loss[i] - losses[i]) / 1e-4);
+    return error;
 }
+
+static const Variant<Arrays> VARIANTS[] = {{"two reads", run_two_reads, 2, error_of},
+                                           {"exponentials twice", run_twice, 2, error_of},
+                                           {"prod", run_prod, 2, error_of},
+                                           {"prod, losses alone", run_losses, 1, error_of}};
 
 int main() {
     Device dev;
     device_open(&dev, true, 0);
-    bool right = true;
-    for (const Variant& v : VARIANTS) right = is_right(&dev, &v) && right;
-    {
-        Arrays a(&dev, 16384), b(&dev, 16384);
-        const double rate = print_copy_rate(&dev, a.N * Vp * 2);
-        const int n = 8192;
-        bf16 *x = b.logits, *weight = x + n * n, *out = weight + n * n;
-        auto product = [&] { matmul_forward<bf16>(&dev, out, nullptr, x, weight, nullptr, n, n, n); };
-        for (const Variant& v : VARIANTS) {
-            const double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
-            for (int i = 0; i < 100; i++) product();
-            const double warm_ms = median_ms_after(&dev, 40, product, [&] { v.run(&dev, &a); });
-            const double moved = v.accesses * (double)a.N * Vp * 2;
-            print_rate(v.name, a.N, V, ms, moved, rate);
-            printf("   between products %8.4f ms %5.1f %%\n", warm_ms, 100 * moved / (1e-3 * warm_ms) / rate);
-            device_sync(&dev);
-            usleep(300000);  // the card's clocks recover
-        }
+    const auto right = right_ones(&dev, VARIANTS, {{300, V, 0}});
+    const Shape shape = {16384, V, 0};
+    const double copy = print_copy_rate(&dev, shape.N * Vp * 2);
+    time_in_turns(&dev, right, shape, copy);
+    const Arrays a(&dev, shape), b(&dev, shape);
+    const int n = 8192;
+    bf16 *x = b.logits, *weight = x + n * n, *out = weight + n * n;
+    const auto product = [&] { matmul_forward<bf16>(&dev, out, nullptr, x, weight, nullptr, n, n, n); };
+    for (const auto& v : right) {
+        for (int i = 0; i < 100; i++) product();
+        const double ms = median_ms_after(&dev, 40, product, [&] { v.run(&dev, &a); });
+        printf("%-38s between products %8.4f ms %5.1f %% of copy\n", v.name, ms,
+               100 * v.work * a.unit() / (1e-3 * ms) / copy);
     }
-    device_close(&dev);
-    return !right;
+    return right.size() < std::size(VARIANTS);
 }

@@ -3,7 +3,7 @@
 // It is checked against the plain C version, and not timed if it is wrong.
 //   make build/dev/gemm && ./build/dev/gemm
 #include "../kernels/matmul.cuh"
-#include "timing.h"
+#include "variants.h"
 
 constexpr int PG_STAGES = 4, PG_SLOT_BYTES = 16 * PANEL_ROW_BYTES;  // a slot: 16 rows x 64 columns that a warp stores
 constexpr int PG_SLOTS = PG_STAGES * GEMM_STAGE_BYTES, PG_BARRIERS = PG_SLOTS + 8 * PG_SLOT_BYTES;
@@ -92,55 +92,53 @@ __global__ void __launch_bounds__(384, 1) plain_gemm_kernel(const __grid_constan
 #endif
 }
 
-static void plain_gemm(const Device* dev, bf16* c, const bf16* inp, const bf16* weight, int64_t N, int C, int OC) {
-    const PlainMaps maps = {tensor_map(inp, 1, N, C, GEMM_ROWS), tensor_map(weight, 1, OC, C, GEMM_COLUMNS),
-                            tensor_map(c, 1, N, OC, 16)};
+struct Arrays : Room {
+    Shape shape;
+    int64_t N = shape.N;
+    int C = shape.C, OC = shape.OC;
+    bf16 *inp, *weight, *out;  // (N, C), (OC, C), (N, OC)
+
+    Arrays(const Device* on, const Shape& of) : Room(on), shape(of) {
+        inp = filled(this, N * C, 1.0f, 1), weight = filled(this, (int64_t)OC * C, 2.0f / sqrtf((float)C), 2);
+        out = filled(this, N * OC, 1.0f, 3);
+    }
+    double unit() const { return 2.0 * (double)N * C * OC; }
+};
+
+static void run_plain(const Device* dev, const Arrays* a) {
+    const PlainMaps maps = {tensor_map(a->inp, 1, a->N, a->C, GEMM_ROWS),
+                            tensor_map(a->weight, 1, a->OC, a->C, GEMM_COLUMNS),
+                            tensor_map(a->out, 1, a->N, a->OC, 16)};
     check(cudaFuncSetAttribute(plain_gemm_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, PG_SHARED_BYTES));
-    plain_gemm_kernel<<<dev->sm_count, 384, PG_SHARED_BYTES, dev->stream>>>(maps, gemm_shape(N, OC, C));
+    plain_gemm_kernel<<<dev->sm_count, 384, PG_SHARED_BYTES, dev->stream>>>(maps, gemm_shape(a->N, a->OC, a->C));
     check_launch();
 }
 
-static bool is_right(const Device* dev, int64_t N, int C, int OC) {
-    Room room(dev);
-    const bf16 *inp = filled(&room, N * C, 1.0f, 1),
-               *weight = filled(&room, (int64_t)OC * C, 2.0f / sqrtf((float)C), 2);
-    bf16* c = filled(&room, N * OC, 1.0f, 3);
-    plain_gemm(dev, c, inp, weight, N, C, OC);
-    float* want = room.host<float>(N * OC);
-    matmul_forward_cpu(want, nullptr, host_floats(&room, inp, N * C), host_floats(&room, weight, (int64_t)OC * C),
-                       nullptr, N, C, OC);
-    const double error = relative_error(host_floats(&room, c, N * OC), want, N * OC) * 256;
-    printf("N %5lld C %4d OC %4d  error / bf16 epsilon %.2f  %s\n", (long long)N, C, OC, error,
-           error < 1 ? "ok" : "WRONG");
-    return error < 1;
+static void run_library(const Device* dev, const Arrays* a) {
+    matmul_forward<bf16>(dev, a->out, nullptr, a->inp, a->weight, nullptr, a->N, a->C, a->OC);
 }
 
-static void time_shape(const Device* dev, int64_t N, int C, int OC) {
-    Room room(dev);
-    const bf16 *inp = filled(&room, N * C, 1.0f, 1), *weight = filled(&room, (int64_t)OC * C, 1.0f, 2);
-    bf16* c = filled(&room, N * OC, 1.0f, 3);
-    const double flops = 2.0 * (double)N * C * OC;
-    const auto library = [&] { matmul_forward<bf16>(dev, c, nullptr, inp, weight, nullptr, N, C, OC); };
-    const auto prod = [&] { plain_gemm(dev, c, inp, weight, N, C, OC); };
-    for (double warm = 0.0; warm < 500.0;) warm += elapsed_ms(dev, library);
-    Times ours, theirs;
-    for (int round = 0; round < 50; round++) ours.add(elapsed_ms(dev, prod)), theirs.add(elapsed_ms(dev, library));
-    printf("N %5lld C %4d OC %4d  this loop %.4f ms %.0f TFLOP/s, cuBLASLt %.4f ms %.0f TFLOP/s\n", (long long)N, C, OC,
-           ours.median(), flops / ours.median() * 1e-9, theirs.median(), flops / theirs.median() * 1e-9);
+static double error_of(const Variant<Arrays>* v, Arrays* a) {
+    const int64_t n = a->N * a->OC;
+    float* want = a->host<float>(n);
+    matmul_forward_cpu(want, nullptr, host_floats(a, a->inp, a->N * a->C),
+                       host_floats(a, a->weight, (int64_t)a->OC * a->C), nullptr, a->N, a->C, a->OC);
+    v->run(a->dev, a);
+    return off(a, a->out, want, n);
 }
+
+static const Variant<Arrays> VARIANTS[] = {{"cuBLASLt", run_library, 1, error_of},
+                                           {"this loop", run_plain, 1, error_of}};
 
 int main() {
     Device dev;
     device_open(&dev, true, 0);
     printf("%s\n", dev.name);
     if (!gemm_fits(&dev, 65536, 3072, PG_SHARED_BYTES)) user_error("gemm: ours needs an H100 or H200");
-    bool right = true;
-    const int small[][3] = {{640, 768, 512}, {1000, 1288, 456}, {1111, 520, 1600}, {9000, 1032, 768}};
-    for (auto& s : small) right = is_right(&dev, s[0], s[1], s[2]) && right;
-    const int shapes[][3] = {{65536, 768, 2304}, {65536, 768, 3072}, {65536, 3072, 768}, {16384, 1600, 6400}};
-    for (auto& s : shapes) {
-        if (right) time_shape(&dev, s[0], s[1], s[2]);
-    }
+    const auto right =
+        right_ones(&dev, VARIANTS, {{640, 768, 512}, {1000, 1288, 456}, {1111, 520, 1600}, {9000, 1032, 768}});
+    const Shape shapes[] = {{65536, 768, 2304}, {65536, 768, 3072}, {65536, 3072, 768}, {16384, 1600, 6400}};
+    for (const Shape& s : shapes) time_in_turns(&dev, right, s, 0.0);
     device_close(&dev);
-    return !right;
+    return right.size() < std::size(VARIANTS);
 }

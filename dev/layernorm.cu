@@ -3,7 +3,7 @@
 //   make build/dev/layernorm && ./build/dev/layernorm
 #include "../kernels/layernorm.cuh"
 #include "../kernels/matmul.cuh"
-#include "timing.h"
+#include "variants.h"
 
 // Sums two values over the block: the same in every thread; `partial` not that of the call just before.
 __device__ inline float2 registers_block_sums(float2 value, float2 partial[16]) {
@@ -73,12 +73,13 @@ static int registers_blocks(const Device* dev, int C) {
 }
 
 struct Arrays : Room {
-    int64_t N;
-    int C;
+    Shape shape;
+    int64_t N = shape.N;
+    int C = shape.C;
     bf16 *dinp, *dout, *inp, *weight, *out, *sum, *wide;
     float *dweight, *dbias, *dcolumns, *mean, *rstd, *scratch;
 
-    Arrays(const Device* on, int64_t rows, int channels) : Room(on), N(rows), C(channels) {
+    Arrays(const Device* on, const Shape& of) : Room(on), shape(of) {
         dinp = filled(this, N * C, 1.0f, 1), dout = filled(this, N * C, 1.0f, 2), inp = filled(this, N * C, 1.0f, 3);
         weight = filled(this, C, 1.0f, 4), out = filled(this, N * C, 1.0f, 5), sum = filled(this, N * C, 1.0f, 6);
         wide = filled(this, 4 * N * C, 1.0f, 7);
@@ -91,6 +92,7 @@ struct Arrays : Room {
         scratch = (float*)device<char>(bytes);
         layernorm_forward<bf16>(on, out, mean, rstd, inp, weight, weight, N, C);
     }
+    double unit() const { return (double)N * C * sizeof(bf16); }
 };
 
 static void run_registers(const Device* dev, const Arrays* a) {
@@ -109,15 +111,12 @@ static void run_prod(const Device* dev, const Arrays* a) {
 
 static void run_first_stage(const Device* dev, const Arrays* a) {
     layernorm_backward_launch(dev, a->dinp, a->scratch, a->dout, a->inp, a->weight, a->mean, a->rstd, a->N, a->C,
-                              nullptr);
+                              Fp8Codes{});
 }
 
-static void run_bias_qkv(const Device* dev, const Arrays* a) {
-    matmul_backward_bias<bf16, float>(dev, a->dbias, a->scratch, a->wide, a->N, 3 * a->C, false);
-}
-
-static void run_bias_fc(const Device* dev, const Arrays* a) {
-    matmul_backward_bias<bf16, float>(dev, a->dbias, a->scratch, a->wide, a->N, 4 * a->C, false);
+template <int WIDTH>
+static void run_bias(const Device* dev, const Arrays* a) {
+    matmul_backward_bias<bf16, float>(dev, a->dbias, a->scratch, a->wide, a->N, WIDTH * a->C, false);
 }
 
 static void run_forward(const Device* dev, const Arrays* a) {
@@ -125,55 +124,53 @@ static void run_forward(const Device* dev, const Arrays* a) {
                                      a->C);
 }
 
-struct Variant {
-    const char* name;
-    void (*run)(const Device* dev, const Arrays* arrays);
-    double accesses;  // of (N, C) bf16 values
-};
-
-static const Variant VARIANTS[] = {
-    {"forward, residual", run_forward, 4}, {"backward, registers", run_registers, 4},
-    {"backward, prod", run_prod, 4},       {"  its first stage", run_first_stage, 4},
-    {"bias of 3C", run_bias_qkv, 3},       {"bias of 4C", run_bias_fc, 4},
-};
-
-// A backward variant on 3000 rows.
-static bool is_right(const Device* dev, const Variant* v, int C) {
-    const int64_t N = 3000;
-    Arrays a(dev, N, C);
-    float *want = host_floats(&a, a.dinp, N * C), *sums[3];
-    for (float*& each : sums) each = a.host<float>(C);
-    layernorm_backward_cpu(want, sums[0], sums[1], sums[2], host_floats(&a, a.dout, N * C),
-                           host_floats(&a, a.inp, N * C), host_floats(&a, a.weight, C), a.to_host(a.mean, N),
-                           a.to_host(a.rstd, N), N, C, false);
-    v->run(dev, &a);
-    const double dinp = relative_error(host_floats(&a, a.dinp, N * C), want, N * C),
-                 dweight = relative_error(a.to_host(a.dweight, C), sums[0], C),
-                 dbias = relative_error(a.to_host(a.dbias, C), sums[1], C),
-                 dcolumns = v->run == run_prod ? relative_error(a.to_host(a.dcolumns, C), sums[2], C) : 0.0;
-    const bool right = dinp < 1.0 / 256 && dweight < 1e-5 && dbias < 1e-5 && dcolumns < 1.0 / 256;
-    printf("%-22s C %4d  dinp %.2g, dweight %.2g, dbias %.2g, dcolumns %.2g  %s\n", v->name, C, dinp, dweight, dbias,
-           dcolumns, right ? "ok" : "WRONG");
-    return right;
+static double error_forward(const Variant<Arrays>* v, Arrays* a) {
+    const int64_t n = a->N * a->C;
+    float *sum = a->host<float>(n), *out = a->host<float>(n), *mean = a->host<float>(a->N),
+          *rstd = a->host<float>(a->N);
+    const float* weight = host_floats(a, a->weight, a->C);
+    residual_layernorm_forward_cpu(sum, out, mean, rstd, host_floats(a, a->inp, n), host_floats(a, a->dout, n), weight,
+                                   weight, a->N, a->C);
+    v->run(a->dev, a);
+    return worst(worst(off(a, a->sum, sum, n), off(a, a->out, out, n)), off(a, a->rstd, rstd, a->N, 1e-2));
 }
+
+// The sums over rows are those of the whole pass: its first stage leaves them in parts, and only prod has dcolumns.
+static double error_backward(const Variant<Arrays>* v, Arrays* a) {
+    const int64_t n = a->N * a->C;
+    float *want = host_floats(a, a->dinp, n), *sums[3];
+    for (float*& each : sums) each = a->host<float>(a->C);
+    layernorm_backward_cpu(want, sums[0], sums[1], sums[2], host_floats(a, a->dout, n), host_floats(a, a->inp, n),
+                           host_floats(a, a->weight, a->C), a->to_host(a->mean, a->N), a->to_host(a->rstd, a->N), a->N,
+                           a->C, false);
+    v->run(a->dev, a);
+    double error = off(a, a->dinp, want, n);
+    if (v->run == run_first_stage) return error;
+    error = worst(error, worst(off(a, a->dweight, sums[0], a->C), off(a, a->dbias, sums[1], a->C)));
+    return v->run == run_prod ? worst(error, off(a, a->dcolumns, sums[2], a->C, 1.0 / 256)) : error;
+}
+
+template <int WIDTH>
+static double error_bias(const Variant<Arrays>* v, Arrays* a) {
+    float* want = a->host<float>(WIDTH * a->C);
+    column_sum_cpu(want, host_floats(a, a->wide, WIDTH * a->N * a->C), a->N, WIDTH * a->C, false);
+    v->run(a->dev, a);
+    return off(a, a->dbias, want, WIDTH * a->C);
+}
+
+static const Variant<Arrays> VARIANTS[] = {
+    {"forward, residual", run_forward, 4, error_forward}, {"backward, registers", run_registers, 4, error_backward},
+    {"backward, prod", run_prod, 4, error_backward},      {"  its first stage", run_first_stage, 4, error_backward},
+    {"bias of 3C", run_bias<3>, 3, error_bias<3>},        {"bias of 4C", run_bias<4>, 4, error_bias<4>},
+};
 
 int main() {
     Device dev;
     device_open(&dev, true, 0);
-    bool right = true;
-    for (int C : {768, 1600})
-        for (const Variant& v : VARIANTS)
-            if (v.run == run_prod || v.run == run_registers) right = is_right(&dev, &v, C) && right;
-    const double rate = print_copy_rate(&dev, 2ll << 30);
-    const int64_t shapes[][2] = {{65536, 384}, {65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
-    for (auto& s : shapes) {
-        Arrays a(&dev, s[0], (int)s[1]);
-        for (const Variant& v : VARIANTS) {
-            const double ms = median_ms(&dev, 20, [&] { v.run(&dev, &a); });
-            print_rate(v.name, s[0], s[1], ms, v.accesses * (double)s[0] * (double)s[1] * 2, rate);
-            printf("\n");
-        }
-    }
+    const auto right = right_ones(&dev, VARIANTS, {{3000, 768, 0}, {3000, 1600, 0}});
+    const double copy = print_copy_rate(&dev, 2ll << 30);
+    const Shape shapes[] = {{65536, 384, 0}, {65536, 768, 0}, {32768, 1024, 0}, {32768, 1280, 0}, {16384, 1600, 0}};
+    for (const Shape& s : shapes) time_in_turns(&dev, right, s, copy);
     device_close(&dev);
-    return !right;
+    return right.size() < std::size(VARIANTS);
 }

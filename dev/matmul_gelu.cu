@@ -1,19 +1,18 @@
 // The products next to GELU at the trainer's shapes: cuBLASLt's plain product, its epilogue (backward with the bias
-// gradient's kernel, which ours needs not), and ours (kernels/matmul_gelu.cuh). Ours is checked against the plain C
-// version first, at odd shapes too. A product draws all the power that the card may use, so its clock depends on what
-// ran before: half a second of products comes first, then the variants take turns, each run 20 ms before its 20 ms
-// count, and the median of the rounds is printed.
+// gradient's kernel, which ours needs not), and ours (kernels/matmul_gelu.cuh). A product draws all the power that the
+// card may use, so its clock depends on what ran before: variants.h warms the card and takes turns.
 //   make build/dev/matmul_gelu && ./build/dev/matmul_gelu
 #include "../kernels/matmul.cuh"
-#include "timing.h"
+#include "variants.h"
 
 struct Arrays : Room {
-    int64_t N;
-    int C, OC;  // inp, dout (N, C); pre, given, out (N, OC); weight (OC, C); dweight (C, OC)
+    Shape shape;
+    int64_t N = shape.N;
+    int C = shape.C, OC = shape.OC;  // inp, dout (N, C); pre, given, out (N, OC); weight (OC, C); dweight (C, OC)
     bf16 *inp, *weight, *bias, *pre, *given, *out, *dout, *dweight;
     float *dbias, *scratch;
 
-    Arrays(const Device* on, int64_t rows, int channels, int wide) : Room(on), N(rows), C(channels), OC(wide) {
+    Arrays(const Device* on, const Shape& of) : Room(on), shape(of) {
         const float scale = 2.0f / sqrtf((float)C);
         inp = filled(this, N * C, 1.0f, 1), weight = filled(this, (int64_t)OC * C, scale, 2);
         bias = filled(this, OC, 1.0f, 3), given = filled(this, N * OC, 4.0f, 4), out = filled(this, N * OC, 1.0f, 5);
@@ -21,6 +20,7 @@ struct Arrays : Room {
         pre = filled(this, N * OC, 1.0f, 8), dbias = device<float>(OC);
         scratch = (float*)device<char>(matmul_backward_gelu_scratch_bytes(on, N, OC));
     }
+    double unit() const { return 2.0 * (double)N * C * OC; }
 };
 
 static void forward_plain(const Device* dev, const Arrays* a) {
@@ -47,81 +47,49 @@ static void backward_ours(const Device* dev, const Arrays* a) {
                                 false);
 }
 
-struct Variant {
-    const char* name;
-    void (*run)(const Device* dev, const Arrays* arrays);
-};
-static const Variant VARIANTS[] = {
-    {"fc: plain product", forward_plain},
-    {"fc: cuBLASLt's epilogue", forward_epilogue},
-    {"fc: prod", forward_ours},
-    {"d fc: plain product", backward_plain},
-    {"d fc: cuBLASLt's epilogue, bias kernel", backward_epilogue},
-    {"d fc: prod", backward_ours},
-};
-constexpr int VARIANT_COUNT = sizeof(VARIANTS) / sizeof(VARIANTS[0]);
-
-static bool is_right(const Device* dev, int64_t N, int C, int OC) {
-    Arrays a(dev, N, C, OC);
-    const int64_t wide = N * OC;
-    const float *inp = host_floats(&a, a.inp, N * C), *weight = host_floats(&a, a.weight, (int64_t)OC * C);
-    const float *bias = host_floats(&a, a.bias, OC), *given = host_floats(&a, a.given, wide);
-    const float *dout = host_floats(&a, a.dout, N * C), *dweight = host_floats(&a, a.dweight, (int64_t)OC * C);
-    float *want = a.host<float>(wide), *want_pre = a.host<float>(wide), *sums = a.host<float>(OC);
-    matmul_backward_gelu_cpu(want, sums, dout, dweight, given, N, OC, C, false);
-    backward_ours(dev, &a);
-    const float* got = host_floats(&a, a.out, wide);
-    const double error_d = relative_error(got, want, wide);
-    column_sum_cpu(sums, got, N, OC, false);
-    const double error_bias = relative_error(a.to_host(a.dbias, OC), sums, OC);
-    matmul_forward_cpu(want, want_pre, inp, weight, bias, N, C, OC);
-    forward_ours(dev, &a);
-    const double error_out = relative_error(host_floats(&a, a.out, wide), want, wide),
-                 error_pre = relative_error(host_floats(&a, a.pre, wide), want_pre, wide);
-    const double bound = 1.0 / 256;  // bf16's epsilon
-    const bool right = error_d < bound && error_out < 2 * bound && error_pre < bound && error_bias < 1e-5;
-    printf("N %5lld C %4d OC %4d  errors / bf16 epsilon: pre %.2f, out %.2f, d %.2f; bias %.1e  %s\n", (long long)N, C,
-           OC, error_pre / bound, error_out / bound, error_d / bound, error_bias, right ? "ok" : "WRONG");
-    return right;
+static double error_forward(const Variant<Arrays>* v, Arrays* a) {
+    const int64_t n = a->N * a->OC;
+    float *out = a->host<float>(n), *pre = a->host<float>(n);
+    matmul_forward_cpu(out, pre, host_floats(a, a->inp, a->N * a->C), host_floats(a, a->weight, (int64_t)a->OC * a->C),
+                       host_floats(a, a->bias, a->OC), a->N, a->C, a->OC);
+    v->run(a->dev, a);
+    const double error = off(a, a->pre, pre, n);
+    return v->run == forward_plain ? error : worst(error, off(a, a->out, out, n, 2.0 / 256));
 }
 
-static void time_shape(const Device* dev, int64_t N, int C) {
-    Arrays a(dev, N, C, 4 * C);
-    const double flops = 8.0 * (double)N * (double)C * (double)C;
-    const int times = 1 + (int)(20e-3 * 600e12 / flops);
-    const auto run_ms = [&](const Variant& v) {  // of one of `times` runs
-        return elapsed_ms(dev,
-                          [&] {
-                              for (int i = 0; i < times; i++) v.run(dev, &a);
-                          }) /
-               times;
-    };
-    for (double warm = 0.0; warm < 500.0;) warm += times * run_ms(VARIANTS[0]);
-    Times measured[VARIANT_COUNT];
-    for (int round = 0; round < 7; round++) {
-        for (int i = 0; i < VARIANT_COUNT; i++) {
-            run_ms(VARIANTS[i]);
-            measured[i].add(run_ms(VARIANTS[i]));
-        }
+static double error_backward(const Variant<Arrays>* v, Arrays* a) {
+    const int64_t n = a->N * a->OC;
+    const float *dout = host_floats(a, a->dout, a->N * a->C), *given = host_floats(a, a->given, n);
+    const float* dweight = host_floats(a, a->dweight, (int64_t)a->OC * a->C);
+    float *want = a->host<float>(n), *sums = a->host<float>(a->OC);
+    v->run(a->dev, a);
+    if (v->run == backward_plain) {
+        matmul_backward_input_cpu(want, dout, dweight, a->N, a->OC, a->C);
+        return off(a, a->out, want, n);
     }
-    for (int i = 0; i < VARIANT_COUNT; i++) {
-        const Times& t = measured[i];
-        printf("%-42s N %5lld C %4d %8.4f ms (%.4f to %.4f) %6.1f TFLOP/s\n", VARIANTS[i].name, (long long)N, C,
-               t.median(), t.ms[0], t.ms[t.count - 1], flops / t.median() * 1e-9);
-    }
-    fflush(stdout);
+    matmul_backward_gelu_cpu(want, sums, dout, dweight, given, a->N, a->OC, a->C, false);
+    column_sum_cpu(sums, host_floats(a, a->out, n), a->N, a->OC, false);  // of what was rounded
+    return worst(off(a, a->out, want, n), off(a, a->dbias, sums, a->OC));
 }
+
+static const Variant<Arrays> VARIANTS[] = {
+    {"fc: plain product", forward_plain, 1, error_forward},
+    {"fc: cuBLASLt's epilogue", forward_epilogue, 1, error_forward},
+    {"fc: prod", forward_ours, 1, error_forward},
+    {"d fc: plain product", backward_plain, 1, error_backward},
+    {"d fc: cuBLASLt's epilogue, bias kernel", backward_epilogue, 1, error_backward},
+    {"d fc: prod", backward_ours, 1, error_backward},
+};
 
 int main() {
     Device dev;
     device_open(&dev, true, 0);
     printf("%s\n", dev.name);
     if (!matmul_gelu_fits(&dev, 65536, 3072, 768)) user_error("matmul_gelu: ours needs an H100 or H200, and sm_90a");
-    bool right = true;
-    const int64_t small[][3] = {{640, 512, 768}, {1000, 456, 1288}, {1111, 1600, 520}, {9000, 768, 1032}};
-    for (auto& s : small) right = is_right(&dev, s[0], (int)s[1], (int)s[2]) && right;
-    const int64_t shapes[][2] = {{65536, 768}, {32768, 1024}, {32768, 1280}, {16384, 1600}};
-    for (auto& s : shapes) time_shape(&dev, s[0], (int)s[1]);
+    const auto right =
+        right_ones(&dev, VARIANTS, {{640, 512, 768}, {1000, 456, 1288}, {1111, 1600, 520}, {9000, 768, 1032}});
+    const Shape shapes[] = {{65536, 768, 3072}, {32768, 1024, 4096}, {32768, 1280, 5120}, {16384, 1600, 6400}};
+    for (const Shape& s : shapes) time_in_turns(&dev, right, s, 0.0);
     device_close(&dev);
-    return !right;
+    return right.size() < std::size(VARIANTS);
 }
