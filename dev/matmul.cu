@@ -1,11 +1,12 @@
 // What cuBLASLt's algorithms do at the trainer's shapes. For each product of a training step: the first proposal, the
 // fastest, and the fastest whose output has the first one's bits (the only ones that a search may take: the same
 // command must give the same losses whatever the clock said), which is what the trainer runs. How long the search took.
+// Before an algorithm is timed, a column of its product is checked against plain C.
 // Median of 9 by CUDA events, random data.
 //   make build/dev/matmul && ./build/dev/matmul [all]      all: every candidate
 #include "../kernels/matmul.cuh"
 #include "../data/clock.h"
-#include "timing.h"
+#include "variants.h"
 
 struct Product {
     const char* name;
@@ -30,6 +31,28 @@ struct Arrays {
     unsigned long long* hash;
 };
 
+// Returns column j of the product with its epilogue: (m).
+static float* plain_column(Room* room, const Product* p, const Arrays* arrays, int64_t j) {
+    const bool rows = p->op_a == CUBLAS_OP_T, columns = p->op_b == CUBLAS_OP_N;  // whether sums run along memory
+    const float *a = host_floats(room, arrays->a, p->m * p->k), *bias = host_floats(room, arrays->bias, p->m);
+    bf16* b = room->host<bf16>(p->k);
+    check(cudaMemcpy2D(b, 2, arrays->b + (columns ? j * p->k : j), columns ? 2 : 2 * p->n, 2, p->k,
+                       cudaMemcpyDeviceToHost));
+    const bool gelu = p->epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    float* want = room->host<float>(p->m);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < p->m; i++) {
+        double sum = gelu || p->epilogue == CUBLASLT_EPILOGUE_BIAS ? bias[i] : 0.0;
+        for (int64_t l = 0; l < p->k; l++)
+            sum += (double)a[rows ? i * p->k + l : l * p->m + i] * __bfloat162float(b[l]);
+        want[i] = (float)sum;
+    }
+    if (gelu) gelu_forward_cpu(want, want, p->m);
+    if (p->epilogue == CUBLASLT_EPILOGUE_DGELU)
+        gelu_backward_inplace_cpu(want, host_floats(room, arrays->aux + j * p->m, p->m), p->m);
+    return want;
+}
+
 static void run_product(const Device* dev, const Product* p, const Arrays* arrays, bool all) {
     MatmulShape shape;
     memset(&shape, 0, sizeof(shape));
@@ -51,7 +74,16 @@ static void run_product(const Device* dev, const Product* p, const Arrays* array
     double ms[MATMUL_CANDIDATES], flops = 2.0 * p->m * p->n * p->k;
     uint64_t bits[MATMUL_CANDIDATES];
     int best = 0, best_equal = 0;
+    Room room(dev);
+    const int64_t column = p->n - 1;
+    const float* want = plain_column(&room, p, arrays, column);
     for (int i = 0; i < count; i++) {
+        matmul_run(dev, &plan, &pointers, &algorithm[i], false);
+        const double error = p->fp32 ? off(&room, (const float*)arrays->d + column * p->m, want, p->m, 1e-4)
+                                     : off(&room, arrays->d + column * p->m, want, p->m, 2.0 / 256);
+        ms[i] = INFINITY, bits[i] = 0;
+        if (!(error <= 1.0)) printf("%-16s algorithm %d WRONG: error %.2f of its bound\n", p->name, i, error);
+        if (!(error <= 1.0)) continue;
         ms[i] = median_ms(dev, 9, [&] { matmul_run(dev, &plan, &pointers, &algorithm[i], false); });
         bits[i] = matmul_hash(dev, &trial);
         if (ms[i] < ms[best]) best = i;

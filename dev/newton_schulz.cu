@@ -1,13 +1,11 @@
 // Muon's Newton-Schulz of all hidden matrices of GPT-2 124M and 1558M, five steps, batched over the matrices of a
 // shape: the plain form with cuBLASLt in bf16; the Gram form (optim/matrix/newton_schulz.cuh) in fp16 with cuBLASLt;
 // and with the kernel of kernels/matmul_symmetric.cuh, a launch for each product and one launch, which is what the
-// optimizer runs. First the kernel's products are checked against the plain C version, and each variant's result
-// against float64. Then the variants take turns, after half a second of products, since a card draws all its power then
-// and its clock depends on what ran before; the operands are renewed, untimed, before each run. flop: what the form
-// needs, symmetric results by halves where the variant takes them so; the ceiling is cuBLASLt's bf16 product of 8192^3
-// in the same run.
-//   make build/dev/newton_schulz && ./build/dev/newton_schulz [products | times]
-// With "products", the kernel's products one by one as well; with "times", our kernel's times alone, without checks.
+// optimizer runs. First each variant's result is checked against float64. Then the variants take turns, after half a
+// second of products, since a card draws all its power then and its clock depends on what ran before; the operands are
+// renewed, untimed, before each run. flop: what the form needs, symmetric results by halves where the variant takes
+// them so; the ceiling is cuBLASLt's bf16 product of 8192^3 in the same run.
+//   make build/dev/newton_schulz && ./build/dev/newton_schulz
 #include "../optim/matrix/newton_schulz.cuh"
 #include "double.h"
 #include "timing.h"
@@ -64,49 +62,6 @@ static float* unit_matrices(Room* room, int64_t rows, int64_t cols, int64_t coun
         for (int64_t i = 0; i < size; i++) x[i] = (float)(x[i] / sqrt(norm));
     }
     return room->to_device(host, size * count);
-}
-
-// Checks of the kernel's products.
-
-static bool product_is_right(const Device* dev, const SymmetricProduct* p, const __half* a, const __half* b,
-                             const __half* c) {
-    const int64_t n = p->rows * p->cols * p->batch;
-    Room room(dev);
-    __half* d = room.device<__half>(n);
-    check(cudaMemsetAsync(d, 0xff, (size_t)n * 2, dev->stream));
-    const bool fits = symmetric_product_fits(dev, p);
-    symmetric_product(dev, p, d, a, b, c, room.device<int>(p->batch + 1));
-    const float *got = host_values(&room, d, n), *x = host_values(&room, a, p->rows * p->depth * p->batch),
-                *y = host_values(&room, b, p->depth * p->cols * p->batch),
-                *z = p->beta != 0.0f ? host_values(&room, c, n) : nullptr;
-    float* want = room.host<float>(n);
-    symmetric_product_cpu(p, want, x, y, z);
-    const double error = relative_error(got, want, n), bound = 1.0 / 2048;
-    const bool right = error < bound;
-    printf("%4lld x %4lld x %4lld %s%s %s batch %lld: error %.2f of fp16's epsilon  %s%s\n", (long long)p->rows,
-           (long long)p->cols, (long long)p->depth, p->transpose_a ? "t" : "n", p->transpose_b ? "t" : "n",
-           p->symmetric ? "symmetric" : "whole", (long long)p->batch, error / bound, right ? "ok" : "WRONG",
-           fits ? "" : " (library)");
-    return right;
-}
-
-// The four kinds of product of a matrix's steps.
-static bool products_are_right(const Device* dev, int64_t rows, int64_t cols, int64_t batch) {
-    const bool tall = rows > cols;
-    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols, size = rows * cols, square = side * side;
-    Room room(dev);
-    const float* values = unit_matrices(&room, rows, cols, batch);
-    __half *x = room.device<__half>(size * batch), *r = room.device<__half>(square * batch);
-    scaled(dev, x, values, size * batch, 16.0f);
-    const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, batch};
-    const SymmetricProduct polynomial = {side, side, side, false, true, 0.3f, -0.7f, 1.5f, true, batch};
-    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, batch};
-    const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, batch};
-    bool right = product_is_right(dev, &gram, x, x, nullptr);
-    symmetric_product_library(dev, &gram, r, x, x, nullptr);
-    right = product_is_right(dev, &polynomial, r, r, r) && right;
-    right = product_is_right(dev, &multiply, r, r, nullptr) && right;
-    return product_is_right(dev, &apply, tall ? x : r, tall ? r : x, nullptr) && right;
 }
 
 // Newton-Schulz in double, for the check.
@@ -278,7 +233,7 @@ static Matrices part_of(const Matrices* m, int64_t first, int64_t count, int64_t
     return part;
 }
 
-static void time_model(const Device* dev, const Model* model, int first_variant, double ceiling) {
+static void time_model(const Device* dev, const Model* model, double ceiling) {
     const OptimConfig config = config_of("jordan");
     const int64_t C = model->channels, L = model->layers;
     Room room(dev);
@@ -287,7 +242,7 @@ static void time_model(const Device* dev, const Model* model, int first_variant,
     const float* values[3];
     for (int i = 0; i < 3; i++) values[i] = unit_matrices(&room, m[i].rows, m[i].cols, m[i].count);
     const int64_t chunks[] = {L, 1 << 27, 3 << 25, 1 << 26};
-    for (int v = first_variant; v < VARIANT_COUNT + 3; v++) {
+    for (int v = 0; v < VARIANT_COUNT + 3; v++) {
         const Variant* variant = &VARIANTS[v < VARIANT_COUNT ? v : VARIANT_COUNT - 1];
         const int chunk = v < VARIANT_COUNT ? 0 : v - VARIANT_COUNT + 1;
         int64_t layers = chunk == 0 ? L : chunks[chunk] / (12 * C * C);
@@ -321,50 +276,6 @@ static void time_model(const Device* dev, const Model* model, int first_variant,
     }
 }
 
-// Each of our kernel's products, by itself, beside the library's.
-static void time_products(const Device* dev, int64_t rows, int64_t cols, int64_t batch) {
-    const bool tall = rows > cols;
-    const int64_t side = tall ? cols : rows, depth = tall ? rows : cols;
-    Room room(dev);
-    const Matrices m = matrices_open(&room, rows, cols, batch);
-    scaled(dev, (__half*)m.x, unit_matrices(&room, rows, cols, batch), rows * cols * batch, POLAR_SCALE);
-    __half *x = (__half*)m.x, *y = (__half*)m.y, *r = (__half*)m.squares, *z = r + side * side * batch;
-    const SymmetricProduct gram = {side, side, depth, tall, !tall, 1.0f, 0.0f, 0.0f, true, batch};
-    const SymmetricProduct polynomial = {side, side, side, false, true, 8e-6f, -0.02f, 3.0f, true, batch};
-    const SymmetricProduct multiply = {side, side, side, false, true, 1.0f, 0.0f, 0.0f, true, batch};
-    const SymmetricProduct apply = {rows, cols, side, false, tall, 1.0f, 0.0f, 0.0f, false, batch};
-    const struct {
-        const char* name;
-        const SymmetricProduct* p;
-        __half *d, *a, *b, *c;
-    } rows_of[] = {{"X X^T", &gram, r, x, x, nullptr},
-                   {"a I + b R + c R R", &polynomial, z, r, r, r},
-                   {"R Z", &multiply, z, r, r, nullptr},
-                   {"Q X", &apply, y, tall ? x : z, tall ? z : x, nullptr}};
-    for (const auto& row : rows_of) {
-        const SymmetricProduct* p = row.p;
-        double ms[2];
-        for (int i = 0; i < 2; i++) {
-            auto run = [&] {
-                if (i)
-                    symmetric_product(dev, p, row.d, row.a, row.b, row.c, m.counts);
-                else
-                    symmetric_product_library(dev, p, row.d, row.a, row.b, row.c);
-            };
-            for (double warm = 0.0; warm < 100.0;) warm += 20.0 * median_ms(dev, 20, run);
-            ms[i] = median_ms(dev, 64, run);
-        }
-        const SymmetricShape s = symmetric_shape(p);
-        const double all = 2.0 * (double)p->rows * (double)p->cols * (double)p->depth * (double)batch,
-                     tiles = (s.whole + 0.5 * s.half) * 2.0 * SP_ROWS * SP_COLUMNS * (double)p->depth * (double)batch;
-        printf(
-            "%4lld x %4lld, %2lld of them, %-18s library %.4f ms (%.0f TFLOP/s), ours %.4f ms (%.0f of its tiles')\n",
-            (long long)rows, (long long)cols, (long long)batch, row.name, ms[0], 1e-9 * all / ms[0], ms[1],
-            1e-9 * tiles / ms[1]);
-    }
-    fflush(stdout);
-}
-
 static double ceiling_of(const Device* dev) {
     constexpr int64_t n = 8192;
     Room room(dev);
@@ -375,30 +286,21 @@ static double ceiling_of(const Device* dev) {
     return 2.0 * n * n * n / (1e-3 * median_ms(dev, 20, run));
 }
 
-int main(int argc, char** argv) {
+int main() {
     Device dev;
     device_open(&dev, true, 0);
     const double ceiling = ceiling_of(&dev);
     printf("%s: bf16 product of 8192^3 %.0f TFLOP/s\n", dev.name, 1e-12 * ceiling);
-    const bool times = argc > 1 && strcmp(argv[1], "times") == 0,
-               products = argc > 1 && strcmp(argv[1], "products") == 0;
     bool right = true;
     const int shapes[][2] = {{768, 768},   {768, 3072}, {3072, 768}, {1600, 1600},
                              {1600, 6400}, {520, 1288}, {1288, 520}};
     for (const auto& s : shapes) {
-        if (times) break;
-        right = products_are_right(&dev, s[0], s[1], 3) && right;
         for (const char* coefficients : {"jordan", "polar-express"})
             right = polar_is_right(&dev, coefficients, s[0], s[1]) && right;
     }
     if (!right) return 1;
     const Model models[] = {{"124M", 12, 768}, {"1558M", 48, 1600}};
-    for (const Model& model : models) {
-        time_model(&dev, &model, times ? 2 : 0, ceiling);
-        if (!products) continue;
-        const int64_t C = model.channels, L = model.layers;
-        time_products(&dev, C, C, 4 * L), time_products(&dev, C, 4 * C, L), time_products(&dev, 4 * C, C, L);
-    }
+    for (const Model& model : models) time_model(&dev, &model, ceiling);
     device_close(&dev);
     return 0;
 }
