@@ -49,14 +49,14 @@ measure|AdamW|MASTER|Spans<De4, SPAN_RANK1, NEAREST>|Spans<Lin4, SPAN_RANK1, NEA
 step|NAdamW|Split<int16_t, NEAREST>|Blocks<E2m1, 32, ScaleFp32, NEAREST>|Blocks<Ulin8, 256, ScaleFp32, NEAREST>|None|F
 step|Lion|Blocks<E5m2, 128, ScaleE8m0, STOCHASTIC>|Blocks<Nf4, 64, ScaleFp32, NEAREST>|None|None|BF
 step|AdEMAMix|WithMaster<Elementwise<Fp16, NEAREST>>|SOFT|SQRT|None|F
-step|AdamMini|BSR|SOFT|RowMoments|None|BF
-sums|AdamMini|BSR|SOFT|RowMoments|None|BF
-step|Adafactor|BSR|SOFT|RowFactors|None|BF
-sums|Adafactor|BSR|SOFT|RowFactors|None|BF
-step|Came|BSR|SOFT|RowPairs|None|BF
-sums|Came|BSR|SOFT|RowPairs|None|BF
-step|Rmnp|BSR|DE4D|RowScales|None|BF
-sums|Rmnp|BSR|DE4D|RowScales|None|BF
+step|AdamMini|BSR|SOFT|None|None|BF
+sums|AdamMini|BSR|SOFT|None|None|BF
+step|Adafactor|BSR|SOFT|None|None|BF
+sums|Adafactor|BSR|SOFT|None|None|BF
+step|Came|BSR|SOFT|None|None|BF
+sums|Came|BSR|SOFT|None|None|BF
+step|Rmnp|BSR|DE4D|None|None|BF
+sums|Rmnp|BSR|DE4D|None|None|BF
 sums|Scaled<AdamW>|BSR|DYN|UDYN|None|BF
 step|Muon|F|SOFT|None|None|F
 step|GaLore|F|DYN|UDYN|None|F

@@ -12,8 +12,8 @@
     asm(".pushsection optim_sources, \"a\"\n.ascii \"#line 1 \\\"" __FILE__ "\\\"\\n\"\n.incbin \"" __FILE__ \
         "\"\n.popsection\n");
 #endif
-#include "kernel.cuh"
 #include "measure.cuh"
+#include "persistent.cuh"
 #include "sums.cuh"
 #include "table.cuh"
 

@@ -283,6 +283,7 @@ static const FormatRow* rows_copy(const OptimConfig* config, const Rows* rows, O
 // Returns the rows of the first kernel of a step, which is the only one except with rules that read matrices.
 static Rows first_rows(const OptimConfig* config) {
     Rows rows = config_rows(config);
+    if (rows.rule->rows != ROWS_NONE) rows.v = none_row();  // the numbers of rows are inputs of the rule
     return rows.rule->matrix ? moment_rows(&rows) : rows;
 }
 
@@ -327,7 +328,7 @@ static void kernel_create(Optim* optim, const OptimConfig* config, StepKernel* k
                        m->stream[1], m->stream[2], v->stream[0], v->stream[1], v->stream[2], slow->stream[0],
                        slow->stream[1], slow->stream[2], copy->stream[0]}};
     if (!dev->gpu || tiles == 0) return;
-    StepShape shape = step_shape(kernel->arrays, m->table_bytes + v->table_bytes);
+    StepShape shape = step_shape(kernel->arrays, m->table_bytes + v->table_bytes, rows->rule->rows);
     if (has_stages(dev->compute) && shape.stages < 2) {
         user_error(
             "%s and %s take %d KB of shared memory a tile and with their tables leave no room for two; take others",
@@ -814,6 +815,7 @@ static const StepLaunch* launch_begin(const Optim* optim, int index, StepArgumen
     const Weights* weights = launch->weights;
     arguments->weights = weights->streams;
     arguments->m = launch->at[0], arguments->v = launch->at[1], arguments->slow = launch->at[2];
+    arguments->rows = {launch->at[1].next, launch->at[1].span};
     arguments->states = launch->states;
     const bool scaled = config_scaled(&launch->plan->config);
     arguments->factor = scaled ? optim->factors + (weights->run->begin - optim->plan->begin) / TILE_ELEMENTS : nullptr;
@@ -825,8 +827,6 @@ static const StepLaunch* launch_begin(const Optim* optim, int index, StepArgumen
 static void launch_tiles(const Optim* optim, const StepLaunch* launch, StepArguments* arguments,
                          const LaunchStep* its) {
     if (launch->rows.rule->matrix) return launch_matrices(optim, launch, arguments, its);
-    if (launch->rows.rule->by_rows)
-        arguments->v.extra = launch->kept[SLOT_V].next;  // the numbers that the passes computed
     kernel_run(optim, &launch->kernel, its->replay, arguments);
 }
 

@@ -3,7 +3,7 @@
 //
 // A table says where each tile of 2048 elements lies (Tile, kernel.cuh). So a step is still one launch for each
 // combination of formats, and it reads gradients and writes weights in place. Some tiles pass through a small arena
-// beside the tensors, because the copy engine or the passes cannot read them in place:
+// beside the tensors, because TMA or the passes cannot read them in place:
 //     tiles that are not whole, at the end of a tensor or at a cut          4 to 8 KB a tensor
 //     tensors that do not begin at a multiple of 16 bytes                   the whole tensor
 //     gradients of a rule that reads rows or matrices, or of --limit-growth the whole tensor

@@ -97,14 +97,11 @@ struct SumArguments {
     const float* numbers;  // the numbers that the step reads as v
 };
 
-// The storages of these numbers. `extra` has the numbers that a checkpoint keeps, and `next` those that the step reads;
-// launch_tiles passes `next` to the step as `extra`. KEPT: there are numbers to keep. Each element of a tensor reads
-// the number of its row, or the product of the numbers of its row and its column.
-//
-// The step reads a column's number for each element, so `next` has these numbers in the order in which a warp loads
-// them. Of READY_COLS columns, each of 32 threads has 16, which it loads four at a time. The fours that the threads
-// load at the same time are adjacent, so a load takes four lines of 128 bytes instead of 16. The numbers of the rows
-// come first, padded to a whole line.
+// Each element of a tensor reads the number of its row, or the product of the numbers of its row and its column. The
+// step reads a column's number for each element, so these numbers lie in the order in which a warp loads them. Of
+// READY_COLS columns, each of 32 threads has 16, which it loads four at a time. The fours that the threads load at the
+// same time are adjacent, so a load takes four lines of 128 bytes instead of 16. The numbers of the rows come first,
+// padded to a whole line.
 constexpr int READY_ROWS = 32, READY_COLS = 512;
 
 OPTIM_INLINE constexpr int64_t ready_rows(int64_t rows) {
@@ -137,51 +134,53 @@ OPTIM_INLINE void ready_load(const float* columns, uint32_t col, float* x, int n
     }
 }
 
+// Where an update finds the numbers of its tile's rows and columns.
+struct RowInput {
+    const float* numbers;  // those that the step reads, of all tensors of the launch
+    const SpanTile* tile;
+};
+
+// Begins to load the numbers of n elements, or came's second numbers: they are x times the returned factor, by which
+// numbers_finish multiplies x. A GPU's thread does other work while the loads are in flight.
+OPTIM_INLINE float numbers_start(Span span, const RowInput& rows, int first, float* x, int n, bool second) {
+    const SpanTile tile = *rows.tile;
+    const float* numbers = rows.numbers + tile.at + (second ? ready_pair(tile.rows, tile.cols) : 0);
+    SpanWalk walk = span_start(tile, first);
+    const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // true for most runs
+    float row = 1.0f;
+    if (ON_GPU && one_row && (!is_by_columns(span) || walk.col % (uint32_t)n == 0)) {
+        row = numbers[walk.row];
+        if (is_by_columns(span)) ready_load(numbers + ready_rows(tile.rows), walk.col, x, n);
+        OPTIM_UNROLL
+        for (int i = 0; i < n && !is_by_columns(span); i++) x[i] = 1.0f;
+    } else {
+        OPTIM_UNROLL
+        for (int i = 0; i < n; i++) {
+            x[i] = walk.row < tile.rows ? number_at(span, numbers, tile.rows, walk.row, walk.col) : 0.0f;
+            span_advance(tile, &walk);
+        }
+    }
+    return row;
+}
+
+// Multiplies x by the factor that numbers_start returned. All lanes of a warp call it.
+OPTIM_INLINE void numbers_finish(float row, float* x, int n) {
+#ifdef __CUDA_ARCH__
+    __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
+#endif
+    OPTIM_UNROLL
+    for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
+}
+
+// The storage of the numbers that a checkpoint keeps. Only a conversion loads them, as the v that they stand for.
 template <Span SPAN, bool KEPT>
 struct RowNumbers : StorageFunctions<RowNumbers<SPAN, KEPT>> {
     static constexpr StreamInfo STREAM[3] = {{}, {"", "F32", KEPT ? 32 : 0, 1, false, SPAN}};
 
-    static constexpr bool COMES_LATE = true;
-
-    // Begins to load the numbers of n elements, or came's second numbers: they are x times the returned factor, by
-    // which `finish` multiplies x. A GPU's thread does other work while the loads are in flight.
-    static OPTIM_INLINE float start(const Streams& streams, int first, float* x, int n, bool second) {
-        const SpanTile tile = *streams.span;
-        const float* its = (const float*)streams.extra + tile.at + (second ? ready_pair(tile.rows, tile.cols) : 0);
-        SpanWalk walk = span_start(tile, first);
-        const bool one_row = walk.row < tile.rows && walk.col + (uint32_t)n <= tile.cols;  // true for most runs
-        float row = 1.0f;
-        if (ON_GPU && one_row && (!is_by_columns(SPAN) || walk.col % (uint32_t)n == 0)) {
-            row = its[walk.row];
-            if (is_by_columns(SPAN)) ready_load(its + ready_rows(tile.rows), walk.col, x, n);
-            OPTIM_UNROLL
-            for (int i = 0; i < n && !is_by_columns(SPAN); i++) x[i] = 1.0f;
-        } else {
-            OPTIM_UNROLL
-            for (int i = 0; i < n; i++) {
-                x[i] = walk.row < tile.rows ? number_at(SPAN, its, tile.rows, walk.row, walk.col) : 0.0f;
-                span_advance(tile, &walk);
-            }
-        }
-        return row;
-    }
-
-    // Multiplies x by the factor that `start` returned. All lanes of a warp call it.
-    static OPTIM_INLINE void finish(float row, float* x, int n) {
-#ifdef __CUDA_ARCH__
-        __syncwarp();  // keeps the compiler from waiting for the numbers before it loads anything else
-#endif
-        OPTIM_UNROLL
-        for (int i = 0; i < n; i++) x[i] = exact_mul(row, x[i]);
-    }
-
-    static OPTIM_INLINE void numbers(const Streams& streams, int first, float* x, int n, bool second) {
-        finish(start(streams, first, x, n, second), x, n);
-    }
-
     template <int N>
     static OPTIM_INLINE void get(const Streams& streams, int first, float* x, const NoiseKey&) {
-        numbers(streams, first, x, N, false);
+        const RowInput rows = {(const float*)streams.extra, streams.span};
+        numbers_finish(numbers_start(SPAN, rows, first, x, N, false), x, N);
     }
 
     template <int N>

@@ -339,8 +339,8 @@ JIT_TEST(every_length_equals_cpu_gpu) {
 }
 
 // For `make sanitize`, whose race checker is slow: one thread block, which uses all of its stages several times. Blocks
-// of a whole tile are reduced through shared memory, and their scales are what the couriers carry themselves; so are
-// the largest of a tile with @dq8, here with 16 and 8 elements a thread and with a third state.
+// of a whole tile are reduced through shared memory, and their scales are what the producer warps copy themselves; so
+// are the largest of a tile with @dq8, here with 16 and 8 elements a thread and with a third state.
 CACHE_TEST(JIT_TEST, every_race_gpu) {
     const OptimTensor tensor = {"tensor", 1, 60 * TILE_ELEMENTS + 1, true, 0};
     static Configs all;

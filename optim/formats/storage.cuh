@@ -87,8 +87,7 @@ enum Rounding { NEAREST, STOCHASTIC };
 
 // The optional members of a storage.
 struct StorageDefaults {
-    static constexpr bool SIGNED = true;       // false: negative numbers are lost, so it cannot store m
-    static constexpr bool COMES_LATE = false;  // load() has two parts, start() and finish() (rows.cuh)
+    static constexpr bool SIGNED = true;  // false: negative numbers are lost, so it cannot store m
     // Scales reach further than a tile; measure() raises their maxima (spans.cuh).
     static constexpr bool HAS_SPANS = false;
     static constexpr bool FEEDS_BACK = false;  // the rounding error of weights goes into m (feedback.cuh)

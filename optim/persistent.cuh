@@ -1,0 +1,260 @@
+// The persistent kernel of the step (kernel.cuh): tiles travel through the stages of a group in shared memory, which a
+// producer warp fills and stores by TMA while the group's threads compute. Without TMA, the threads read memory
+// directly.
+#pragma once
+#include "kernel.cuh"
+
+EMBED_SOURCE
+
+#ifdef __CUDACC__
+#ifdef OPTIM_STAGES
+// Read and write 1, 2, 4 or 8 bytes.
+__device__ __forceinline__ uint64_t read_small(const void* from, int bytes) {
+    if (bytes == 1) return *(const uint8_t*)from;
+    if (bytes == 2) return *(const uint16_t*)from;
+    return bytes == 4 ? *(const uint32_t*)from : *(const uint64_t*)from;
+}
+
+__device__ __forceinline__ void write_small(void* to, int bytes, uint64_t value) {
+    if (bytes == 1) *(uint8_t*)to = (uint8_t)value;
+    if (bytes == 2) *(uint16_t*)to = (uint16_t)value;
+    if (bytes == 4) *(uint32_t*)to = (uint32_t)value;
+    if (bytes == 8) *(uint64_t*)to = value;
+}
+
+__device__ __forceinline__ void* shared_pointer(uint32_t address) {
+    return __cvta_shared_to_generic(address);
+}
+
+// Returns x, and makes the compiler keep it in a register; it would otherwise recompute x wherever it is used.
+__device__ __forceinline__ uint32_t register_kept(uint32_t x) {
+    asm("" : "+r"(x));
+    return x;
+}
+
+// The producer warps and the groups share this memory beside the stages.
+constexpr uint32_t NO_TILE = 0xffffffffu;  // the `element` that follows a group's last tile
+
+struct StageState {
+    uint64_t full;  // a tile has arrived
+    uint64_t done;  // all threads of the group have computed it
+    Tile tile;
+};
+
+// The place of each stage's tile among a rule's numbers by rows; empty unless THERE. A group that loaded it itself
+// would wait for memory twice.
+template <bool THERE, int GROUPS, int STAGES>
+struct StagedSpans {
+    static constexpr int BYTES = sizeof(SpanTile);  // of a stage
+    SpanTile value[GROUPS][STAGES];
+    __device__ __forceinline__ SpanTile* at(int group, int s) { return &value[group][s]; }
+};
+
+template <int GROUPS, int STAGES>
+struct StagedSpans<false, GROUPS, STAGES> {
+    static constexpr int BYTES = 0;
+    __device__ __forceinline__ SpanTile* at(int, int) { return nullptr; }
+};
+
+// The producer warp of a group issues its TMA copies.
+template <class Layout, class SpansOf>
+struct ProducerWarp {
+    static constexpr StepShape SHAPE = Layout::SHAPE;
+    static constexpr unsigned BY_TMA = ~SHAPE.small, SMALL = SHAPE.small;
+    const StepArguments& step;
+    StageState* shared;  // (stages) of the group
+    SpansOf* spans;
+    unsigned char* stages;
+    int group;
+    uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
+
+    // Returns the number of the next tile that no group has, or a number beyond the last. The first tiles of each group
+    // are fixed. Each group calls this until there are no more tiles, so the number of calls is known, and the last
+    // call sets the counter back to 0.
+    __device__ __forceinline__ uint32_t next_tile() const {
+        const uint32_t count = (uint32_t)step.tile_count, groups = gridDim.x * SHAPE.groups;
+        const uint32_t given = SHAPE.stages * groups, left = count > given ? count - given : 0;
+        return given + atomicInc(step.next_tile, left + groups - 1);
+    }
+
+    __device__ __forceinline__ void read(const Tile& tile) {
+        Layout::each(step, tile, nullptr, SHAPE.loaded & SMALL,
+                     [&](const void* from, void*, int bytes, int a) { small[a] = read_small(from, bytes); });
+    }
+
+    __device__ __forceinline__ void fill(const Tile& tile, int s) {
+        const uint32_t full = shared_offset(&shared[s].full);
+        unsigned char* stage = stages + s * SHAPE.stage_bytes;
+        shared[s].tile = tile;
+        Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
+                     [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
+        barrier_expect(full, SHAPE.load_bytes + SpansOf::BYTES);
+        if constexpr (SpansOf::BYTES > 0) {
+            const SpanTile* span = step.rows.tile + (tile.states - step.states);
+            bulk_load(shared_offset(spans->at(group, s)), span, SpansOf::BYTES, full);
+        }
+        Layout::each(step, tile, stage, SHAPE.loaded & BY_TMA, [&](const void* from, void* to, int bytes, int) {
+            bulk_load(shared_offset(to), from, bytes, full);
+        });
+    }
+
+    __device__ __forceinline__ void end(int s) {
+        shared[s].tile.element = NO_TILE;
+        barrier_arrive(shared_offset(&shared[s].full));
+    }
+
+    // Stores a stage to memory once the group has computed it.
+    __device__ __forceinline__ void take_back(int s, uint32_t parity) {
+        while (!barrier_passed(shared_offset(&shared[s].done), parity))
+            __nanosleep(100);  // polling takes issue slots from other warps
+        const Tile tile = shared[s].tile;
+        unsigned char* stage = stages + s * SHAPE.stage_bytes;
+        Layout::each(step, tile, stage, SHAPE.stored & SMALL, [&](void* to, const void* from, int bytes, int) {
+            write_small(to, bytes, read_small(from, bytes));
+        });
+        Layout::each(step, tile, stage, SHAPE.stored & BY_TMA,
+                     [&](void* to, const void* from, int bytes, int) { bulk_store(to, shared_offset(from), bytes); });
+        store_commit();
+    }
+};
+
+// Runs a producer warp, in one thread. It fills its group's stages. Then, as the group computes one stage after
+// another, it begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next
+// tile.
+template <class Layout, class SpansOf>
+__device__ __forceinline__ void producer_run(const StepArguments& step, StageState* shared, SpansOf* spans,
+                                             unsigned char* memory, int group) {
+    constexpr StepShape SHAPE = Layout::SHAPE;
+    constexpr int STAGES = SHAPE.stages;
+    ProducerWarp<Layout, SpansOf> producer = {step,  shared, spans, memory + group * (STAGES * SHAPE.stage_bytes),
+                                              group, {}};
+    const uint32_t count = (uint32_t)step.tile_count;
+    uint32_t next = producer.next_tile(), first = group * gridDim.x + blockIdx.x;
+    int filled = 0;
+    for (; filled < STAGES && first < count; filled++, first += gridDim.x * SHAPE.groups) {
+        producer.read(step.tiles[first]);
+        producer.fill(step.tiles[first], filled);
+    }
+    bool more = filled == STAGES;
+    if (!more) producer.end(filled);
+    int before = -1, s = 0;
+    uint32_t parity = 0;
+    for (; filled > 0; filled--) {
+        const bool comes = before >= 0 && next < count;
+        const Tile coming = comes ? step.tiles[next] : Tile{};  // the load is in flight during the wait
+        if (comes) next = producer.next_tile();
+        if (comes) producer.read(coming);
+        producer.take_back(s, parity);
+        store_wait_read<1>();
+        if (comes) producer.fill(coming, before), filled++;
+        if (!comes && more && before >= 0) producer.end(before), more = false;
+        before = s;
+        if (++s == STAGES) s = 0, parity ^= 1;
+    }
+    store_wait_read<0>();
+}
+
+// A thread block has 64k registers, which threads get in multiples of eight. All threads start with the same number.
+// Then the producer warps release registers that they do not need and the groups take them, which avoids spills.
+constexpr int PRODUCER_REGISTERS = 32;
+
+OPTIM_INLINE constexpr int registers_at_start(const StepShape& shape) {
+    return 65536 / shape.block_threads / 8 * 8;
+}
+
+OPTIM_INLINE constexpr int registers_of_groups(const StepShape& shape) {
+    int max = 32 * shape.producer_warps * PRODUCER_REGISTERS;
+    max = (registers_at_start(shape) * shape.block_threads - max) / (shape.groups * shape.threads) / 8 * 8;
+    return max > 128 ? 0 : max;  // 0: the groups have enough registers from the start
+}
+
+template <int REGISTERS, bool MORE>
+__device__ __forceinline__ void registers_set() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (MORE) {
+        registers_grow<REGISTERS>();
+    } else {
+        registers_shrink<REGISTERS>();
+    }
+#endif
+}
+#endif
+
+// The kernels of the step.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__device__ __forceinline__ void step_run(const StepArguments& step) {
+    typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
+    constexpr StepShape SHAPE = Layout::SHAPE;
+    const int group = threadIdx.x / SHAPE.threads, thread = threadIdx.x % SHAPE.threads;
+    const float grad_scale = *step.grad_scale;
+    if (!is_finite(grad_scale)) return;  // the step changes nothing
+    extern __shared__ __align__(128) unsigned char step_memory[];
+    tables_prepare<M, V>(step, step_memory);
+#ifdef OPTIM_STAGES
+    __shared__ StageState shared[SHAPE.groups][SHAPE.stages];
+    __shared__ StagedSpans<Rule::ROWS != ROWS_NONE, SHAPE.groups, SHAPE.stages> spans;
+    if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
+        barrier_init(shared_offset(&(&shared[0][0] + threadIdx.x)->full), 1);
+        barrier_init(shared_offset(&(&shared[0][0] + threadIdx.x)->done), SHAPE.threads);
+        fence_async();
+    }
+    __syncthreads();
+    constexpr int registers = registers_of_groups(SHAPE);
+    constexpr bool exchanges = registers > registers_at_start(SHAPE);
+    if (group >= SHAPE.groups) {
+        if constexpr (exchanges) registers_set<PRODUCER_REGISTERS, false>();
+        const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
+        if (warp < SHAPE.groups && is_elected()) {
+            producer_run<Layout>(step, shared[warp], &spans, step_memory + SHAPE.table_bytes, warp);
+        }
+        return;
+    }
+    if constexpr (exchanges) registers_set<registers, true>();
+    const uint32_t thread_kept = register_kept(thread), tables = register_kept(shared_offset(step_memory));
+    const uint32_t memory = tables + SHAPE.table_bytes + group * (SHAPE.stages * SHAPE.stage_bytes);
+    uint32_t parity = 0, stage = memory, barrier = shared_offset(&shared[group][0]);
+    int s = 0, turn = 0;
+    for (;;) {
+        StageState* its = (StageState*)shared_pointer(register_kept(barrier));
+        while (!barrier_passed(shared_offset(&its->full), parity)) {
+        }
+        if (its->tile.element == NO_TILE) break;
+        update_tile<Rule, Weights, M, V, Copy, Grads>(
+            step, its->tile, spans.at(group, s), (unsigned char*)shared_pointer(tables),
+            (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
+        turn ^= 1;
+        fence_async();
+        barrier_arrive(shared_offset(&its->done));
+        stage += SHAPE.stage_bytes, barrier += sizeof(StageState);
+        if (++s == SHAPE.stages) {
+            stage -= SHAPE.stages * SHAPE.stage_bytes, barrier -= SHAPE.stages * sizeof(StageState);
+            s = 0, parity ^= 1;
+        }
+    }
+#else
+    __syncthreads();
+    if (group >= SHAPE.groups) return;
+    const int64_t stride = (int64_t)gridDim.x * SHAPE.groups;
+    int turn = 0;
+    for (int64_t t = group * (int64_t)gridDim.x + blockIdx.x; t < step.tile_count; t += stride, turn ^= 1) {
+        update_tile<Rule, Weights, M, V, Copy, Grads>(step, step.tiles[t], nullptr, step_memory, nullptr, grad_scale,
+                                                      thread, turn);
+    }
+#endif
+}
+
+// grid: at most a thread block for each multiprocessor; block: SHAPE.block_threads; shared memory: step_shared_bytes;
+// deterministic.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
+    optim_step_kernel(const __grid_constant__ StepArguments step) {
+    step_run<Rule, Weights, M, V, Copy, Grads>(step);
+}
+
+// Does the same with arguments in device memory, which a CUDA graph changes from replay to replay (placed.h).
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
+    optim_replayed_kernel(const StepArguments* step) {
+    step_run<Rule, Weights, M, V, Copy, Grads>(*step);
+}
+#endif
