@@ -12,7 +12,6 @@
     asm(".pushsection optim_sources, \"a\"\n.ascii \"#line 1 \\\"" __FILE__ "\\\"\\n\"\n.incbin \"" __FILE__ \
         "\"\n.popsection\n");
 #endif
-#include "measure.cuh"
 #include "persistent.cuh"
 #include "sums.cuh"
 #include "table.cuh"

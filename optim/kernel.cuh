@@ -413,7 +413,7 @@ constexpr bool HAS_STAGES = false;
 template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 struct StepLayout {
     static constexpr StreamInfo NOTHING = {};
-    static constexpr bool SLOW = Rule::KEEPS_SLOW;
+    static constexpr bool SLOW = Rule::KEEPS_SLOW, READS_ROWS = Rule::ROWS != ROWS_NONE;
     static constexpr StepArrays ARRAYS = {{Weights::STREAM[0], Weights::STREAM[1], Weights::STREAM[2], Grads::STREAM[0],
                                            M::STREAM[0], M::STREAM[1], M::STREAM[2], V::STREAM[0], V::STREAM[1],
                                            V::STREAM[2], SLOW ? M::STREAM[0] : NOTHING, SLOW ? M::STREAM[1] : NOTHING,

@@ -10,7 +10,6 @@
 #include "jit.h"
 #include "matrix/low_rank.h"
 #include "matrix/matrix.h"
-#include "measure.cuh"
 #include "placed.h"
 #include "plan.h"
 #include "rows.h"

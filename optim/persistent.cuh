@@ -39,33 +39,17 @@ struct StageState {
     uint64_t full;  // a tile has arrived
     uint64_t done;  // all threads of the group have computed it
     Tile tile;
-};
-
-// The place of each stage's tile among a rule's numbers by rows; empty unless THERE. A group that loaded it itself
-// would wait for memory twice.
-template <bool THERE, int GROUPS, int STAGES>
-struct StagedSpans {
-    static constexpr int BYTES = sizeof(SpanTile);  // of a stage
-    SpanTile value[GROUPS][STAGES];
-    __device__ __forceinline__ SpanTile* at(int group, int s) { return &value[group][s]; }
-};
-
-template <int GROUPS, int STAGES>
-struct StagedSpans<false, GROUPS, STAGES> {
-    static constexpr int BYTES = 0;
-    __device__ __forceinline__ SpanTile* at(int, int) { return nullptr; }
+    SpanTile span;  // for rules that read rows: a group that loaded it itself would wait for memory twice
 };
 
 // The producer warp of a group issues its TMA copies.
-template <class Layout, class SpansOf>
+template <class Layout>
 struct ProducerWarp {
     static constexpr StepShape SHAPE = Layout::SHAPE;
     static constexpr unsigned BY_TMA = ~SHAPE.small, SMALL = SHAPE.small;
     const StepArguments& step;
     StageState* shared;  // (stages) of the group
-    SpansOf* spans;
     unsigned char* stages;
-    int group;
     uint64_t small[STEP_ARRAYS];  // the small arrays of the next tile
 
     // Returns the number of the next tile that no group has, or a number beyond the last. The first tiles of each group
@@ -88,10 +72,11 @@ struct ProducerWarp {
         shared[s].tile = tile;
         Layout::each(step, tile, stage, SHAPE.loaded & SMALL,
                      [&](const void*, void* to, int bytes, int a) { write_small(to, bytes, small[a]); });
-        barrier_expect(full, SHAPE.load_bytes + SpansOf::BYTES);
-        if constexpr (SpansOf::BYTES > 0) {
+        constexpr int span_bytes = Layout::READS_ROWS ? sizeof(SpanTile) : 0;
+        barrier_expect(full, SHAPE.load_bytes + span_bytes);
+        if constexpr (Layout::READS_ROWS) {
             const SpanTile* span = step.rows.tile + (tile.states - step.states);
-            bulk_load(shared_offset(spans->at(group, s)), span, SpansOf::BYTES, full);
+            bulk_load(shared_offset(&shared[s].span), span, span_bytes, full);
         }
         Layout::each(step, tile, stage, SHAPE.loaded & BY_TMA, [&](const void* from, void* to, int bytes, int) {
             bulk_load(shared_offset(to), from, bytes, full);
@@ -121,13 +106,12 @@ struct ProducerWarp {
 // Runs a producer warp, in one thread. It fills its group's stages. Then, as the group computes one stage after
 // another, it begins to store the stage, and fills the one before it, whose store began a turn earlier, with the next
 // tile.
-template <class Layout, class SpansOf>
-__device__ __forceinline__ void producer_run(const StepArguments& step, StageState* shared, SpansOf* spans,
-                                             unsigned char* memory, int group) {
+template <class Layout>
+__device__ __forceinline__ void producer_run(const StepArguments& step, StageState* shared, unsigned char* stages,
+                                             int group) {
     constexpr StepShape SHAPE = Layout::SHAPE;
     constexpr int STAGES = SHAPE.stages;
-    ProducerWarp<Layout, SpansOf> producer = {step,  shared, spans, memory + group * (STAGES * SHAPE.stage_bytes),
-                                              group, {}};
+    ProducerWarp<Layout> producer = {step, shared, stages, {}};
     const uint32_t count = (uint32_t)step.tile_count;
     uint32_t next = producer.next_tile(), first = group * gridDim.x + blockIdx.x;
     int filled = 0;
@@ -192,7 +176,6 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
     tables_prepare<M, V>(step, step_memory);
 #ifdef OPTIM_STAGES
     __shared__ StageState shared[SHAPE.groups][SHAPE.stages];
-    __shared__ StagedSpans<Rule::ROWS != ROWS_NONE, SHAPE.groups, SHAPE.stages> spans;
     if (threadIdx.x < SHAPE.groups * SHAPE.stages) {
         barrier_init(shared_offset(&(&shared[0][0] + threadIdx.x)->full), 1);
         barrier_init(shared_offset(&(&shared[0][0] + threadIdx.x)->done), SHAPE.threads);
@@ -205,7 +188,8 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
         if constexpr (exchanges) registers_set<PRODUCER_REGISTERS, false>();
         const int warp = (threadIdx.x - SHAPE.groups * SHAPE.threads) / 32;
         if (warp < SHAPE.groups && is_elected()) {
-            producer_run<Layout>(step, shared[warp], &spans, step_memory + SHAPE.table_bytes, warp);
+            producer_run<Layout>(step, shared[warp],
+                                 step_memory + SHAPE.table_bytes + warp * (SHAPE.stages * SHAPE.stage_bytes), warp);
         }
         return;
     }
@@ -220,7 +204,7 @@ __device__ __forceinline__ void step_run(const StepArguments& step) {
         }
         if (its->tile.element == NO_TILE) break;
         update_tile<Rule, Weights, M, V, Copy, Grads>(
-            step, its->tile, spans.at(group, s), (unsigned char*)shared_pointer(tables),
+            step, its->tile, Layout::READS_ROWS ? &its->span : nullptr, (unsigned char*)shared_pointer(tables),
             (unsigned char*)shared_pointer(register_kept(stage)), grad_scale, (int)thread_kept, turn);
         turn ^= 1;
         fence_async();
@@ -256,5 +240,33 @@ template <class Rule, class Weights, class M, class V, class Copy, class Grads>
 __global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.block_threads), 1)
     optim_replayed_kernel(const StepArguments* step) {
     step_run<Rule, Weights, M, V, Copy, Grads>(*step);
+}
+// The first pass of a step whose storages have scales that reach further than a tile (formats/spans.cuh). It computes
+// the update as the step will, and keeps only the maxima. It reads once more all bytes that the step loads. Threads
+// read memory directly, since this pass is rare and need not be fast.
+// grid: any, block: StepLayout::SHAPE.threads, which share a tile; shared memory: SHAPE.table_bytes; deterministic,
+// since its only atomics are maxima.
+template <class Rule, class Weights, class M, class V, class Copy, class Grads>
+__global__ void __launch_bounds__((StepLayout<Rule, Weights, M, V, Copy, Grads>::SHAPE.threads))
+    optim_measure_kernel(const __grid_constant__ StepArguments step) {
+    typedef StepLayout<Rule, Weights, M, V, Copy, Grads> Layout;
+    constexpr StepArrays arrays = Layout::ARRAYS;
+    constexpr int COUNT = Layout::SHAPE.elements;
+    const float grad_scale = *step.grad_scale;
+    if (!is_finite(grad_scale)) return;  // the step changes nothing
+    extern __shared__ __align__(128) unsigned char step_memory[];
+    tables_prepare<M, V>(step, step_memory);
+    __syncthreads();
+    for (int64_t t = blockIdx.x; t < step.tile_count; t += gridDim.x) {
+        const Tile tile = step.tiles[t];
+        TileStreams streams = tile_streams(arrays, step, tile);
+        tables_set<M>(&streams, step_memory);
+        const Hyper& group = step.group[tile.group];
+        const Hyper hyper = Rule::SCALED ? hyper_scaled(group, step.factor[tile.kept]) : group;
+        update_elements<COUNT, MEASURE>(EachElement<Rule>(), Weights(), Grads(), M(), V(), step, streams, hyper,
+                                        grad_scale, (int64_t)tile.element * TILE_ELEMENTS, (int)threadIdx.x * COUNT,
+                                        COUNT);
+        __syncthreads();  // threads of log.cuh share memory, which the next tile overwrites
+    }
 }
 #endif

@@ -112,7 +112,7 @@ const FormatRow* find_state(const char* name);
 // Returns true if a rule reads rows or matrices, so that no tensor of it may be cut between shards.
 bool reads_whole(const RuleRow* rule);
 
-// Returns true if the scales of a storage need a pass before the step that measures the update (measure.cuh).
+// Returns true if the scales of a storage need a pass before the step that measures the update (persistent.cuh).
 bool measured(const FormatRow* format);
 
 // Returns true if a launch's step reads whole tensors: because of its rule, its formats' scales or --limit-growth. Such

@@ -8,7 +8,7 @@
 // largest weight stays in its binade, and fp8 products can read the codes in place (kernels/linear.cuh).
 //
 // A scale must be known before the first code is written, so a step takes two passes. First optim_measure_kernel
-// (measure.cuh) computes the update in registers and keeps only its maxima, in `next`. Then the step loads with the
+// (persistent.cuh) computes the update in registers and keeps only its maxima, in `next`. Then the step loads with the
 // maxima of the last step and stores with the next ones, which become the current ones at the end. Maxima do not round,
 // so their order does not matter; they are integer atomics on the bits of non-negative floats. Cost: the first pass
 // reads once more all that a step reads, for bf16 weights and 8-bit states 16 bytes a parameter in place of 10; rank-1
