@@ -912,8 +912,7 @@ static bool checkpoint_write_arrays(const Model* m, CheckpointWriter* writer, Op
     }
     ok = ok && (!states || checkpoint_begin_arrays(writer, arrays, count));
     for (int i = 0; i < count && states; i++) {
-        const OptimStream array = optim_saved_array(saved, i);
-        const int64_t bytes = array.elements * array.element_bytes;
+        const int64_t bytes = arrays[i].bytes;
         for (int64_t at = 0; at < bytes && ok; at += PIECE) {
             const int64_t piece = bytes - at < PIECE ? bytes - at : PIECE;
             optim_saved_read(saved, i, at, piece, values);
@@ -938,9 +937,10 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     const int count = optim_saved_count(saved);
     for (int i = 0; i < count; i++) {
         const OptimStream array = optim_saved_array(saved, i);
-        arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, 0, 0};
+        arrays[i] = {array.name, array.dtype, {array.elements}, 1, 0, array.elements * array.element_bytes, 0};
     }
-    if (m->uses_fp8) arrays[count - 1] = {history.name, history.dtype, {fp8_slots(m), FP8_HISTORY}, 2, 0, 0, 0};
+    if (m->uses_fp8) arrays[count - 1].shape[0] = fp8_slots(m), arrays[count - 1].shape[1] = FP8_HISTORY;
+    if (m->uses_fp8) arrays[count - 1].dims = 2;
     char* formats = optim_saved_formats(&run->config);
     const Options options = options_saved(run);
     const CheckpointFacts facts = {&folder->state, &options,        formats, {c->L, c->C, c->NH, c->max_T, c->V},
@@ -1176,16 +1176,25 @@ static void resolve(Run* run) {
 static void print_plan(Run* run, const MemoryPlan* plan) {
     const Options* o = run->options;
     const Model* m = run->model;
-    PlanReport report = {};
-    report.memory = *plan, report.available = available_to(m), report.changed = run->resume.changed;
-    device_describe(m->dev, m->arena.type == OPTIM_FP32, report.device, sizeof(report.device));
-    report.transport = m->arena.shard ? comm_describe(&m->arena.shard->comm) : "";
-    optim_describe(&run->config, report.optim, sizeof(report.optim));
-    report.source = m->arena.shard ? m->arena.shard->comm.launch->source : "", report.world = ranks_of(m);
-    report.windows = dataset_windows(&run->train_data, m->T), report.parameters = m->parameters;
-    report.usual_lr = optim_usual_lr(o->rule, o->channels), report.usual_lr_of_any = optim_usual_lr("", o->channels);
-    report.trained = !gpt2_named(o->model);
-    report_plan(&run->folder, &report, &run->train_data, &run->val_data, m->config.V);
+    RunFolder* folder = &run->folder;
+    const int world = ranks_of(m);
+    char text[256];
+    run_say(folder, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
+            o->channels, o->heads, (long long)m->parameters);
+    device_describe(m->dev, m->arena.type == OPTIM_FP32, text, sizeof(text));
+    run_say(folder, " device   %s\n", text);
+    if (m->arena.shard) {
+        run_say(folder, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", world, run->launch->source,
+                comm_describe(&m->arena.shard->comm), o->shard, o->grads);
+    }
+    report_data(folder, &run->train_data, &run->val_data, m->config.V);
+    report_batch(folder, dataset_windows(&run->train_data, m->T), world, m->config.V);
+    optim_describe(&run->config, text, sizeof(text));
+    report_optim(folder, text);
+    report_schedule(folder, optim_usual_lr(o->rule, o->channels), optim_usual_lr("", o->channels));
+    report_memory(folder, plan, world, m->parameters, available_to(m));
+    if (folder->taken) run_say(folder, " resume   takes the checkpoint's%s\n", folder->taken);
+    if (*run->resume.changed) run_say(folder, " changed %s\n", run->resume.changed);
 }
 
 // Returns NULL if the run's plan fits; otherwise a sentence that says what to type.

@@ -6,17 +6,14 @@
 #include "clock.h"
 #include "text.h"
 
-// Says how much data there is, how much of it a validation reads, what is left out, and whether validation is of
-// training texts.
-static void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int T, int64_t val_tokens,
-                        int vocabulary) {
+void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V) {
     const Dataset* const parts[] = {train, val};
+    const int T = (int)run->options->seq;
     const char *tokens = text_count((double)train->tokens), *all = text_count((double)val->tokens);
-    const char* read = text_count((double)(dataset_windows_of(val, T, val_tokens) * T));
+    const char* read = text_count((double)(dataset_windows_of(val, T, run->options->val_tokens) * T));
     const char* ends = val->mixed ? text_kept(", the ends of %d files", val->files) : "";
     run_say(run, " data     %s  %s tokens in %d file%s  validation reads %s of %s%s  vocabulary %d%s\n", train->path,
-            tokens, train->files, train->files == 1 ? "" : "s", read, all, ends, vocabulary,
-            train->bytes ? " (bytes)" : "");
+            tokens, train->files, train->files == 1 ? "" : "s", read, all, ends, V, train->bytes ? " (bytes)" : "");
     for (int i = 0; i < 2; i++) {
         const int files = parts[i]->left_out;
         if (files == 0) continue;
@@ -29,13 +26,12 @@ static void report_data(RunFolder* run, const Dataset* train, const Dataset* val
     }
 }
 
-// Says how much is trained, and warns of too many epochs or of a name that does not fit bytes.
-static void report_batch(RunFolder* run, const PlanReport* plan, int V) {
+void report_batch(RunFolder* run, int64_t windows, int world, int V) {
     const Options* o = run->options;
     const long long tokens = o->tokens_per_step, batch = o->batch, seq = o->seq, steps = o->steps,
-                    sequences = tokens / seq, micro = sequences / batch / plan->world;
-    const char* ranks = plan->world > 1 ? text_kept("%d ranks x ", plan->world) : "";
-    const double epochs = (double)steps * (double)sequences / (double)plan->windows;
+                    sequences = tokens / seq, micro = sequences / batch / world;
+    const char* ranks = world > 1 ? text_kept("%d ranks x ", world) : "";
+    const double epochs = (double)steps * (double)sequences / (double)windows;
     run_say(run, " batch    %lld x %lld x %s%lld micro-batch%s = %lld tokens a step  %lld steps = %.2f epochs\n", batch,
             seq, ranks, micro, micro == 1 ? "" : "es", tokens, steps, epochs);
     if (epochs >= 1000) {
@@ -52,23 +48,24 @@ static void report_batch(RunFolder* run, const PlanReport* plan, int V) {
     }
 }
 
-static void report_schedule(RunFolder* run, const PlanReport* plan) {
+void report_schedule(RunFolder* run, double usual_lr, double usual_lr_of_any) {
     const Options* o = run->options;
     const bool constant = strcmp(o->schedule, "constant") == 0;
-    const double lr = o->lr, usual = plan->usual_lr;
     const char* rate = "";
-    if (plan->trained && lr == usual / 10) {
-        rate = text_format(" (a tenth of the usual %g: the weights of --model are trained)", usual);
-    } else if (lr == usual && lr != plan->usual_lr_of_any) {
-        rate = text_format(", usual for %s", o->rule);
+    if (!gpt2_named(o->model) && o->lr == usual_lr / 10) {
+        rate = text_kept(" (a tenth of the usual %g: the weights of --model are trained)", usual_lr);
+    } else if (o->lr == usual_lr && o->lr != usual_lr_of_any) {
+        rate = text_kept(", usual for %s", o->rule);
     }
-    run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", lr, rate,
+    run_say(run, " schedule lr %g%s, %s to %g of it, warm-up %lld steps, clip %g, weight decay %g\n", o->lr, rate,
             o->schedule, constant ? 1.0 : o->final_lr, o->warmup, o->clip, o->weight_decay);
 }
 
-// Warns of a v whose 8-bit scales do not fall as v does with a larger beta2 (optim/README.md, "How v falls").
-static void report_v(RunFolder* run) {
+void report_optim(RunFolder* run, const char* optimizer) {
     const Options* o = run->options;
+    run_say(run, " optim    %s\n", optimizer);
+    if (strcmp(o->overrides, "none") != 0) run_say(run, " override %s\n", o->overrides);
+    // The 8-bit scales of @dq8 do not fall as v does with a larger beta2 (optim/README.md, "How v falls").
     bool falls = !strstr(o->v, "@dq8");
     for (const char* at = o->overrides; (at = strstr(at, "v=")); at++) {
         falls = falls && !strstr(text_kept("%.*s", (int)strcspn(at, " ;"), at), "@dq8");
@@ -80,10 +77,9 @@ static void report_v(RunFolder* run) {
             o->beta2);
 }
 
-static void report_memory(RunFolder* run, const PlanReport* plan) {
+void report_memory(RunFolder* run, const MemoryPlan* memory, int world, int64_t parameters, int64_t available) {
     const Options* o = run->options;
-    const MemoryPlan* memory = &plan->memory;
-    const bool several = plan->world > 1, large = memory->total >= (1ll << 30);
+    const bool several = world > 1, large = memory->total >= (1ll << 30);
     const double unit = large ? 1.0 / (1 << 30) : 1.0 / (1 << 20);
     run_say(run, " memory   %sweights %.2f  states %.2f  gradients %.2f  activations %.2f  other %.2f",
             several ? "of rank 0: " : "", (double)memory->weights * unit, (double)memory->states * unit,
@@ -92,29 +88,9 @@ static void report_memory(RunFolder* run, const PlanReport* plan) {
         run_say(run, "  driver%s %.2f", several ? " and exchange" : "", (double)memory->taken * unit);
     if (memory->host > 0) run_say(run, "  host %.2f", (double)memory->host * unit);
     // Bytes of a parameter while it trains, the room for decoded weights and the gradients included.
-    const double each = (double)(memory->weights + memory->states + memory->grads) / (double)plan->parameters;
+    const double each = (double)(memory->weights + memory->states + memory->grads) / (double)parameters;
     run_say(run, " = %.2f %s of %.1f GiB  (matmul %s, recompute %s, %.4g B/param held)\n", (double)memory->total * unit,
-            large ? "GiB" : "MiB", (double)plan->available / (1 << 30), o->matmul, o->recompute, each);
-}
-
-void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V) {
-    const Options* o = run->options;
-    run_say(run, "nibble  %s  %lld layers, %lld channels, %lld heads  %lld parameters\n", o->model, o->layers,
-            o->channels, o->heads, (long long)plan->parameters);
-    run_say(run, " device   %s\n", plan->device);
-    if (plan->world > 1) {
-        run_say(run, " ranks    %d, from %s  %s  shard %s  gradients sent as %s\n", plan->world, plan->source,
-                plan->transport, o->shard, o->grads);
-    }
-    report_data(run, train, val, (int)o->seq, o->val_tokens, V);
-    report_batch(run, plan, V);
-    run_say(run, " optim    %s\n", plan->optim);
-    if (strcmp(o->overrides, "none") != 0) run_say(run, " override %s\n", o->overrides);
-    report_v(run);
-    report_schedule(run, plan);
-    report_memory(run, plan);
-    if (run->taken) run_say(run, " resume   takes the checkpoint's%s\n", run->taken);
-    if (*plan->changed) run_say(run, " changed %s\n", plan->changed);
+            large ? "GiB" : "MiB", (double)available / (1 << 30), o->matmul, o->recompute, each);
 }
 
 void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,

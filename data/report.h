@@ -7,20 +7,15 @@
 #include "schedule.h"
 C_LINKAGE_BEGIN
 
-// Facts that the banner states beside the options.
-typedef struct {
-    char device[256], optim[256];      // descriptions
-    const char *transport, *source;    // between several ranks: how they exchange, who started them
-    int world;                         // ranks
-    int64_t windows, parameters;       // of the training data; of the model
-    double usual_lr, usual_lr_of_any;  // for this model's size: of the rule, and of a rule without a rate of its own
-    bool trained;                      // the run begins with the weights of --model
-    MemoryPlan memory;
-    int64_t available;    // bytes
-    const char* changed;  // options that differ from the checkpoint's
-} PlanReport;
-// Prints the banner, from the resolved options; V is the model's vocabulary.
-void report_plan(RunFolder* run, const PlanReport* plan, const Dataset* train, const Dataset* val, int V);
+// Lines of the banner, from the resolved options: the data and what is left out of it, for a model of V tokens; how
+// much of its `windows` is trained by `world` ranks; the optimizer; the schedule, whose usual rates for this model's
+// size are those of the rule and of a rule without a rate of its own; and the memory, of which `available` bytes are
+// free.
+void report_data(RunFolder* run, const Dataset* train, const Dataset* val, int V);
+void report_batch(RunFolder* run, int64_t windows, int world, int V);
+void report_optim(RunFolder* run, const char* optimizer);
+void report_schedule(RunFolder* run, double usual_lr, double usual_lr_of_any);
+void report_memory(RunFolder* run, const MemoryPlan* plan, int world, int64_t parameters, int64_t available);
 // Prints a row of --fit: the largest batch that fits (0: none), and the bytes by kind that it takes, or that one
 // sequence takes. The `first` row has a title before it.
 void report_fit(const char* model, int64_t parameters, int T, const char* preset, const char* recompute, int64_t batch,
