@@ -604,21 +604,16 @@ static void* loader_thread(void* argument) {
 }
 
 // One allocation for all batches: tokens, targets, order and bucket of each.
-static bool loader_memory(Loader* loader, void* (*pinned_alloc)(size_t), char* error) {
+static void loader_memory(Loader* loader, void* (*pinned_alloc)(size_t)) {
     int64_t n = (int64_t)loader->B * loader->T;
     int64_t rows = (n < loader->data->vocabulary ? n : loader->data->vocabulary) + 1;
     int64_t part = (n + 63) / 64 * 64, bucket = (2 * rows + 63) / 64 * 64, each = 3 * part + bucket;
     loader->memory = pinned_alloc((size_t)(RING * each) * sizeof(int));
     loader->count = memory_take((size_t)loader->data->vocabulary * sizeof(int));
-    if (!loader->memory) {
-        return data_error(error, "no memory for batches of %d windows of %d tokens; take a smaller batch", loader->B,
-                          loader->T);
-    }
     for (int i = 0; i < RING; i++) {
         int* at = loader->memory + i * each;
         loader->batch[i] = (Batch){at, at + part, at + 2 * part, at + 3 * part, 0};
     }
-    return true;
 }
 
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
@@ -637,12 +632,11 @@ Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuff
     loader->failed = -1;
     sem_init(&loader->empty, 0, RING);
     sem_init(&loader->ready, 0, 0);
-    if (loader_memory(loader, pinned_alloc, error)) {
-        const int status = signals_thread(&loader->thread, loader_thread, loader);
-        loader->thread_runs = status == 0;
-        if (status == 0) return loader;
-        data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));
-    }
+    loader_memory(loader, pinned_alloc);
+    const int status = signals_thread(&loader->thread, loader_thread, loader);
+    loader->thread_runs = status == 0;
+    if (status == 0) return loader;
+    data_error(error, "cannot start the thread that reads %s: %s", data->path, strerror(status));
     return loader_close(loader), NULL;
 }
 

@@ -86,7 +86,7 @@ typedef struct {
 typedef struct {
     int64_t run, stride;
 } LoaderSlice;
-// `pinned_alloc` and `pinned_free` manage the batches' host memory (cudaMallocHost, or malloc).
+// `pinned_alloc`, which never returns NULL, and `pinned_free` manage the batches' host memory.
 Loader* loader_open(const Dataset* data, int B, int T, uint64_t seed, bool shuffle, int64_t first_sequence,
                     LoaderSlice slice, void* (*pinned_alloc)(size_t), void (*pinned_free)(void*), char* error);
 // Returns the next batch, valid until the second loader_next after it; NULL with a sentence on a bad token or file.

@@ -176,11 +176,26 @@ class Notes:
             yield f"  notice: {text}: {count} ({', '.join(places[:NOTED_PLACES])}{more})"
 
 
+def repaired(text, piece, lines):
+    """Returns a text that is `lines` lines behind the beginning of its piece, without halves of surrogate pairs, which
+    JSON can spell and which are no characters. A byte that is not UTF-8, which text_of made such a half, is a Problem."""
+    try:
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError as error:
+        at = error.start
+    byte = ord(text[at]) - 0xDC00
+    if not 0x80 <= byte <= 0xFF:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    where = place_of(piece, lines + text.count("\n", 0, at) if piece.kind == "text" else 0)
+    raise Problem(f"{where}: not UTF-8 (byte 0x{byte:02x}); type iconv -f LATIN1 -t UTF-8, or what it is")
+
+
 def texts_of(pieces, field, inline, notes):
     """Yields (whether it begins a document, text, place) of each piece, or with `inline` of each document in it, where
     END begins one. What has no text is left out and noted."""
     for piece in pieces:
-        place = place_of(piece)
+        place, lines = place_of(piece), 0
         try:
             whole = text_of(piece, field)
         except Problem as problem:
@@ -191,27 +206,20 @@ def texts_of(pieces, field, inline, notes):
             continue
         if piece.kind in ("line", "element") and not whole.strip():
             continue
-        documents, lines = whole.split(END) if inline else [whole], 0
+        documents = whole.split(END) if inline else [whole]
         for i, text in enumerate(documents):
-            bad = ""
+            begins, lines, before = piece.begins or i > 0, lines + text.count("\n"), lines
             try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                byte, before = ord(text[error.start]) - 0xDC00, text[: error.start]
-                if 0x80 <= byte <= 0xFF:
-                    bad = f"{place_of(piece, lines + before.count(chr(10)) if piece.kind == 'text' else 0)}: not UTF-8 "
-                    bad += f"(byte 0x{byte:02x}); type iconv -f LATIN1 -t UTF-8, or what it is"
-                # JSON can spell half of a surrogate pair, which is no character.
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            if bad:
-                notes.add_or_stop(UNREADABLE, bad, bad)
-            elif len(documents) == 1 or text.strip():
-                found = 0 if inline else text.count(END)
-                if found:
-                    what = f"{END} within a text, encoded as text; --inline-separators begins a document there"
-                    notes.add(what, [place], found)
-                yield piece.begins or i > 0, text, place
-            lines += text.count("\n")
+                text = repaired(text, piece, before)
+            except Problem as problem:
+                notes.add_or_stop(UNREADABLE, str(problem), problem)
+                continue
+            found = 0 if inline else text.count(END)
+            if found:
+                what = f"{END} within a text, encoded as text; --inline-separators begins a document there"
+                notes.add(what, [place], found)
+            if len(documents) == 1 or text.strip():
+                yield begins, text, place
 
 
 def long_places(text):
@@ -245,27 +253,22 @@ def encode(words, pieces, field, inline, notes):
     return np.concatenate(parts)
 
 
-def encode_all(parts, words, options, notes):
-    """Yields (part, input bytes, tokens) of every chunk, in order. At most 4 chunks a thread are in memory."""
+def encode_all(parts, words, options):
+    """Yields (part, input bytes, tokens, notes) of every chunk, in order. At most 4 chunks a thread are in memory."""
 
     def encode_chunk(part, pieces):
-        found = Notes(options.strict)
-        tokens = encode(words, pieces, options.field, options.inline_separators, found)
-        return part, sum(len(piece.data) for piece in pieces), tokens, found
-
-    def finished(future):
-        part, size, tokens, found = future.result()
-        notes.join(found)
-        return part, size, tokens
+        notes = Notes(options.strict)
+        tokens = encode(words, pieces, options.field, options.inline_separators, notes)
+        return part, sum(len(piece.data) for piece in pieces), tokens, notes
 
     waiting = collections.deque()
     with ThreadPoolExecutor(options.workers) as pool:  # tiktoken lets other threads run while it encodes
         for part, pieces in parts:
             waiting.append(pool.submit(encode_chunk, part, pieces))
             if len(waiting) >= 4 * options.workers:
-                yield finished(waiting.popleft())
+                yield waiting.popleft().result()
         while waiting:
-            yield finished(waiting.popleft())
+            yield waiting.popleft().result()
 
 
 class ShardWriter:
@@ -476,12 +479,13 @@ def write_shards(options, parts, words, folder, notes):
     limit = options.limit_tokens
     limits = {"train": limit, "val": max(int(parts.share * limit), 1 << 15) if limit and parts.measured else None}
     writers = {part: ShardWriter(folder, part, options.shard_tokens, limits[part], words.lengths) for part in limits}
-    results = encode_all(chunks(parts.tagged()), words, options, notes)
+    results = encode_all(chunks(parts.tagged()), words, options)
     validation = [np.zeros(0, np.uint16)]  # is held back where its documents get another order
     mixed = len(parts.validation_files) != 1
     total = parts.measured and parts.measured[0]
     with tqdm(total=total, unit="B", unit_scale=True, desc="encode", disable=None) as bar:
-        for part, size, tokens in results:
+        for part, size, tokens, found in results:
+            notes.join(found)
             if part == "val" and mixed:
                 validation.append(tokens)
             else:
