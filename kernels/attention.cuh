@@ -118,27 +118,12 @@ inline void attention_backward_cpu(float* dqkv /*(B,T,3,NH,HS)*/, const float* d
 
 // Scratch memory of the backward pass. Its size is known without a GPU, for plans.
 
-// The parts of the backward pass's scratch memory: {ticket, flags}, D, dq_sum.
-struct AttentionScratch {
-    int64_t flags;   // bytes of the ticket (the first 256) and of the flags, one per 32 queries of a head
-    int64_t D;       // bytes
-    int64_t dq_sum;  // bytes
-};
-
-inline AttentionScratch attention_scratch(int B, int T, int C, int NH) {
-    const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 64) * 64;
-    AttentionScratch scratch;
-    scratch.flags = 256 + ceil_div(heads * (padded / 32) * 4, 256) * 256;
-    scratch.D = ceil_div(heads * T * 4, 256) * 256;
-    scratch.dq_sum = heads * padded * (C / NH) * 4;
-    return scratch;
-}
-
 // Bytes of a block's shared memory that the backward pass by mma.sync needs at least for heads of 128.
 constexpr int ATTENTION_WIDE_BYTES = 131840;
 
-// The same on Hopper: {ticket, flags}, rows, dq_sum, column sums.
-struct HopperBackwardScratch {
+// Its parts: {ticket, flags}; rows: lse and D, or D alone; dq_sum; column sums. mma.sync's kernels have tiles of half
+// the queries, and no column sums.
+struct AttentionScratch {
     int64_t flags, rows, dq_sum, bytes;  // bytes: of all
 };
 
@@ -147,9 +132,9 @@ inline int64_t hopper_backward_strips(int B, int T) {
     return B * ceil_div(T, 16);
 }
 
-inline HopperBackwardScratch hopper_backward_scratch(int B, int T, int NH, int HS) {
+inline AttentionScratch attention_scratch(int B, int T, int NH, int HS) {
     const int64_t heads = (int64_t)B * NH, padded = ceil_div(T, 128) * 128;
-    HopperBackwardScratch scratch;
+    AttentionScratch scratch;
     scratch.flags = 256 + ceil_div(heads * (padded / 64) * 2 * 4, 256) * 256;
     scratch.rows = heads * padded * 2 * 4;
     scratch.dq_sum = heads * padded * HS * 4;
@@ -793,9 +778,7 @@ inline int64_t attention_backward_scratch_bytes(const Device* dev, int B, int T,
             "--heads %d",
             ATTENTION_WIDE_BYTES, dev->shared_memory, 2 * NH);
     }
-    if (dev->compute == 90) return hopper_backward_scratch(B, T, NH, C / NH).bytes;  // never less than the other
-    AttentionScratch scratch = attention_scratch(B, T, C, NH);
-    return scratch.flags + scratch.D + scratch.dq_sum;
+    return attention_scratch(B, T, NH, C / NH).bytes;
 }
 
 #ifdef __CUDACC__
@@ -807,7 +790,7 @@ inline void attention_backward_mma(const Device* dev, bf16* dqkv, char* scratch,
     attention_set_shared(attention_backward_kernel<Shape>, Shape::SHARED);
     attention_backward_kernel<Shape>
         <<<(unsigned)(B * NH * ceil_div(T, Shape::BN)), Shape::THREADS, Shape::SHARED, dev->stream>>>(
-            dqkv, (float*)(scratch + sizes.flags + sizes.D), (int*)(scratch + 256), (int*)scratch, dout, qkv, lse,
+            dqkv, (float*)(scratch + sizes.flags + sizes.rows), (int*)(scratch + 256), (int*)scratch, dout, qkv, lse,
             (float*)(scratch + sizes.flags), T, NH, 1.0f / sqrtf((float)Shape::HS));
     check_launch();
 }
@@ -826,7 +809,7 @@ float* attention_backward_gpu(const Device* dev, X* dqkv, char* scratch, const X
         if (dev->compute == 90 && built)
             return attention_hopper_backward<HopperBackward<HS>>(dev, dqkv, scratch, dout, qkv, out, lse, B, T, NH);
     }
-    const AttentionScratch sizes = attention_scratch(B, T, NH * HS, NH);
+    const AttentionScratch sizes = attention_scratch(B, T, NH, HS);
     float* D = (float*)(scratch + sizes.flags);
     const int64_t rows = (int64_t)B * T * NH;
     const unsigned grid = (unsigned)ceil_div(rows, 8);

@@ -273,14 +273,14 @@ __global__ void attention_hopper_rows_kernel(float* rows, int* flags, int64_t fl
 template <typename Shape>
 inline void attention_hopper_rows(const Device* dev, char* scratch, const bf16* dout, const bf16* out, const float* lse,
                                   int B, int T, int NH) {
-    const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
+    const AttentionScratch sizes = attention_scratch(B, T, NH, Shape::HS);
     const int64_t warps = B * ceil_div(T, Shape::BM) * (Shape::BM / 32) * NH;
     attention_hopper_rows_kernel<Shape::HS, Shape::BM><<<(unsigned)ceil_div(warps, 8), 256, 0, dev->stream>>>(
         (float*)(scratch + sizes.flags), (int*)scratch, sizes.flags / 4, dout, out, lse, B, T, NH);
     check_launch();
 }
 
-// Writes every element of dqkv, or with CODES of the codes; C = NH * HS. `scratch` has hopper_backward_scratch's bytes,
+// Writes every element of dqkv, or with CODES of the codes; C = NH * HS. `scratch` has attention_scratch's bytes,
 // contents irrelevant. Returns the column sums of dqkv, (hopper_backward_strips, 3C), in scratch.
 template <typename Shape>
 inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)*/, char* scratch,
@@ -288,7 +288,7 @@ inline float* attention_hopper_backward(const Device* dev, bf16* dqkv /*(B,T,3C)
                                         const bf16* out /*(B,T,C)*/, const float* lse /*(B,NH,T)*/, int B, int T,
                                         int NH, const Fp8Codes& codes = {}) {
     constexpr int TOGETHER = 4 << 20;  // values of q of a group of heads: with dout and dq_sum 32 MiB of L2 cache
-    const HopperBackwardScratch sizes = hopper_backward_scratch(B, T, NH, Shape::HS);
+    const AttentionScratch sizes = attention_scratch(B, T, NH, Shape::HS);
     const int64_t C = (int64_t)NH * Shape::HS;
     HopperBackwardArguments a;
     a.dq_sum = (float*)(scratch + sizes.flags + sizes.rows);

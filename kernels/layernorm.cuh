@@ -65,8 +65,8 @@ inline void residual_forward_cpu(float* out, const float* inp1, const float* inp
 inline void residual_layernorm_forward_cpu(float* residual, float* out, float* mean, float* rstd, const float* inp1,
                                            const float* inp2, const float* weight, const float* bias, int64_t N,
                                            int C) {
-    residual_forward_cpu(residual, inp1, inp2, N * C);
-    layernorm_forward_cpu(out, mean, rstd, residual, weight, bias, N, C);
+    if (inp2) residual_forward_cpu(residual, inp1, inp2, N * C);
+    layernorm_forward_cpu(out, mean, rstd, inp2 ? residual : inp1, weight, bias, N, C);
 }
 
 // dinp of one row; dinp, dout, x, weight: (C)
@@ -488,39 +488,11 @@ void layernorm_forward_with(const Device* dev, X* residual, X* out, float* mean,
     check_launch();
 }
 
-// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). With inp2: residual: (N, C) = inp1 + inp2 is what is
-// normalised. codes NULL: none.
-template <typename X>
-void layernorm_forward_launch(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
-                              const X* inp2, const X* weight, const X* bias, int64_t N, int C, const Fp8Codes& codes) {
-    if constexpr (std::is_same_v<X, bf16>) {
-        if (codes.rows) {
-            layernorm_forward_with<X, true>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, codes);
-            return;
-        }
-    }
-    layernorm_forward_with<X, false>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, Fp8Codes{});
-}
 #endif
 
-// out, inp: (N, C); mean, rstd: (N); weight, bias: (C). codes: the result is written there as codes instead of to out,
-// on a GPU in bf16; NULL, or with rows NULL: no codes.
-template <typename X>
-void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, const X* inp, const X* weight,
-                       const X* bias, int64_t N, int C, [[maybe_unused]] const Fp8Codes& codes = {}) {
-    if (!dev->gpu) {
-        assert(sizeof(X) == sizeof(float));
-        layernorm_forward_cpu((float*)out, mean, rstd, (const float*)inp, (const float*)weight, (const float*)bias, N,
-                              C);
-        return;
-    }
-#ifdef __CUDACC__
-    layernorm_forward_launch<X>(dev, nullptr, out, mean, rstd, inp, nullptr, weight, bias, N, C, codes);
-#endif
-}
-
-// residual: (N, C) = inp1 + inp2, may be inp1; out: (N, C) = layernorm(residual), or its codes, as above; mean, rstd:
-// (N); weight, bias: (C)
+// residual: (N, C) = inp1 + inp2, may be inp1; out: (N, C) = layernorm(residual); mean, rstd: (N); weight, bias: (C).
+// With inp2 NULL, what is normalised is inp1. codes: the result is written there as codes instead of to out, on a GPU
+// in bf16; with rows NULL: no codes.
 template <typename X>
 void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* mean, float* rstd, const X* inp1,
                                 const X* inp2, const X* weight, const X* bias, int64_t N, int C,
@@ -532,8 +504,19 @@ void residual_layernorm_forward(const Device* dev, X* residual, X* out, float* m
         return;
     }
 #ifdef __CUDACC__
-    layernorm_forward_launch(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, codes);
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (codes.rows)
+            return layernorm_forward_with<X, true>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C,
+                                                   codes);
+    }
+    layernorm_forward_with<X, false>(dev, residual, out, mean, rstd, inp1, inp2, weight, bias, N, C, Fp8Codes{});
 #endif
+}
+
+template <typename X>
+void layernorm_forward(const Device* dev, X* out, float* mean, float* rstd, const X* inp, const X* weight,
+                       const X* bias, int64_t N, int C, const Fp8Codes& codes = {}) {
+    residual_layernorm_forward(dev, (X*)nullptr, out, mean, rstd, inp, (const X*)nullptr, weight, bias, N, C, codes);
 }
 
 // Also refuses a C that is too large for backward, before anything is allocated.
@@ -543,6 +526,7 @@ int64_t layernorm_backward_scratch_bytes(const Device* dev, int C) {
 }
 
 #ifdef __CUDACC__
+// Returns the rows that partial got. Its arguments are the kernel's.
 template <typename X, bool CODES>
 int layernorm_backward_with(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
                             const float* mean, const float* rstd, int64_t N, int C, const Fp8Codes& codes) {
@@ -557,22 +541,11 @@ int layernorm_backward_with(const Device* dev, X* dinp, float* partial, const X*
     check_launch();
     return blocks;
 }
-
-// Returns the rows that partial got. Its arguments are the kernel's; codes NULL: none.
-template <typename X>
-int layernorm_backward_launch(const Device* dev, X* dinp, float* partial, const X* dout, const X* inp, const X* weight,
-                              const float* mean, const float* rstd, int64_t N, int C, const Fp8Codes& codes) {
-    if constexpr (std::is_same_v<X, bf16>) {
-        if (codes.rows)
-            return layernorm_backward_with<X, true>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, codes);
-    }
-    return layernorm_backward_with<X, false>(dev, dinp, partial, dout, inp, weight, mean, rstd, N, C, Fp8Codes{});
-}
 #endif
 
 // dinp: (N, C), added to; dweight, dbias: (C); dcolumns: (C) (+)= column sums of dinp on return, or NULL; scratch:
 // layernorm_backward_scratch_bytes; dout, inp: (N, C); weight: (C); mean, rstd: (N). C at most 12288. codes: dinp is
-// written there as codes as well, on a GPU in bf16; NULL, or with rows NULL: no codes.
+// written there as codes as well, on a GPU in bf16; with rows NULL: no codes.
 template <typename X, typename G>
 void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dcolumns, float* scratch, const X* dout,
                         const X* inp, const X* weight, const float* mean, const float* rstd, int64_t N, int C,
@@ -585,7 +558,13 @@ void layernorm_backward(const Device* dev, X* dinp, G* dweight, G* dbias, G* dco
         return;
     }
 #ifdef __CUDACC__
-    int blocks = layernorm_backward_launch(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C, codes);
+    int blocks = 0;
+    if constexpr (std::is_same_v<X, bf16>) {
+        if (codes.rows)
+            blocks = layernorm_backward_with<X, true>(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C, codes);
+    }
+    if (!codes.rows)
+        blocks = layernorm_backward_with<X, false>(dev, dinp, scratch, dout, inp, weight, mean, rstd, N, C, Fp8Codes{});
     G* totals[3] = {dweight, dbias, dcolumns};
     column_sum(dev, totals, 3, scratch, blocks, C, accumulate);
 #endif

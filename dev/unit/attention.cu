@@ -472,9 +472,9 @@ TEST(attention_bf16_uneven_blocks_gpu) {
         attention_backward_gpu<bf16, 64>(&dev, dqkv, scratch, c.d_dout, c.d_qkv, c.d_out, c.d_lse, c.B, c.T, c.NH, {});
     };
     check_uneven<64>(test, &dev, 2, 700, even, [&](bf16* dqkv, char* scratch, const GpuCase<bf16>& c) {
-        const AttentionScratch sizes = attention_scratch(c.B, c.T, c.C, c.NH);
+        const AttentionScratch sizes = attention_scratch(c.B, c.T, c.NH, 64);
         even(dqkv, scratch, c);  // leaves D
-        poison(&dev, dqkv, 3 * c.n * 2), poison(&dev, scratch + sizes.flags + sizes.D, sizes.dq_sum);
+        poison(&dev, dqkv, 3 * c.n * 2), poison(&dev, scratch + sizes.flags + sizes.rows, sizes.dq_sum);
         attention_backward_mma<BackwardShape<64, 64, true>>(&dev, dqkv, scratch, sizes, c.d_dout, c.d_qkv, c.d_lse, c.B,
                                                             c.T, c.NH);
     });
