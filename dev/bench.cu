@@ -7,10 +7,9 @@
 //   ./build/dev/bench [--OPTION VALUE]... [MODEL BATCH TOKENS_PER_STEP]...
 //
 // Options are those of ./train that have a value. Without models: gpt2 64 524288  gpt2-xl 16 262144. Without anything:
-// these two, then whole steps of the models that fill a card (LARGEST). With --matmul fp8 the products and what makes
-// their codes are rows of their own; the ceiling of products is then that of an 8192^3 fp8 product, and the head's too
-// with --head fp8. Where a layer's gradients are gone when the next layer's come (--release on), operators are not
-// timed alone.
+// these two, then whole steps of the models that fill a card (LARGEST). With --matmul fp8 a layer's row includes what
+// makes its codes; its ceiling is then that of an 8192^3 fp8 product, and the head's too with --head fp8. Where a
+// layer's gradients are gone when the next layer's come (--release on), operators are not timed alone.
 #define TESTING
 #include <errno.h>
 
