@@ -141,9 +141,6 @@ class Part:
         self.weights, self.where = None, None
         # The last step's missing gradients, and the layout of the others if they could be used without a copy.
         self.last_missing, self.layout = (), None
-        # If parameters have taken different numbers of steps, the last step keeps its missing gradients, one parameter
-        # of each group, and group_of here.
-        self.divided = None
         self.views = [dict(self._views(t)) for t in range(len(params))]
         self.by_rows = [{name for name, *_, run, bits in self._states(t) if self._row_bytes(t, run, bits)}
                         for t in range(len(params))]
@@ -358,7 +355,8 @@ class Part:
             raise OtherGradients
 
     def constants(self, groups, missing, all_together, captured):
-        """Returns the constants of each group, split by the number of steps taken, and each tensor's group."""
+        """Returns the constants of each group, split by the number of steps taken, and each tensor's group. The last
+        division is kept, by the missing gradients, and with one parameter of each group."""
         if all_together:
             age = self.age[0] + 1
             return [self._constants(groups[g], age, captured) for g in self.used], self.group_of
@@ -385,12 +383,10 @@ class Part:
     def catch_up(self):
         """Counts the steps of replayed graphs for the parameters of the capture."""
         clock = self.handle.clock(self.stream()) if self.captured else self.clock
-        if len(self.captured) < len(self.age) and clock != self.clock:
-            self._part_ways()
         for t in self.captured:
             self.age[t] += clock - self.clock
-        self.counts.copy_(torch.tensor(self.age[:len(self.counts)], device="cpu"))
         self.clock, self.divided = clock, None
+        self._count()
 
     def step(self, grads, groups, step, captured=False):
         """Takes a step. grads: one for each parameter, or None. groups: the optimizer's. captured: the step is captured
@@ -420,11 +416,8 @@ class Part:
             self.age = [self.age[0] + 1] * len(grads)
             self.counts.fill_(self.age[0])
         else:
-            self._part_ways()
             self.age = [age + (grad is not None) for age, grad in zip(self.age, grads)]
-            there = torch.ones(len(grads), device="cpu")
-            there[list(missing)] = 0
-            self.counts += there
+            self._count()
         for written in [self.counted] if _COUNTS_LISTS else self.counted:
             increment_version(written)
         if self.watched:
@@ -470,29 +463,18 @@ class Part:
         if values:
             self.shares.step(values, slopes, group_of, constants, step, self.stream())
 
-    def _part_ways(self):
-        """Parameters that step together share the tensor "step"; from now on each has its own."""
-        if self.together:
-            self.together = False
-            self._count()
-            for p, step in zip(self.params, self.steps):
-                self.state[p]["step"] = step
-            self.changes.clear()
-
     def _count(self):
-        """Makes the tensors with the numbers of steps that parameters have taken: one tensor, or views of one."""
-        ages = self.age[:1] if self.together else self.age
-        self.counts, self.divided = torch.tensor(ages, dtype=torch.float32, device="cpu"), None
-        self.steps = [self.counts[i] for i in range(len(ages))]
+        """Writes the numbers of steps that parameters have taken, which differ if gradients were missing."""
+        self.counts.copy_(torch.tensor(self.age, device="cpu"))
+        self.together = len(set(self.age)) == 1
 
     def publish(self, state, ages):
         """Enters the states of all parameters into the optimizer's; `ages` are the numbers of steps taken."""
-        self.state, self.age, self.clock, self.captured = state, list(ages), 0, []
-        self.together = len(set(self.age)) == 1
+        self.age, self.clock, self.captured, self.divided = list(ages), 0, [], None
+        self.counts = torch.zeros(len(self.age), device="cpu")
         self._count()
         for t, p in enumerate(self.params):
-            state[p] = Noted(step=self.steps[0 if self.together else t],
-                             element=torch.tensor(self.handle.place(t).element), **self._published(t))
+            state[p] = Noted(step=self.counts[t], element=torch.tensor(self.handle.place(t).element), **self._published(t))
             state[p].changes = self.changes
 
     def is_touched(self, state, all_there):
