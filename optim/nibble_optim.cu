@@ -500,36 +500,27 @@ static void require_whole_tensors(const NibbleOptim* optim, const Plan* plan) {
         const NibbleTensor* tensor = &optim->tensor[t];
         const Rows rows = plan->launch[plan->launch_of[t]].rows;
         if (!is_cut(tensor) || tensor->count == 0) continue;
-        if (rows.rule->matrix) {
-            user_error(
-                "%s reads whole matrices, and %s is sharded; keep it whole (replicated), or give it a rule such as "
-                "adamw",
-                rows.rule->name, tensor->name);
-        }
-        if (optim->config.limit_growth > 0.0f) {
-            user_error(
-                "limit_growth reads whole tensors, and %s is cut at element %lld; keep it whole, or leave "
-                "limit_growth out",
-                tensor->name, (long long)tensor->first);
-        }
         const bool on_rows =
             optim->placed[t].head == 0 && tensor->first % tensor->cols == 0 && tensor->count % tensor->cols == 0;
-        if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
-            user_error("%s reads whole tensors, and %s is cut at element %lld; keep it whole, or override its rule",
-                       rows.rule->name, tensor->name, (long long)tensor->first);
-        }
-        if (rows.rule->by_rows && !on_rows) {
-            user_error(
-                "%s reads whole rows, and %s is cut at element %lld; cut it at rows that begin at multiples of "
-                "2048 elements, or override its rule",
-                rows.rule->name, tensor->name, (long long)tensor->first);
+        const char *reads = nullptr, *what = "tensors", *advice = "keep it whole, or override its rule";
+        if (rows.rule->matrix) {
+            reads = rows.rule->name, what = "matrices";
+        } else if (optim->config.limit_growth > 0.0f) {
+            reads = "limit_growth", advice = "keep it whole, or leave limit_growth out";
+        } else if (rows.rule->by_rows && rows.rule->rows != ROWS_ADAM_MINI) {
+            reads = rows.rule->name;
+        } else if (rows.rule->by_rows && !on_rows) {
+            reads = rows.rule->name, what = "rows";
+            advice = "cut it at rows that begin at multiples of 2048 elements, or override its rule";
         }
         for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
             const Span span = format_span(format);
-            if (span == SPAN_RUN || span == SPAN_ROWS) continue;
-            user_error("%s has scales of whole tensors, and %s is cut; take a format in blocks", format->name,
-                       tensor->name);
+            if (reads || span == SPAN_RUN || span == SPAN_ROWS) continue;
+            reads = format->name, advice = "keep it whole, or take a format in blocks";
         }
+        if (!reads) continue;
+        user_error("%s reads whole %s, and %s is cut at element %lld; %s", reads, what, tensor->name,
+                   (long long)tensor->first, advice);
     }
 }
 

@@ -9,7 +9,7 @@
 //     gradients of a rule that reads rows or matrices, or of --limit-growth the whole tensor
 //
 // A step costs three short kernels besides optim_step's work, and an upload of 16 bytes a tensor if an address has
-// changed. If other tensors have gradients than in the last step, or tensors changed their groups, 48 bytes a tile are
+// changed. If other tensors have gradients than in the last step, or tensors changed their groups, 100 bytes a tile are
 // uploaded.
 //
 // A step may be captured in a CUDA graph if the configuration has `replays` and a step with the same tensors was taken

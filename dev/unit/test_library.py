@@ -164,7 +164,7 @@ def test_library_rules_that_read_matrices():
         before = runs[0].bytes()
         raises(ValueError, "takes all tensors or none", lambda: runs[0].step(5, missing=[1]))
         assert runs[0].bytes() == before, rule
-        raises(ValueError, "t is sharded", lambda: nibble_optim.Handle({"rule": rule}, [("t", 8, 300, 0, 1200)]))
+        raises(ValueError, "reads whole matrices, and t is cut", lambda: nibble_optim.Handle({"rule": rule}, [("t", 8, 300, 0, 1200)]))
 
 
 def test_library_matrices_take_eight_groups():

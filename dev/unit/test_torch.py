@@ -170,27 +170,6 @@ def test_torch_groups_schedulers_closures_hooks():
             assert (p - q).abs().max() < 3e-5, "a thousandth of what three steps can move a weight"
 
 
-def test_torch_hooks_and_profilers_see_each_step():
-    """Each kind of hook alone, and a profiler, which step() could miss while it goes around torch's wrapper."""
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-    p = torch.nn.Parameter(torch.ones(4))
-    p.grad, calls = torch.ones(4), []
-    optimizer, again = (nibble_optim.Optimizer([p], preset="adamw32") for _ in range(2))
-    for register in (register_optimizer_step_pre_hook, optimizer.register_step_pre_hook,
-                     register_optimizer_step_post_hook, optimizer.register_step_post_hook):
-        handle = register(lambda one, args, kwargs: calls.append((one, args, kwargs)))
-        optimizer.step()
-        handle.remove()
-        optimizer.step()
-        assert calls == [(optimizer, (optimizer,), {})], (register, calls)
-        calls.clear()
-    optimizer.register_step_pre_hook(lambda one, args, kwargs: ((one, lambda: 7), kwargs))
-    assert optimizer.step() == 7 and again.step() is None, "a hook may give a closure"
-    with torch.autograd.profiler.profile() as profiled:
-        again.step()
-    assert "Optimizer.step#Optimizer.step" in [event.key for event in profiled.key_averages()]
-
-
 def test_torch_missing_gradients_and_new_groups():
     for device in DEVICES:
         model, extra = model_of(device), torch.nn.Parameter(torch.ones(7, device=device))

@@ -417,7 +417,10 @@ class Part:
             self.counts.fill_(self.age[0])
         else:
             self.age = [age + (grad is not None) for age, grad in zip(self.age, grads)]
-            self._count()
+            there = torch.ones(len(grads), device="cpu")
+            there[list(missing)] = 0
+            self.counts += there
+            self.together = False
         for written in [self.counted] if _COUNTS_LISTS else self.counted:
             increment_version(written)
         if self.watched:
@@ -464,7 +467,7 @@ class Part:
             self.shares.step(values, slopes, group_of, constants, step, self.stream())
 
     def _count(self):
-        """Writes the numbers of steps that parameters have taken, which differ if gradients were missing."""
+        """Writes the numbers of steps that parameters have taken."""
         self.counts.copy_(torch.tensor(self.age, device="cpu"))
         self.together = len(set(self.age)) == 1
 
