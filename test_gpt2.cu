@@ -116,7 +116,7 @@ static float scalar(const Model* m, int i) {
 // A step with the gradients that are there.
 static void update(Model* m, float lr, float clip, int64_t step) {
     arena_begin(&m->arena, m->scalars, clip, lr, step);
-    arena_step(&m->arena, m->scalars, m->activations);
+    arena_step(&m->arena, m->scalars);
 }
 
 // Returns the arena of gradients as fp32 in host memory.
@@ -851,7 +851,7 @@ TEST(memory_plan_files) {
             const int bytes = strcmp(optim_saved_dtype(m.arena.optim, t), "F32") == 0 ? 4 : 2;
             model += m.stored[t].rows * m.stored[t].cols * bytes;
         }
-        OptimSaved* saved = optim_saved_open(m.arena.optim, nullptr, &dev, m.arena.tensors, nullptr);
+        OptimSaved* saved = optim_saved_open(m.arena.optim, nullptr, nullptr);
         for (int i = 0; i < optim_saved_count(saved); i++) {
             const OptimStream array = optim_saved_array(saved, i);
             optimizer += array.elements * array.element_bytes;
@@ -892,10 +892,10 @@ TEST(memory_plan) {
         expect(plan.weights + plan.states == optimizer, "weights %lld and states %lld", (long long)plan.weights,
                (long long)plan.states);
         expect(plan.total == optimizer + plan.grads + plan.activations + plan.other, "the total is not the sum");
-        void* other[] = {m.input.tokens, m.losses, m.fp8.scale_inv};
+        void* other[] = {m.input.tokens, m.losses, m.arena.squares, m.fp8.scale_inv};
         expect_allocated(test, "gradients", plan.grads, &m.arena.grads, 1);
         expect_allocated(test, "activations", plan.activations, &m.activations, 1);
-        expect_allocated(test, "input, losses and scales", plan.other, other, setup.fp8 ? 3 : 2);
+        expect_allocated(test, "input, losses, squares and scales", plan.other, other, setup.fp8 ? 4 : 3);
     }
 }
 
@@ -908,9 +908,9 @@ TEST(memory_plan_of_ranks) {
     OptimConfig config = setup_optim(&setup);
     Device gpu = cpu;
     gpu.gpu = true, gpu.compute = 80, gpu.sm_count = 108, gpu.shared_memory = 164 << 10;
-    int64_t cut[] = {0, m.arena.elements, m.arena.elements}, total[2];
+    int64_t total[2];
     Shard shard = {};
-    shard.comm.world = 2, shard.cut = cut, shard.gradient_bytes = 4;
+    shard.comm.world = 2, shard.gradient_bytes = 4;
     Model on_gpu = m;
     on_gpu.dev = &gpu, on_gpu.arena.shard = &shard;
     for (int i = 0; i < 2; i++) {

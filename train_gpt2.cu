@@ -249,7 +249,6 @@ static int64_t scratch_bytes(const Model* m) {
     int64_t bytes = attention_backward_scratch_bytes(m->dev, m->B, m->T, c->C, c->NH);
     int64_t others[] = {layernorm_backward_scratch_bytes<X>(m->dev, c->C),
                         matmul_backward_bias_scratch_bytes(m->dev, 3 * c->C),
-                        m->arena.elements / TILE_ELEMENTS * (int64_t)sizeof(double),  // of arena_step
                         matmul_backward_gelu_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C),
                         m->uses_fp8 ? fp8_scratch_bytes(m->dev, (int64_t)m->B * m->T, 4 * c->C) : 0};
     for (int64_t other : others) bytes = other > bytes ? other : bytes;
@@ -589,13 +588,12 @@ static MemoryPlan memory_plan(const Model* m, const OptimConfig* config) {
 // Allocates the model's memory; without a `config` for forward passes alone.
 static void model_allocate(Model* m, const OptimConfig* config) {
     const int64_t N = (int64_t)m->B * m->T;
-    m->arena.scratch = activations_bytes(m, config != nullptr);
     arena_open(&m->arena, config);
     if (config) {
         m->dwte_sum = m->arena.grads_bf16 ? (float*)device_alloc(m->dev, wte_sum_bytes(m))
                                           : (float*)arena_at(&m->arena, m->arena.grads, WTE, sizeof(float));
     }
-    m->activations = device_alloc(m->dev, m->arena.scratch);
+    m->activations = device_alloc(m->dev, activations_bytes(m, config != nullptr));
     m->input = input_alloc(m->dev, N);
     m->losses = (float*)device_alloc(m->dev, N * (int64_t)sizeof(float));
     m->scalars = (float*)device_alloc(m->dev, SCALARS * sizeof(float));
@@ -643,7 +641,8 @@ static void model_init(Model* m, uint64_t seed) {
         const float residual = tensor->residual ? sqrtf(2.0f * m->config.L) : 1.0f;
         const bool ones = strcmp(strrchr(tensor->name, '.'), ".weight") == 0;  // of a layernorm
         if (tensor->rows > 1) {
-            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations, m->arena.scratch);
+            arena_draw(&m->arena, t, tensor->stored_rows, seed, 0.02f / residual, m->activations,
+                       activations_bytes(m, true));
         } else {
             arena_fill(&m->arena, t, ones ? 1.0f : 0.0f);
         }
@@ -672,7 +671,7 @@ static bool train_step(Model* m, Feeder* feeder, int64_t micro_batches, float lr
         if (buckets < 0) buckets = input_blank(m->dev, &m->input);
         micro_batch(m, buckets, m->B, true, i == 0, 1.0f / (float)(micro_batches * ranks_of(m)));
     }
-    arena_step(&m->arena, m->scalars, m->activations);  // which are dead by now
+    arena_step(&m->arena, m->scalars);
     if (!m->uses_fp8) return true;
     shard_all_reduce(m->arena.shard, m->fp8.amax, m->fp8.slots, 1);
     fp8_end(m->dev, &m->fp8, m->scalars + SCALAR_FACTOR, m->scalars + SCALAR_SATURATED);
@@ -932,7 +931,7 @@ static bool checkpoint_write(Run* run, double begin, bool prune) {
     RunFolder* folder = &run->folder;
     for (int t = 0; t < a->count; t++) m->stored[t].dtype = optim_saved_dtype(a->optim, t);
     const OptimStream history = amax_history_of(m);
-    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->dev, a->tensors, m->uses_fp8 ? &history : nullptr);
+    OptimSaved* saved = optim_saved_open(a->optim, a->shard, m->uses_fp8 ? &history : nullptr);
     SafetensorsTensor arrays[OPTIM_STREAMS + 1] = {};
     const int count = optim_saved_count(saved);
     for (int i = 0; i < count; i++) {

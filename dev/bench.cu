@@ -193,8 +193,8 @@ struct Operators {
         });
         account(a, "gradient norm", 1, 0, sizeof(G) * (double)m->arena.elements, [&] {
             const int64_t tiles = m->arena.elements / TILE_ELEMENTS;
-            tile_squares<G>(dev, (double*)m->activations, (const G*)m->arena.grads, tiles);
-            norm_of_tiles(dev, m->scalars + 1, (const double*)m->activations, tiles, 1.0f, nullptr);
+            tile_squares<G>(dev, dev->stream, m->arena.squares, (const G*)m->arena.grads, tiles);
+            norm_of_tiles(dev, m->scalars + 1, m->arena.squares, tiles, 1.0f, nullptr);
         });
         account(a, "embedding backward", mb, 0, NC * 2, [&] {
             embedding_backward<bf16, G>(dev, d.wte, d.wpe, m->dwte_sum, act.dresidual, input.order, input.bucket,

@@ -27,9 +27,9 @@ ROWS = [
      "attention_gradient", ["unit/attention"]),
     ("kernels/ranks/shard.cuh", "for (int r = 0; r < c.world; r++) sum += to_float",
      "for (int r = 1; r < c.world; r++) sum += to_float", "exchange_between", ["unit/exchange"]),
-    ("kernels/ranks/shard.cuh", "s->defers && !s->first);", "s->defers);", "exchange_between", ["unit/exchange"]),
-    ("kernels/ranks/shard.cuh", "chunk[r]->sums + (out.begin - mine.begin);", "chunk[r]->sums;", "exchange_between",
-     ["unit/exchange"]),
+    ("kernels/ranks/shard.cuh", "splits && !s->first);", "splits);", "exchange_between", ["unit/exchange"]),
+    ("kernels/ranks/slices.cuh", "return own[i].at + (tile - own[i].tile);", "return own[i].at;", "slices_owners",
+     ["unit/slices"]),
     ("kernels/ranks/rendezvous.c", "return differ == 0;", "return true;", "doors_", ["kernels/ranks/rendezvous"]),
     # optim
     ("optim/formats/bf16.cuh", "bits + 0x7fffu + (bits >> 16 & 1u)", "bits + 0x8000u", "optim_bf16", ["unit/optim"]),

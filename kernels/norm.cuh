@@ -32,9 +32,9 @@ inline ClipBy clip_by_from(const char* name) {
 constexpr int PART_TENSORS = 12;  // of a part, at most
 constexpr int NORM_THREADS = 512;
 
-// The squares of a part's tiles by tensor: those of tensor t are square[first[t]] to square[first[t + 1]].
+// The tiles of a part's tensors: the squares of tensor t are square[first[t]] and the next tiles[t] - 1.
 struct PartTiles {
-    int64_t first[PART_TENSORS + 1];
+    int64_t first[PART_TENSORS], tiles[PART_TENSORS];
     int count;
 };
 
@@ -148,8 +148,7 @@ __global__ static void __launch_bounds__(NORM_THREADS)
 __global__ static void __launch_bounds__(NORM_THREADS)
     part_norm_kernel(PartClip c, const double* square, PartTiles tiles) {
     double sum[PART_TENSORS];
-    for (int t = 0; t < tiles.count; t++)
-        sum[t] = sum_squares(square + tiles.first[t], tiles.first[t + 1] - tiles.first[t]);
+    for (int t = 0; t < tiles.count; t++) sum[t] = sum_squares(square + tiles.first[t], tiles.tiles[t]);
     if (threadIdx.x == 0) part_norm_result(c, sum, tiles.count);
 }
 
@@ -162,11 +161,11 @@ __global__ static void part_norm_end_kernel(float* scalars, float* left_alone, f
 
 // square: (tiles) device memory; grads: (tiles, TILE_ELEMENTS)
 template <typename G>
-void tile_squares(const Device* dev, double* square, const G* grads, int64_t tiles) {
+void tile_squares(const Device* dev, cudaStream_t stream, double* square, const G* grads, int64_t tiles) {
     if (tiles == 0) return;
 #ifdef __CUDACC__
     if (dev->gpu) {
-        tile_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, dev->stream>>>(square, grads, tiles);
+        tile_squares_kernel<G><<<(unsigned)ceil_div(tiles, 8), 256, 0, stream>>>(square, grads, tiles);
         check_launch();
         return;
     }
@@ -199,8 +198,7 @@ inline void part_norm(const Device* dev, const PartClip& clip, const double* squ
     }
 #endif
     double sum[PART_TENSORS];
-    for (int t = 0; t < tiles.count; t++)
-        sum[t] = sum_squares_cpu(square + tiles.first[t], tiles.first[t + 1] - tiles.first[t]);
+    for (int t = 0; t < tiles.count; t++) sum[t] = sum_squares_cpu(square + tiles.first[t], tiles.tiles[t]);
     part_norm_result(clip, sum, tiles.count);
 }
 

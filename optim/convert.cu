@@ -35,9 +35,8 @@ static Side side_of(const Plan* plan, int tensor, Slot slot) {
     side.place = plan_array_ref(plan, tensor, slot);
     side.format = side.place.nearest;
     side.tensor = &plan->kept[tensor][slot], side.slot = slot;
-    const int64_t padded = tensor_padded(side.tensor), begin = side.place.run->begin - side.tensor->offset,
-                  end = side.place.run->end - side.tensor->offset;
-    side.begin = begin < 0 ? 0 : begin, side.end = end < padded ? end : padded;
+    const KeptPart part = kept_part(plan, tensor, slot);
+    side.begin = part.begin, side.end = part.end;
     return side;
 }
 
@@ -403,7 +402,7 @@ bool optim_load(Optim* optim, const OptimStored* stored, char* error) {
     Changes* changes = (Changes*)memory_zero(1, sizeof(Changes));
     OptimTensor* tensors = (OptimTensor*)memory_take((size_t)parts.count * sizeof(OptimTensor) + 1);
     memcpy(tensors, parts.tensors, (size_t)parts.count * sizeof(OptimTensor));
-    config.begin = config.end = 0;
+    config.runs = nullptr;
     optim_layout(tensors, parts.count, &config);
     Plan* plan = plan_ranges(&config, tensors, parts.count);
     int arrays = 0;

@@ -14,6 +14,7 @@
 #include <stddef.h>
 
 #include "../kernels/count_gpus.cuh"
+#include "../kernels/ranks/slices.cuh"
 #include "loaded_cublaslt.h"
 #include "placed.h"
 
@@ -142,6 +143,7 @@ struct NibbleOptim {
     bool releases;        // each tensor has its own optimizer and is stepped in the backward pass
     const char* stacked;  // of the settings, or null
     int64_t element, end;
+    SliceRun run;                                     // of a share with owners: its tensors
     void* (*allocate)(void* context, int64_t bytes);  // the caller's, or null
     void* context;
     char describe[256];
@@ -478,17 +480,18 @@ static void arena_place(NibbleOptim* optim) {
     OptimConfig* config = &optim->config;
     const OptimTensor* whole = optim->whole;
     if (optim->shares == 0 || optim->share < 0) {
-        config->begin = optim->element;
-        config->end = optim->element + optim_layout(optim->local, optim->count, config);
+        optim_layout(optim->local, optim->count, config);
     } else {
-        config->begin = config->end = optim->end;
+        int64_t first = optim->end, last = first;
         memcpy(optim->local, whole, (size_t)optim->count * sizeof(OptimTensor));
         for (int t = 0; t < optim->count; t++) {
             const int64_t begin = optim->element + whole[t].offset, end = begin + tensor_padded(&whole[t]);
             if (is_elsewhere(optim, t)) continue;
-            if (config->begin == optim->end || end > config->end) config->end = end;
-            if (begin < config->begin) config->begin = begin;
+            if (first == optim->end || end > last) last = end;
+            if (begin < first) first = begin;
         }
+        optim->run = {first / TILE_ELEMENTS, 0, (last - first) / TILE_ELEMENTS};
+        config->runs = &optim->run, config->run_count = last > first ? 1 : 0;
     }
     for (int t = 0; t < optim->count; t++) optim->local[t].offset += optim->element;
 }

@@ -132,8 +132,8 @@ static void spans_create(Optim* optim, const ArenaRun* run, const FormatRow* for
     if (optim->counts) return;
     SpanTile* host = (SpanTile*)memory_take((size_t)bytes + 1);
     for (int t = 0; t < optim->count; t++) {
-        const OptimTensor* tensor = &optim->tensors[t];
-        if (tensor->offset < run->begin || tensor->offset >= run->end) continue;
+        const OptimTensor* tensor = &optim->plan->kept[t][SLOT_WEIGHTS];
+        if (!is_in_run(optim->plan, t, run)) continue;
         const int64_t at = is_by_rows(span) ? optim->plan->ready[t] : optim->plan->at[t][span] - run->at[span];
         for (int64_t first = 0; first < tensor_padded(tensor); first += TILE_ELEMENTS) {
             host[(tensor->offset + first - run->begin) / TILE_ELEMENTS] = span_tile(span, tensor, first, at);
@@ -181,18 +181,21 @@ static void allocate_streams(Optim* optim, const ArenaRun* run, const FormatRow*
 }
 
 // Adds a storage's arrays to the list that checkpoints write.
-static void list_streams(Optim* optim, const char* array, const FormatRow* format, const Streams* streams,
-                         const ArenaRun* run, bool is_weights) {
+static void list_streams(Optim* optim, Slot slot, int index, const FormatRow* format, const Streams* streams,
+                         const ArenaRun* run) {
+    const bool is_weights = slot == SLOT_WEIGHTS;
+    char array[ARRAY_NAME_BYTES];
+    plan_array(optim->plan, index, slot, array);
     for (int i = 0; i < 3; i++) {
         const StreamInfo& info = format->stream[i];
         void* data = stream_data(streams, i);
-        if (info.bits == 0 || run->begin == run->end) continue;
-        if (i == 0 && is_weights && !data) continue;  // the caller has these weights
-        int index = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
-        char* name = optim->stream_name[index];
-        stream_name(array, info, name, sizeof(optim->stream_name[index]));
+        if (info.bits == 0 || (run->begin == run->end && !optim->config.runs)) continue;
+        if (i == 0 && is_weights && !data && optim->config.placed) continue;  // the caller has these weights
+        const int number = optim->stream_count++, element_bytes = info.bits < 8 ? 1 : info.bits / 8;
+        char* name = optim->stream_name[number];
+        stream_name(array, info, name, sizeof(optim->stream_name[number]));
         const int64_t elements = run_bytes(run, info) / element_bytes;
-        optim->stream[index] = {name, info.dtype, data, elements, element_bytes, i == 0 && is_weights};
+        optim->stream[number] = {name, info.dtype, data, elements, element_bytes, i == 0 && is_weights, slot, index, i};
     }
 }
 
@@ -214,12 +217,13 @@ Tile optim_tile(const Optim* optim, int t, int64_t i, int64_t number, Tile* appl
     const StepLaunch* launch = &optim->launch[plan->launch_of[t]];
     const Weights* weights = launch->weights;
     const bool copies = weights->copy != none_row();
-    const int64_t at = optim->tensors[t].offset / TILE_ELEMENTS + i, kept = at - weights->run->begin / TILE_ELEMENTS;
+    const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset / TILE_ELEMENTS + i,
+                  kept = at - weights->run->begin / TILE_ELEMENTS;
     Tile tile = {};
-    tile.seen = copies ? array_at(weights->copy->stream[0], optim->seen, at - plan->begin / TILE_ELEMENTS)
+    tile.seen = copies ? array_at(weights->copy->stream[0], optim->seen, at)
                        : array_at(weights->row->stream[0], weights->streams.codes, kept);
     tile.kept = (uint32_t)kept, tile.states = (uint32_t)(at - launch->plan->run.begin / TILE_ELEMENTS);
-    tile.element = (uint32_t)at, tile.group = (uint32_t)plan->group_of[t];
+    tile.element = (uint32_t)(optim->tensors[t].offset / TILE_ELEMENTS + i), tile.group = (uint32_t)plan->group_of[t];
     if (!launch->rows.rule->matrix) return tile;
     *applied = tile;
     applied->grads = matrix_scratch(&launch->matrix, number, launch->apply.rows.grads->stream[0].bits / 8);
@@ -247,11 +251,8 @@ static void tiles_create(Optim* optim) {
         launch->tiles = optim->tiles + (first - tiles), launch->applied = optim->tiles + (applied - tiles);
         if (launch->rows.rule->matrix) next += launch->plan->tiles;
         for (int t = 0, n = 0; t < optim->count; t++) {
-            const OptimTensor* tensor = &optim->tensors[t];
             if (plan->launch_of[t] != l) continue;
-            const int64_t begin = plan_clamp(plan, tensor->offset) - tensor->offset,
-                          end = plan_clamp(plan, tensor->offset + tensor_padded(tensor)) - tensor->offset;
-            for (int64_t i = begin / TILE_ELEMENTS; i < end / TILE_ELEMENTS; i++, n++) {
+            for (int64_t i = plan->here[t].begin / TILE_ELEMENTS; i < plan->here[t].end / TILE_ELEMENTS; i++, n++) {
                 first[n] = optim_tile(optim, t, i, n, &applied[n]);
             }
         }
@@ -267,11 +268,10 @@ void optim_tensor_grads(Optim* optim, int t, const void* grads) {
     if (optim->grads[t] == grads) return;
     optim->grads[t] = grads;
     if (!launch->tiles) return;
-    const OptimTensor* tensor = &optim->tensors[t];
-    const int64_t begin = plan_clamp(plan, tensor->offset),
-                  end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
-    Tile* tiles = launch->tiles + (begin - launch->plan->run.begin) / TILE_ELEMENTS;
-    tiles_set_grads(optim->dev, tiles, (end - begin) / TILE_ELEMENTS, grads, tile_bytes(launch->rows.grads->stream[0]));
+    const KeptPart part = plan->here[t];
+    const int64_t first = plan->kept[t][SLOT_WEIGHTS].offset + part.begin - launch->plan->run.begin;
+    tiles_set_grads(optim->dev, launch->tiles + first / TILE_ELEMENTS, (part.end - part.begin) / TILE_ELEMENTS, grads,
+                    tile_bytes(launch->rows.grads->stream[0]));
 }
 
 // Returns the format of the copy that a kernel writes. A direction, in the weights' place, has no copy.
@@ -354,13 +354,11 @@ static void weights_create(Optim* optim, int index) {
     weights->copy = step_copy(&optim->config, format, optim->compute);
     const StreamInfo& seen = compute_row(optim->compute)->stream[0];
     const bool copied = optim->config.keeps_copy && !optim->config.placed;
-    char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin - plan->begin) : nullptr;
+    char* at = optim->seen ? (char*)optim->seen + stream_bytes(seen, run->begin) : nullptr;
     if (copied) *(weights->are_seen ? &optim->allocated.weights : &optim->allocated.compute) += run_bytes(run, seen);
     const bool there = weights->are_seen && (copied || optim->config.placed);
     allocate_streams(optim, run, format, there ? 1 : 0, there ? at : nullptr, false, &weights->streams);
-    char array[ARRAY_NAME_BYTES];
-    plan_array(plan, index, SLOT_WEIGHTS, array);
-    list_streams(optim, array, format, &weights->streams, run, true);
+    list_streams(optim, SLOT_WEIGHTS, index, format, &weights->streams, run);
 }
 
 // Makes the tables and the kernels of the passes before the step.
@@ -454,10 +452,8 @@ static void launch_create(Optim* optim, int index) {
         const FormatRow* format = slot_format(planned, (Slot)slot);
         const ArenaRun* run = &planned->kept[slot];
         Streams* kept = &launch->kept[slot];
-        char array[ARRAY_NAME_BYTES];
-        plan_array(optim->plan, index, (Slot)slot, array);
         allocate_streams(optim, run, format, 0, nullptr, true, kept);
-        list_streams(optim, array, format, kept, run, false);
+        list_streams(optim, (Slot)slot, index, format, kept, run);
         if (slot < SLOT_M + OPTIM_KEPT) launch->at[slot - SLOT_M] = *kept;
     }
     const Rows first = first_rows(&planned->config);
@@ -486,7 +482,7 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     }
     Plan* plan = optim->plan = plan_ranges(config, optim->tensors, count);
     int64_t none = 0;  // not counted here, since weights_create counts these bytes
-    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->end - plan->begin);
+    int64_t bytes = stream_bytes(compute_row(compute)->stream[0], plan->elements);
     optim->seen = config->keeps_copy && !config->placed ? allocate_zero(optim, bytes, &none) : nullptr;
     // Streams are listed in the arena's order, so that a shard lists some of the streams of the whole arena.
     for (int w = 0; w < plan->weights_count; w++) {
@@ -497,7 +493,7 @@ static void optim_make(Optim* optim, const OptimTensor* tensors, int count, Opti
     }
     bool scaled = false;
     for (int i = 0; i < plan->launches; i++) scaled = scaled || config_scaled(&plan->launch[i].config);
-    const int64_t factors = (plan->end - plan->begin) / TILE_ELEMENTS * (int64_t)sizeof(float);
+    const int64_t factors = plan->elements / TILE_ELEMENTS * (int64_t)sizeof(float);
     if (scaled) optim->factors = (float*)allocate_zero(optim, factors, &optim->allocated.tables);
     tiles_create(optim);
     jit_kernels(optim->dev->compute, optim->request, optim->requests);
@@ -577,11 +573,9 @@ static const Weights* weights_of(const Optim* optim, int tensor) {
     return &optim->weights[plan->launch[plan->launch_of[tensor]].weights];
 }
 
-OptimStream optim_weights_stream(const Optim* optim, int tensor) {
-    const Weights* weights = weights_of(optim, tensor);
-    const StreamInfo& info = weights->row->stream[0];
-    char* first = (char*)weights->streams.codes - stream_bytes(info, weights->run->begin - optim->plan->begin);
-    return {"weights", info.dtype, first, optim->plan->end - optim->plan->begin, info.bits / 8, true};
+// Returns the number of a tensor's first tile in the arrays of its weights.
+static int64_t weights_tile(const Optim* optim, int tensor) {
+    return (optim->plan->kept[tensor][SLOT_WEIGHTS].offset - weights_of(optim, tensor)->run->begin) / TILE_ELEMENTS;
 }
 
 OptimBytes optim_allocated(const Optim* optim) {
@@ -615,32 +609,29 @@ void optim_decode(Optim* optim) {
     for (int i = 0; i < optim->plan->weights_count && optim->seen; i++) {
         const Weights* weights = &optim->weights[i];
         const int64_t first = weights->run->begin / TILE_ELEMENTS, end = weights->run->end / TILE_ELEMENTS;
-        void* to =
-            array_at(compute_row(optim->compute)->stream[0], optim->seen, first - optim->plan->begin / TILE_ELEMENTS);
+        void* to = array_at(compute_row(optim->compute)->stream[0], optim->seen, first);
         if (!weights->are_seen) decode_tiles(optim, weights, 0, end - first, to);
     }
 }
 
 const void* optim_stored_weights(const Optim* optim, int tensor) {
     const Weights* weights = weights_of(optim, tensor);
-    const int64_t first = (optim->tensors[tensor].offset - weights->run->begin) / TILE_ELEMENTS;
+    const int64_t first = weights_tile(optim, tensor);
     return weights->are_seen ? row_tile(weights->row, weights->streams, first).codes : nullptr;
 }
 
 OptimCodes optim_codes(const Optim* optim, int tensor) {
     const Weights* weights = weights_of(optim, tensor);
-    const int64_t offset = optim->tensors[tensor].offset, first = (offset - weights->run->begin) / TILE_ELEMENTS;
-    if (!format_is_operand(weights->row) || offset < optim->plan->begin || offset >= optim->plan->end) return {};
+    if (!format_is_operand(weights->row) || is_elsewhere(optim->plan, tensor)) return {};
     const int64_t at = optim->plan->at[tensor][SPAN_TENSOR] - weights->run->at[SPAN_TENSOR];
-    return {(const uint8_t*)row_tile(weights->row, weights->streams, first).codes,
+    return {(const uint8_t*)row_tile(weights->row, weights->streams, weights_tile(optim, tensor)).codes,
             (const float*)weights->streams.extra + at};
 }
 
 void optim_decode_tensor(const Optim* optim, int tensor, void* to) {
     const Weights* weights = weights_of(optim, tensor);
-    const OptimTensor* its = &optim->tensors[tensor];
-    const int64_t first = (its->offset - weights->run->begin) / TILE_ELEMENTS;
-    decode_tiles(optim, weights, first, tensor_padded(its) / TILE_ELEMENTS, to);
+    const int64_t tiles = tensor_padded(&optim->tensors[tensor]) / TILE_ELEMENTS;
+    decode_tiles(optim, weights, weights_tile(optim, tensor), tiles, to);
 }
 
 // The step.
@@ -817,7 +808,7 @@ static const StepLaunch* launch_begin(const Optim* optim, int index, StepArgumen
     arguments->rows = {launch->at[1].next, launch->at[1].span};
     arguments->states = launch->states;
     const bool scaled = config_scaled(&launch->plan->config);
-    arguments->factor = scaled ? optim->factors + (weights->run->begin - optim->plan->begin) / TILE_ELEMENTS : nullptr;
+    arguments->factor = scaled ? optim->factors + weights->run->begin / TILE_ELEMENTS : nullptr;
     arguments->next_tile = launch->next_tile;
     return launch;
 }
@@ -849,7 +840,7 @@ void optim_settle_tensor(const Optim* optim, int t, const float* grad_scale) {
     const OptimTensor* tensor = &optim->tensors[t];
     for (int i = 0; i < optim->settles; i++) {
         const Settle* all = &optim->settle[i];
-        if (tensor->offset < all->run->begin || tensor->offset >= all->run->end) continue;
+        if (!is_in_run(optim->plan, t, all->run)) continue;
         const int64_t at = optim->plan->at[t][all->span] - all->run->at[all->span];
         const Settle its = {all->now + at, all->next + at, span_numbers(all->span, tensor), all->run, all->span};
         spans_settle(optim->dev, &its, grad_scale);
@@ -890,8 +881,8 @@ void optim_step_tiles(const Optim* optim, const TileRun* run, const float* grad_
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step) {
     const Plan* plan = optim->plan;
     const int element = optim->launch[0].rows.grads->stream[0].bits / 8;
-    for (int t = 0; t < optim->count; t++) {
-        const int64_t at = plan_clamp(plan, optim->tensors[t].offset) - plan->begin;
+    for (int t = 0; t < optim->count && grads; t++) {
+        const int64_t at = plan->kept[t][SLOT_WEIGHTS].offset + plan->here[t].begin;
         optim_tensor_grads(optim, t, (const char*)grads + at * element);
     }
     for (int i = 0; i < plan->launches; i++) {

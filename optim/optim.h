@@ -9,10 +9,10 @@
 // Bit contract: for every combination, a step gives the same bits on the CPU and on a GPU, for any launch shape, and
 // before and after a resume. Noise is keyed by (seed, step, stream, global element index).
 //
-// Sharding: an optimizer whose config names a part of the arena keeps only that part of the weights, the states and the
-// compute copy, and takes gradients of that part. It computes the bits that an unsharded optimizer computes there. Its
-// arrays begin at the part's first element; the shards' arrays one after another are those of an unsharded optimizer. A
-// part may begin and end within a tensor, unless a format has one scale for each tensor or scales by row and column.
+// Sharding: an optimizer whose config names runs of the arena keeps only these of the weights, the states and the
+// compute copy, one after another, and takes gradients of them. It computes the bits that an unsharded optimizer
+// computes there. A run may begin and end within a tensor, unless the tensor's rule or formats read whole tensors
+// (optim_slice).
 #pragma once
 #include <string.h>
 
@@ -40,20 +40,21 @@ struct OptimConfig {
     const char* v;        // as m; "none" if the rule keeps no second moment
     float beta1, beta2, eps, weight_decay;
     uint64_t seed;
-    const char* decay_mode = "coupled";  // p *= 1 - lr * wd; "independent": p *= 1 - wd * lr / lr_max
-    float lr_max = 0.0f;                 // the largest learning rate of the schedule; needed by "independent"
-    float beta3 = 0.9999f;               // ademamix: decay of the slow average; came: of the confidence
-    float alpha = 5.0f;                  // ademamix: weight of the slow average
-    int64_t ramp = 0;                    // steps over which both rise to these values; 0: they have them at once
-    const char* overrides = "";          // rule, formats, learning rate or decay by tensor name (override.h); "" =
-                                         // the preset's if weights, m and v are too; "none" = no overrides
-    int64_t begin = 0, end = 0;  // the part of the arena that is kept here: multiples of TILE_ELEMENTS; end 0: all
-    bool stored = false;         // describes a checkpoint: overrides "" = none, and :ef is not checked
-    bool keeps_copy = true;      // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
-                                 // stored; false: the caller decodes them a part at a time (model/)
-    float momentum = 0.95f;      // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
-    bool nesterov = true;        // their direction is g + momentum (m - g); false: it is m
-    int64_t ns_steps = 5;        // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
+    const char* decay_mode = "coupled";     // p *= 1 - lr * wd; "independent": p *= 1 - wd * lr / lr_max
+    float lr_max = 0.0f;                    // the largest learning rate of the schedule; needed by "independent"
+    float beta3 = 0.9999f;                  // ademamix: decay of the slow average; came: of the confidence
+    float alpha = 5.0f;                     // ademamix: weight of the slow average
+    int64_t ramp = 0;                       // steps over which both rise to these values; 0: they have them at once
+    const char* overrides = "";             // rule, formats, learning rate or decay by tensor name (override.h); "" =
+                                            // the preset's if weights, m and v are too; "none" = no overrides
+    const struct SliceRun* runs = nullptr;  // (run_count) what is kept of the arena, in its order (slices.cuh), at most
+    int run_count = 0;                      // one run of a tensor; null: all. It must outlive the optimizer
+    bool stored = false;                    // describes a checkpoint: overrides "" = none, and :ef is not checked
+    bool keeps_copy = true;  // keeps a copy, in the compute type, of all weights that the matmuls cannot read as
+                             // stored; false: the caller decodes them a part at a time (model/)
+    float momentum = 0.95f;  // muon, normuon, rmnp, normuon-lite: decay of m, in place of beta1
+    bool nesterov = true;    // their direction is g + momentum (m - g); false: it is m
+    int64_t ns_steps = 5;    // muon, normuon: steps of Newton-Schulz; coefficients "jordan" or "polar-express"
     const char* ns_coefficients = "jordan";
     int64_t rank = 0;                // galore, fira, apollo: the rank; 0: a quarter of the shorter side
     int64_t rank_gap = 200;          // steps after which they take new directions
@@ -93,12 +94,13 @@ enum OptimType { OPTIM_FP32, OPTIM_BF16 };  // element types that the trainer co
 struct OptimStream {
     const char* name;   // "weights", "master", "m", "v", "m.scales", ...; for overrides "m.1[wpe|ln*]"
     const char* dtype;  // safetensors' name: "F32", "BF16", "U8", ...
-    void* data;  // (elements) device memory; host memory for states with OptimConfig.offload. The array has the arena's
-                 // layout and begins at config.begin or at the first tensor of its formats. Scales of tensors, rows
-                 // and columns lie in the order of the tensors.
-    int64_t elements;
+    void* data;  // (elements) device memory; host memory for states with OptimConfig.offload. What a shard keeps of the
+                 // tensors of a format follows each other in the arena's order, as scales of tensors, rows and columns
+                 // do.
+    int64_t elements;  // 0 if a shard keeps none
     int element_bytes;
-    bool is_weights;  // primary weights; model.safetensors holds them if dtype is F32 or BF16
+    bool is_weights;                     // primary weights; model.safetensors holds them if dtype is F32 or BF16
+    int slot = 0, index = 0, array = 0;  // which the plan calls them (plan.h)
 };
 
 typedef struct Optim Optim;
@@ -120,10 +122,9 @@ constexpr int OPTIM_STREAMS = 108;  // at most
 // match no tensor, are too many or contradict each other.
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config = nullptr);
 
-// Moves cuts between shards out of tensors whose rule or formats read whole tensors. A cut goes to the nearer end of
-// its tensor, or to the end of the arena's first tensor if the first shard would be empty; other cuts stay. `cut` has
-// `cuts` elements of the arena, in rising order.
-void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts);
+// Says how tensors may be cut between shards: at multiples of grain[t] tiles, which is the whole tensor if its rule or
+// formats read it whole. cost[t]: bytes that the owner of a tile keeps.
+void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* grain, int64_t* cost);
 
 // Checks every name and value of the configuration and fills in the preset's defaults. Returns false with a sentence in
 // `error` that names the option, what was found and what to type; it suggests the nearest known name.
@@ -177,7 +178,7 @@ bool optim_set_part(Optim* optim, int tensor, int64_t start, int64_t n, const fl
 // are not rounded to the compute type. A shard writes the part that lies in it and leaves other values alone.
 void optim_get_weights(const Optim* optim, int tensor, float* values);
 
-// Returns the weights in the compute type, in device memory and the arena's layout from config.begin on. The pointer is
+// Returns the weights in the compute type, in device memory and the arena's layout, of a shard its runs. The pointer is
 // constant for the optimizer's life; it is NULL if the optimizer keeps no copy.
 void* optim_weights(const Optim* optim);
 
@@ -204,15 +205,18 @@ void optim_decode(Optim* optim);
 
 // Takes one step over the whole model, in place, on dev->stream: weights, states and the compute copy get new values
 // from the gradients. It takes one launch for each combination of rule and formats. `grads` is an arena in the config's
-// grads format; for a shard, the part from config.begin on. `grad_scale` is a device scalar that multiplies every
-// gradient (the clip factor); if it is NaN or infinite, the step changes nothing. `step` counts from 1 and leaves out
-// steps that changed nothing.
+// grads format, for a shard its runs one after another; null: optim_tensor_grads has set all tensors' gradients.
+// `grad_scale` is a device scalar that multiplies every gradient (the clip factor); if it is NaN or infinite, the step
+// changes nothing. `step` counts from 1 and leaves out steps that changed nothing.
 void optim_step(Optim* optim, const void* grads, const float* grad_scale, float lr, int64_t step);
+
+// Sets where the gradients of a tensor's first element here lie; the next ones follow.
+void optim_tensor_grads(Optim* optim, int tensor, const void* grads);
 
 // Takes the step for some tensors only, so that a backward pass can update the tensors whose gradients are complete.
 // `tensor` has `count` tensors; the gradients of tensor[i] begin at grads[i], with zeros behind them up to a whole
-// tile. A shard steps the part that lies in it. Once each tensor has been stepped, all bits are those of optim_step.
-// optim_releases must allow it.
+// tile; or `grads` is null, see optim_step. A shard steps the part that lies in it. Once each tensor has been stepped,
+// all bits are those of optim_step. optim_releases must allow it.
 void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grads, int count, const float* grad_scale,
                         float lr, int64_t step);
 
@@ -229,10 +233,6 @@ OptimStream optim_stream(const Optim* optim, int index);
 
 // Returns the stream of this name; its data and name are null if there is none.
 OptimStream optim_stream_named(const Optim* optim, const char* name);
-
-// Returns the array of primary weights that contains a tensor, as if the array began at the arena's element
-// config.begin: the tensor's weights lie at `data` plus its offset less config.begin. `dtype` is that of its format.
-OptimStream optim_weights_stream(const Optim* optim, int tensor);
 
 // An optimizer in a checkpoint, in any formats, and the functions that read it.
 struct OptimStored {
@@ -266,8 +266,7 @@ const char* optim_saved_dtype(const Optim* optim, int tensor);
 // Lists the arrays of the optimizer's file, followed by `extra`, an array of the caller's that every rank has whole
 // (NULL: none). `tensors` are the optimizer's. Do not use the data of optim_saved_array.
 typedef struct OptimSaved OptimSaved;
-OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const Device* dev, const OptimTensor* tensors,
-                             const OptimStream* extra);
+OptimSaved* optim_saved_open(const Optim* optim, struct Shard* shard, const OptimStream* extra);
 int optim_saved_count(const OptimSaved* saved);
 OptimStream optim_saved_array(const OptimSaved* saved, int i);
 // Read the weights of tensors[t] in their type (rows x cols), and `bytes` bytes of array i from byte `at` on. They are

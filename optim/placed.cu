@@ -145,7 +145,7 @@ static const Device host_memory = {};
 // Makes room for the lists of all tiles.
 static void lists_take(const PlacedTables* tables, const Device* dev, PlacedView* view) {
     const Plan* plan = tables->parts.plan;
-    const int64_t most = (plan->end - plan->begin) / TILE_ELEMENTS;
+    const int64_t most = plan->elements / TILE_ELEMENTS;
     view->tile = (PlacedTile*)device_alloc(dev, most * (int64_t)sizeof(PlacedTile));
     view->step = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));
     view->applied = (Tile*)device_alloc(dev, most * (int64_t)sizeof(Tile));

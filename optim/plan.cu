@@ -3,6 +3,7 @@
 
 #include <assert.h>
 
+#include "../kernels/ranks/slices.cuh"
 #include "matrix/low_rank.h"
 #include "storage.h"
 
@@ -136,6 +137,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
     plan->kept = (OptimTensor(*)[SLOTS])memory_zero((size_t)count + 1, sizeof(plan->kept[0]));
     plan->at = (int64_t(*)[SPANS])memory_zero((size_t)count + 1, sizeof(plan->at[0]));
     plan->ready = (int64_t*)memory_zero((size_t)count + 1, sizeof(int64_t));
+    plan->here = (KeptPart*)memory_zero((size_t)count + 1, sizeof(KeptPart));
+    plan->noise = (int64_t*)memory_zero((size_t)count + 1, sizeof(int64_t));
     for (int t = 0; t < count; t++) plan_tensor(plan, &tensors[t], t);
     plan_patterns(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
@@ -148,7 +151,8 @@ static Plan* plan_create(const OptimConfig* config, const OptimTensor* tensors, 
 }
 
 void plan_free(Plan* plan) {
-    free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->kept), free(plan);
+    free(plan->launch_of), free(plan->group_of), free(plan->at), free(plan->ready), free(plan->here), free(plan->noise);
+    free(plan->kept), free(plan);
 }
 
 int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config) {
@@ -168,39 +172,29 @@ int64_t optim_layout(OptimTensor* tensors, int count, const OptimConfig* config)
     return offset;
 }
 
-int64_t plan_clamp(const Plan* plan, int64_t element) {
-    return element < plan->begin ? plan->begin : element > plan->end ? plan->end : element;
+// Sets the part of a tensor that is kept here.
+static void plan_here(Plan* plan, int t, const OptimTensor* tensor) {
+    const OptimConfig* config = &plan->launch[0].config;
+    const int64_t begin = tensor->offset, end = begin + tensor_padded(tensor);
+    plan->here[t] = {0, config->runs ? 0 : end - begin};
+    for (int i = 0; i < config->run_count && config->runs; i++) {
+        const SliceRun* run = &config->runs[i];
+        const int64_t low = run->tile * TILE_ELEMENTS, high = low + run->tiles * TILE_ELEMENTS;
+        if (low >= end || high <= begin) continue;
+        assert(plan->here[t].begin == plan->here[t].end);
+        plan->here[t] = {low > begin ? low - begin : 0, (high < end ? high : end) - begin};
+    }
+    const bool whole = plan->here[t].end - plan->here[t].begin == end - begin || is_elsewhere(plan, t);
+    assert(whole || !config_reads_whole(&plan->launch[plan->launch_of[t]].config));
+    (void)whole;
 }
 
-// Returns the length of the arena that holds these tensors.
-static int64_t arena_elements(const OptimTensor* tensors, int count) {
-    int64_t elements = 0;
-    for (int i = 0; i < count; i++) {
-        int64_t end = tensors[i].offset + tensor_padded(&tensors[i]);
-        if (end > elements) elements = end;
-    }
-    return elements;
-}
-
-// Refuses a shard that cuts a tensor which its rule, formats or --limit-growth read whole; returns if nothing does.
-static void require_whole(const Plan* plan, const LaunchPlan* launch, const OptimTensor* tensor) {
-    const Rows rows = launch->rows;
-    if (launch->config.limit_growth > 0.0f) {
-        user_error(
-            "--limit-growth reads whole tensors, and the shard of elements %lld to %lld cuts %s; take --shard none",
-            (long long)plan->begin, (long long)plan->end, tensor->name);
-    }
-    if (reads_whole(rows.rule)) {
-        user_error("%s reads whole rows or matrices, and the shard of elements %lld to %lld cuts %s; take --shard none",
-                   rows.rule->name, (long long)plan->begin, (long long)plan->end, tensor->name);
-    }
-    for (const FormatRow* format : {rows.weights, rows.m, rows.v}) {
-        if (format_span(format) == SPAN_RUN) continue;
-        user_error(
-            "%s was asked for, whose scales are of whole tensors, and the shard of elements %lld to %lld cuts "
-            "%s; take a format in blocks, such as e4m3/256 or lin4/128, or --shard none",
-            format->name, (long long)plan->begin, (long long)plan->end, tensor->name);
-    }
+KeptPart kept_part(const Plan* plan, int t, Slot slot) {
+    const int64_t padded =
+        tensor_padded(&plan->kept[t][slot]);  // moments of projected gradients are smaller, and whole
+    KeptPart part = plan->here[t];
+    if (part.end > padded) part.end = padded;
+    return part;
 }
 
 // Counts the numbers of spans of a launch's tensors that are kept here. `numbers` has the counts of earlier launches.
@@ -209,9 +203,7 @@ static void launch_numbers(Plan* plan, int index, const OptimTensor* tensors, in
     const Span ready = format_span(launch->rows.v);
     memcpy(launch->run.at, numbers, sizeof(numbers));
     for (int t = 0; t < count; t++) {
-        int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
-        if (plan->launch_of[t] != index || end <= plan->begin || begin >= plan->end) continue;
-        if (begin < plan->begin || end > plan->end) require_whole(plan, launch, &tensors[t]);
+        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
         for (int span = 0; span < SPANS; span++) {
             int64_t its = span_numbers((Span)span, &tensors[t]);
             plan->at[t][span] = numbers[span];
@@ -235,30 +227,18 @@ static void plan_numbers(Plan* plan, const OptimTensor* tensors, int count) {
     }
 }
 
-void optim_cuts(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts) {
+void optim_slice(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* grain, int64_t* cost) {
     Plan* plan = plan_create(config, tensors, count);
     for (int t = 0; t < count; t++) {
-        const int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
-        if (!config_reads_whole(&plan->launch[plan->launch_of[t]].config)) continue;
-        for (int i = 0; i < cuts; i++) {
-            if (cut[i] > begin && cut[i] < end) cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
-            // A first shard that ends at element 0 would mean the whole arena (OptimConfig.end).
-            if (i > 0 && cut[i] == 0 && begin == 0) cut[i] = end;
+        const LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
+        double bytes = 0.0;
+        for (int slot = SLOT_WEIGHTS; slot <= SLOT_SLOW; slot++) {
+            bytes += format_bytes_each(slot_format(launch, (Slot)slot));
         }
+        grain[t] = config_reads_whole(&launch->config) ? tensor_padded(&tensors[t]) / TILE_ELEMENTS : 1;
+        cost[t] = 1 + (int64_t)(bytes * TILE_ELEMENTS);
     }
     plan_free(plan);
-}
-
-// Extends a run to contain elements `begin` to `end` - 1.
-static void run_extend(ArenaRun* run, int64_t begin, int64_t end) {
-    if (run->end == 0 || begin < run->begin) run->begin = begin;
-    if (end > run->end) run->end = end;
-}
-
-// Clamps a run to the plan's part of the arena; a run outside of it becomes empty.
-static void run_clamp(const Plan* plan, ArenaRun* run) {
-    run->begin = plan_clamp(plan, run->begin);
-    run->end = plan_clamp(plan, run->end);
 }
 
 // Sets shapes and offsets of the moments and the basis of a tensor whose gradient is projected. They begin at offset[0]
@@ -273,64 +253,73 @@ static void kept_low(const LaunchPlan* launch, const OptimTensor* tensor, const 
     kept[SLOT_BASIS].rows = parts, kept[SLOT_BASIS].cols = shape.basis, kept[SLOT_BASIS].offset = offset[1];
 }
 
-// Sets what each slot of a launch keeps. `begin` is where the launch's run begins in the whole arena.
-static void plan_kept(Plan* plan, int index, int64_t begin, const OptimTensor* tensors, int count) {
+// Sets what each slot of a launch keeps of tensors whose gradients are projected. `first` is the first element of the
+// launch's tensors in the whole arena, wherever they are kept.
+static void plan_low(Plan* plan, int index, int64_t first, const OptimTensor* tensors, int count) {
     LaunchPlan* launch = &plan->launch[index];
-    const Rows rows = launch->rows;
-    const bool low = is_low_rank(rows.rule);
+    const int64_t begin = launch->run.begin;
     int64_t offset[2] = {begin, begin};
-    for (int slot = 0; slot < SLOTS && !low; slot++) launch->kept[slot] = launch->run;
     for (int t = 0; t < count; t++) {
         if (plan->launch_of[t] != index) continue;
-        for (OptimTensor& kept : plan->kept[t]) kept = tensors[t];
-        if (!low) continue;
-        kept_low(launch, &tensors[t], offset, plan->kept[t]);
-        const bool here = tensors[t].offset >= plan->begin && tensors[t].offset < plan->end;
-        for (int slot = SLOT_M; slot <= SLOT_BASIS; slot++) {
-            const OptimTensor* kept = &plan->kept[t][slot];
-            const int64_t end = kept->offset + tensor_padded(kept);
-            if (here) run_extend(&launch->kept[slot], kept->offset, end);
-            offset[slot == SLOT_BASIS] = end;
-        }
+        OptimTensor(&kept)[SLOTS] = plan->kept[t];
+        kept_low(launch, &tensors[t], offset, kept);
+        plan->noise[t] = first;
+        first += tensor_padded(&kept[SLOT_M]);
+        if (is_elsewhere(plan, t)) continue;
+        offset[0] += tensor_padded(&kept[SLOT_M]), offset[1] += tensor_padded(&kept[SLOT_BASIS]);
     }
-    for (const FormatRow* format : {rows.m, rows.v}) {
-        if (!low || format_span(format) == SPAN_RUN) continue;
+    for (int slot = SLOT_M; slot <= SLOT_BASIS; slot++) {
+        launch->kept[slot].begin = begin, launch->kept[slot].end = offset[slot == SLOT_BASIS];
+    }
+    for (const FormatRow* format : {launch->rows.m, launch->rows.v}) {
+        if (format_span(format) == SPAN_RUN) continue;
         user_error(
             "%s keeps moments of another shape, and %s has scales of whole tensors; take a format in blocks, say "
             "dyn8 or lin4",
-            rows.rule->name, format->name);
+            launch->rows.rule->name, format->name);
     }
 }
 
-// Since optim_layout was called with this configuration, the run of a launch holds no other launch's tensors.
+// Places a launch's tensors behind the `elements` that earlier launches keep. Returns the elements with them.
+static int64_t plan_place(Plan* plan, int index, int64_t elements, const OptimTensor* tensors, int count) {
+    LaunchPlan* launch = &plan->launch[index];
+    launch->run.begin = elements;
+    for (int t = 0; t < count; t++) {
+        if (plan->launch_of[t] != index) continue;
+        for (OptimTensor& kept : plan->kept[t]) kept = tensors[t], kept.offset = elements - plan->here[t].begin;
+        plan->noise[t] = tensors[t].offset;
+        elements += plan->here[t].end - plan->here[t].begin;
+    }
+    launch->run.end = elements;
+    launch->tiles = (launch->run.end - launch->run.begin) / TILE_ELEMENTS;
+    return elements;
+}
+
+// Since optim_layout was called with this configuration, the tensors of a launch follow each other in the arena.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count) {
     Plan* plan = plan_create(config, tensors, count);
-    plan->begin = config->begin;
-    plan->end = config->end > 0 ? config->end : arena_elements(tensors, count);
-    assert(plan->begin % TILE_ELEMENTS == 0 && plan->end % TILE_ELEMENTS == 0 && plan->begin <= plan->end);
-    for (int t = 0; t < count; t++) {
-        LaunchPlan* launch = &plan->launch[plan->launch_of[t]];
-        int64_t end = tensors[t].offset + tensor_padded(&tensors[t]);
-        run_extend(&launch->run, tensors[t].offset, end);
-        run_extend(&plan->weights[launch->weights].run, tensors[t].offset, end);
+    for (int t = 0; t < count; t++) plan_here(plan, t, &tensors[t]);
+    for (int w = 0; w < plan->weights_count; w++) {
+        plan->weights[w].run.begin = plan->elements;
+        for (int l = 0; l < plan->launches; l++) {
+            if (plan->launch[l].weights == w) plan->elements = plan_place(plan, l, plan->elements, tensors, count);
+        }
+        plan->weights[w].run.end = plan->elements;
     }
-    int64_t begin[LAUNCHES];  // of runs in the whole arena
+    plan_numbers(plan, tensors, count);
     for (int i = 0; i < plan->launches; i++) {
         LaunchPlan* launch = &plan->launch[i];
-        begin[i] = launch->run.begin;
-        assert(launch->run.end - launch->run.begin == launch->tiles * TILE_ELEMENTS);
-        run_clamp(plan, &launch->run);
-        launch->tiles = (launch->run.end - launch->run.begin) / TILE_ELEMENTS;
+        int t = 0;
+        for (int slot = 0; slot < SLOTS; slot++) launch->kept[slot] = launch->run;
+        while (t < count && plan->launch_of[t] != i) t++;
+        if (is_low_rank(launch->rows.rule) && t < count) plan_low(plan, i, tensors[t].offset, tensors, count);
     }
-    for (int i = 0; i < plan->weights_count; i++) run_clamp(plan, &plan->weights[i].run);
-    plan_numbers(plan, tensors, count);
-    for (int i = 0; i < plan->launches; i++) plan_kept(plan, i, begin[i], tensors, count);
     return plan;
 }
 
 OptimFiles optim_file_bytes(const OptimConfig* config, const OptimTensor* tensors, int count) {
     OptimConfig whole = *config;
-    whole.begin = whole.end = 0, whole.keeps_copy = false;
+    whole.runs = nullptr, whole.keeps_copy = false;
     const Device cpu = {};  // any device will do, since tables are not counted
     const OptimBytes bytes = optim_bytes(&cpu, &whole, tensors, count, OPTIM_FP32);
     OptimFiles files = {0, bytes.weights + bytes.states + bytes.host};

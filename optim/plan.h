@@ -16,12 +16,17 @@ constexpr int LAUNCHES = 6;  // at most
 // and the norm that it limits. The norms are those of each tensor's last update, which --limit-growth keeps.
 enum Slot { SLOT_WEIGHTS, SLOT_M, SLOT_V, SLOT_SLOW, SLOT_BASIS, SLOT_NORMS, SLOTS };
 
-// A run of the arena: elements `begin` to `end` - 1. Of its tensors' numbers of spans, it says how many there are and
-// where they begin among those of all tensors.
+// A run of what is kept here: elements `begin` to `end` - 1, counted without what other ranks keep. Of its tensors'
+// numbers of spans, it says how many there are and where they begin among those of all tensors.
 struct ArenaRun {
     int64_t begin, end;
     int64_t at[SPANS], numbers[SPANS];
     int64_t ready;  // how many numbers of rows and columns the step reads
+};
+
+// The part of a tensor that is kept here: its elements `begin` to `end` - 1, with padding.
+struct KeptPart {
+    int64_t begin, end;
 };
 
 struct WeightsPlan {
@@ -51,26 +56,39 @@ struct Plan {
     Settings group[STEP_GROUPS];  // groups 0 and 1 have no override: tensors without and with decay
     int groups;
     int *launch_of, *group_of;  // (tensors)
-    int64_t begin, end;         // the part of the arena that is kept here
+    int64_t elements;           // of all tensors that are kept here
+    KeptPart* here;             // (tensors)
     int64_t (*at)[SPANS];       // (tensors): where a tensor's numbers begin among those of all tensors
     int64_t* ready;             // (tensors): where a tensor's numbers begin in the launch's array that the step reads
-    // (tensors): the shape in which a slot keeps a tensor, and its offset. Moments of projected gradients, and bases,
-    // lie one after another from the beginning of the launch's run in the whole arena, so that no others have their
-    // noise.
+    // (tensors): the shape in which a slot keeps a tensor, and its offset among the elements that are kept here. If its
+    // first elements are not kept here, the offset is that much lower.
     OptimTensor (*kept)[SLOTS];
+    // (tensors): the element of the whole arena whose noise a tensor's first element has. Moments of projected
+    // gradients have the noise of their launch's first elements, in the order of the tensors.
+    int64_t* noise;
 };
 
 // Makes the plan of a resolved configuration, for the configuration's part of the arena. optim_layout must have placed
-// the tensors with the same configuration. plan_free frees the plan. Exits with a sentence if overrides do not fit or
-// if the part cuts a tensor that is read whole.
+// the tensors with the same configuration. plan_free frees the plan. Exits with a sentence if overrides do not fit.
 Plan* plan_ranges(const OptimConfig* config, const OptimTensor* tensors, int count);
 void plan_free(Plan* plan);
 
 // Returns the number of elements of a tensor and its padding: a multiple of TILE_ELEMENTS.
 int64_t tensor_padded(const OptimTensor* tensor);
 
-// Clamps an element of the arena to the plan's part of it.
-int64_t plan_clamp(const Plan* plan, int64_t element);
+// Returns true if nothing of a tensor is kept here.
+inline bool is_elsewhere(const Plan* plan, int tensor) {
+    return plan->here[tensor].begin == plan->here[tensor].end;
+}
+
+// Returns true if a run has what is kept here of a tensor, or some of it.
+inline bool is_in_run(const Plan* plan, int tensor, const ArenaRun* run) {
+    const int64_t at = plan->kept[tensor][SLOT_WEIGHTS].offset + plan->here[tensor].begin;
+    return !is_elsewhere(plan, tensor) && at >= run->begin && at < run->end;
+}
+
+// Returns the part of a tensor that a slot keeps here, in the slot's shape.
+KeptPart kept_part(const Plan* plan, int tensor, Slot slot);
 
 // Returns "weights", "m", "v", "slow", "basis" or "norms".
 const char* slot_name(Slot slot);

@@ -43,10 +43,10 @@ RowPlan row_plan(const Plan* plan, int index, const OptimTensor* tensors, int co
     for (int i = 0; i < its.passes; i++) columns = columns || sum_info(its.pass[i]).has_columns;
     for (int t = 0; t < count && its.passes > 0; t++) {
         const OptimTensor* tensor = &tensors[t];
-        if (plan->launch_of[t] != index || tensor->offset < run->begin || tensor->offset >= run->end) continue;
-        if (tensor->cols == 0) continue;  // an empty part of a tensor has no sums
+        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
         SumTensor* sum = &its.tensor[its.tensors++];
-        sum->tile = tile, sum->kept = (tensor->offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
+        sum->tile = tile,
+        sum->kept = (plan->kept[t][SLOT_WEIGHTS].offset - plan->weights[launch->weights].run.begin) / TILE_ELEMENTS;
         tile += tensor_padded(tensor) / TILE_ELEMENTS;
         sum->rows = tensor->rows, sum->cols = tensor->cols;
         sum->panels = ceil_div(tensor->cols, SUM_COLS), sum->slabs = ceil_div(tensor->rows, SUM_ROWS);

@@ -7,85 +7,133 @@
 #include "../data/json.h"
 #include "../kernels/ranks/collect.cuh"
 #include "optim.h"
-
-static_assert(OPTIM_STREAMS <= SHARD_ARRAYS, "each may be an array of a checkpoint");
+#include "plan.h"
 
 static bool is_in_model_file(const OptimStream* stream) {
     return stream->is_weights && optim_model_dtype(stream->dtype);
 }
 
 const char* optim_saved_dtype(const Optim* optim, int tensor) {
-    const OptimStream stream = optim_weights_stream(optim, tensor);
-    return is_in_model_file(&stream) ? stream.dtype : "F32";
+    const Plan* plan = optim_parts(optim).plan;
+    const char* dtype = plan->launch[plan->launch_of[tensor]].rows.weights->stream[0].dtype;
+    return optim_model_dtype(dtype) ? dtype : "F32";
 }
 
 struct OptimSaved {
     const Optim* optim;
+    OptimParts parts;
+    Plan* whole;  // of the whole arena
     Shard* shard;
-    const Device* dev;
-    const OptimTensor* tensors;
     OptimStream extra;  // follows the optimizer's arrays; `name` NULL: none
-    ShardArrays arrays;
+    OptimStream array[OPTIM_STREAMS];
+    int arrays;
 };
 
-void optim_saved_weights(void* context, int t, void* to) {
-    const OptimSaved* saved = (const OptimSaved*)context;
-    Shard* shard = saved->shard;
-    const OptimTensor* tensors = saved->tensors;
-    const OptimStream stream = optim_weights_stream(saved->optim, t);
-    const bool stored = is_in_model_file(&stream);
-    const int64_t offset = tensors[t].offset, n = tensors[t].rows * tensors[t].cols;
-    const int size = stored ? stream.element_bytes : 4;
-    if (!stored) optim_get_weights(saved->optim, t, (float*)to);
-    if (shard_splits(shard, SHARD_STATES)) {
-        shard_collect(shard, to, offset, n, size, stored ? stream.data : nullptr);
-    } else if (stored) {
-        copy_to_host(saved->dev, to, (const char*)stream.data + offset * size, n * size);
+// A tensor's bytes in an array of the optimizer.
+struct SavedPart {
+    int64_t begin, end;  // among those of the whole array
+    int64_t tile_bytes;
+    bool whole;        // one rank has all of them
+    const char* data;  // where they begin, or would, in this rank's array
+};
+
+static SavedPart part_of(const OptimSaved* saved, int t, const OptimStream* stream) {
+    const Slot slot = (Slot)stream->slot;
+    const Plan* plan = saved->parts.plan;
+    const ArrayRef all = plan_array_ref(saved->whole, t, slot), own = plan_array_ref(plan, t, slot);
+    const StreamInfo& info = all.format->stream[stream->array];
+    const OptimTensor *tensor = &saved->whole->kept[t][slot], *kept = &plan->kept[t][slot];
+    const char* data = (const char*)stream->data;
+    SavedPart part = {};
+    part.tile_bytes = stream_bytes(info, TILE_ELEMENTS);
+    part.whole = config_reads_whole(&plan->launch[plan->launch_of[t]].config);
+    if (info.span == SPAN_RUN) {
+        part.begin = stream_bytes(info, tensor->offset - all.run->begin);
+        part.end = part.begin + stream_bytes(info, tensor_padded(tensor));
+        part.data = data + (kept->offset - own.run->begin) / TILE_ELEMENTS * part.tile_bytes;
+    } else {
+        part.begin = all.at * (int64_t)sizeof(float);
+        part.end = part.begin + span_numbers(info.span, tensor) * (int64_t)sizeof(float);
+        part.data = data + own.at * (int64_t)sizeof(float);
+    }
+    return part;
+}
+
+// Copies bytes `begin` to `end` - 1 of a tensor, which begin at `data` on this rank, to rank 0's memory. `data` NULL:
+// they are in `to` already.
+static void part_read(const OptimSaved* saved, int t, const SavedPart* part, const char* data, int64_t begin,
+                      int64_t end, char* to) {
+    Shard* s = saved->shard;
+    const int64_t first = saved->parts.tensors[t].offset / TILE_ELEMENTS;
+    if (shard_splits(s, SHARD_STATES)) {
+        shard_collect(s, to, data, first, part->tile_bytes, part->whole, begin, end);
+    } else if (data && (!s || s->comm.rank == 0)) {
+        copy_to_host(saved->parts.dev, to, data + begin, end - begin);
     }
 }
 
-OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const Device* dev, const OptimTensor* tensors,
-                             const OptimStream* extra) {
-    const int streams = optim_stream_count(optim);
-    int count = 0;
-    ShardArray* kept = (ShardArray*)memory_zero(streams, sizeof(*kept));
-    for (int i = 0; i < streams; i++) {
-        const OptimStream stream = optim_stream(optim, i);
-        if (is_in_model_file(&stream)) continue;
-        ShardArray* array = &kept[count++];
-        *array = {"", "", stream.elements, stream.element_bytes, stream.data};
-        snprintf(array->name, sizeof(array->name), "%s", stream.name);
-        snprintf(array->dtype, sizeof(array->dtype), "%s", stream.dtype);
+void optim_saved_weights(void* context, int t, void* to) {
+    const OptimSaved* saved = (const OptimSaved*)context;
+    const OptimTensor* tensor = &saved->parts.tensors[t];
+    const Plan* plan = saved->parts.plan;
+    const FormatRow* format = plan->launch[plan->launch_of[t]].rows.weights;
+    SavedPart part = {0, 0, TILE_ELEMENTS * (int64_t)sizeof(float), false, nullptr};
+    if (optim_model_dtype(format->stream[0].dtype)) {
+        ArrayRef weights = plan_array_ref(plan, t, SLOT_WEIGHTS);
+        OptimStream stream = array_ref_stream(saved->optim, &weights, format->stream[0]);
+        part = part_of(saved, t, &stream);
+    } else {
+        optim_get_weights(saved->optim, t, (float*)to);
     }
+    const int64_t bytes = tensor->rows * tensor->cols * (part.tile_bytes / TILE_ELEMENTS);
+    part_read(saved, t, &part, part.data, 0, bytes, (char*)to);
+}
+
+OptimSaved* optim_saved_open(const Optim* optim, Shard* shard, const OptimStream* extra) {
     OptimSaved* saved = (OptimSaved*)memory_zero(1, sizeof(*saved));
-    *saved = {optim, shard, dev, tensors, extra ? *extra : OptimStream{}, shard_arrays(shard, kept, count)};
-    free(kept);
+    const OptimParts parts = saved->parts = optim_parts(optim);
+    OptimConfig whole = *parts.config;
+    whole.runs = nullptr;
+    saved->optim = optim, saved->shard = shard, saved->whole = plan_ranges(&whole, parts.tensors, parts.count);
+    if (extra) saved->extra = *extra;
+    for (int i = 0; i < optim_stream_count(optim); i++) {
+        OptimStream stream = optim_stream(optim, i);
+        const Plan* plan = saved->whole;
+        const LaunchPlan* launch = &plan->launch[stream.index];
+        const bool weights = stream.slot == SLOT_WEIGHTS;
+        const ArenaRun* run = weights ? &plan->weights[stream.index].run : &launch->kept[stream.slot];
+        const FormatRow* format = weights ? plan->weights[stream.index].format : slot_format(launch, (Slot)stream.slot);
+        stream.elements = run_bytes(run, format->stream[stream.array]) / stream.element_bytes;
+        if (stream.elements > 0 && !is_in_model_file(&stream)) saved->array[saved->arrays++] = stream;
+    }
     return saved;
 }
 
 int optim_saved_count(const OptimSaved* saved) {
-    return saved->arrays.count + (saved->extra.name ? 1 : 0);
+    return saved->arrays + (saved->extra.name ? 1 : 0);
 }
 
 OptimStream optim_saved_array(const OptimSaved* saved, int i) {
-    if (i == saved->arrays.count) return saved->extra;
-    const ShardArray* array = &saved->arrays.whole[i];
-    return {array->name, array->dtype, nullptr, array->elements, array->element_bytes, false};
+    return i == saved->arrays ? saved->extra : saved->array[i];
 }
 
 void optim_saved_read(void* context, int i, int64_t at, int64_t bytes, void* to) {
     const OptimSaved* saved = (const OptimSaved*)context;
-    if (i == saved->arrays.count) {
-        copy_to_host(saved->dev, to, (const char*)saved->extra.data + at, bytes);
-    } else if (saved->arrays.ranks > 1) {
-        shard_arrays_read(saved->shard, &saved->arrays, i, at, bytes, to);
-    } else if (!saved->shard || saved->shard->comm.rank == 0) {
-        copy_to_host(saved->dev, to, (const char*)saved->arrays.own[i] + at, bytes);
+    const OptimStream* stream = &saved->array[i];
+    if (i == saved->arrays) return copy_to_host(saved->parts.dev, to, (const char*)saved->extra.data + at, bytes);
+    for (int t = 0; t < saved->parts.count; t++) {
+        const LaunchPlan* launch = &saved->whole->launch[saved->whole->launch_of[t]];
+        const int index = stream->slot == SLOT_WEIGHTS ? launch->weights : (int)(launch - saved->whole->launch);
+        if (index != stream->index) continue;
+        const SavedPart part = part_of(saved, t, stream);
+        const int64_t begin = at > part.begin ? at : part.begin, end = at + bytes < part.end ? at + bytes : part.end;
+        if (begin >= end) continue;
+        part_read(saved, t, &part, part.data, begin - part.begin, end - part.begin, (char*)to + (begin - at));
     }
 }
 
 void optim_saved_close(OptimSaved* saved) {
-    shard_arrays_free(&saved->arrays);
+    plan_free(saved->whole);
     free(saved);
 }
 

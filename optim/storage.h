@@ -179,9 +179,6 @@ struct OptimParts {
 };
 OptimParts optim_parts(const Optim* optim);
 
-// Sets where the gradients of a tensor begin or, if the tensor is cut, those of its part here.
-void optim_tensor_grads(Optim* optim, int tensor, const void* grads);
-
 // Some tiles of a launch.
 struct TileRun {
     int launch;

@@ -19,13 +19,15 @@ void tiles_set_grads(const Device* dev, Tile* tiles, int64_t count, const void* 
 static TileRun tensor_run(const OptimParts* parts, const int* tensor, int count, int* taken) {
     const Plan* plan = parts->plan;
     const int l = plan->launch_of[tensor[0]];
-    int64_t begin = parts->tensors[tensor[0]].offset, end = begin;
+    const int64_t begin = plan->kept[tensor[0]][SLOT_WEIGHTS].offset + plan->here[tensor[0]].begin;
+    int64_t end = begin;
     int n = 0;
-    for (; n < count && plan->launch_of[tensor[n]] == l && parts->tensors[tensor[n]].offset == end; n++) {
-        end += tensor_padded(&parts->tensors[tensor[n]]);
+    for (; n < count && plan->launch_of[tensor[n]] == l; n++) {
+        const KeptPart part = plan->here[tensor[n]];
+        if (plan->kept[tensor[n]][SLOT_WEIGHTS].offset + part.begin != end) break;
+        end += part.end - part.begin;
     }
     *taken = n;
-    begin = plan_clamp(plan, begin), end = plan_clamp(plan, end);
     return {l, (begin - plan->launch[l].run.begin) / TILE_ELEMENTS, (end - begin) / TILE_ELEMENTS};
 }
 
@@ -33,9 +35,9 @@ void optim_step_tensors(Optim* optim, const int* tensor, const void* const* grad
                         float lr, int64_t step) {
     const OptimParts parts = optim_parts(optim);
     const int element = parts.plan->launch[0].rows.grads->stream[0].bits / 8;
-    for (int i = 0; i < count; i++) {
-        const int64_t offset = parts.tensors[tensor[i]].offset, cut = plan_clamp(parts.plan, offset) - offset;
-        optim_tensor_grads(optim, tensor[i], (const char*)grads[i] + cut * element);
+    for (int i = 0; i < count && grads; i++) {
+        const int64_t begin = parts.plan->here[tensor[i]].begin;
+        optim_tensor_grads(optim, tensor[i], (const char*)grads[i] + begin * element);
     }
     for (int i = 0, taken; i < count; i += taken) {
         const TileRun run = tensor_run(&parts, tensor + i, count - i, &taken);

@@ -210,8 +210,8 @@ TEST(convert_into_shards) {
         model_open(&whole, &config, 1200001);
         expect_load(test, &whole, &from);
         for (int k = 0; k < 2; k++) {
-            OptimConfig part = config;
-            part.begin = k ? 300 * TILE_ELEMENTS : 0, part.end = k ? whole.elements : 300 * TILE_ELEMENTS;
+            const int64_t cut = 300 * TILE_ELEMENTS;
+            const OptimConfig part = shard_config(config, k ? cut : 0, k ? whole.elements : cut);
             model_open(&shard[k], &part, 1200001);
             expect_load(test, &shard[k], &from);
         }

@@ -232,12 +232,11 @@ TEST_BOTH(every_shard) {
                 cut[i + 1] = whole_tensors ? whole.tensor[tiles[c][i] % COUNT].offset : tiles[c][i] * TILE_ELEMENTS;
             cut[5] = whole.elements;
             std::sort(cut + 1, cut + 5);
-            optim_cuts(config, whole.tensor, COUNT, cut, 6);
+            cuts_allow(config, whole.tensor, COUNT, cut, 6);
             int count = 0;
             for (int i = 0; i < 5; i++) {
                 if (cut[i] == cut[i + 1] && i < 4) continue;
-                OptimConfig part = *config;
-                part.begin = cut[i], part.end = cut[i + 1];
+                const OptimConfig part = shard_config(*config, cut[i], cut[i + 1]);
                 run_open(&shard[count], &part, model, compute, gpu);
                 run_steps(&shard[count++], 1, 3);
             }

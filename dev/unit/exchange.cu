@@ -1,5 +1,4 @@
-// Unit tests of kernels/ranks/shard.cuh on one rank: what gradients are sent as, their sum, cuts and
-// buckets.
+// Unit tests of kernels/ranks: transports, and the exchange of gradients and weights in every mode.
 #include "../../kernels/ranks/collect.cuh"
 #include "../../optim/formats/bf16.cuh"
 #include "../room.h"
@@ -49,69 +48,12 @@ static void check_kernels(Test* test, const Device* dev, const char* what) {
         copy_to_host(dev, got, d_sum, n * sizeof(G));
         expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU sums otherwise, add %d", what, add);
     }
-    for (bool add : {false, true}) {
-        shard_keep<G>(dev, dev->stream, d_sum, d_grads, n, add);
-        shard_keep_cpu<G>(sum, typed, n, add);
-        copy_to_host(dev, got, d_sum, n * sizeof(G));
-        expect(memcmp(got, sum, n * sizeof(G)) == 0, "%s: the GPU keeps otherwise, add %d", what, add);
-    }
 }
 
 TEST(exchange_kernels_gpu) {
     Device dev = test_device(true);
     check_kernels<float>(test, &dev, "fp32");
     check_kernels<bf16>(test, &dev, "bf16");
-}
-
-// Every element is in one bucket and of one rank, and tensors of a layer stand alike in packed memory, whatever the
-// arena's order.
-TEST(exchange_plan) {
-    constexpr int LAYERS = 5, PER_LAYER = 3, TENSORS = 2 + LAYERS * PER_LAYER;
-    ShardTensor tensor[TENSORS];
-    for (int moved : {0, 1}) {
-        for (int world : {1, 2, 3, 7, 16}) {
-            int64_t elements = 0;
-            for (int pass = 0; pass < 2; pass++) {  // with `moved`, the second tensor of each layer comes last
-                for (int t = 0; t < TENSORS; t++) {
-                    bool later = moved && t >= 2 && (t - 2) % PER_LAYER == 1;
-                    if (later != (pass == 1)) continue;
-                    int64_t length = TILE_ELEMENTS * (t < 2 ? 9 - t : 1 + 2 * ((t - 2) % PER_LAYER));
-                    tensor[t] = {elements, length - 5 * t, t < 2 ? LAYERS : (t - 2) / PER_LAYER};
-                    elements += length;
-                }
-            }
-            Shard s = {};
-            s.comm.world = world, s.comm.rank = world - 1, s.chunk = 4;
-            shard_plan(&s, tensor, TENSORS, LAYERS, elements);
-            expect(s.cut[0] == 0 && s.cut[world] == elements, "%d ranks", world);
-            for (int r = 0; r < world; r++) {
-                int64_t part = s.cut[r + 1] - s.cut[r];
-                expect(part % TILE_ELEMENTS == 0 && llabs(part - elements / world) <= TILE_ELEMENTS, "part %lld",
-                       (long long)part);
-            }
-            int64_t covered = 0;
-            for (int b = 0; b <= LAYERS; b++) {
-                for (int i = 0; i < s.bucket[b].ranges; i++) {
-                    covered += s.bucket[b].range[i].end - s.bucket[b].range[i].begin;
-                }
-            }
-            int64_t end = 0, sliced = 0;
-            for (int i = 0; i < s.chunk_count; i++) {
-                const ShardChunk* c = &s.chunks[i];
-                const Overlap own = shard_slice(&s, c->begin, c->end, s.comm.rank);
-                expect(c->begin == end && c->end > end && c->end <= end + 4 * TILE_ELEMENTS && c->sums == sliced,
-                       "chunk %d: %lld to %lld, sums %lld", i, (long long)c->begin, (long long)c->end,
-                       (long long)c->sums);
-                end = c->end, sliced += own.end - own.begin;
-            }
-            expect(end == elements && s.sliced == sliced, "chunks end at %lld", (long long)end);
-            expect(covered == elements, "%lld of %lld elements", (long long)covered, (long long)elements);
-            for (int t = 2; t + 2 * PER_LAYER < TENSORS; t++)
-                expect(s.packed_offset[t] == s.packed_offset[t + 2 * PER_LAYER],
-                       "layers two apart do not share a place");
-            expect(s.packed == TILE_ELEMENTS * (2 * 9 + 17), "%lld elements packed", (long long)s.packed);
-        }
-    }
 }
 
 // Between ranks, over the stand-in. A rank that finds a mistake says so and ends all with code 7.
@@ -350,15 +292,12 @@ TEST(exchange_peers_gpu) {
     for (int ranks : {2, 3, 4, 8}) expect_ranks(test, ranks, peers_main);
 }
 
-// A model of three layers and a rest is enough to check sums, their norm, and what is kept, gathered, collected and
-// compared, in every mode.
+// A model of three layers and a rest is enough to check sums, their squares, and what is kept, gathered, collected and
+// compared, in every mode. The last 9 elements of a layer are padding.
 constexpr int MINI_LAYERS = 3, MINI_TENSORS = 5;
-static const ShardTensor mini[MINI_TENSORS] = {{0, 70 * TILE_ELEMENTS, MINI_LAYERS},
-                                               {70 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 0},
-                                               {150 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 1},
-                                               {230 * TILE_ELEMENTS, 80 * TILE_ELEMENTS - 9, 2},
-                                               {310 * TILE_ELEMENTS, 3 * TILE_ELEMENTS, MINI_LAYERS}};
-constexpr int64_t MINI = 313 * TILE_ELEMENTS;
+static const SliceTensor mini[MINI_TENSORS] = {
+    {70, 80, 0, 1, 1}, {150, 80, 1, 1, 1}, {230, 80, 2, 1, 1}, {0, 70, 3, 1, 1}, {310, 3, 3, 1, 1}};
+constexpr int64_t MINI_TILES = 313, MINI = MINI_TILES * TILE_ELEMENTS, TILE_BYTES = TILE_ELEMENTS * 4;
 
 static bool mini_padding(int64_t i) {
     for (int end : {150, 230, 310}) {
@@ -373,6 +312,12 @@ static float mini_sum(int world, int64_t i) {
     return sum;
 }
 
+// Where tensor t lies in an arena or in packed memory.
+static float* mini_at(Shard* s, float* memory, int t) {
+    const SliceRun all = {mini[t].tile, t == 4 ? 70 : 0, mini[t].tiles};
+    return (float*)shard_at(s, memory, mini[t].bucket, all, TILE_BYTES);
+}
+
 // Two micro-batches: where gradients are split, the second adds to the first. `bad`: an element of rank 1's gradients
 // that is not a number; -1: none.
 static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
@@ -380,11 +325,11 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
         shard_micro_batch(s, micro_batch == 0, micro_batch == 1);
         for (int b : {2, 1, 0, 3}) {
             for (int t = 0; t < MINI_TENSORS; t++) {
-                if (mini[t].layer != b) continue;
-                float* to = grads + (shard_is_packed(s, grads) ? s->packed_offset[t] : mini[t].offset);
-                for (int64_t i = 0; i < mini[t].elements; i++) {
-                    bool nan = s->comm.rank == 1 && mini[t].offset + i == bad;
-                    to[i] = nan ? NAN : element_of(s->comm.rank, mini[t].offset + i);
+                const int64_t first = mini[t].tile * TILE_ELEMENTS;
+                if (mini[t].bucket != b) continue;
+                for (int64_t i = 0; i < mini[t].tiles * TILE_ELEMENTS; i++) {
+                    const bool nan = s->comm.rank == 1 && first + i == bad, padding = mini_padding(first + i);
+                    mini_at(s, grads, t)[i] = nan ? NAN : padding ? 0.0f : element_of(s->comm.rank, first + i);
                 }
             }
             shard_reduce_waiting<float>(s);  // of the layer above
@@ -393,103 +338,107 @@ static void mini_reduce(Shard* s, float* grads, int64_t bad = -1) {
     }
 }
 
-static int64_t sent_bytes(const Shard* s) {
-    int64_t bytes = 0;
-    for (int r = 0; r < s->comm.world; r++) bytes += r == s->comm.rank ? 0 : s->sends[r].bytes;
-    return bytes;
-}
-
-// No rank sends more than two slices of a layer to each other, even if it owns all of the layer.
-static void mini_balance(Shard* s) {
-    for (int b = 0; b < MINI_LAYERS; b++) {
-        const ShardRange* range = &s->bucket[b].range[0];
-        const int64_t tiles = (range->end - range->begin) / TILE_ELEMENTS, others = s->comm.world - 1;
-        shard_scatter_range(s, range->begin, range->end, range->offset - range->begin);
-        int64_t sent = sent_bytes(s);
-        shard_all_gather_range(s, range->begin, range->end, range->offset - range->begin);
-        sent += sent_bytes(s);
-        require(sent <= 2 * others * ceil_div(tiles, s->comm.world) * TILE_ELEMENTS * 4);
-    }
-}
-
+// With five ranks, layers are not cut, so some ranks keep nothing.
 struct Mini : Shard {
     Room room{nullptr};
-    int64_t part;  // elements that it keeps
     float *grads, *own, *weights;
-    double* parts;
 
-    Mini(Launch* launch, const Device* dev, ShardMode how, bool wait, bool defer) : Shard() {
+    Mini(Launch* launch, const Device* dev, ShardMode how, bool wait) : Shard() {
         comm_open(&comm, launch, dev);
-        mode = how, waits = wait, chunk = 16, gradient_bytes = weight_bytes = 4;
-        shard_plan(this, mini, MINI_TENSORS, MINI_LAYERS, MINI);
-        if (comm.world == 5) cut[1] = cut[2];  // rank 1 keeps nothing
-        part = shard_kept(this);
-        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + shard_sums(this) : MINI);
-        own = room.zeros<float>(part);
-        weights = (float*)shard_open(this, grads, own);
-        int64_t scratch = MINI / TILE_ELEMENTS * 8;
-        while (defer && !shard_may_defer(this, scratch)) scratch += 8;
-        parts = room.zeros<double>(scratch / 8), may_defer = defer;
+        mode = how, waits = wait, piece = 5, gradient_bytes = weight_bytes = 4;
+        SliceTensor tensor[MINI_TENSORS];
+        memcpy(tensor, mini, sizeof(mini));
+        for (SliceTensor& t : tensor) t.grain = comm.world == 5 && t.bucket < MINI_LAYERS ? t.tiles : 1;
+        shard_plan(this, tensor, MINI_TENSORS);
+        grads = room.zeros<float>(mode >= SHARD_GRADS ? packed + own_tiles * TILE_ELEMENTS : MINI);
+        own = room.zeros<float>(own_tiles * TILE_ELEMENTS + 1);
+        weights = (float*)shard_open(this, grads, own, room.zeros<double>(MINI_TILES), MINI);
     }
     ~Mini() {
         shard_close(this);
         if (mode >= SHARD_STATES) free(weights);
     }
+    void norm(float* scalars) {
+        shard_send_scalars(this, scalars);
+        shard_join_scalars(this, scalars);
+        norm_of_tiles(comm.dev, scalars + SCALAR_NORM, squares, MINI_TILES, 1.0f, scalars);
+    }
 };
 
-static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits, bool defers) {
-    Mini s(launch, dev, mode, waits, defers);
-    const int me = s.comm.rank, world = s.comm.world;
-    const bool split = mode >= SHARD_GRADS;
-    const int64_t begin = s.cut[me], part = s.part;
-    float *grads = s.grads, *own = s.own, *weights = s.weights;
-    float *whole = s.room.zeros<float>(MINI), scalars[SCALARS] = {0.25f * (me + 1)};
-    double *parts = s.parts, norm = 0;
-    s.flags[1] = me == world - 1;                                 // one rank asks for a checkpoint
-    for (int step = 0; step < 2; step++) mini_reduce(&s, grads);  // the second one forgets the first one's sums
-    shard_norm<float>(&s, scalars, parts, 1.0f);
-    const float* kept = (float*)s.kept_grads;
-    require((kept == s.sums) != defers);
-    for (int64_t i = 0; i < (mode == SHARD_NONE ? MINI : part); i++) {
-        float want = mini_sum(world, mode == SHARD_NONE ? i : begin + i), got = mode == SHARD_NONE ? grads[i] : kept[i];
-        require(got == (split ? want + want : want));
+// The owner of every sum has it where it keeps it.
+static void mini_sums(const Mini* s, float scale) {
+    for (int r = 0; r < s->own_runs; r++) {
+        const SliceRun* run = &s->Shard::own[r];
+        for (int64_t i = run->tile * TILE_ELEMENTS; i < (run->tile + run->tiles) * TILE_ELEMENTS; i++) {
+            const int64_t place = i + (run->at - run->tile) * TILE_ELEMENTS;
+            const float got = s->mode >= SHARD_GRADS ? ((float*)s->sums)[place] : s->grads[i];
+            require(got == scale * mini_sum(s->comm.world, i));
+        }
     }
-    for (int64_t i = 0; i < MINI; i++) norm += pow((double)mini_sum(world, i) * (split ? 2 : 1), 2);
+}
+
+// All weights are sent to all ranks, and collected by the first, for a checkpoint.
+static void mini_weights(Mini* s) {
+    const int me = s->comm.rank;
+    float* whole = s->room.zeros<float>(MINI);
+    for (int r = 0; r < s->own_runs; r++) {
+        const SliceRun* run = &s->Shard::own[r];
+        for (int64_t i = 0; i < run->tiles * TILE_ELEMENTS; i++)
+            s->own[run->at * TILE_ELEMENTS + i] = (float)(run->tile * TILE_ELEMENTS + i);
+    }
+    shard_publish(s);
+    for (int b : {0, 1, 2, 3, 1, 0}) {
+        shard_need(s, b);
+        for (int t = 0; t < MINI_TENSORS; t++) {
+            for (int64_t i = 0; i < mini[t].tiles * TILE_ELEMENTS && mini[t].bucket == b; i++)
+                require(mini_at(s, s->weights, t)[i] == (float)(mini[t].tile * TILE_ELEMENTS + i));
+        }
+    }
+    for (const SliceTensor& t : mini) {
+        const char* data = (const char*)s->own;
+        for (int r = 0; r < s->own_runs; r++) {
+            const SliceRun* run = &s->Shard::own[r];
+            const bool has = run->tile < t.tile + t.tiles && t.tile < run->tile + run->tiles;
+            if (has) data = (const char*)s->own + (run->at + t.tile - run->tile) * TILE_BYTES;
+        }
+        shard_collect(s, (char*)(whole + t.tile * TILE_ELEMENTS), data, t.tile, TILE_BYTES, false, 0,
+                      t.tiles * TILE_BYTES);
+    }
+    for (int64_t i = 0; i < MINI && me == 0; i++) require(whole[i] == (float)i);
+    for (int64_t i = 0; i < MINI; i++) whole[i] = 1;
+    require(shard_equal(s, whole, MINI * 4));
+    if (me == 1) whole[MINI - 1] = nextafterf(1, 2);
+    require(!shard_equal(s, whole, MINI * 4));
+}
+
+static void mini_mode(Launch* launch, const Device* dev, ShardMode mode, bool waits) {
+    Mini s(launch, dev, mode, waits);
+    const int me = s.comm.rank, world = s.comm.world;
+    const float scale = mode >= SHARD_GRADS ? 2.0f : 1.0f;
+    float scalars[SCALARS] = {0.25f * (me + 1)};
+    double norm = 0;
+    s.flags[1] = me == world - 1;                                   // one rank asks for a checkpoint
+    for (int step = 0; step < 2; step++) mini_reduce(&s, s.grads);  // the second one forgets the first one's sums
+    s.norm(scalars);
+    mini_sums(&s, scale);
+    for (int64_t i = 0; i < MINI; i++) norm += pow((double)mini_sum(world, i) * scale, 2);
+    for (int64_t i = 0; i < MINI && mode == SHARD_NONE; i++) require(s.grads[i] == mini_sum(world, i));
     require(fabs(scalars[SCALAR_NORM] / sqrt(norm) - 1) < 1e-6 && scalars[SCALAR_LOSS] == 0.125f * world * (world + 1));
     require(scalars[SCALAR_STOP] == 0 && scalars[SCALAR_SAVE] == 1 && scalars[SCALAR_BAD] == 0);
-    require(scalars[SCALAR_FACTOR] == (float)(1.0 / sqrt(norm)) ||
-            fabs(scalars[SCALAR_FACTOR] * sqrt(norm) - 1) < 1e-6);
-    for (int64_t i = 0; i < part; i++) own[i] = (float)(begin + i);
-    if (mode >= SHARD_STATES) {
-        shard_publish(&s);
-        for (int b : {0, 1, 2, 3, 1, 0}) {
-            shard_need(&s, b);
-            for (int t = 0; t < MINI_TENSORS; t++) {
-                const float* at = weights + (split && mode == SHARD_WEIGHTS ? s.packed_offset[t] : mini[t].offset);
-                for (int64_t i = 0; i < mini[t].elements && mini[t].layer == b; i++)
-                    require(at[i] == mini[t].offset + i);
-            }
-        }
-        if (mode == SHARD_WEIGHTS) mini_balance(&s);
-        shard_collect(&s, whole, 5, MINI - 5, 4, own);
-        for (int64_t i = 0; i < MINI - 5 && me == 0; i++) require(whole[i] == (float)(i + 5));
-    }
-    for (int64_t i = 0; i < MINI; i++) whole[i] = 1;
-    require(shard_equal(&s, whole, MINI * 4));
-    if (me == 1) whole[MINI - 1] = nextafterf(1, 2);
-    require(!shard_equal(&s, whole, MINI * 4));
+    require(fabs(scalars[SCALAR_FACTOR] * sqrt(norm) - 1) < 1e-6);
+    if (mode >= SHARD_STATES) mini_weights(&s);
     s.flags[2] = me == 1;  // one rank has read a bad token
-    shard_norm<float>(&s, scalars, parts, 1.0f);
+    s.norm(scalars);
     require(scalars[SCALAR_BAD] == 1 && isnan(scalars[SCALAR_LOSS]) && isnan(scalars[SCALAR_FACTOR]));
 }
 
 // One rank alone finds what is not a number, in a gradient or in its loss: all skip the step.
 static void mini_nan(Launch* launch, const Device* dev, ShardMode mode, int64_t bad) {
-    Mini s(launch, dev, mode, false, false);
+    Mini s(launch, dev, mode, false);
     for (bool nan : {false, true}) {
         float loss = nan && bad < 0 && s.comm.rank == 1 ? NAN : 1.0f, scalars[SCALARS] = {loss};
         mini_reduce(&s, s.grads, nan ? bad : -1);
-        shard_norm<float>(&s, scalars, s.parts, 1.0f);
+        s.norm(scalars);
         require(isfinite(scalars[SCALAR_FACTOR]) == !nan && isnan(scalars[SCALAR_LOSS]) == (nan && bad < 0));
         require(isfinite(scalars[SCALAR_NORM]) == !(nan && bad >= 0) && scalars[SCALAR_BAD] == 0);
     }
@@ -509,11 +458,7 @@ TEST(exchange_nan_of_one_rank) {
 static void modes_main(Launch* launch) {
     Device dev = test_device(false);
     for (ShardMode mode : {SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS}) {
-        for (bool waits : {false, true}) {
-            for (bool defers : {false, true}) {
-                if (!defers || mode >= SHARD_GRADS) mini_mode(launch, &dev, mode, waits, defers);
-            }
-        }
+        for (bool waits : {false, true}) mini_mode(launch, &dev, mode, waits);
     }
 }
 

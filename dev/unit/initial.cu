@@ -75,7 +75,7 @@ static void check_set(Test* test, const char* weights, int64_t begin, int64_t en
     const OptimTensor tensors[] = {{"wte.weight", 30, 100, true, 0}, {"h.0.mlp.c_fc.weight", ROWS, COLS, true, 0}};
     OptimConfig config = make_config("adamw", weights, "fp32");
     OptimRun run[2];
-    config.begin = begin, config.end = end;
+    if (end > 0) config = shard_config(config, begin, end);
     for (OptimRun& each : run) run_open(&each, &config, tensors, OPTIM_BF16, gpu);
     float* values = run[0].room.host<float>(N);
     for (int64_t i = 0; i < N; i++) values[i] = start(i);

@@ -29,7 +29,7 @@ static void check_norm(Test* test, const Device* dev, int64_t n) {
     const auto norm = [&](float last, float clip) {
         const G element = from_float<G>(last);
         copy_to_device(dev, grads + n - 1, &element, sizeof(G));
-        tile_squares<G>(dev, squares, grads, tiles);
+        tile_squares<G>(dev, dev->stream, squares, grads, tiles);
         norm_of_tiles(dev, result, squares, tiles, clip, nullptr);
         return room.to_host(result, 2);
     };
@@ -78,16 +78,17 @@ static void want_factors(const PartCase& row, const double* square, double* tota
 template <typename G>
 static void check_part(Test* test, const Device* dev, const PartCase& row) {
     Room room(dev);
-    PartTiles tiles = {{}, COUNT};
+    PartTiles tiles = {{}, {}, COUNT};
     double square[COUNT] = {}, *squares = room.device<double>(64);
     const double unset = NAN;
     for (int t = 0; t < COUNT; t++) {
         const float* host;
         G *grads, infinite = from_float<G>(INFINITY);
-        tiles.first[t + 1] = tiles.first[t] + make_gradients(&room, t, LENGTH[t], &host, &grads);
+        tiles.first[t] = t ? tiles.first[t - 1] + tiles.tiles[t - 1] : 0;
+        tiles.tiles[t] = make_gradients(&room, t, LENGTH[t], &host, &grads);
         if (t == row.bad) copy_to_device(dev, grads + LENGTH[t] - 1, &infinite, sizeof(G));
         for (int64_t i = 0; i < LENGTH[t]; i++) square[t] += (double)host[i] * host[i];
-        tile_squares<G>(dev, squares + tiles.first[t], grads, tiles.first[t + 1] - tiles.first[t]);
+        tile_squares<G>(dev, dev->stream, squares + tiles.first[t], grads, tiles.tiles[t]);
     }
     float scalars[2] = {row.loss, row.last}, factor[PART_TENSORS], want[COUNT];
     double got, total;

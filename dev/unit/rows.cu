@@ -217,13 +217,6 @@ TEST(rows_resume_skip_and_shard) {
             expect(held == TENSORS, "%d tensors are whole in a shard", held);
         }
     }
-    OptimConfig config = make_config("adamw", "fp32", "fp32");
-    int64_t cut[] = {0, TILE_ELEMENTS, 3 * TILE_ELEMENTS};
-    OptimTensor tensors[TENSORS];
-    memcpy(tensors, model, sizeof(model));
-    optim_layout(tensors, TENSORS, &config);
-    optim_cuts(&config, tensors, TENSORS, cut, 3);
-    expect(cut[1] == TILE_ELEMENTS, "cuts of element rules stay");
 }
 
 // Conversions on load: what v becomes, from the checkpoint's run to another rule's.

@@ -44,10 +44,10 @@ TEST(shards_beyond_2_31_elements_gpu) {
         Optim* whole = optim_create(&gpu, &config, &tensor, 1, OPTIM_BF16);
         many_steps(whole, &gpu, 0, elements);
         for (int64_t begin : {(int64_t)0, ((int64_t)1 << 31) - 2 * TILE_ELEMENTS}) {
-            OptimConfig part = config;
-            part.begin = begin, part.end = begin ? elements : 3 * TILE_ELEMENTS;
+            const int64_t end = begin ? elements : 3 * TILE_ELEMENTS;
+            const OptimConfig part = shard_config(config, begin, end);
             Optim* shard = optim_create(&cpu, &part, &tensor, 1, OPTIM_BF16);
-            many_steps(shard, &cpu, begin, part.end - begin);
+            many_steps(shard, &cpu, begin, end - begin);
             for (int s = 0; s < optim_stream_count(shard); s++) {
                 OptimStream want = optim_stream(shard, s), got = optim_stream(whole, s);
                 int64_t bytes = want.elements * want.element_bytes, before = begin / (elements / got.elements);

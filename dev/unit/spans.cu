@@ -404,15 +404,3 @@ TEST(spans_convert) {
         }
     }
 }
-
-TEST(spans_refuse_a_cut_tensor) {
-    const Ended its = run_apart([] {
-        OptimConfig config = spans_config("bf16:sr", "fp32", "lin4/rank1");
-        OptimTensor tensor = {"h.0.mlp.weight", 100, 100, true, 0};
-        optim_layout(&tensor, 1, &config);
-        config.begin = TILE_ELEMENTS, config.end = 3 * TILE_ELEMENTS;
-        const Device cpu = {};
-        optim_bytes(&cpu, &config, &tensor, 1, OPTIM_BF16);
-    });
-    expect_ended(test, its, 2, {"lin4/rank1", "h.0.mlp.weight"});
-}

@@ -4,6 +4,7 @@
 #pragma once
 #include <vector>
 
+#include "../../kernels/ranks/slices.cuh"
 #include "../../optim/table.cuh"
 #include "../../optim/plan.h"
 #include "../room.h"
@@ -35,6 +36,35 @@ inline std::vector<const char*> element_presets() {
 }
 
 constexpr int MAX_TENSORS = 70;
+
+// Returns the configuration of a shard that keeps elements `begin` to `end` - 1 of the arena. Its run is never freed.
+inline OptimConfig shard_config(OptimConfig config, int64_t begin, int64_t end) {
+    SliceRun* run = (SliceRun*)memory_zero(1, sizeof(SliceRun));
+    *run = {begin / TILE_ELEMENTS, 0, (end - begin) / TILE_ELEMENTS};
+    config.runs = run, config.run_count = end > begin ? 1 : 0;
+    return config;
+}
+
+inline int64_t shard_begin(const OptimConfig* config) {
+    return config->runs ? config->runs->tile * TILE_ELEMENTS : 0;
+}
+
+inline int64_t shard_end(const OptimConfig* config, int64_t elements) {
+    return config->runs ? (config->runs->tile + config->runs->tiles) * TILE_ELEMENTS : elements;
+}
+
+// Moves cuts of the arena out of tensors that are read whole, to the nearer end.
+inline void cuts_allow(const OptimConfig* config, const OptimTensor* tensors, int count, int64_t* cut, int cuts) {
+    int64_t grain[MAX_TENSORS], cost[MAX_TENSORS];
+    optim_slice(config, tensors, count, grain, cost);
+    for (int t = 0; t < count; t++) {
+        const int64_t begin = tensors[t].offset, end = begin + tensor_padded(&tensors[t]);
+        for (int i = 0; i < cuts; i++) {
+            if (grain[t] == 1 || cut[i] <= begin || cut[i] >= end) continue;
+            cut[i] = cut[i] - begin < end - cut[i] ? begin : end;
+        }
+    }
+}
 
 // Open from run_open() on, until it is opened again or its scope ends.
 struct OptimRun {
@@ -124,7 +154,7 @@ void run_open(OptimRun* run, const OptimConfig* config, const OptimTensor (&tens
 inline void run_steps(OptimRun* run, int first, int last, const Steps& how = Steps()) {
     const Device* dev = &run->dev;
     const bool narrow = is(run->config.grads, "bf16");
-    const int64_t begin = run->config.begin, end = run->config.end ? run->config.end : run->elements;
+    const int64_t begin = shard_begin(&run->config), end = shard_end(&run->config, run->elements);
     Room room(dev);
     float *values = room.zeros<float>(run->elements), *scale = room.device<float>(1);
     uint16_t* rounded = room.zeros<uint16_t>(run->elements);
@@ -173,8 +203,8 @@ inline const char* difference(const OptimRun* a, const OptimRun* b) {
         if (!is(x.name, y.name) || bytes != y.elements * y.element_bytes) return x.name;
         if (!same_bytes(a, x.data, b, y.data, bytes)) return x.name;
     }
-    const OptimConfig* c = &a->config;
-    const int64_t held = (c->end ? c->end : a->elements) - c->begin, size = a->compute == OPTIM_BF16 ? 2 : 4;
+    const int64_t held = shard_end(&a->config, a->elements) - shard_begin(&a->config),
+                  size = a->compute == OPTIM_BF16 ? 2 : 4;
     const void *x = optim_weights(a->optim), *y = optim_weights(b->optim);
     return x && y && !same_bytes(a, x, b, y, held * size) ? "what the matmuls read" : nullptr;
 }
@@ -252,7 +282,7 @@ inline Steps plain_steps(int bad = 0) {
 
 inline const char* describe(const OptimConfig* config) {
     return formatted("%s, grads %s%s%s%s", described(*config), config->grads, *config->overrides ? ", " : "",
-                     config->overrides, config->begin || config->end ? ", a shard" : "");
+                     config->overrides, config->runs ? ", a shard" : "");
 }
 
 // Takes so many steps on the CPU and on a GPU, which is said to have `multiprocessors` of them (0: all); the bits are
@@ -299,17 +329,16 @@ inline int expect_resumed_and_sharded(Test* test, const OptimConfig* config, con
     int held = 0;
     int64_t cut[5];
     for (int k = 0; k <= 4; k++) cut[k] = whole.elements / TILE_ELEMENTS * k / 4 * TILE_ELEMENTS;
-    optim_cuts(config, whole.tensor, count, cut, 5);
+    cuts_allow(config, whole.tensor, count, cut, 5);
     for (int k = 0; k < 4; k++) {
         if (cut[k] == cut[k + 1]) continue;
-        OptimConfig part = *config;
-        part.begin = cut[k], part.end = cut[k + 1];
+        const OptimConfig part = shard_config(*config, cut[k], cut[k + 1]);
         OptimRun shard;
         run_open(&shard, &part, whole.tensor, count, OPTIM_FP32, gpu);
         run_steps(&shard, 1, 6, how);
         for (int t = 0; t < count; t++) {
             const int64_t begin = shard.tensor[t].offset, end = begin + tensor_padded(&shard.tensor[t]);
-            if (begin < part.begin || end > part.end) continue;
+            if (begin < cut[k] || end > cut[k + 1]) continue;
             held++;
             expect(same_tensor(&whole, &shard, t), "%s, m %s: shard %d, %s", part.rule, part.m, k, tensors[t].name);
         }
@@ -335,9 +364,9 @@ inline void expect_joined(Test* test, const OptimRun* whole, const OptimRun* sha
     }
     const int64_t size = whole->compute == OPTIM_BF16 ? 2 : 4;
     for (int k = 0; k < count; k++) {
-        const OptimConfig* c = &shards[k].config;
-        const char* copy = (const char*)optim_weights(whole->optim) + c->begin * size;
-        expect(same_bytes(&shards[k], optim_weights(shards[k].optim), whole, copy, (c->end - c->begin) * size),
+        const int64_t begin = shard_begin(&shards[k].config), end = shard_end(&shards[k].config, whole->elements);
+        const char* copy = (const char*)optim_weights(whole->optim) + begin * size;
+        expect(same_bytes(&shards[k], optim_weights(shards[k].optim), whole, copy, (end - begin) * size),
                "%s: what the matmuls read of shard %d", what, k);
         expect_planned(test, &shards[k], what);
     }

@@ -2,29 +2,24 @@
 // weights.
 //
 //     none     every rank keeps everything and computes the whole update
-//     states   rank r keeps the states and master weights of its part of the arena, and updates it  (ZeRO-1)
-//     grads    it also keeps the gradients of that part alone, besides one or two layers in flight  (ZeRO-2)
-//     weights  and the weights of that part alone, besides two layers in use                        (ZeRO-3)
+//     states   rank r keeps the states and master weights of its slices, and updates them  (ZeRO-1)
+//     grads    it also keeps the gradients of its slices alone, besides one or two layers in flight  (ZeRO-2)
+//     weights  and the weights of its slices alone, besides two layers in use                        (ZeRO-3)
 //
-// Parts are equal ranges of the arena in whole tiles (TILE_ELEMENTS elements), which no block of a format crosses. The
-// embeddings and the last layernorm that the matmuls read are whole on every rank.
+// Every layer, and what lies outside of the layers, is cut into a slice for each rank (slices.cuh). The embeddings and
+// the last layernorm that the matmuls read are whole on every rank.
 //
 // If steps are taken inside the backward pass (optim/model), gradients are packed in every mode and two layers take
 // turns. Their sums overwrite them, and a layer is updated when its memory is needed again.
 //
-// A bucket, the gradients of a layer, is reduced while the backward pass computes the layer before: in chunks of at
-// most `chunk` tiles, of which every rank sums a slice. Each rank sends every other its slice (reduce-scatter: n
-// (W-1)/W elements out, and in), adds up the W contributions in the order of the ranks, in fp32, rounds once to the
-// gradients' type, and sends the sum to the ranks that keep it: all (none), or the owners of the part (n (W-1)/W
-// again). So the order of the sum is defined here, by rank, and the CPU and the GPU get the same bits from equal
-// gradients. All modes get the same bits if a step has one micro-batch per rank; of several, `none` and `states` sum
-// over the micro-batches first, `grads` and `weights` over the ranks. A sum of k micro-batches on each of W ranks
-// differs from one of k W on one rank by at most (k W - 1) 2^-23 of the sum of the magnitudes.
-//
-// When the sums are sent on, the owner of a layer receives, adds and stores W times as much as each rank did before,
-// and all wait for it. So over NCCL, `grads` and `weights` defer that if a step has several micro-batches: each rank
-// adds up its slices, and after the last micro-batch the ranks deliver them to the owners of all layers at once, into
-// memory that activations no longer need.
+// The gradients of a layer are reduced while the backward pass computes the layer before. Each rank sends every other
+// the slice that the other owns (n (W-1)/W elements out, and in), adds up the W contributions to its own slice in the
+// order of the ranks, in fp32, and rounds once to the gradients' type. The sum stays with its owner; with `none`, it
+// goes to all (n (W-1)/W again), as updated weights do in the other modes. So the order of the sum is defined here, by
+// rank, and the CPU and the GPU get the same bits from equal gradients. All modes get the same bits if a step has one
+// micro-batch per rank; of several, `none` and `states` sum over the micro-batches first, `grads` and `weights` over
+// the ranks. A sum of k micro-batches on each of W ranks differs from one of k W on one rank by at most (k W - 1) 2^-23
+// of the sum of the magnitudes.
 //
 // The exchanges cost 1 to 4 % of a step on four H200s with DMA copy engines (peer.cuh). NCCL's kernels also take
 // multiprocessors. Attention draws its work piece by piece and loses no more than their share, but a matrix product
@@ -36,26 +31,11 @@
 #include "../norm.cuh"
 #include "../tile.h"
 #include "comm.cuh"
+#include "slices.cuh"
 
 constexpr double SHARD_WAIT_RATE = 100e9;  // bytes a second; slower exchanges need all of the layer's time
 
 enum ShardMode { SHARD_NONE, SHARD_STATES, SHARD_GRADS, SHARD_WEIGHTS };
-
-// A range of the arena, in elements; offset: where it begins in packed memory.
-struct ShardRange {
-    int64_t begin, end, offset;
-};
-
-struct ShardBucket {
-    ShardRange* range;
-    int ranges;
-};
-
-// A chunk is a part of a range that is exchanged at a time; `sums` is where this rank's slice of it lies among its
-// deferred sums.
-struct ShardChunk {
-    int64_t begin, end, sums;
-};
 
 // The device scalars of a step. All ranks get the same values.
 enum {
@@ -70,49 +50,35 @@ enum {
     SCALARS
 };
 
-struct Overlap {
-    int64_t begin, end;
-};
-
-inline Overlap shard_overlap(int64_t begin, int64_t end, int64_t low, int64_t high) {
-    Overlap o = {begin > low ? begin : low, end < high ? end : high};
-    if (o.end < o.begin) o.end = o.begin;
-    return o;
-}
-
 struct Shard {
     Comm comm;
     ShardMode mode;
-    int64_t* cut;         // (world + 1): rank r keeps elements cut[r] to cut[r+1] of the arena
-    ShardBucket* bucket;  // (layers + 1): the last holds what belongs to no layer
+    Slices slices;  // the last bucket holds what belongs to no layer
+    SliceRun* own;  // (own_runs) this rank's slices in the arena
+    int own_runs;
+    int64_t own_tiles;
     int layers;
-    int64_t* packed_offset;  // (tensors): first element in packed memory, which holds two layers in turn, then the rest
-    int64_t packed;          // its elements
-    int64_t chunk;           // tiles of a bucket that are exchanged at a time; DMA: slices of at most PEER_PART bytes
-    ShardChunk* chunks;      // (chunk_count) in the order of the arena
-    int chunk_count;
-    int64_t sliced;                    // elements of this rank's slices of all chunks
+    int64_t* packed_tile;  // (layers + 1) where buckets begin in packed memory: two layers in turn, then the rest
+    int64_t packed;        // elements of packed memory
+    int64_t piece;         // tiles that a rank sends another at a time; DMA: at most PEER_PART bytes
     int gradient_bytes, weight_bytes;  // of an element
-    char* incoming;                    // room for the slices of `chunk` tiles that arrive
+    char* incoming;                    // room for pieces of all ranks
     void* grads;                       // the trainer's: arena, or packed
-    void* sums;                        // of the part, from cut[rank] on; if deferred, of this rank's slices
-    void* kept_grads;                  // sums of the part, once they are complete
+    void* sums;                        // of this rank's slices if gradients are split, in the order of `own`
+    double* squares;                   // of the sums, for each tile of the arena
     void* weights;                     // in the matmuls' type: arena, packed, or the optimizer's
-    const void* kept_weights;
-    CommPiece *sends, *receives;  // (world) of the exchange that is being made
-    Overlap* into;                // (world)
-    int64_t* tile_cut;            // (world + 1) of the norm that is being computed
-    float* gathered;              // (world, SCALARS)
-    float flags[3];               // this rank's SCALAR_STOP, _SAVE and _BAD, in host memory
-    bool waits;                   // exchanges begin with attention
-    int waiting;                  // bucket whose reduction shard_reduce_waiting begins; -1: none
-    bool releases;                // gradients are packed in every mode, and their sums overwrite them
-    bool first, last;             // micro-batch of the step
-    bool may_defer, defers;       // sums stay in slices until the step's last micro-batch is done
-    double micro_batch_seconds;   // in the last step; 0: unknown
-    int stop;                     // the signal at which all ranks have agreed to end, or 0
-    int held[2];                  // layers whose weights are in packed memory; -1: none
-    cudaEvent_t *ready, *summed;  // (layers + 1) weights are gathered; gradients are summed
+    const void* kept_weights;          // of this rank's slices, in the order of `own`
+    CommPiece *sends, *receives;       // (world) of the exchange that is being made
+    float* gathered;                   // (world, SCALARS)
+    float flags[3];                    // this rank's SCALAR_STOP, _SAVE and _BAD, in host memory
+    bool waits;                        // exchanges begin with attention
+    int waiting;                       // bucket whose reduction shard_reduce_waiting begins; -1: none
+    bool releases;                     // gradients are packed in every mode, and their sums overwrite them
+    bool first, last;                  // micro-batch of the step
+    double micro_batch_seconds;        // in the last step; 0: unknown
+    int stop;                          // the signal at which all ranks have agreed to end, or 0
+    int held[2];                       // layers whose weights are in packed memory; -1: none
+    cudaEvent_t *ready, *summed;       // (layers + 1) weights are gathered; gradients are summed
 };
 
 // Connects the ranks. `shard` is the value of --shard. NULL: there is one rank.
@@ -137,18 +103,6 @@ inline bool shard_is_packed(const Shard* s, const void* memory) {
     return s && memory &&
            ((memory == s->grads && (s->mode >= SHARD_GRADS || s->releases)) ||
             (memory == s->weights && s->mode >= SHARD_WEIGHTS));
-}
-
-// Tile t of `tiles` belongs to the slice of rank r from here to slice_begin(r + 1).
-inline int64_t slice_begin(int64_t tiles, int r, int world) {
-    return tiles * r / world;
-}
-
-// Slice r of elements `begin` to `end` of the arena.
-inline Overlap shard_slice(const Shard* s, int64_t begin, int64_t end, int r) {
-    const int64_t tiles = (end - begin) / TILE_ELEMENTS;
-    return {begin + slice_begin(tiles, r, s->comm.world) * TILE_ELEMENTS,
-            begin + slice_begin(tiles, r + 1, s->comm.world) * TILE_ELEMENTS};
 }
 
 // The exchange of gradients in plain C: the sum in the order of the ranks. G is the gradients' type.
@@ -178,11 +132,6 @@ void shard_sum_cpu(G* out, const Contributions& c, int64_t tiles, bool add) {
             *to = from_float<G>(add ? to_float(*to) + to_float(from_float<G>(sum)) : sum);
         }
     }
-}
-
-template <typename G>
-void shard_keep_cpu(G* kept, const G* sum, int64_t n, bool add) {
-    for (int64_t i = 0; i < n; i++) kept[i] = add ? from_float<G>(to_float(kept[i]) + to_float(sum[i])) : sum[i];
 }
 
 // Sums the loss and combines the flags of all ranks, from the row that each has sent.
@@ -248,17 +197,6 @@ __global__ void __launch_bounds__(SHARD_THREADS) shard_sum_kernel(G* out, Contri
     shard_store_eight(out, sum);
 }
 
-// Grid: tiles; block SHARD_THREADS.
-template <typename G>
-__global__ void __launch_bounds__(SHARD_THREADS) shard_keep_kernel(G* kept, const G* sum, bool add) {
-    int64_t first = (int64_t)blockIdx.x * TILE_ELEMENTS;
-    float x[8], before[8] = {};
-    shard_load_eight(sum + first, x);
-    if (add) shard_load_eight(kept + first, before);
-    for (int j = 0; j < 8 && add; j++) x[j] += before[j];
-    shard_store_eight(kept + first, x);
-}
-
 // Grid 1, block 1.
 __global__ static void shard_flags_kernel(float* scalars, float stop, float save, float bad) {
     scalars[SCALAR_STOP] = stop, scalars[SCALAR_SAVE] = save, scalars[SCALAR_BAD] = bad;
@@ -290,24 +228,11 @@ void shard_sum(const Device* dev, cudaStream_t stream, G* out, const Contributio
     shard_sum_cpu<G>(out, c, tiles, add);
 }
 
-template <typename G>
-void shard_keep(const Device* dev, cudaStream_t stream, G* kept, const G* sum, int64_t n, bool add) {
-    if (n == 0) return;
-#ifdef __CUDACC__
-    if (dev->gpu) {
-        shard_keep_kernel<G><<<(unsigned)(n / TILE_ELEMENTS), SHARD_THREADS, 0, stream>>>(kept, sum, add);
-        check_launch();
-        return;
-    }
-#endif
-    shard_keep_cpu<G>(kept, sum, n, add);
-}
-
-// Cuts, buckets and memory.
+// Slices and memory.
 
 inline int64_t shard_staging_bytes(const Shard* s) {
-    int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
-    return (s->chunk + s->comm.world) * largest;
+    const int64_t largest = TILE_ELEMENTS * (int64_t)(s->gradient_bytes > 2 ? s->gradient_bytes : 2);
+    return s->comm.world * s->piece * largest;
 }
 
 // Device memory that shard_open takes.
@@ -315,118 +240,38 @@ inline int64_t shard_bytes(const Shard* s) {
     return shard_staging_bytes(s) + s->comm.world * SCALARS * (int64_t)sizeof(float);
 }
 
-struct ShardTensor {
-    int64_t offset, elements;  // where it begins in the arena; tensors begin at tiles
-    int layer;                 // that it belongs to; `layers` for the rest
-};
-
-// Lists the chunks of all ranges.
-inline void shard_list_chunks(Shard* s) {
-    int64_t count = 0;
-    assert(s->chunk > 0);
-    for (int b = 0; b <= s->layers; b++) {
-        const ShardBucket* bucket = &s->bucket[b];
-        for (int i = 0; i < bucket->ranges; i++) {
-            const ShardRange* range = &bucket->range[i];
-            for (int64_t at = range->begin; at < range->end; at += s->chunk * TILE_ELEMENTS) {
-                const int64_t max = at + s->chunk * TILE_ELEMENTS;
-                s->chunks = (ShardChunk*)memory_grow(s->chunks, ((size_t)count + 1) * sizeof(ShardChunk));
-                s->chunks[count++] = {at, max < range->end ? max : range->end, 0};
-            }
-        }
-    }
-    s->chunk_count = (int)count, s->sliced = 0;
-    qsort(s->chunks, (size_t)count, sizeof(ShardChunk), [](const void* a, const void* b) {
-        const int64_t first = ((const ShardChunk*)a)->begin, second = ((const ShardChunk*)b)->begin;
-        return (first > second) - (first < second);
-    });
-    for (ShardChunk* c = s->chunks; c < s->chunks + count; c++) {
-        const Overlap own = shard_slice(s, c->begin, c->end, s->comm.rank);
-        c->sums = s->sliced, s->sliced += own.end - own.begin;
-    }
-}
-
-// Sets the tensors' places in packed memory. Tensors of a layer that shares its place are in the order of the list, not
-// of the arena, and equal for every layer.
-inline void shard_places(Shard* s, const ShardTensor* tensors, int count, int layers) {
-    int64_t of_layer = 0;
-    for (int b = 0; s->bucket && b <= layers; b++) free(s->bucket[b].range);
-    free(s->packed_offset), free(s->bucket);
-    s->layers = layers;
-    s->packed_offset = (int64_t*)memory_zero((size_t)count, sizeof(int64_t));
-    s->bucket = (ShardBucket*)memory_zero((size_t)layers + 1, sizeof(ShardBucket));
-    for (int t = 0; t < count; t++) {
-        const int64_t length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-        if (tensors[t].layer == 0) of_layer += length;
-    }
-    for (int b = 0; b <= layers; b++) {
-        ShardBucket* bucket = &s->bucket[b];
-        int64_t at = b < layers ? b % 2 * of_layer : 2 * of_layer;
-        bucket->range = (ShardRange*)memory_zero((size_t)count, sizeof(ShardRange));
-        for (int t = 0; t < count; t++) {
-            if (tensors[t].layer != b) continue;
-            int64_t begin = tensors[t].offset, length = ceil_div(tensors[t].elements, TILE_ELEMENTS) * TILE_ELEMENTS;
-            ShardRange* last = bucket->ranges ? &bucket->range[bucket->ranges - 1] : nullptr;
-            const bool follows = last && last->end == begin && last->offset + last->end - last->begin == at;
-            if (follows) last->end += length;
-            if (!follows) bucket->range[bucket->ranges++] = {begin, begin + length, at};
-            s->packed_offset[t] = at;
-            at += length;
-        }
-        s->packed = at;
-        bucket->range = (ShardRange*)memory_grow(bucket->range, ((size_t)bucket->ranges + 1) * sizeof(ShardRange));
-    }
-    shard_list_chunks(s);
-}
-
-inline void shard_plan(Shard* s, const ShardTensor* tensors, int count, int layers, int64_t elements) {
+// Plans the slices of tensors in the order of their buckets, which are the layers and the rest. In packed memory,
+// tensors lie in this order, and layers two apart in one place.
+inline void shard_plan(Shard* s, const SliceTensor* tensors, int count) {
     const size_t world = (size_t)s->comm.world;
     s->sends = (CommPiece*)memory_zero(2 * world, sizeof(CommPiece)), s->receives = s->sends + world;
-    s->into = (Overlap*)memory_zero(world, sizeof(Overlap));
-    s->cut = (int64_t*)memory_zero(2 * (world + 1), sizeof(int64_t)), s->tile_cut = s->cut + world + 1;
-    for (int r = 0; r <= s->comm.world; r++) {
-        s->cut[r] = slice_begin(elements / TILE_ELEMENTS, r, s->comm.world) * TILE_ELEMENTS;
-    }
-    shard_places(s, tensors, count, layers);
-}
-
-// Elements of the arena that this rank keeps.
-inline int64_t shard_kept(const Shard* s) {
-    return s->cut[s->comm.rank + 1] - s->cut[s->comm.rank];
-}
-
-// Returns the elements of the memory for sums.
-inline int64_t shard_sums(const Shard* s) {
-    return s->sliced > shard_kept(s) ? s->sliced : shard_kept(s);
-}
-
-// Returns the bytes of the squares of all tiles in shard_norm's scratch. Deferred sums are delivered behind them.
-inline int64_t shard_squares_bytes(const Shard* s) {
-    return ceil_div(s->cut[s->comm.world] / TILE_ELEMENTS * (int64_t)sizeof(double), 256) * 256;
-}
-
-// Returns true if sums may be deferred and `bytes` of scratch suffice to deliver this rank's.
-inline bool shard_may_defer(const Shard* s, int64_t bytes) {
-    if (!shard_splits(s, SHARD_GRADS) || s->comm.peers) return false;
-    return shard_squares_bytes(s) + shard_kept(s) * s->gradient_bytes <= bytes;
+    slices_plan(&s->slices, tensors, count, s->comm.world);
+    s->layers = s->slices.buckets - 1;
+    s->packed_tile = (int64_t*)memory_zero((size_t)s->layers + 1, sizeof(int64_t));
+    const int64_t layer = s->layers > 0 ? *slices_cut(&s->slices, 0, s->comm.world) : 0;
+    for (int b = 0; b < s->layers; b++) s->packed_tile[b] = b % 2 * layer;
+    s->packed_tile[s->layers] = (s->layers > 1 ? 2 : s->layers) * layer;
+    s->packed = (s->packed_tile[s->layers] + *slices_cut(&s->slices, s->layers, s->comm.world)) * TILE_ELEMENTS;
+    s->own = (SliceRun*)memory_zero((size_t)s->slices.first_run[s->slices.buckets], sizeof(SliceRun));
+    s->own_runs = slices_own(&s->slices, s->comm.rank, s->own);
+    s->own_tiles = s->own_runs ? s->own[s->own_runs - 1].at + s->own[s->own_runs - 1].tiles : 0;
 }
 
 // Bytes of the weights that the matmuls read, if they are not the optimizer's own.
-inline int64_t shard_gathered_bytes(const Shard* s) {
+inline int64_t shard_gathered_bytes(const Shard* s, int64_t elements) {
     if (!shard_splits(s, SHARD_STATES)) return 0;
-    return (s->mode >= SHARD_WEIGHTS ? s->packed : s->cut[s->comm.world]) * s->weight_bytes;
+    return (s->mode >= SHARD_WEIGHTS ? s->packed : elements) * s->weight_bytes;
 }
 
-// grads: the trainer's arena, or packed ones and behind them the sums (shard_sums); weights: those that are kept.
-// Returns the weights that the matmuls read.
-inline void* shard_open(Shard* s, void* grads, void* weights) {
+// grads: the trainer's arena of `elements`, or packed ones and behind them the sums; weights: those of this rank's
+// slices; squares: a double for each tile of the arena. Returns the weights that the matmuls read.
+inline void* shard_open(Shard* s, void* grads, void* weights, double* squares, int64_t elements) {
     const Device* dev = s->comm.dev;
-    bool gathers = shard_splits(s, SHARD_STATES);
-    int64_t before = shard_splits(s, SHARD_GRADS) ? s->packed : s->cut[s->comm.rank];
-    s->grads = grads, s->sums = s->kept_grads = (char*)grads + before * s->gradient_bytes;
+    const int64_t gathered = shard_gathered_bytes(s, elements);
+    s->grads = grads, s->sums = (char*)grads + s->packed * s->gradient_bytes, s->squares = squares;
     s->kept_weights = weights;
-    s->weights = gathers ? device_alloc(dev, shard_gathered_bytes(s)) : weights;
-    if (gathers) device_zero(dev, s->weights, shard_gathered_bytes(s));
+    s->weights = gathered > 0 ? device_alloc(dev, gathered) : weights;
+    if (gathered > 0) device_zero(dev, s->weights, gathered);
     s->incoming = (char*)device_alloc(dev, shard_staging_bytes(s));
     s->gathered = (float*)device_alloc(dev, s->comm.world * SCALARS * (int64_t)sizeof(float));
     s->held[0] = s->held[1] = s->waiting = -1;
@@ -443,121 +288,74 @@ inline void shard_close(Shard* s) {
     comm_close(&s->comm);
     device_free(dev, s->incoming);
     device_free(dev, s->gathered);
-    for (int i = 0; i <= s->layers; i++) free(s->bucket[i].range);
     for (int i = 0; i < 2 * (s->layers + 1) && dev->gpu; i++) check(cudaEventDestroy(s->ready[i]));
-    free(s->ready), free(s->bucket), free(s->chunks), free(s->packed_offset), free(s->cut), free(s->sends),
-        free(s->into);
+    slices_free(&s->slices);
+    free(s->ready), free(s->own), free(s->packed_tile), free(s->sends);
+}
+
+// Returns the address of a piece of a bucket in an arena, or packed memory, whose tiles have `bytes` bytes.
+inline char* shard_at(const Shard* s, void* memory, int bucket, const SliceRun& piece, int64_t bytes) {
+    const bool packed = shard_is_packed(s, memory);
+    return (char*)memory + (packed ? s->packed_tile[bucket] + piece.at : piece.tile) * bytes;
+}
+
+// Returns the same in memory that holds this rank's slices alone.
+inline char* shard_own_at(const Shard* s, const void* memory, const SliceRun& piece, int64_t bytes) {
+    return (char*)memory + slices_place(s->own, s->own_runs, piece.tile) * bytes;
+}
+
+// Returns how many pieces the ranks' slices of a bucket have at most.
+inline int64_t shard_pieces(const Shard* s, int bucket, int64_t most) {
+    int64_t pieces = 0;
+    for (int r = 0; r < s->comm.world; r++) {
+        while (slices_piece(&s->slices, bucket, r, pieces, most).tiles > 0) pieces++;
+    }
+    return pieces;
+}
+
+// Sends this rank's slice of a bucket to all, on the comm's stream. A tile has `bytes` bytes in `memory`. The slice
+// lies there or, unless it is null, in `kept`, from where it is also copied.
+inline void shard_all_gather(Shard* s, int bucket, void* memory, int64_t bytes, const void* kept = nullptr) {
+    const int64_t pieces = shard_pieces(s, bucket, INT64_MAX);
+    comm_group(&s->comm, true);
+    for (int64_t i = 0; i < pieces; i++) {
+        const SliceRun own = slices_piece(&s->slices, bucket, s->comm.rank, i, INT64_MAX);
+        char* at = shard_at(s, memory, bucket, own, bytes);
+        char* from = kept && own.tiles > 0 ? shard_own_at(s, kept, own, bytes) : at;
+        for (int r = 0; r < s->comm.world; r++) {
+            const SliceRun its = slices_piece(&s->slices, bucket, r, i, INT64_MAX);
+            s->sends[r] = {from, own.tiles * bytes};
+            s->receives[r] = {shard_at(s, memory, bucket, its, bytes), its.tiles * bytes};
+        }
+        if (from != at) comm_copy(&s->comm, at, from, own.tiles * bytes);
+        comm_exchange(&s->comm, s->sends, s->receives);
+    }
+    comm_group(&s->comm, false);
 }
 
 // Gradients.
 
-// Sums a chunk of gradients over the ranks: each sums a slice, in place or, if sums are deferred, to its deferred sums.
-// Element x of this rank's gradients is local[x].
+// Sums piece number `i` of every rank's slice of a bucket over the ranks, and writes the sum to what its owner keeps.
 template <typename G>
-void shard_sum_chunk(Shard* s, G* local, const ShardChunk* chunk) {
-    const Device* dev = s->comm.dev;
-    const int64_t begin = chunk->begin, end = chunk->end;
-    int world = s->comm.world, me = s->comm.rank;
-    int64_t tiles = (end - begin) / TILE_ELEMENTS, tile_bytes = TILE_ELEMENTS * (int64_t)sizeof(G);
-    int64_t mine = slice_begin(tiles, me, world), mine_tiles = slice_begin(tiles, me + 1, world) - mine;
-    int64_t stride = (ceil_div(tiles, world)) * tile_bytes;
-    CommPiece *sends = s->sends, *receives = s->receives;
-    char* own = (char*)(local + begin);
-    for (int r = 0; r < world; r++) {
-        int64_t first = slice_begin(tiles, r, world);
-        sends[r] = {own + first * tile_bytes, (slice_begin(tiles, r + 1, world) - first) * tile_bytes};
-        receives[r] = {s->incoming + r * stride, mine_tiles * tile_bytes};
-    }
-    comm_exchange_zero_copy(&s->comm, sends, receives);
-    const bool many = world > PEER_MAX;
-    Contributions c = {own + mine * tile_bytes, many ? s->incoming : nullptr, stride, tile_bytes, me, world};
-    for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
-    G* sums = s->defers ? (G*)s->sums + chunk->sums : local + begin + mine * TILE_ELEMENTS;
-    shard_sum<G>(dev, s->comm.stream, sums, c, mine_tiles, s->defers && !s->first);
-    comm_release(&s->comm, receives);
-}
-
-// Sends the sums of the slices to all ranks.
-template <typename G>
-void shard_all_gather_chunk(Shard* s, G* local, const ShardChunk* chunk) {
-    const auto piece = [&](int r) {
-        const Overlap slice = shard_slice(s, chunk->begin, chunk->end, r);
-        return CommPiece{local + slice.begin, (slice.end - slice.begin) * (int64_t)sizeof(G)};
-    };
-    for (int r = 0; r < s->comm.world; r++) s->sends[r] = piece(s->comm.rank), s->receives[r] = piece(r);
-    comm_exchange(&s->comm, s->sends, s->receives);
-}
-
-// Sends the sums of the slices to the owners, which write them into what they keep (with release, the gradients' own
-// places), or add them to it.
-template <typename G>
-void shard_keep_chunk(Shard* s, G* local, const ShardChunk* chunk, bool add) {
-    int world = s->comm.world, me = s->comm.rank;
-    int64_t used = 0;
-    CommPiece *sends = s->sends, *receives = s->receives;
-    Overlap* into = s->into;
-    const Overlap own = shard_slice(s, chunk->begin, chunk->end, me);
-    for (int r = 0; r < world; r++) {
-        const Overlap slice = shard_slice(s, chunk->begin, chunk->end, r);
-        const Overlap out = shard_overlap(own.begin, own.end, s->cut[r], s->cut[r + 1]);
-        sends[r] = {local + out.begin, (out.end - out.begin) * (int64_t)sizeof(G)};
-        into[r] = shard_overlap(slice.begin, slice.end, s->cut[me], s->cut[me + 1]);
-        receives[r] = {s->incoming + used, (into[r].end - into[r].begin) * (int64_t)sizeof(G)};
-        used += receives[r].bytes;
-    }
-    comm_exchange_zero_copy(&s->comm, sends, receives);
-    for (int r = 0; r < world; r++) {
-        G* kept = s->releases ? local + into[r].begin : (G*)s->sums + into[r].begin - s->cut[me];
-        const G* sum = r == me ? local + into[r].begin : (const G*)receives[r].data;
-        if (kept == sum) continue;
-        shard_keep<G>(s->comm.dev, s->comm.stream, kept, sum, into[r].end - into[r].begin, add);
-    }
-    comm_release(&s->comm, receives);
-}
-
-// Sends the deferred sums to the ranks that keep them: this rank's part of the arena to `kept`. In each round every
-// rank receives another chunk of its part, so that all receive at the same time.
-template <typename G>
-void shard_deliver(Shard* s, G* kept) {
+void shard_sum_pieces(Shard* s, int bucket, int64_t i) {
     const int world = s->comm.world, me = s->comm.rank;
-    const ShardChunk* end = s->chunks + s->chunk_count;
-    const ShardChunk** chunk = (const ShardChunk**)memory_zero((size_t)world, sizeof(*chunk));  // of each rank
+    const int64_t bytes = TILE_ELEMENTS * (int64_t)sizeof(G), stride = s->piece * bytes;
+    const SliceRun own = slices_piece(&s->slices, bucket, me, i, s->piece);
+    CommPiece *sends = s->sends, *receives = s->receives;
     for (int r = 0; r < world; r++) {
-        for (chunk[r] = s->chunks; chunk[r] < end && chunk[r]->end <= s->cut[r];) chunk[r]++;
+        const SliceRun its = slices_piece(&s->slices, bucket, r, i, s->piece);
+        sends[r] = {shard_at(s, s->grads, bucket, its, bytes), its.tiles * bytes};
+        receives[r] = {s->incoming + r * stride, own.tiles * bytes};
     }
-    for (bool more = true; more;) {
-        more = false;
-        for (int r = 0; r < world; r++) {
-            s->sends[r] = s->receives[r] = {nullptr, 0};
-            if (chunk[r] == end || chunk[r]->begin >= s->cut[r + 1]) continue;
-            more = true;
-            const Overlap mine = shard_slice(s, chunk[r]->begin, chunk[r]->end, me);
-            const Overlap out = shard_overlap(mine.begin, mine.end, s->cut[r], s->cut[r + 1]);
-            G* sums = (G*)s->sums + chunk[r]->sums + (out.begin - mine.begin);
-            s->sends[r] = {sums, (out.end - out.begin) * (int64_t)sizeof(G)};
-        }
-        const bool receives = s->sends[me].data != nullptr;  // this rank's part has a chunk left
-        for (int r = 0; r < world && receives; r++) {
-            const Overlap its = shard_slice(s, chunk[me]->begin, chunk[me]->end, r);
-            const Overlap in = shard_overlap(its.begin, its.end, s->cut[me], s->cut[me + 1]);
-            s->receives[r] = {kept + (in.begin - s->cut[me]), (in.end - in.begin) * (int64_t)sizeof(G)};
-        }
-        comm_copy(&s->comm, s->receives[me].data, s->sends[me].data, s->sends[me].bytes);
-        if (more) comm_exchange(&s->comm, s->sends, s->receives);
-        for (int r = 0; r < world; r++) chunk[r] += chunk[r] < end;
-    }
-    free(chunk);
-}
-
-template <typename G>
-void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
-    shard_sum_chunk<G>(s, local, chunk);
-    if (s->defers) return;
-    if (s->mode == SHARD_NONE) {
-        shard_all_gather_chunk<G>(s, local, chunk);
-    } else {
-        shard_keep_chunk<G>(s, local, chunk, s->mode >= SHARD_GRADS && !s->first);
-    }
+    comm_exchange_zero_copy(&s->comm, sends, receives);
+    const bool many = world > PEER_MAX, splits = s->mode >= SHARD_GRADS && !s->releases;
+    char* mine = shard_at(s, s->grads, bucket, own, bytes);
+    Contributions c = {mine, many ? s->incoming : nullptr, stride, bytes, me, world};
+    for (int r = 0; r < world && !many; r++) c.from[r] = (const char*)receives[r].data;
+    G* to = (G*)(splits && own.tiles > 0 ? shard_own_at(s, s->sums, own, bytes) : mine);
+    shard_sum<G>(s->comm.dev, s->comm.stream, to, c, own.tiles, splits && !s->first);
+    if (s->last) tile_squares<G>(s->comm.dev, s->comm.stream, s->squares + own.tile, to, own.tiles);
+    comm_release(&s->comm, receives);
 }
 
 // Begins a micro-batch of a step. Until shard_agreed ends the step, a rank that hangs ends all ranks (watchdog_arm).
@@ -566,32 +364,21 @@ void shard_reduce_chunk(Shard* s, G* local, const ShardChunk* chunk) {
 inline void shard_micro_batch(Shard* s, bool first, bool last) {
     if (!s) return;
     s->first = first, s->last = last;
-    s->defers = s->may_defer && !(first && last);
     const double patience = s->micro_batch_seconds > 0 ? 6 * s->micro_batch_seconds : 600;
     if (!s->comm.dev->warms_up) watchdog_arm(s->comm.launch, "training", patience);
 }
 
-// Reduces a range of gradients, whose element x is local[x], in chunks.
-template <typename G>
-void shard_reduce_range(Shard* s, G* local, const ShardRange* range) {
-    for (int i = 0; i < s->chunk_count; i++) {
-        const ShardChunk* chunk = &s->chunks[i];
-        if (chunk->begin >= range->begin && chunk->begin < range->end) shard_reduce_chunk<G>(s, local, chunk);
-    }
-}
-
 // Begins to reduce a bucket whose gradients are complete on the device's stream, on the comm's stream: after the last
-// micro-batch or, if no rank keeps all gradients, after each one.
+// micro-batch or, if no rank keeps all gradients, after each one. After the last one, the squares of the sums go to
+// all.
 template <typename G>
 void shard_reduce_now(Shard* s, int bucket) {
     if (!s->last && s->mode < SHARD_GRADS) return;
-    const ShardBucket* b = &s->bucket[bucket];
-    const bool packed = shard_is_packed(s, s->grads);
     comm_after_device(&s->comm);
-    for (int i = 0; i < b->ranges; i++) {
-        const ShardRange* range = &b->range[i];
-        shard_reduce_range(s, (G*)s->grads + (packed ? range->offset - range->begin : 0), range);
-    }
+    const int64_t pieces = shard_pieces(s, bucket, s->piece);
+    for (int64_t i = 0; i < pieces; i++) shard_sum_pieces<G>(s, bucket, i);
+    if (s->mode == SHARD_NONE) shard_all_gather(s, bucket, s->grads, TILE_ELEMENTS * (int64_t)sizeof(G));
+    if (s->last) shard_all_gather(s, bucket, s->squares, sizeof(double));
     if (!s->comm.stand_in) check(cudaEventRecord(s->summed[bucket], s->comm.stream));
 }
 
@@ -663,64 +450,6 @@ inline void shard_join_scalars(Shard* s, float* scalars) {
     shard_agree(scalars, s->gathered, s->comm.world);
 }
 
-// All-gathers the squares of tiles: rank r has parts[cut[r]] to parts[cut[r + 1]]. cut: (world + 1)
-inline void shard_send_squares(Shard* s, double* parts, const int64_t* cut) {
-    const int me = s->comm.rank;
-    for (int r = 0; r < s->comm.world; r++) {
-        s->sends[r] = {parts + cut[me], (cut[me + 1] - cut[me]) * (int64_t)sizeof(double)};
-        s->receives[r] = {parts + cut[r], (cut[r + 1] - cut[r]) * (int64_t)sizeof(double)};
-    }
-    comm_after_device(&s->comm);
-    comm_exchange(&s->comm, s->sends, s->receives);
-}
-
-// Sets `scalars` to the loss and flags of all ranks, the norm of all gradients and the clip factor. parts: one per
-// tile, and the room of shard_may_defer if it returned true. Deferred sums are delivered first, and become kept_grads.
-template <typename G>
-void shard_norm(Shard* s, float* scalars, double* parts, float clip) {
-    const int world = s->comm.world, me = s->comm.rank;
-    int64_t* cut = s->tile_cut;
-    s->kept_grads = s->sums;
-    if (s->defers) {
-        s->kept_grads = (char*)parts + shard_squares_bytes(s);
-        comm_after_device(&s->comm);
-        shard_deliver<G>(s, (G*)s->kept_grads);
-    }
-    for (int r = 0; r <= world; r++) cut[r] = s->cut[r] / TILE_ELEMENTS;
-    const G* kept = s->mode == SHARD_NONE ? (const G*)s->grads + s->cut[me] : (const G*)s->kept_grads;
-    device_after_comm(&s->comm);
-    tile_squares<G>(s->comm.dev, parts + cut[me], kept, cut[me + 1] - cut[me]);
-    comm_group(&s->comm, true);
-    shard_send_squares(s, parts, cut);
-    shard_send_scalars(s, scalars);
-    comm_group(&s->comm, false);
-    shard_join_scalars(s, scalars);
-    norm_of_tiles(s->comm.dev, scalars + SCALAR_NORM, parts, cut[world], clip, scalars);
-}
-
-// Returns what this rank steps of elements `begin` to `end` - 1 of the arena.
-inline Overlap shard_own(const Shard* s, int64_t begin, int64_t end) {
-    if (!shard_splits(s, SHARD_STATES)) return {begin, end};
-    return shard_overlap(begin, end, s->cut[s->comm.rank], s->cut[s->comm.rank + 1]);
-}
-
-// All-gathers the squares of a part's tiles, of which this rank has those of shard_own. Tensor i is element offset[i]
-// of the arena, in rising order. The device's stream waits for the other ranks.
-inline void shard_part_squares(Shard* s, double* square, const PartTiles& tiles, const int64_t* offset) {
-    if (!shard_splits(s, SHARD_STATES)) return;
-    int64_t* cut = s->tile_cut;
-    for (int r = 0; r <= s->comm.world; r++) {
-        cut[r] = 0;
-        for (int t = 0; t < tiles.count; t++) {
-            const int64_t end = offset[t] + (tiles.first[t + 1] - tiles.first[t]) * TILE_ELEMENTS;
-            const Overlap before = shard_overlap(offset[t], end, 0, s->cut[r]);
-            cut[r] += (before.end - before.begin) / TILE_ELEMENTS;
-        }
-    }
-    shard_send_squares(s, square, cut);
-    device_after_comm(&s->comm);
-}
-
 // All-reduces values (maxima + sums) on the device: the first by maximum, the others by sum. All ranks call it.
 inline void shard_all_reduce(Shard* s, uint32_t* values, int maxima, int sums) {
     if (!s) return;
@@ -779,51 +508,9 @@ inline void shard_loss(Shard* s, float* scalars) {
 
 // Weights.
 
-// The weights of a range of the arena, element x to weights[x + shift], go from the ranks that keep them to all ranks
-// in two exchanges: the owners scatter the range, slice r to rank r, and then each rank sends its slice to those that
-// do not own it. No rank sends more than 2 n (W-1)/W elements; with one exchange, the owner of a whole layer would send
-// (W-1) n.
-inline void shard_scatter_range(Shard* s, int64_t begin, int64_t end, int64_t shift) {
-    const int64_t size = s->weight_bytes, me = s->comm.rank;
-    const char* kept = (const char*)s->kept_weights - s->cut[me] * size;
-    char* weights = (char*)s->weights + shift * size;
-    const Overlap mine = shard_overlap(begin, end, s->cut[me], s->cut[me + 1]);
-    const Overlap own = shard_slice(s, begin, end, s->comm.rank);
-    for (int r = 0; r < s->comm.world; r++) {
-        const Overlap slice = shard_slice(s, begin, end, r);
-        const Overlap out = shard_overlap(slice.begin, slice.end, mine.begin, mine.end);
-        const Overlap in = shard_overlap(own.begin, own.end, s->cut[r], s->cut[r + 1]);
-        s->sends[r] = {(void*)(kept + out.begin * size), (out.end - out.begin) * size};
-        s->receives[r] = {weights + in.begin * size, (in.end - in.begin) * size};
-    }
-    comm_copy(&s->comm, weights + mine.begin * size, kept + mine.begin * size, (mine.end - mine.begin) * size);
-    comm_exchange(&s->comm, s->sends, s->receives);
-}
-
-inline void shard_all_gather_range(Shard* s, int64_t begin, int64_t end, int64_t shift) {
-    const int64_t size = s->weight_bytes;
-    char* weights = (char*)s->weights + shift * size;
-    const auto piece = [&](int of, int to) {
-        const Overlap slice = shard_slice(s, begin, end, of);
-        const bool owns = s->cut[to] <= slice.begin && slice.end <= s->cut[to + 1];
-        return CommPiece{weights + slice.begin * size, owns ? 0 : (slice.end - slice.begin) * size};
-    };
-    const int me = s->comm.rank;
-    for (int r = 0; r < s->comm.world; r++) s->sends[r] = piece(me, r), s->receives[r] = piece(r, me);
-    comm_exchange(&s->comm, s->sends, s->receives);
-}
-
 // Gathers a bucket's weights on all ranks, on the comm's stream.
 inline void shard_gather(Shard* s, int bucket) {
-    const ShardBucket* b = &s->bucket[bucket];
-    for (const auto gather : {shard_scatter_range, shard_all_gather_range}) {
-        comm_group(&s->comm, true);
-        for (int i = 0; i < b->ranges; i++) {
-            const ShardRange* range = &b->range[i];
-            gather(s, range->begin, range->end, s->mode >= SHARD_WEIGHTS ? range->offset - range->begin : 0);
-        }
-        comm_group(&s->comm, false);
-    }
+    shard_all_gather(s, bucket, s->weights, TILE_ELEMENTS * (int64_t)s->weight_bytes, s->kept_weights);
     if (!s->comm.stand_in) check(cudaEventRecord(s->ready[bucket], s->comm.stream));
 }
 

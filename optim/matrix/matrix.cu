@@ -86,16 +86,17 @@ void matrix_low_tiles(const Plan* plan, int index, const OptimTensor* tensors, i
                       Tile* tiles) {
     const MatrixChunk* chunk = work->plan.chunk;
     for (int t = 0; t < count; t++) {
-        const OptimTensor *tensor = &tensors[t], *kept = &plan->kept[t][SLOT_M];
-        if (plan->launch_of[t] != index || tensor->offset < plan->begin || tensor->offset >= plan->end) continue;
-        for (int64_t at = kept->offset; at < kept->offset + tensor_padded(kept); at += TILE_ELEMENTS) {
+        const OptimTensor* kept = &plan->kept[t][SLOT_M];
+        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
+        for (int64_t i = 0; i < tensor_padded(kept); i += TILE_ELEMENTS) {
+            const int64_t at = kept->offset + i;
             while (at >= chunk->low_end) chunk++;
             const int64_t low = at - chunk->low_begin, states = at - plan->launch[index].kept[SLOT_M].begin;
             *tiles++ = {work->direction + low,
                         work->low + low,
                         0,
                         (uint32_t)(states / TILE_ELEMENTS),
-                        (uint32_t)(at / TILE_ELEMENTS),
+                        (uint32_t)((plan->noise[t] + i) / TILE_ELEMENTS),
                         (uint32_t)plan->group_of[t]};
         }
     }
@@ -111,17 +112,18 @@ static void chunk_open(const Plan* plan, int index, int t, int64_t begin, Matrix
     chunk->low_tile = (chunk->low_begin - plan->launch[index].kept[SLOT_M].begin) / TILE_ELEMENTS;
 }
 
-// Adds tensor t to the last chunk.
-static void chunk_add(const Device* dev, const Plan* plan, int index, int t, const OptimTensor* tensor, bool low,
+// Adds tensor t, whose first element in the whole arena is `element`, to the last chunk.
+static void chunk_add(const Device* dev, const Plan* plan, int index, int t, int64_t element, bool low,
                       MatrixPlan* its) {
+    const OptimTensor* tensor = &plan->kept[t][SLOT_WEIGHTS];
     MatrixChunk* chunk = &its->chunk[its->chunks - 1];
     const OptimTensor* moments = &plan->kept[t][SLOT_M];
     const int64_t rows = tensor->rows / tensor->parts;
     const int64_t row = plan->at[t][SPAN_ROWS] - plan->launch[index].run.at[SPAN_ROWS];
     for (int part = 0; part < tensor->parts; part++) {
         Matrix* matrix = &its->matrix[its->matrices++];
-        matrix->element = tensor->offset + part * rows * tensor->cols;
-        matrix->at = matrix->element - chunk->begin;
+        matrix->element = element + part * rows * tensor->cols;
+        matrix->at = tensor->offset - chunk->begin + part * rows * tensor->cols;
         matrix->row = row + part * rows;
         matrix->rows = (int)rows, matrix->cols = (int)tensor->cols;
         matrix->tensor = t;
@@ -154,15 +156,15 @@ MatrixPlan matrix_plan(const Device* dev, const Plan* plan, int index, const Opt
     its.chunk = (MatrixChunk*)memory_zero((size_t)count + 1, sizeof(MatrixChunk));
     its.by_eights = !low || low_by_eights(plan, index, tensors, count);
     for (int t = 0; t < count; t++) {
-        const OptimTensor* tensor = &tensors[t];
+        const OptimTensor* tensor = &plan->kept[t][SLOT_WEIGHTS];
         const int64_t begin = tensor->offset, end = begin + tensor_padded(tensor);
-        if (tensor->cols == 0 || plan->launch_of[t] != index || begin < plan->begin || end > plan->end) continue;
+        if (plan->launch_of[t] != index || is_elsewhere(plan, t)) continue;
         const MatrixChunk* chunk = its.chunks ? &its.chunk[its.chunks - 1] : nullptr;
         const bool full = chunk && (its.matrices - chunk->matrix + tensor->parts > MAX_MATRICES ||
                                     end - chunk->begin > config->matrix_chunk);
         if (full) chunk_close(dev, &its);
         if (full || !chunk) chunk_open(plan, index, t, begin, &its);
-        chunk_add(dev, plan, index, t, tensor, low, &its);
+        chunk_add(dev, plan, index, t, tensors[t].offset, low, &its);
     }
     if (its.chunks) chunk_close(dev, &its);
     const ArenaRun* moments = &plan->launch[index].kept[SLOT_M];

@@ -7,41 +7,58 @@ void arena_tensors(Arena* a, int count) {
     a->count = count;
     a->tensors = (OptimTensor*)memory_zero(count, sizeof(OptimTensor));
     a->part = (int*)memory_zero(count, sizeof(int));
+    a->order = (int*)memory_zero(count, sizeof(int));
     a->place = (int64_t*)memory_zero(count, sizeof(int64_t));
     a->slot = (int*)memory_zero(count, sizeof(int));
 }
 
-// Returns the tensors as ranks exchange them; the caller frees the array.
-static ShardTensor* shard_tensors(const Arena* a) {
-    ShardTensor* tensors = (ShardTensor*)memory_take(a->count * sizeof(ShardTensor));
-    for (int t = 0; t < a->count; t++) {
-        const OptimTensor* tensor = &a->tensors[t];
-        tensors[t] = {tensor->offset, tensor->rows * tensor->cols, a->part[t] < a->layers ? a->part[t] : a->layers};
+// Lists the tensors part by part, and places gradients that are packed or take turns in this order: layers two apart in
+// one place, and the rest behind them. All layers have the order of layer 0 in the arena, so that the padding between
+// tensors, which stays zero, lies in the same places for all layers that share a place.
+static void arena_order(Arena* a) {
+    const PartList layer = part_list(a, 0);
+    int64_t of_layer = 0;
+    int listed = 0;
+    for (int p = 0; p < a->layers + 2; p++) {
+        // Layers follow each other in the list of tensors.
+        const PartList list = p < a->layers ? layer : part_list(a, p);
+        if (p <= a->layers) a->packed = (p < a->layers ? p % 2 : p > 1 ? 2 : p) * of_layer;
+        for (int i = 0; i < list.count; i++) {
+            const int t = a->order[listed++] = list.tensor[i] + (p < a->layers ? p * layer.count : 0);
+            a->place[t] = a->packed;
+            a->packed += tensor_padded(&a->tensors[t]);
+        }
+        if (p == 0) of_layer = a->packed;
     }
-    return tensors;
 }
 
-// Plans which part of the arena this rank keeps.
+// Plans which slices of the layers this rank keeps.
 static void spread_ranks(const Arena* a, OptimConfig* config) {
     Shard* s = a->shard;
-    if (!s) return;
     const int ranks = s->comm.world;
     const long long tiles = a->elements / TILE_ELEMENTS;
     if (tiles < ranks) user_error("the model has %lld tiles of weights for %d ranks; start %lld", tiles, ranks, tiles);
-    ShardTensor* tensors = shard_tensors(a);
     s->gradient_bytes = a->grads_bf16 ? 2 : 4;
     s->weight_bytes = a->type == OPTIM_FP32 ? 4 : 2;
-    const int64_t slices = ranks * (PEER_PART / (TILE_ELEMENTS * s->gradient_bytes));  // tiles of slots in all
-    const int64_t most = s->comm.peers ? slices < 8192 ? slices : 8192 : tiles < 16384 ? tiles : 16384;
-    s->chunk = a->dev->gpu ? most : 64;
-    shard_plan(s, tensors, a->count, a->layers, a->elements);
-    optim_cuts(config, a->tensors, a->count, s->cut, ranks + 1);
-    if (shard_splits(s, SHARD_STATES)) config->begin = s->cut[s->comm.rank], config->end = s->cut[s->comm.rank + 1];
-    free(tensors);
+    const int64_t part = PEER_PART / (TILE_ELEMENTS * s->gradient_bytes), most = (s->comm.peers ? 8192 : 16384) / ranks;
+    s->piece = !a->dev->gpu ? 16 : s->comm.peers && part < most ? part : most < 1 ? 1 : most;
+    SliceTensor* tensors = (SliceTensor*)memory_take((size_t)a->count * sizeof(SliceTensor));
+    int64_t *grain = (int64_t*)memory_zero(2 * (size_t)a->count, sizeof(int64_t)), *cost = grain + a->count;
+    optim_slice(config, a->tensors, a->count, grain, cost);
+    const bool splits = shard_splits(s, SHARD_STATES);
+    for (int i = 0; i < a->count; i++) {
+        const int t = a->order[i];
+        tensors[i] = {a->tensors[t].offset / TILE_ELEMENTS, tensor_padded(&a->tensors[t]) / TILE_ELEMENTS,
+                      a->part[t] < a->layers ? a->part[t] : a->layers, splits ? grain[t] : 1, splits ? cost[t] : 1};
+    }
+    shard_plan(s, tensors, a->count);
+    if (splits) config->runs = s->own, config->run_count = s->own_runs;
+    free(grain), free(tensors);
 }
 
 void arena_spread(Arena* a, OptimConfig* config) {
-    spread_ranks(a, config);
+    arena_order(a);
+    if (a->shard) spread_ranks(a, config);
     config->keeps_copy = shard_splits(a->shard, SHARD_STATES);  // for the others, or to be gathered by them
     const int64_t bytes = decoded_bytes(a, config).dequant_buffer;
     a->dequant_bytes = config->keeps_copy ? 0 : bytes;
@@ -81,13 +98,15 @@ static bool takes_parts(const Arena* a) {
     return a->releases || a->clip_by != CLIP_STEP;
 }
 
-// Gradients are those of the whole arena, or packed with the ranks' sums behind them, or take turns.
+// Gradients are those of the whole arena, or take turns, or are packed with the ranks' sums behind them.
 int64_t arena_grads_bytes(const Arena* a) {
-    int64_t elements = a->elements;
-    if (shard_splits(a->shard, SHARD_GRADS)) elements = a->shard->packed + shard_sums(a->shard);
-    if (a->releases && a->shard) elements = a->shard->packed;
-    if (a->releases && !a->shard) elements = parts_room(a, nullptr, 1, true, a->place);
+    int64_t elements = a->releases ? a->packed : a->elements;
+    if (!a->releases && shard_splits(a->shard, SHARD_GRADS)) elements = a->packed + a->shard->own_tiles * TILE_ELEMENTS;
     return elements * (a->grads_bf16 ? 2 : 4);
+}
+
+static int64_t squares_bytes(const Arena* a) {
+    return a->elements / TILE_ELEMENTS * (int64_t)sizeof(double);
 }
 
 // Returns the configuration for the optimizer: steps by parts take a layer's matrices at a time, whose buffers are
@@ -105,12 +124,13 @@ static OptimConfig arena_config(const Arena* a, const OptimConfig* config) {
 ArenaBytes arena_bytes(const Arena* a, const OptimConfig* config) {
     const OptimConfig its = arena_config(a, config);
     const OptimBytes optim = optim_bytes(a->dev, &its, a->tensors, a->count, a->type);
-    int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard);
+    int64_t weights = optim.weights + optim.compute + shard_gathered_bytes(a->shard, a->elements);
     if (!config->keeps_copy) weights += decoded_bytes(a, config).room;
     int64_t states = optim.states + optim.tables;
     if (config->offload) states += offload_bytes(a, config);
-    return {weights, states, arena_grads_bytes(a),
-            (a->shard ? shard_bytes(a->shard) : 0) + (takes_parts(a) ? release_bytes(a) : 0), optim.host};
+    int64_t other = squares_bytes(a) + (takes_parts(a) ? release_bytes(a) : 0);
+    if (a->shard) other += shard_bytes(a->shard);
+    return {weights, states, arena_grads_bytes(a), other, optim.host};
 }
 
 int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states) {
@@ -118,15 +138,15 @@ int64_t arena_saved_bytes(const Arena* a, const OptimConfig* config, bool states
     return files.model + (states ? files.optimizer : 0);
 }
 
-// Sets where the gradients of each tensor begin, or those of a step over the whole arena if that takes a part's.
-static void grads_place(Arena* a) {
-    const Shard* shard = a->shard;
-    // The sums lie after the packed gradients, or are all that a step gets.
-    const int64_t begin = shard_splits(shard, SHARD_STATES) ? shard->cut[shard->comm.rank] : 0;
-    const int64_t sums = shard_splits(shard, SHARD_GRADS) ? shard->packed - begin : 0;
+// Tells the optimizer where the gradients, or the ranks' sums of them, lie that it takes its steps with.
+static void point_to_sums(const Arena* a) {
+    const Plan* plan = optim_parts(a->optim).plan;
+    const int64_t bytes = a->grads_bf16 ? 2 : 4;
+    const bool apart = !a->releases && shard_splits(a->shard, SHARD_GRADS);
     for (int t = 0; t < a->count; t++) {
-        if (!a->releases) a->place[t] = a->tensors[t].offset + (takes_parts(a) ? sums : -begin);
-        if (a->releases && shard) a->place[t] = shard->packed_offset[t];
+        const char* at = apart ? (const char*)a->shard->sums + plan->kept[t][SLOT_WEIGHTS].offset * bytes
+                               : (const char*)arena_at(a, a->grads, t, bytes);
+        optim_tensor_grads(a->optim, t, at + plan->here[t].begin * bytes);
     }
 }
 
@@ -141,12 +161,13 @@ void arena_open(Arena* a, const OptimConfig* config) {
     if (!config->keeps_copy) a->decoded = decoded_open(a);
     a->grads = device_alloc(a->dev, arena_grads_bytes(a));
     device_zero(a->dev, a->grads, arena_grads_bytes(a));
-    if (a->shard) a->shard->releases = a->releases, a->weights = shard_open(a->shard, a->grads, a->weights);
+    a->squares = (double*)device_alloc(a->dev, squares_bytes(a));
+    if (a->shard) {
+        a->shard->releases = a->releases;
+        a->weights = shard_open(a->shard, a->grads, a->weights, a->squares, a->elements);
+    }
+    point_to_sums(a);
     if (config->offload) a->offload = offload_open(a);
-    // All ranks must agree, and GPUs of other kinds have other activations.
-    const bool may_defer = a->shard && !takes_parts(a) && shard_may_defer(a->shard, a->scratch);
-    if (a->shard) a->shard->may_defer = shard_min(a->shard, may_defer) > 0;
-    grads_place(a);
     if (takes_parts(a)) a->release = release_open(a);
 }
 
@@ -157,15 +178,14 @@ void arena_close(Arena* a) {
     offload_close(a->offload);
     if (a->optim) optim_free(a->optim);
     if (a->shard) shard_close(a->shard);
-    device_free(a->dev, a->grads);
-    free(a->tensors), free(a->part), free(a->place), free(a->slot);
+    device_free(a->dev, a->grads), device_free(a->dev, a->squares);
+    free(a->tensors), free(a->part), free(a->order), free(a->place), free(a->slot);
 }
 
 void* arena_at(const Arena* a, void* memory, int t, int64_t element_bytes) {
     if (!memory && a->decoded) return decoded_at(a->decoded, t);
     int64_t at = a->tensors[t].offset;
-    if (memory == a->grads && a->releases) at = a->place[t];
-    if (shard_is_packed(a->shard, memory)) at = a->shard->packed_offset[t];
+    if ((memory == a->grads && a->releases) || shard_is_packed(a->shard, memory)) at = a->place[t];
     return (char*)memory + element_bytes * at;
 }
 

@@ -31,11 +31,12 @@ struct Arena {
     Shard* shard;          // the ranks' exchange; NULL: there is one rank, or the model only runs forward
     OptimTensor* tensors;  // (count)
     int* part;             // (count) the part of each
-    int64_t* place;        // (count) first element of each tensor's gradients, for steps part by part
+    int* order;            // (count) the tensors part by part
+    int64_t* place;        // (count) first element of each tensor in packed memory, where two layers take turns
     int* slot;             // (count) number of a matrix's scale if products may read its stored codes; else 0
     int count, layers;
     int64_t elements;  // length of an arena
-    int64_t scratch;   // bytes of arena_step's scratch, if sums of gradients may be delivered there; 0: they may not
+    int64_t packed;    // length of packed memory
     OptimType type;    // X: the type of the weights that the matmuls read
     bool grads_bf16;   // G: the type of the gradients is bf16, otherwise float
     ClipBy clip_by;
@@ -47,6 +48,7 @@ struct Arena {
     Optim* optim;      // owns the weights; NULL: the model only runs forward
     void* weights;     // X; NULL: `decoded` has them
     void* grads;       // G; NULL without optim
+    double* squares;   // of the gradients, for each tile
     Decoded* decoded;  // NULL: weights are whole or spread
     Release* release;  // NULL: a step has one norm and one factor
     Offload* offload;  // NULL: states are in device memory
@@ -57,7 +59,7 @@ struct Arena {
 
 // Allocates the arrays for `count` tensors, all zero; arena_close frees them.
 void arena_tensors(Arena* arena, int count);
-// Plans which part of the arena this rank keeps, and sets `begin`, `end` and `keeps_copy` of the configuration. Exits
+// Plans which part of the arena this rank keeps, and sets `runs` and `keeps_copy` of the configuration. Exits
 // with a sentence if there are more ranks than tiles of weights.
 void arena_spread(Arena* arena, OptimConfig* config);
 
@@ -135,8 +137,8 @@ void arena_done(const Arena* arena, int part);
 void arena_attention(const Arena* arena);
 // Writes the norm of the gradients and the clip factor to `scalars`, and takes the step. If the loss or the norm is not
 // finite, the factor is NaN and the step changes nothing. If steps are taken part by part, each part has its own
-// factor. `scratch`: device memory, aligned to 256 bytes, with a double for each tile of the arena.
-void arena_step(Arena* arena, float* scalars, void* scratch);
+// factor.
+void arena_step(Arena* arena, float* scalars);
 // Get and set the norm that the next step clips by (--clip-by last), for a checkpoint; 0: there was no step.
 float arena_last_norm(const Arena* arena);
 void arena_set_last_norm(const Arena* arena, float last);

@@ -19,21 +19,24 @@ static DecodedKind decoded_kind(const Arena* a, const Plan* plan, int t) {
     return a->slot && a->slot[t] > 0 && format_is_operand(weights) ? OPERAND : DECODED;
 }
 
-int64_t parts_room(const Arena* a, const bool* takes, int64_t element_bytes, bool apart, int64_t* place) {
+// Lays out the tensors that `takes` names (count): those of a layer one after another, two layers in turn, which the
+// embeddings share, then the last layernorm. Sets the bytes in place[t] at which these tensors begin, and returns the
+// bytes of all.
+static int64_t parts_room(const Arena* a, const bool* takes, int64_t element_bytes, int64_t* place) {
     const int layers = a->layers, embeddings = decoded_embeddings(layers), last = decoded_final(layers);
     int64_t *used = (int64_t*)memory_zero((size_t)layers + 2, sizeof(int64_t)), layer = 0;
     for (int t = 0; t < a->count; t++) {
         int64_t* in = &used[a->part[t]];
-        if (takes && !takes[t]) continue;
+        if (!takes[t]) continue;
         place[t] = *in;
         *in += tensor_padded(&a->tensors[t]) * element_bytes;
     }
     for (int l = 0; l < layers; l++) layer = used[l] > layer ? used[l] : layer;
     const int64_t two = (layers > 1 ? 2 : 1) * layer, whole = used[embeddings];
-    const int64_t shared = apart ? two + whole : two > whole ? two : whole, bytes = shared + used[last];
+    const int64_t shared = two > whole ? two : whole, bytes = shared + used[last];
     for (int t = 0; t < a->count; t++) {
         const int part = a->part[t];
-        if (!takes || takes[t]) place[t] += part < layers ? part % 2 * layer : part == last ? shared : apart ? two : 0;
+        if (takes[t]) place[t] += part < layers ? part % 2 * layer : part == last ? shared : 0;
     }
     free(used);
     return bytes;
@@ -47,8 +50,7 @@ static DecodedBytes decoded_places(const Arena* a, const Plan* plan, int64_t* pl
         decoded[t] = kind == DECODED, operand[t] = kind == OPERAND, place[t] = -1;
     }
     const int64_t element = compute_row(a->type)->stream[0].bits / 8;
-    const DecodedBytes bytes = {parts_room(a, decoded, element, false, place),
-                                parts_room(a, operand, element, false, place)};
+    const DecodedBytes bytes = {parts_room(a, decoded, element, place), parts_room(a, operand, element, place)};
     free(decoded);
     return bytes;
 }

@@ -5,10 +5,11 @@
 #include "../plan.h"
 #include "arena.h"
 
-// Lays out the tensors that `takes` names (count; NULL: all): those of a layer one after another, two layers in turn,
-// then the last layernorm. The embeddings have room of their own between them (`apart`) or the room of the layers. Sets
-// the bytes in place[t] at which these tensors begin, and returns the bytes of all.
-int64_t parts_room(const Arena* arena, const bool* takes, int64_t element_bytes, bool apart, int64_t* place);
+// The tensors of a part in the arena's order.
+struct PartList {
+    int count, tensor[PART_TENSORS];
+};
+PartList part_list(const Arena* arena, int part);
 
 // Weights that are stored in another type than the matmuls read are decoded a part at a time (decode.cu), so that
 // memory holds no second copy of the model. A part that is not there is decoded on the device's stream, after all
@@ -62,7 +63,7 @@ void offload_give(Offload* offload, int part);
 // Returns number i of the parts in the order of a step; -1 after the last.
 int offload_part(const Offload* offload, int i);
 // Takes the step over the whole arena with one factor for all gradients, part by part.
-void offload_step(const Arena* arena, const void* grads, const float* factor);
+void offload_step(const Arena* arena, const float* factor);
 
 // Steps that are taken part by part (step.cu): inside the backward pass, each part is stepped as soon as its gradients
 // are complete. The next layer but one then writes its gradients to the same memory, so that gradients take the room

@@ -29,10 +29,9 @@ static PartRuns* part_runs(const Arena* a, const Plan* plan) {
     PartRuns* run = (PartRuns*)memory_zero((size_t)a->layers + 2, sizeof(PartRuns));
     for (int t = 0; t < a->count; t++) {
         auto* its = &run[a->part[t]].launch[plan->launch_of[t]];
-        const OptimTensor* tensor = &a->tensors[t];
-        const int64_t begin = plan_clamp(plan, tensor->offset),
-                      end = plan_clamp(plan, tensor->offset + tensor_padded(tensor));
-        if (begin == end) continue;
+        if (is_elsewhere(plan, t)) continue;
+        const int64_t offset = plan->kept[t][SLOT_WEIGHTS].offset, begin = offset + plan->here[t].begin,
+                      end = offset + plan->here[t].end;
         assert(its->end == 0 || its->end == begin);
         if (its->end == 0) its->begin = begin;
         its->end = end;

@@ -9,16 +9,9 @@
 struct Release {
     double* square;        // (parts) device memory
     float *factor, *last;  // (PART_TENSORS), scalar: device memory
-    double* tile_square;   // of the tiles of the part that is stepped: device memory for the largest part
 };
 
-// The tensors of a part in the arena's order, and where their gradients begin.
-struct PartList {
-    int count, tensor[PART_TENSORS];
-    const void* grads[PART_TENSORS];
-};
-
-static PartList part_list(const Arena* a, int part, const void* grads) {
+PartList part_list(const Arena* a, int part) {
     PartList list = {};
     for (int t = 0; t < a->count; t++) {
         if (a->part[t] != part) continue;
@@ -28,10 +21,6 @@ static PartList part_list(const Arena* a, int part, const void* grads) {
             list.tensor[i] = list.tensor[i - 1];
         }
         list.tensor[i] = t;
-    }
-    const int64_t element = a->grads_bf16 ? 2 : 4;
-    for (int i = 0; i < list.count; i++) {
-        list.grads[i] = (const char*)grads + a->place[list.tensor[i]] * element;
     }
     return list;
 }
@@ -45,18 +34,8 @@ static int64_t numbers_bytes(const Arena* a) {
     return parts_of(a) * (int64_t)sizeof(double) + (PART_TENSORS + 1) * (int64_t)sizeof(float);
 }
 
-static int64_t squares_bytes(const Arena* a) {
-    int64_t most = 0;
-    for (int p = 0; p < parts_of(a); p++) {
-        int64_t elements = 0;
-        for (int t = 0; t < a->count; t++) elements += a->part[t] == p ? tensor_padded(&a->tensors[t]) : 0;
-        most = elements > most ? elements : most;
-    }
-    return most / TILE_ELEMENTS * (int64_t)sizeof(double);
-}
-
 int64_t release_bytes(const Arena* a) {
-    return aligned_bytes(numbers_bytes(a)) + aligned_bytes(squares_bytes(a));
+    return aligned_bytes(numbers_bytes(a));
 }
 
 Release* release_open(const Arena* a) {
@@ -65,13 +44,12 @@ Release* release_open(const Arena* a) {
     device_zero(a->dev, r->square, numbers_bytes(a));
     r->factor = (float*)(r->square + parts_of(a));
     r->last = r->factor + PART_TENSORS;
-    r->tile_square = (double*)device_alloc(a->dev, squares_bytes(a));
     return r;
 }
 
 void release_close(const Arena* a) {
     if (!a->release) return;
-    device_free(a->dev, a->release->square), device_free(a->dev, a->release->tile_square);
+    device_free(a->dev, a->release->square);
     free(a->release);
 }
 
@@ -85,24 +63,12 @@ void arena_set_last_norm(const Arena* a, float last) {
     if (a->release) copy_to_device(a->dev, a->release->last, &last, sizeof(last));
 }
 
-// Computes the norm of a part and its factors from the gradients of its tensors.
-template <typename G>
-static void release_norm(const Arena* a, const PartClip& clip, const PartList* list) {
-    PartTiles tiles = {{}, list->count};
-    int64_t offset[PART_TENSORS];
-    double* square = a->release->tile_square;
-    for (int i = 0; i < list->count; i++) {
-        const OptimTensor* its = &a->tensors[list->tensor[i]];
-        const int64_t end = its->offset + tensor_padded(its);
-        const Overlap own = shard_own(a->shard, its->offset, end);
-        const int64_t before = own.begin - its->offset;
-        tile_squares<G>(a->dev, square + tiles.first[i] + before / TILE_ELEMENTS, (const G*)list->grads[i] + before,
-                        (own.end - own.begin) / TILE_ELEMENTS);
-        tiles.first[i + 1] = tiles.first[i] + (end - its->offset) / TILE_ELEMENTS;
-        offset[i] = its->offset;
-    }
-    shard_part_squares(a->shard, square, tiles, offset);
-    part_norm(a->dev, clip, square, tiles);
+// Computes the squares of gradients that begin at `grads`, if there are no other ranks that have agreed on their sums'.
+static void arena_squares(const Arena* a, const void* grads, int64_t first, int64_t tiles) {
+    const Device* dev = a->dev;
+    if (a->shard) return;
+    if (a->grads_bf16) tile_squares(dev, dev->stream, a->squares + first, (const bf16*)grads, tiles);
+    if (!a->grads_bf16) tile_squares(dev, dev->stream, a->squares + first, (const float*)grads, tiles);
 }
 
 // Steps a part with one factor or, with `each`, one for each tensor.
@@ -110,7 +76,7 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
     const int some = each ? 1 : list->count;
     offload_take(a->offload, part);
     for (int i = 0; i < list->count; i += some) {
-        optim_step_tensors(a->optim, list->tensor + i, list->grads + i, some, factor + i, a->step.lr, a->step.number);
+        optim_step_tensors(a->optim, list->tensor + i, nullptr, some, factor + i, a->step.lr, a->step.number);
     }
     offload_give(a->offload, part);
 }
@@ -118,10 +84,17 @@ static void part_step(const Arena* a, int part, const PartList* list, const floa
 // Computes the norm of a part's gradients and steps the part.
 static void release_part(const Arena* a, int part) {
     const Release* r = a->release;
-    const PartList list = part_list(a, part, a->grads);
+    const PartList list = part_list(a, part);
     const PartClip clip = {a->clip_by, a->step.clip, a->scalars + SCALAR_LOSS, r->last, r->square + part, r->factor};
+    PartTiles tiles = {{}, {}, list.count};
     named(a->dev, "optimizer");
-    a->grads_bf16 ? release_norm<bf16>(a, clip, &list) : release_norm<float>(a, clip, &list);
+    for (int i = 0; i < list.count; i++) {
+        const int t = list.tensor[i];
+        tiles.first[i] = a->tensors[t].offset / TILE_ELEMENTS;
+        tiles.tiles[i] = tensor_padded(&a->tensors[t]) / TILE_ELEMENTS;
+        arena_squares(a, arena_at(a, a->grads, t, a->grads_bf16 ? 2 : 4), tiles.first[i], tiles.tiles[i]);
+    }
+    part_norm(a->dev, clip, a->squares, tiles);
     part_step(a, part, &list, r->factor, a->clip_by == CLIP_TENSOR);
 }
 
@@ -179,38 +152,31 @@ void arena_done(const Arena* a, int part) {
     if (part <= a->layers) arena_reduce(a, part);
 }
 
-void offload_step(const Arena* a, const void* grads, const float* factor) {
+void offload_step(const Arena* a, const float* factor) {
     for (int i = 0; i < parts_of(a); i++) {
         const int part = offload_part(a->offload, i);
-        const PartList list = part < 0 ? PartList{} : part_list(a, part, grads);
+        const PartList list = part < 0 ? PartList{} : part_list(a, part);
         if (part >= 0) part_step(a, part, &list, factor, false);
     }
     optim_step_end(a->optim);
 }
 
-template <typename G>
-static void arena_norm(Arena* a, float* scalars, void* scratch) {
-    if (a->shard) return shard_norm<G>(a->shard, scalars, (double*)scratch, a->step.clip);
-    const int64_t tiles = a->elements / TILE_ELEMENTS;
-    tile_squares<G>(a->dev, (double*)scratch, (const G*)a->grads, tiles);
-    norm_of_tiles(a->dev, scalars + SCALAR_NORM, (double*)scratch, tiles, a->step.clip, scalars);
-}
-
-void arena_step(Arena* a, float* scalars, void* scratch) {
+void arena_step(Arena* a, float* scalars) {
+    if (!a->stepping) arena_agree(a);  // also waits for the last sums
     if (a->release) {
-        if (!a->stepping) arena_agree(a);  // also waits for the last sums
         for (int part = 0; part <= decoded_final(a->layers) && !a->stepping; part++) release_part(a, part);
         const Release* r = a->release;
         part_norm_finish(a->dev, scalars, scalars + SCALAR_LEFT, r->last, r->square, parts_of(a));
         optim_step_end(a->optim);
     } else {
+        const int64_t tiles = a->elements / TILE_ELEMENTS;
         named(a->dev, "gradient norm");
-        a->grads_bf16 ? arena_norm<bf16>(a, scalars, scratch) : arena_norm<float>(a, scalars, scratch);
+        arena_squares(a, a->grads, 0, tiles);
+        norm_of_tiles(a->dev, scalars + SCALAR_NORM, a->squares, tiles, a->step.clip, scalars);
         named(a->dev, "optimizer");
-        const void* grads = shard_splits(a->shard, SHARD_STATES) ? a->shard->kept_grads : a->grads;
         const float* factor = scalars + SCALAR_FACTOR;
-        if (a->offload) offload_step(a, grads, factor);
-        if (!a->offload) optim_step(a->optim, grads, factor, a->step.lr, a->step.number);
+        if (a->offload) offload_step(a, factor);
+        if (!a->offload) optim_step(a->optim, nullptr, factor, a->step.lr, a->step.number);
     }
     a->stepping = false;
     arena_changed(a);
